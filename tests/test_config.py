@@ -51,6 +51,7 @@ class Cache:
     share: str = field(default="25%", metadata={"size": True})
     directory: Path | None = None
     depth: int | None = 2
+    ahead: int = field(default=0, metadata={"words": {"auto": 0, "all": -1}, "help": "passes"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,6 +184,8 @@ def test_an_override_of_none_was_not_given(write) -> None:
         ("[cache]\nbudget = -1", "cache.budget: expected a size of at least 0 bytes"),
         ("[cache]\nbudget = 1.5", "cache.budget: expected a size such as 512MiB, 4GB, got 1.5"),
         ("[cache]\ndepth = 1.5", "cache.depth: expected an integer, or none, got 1.5"),
+        ("[cache]\nahead = 0", "cache.ahead: expected auto or all or an integer, got 0"),
+        ('[cache]\nahead = "most"', "cache.ahead: expected auto or all or an integer, got 'most'"),
         ('[cache]\ndirectory = ""', "cache.directory: expected a path, or none, got ''"),
         ("[model]\nheads = 3", "[model] d_model 256 is not a multiple of heads 3"),
         ("name = ", "not valid TOML"),
@@ -211,6 +214,8 @@ def test_a_bad_file_is_one_line_that_names_it(write, text: str, said: str) -> No
         ("model.dropout", "inf", "model.dropout: expected a number, got 'inf'"),
         ("model.tied", "maybe", "model.tied: expected true or false, got 'maybe'"),
         ("cache.budget", "lots", "cache.budget: expected a size"),
+        ("cache.ahead", "0", "cache.ahead: expected auto or all or an integer, got '0'"),
+        ("cache.ahead", "Auto", "cache.ahead: expected auto or all or an integer, got 'Auto'"),
         ("cache.policy", "LRU", "cache.policy: expected one of lfu-decay, lru, got 'LRU'"),
         ("data", '["a", "b"', "data: expected a list, each text, separated by commas, got"),
         ("data", "[a]", "data: expected a list, each text, separated by commas, got '[a]'"),
@@ -283,6 +288,7 @@ def test_dotted_fields() -> None:
         "cache.share",
         "cache.directory",
         "cache.depth",
+        "cache.ahead",
     ]
     assert infos["model.d_model"].help == "width"
     assert infos["model.inner.depth"].default == 7
@@ -296,6 +302,7 @@ def test_dump_by_hand() -> None:
         "\n[model]\nd_model = 256\nheads = 4\ndropout = 0.0\ntied = false\n"
         "\n[model.inner]\ndepth = 7\nlevel = 1\n"
         '\n[cache]\npolicy = "lru"\nbudget = 2097153\nshare = "25%"\ndirectory = "none"\ndepth = 2\n'
+        'ahead = "auto"\n'
     )
 
 
@@ -325,6 +332,7 @@ caches = st.builds(
     share=st.sampled_from(["0.25", "25%", "1GiB"]),
     directory=st.none() | paths,
     depth=st.none() | st.integers(-(2**63), 2**63 - 1),
+    ahead=st.integers(-(2**63), 2**63 - 1),
 )
 runs = st.builds(
     Run,
@@ -334,6 +342,17 @@ runs = st.builds(
     model=models,
     cache=caches,
 )
+
+
+def test_integers_that_have_names(write) -> None:
+    assert load(Run, write('[cache]\nahead = "all"'), {}).cache.ahead == -1
+    assert load(Run, write("[cache]\nahead = 3"), {}).cache.ahead == 3
+    assert [load(Run, None, {"cache.ahead": given}).cache.ahead for given in ("auto", "7", 7)] == [0, 7, 7]
+    for value, shown in ((0, "auto"), (-1, "all"), (3, 3)):
+        assert as_dict(Cache(ahead=value))["ahead"] == shown
+    assert 'ahead = "auto"' in dump(Run())
+    info = next(info for info in dotted_fields(Run) if info.name == "cache.ahead")
+    assert (info.type, info.default, info.in_words(info.default)) == ("auto or all or an integer", 0, "auto")
 
 
 @settings(deadline=None, max_examples=60)

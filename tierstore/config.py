@@ -5,9 +5,12 @@ TOML table. The same names serve the file and the command line: ``[model] d_mode
 ``model.d_model=256`` as an override, and the override wins.
 
 A field is one of ``int``, ``float``, ``bool``, ``str``, ``Path``, an ``Enum`` (by value), a nested
-dataclass, ``T | None``, ``tuple[T, ...]``, or ``Mapping[str, float | str]``: an open table, whose keys the
-component checks. Metadata: ``help`` is what ``dotted_fields`` shows, and
-``read_as`` is the dataclass of a field whose annotation is wider, and
+dataclass, ``T | None``, ``tuple[T, ...]``, ``Mapping[str, float | str]``: an open table, whose keys the
+component checks, or ``Mapping[str, X]`` of a dataclass X: tables of one kind, whose names the user
+chooses (``[tasks.code]``, and ``tasks.code.weight=2`` as an override).
+Metadata: ``help`` is what ``dotted_fields`` shows, and
+``read_as`` is the dataclass of a field whose annotation is wider,
+``words`` gives names to values of an ``int``, which are then read and written by these names alone, and
 ``size`` marks bytes: an ``int`` then also takes ``"512MiB"``; a ``str`` stays the text, checked, so that
 a fraction such as ``"25%"`` can be resolved once the whole is known.
 
@@ -20,14 +23,16 @@ were tried in its place.
 
 from __future__ import annotations
 
+import collections.abc
 import contextlib
 import dataclasses
 import difflib
 import math
+import re
 import tomllib
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
@@ -42,6 +47,7 @@ T = TypeVar("T")
 _NONE = "none"
 _BOOLS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
 _WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "text", Path: "a path"}
+_TABLE_NAME = re.compile(r"[A-Za-z0-9_-]+")
 _ANY_WHOLE = 2**62  # a whole to check a fraction's syntax against, before the real one is known
 
 
@@ -54,22 +60,30 @@ class FieldInfo:
     default: object
     required: bool
     help: str
-    #: The scalar's or the element's type, the nested dataclass, or dict for an open table.
+    #: The scalar's or the element's type, the nested dataclass (each table's, of named ones), or dict for an open table.
     kind: Any
     optional: bool
     repeated: bool
     length: int | None  # of a tuple with a fixed number of elements
     size: bool
+    #: Values of an integer that have names.
+    words: Mapping[str, int]
+    #: Whether it holds tables by names of the user's.
+    named: bool = False
 
     @property
     def nested(self) -> bool:
         """Whether the field is a dataclass of its own."""
-        return dataclasses.is_dataclass(self.kind)
+        return dataclasses.is_dataclass(self.kind) and not self.named
 
     @property
     def open(self) -> bool:
         """Whether the field is a table whose keys the component checks."""
         return self.kind is dict
+
+    def in_words(self, value: object) -> object:
+        """The name of ``value``, where it has one, else itself."""
+        return next((word for word, number in self.words.items() if number == value), value)
 
 
 def load(cls: type[T], path: Path | None, overrides: Mapping[str, object] | None = None) -> T:
@@ -101,7 +115,7 @@ def from_dict(cls: type[T], table: Mapping[str, object], *, origin: str = "") ->
 
 def as_dict(config: object) -> dict[str, object]:
     """``config`` as JSON can hold it: paths and enums as text, tuples as lists, tables as dicts."""
-    return {info.name: _plain(getattr(config, info.name)) for info in _fields(type(config))}
+    return {info.name: _plain(info.in_words(getattr(config, info.name))) for info in _fields(type(config))}
 
 
 def dump(config: object) -> str:
@@ -118,8 +132,13 @@ def dump(config: object) -> str:
 
 
 def dotted_fields(cls: type[object]) -> list[FieldInfo]:
-    """Every value that ``cls`` and its tables hold, in order of declaration."""
-    return list(_leaves(cls))
+    """Every value that ``cls`` and its tables hold, in order of declaration; of tables that the user names, those of one
+    called NAME.
+    """
+    found: list[FieldInfo] = []
+    for info in _leaves(cls):
+        found += _leaves(info.kind, None, f"{info.name}.NAME.") if info.named else [info]
+    return found
 
 
 # Declarations -----------------------------------------------------------------------------------------------
@@ -167,7 +186,12 @@ def _info(field: dataclasses.Field[object], hint: Any, default: object, prefix: 
             length = len(members) + 1
             members = [*members, last]
     kind = dict if members[0] == Mapping[str, float | str] else members[0]
-    size = bool(field.metadata.get("size", False))
+    named = typing.get_origin(kind) is collections.abc.Mapping
+    if named:
+        key, kind = typing.get_args(kind)
+        if key is not str or not dataclasses.is_dataclass(kind):
+            raise TypeError
+    size, words = bool(field.metadata.get("size", False)), field.metadata.get("words", {})
     table = kind is dict or dataclasses.is_dataclass(kind)
     enum = isinstance(kind, type) and issubclass(kind, Enum)
     if (
@@ -175,12 +199,16 @@ def _info(field: dataclasses.Field[object], hint: Any, default: object, prefix: 
         or not (table or enum or kind in _WORDS)
         or (table and (optional or repeated))
         or (size and kind not in (int, str))
+        or (words and (size or kind is not int))
     ):
         raise TypeError
     required = default is dataclasses.MISSING
     return FieldInfo(
         name=prefix + field.name,
-        type=_in_words(kind, size=size, repeated=repeated, length=length) + (", or none" if optional else ""),
+        type="named tables"
+        if named
+        else _in_words(kind, words, size=size, repeated=repeated, length=length)
+        + (", or none" if optional else ""),
         default=None if required else default,
         required=required,
         help=str(field.metadata.get("help", "")),
@@ -189,10 +217,12 @@ def _info(field: dataclasses.Field[object], hint: Any, default: object, prefix: 
         repeated=repeated,
         length=length,
         size=size,
+        words=words,
+        named=named,
     )
 
 
-def _in_words(kind: Any, *, size: bool, repeated: bool, length: int | None) -> str:
+def _in_words(kind: Any, words: Iterable[str], *, size: bool, repeated: bool, length: int | None) -> str:
     if kind is dict or dataclasses.is_dataclass(kind):
         return "a table of numbers and text" if kind is dict else "a table"
     if size:
@@ -200,7 +230,7 @@ def _in_words(kind: Any, *, size: bool, repeated: bool, length: int | None) -> s
     elif issubclass(kind, Enum):
         word = "one of " + ", ".join(str(member.value) for member in kind)
     else:
-        word = _WORDS[kind]
+        word = " or ".join([*words, _WORDS[kind]])
     return f"a list{f' of {length}' if length else ''}, each {word}" if repeated else word
 
 
@@ -228,12 +258,25 @@ def _read(
         info = infos.get(name)
         if info is None:
             raise ConfigError(f"{origin}{_unknown(name, list(infos))}")
-        if not info.nested:
+        if not (info.nested or info.named):
             yield name, _converted(info, value, origin=origin)
-        elif isinstance(value, Mapping):
+        elif not isinstance(value, Mapping):
+            raise ConfigError(f"{origin}{name}: expected a table, got {_shown(value)}")
+        elif info.nested:
             yield from _read(info.kind, value, prefix=f"{name}.", origin=origin)
         else:
-            raise ConfigError(f"{origin}{name}: expected a table, got {_shown(value)}")
+            for item, inner in value.items():
+                yield _table_name(info, item, origin=origin), None
+                if not isinstance(inner, Mapping):
+                    raise ConfigError(f"{origin}{name}.{item}: expected a table, got {_shown(inner)}")
+                yield from _read(info.kind, inner, prefix=f"{name}.{item}.", origin=origin)
+
+
+def _table_name(info: FieldInfo, item: str, *, origin: str = "") -> str:
+    """The dotted name of the table ``item`` of ``info``, which stands in the values for the table itself."""
+    if not _TABLE_NAME.fullmatch(item):
+        raise ConfigError(f"{origin}{info.name}: expected names of letters, digits, - and _, got {item!r}")
+    return f"{info.name}.{item}"
 
 
 def _override(cls: type[object], values: dict[str, object], name: str, value: object) -> None:
@@ -245,6 +288,11 @@ def _override(cls: type[object], values: dict[str, object], name: str, value: ob
             items = _converted(info, {item: _number(value)})
             values[info.name] = {**values.get(info.name, {}), **items}  # type: ignore[dict-item]
             return
+        if info.named and item != name:
+            table = _table_name(info, item.partition(".")[0])
+            leaves = {leaf.name: leaf for leaf in _leaves(info.kind, None, f"{table}.")}
+            values[table] = None
+            break
     if name in leaves:
         info = leaves[name]
         values[name] = _converted(info, _listed(info, value) if info.repeated else value, typed=True)
@@ -315,6 +363,8 @@ def _scalar(info: FieldInfo, value: Any, *, typed: bool) -> object:
             raise ValueError
         size = parse_size(value, whole=None if kind is int else _ANY_WHOLE, name=info.name)
         return size if kind is int else str(value)
+    if isinstance(value, str) and value in info.words:
+        return info.words[value]
     if issubclass(kind, Enum):
         for member in kind:
             same = type(member.value) is type(value) and member.value == value
@@ -326,6 +376,8 @@ def _scalar(info: FieldInfo, value: Any, *, typed: bool) -> object:
         return float(value)
     if kind is Path and isinstance(value, str) and value:
         return Path(value)
+    if value in info.words.values():  # it has a name, and goes by it alone
+        raise ValueError
     finite = not isinstance(value, float) or math.isfinite(value)
     if isinstance(value, kind) and finite and (kind is bool or not isinstance(value, bool)):
         return value
@@ -339,6 +391,19 @@ def _build(cls: type[T], values: Mapping[str, object], base: T | None, *, prefix
         key = info.name.removeprefix(prefix)
         if info.nested:
             given[key] = _build(info.kind, values, info.default, prefix=f"{info.name}.", origin=origin)
+        elif info.named:
+            inside = [
+                name.removeprefix(f"{info.name}.") for name in values if name.startswith(f"{info.name}.")
+            ]
+            names = dict.fromkeys(item.partition(".")[0] for item in inside)
+            given[key] = (
+                info.default
+                if not names
+                else {
+                    name: _build(info.kind, values, None, prefix=f"{info.name}.{name}.", origin=origin)
+                    for name in names
+                }
+            )
         elif info.name in values:
             given[key] = values[info.name]
         elif info.required:
@@ -374,7 +439,7 @@ def _plain(value: object) -> object:
     if isinstance(value, tuple):
         return [_plain(element) for element in value]
     if isinstance(value, Mapping):
-        return dict(value)
+        return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, Enum):
         return value.value
     return str(value) if isinstance(value, Path) else value

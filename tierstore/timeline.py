@@ -41,6 +41,7 @@ class Track(Enum):
     STALLS = "stalls"
     GATHERS = "gathers"
     REDUCTIONS = "reduce-scatters"
+    EXCHANGES = "all-to-alls"
     DEVICE_COPIES = "device copies"
     RING = "ring memory"
     DISK_READS = "disk reads"

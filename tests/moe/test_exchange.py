@@ -9,6 +9,7 @@ tokens (replicated experts' and the router's gradients, the losses) is equal wit
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -28,8 +29,10 @@ from tierstore.moe import (
     SaveActivations,
 )
 from tierstore.moe.dispatch import dispatch
-from tierstore.moe.exchange import ExchangedRows
-from tierstore.parallel import Mesh, RankEnvironment, RankGroup
+from tierstore.moe.exchange import Arrival, ExchangedRows, RowChunk, expert_groups
+from tierstore.moe.pipelining import PipelineDegrees
+from tierstore.moe.source import SourceSlot
+from tierstore.parallel import Mesh, RankEnvironment, RankGroup, Work
 
 WIDTH = 16
 Found = dict[str, Any]
@@ -46,11 +49,14 @@ def _pass(mesh: Mesh, tokens: list[int], dtype: torch.dtype, options: Found, tim
     """Passes over this rank's ``tokens[rank]`` tokens, and all that they computed."""
     options = dict(options)
     save = options.pop("save", SaveActivations.SAVE)
+    degrees = options.pop("degrees", PipelineDegrees())
     experts = options.setdefault("experts", 6)
     shape = ExpertShape(WIDTH, 24)
     source = InMemoryExperts(shape, layers=[3], experts=experts, compute=dtype, replicas=mesh.replica)
     config = RouterConfig(**options)
-    layer = MoELayer(config, shape, source, layer=3, seed=1, save_activations=save, mesh=mesh)
+    slot = SourceSlot()
+    slot.target, slot.pipelining.degrees = source, degrees
+    layer = MoELayer(config, shape, slot, layer=3, seed=1, save_activations=save, mesh=mesh)
     generator = torch.Generator().manual_seed(9)
     with torch.no_grad():
         weight = layer.router.weight
@@ -201,6 +207,56 @@ def test_replicas_step_the_same_experts(ranks: Ranks) -> None:
     assert [one["stepped"] for one in found] == [[0, 1], [2, 3], [0, 1], [2, 3]]
 
 
+def test_groups_of_experts_worked_by_hand() -> None:
+    """Six experts with 4, 1, 1, 6, 0 and 2 rows: 0, 4, 5, 6, 12, 12, 14 lie before each bound."""
+    load_E = [4, 1, 1, 6, 0, 2]
+    assert expert_groups(load_E, 0, 6, 1) == [0, 6]
+    # Half of 14 is 7: nearest is 6, before expert 3.
+    assert expert_groups(load_E, 0, 6, 2) == [0, 3, 6]
+    # Quarters: 3.5 (nearest 4), 7 (nearest 6), 10.5 (nearest 12, the first of two).
+    assert expert_groups(load_E, 0, 6, 4) == [0, 1, 3, 4, 6]
+    # Of the last three, 6, 0 and 2: a third is 2.67 (nearest 0, so the first group is empty), two are 5.33 (nearest 6).
+    assert expert_groups(load_E, 3, 6, 3) == [3, 3, 4, 6]
+    # No rows, and no experts.
+    assert expert_groups([0, 0], 0, 2, 2) == [0, 0, 2]
+    assert expert_groups(load_E, 2, 2, 3) == [2, 2, 2, 2]
+
+
+@given(st.lists(st.integers(0, 50), max_size=12), st.integers(1, 6))
+def test_groups_of_experts_are_balanced(loads: list[int], degree: int) -> None:
+    """No group has more than its share and one expert's rows beside it."""
+    bounds = expert_groups(loads, 0, len(loads), degree)
+    assert len(bounds) == degree + 1
+    assert bounds == sorted(bounds)
+    assert (bounds[0], bounds[-1]) == (0, len(loads))
+    for first, last in itertools.pairwise(bounds):
+        assert sum(loads[first:last]) <= sum(loads) / degree + max(loads, default=0)
+
+
+@pytest.mark.parametrize("save", list(SaveActivations))
+@pytest.mark.parametrize(
+    ("tokens", "expert", "experts"),
+    [([20, 9], 0, 6), ([7, 0, 30, 3], 0, 9), ([1, 0, 0, 0], 0, 8), ([12, 5, 0, 12], 2, 6)],
+)
+def test_chunks_change_no_bit(
+    ranks: Ranks, tokens: list[int], expert: int, experts: int, save: SaveActivations
+) -> None:
+    """With uneven loads, experts and chunks without rows, ranks without tokens, and replicas."""
+    for dtype in (torch.float32, torch.bfloat16):
+        options = {"save": save, "top_k": 2, "experts": experts}
+        one = ranks.run(len(tokens), _pass, tokens, dtype, options, 2, expert=expert)
+        for degrees in (PipelineDegrees(2, 2), PipelineDegrees(4, 1), PipelineDegrees(1, 3)):
+            many = ranks.run(
+                len(tokens), _pass, tokens, dtype, {**options, "degrees": degrees}, 2, expert=expert
+            )
+            for found, expected in zip(many, one, strict=True):
+                assert found["expert_grads"].keys() == expected["expert_grads"].keys()
+                for number, grad in expected["expert_grads"].items():
+                    assert torch.equal(found["expert_grads"][number], grad), (degrees, number)
+                for name in ("y", "x_grad", "router_grad", "weight_TK"):
+                    assert torch.equal(found[name], expected[name]), (degrees, name)
+
+
 @settings(deadline=None, max_examples=40)
 @given(st.integers(1, 4), st.integers(1, 6), st.data())
 def test_rows_arrive_by_expert_then_source_then_token(ranks_: int, experts: int, data: st.DataObject) -> None:
@@ -219,36 +275,57 @@ def test_rows_arrive_by_expert_then_source_then_token(ranks_: int, experts: int,
     told = [_Told(r) for r in range(ranks_)]
     rows = [ExchangedRows(told[r], starts, load_SE, ()) for r in range(ranks_)]
     sent = [plan.token_N + 100 * r for r, plan in enumerate(plans)]
-    owned = [[int(load[a:b].sum()) for a, b in itertools.pairwise(starts)] for load in load_SE]
-    parts = [list(sent[r].split(owned[r])) for r in range(ranks_)]
+    degree = data.draw(st.integers(1, experts + 1))
+    results = [mine.at_experts(each) for mine, each in zip(rows, sent, strict=True)]
+    for there in _by_chunk(rows, told, degree, lambda r, chunk: chunk.to_experts(sent[r], results[r])):
+        for came in there:
+            came.wait()
     for r, mine in enumerate(rows):
-        told[r].delivers = torch.cat([parts[s][r] for s in range(ranks_)])
-        arrived = mine.to_experts(sent[r]).rows().tolist()
         for expert in range(starts[r], starts[r + 1]):
             wanted = [
                 100 * s + t for s in range(ranks_) for t in range(tokens[s]) if int(choices[s][t]) == expert
             ]
-            assert arrived[mine.span(expert)] == wanted
-        # And the way back undoes the way there.
-        back = torch.empty_like(sent[r])
-        told[r].expects = told[r].delivers
-        mine.to_tokens(torch.tensor(arrived, dtype=torch.int64), back)
+            assert results[r][mine.span(expert)].tolist() == wanted
+    # And the way back undoes the way there.
+    back = [torch.full_like(each, -1) for each in sent]
+    for again in _by_chunk(rows, told, degree, lambda r, chunk: chunk.to_tokens(results[r], back[r])):
+        for came in again:
+            came.wait()
+    assert all(torch.equal(one, other) for one, other in zip(back, sent, strict=True))
+
+
+def _by_chunk(
+    rows: list[ExchangedRows], told: list[_Told], degree: int, travel: Callable[[int, RowChunk], Arrival]
+) -> Iterator[list[Arrival]]:
+    """What ``travel`` has on its way for each rank, chunk by chunk, after all ranks' messages were delivered."""
+    for number in range(degree):
+        arrivals = [travel(r, each.chunks(degree)[number]) for r, each in enumerate(rows)]
+        for each in told:
+            each.deliver(told)
+        yield arrivals
 
 
 class _Told:
-    """An exchange that delivers, and is checked against, what a test says."""
+    """An exchange whose messages are delivered by hand."""
 
     groups: tuple[RankGroup, ...] = ()
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.delivers: Tensor | None = None
-        self.expects: Tensor | None = None
+        self._message: tuple[Tensor, Tensor, Tensor] | None = None
 
-    def all_to_all(self, out_rows: Tensor, in_rows: Tensor, rows_SS: Tensor) -> Any:
+    def all_to_all(self, out_rows: Tensor, in_rows: Tensor, rows_SS: Tensor) -> Work:
         assert int(rows_SS[:, self.rank].sum()) == len(out_rows)
         assert int(rows_SS[self.rank].sum()) == len(in_rows)
-        if self.expects is not None:
-            assert torch.equal(in_rows, self.expects)
-        elif self.delivers is not None:
-            out_rows.copy_(self.delivers)
+        self._message = out_rows, in_rows, rows_SS
+        return Work()
+
+    def deliver(self, ranks: list[_Told]) -> None:
+        """What ``ranks`` sent last comes to this one."""
+        assert self._message is not None
+        pieces = []
+        for other in ranks:
+            assert other._message is not None
+            assert torch.equal(other._message[2], self._message[2])
+            pieces.append(torch.split(other._message[1], other._message[2][other.rank].tolist())[self.rank])
+        self._message[0].copy_(torch.cat(pieces))

@@ -15,7 +15,7 @@ import torch
 
 from tierstore.config import load
 from tierstore.parallel import Mesh, ParallelConfig, RankEnvironment
-from tierstore.parallel.mesh import Layout, layout_of
+from tierstore.parallel.layout import Layout, layout_of
 from tierstore.plan.order import OrderChoice, agreed_order, choose_order
 from tierstore.store import ParameterStore
 from tierstore.store.committing import Keep

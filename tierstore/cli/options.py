@@ -153,7 +153,7 @@ def describe_config(cls: type[Any]) -> str:
     """Every key of ``cls``: its default, its type, and what it is for."""
     lines = []
     for info in dotted_fields(cls):
-        default = "required" if info.required else f"default {_shown(info.name, info.default)}"
+        default = "required" if info.required else f"default {_shown(info.name, info.in_words(info.default))}"
         lines.append(f"{info.name}  ({info.type}; {default})")
         lines += [f"    {info.help}"] if info.help else []
     return "\n".join(lines)
@@ -165,7 +165,7 @@ def options_json(cls: type[Any]) -> list[dict[str, object]]:
         {
             "name": info.name,
             "type": info.type,
-            "default": None if info.required else _shown(info.name, info.default),
+            "default": None if info.required else _shown(info.name, info.in_words(info.default)),
             "help": info.help,
         }
         for info in dotted_fields(cls)

@@ -124,6 +124,7 @@ class _Files:
 
 def _run(config: TrainConfig, files: _Files, *, resume: bool, checksum: bool, output: Output) -> int:
     from tierstore.parallel import launch, limited_groups
+    from tierstore.parallel.config import Elastic
     from tierstore.train.ranks import Opening, restarted
 
     # Ranks end together or not at all: from here on a signal to one of them is everybody's.
@@ -134,7 +135,9 @@ def _run(config: TrainConfig, files: _Files, *, resume: bool, checksum: bool, ou
     ):
         first = mesh.world.rank == 0
         output = output if first else Output(OutputMode.SILENT)
-        again = Opening.RESTART if restarted() else Opening.CREATE
+        # Where ranks come and go, torchrun may start a job again without counting it.
+        elastic = config.parallel.elastic is Elastic.RESHARD
+        again = Opening.RESTART if restarted() or elastic else Opening.CREATE
         opening = Opening.RESUME if resume else again
         own = files.of_rank(mesh.world.rank)
         summary, stopped = _train(config, output, opening, own, mesh, interrupts, checksum=checksum)
@@ -197,12 +200,18 @@ def _train(
             tokenising=tokenising,
         ) as trainer,
     ):
+        if trainer.made_over is not None:
+            output.line(trainer.made_over.describe())
         output.line(f"data: {trainer.data.describe()}")
+        if trainer.tasks is not None:
+            output.line(f"tasks: {trainer.tasks.assignment.describe()}")
         _describe(trainer.store, output)
         output.line(trainer.describe_weights())
         if (line := trainer.vocabulary.describe()) is not None:
             output.line(line)
         output.line(trainer.timer.describe())
+        if trainer.pipeline.chosen is not None:
+            output.line(trainer.pipeline.chosen.describe())
         log.start(trainer)
         first, begun = trainer.state.position, Instant.now(trainer)
         stopped = _steps(config, output, trainer, log, interrupts)
@@ -222,7 +231,9 @@ def _train(
             fixed_resident_bytes=fixed,
             totals=ended,
             records_crc32c=crc,
+            tasks=dict(trainer.state.tasks),
             micro_order_reason=order.reason,
+            chunks=trainer.pipeline.chosen,
             exchange=None if mesh.exchange_choice is None else mesh.exchange_choice.describe(),
         )
         if config.sample_tokens and not stopped:
@@ -298,10 +309,14 @@ def _steps(
                 },
             )
             log.record(trainer, result, val_loss)
+            chunks = trainer.pipeline.chosen
             if config.snapshot_every and done % config.snapshot_every == 0:
                 trainer.commit(snapshot=f"step-{done}")
             elif config.commit_every and done % config.commit_every == 0 and done < config.steps:
                 trainer.commit()
+            chosen = trainer.pipeline.chosen
+            if chosen is not None and chunks is not None and chosen.degrees != chunks.degrees:
+                output.line(f"step {done}: {chosen.describe()}")
     return False
 
 
@@ -379,7 +394,7 @@ def _describe(store: StoreCore, output: Output) -> None:
 
 
 def _show(summary: RunSummary, output: Output) -> None:
-    from tierstore.train.report import drive_rows, step_rows, tier_rows
+    from tierstore.train.report import drive_rows, step_rows, task_rows_of, tier_rows
 
     loss = "-" if summary.val_loss is None else f"{summary.val_loss:.4f}"
     output.table(
@@ -387,6 +402,9 @@ def _show(summary: RunSummary, output: Output) -> None:
         ("tier", "total"),
         tier_rows(summary),
     )
+    if summary.config.tasks:
+        titles = ("task", "rows", "examples", "tokens", "train loss", "validation loss")
+        output.table("tasks", titles, task_rows_of(summary))
     if summary.totals.stalls:
         output.table(
             "longest stalls",

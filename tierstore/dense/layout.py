@@ -10,14 +10,15 @@ one for each parameter without fusion.
 A table whose rows are divided over ranks (``Gathered.NO``) is a region of its own, cut between rows: each rank's slice is
 the part of the parameter that it has, and nobody gathers it.
 
-A rank's state of a unit is its slices of the regions, one after another: one record of its store.
+A rank's state of a unit is its slices of the regions, one after another: one record of its store. Parameters that may
+come and go from one run to the next (a task's own head) have a region and a record each, behind the unit's own.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -68,6 +69,8 @@ class Region:
     ranks: int
     narrow: Narrow
     gathered: Gathered = Gathered.YES
+    #: The name of the record that keeps it, where that is not the unit's.
+    record: str = ""
 
     @property
     def table(self) -> TableRows:
@@ -126,6 +129,20 @@ class UnitLayout:
         """Elements of all ranks' slices."""
         return sum(region.padded_numel for region in self.regions)
 
+    def records(self) -> list[tuple[UnitLayout, slice]]:
+        """What each of its records keeps, as a unit of its own (its indices stay), and where that lies among a rank's
+        slices. None where nothing of the unit is trained.
+        """
+        found: list[tuple[UnitLayout, slice]] = []
+        for region, kept in self.slices():
+            name, alone = region.record or self.name, replace(region, record="")
+            if found and found[-1][0].name == name:
+                before, start = found[-1][0], found[-1][1].start
+                found[-1] = (UnitLayout(name, (*before.regions, alone)), slice(start, kept.stop))
+            else:
+                found.append((UnitLayout(name, (alone,)), kept))
+        return found
+
     @property
     def exchanged_numel(self) -> int:
         """Elements of all ranks' slices of what is gathered: so many gradients a rank makes for all of them."""
@@ -168,20 +185,38 @@ def unit_layouts(
     narrow: Sequence[nn.Parameter] = (),
     fusion: Fusion = Fusion.UNIT,
     tables: Mapping[ParameterPlace, TableRows] | None = None,
+    apart: Mapping[str, nn.Parameter] | None = None,
 ) -> list[UnitLayout]:
     """How ``units`` are cut for ``ranks`` ranks. ``narrow``: parameters that the model casts before their only use.
-    ``tables``: those of which each rank has some of the rows, so that a parameter may be a rank's own.
+    ``tables``: those of which each rank has some of the rows, so that a parameter may be a rank's own. ``apart``: those that
+    have records of their own, by name; the last ones of their units.
     """
     cast = {id(parameter) for parameter in narrow}
     tables = tables or {}
+    named = {id(parameter): name for name, parameter in (apart or {}).items()}
 
     def described(name: str, index: int, parameter: nn.Parameter) -> tuple[Narrow, tuple[int, ...]]:
         table = tables.get((name, index))
         shape = tuple(parameter.shape) if table is None else (table.rows, table.width)
         return Narrow.YES if id(parameter) in cast else Narrow.NO, shape
 
-    shapes = [(name, [described(name, i, p) for i, p in enumerate(parameters)]) for name, parameters in units]
-    return layouts_of_shapes(shapes, ranks=ranks, fusion=fusion, tables=tables.keys())
+    shapes = [
+        (name, [described(name, i, p) for i, p in enumerate(parameters) if id(p) not in named])
+        for name, parameters in units
+    ]
+    layouts = layouts_of_shapes(shapes, ranks=ranks, fusion=fusion, tables=tables.keys())
+    return [
+        replace(layout, regions=(*layout.regions, *_apart(parameters, named, ranks)))
+        for layout, (_, parameters) in zip(layouts, units, strict=True)
+    ]
+
+
+def _apart(parameters: Sequence[nn.Parameter], named: Mapping[int, str], ranks: int) -> Iterator[Region]:
+    """A region for each of ``parameters`` that has a record of its own."""
+    for index, parameter in enumerate(parameters):
+        if id(parameter) in named:
+            span = Span(index, 0, tuple(parameter.shape))
+            yield Region((span,), ranks, Narrow.NO, record=named[id(parameter)])
 
 
 def layouts_of_shapes(

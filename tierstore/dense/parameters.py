@@ -24,7 +24,7 @@ which weights travel or on where the optimizer state lives (on CPUs; an accelera
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -306,16 +306,25 @@ class DenseSlices:
 
     @property
     def _kept(self) -> list[UnitLayout]:
-        """The units that have a record."""
-        return [layout for layout in self.layouts if not layout.empty]
+        """What each record keeps."""
+        return [record for layout in self.layouts for record, _ in layout.records()]
 
-    def record_counts(self) -> dict[str, int]:
-        """Records of each schema."""
-        return dict(Counter(schema_name(layout) for layout in self._kept))
+    def record_counts(self, keys: Collection[str] | None = None) -> dict[str, int]:
+        """Records of each schema: of ``keys`` (None: all)."""
+        return dict(
+            Counter(schema_name(layout) for layout in self._kept if keys is None or layout.key in keys)
+        )
 
-    def register(self, store: StoreCore) -> None:
-        """Adds the records to ``store``, which a commit needs, and without which NVME cannot step."""
-        register_many(store, [NewRecord(layout.key, schema_name(layout)) for layout in self._kept])
+    def missing(self, store: StoreCore) -> list[str]:
+        """The keys that ``store`` has no record of."""
+        return [layout.key for layout in self._kept if layout.key not in store.records]
+
+    def register(self, store: StoreCore, keys: Collection[str] | None = None) -> None:
+        """Adds the records (of ``keys``, if they are given) to ``store``, which a commit needs, and without which NVME
+        cannot step.
+        """
+        wanted = [layout for layout in self._kept if keys is None or layout.key in keys]
+        register_many(store, [NewRecord(layout.key, schema_name(layout)) for layout in wanted])
         if self._moments is not None:
             self._moments.attach(store, written=set())
 
@@ -324,11 +333,13 @@ class DenseSlices:
         for unit in self.slices:
             unit.save(store, step)
 
-    def load(self, store: StoreCore, step: int) -> None:
-        """Reads this rank's slices as of the last commit, which had ``step`` optimizer steps."""
+    def load(self, store: StoreCore, step: int, *, fresh: Collection[str] = ()) -> None:
+        """Reads this rank's slices as of the last commit, which had ``step`` optimizer steps. Records of the keys ``fresh``
+        are as they were made.
+        """
         for number, unit in enumerate(self.slices):
             self._stale(number)
-            unit.load(store, step)
+            unit.load(store, step, fresh=fresh)
         if self._moments is not None:
             self._moments.attach(store, written={layout.key for layout in self._kept})
 

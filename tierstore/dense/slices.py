@@ -6,7 +6,7 @@ is where they pass through.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -29,7 +29,8 @@ def schema_name(layout: UnitLayout, training: Training = Training.TRAINED) -> st
 
 def dense_schemas(layouts: Sequence[UnitLayout], training: Training = Training.TRAINED) -> list[RecordSchema]:
     """One schema for each size that a unit's slices have."""
-    sizes = {layout.slice_numel: schema_name(layout, training) for layout in layouts if not layout.empty}
+    records = [record for layout in layouts for record, _ in layout.records()]
+    sizes = {record.slice_numel: schema_name(record, training) for record in records}
     return [
         RecordSchema(sizes[size], size, placement=Placement.DIRECT, training=training)
         for size in sorted(sizes)
@@ -52,15 +53,13 @@ class UnitSlices:
         self._moments = moments
         self._rank = rank
         self._config = config
-        nbytes = layout.slice_numel * 4
-        size = -(-nbytes // SECTION_ALIGNMENT) * SECTION_ALIGNMENT
         kept = _ARRAYS if moments is None else _ARRAYS[:1]
-        self._staging: dict[str, Buffer] = {}
+        self._records = [_StagedRecord(record, place, kept) for record, place in layout.records()]
         self._host = {a: torch.empty(0) for a in kept}
-        if not layout.empty:
-            arena = Arena(size * len(kept), HugePages.AUTO)
-            self._staging = {a: Buffer(arena, [(i * size, size)], nbytes) for i, a in enumerate(kept)}
-            self._host = {a: tensor_of(self._staging[a], torch.float32) for a in kept}
+        if len(self._records) == 1:
+            self._host = self._records[0].arrays
+        elif self._records:  # pages of several cannot follow one another without gaps
+            self._host = {a: torch.zeros(layout.slice_numel) for a in kept}
         on_host = home.type == "cpu"
         self._own = {a: self._host[a] if on_host else self._host[a].to(home) for a in kept}
         self.weight = self._own["weight"]
@@ -154,7 +153,7 @@ class UnitSlices:
     # Records ------------------------------------------------------------------------------------------------
 
     def save(self, store: StoreCore, step: int) -> None:
-        """Queues the write of the record, if it has one; nothing may change until the commit has returned."""
+        """Queues the write of its records; nothing may change until the commit has returned."""
         if self.layout.empty:
             return
         for name, own in self._own.items():
@@ -162,12 +161,18 @@ class UnitSlices:
                 self._host[name].copy_(own)
         if self._moments is not None:
             self._moments.ensure(self.layout, step)
-        store.write_through(self.layout.key, self._groups(), step=step)
+        for record in self._records:
+            record.stage(self._host)
+            store.write_through(record.layout.key, record.groups(), step=step)
 
-    def load(self, store: StoreCore, step: int) -> None:
-        """Reads the record as of the last commit, which had ``step`` optimizer steps."""
-        if not self.layout.empty:
-            store.read_through(self.layout.key, self._groups())
+    def load(self, store: StoreCore, step: int, *, fresh: Collection[str] = ()) -> None:
+        """Reads the records as of the last commit, which had ``step`` optimizer steps; those of the keys ``fresh`` have
+        none, and stay as they are.
+        """
+        for record in self._records:
+            if record.layout.key not in fresh:
+                store.read_through(record.layout.key, record.groups())
+                record.take(self._host)
         self.loaded(step)
 
     def loaded(self, step: int) -> None:
@@ -182,8 +187,33 @@ class UnitSlices:
         """``weight``, and ``exp_avg`` and ``exp_avg_sq`` unless they live on disk, as a commit or a load passes them."""
         return self._host
 
-    def _groups(self) -> dict[Group, list[Buffer]]:
-        groups = {Group.WEIGHTS: [self._staging["weight"]]}
-        if self._moments is None:
-            groups[Group.MOMENTS] = [self._staging["exp_avg"], self._staging["exp_avg_sq"]]
+
+class _StagedRecord:
+    """Page-aligned memory of one record's sections: ``layout``'s slices, which lie at ``place`` among the unit's."""
+
+    def __init__(self, layout: UnitLayout, place: slice, kept: Sequence[str]) -> None:
+        self.layout = layout
+        self._place = place
+        nbytes = layout.slice_numel * 4
+        size = -(-nbytes // SECTION_ALIGNMENT) * SECTION_ALIGNMENT
+        arena = Arena(size * len(kept), HugePages.AUTO)
+        self._buffers = {a: Buffer(arena, [(i * size, size)], nbytes) for i, a in enumerate(kept)}
+        self.arrays = {a: tensor_of(self._buffers[a], torch.float32) for a in kept}
+
+    def stage(self, unit: Mapping[str, torch.Tensor]) -> None:
+        """Takes what ``unit`` has of it, unless these are the same memory."""
+        for name, own in self.arrays.items():
+            if own is not unit[name]:
+                own.copy_(unit[name][self._place])
+
+    def take(self, unit: Mapping[str, torch.Tensor]) -> None:
+        """The other way."""
+        for name, own in self.arrays.items():
+            if own is not unit[name]:
+                unit[name][self._place].copy_(own)
+
+    def groups(self) -> dict[Group, list[Buffer]]:
+        groups = {Group.WEIGHTS: [self._buffers["weight"]]}
+        if len(self._buffers) > 1:
+            groups[Group.MOMENTS] = [self._buffers["exp_avg"], self._buffers["exp_avg_sq"]]
         return groups

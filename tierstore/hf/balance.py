@@ -96,8 +96,11 @@ class AuxLoss:
             chosen_TK = routed_TE.topk(top_k, dim=-1).indices
             count_E += torch.bincount(chosen_TK.flatten(), minlength=experts)
             probability_E = probability_E + routed_TE.float().sum(dim=0)
-        rows = sum(logits_TE.shape[0] for logits_TE in logits) * self._ranks.size
-        part_E = gather_counts(count_E, self._ranks).sum(dim=0).float() / rows
+        # Pieces of a batch of tasks may differ in rows.
+        rows_1 = count_E.new_tensor([sum(logits_TE.shape[0] for logits_TE in logits)])
+        all_E = gather_counts(torch.cat([count_E, rows_1]), self._ranks).sum(dim=0)
+        rows = int(all_E[-1])
+        part_E = all_E[:-1].float() / rows
         share: Tensor = experts * torch.dot(part_E, probability_E / rows)
         return share
 

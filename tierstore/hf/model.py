@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +30,7 @@ from tierstore.hf.manifest import BUFFERS_KEY, pack_arrays, unpack_arrays
 from tierstore.hf.packages import quiet_transformers
 from tierstore.hf.packing import attention_masks
 from tierstore.model.config import CheckpointActivations, ComputeDtype
-from tierstore.model.interface import Batch, ModelOutput
+from tierstore.model.interface import Batch, ModelOutput, Segment, joint_loss, segment_losses
 from tierstore.moe.guessing import LayerRouter
 from tierstore.moe.lora import LoraConfig
 from tierstore.moe.seeds import derive_seed
@@ -240,7 +241,11 @@ class HfModel:
                 use_cache=False,
             )
         loads = self.loads.all()
-        loss = self._loss(output.logits, batch)
+        segments = segment_losses(batch, partial(self._segment_loss, output.logits, batch))
+        if batch.segments:
+            loss = joint_loss(batch, segments, output.logits.float().sum() * 0.0)
+        else:
+            loss = self._loss(output.logits, batch)
         zero = loss.new_zeros(())
         aux_loss = zero
         objective = loss if self._ranks == 1 else loss / self._ranks
@@ -249,7 +254,7 @@ class HfModel:
             objective = objective + self._aux_loss.weight * aux_loss
         if training:
             self.end_forward()
-        return ModelOutput(loss, aux_loss, zero, objective, loads, None)
+        return ModelOutput(loss, aux_loss, zero, objective, loads, None, segments)
 
     @contextmanager
     def _drawing(self, training: bool) -> Iterator[None]:
@@ -262,13 +267,21 @@ class HfModel:
     def _loss(self, logits: Tensor, batch: Batch) -> Tensor:
         if batch.counted == 0:
             return logits.float().sum() * 0.0
+        loss = self._mean(logits, batch.targets_BT)
+        return loss if batch.share == 1.0 else loss * batch.share
+
+    def _segment_loss(self, logits: Tensor, batch: Batch, segment: Segment) -> Tensor:
+        rows = slice(segment.rows.start, segment.rows.stop)
+        return self._mean(logits[rows], batch.targets_BT[rows])
+
+    def _mean(self, logits: Tensor, targets_BT: Tensor) -> Tensor:
         loss: Tensor = self._module.loss_function(
             logits=logits,
             labels=None,
             vocab_size=self._module.config.vocab_size,
-            shift_labels=batch.targets_BT,
+            shift_labels=targets_BT,
         )
-        return loss if batch.share == 1.0 else loss * batch.share
+        return loss
 
     def _devices(self) -> list[torch.device]:
         device = next(self._module.parameters()).device

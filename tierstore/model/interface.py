@@ -5,7 +5,7 @@ Shapes: B sequences, T positions, E experts of a layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -20,12 +20,30 @@ IGNORED = -100
 
 
 @dataclass(frozen=True, slots=True)
+class Segment:
+    """``rows`` of a batch that are one task's. Its part of the objective is ``weight`` times the mean over the
+    ``step_targets`` targets that the task has in the whole step.
+    """
+
+    task: str
+    rows: range
+    weight: float
+    step_targets: int
+
+    def moved(self, start: int, stop: int) -> Segment:
+        """What the rows from ``start`` to ``stop`` have of it, counted from ``start``."""
+        first, last = max(self.rows.start, start), min(self.rows.stop, stop)
+        return replace(self, rows=range(first - start, max(first, last) - start))
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """A micro-batch: ``tokens_BT`` and the ``targets_BT`` that follow them, int64; a target of ``IGNORED`` does not count.
 
     ``positions_BT``: positions, which begin again with each document (None: 0 to T - 1). ``step_targets``: how many
     targets of the whole step count, of all micro-batches and ranks (0: every one does), and ``parts``: in how many
-    batches they lie.
+    batches they lie. ``segments``: the tasks whose rows these are, in order; none where there are no tasks. A rank may
+    have no row of such a batch.
     """
 
     tokens_BT: Tensor
@@ -33,11 +51,16 @@ class Batch:
     positions_BT: Tensor | None = None
     step_targets: int = 0
     parts: int = 1
+    segments: tuple[Segment, ...] = ()
 
     @property
     def counted(self) -> int:
         """How many targets of this batch count."""
         return int((self.targets_BT != IGNORED).sum()) if self.step_targets else self.targets_BT.numel()
+
+    def counted_of(self, segment: Segment) -> int:
+        """How many targets of ``segment`` count."""
+        return int((self.targets_BT[segment.rows.start : segment.rows.stop] != IGNORED).sum())
 
     @property
     def share(self) -> float:
@@ -53,13 +76,19 @@ class Batch:
         rows = self.tokens_BT.shape[0] // world
         if world == 1 or not rows:
             return self
-        part = slice(rank * rows, (rank + 1) * rows)
+        return self.piece(range(rank * rows, (rank + 1) * rows), world)
+
+    def piece(self, rows: range, world: int) -> Batch:
+        """Its ``rows`` alone, as one of ``world`` pieces."""
+        part = slice(rows.start, rows.stop)
+        moved = [segment.moved(rows.start, rows.stop) for segment in self.segments]
         return replace(
             self,
             tokens_BT=self.tokens_BT[part],
             targets_BT=self.targets_BT[part],
             positions_BT=None if self.positions_BT is None else self.positions_BT[part],
             parts=self.parts * world,
+            segments=tuple(segment for segment in moved if segment.rows),
         )
 
     def to(self, device: torch.device) -> Batch:
@@ -73,13 +102,42 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
+class SegmentLoss:
+    """The mean cross entropy (``loss``, with its graph) of the ``counted`` targets of one task in a batch."""
+
+    task: str
+    counted: int
+    loss: Tensor
+
+
+def segment_losses(batch: Batch, mean: Callable[[Segment], Tensor]) -> tuple[SegmentLoss, ...]:
+    """The loss of each segment of ``batch`` that has targets, of which ``mean`` gives the mean cross entropy."""
+    counted = [(segment, batch.counted_of(segment)) for segment in batch.segments]
+    return tuple(SegmentLoss(segment.task, count, mean(segment)) for segment, count in counted if count)
+
+
+def joint_loss(batch: Batch, losses: Sequence[SegmentLoss], nothing: Tensor) -> Tensor:
+    """What ``ModelOutput.loss`` is of a batch of tasks: the mean over all parts of the step is the sum over tasks of their
+    weights times their mean losses. ``nothing``: a zero with a graph, for a rank without a target.
+    """
+    of = {segment.task: segment for segment in batch.segments}
+    total = nothing
+    for found in losses:
+        segment = of[found.task]
+        share = batch.parts * segment.weight * found.counted / segment.step_targets
+        total = total + found.loss * share
+    return total
+
+
+@dataclass(frozen=True, slots=True)
 class ModelOutput:
     """One forward pass.
 
     ``loss``: mean cross entropy of this rank's tokens in nats, fp32, times the batch's share. ``aux_loss``, ``z_loss``:
     unweighted, summed over the MoE layers, this rank's shares. ``objective``: what to differentiate, this rank's share of
     ``loss`` (its W-th part on W ranks) plus both by their weights. ``loads``: assignments per expert from the global
-    batch, one int64 (E,) for each MoE layer. ``logits``: fp32 (B, T, V) if no targets were given.
+    batch, one int64 (E,) for each MoE layer. ``logits``: fp32 (B, T, V) if no targets were given. ``segments``: this rank's
+    losses by task, of a batch of tasks.
     """
 
     loss: Tensor | None
@@ -88,6 +146,7 @@ class ModelOutput:
     objective: Tensor | None
     loads: tuple[Tensor, ...]
     logits: Tensor | None
+    segments: tuple[SegmentLoss, ...] = ()
 
 
 class DenseModel(Protocol):

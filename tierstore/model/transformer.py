@@ -7,15 +7,16 @@ products are bf16, through explicit casts of fp32 masters; autocast would choose
 from one release to the next. Norms, softmax, router and loss are fp32. First weights are a function of the
 seed and of what they are for, so that changing one layer changes nothing else.
 
-On several data ranks (``mesh``) each has a part of the global batch, all parts alike in shape. ``objective`` is then this
-rank's share of the global one: the shares, and their gradients, add up to it. Tensor-parallel ranks have the same tokens
-and parts of the parameters (``tierstore.model.division``); of what none divides, all of them find the same gradients.
+On several data ranks (``mesh``) each has a part of the global batch; only parts of a batch of tasks may differ in rows.
+``objective`` is then this rank's share of the global one: the shares, and their gradients, add up to it. Tensor-parallel
+ranks have the same tokens and parts of the parameters (``tierstore.model.division``); of what none divides, all of them
+find the same gradients.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -28,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from tierstore.model.attention import Attention, RMSNorm, rotary_tables
 from tierstore.model.config import CheckpointActivations, ModelConfig, TieEmbeddings
 from tierstore.model.division import check_divisible, divisions
-from tierstore.model.interface import Batch, ModelOutput
+from tierstore.model.interface import Batch, ModelOutput, Segment, SegmentLoss, joint_loss, segment_losses
 from tierstore.model.kv_cache import Following, KeyValueCache, visible_tokens
 from tierstore.model.loss import cross_entropy
 from tierstore.model.vocabulary import DividedTable, VocabularyPartition
@@ -148,6 +149,8 @@ class Transformer(nn.Module):
         self.head: nn.Parameter | None = None
         if self.ends and not tied:
             self.head = _table(config, head, std=0.02, generator=keyed_generator(config.seed, "head"))
+        #: Output heads that only one task trains, by its name.
+        self.heads = nn.ParameterDict()
         with torch.no_grad():  # what adds to the residual stream starts smaller, as GPT-2 has it
             for name, parameter in self.named_parameters():
                 if name.endswith(("attention.out", "ffn.down", "shared.down")):
@@ -205,7 +208,11 @@ class Transformer(nn.Module):
         """
         if batch.step_targets or batch.positions_BT is not None:
             raise ValueError("the built-in model takes batches of plain text: no masks, no documents")
-        output: ModelOutput = self(batch.tokens_BT, batch.targets_BT)
+        output: ModelOutput
+        if batch.segments or not len(batch.tokens_BT):
+            output = self(batch.tokens_BT, batch.targets_BT, batch)
+        else:
+            output = self(batch.tokens_BT, batch.targets_BT)
         return output
 
     def routers(self) -> list[LayerRouter]:
@@ -231,7 +238,16 @@ class Transformer(nn.Module):
         head = [*self.norm.parameters()] if self.ends else []
         if self.head is not None:
             head.append(self.head)
-        return [("embedding", [self.embedding] if self.begins else []), *blocks, ("head", head)]
+        units = [("embedding", [self.embedding] if self.begins else []), *blocks]
+        return [*units, ("head", [*head, *self.heads.values()])]
+
+    def add_heads(self, tasks: Iterable[str]) -> dict[str, nn.Parameter]:
+        """Gives each of ``tasks`` an output head of its own, before the units are taken; by the names of their records."""
+        for task in tasks:
+            head = torch.empty(self.config.vocab_size, self.config.d_model)
+            nn.init.normal_(head, std=0.02, generator=keyed_generator(self.config.seed, "head", task))
+            self.heads[task] = nn.Parameter(head)
+        return {f"head.{task}": head for task, head in self.heads.items()}
 
     def unit_divisions(self) -> list[list[Division | None]]:
         by_name = divisions(self.config)
@@ -252,9 +268,13 @@ class Transformer(nn.Module):
         matrices = ("attention.qkv", "attention.out", "ffn.inner", "ffn.down", "shared.inner", "shared.down")
         return [parameter for name, parameter in self.named_parameters() if name.endswith(matrices)]
 
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> ModelOutput:
-        """Run the model on int64 ``tokens_BT`` (T at most ``seq_len``), with ``targets_BT`` alike or None."""
-        return self._ended(*self._through(self._embedded(tokens_BT)), targets_BT)
+    def forward(
+        self, tokens_BT: Tensor, targets_BT: Tensor | None = None, tasks: Batch | None = None
+    ) -> ModelOutput:
+        """Run the model on int64 ``tokens_BT`` (T at most ``seq_len``), with ``targets_BT`` alike or None. ``tasks``: the
+        batch that these are of, where its segments are tasks.
+        """
+        return self._ended(*self._through(self._embedded(tokens_BT)), targets_BT, tasks)
 
     def _through(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
         """The stream ``x`` after all blocks, balance loss and z-loss of their routers, and their loads."""
@@ -283,6 +303,7 @@ class Transformer(nn.Module):
         z_loss: Tensor,
         loads: tuple[Tensor, ...],
         targets_BT: Tensor | None,
+        tasks: Batch | None = None,
     ) -> ModelOutput:
         """Norm, head and loss, or logits, of what left the last block."""
         config = self.config
@@ -292,11 +313,23 @@ class Transformer(nn.Module):
         if targets_BT is None:
             logits = F.linear(x, head.to(x.dtype)) if divided is None else divided.logits(x, head)
             return ModelOutput(None, aux_loss, z_loss, None, loads, logits.to(aux_loss.dtype))
-        losses = cross_entropy if divided is None else divided.cross_entropy
-        loss = losses(x.flatten(0, 1), head, targets_BT.flatten())
+        segments: tuple[SegmentLoss, ...] = ()
+        if tasks is None:
+            losses = cross_entropy if divided is None else divided.cross_entropy
+            loss = losses(x.flatten(0, 1), head, targets_BT.flatten())
+        else:
+            segments = segment_losses(tasks, partial(self._segment_loss, x, targets_BT, head))
+            zero = aux_loss.new_zeros(())
+            # A rank without a row takes part in the backward pass, too.
+            loss = joint_loss(tasks, segments, x.sum().to(zero.dtype) * 0.0 if not segments else zero)
         share = loss if self._ranks == 1 else loss / self._ranks
         objective = share + config.aux_loss_weight * aux_loss + config.z_loss_weight * z_loss
-        return ModelOutput(loss, aux_loss, z_loss, objective, loads, None)
+        return ModelOutput(loss, aux_loss, z_loss, objective, loads, None, segments)
+
+    def _segment_loss(self, x_BTD: Tensor, targets_BT: Tensor, head_VD: Tensor, segment: Segment) -> Tensor:
+        own = cast(Tensor, self.heads.get(segment.task, head_VD))
+        rows = slice(segment.rows.start, segment.rows.stop)
+        return cross_entropy(x_BTD[rows].flatten(0, 1), own, targets_BT[rows].flatten())
 
     def _embedded(self, tokens_BT: Tensor) -> Tensor:
         if tokens_BT.shape[1] > self.config.seq_len:

@@ -11,14 +11,16 @@ which experts came.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from tierstore.moe.chunks import ExpertWalk, RowsAtExperts, RowsHere, Travel
 from tierstore.moe.config import ExpertShape, SaveActivations
 from tierstore.moe.dispatch import (
     Dispatch,
@@ -28,7 +30,7 @@ from tierstore.moe.dispatch import (
     gradients_of_outputs,
     gradients_of_weights,
 )
-from tierstore.moe.exchange import Arrival, LocalRows, Rows
+from tierstore.moe.exchange import LocalRows, Rows
 from tierstore.moe.experts import (
     Scratch,
     Workspace,
@@ -38,7 +40,7 @@ from tierstore.moe.experts import (
     recompute_inner,
 )
 from tierstore.moe.indexed import IndexedRows
-from tierstore.moe.source import ExpertLease, ExpertSource, SourceSlot
+from tierstore.moe.source import ExpertLease, ExpertSource, SourceSlot, pipelining_of
 
 
 class Weighting(Enum):
@@ -73,24 +75,29 @@ def compute_experts(x_TD: Tensor, weight_TK: Tensor, call: ExpertPass) -> Tensor
     if isinstance(call.source, SourceSlot) and call.source.meeting is not None:
         return call.source.meeting.compute(x_TD, weight_TK, call)
     if not torch.is_grad_enabled():
-        walk = ForwardWalk(x_TD, weight_TK, call, saving=False)
-        for lease in call.source.forward(call.layer, walk.asked):
-            walk.compute(lease)
-        return walk.finish()
+        return _walk_forward(x_TD, weight_TK, call, saving=False)[0]
     anchor = torch.empty(0, dtype=x_TD.dtype, device=x_TD.device, requires_grad=True)
     apply: Any = _Experts.apply
     y_TD: Tensor = apply(x_TD, weight_TK, anchor, call)
     return y_TD
 
 
+def _walk_forward(
+    x_TD: Tensor, weight_TK: Tensor, call: ExpertPass, *, saving: bool
+) -> tuple[Tensor, ForwardWalk]:
+    walk = ForwardWalk(x_TD, weight_TK, call, saving=saving)
+    travel = Travel([walk], pipelining_of(call.source), f"forward {call.layer}")
+    for lease in call.source.forward(call.layer, walk.asked):
+        travel.compute(lease)
+    travel.end()
+    return walk.finish(), walk
+
+
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weight_TK: Tensor, anchor: Tensor, call: ExpertPass) -> Tensor:
         saving = call.save is SaveActivations.SAVE
-        walk = ForwardWalk(x_TD, weight_TK, call, saving=saving)
-        for lease in call.source.forward(call.layer, walk.asked):
-            walk.compute(lease)
-        y_TD = walk.finish()
+        y_TD, walk = _walk_forward(x_TD, weight_TK, call, saving=saving)
         ctx.save_for_backward(x_TD, weight_TK, *walk.saved())
         ctx.call = call
         return y_TD
@@ -101,8 +108,10 @@ class _Experts(torch.autograd.Function):
         call: ExpertPass = ctx.call
         x_TD, weight_TK, *saved = ctx.saved_tensors
         walk = backward_walk(x_TD, weight_TK, grad_TD, call, Saved(*saved))
+        travel = Travel([walk], pipelining_of(call.source), f"backward {call.layer}")
         for lease in call.source.backward(call.layer, walk.asked):
-            walk.compute(lease)
+            travel.compute(lease)
+        travel.end()
         grad_x_TD, grad_weight_TK = walk.finish()
         return grad_x_TD, grad_weight_TK, None, None
 
@@ -117,10 +126,10 @@ class Saved(NamedTuple):
     y_ND: Tensor | None = None
 
 
-class ForwardWalk:
-    """A forward pass over the experts of one call: made, given each lease of ``asked``, finished.
+class ForwardWalk(ExpertWalk):
+    """A forward pass over the experts of one call.
 
-    When it is made its rows set off for the ranks of their experts: experts and tokens travel at the same time.
+    Its rows set off for the ranks of their experts before the first lease: experts and tokens travel at the same time.
     ``scratch``: shared with other walks, of which one computes at a time.
     """
 
@@ -134,27 +143,26 @@ class ForwardWalk:
         scratch: Scratch | None = None,
     ) -> None:
         plan, rows = call.plan, call.rows
-        self.asked = rows.asked
+        super().__init__(rows, pipelining_of(call.source).degrees.forward)
         self._call, self._weight_TK, self._saving = call, weight_TK, saving
-        self._arriving = rows.to_experts(x_TD.index_select(0, plan.token_N))
+        self._arriving = RowsAtExperts(call.rows, self.chunks, x_TD.index_select(0, plan.token_N))
         self._inner_MP = x_TD.new_empty(rows.rows if saving else 0, call.shape.inner_rows)
         self._work = Workspace(call.shape, rows.most_rows, x_TD, inner=0 if saving else 1, scratch=scratch)
         self._y_ND = _new_rows(x_TD, plan)
-        self._y_MD = rows.results(self._y_ND)
+        self._y_MD = rows.at_experts(self._y_ND)
+        self.sent = [self._arriving]
+        self.returned = [(self._y_MD, self._y_ND)]
 
-    def compute(self, lease: ExpertLease) -> None:
-        """Computes the rows of the leased expert, if it has any."""
+    def _compute(self, lease: ExpertLease, number: int, span: slice) -> None:
         call, work = self._call, self._work
-        span, x_MD = call.rows.span(lease.expert), self._arriving.rows()
-        if span.start < span.stop:
-            inner = self._inner_MP[span] if self._saving else work.inner(0, span.stop - span.start)
-            forward_expert(call.shape, lease.weights, x_MD[span], inner, self._y_MD[span], work, lease.pair)
+        x_MD = self._arriving.of(number, span)
+        inner = self._inner_MP[span] if self._saving else work.inner(0, span.stop - span.start)
+        forward_expert(call.shape, lease.weights, x_MD, inner, self._y_MD[span], work, lease.pair)
 
     def finish(self) -> Tensor:
         """The results, when all experts have been computed."""
         plan = self._call.plan
-        self._arriving.rows()
-        self._call.rows.to_tokens(self._y_MD, self._y_ND).rows()
+        self.wait()
         if self._call.weighting is Weighting.BY_OUTPUT:
             return combine_outputs(self._y_ND, plan.place_TK, self._weight_TK)
         return combine_weighted(self._y_ND, plan.place_TK, self._weight_TK)
@@ -166,22 +174,25 @@ class ForwardWalk:
         local = isinstance(self._call.rows, LocalRows | IndexedRows)
         by_output = self._call.weighting is Weighting.BY_OUTPUT
         return Saved(
-            self._inner_MP, None if local else self._arriving.rows(), self._y_ND if by_output else None
+            self._inner_MP, None if local else self._arriving.wait(), self._y_ND if by_output else None
         )
 
 
-class BackwardWalk(Protocol):
-    """A backward pass over the experts of one call: made, given each lease of ``asked``, finished."""
+class BackwardWalk(ExpertWalk):
+    """A backward pass over the experts of one call, whose results have the gradient ``grad_TD``."""
 
-    asked: tuple[int, ...]
+    def __init__(self, x_TD: Tensor, call: ExpertPass, saved: Saved) -> None:
+        super().__init__(call.rows, pipelining_of(call.source).degrees.backward)
+        self._call, self._saved = call, saved
+        self._inputs: RowsAtExperts | RowsHere
+        if saved.rows_MD is not None:
+            self._inputs = RowsHere(saved.rows_MD)
+        else:
+            self._inputs = RowsAtExperts(call.rows, self.chunks, x_TD.index_select(0, call.plan.token_N))
 
-    def compute(self, lease: ExpertLease) -> None:
-        """Computes the leased expert's gradients."""
-        ...
-
+    @abstractmethod
     def finish(self) -> tuple[Tensor, Tensor]:
         """The gradients of the tokens and of their weights, when all experts have been computed."""
-        ...
 
 
 def backward_walk(
@@ -193,11 +204,12 @@ def backward_walk(
     scratch: Scratch | None = None,
 ) -> BackwardWalk:
     """The backward pass of ``call``, whose results have the gradient ``grad_TD``. ``scratch``: as for ``ForwardWalk``."""
+    pipelining_of(call.source).count(call.rows)
     kind = _ByOutput if call.weighting is Weighting.BY_OUTPUT else _ByExpert
     return kind(x_TD, weight_TK, grad_TD, call, saved, scratch)
 
 
-class _ByExpert:
+class _ByExpert(BackwardWalk):
     def __init__(
         self,
         x_TD: Tensor,
@@ -207,59 +219,51 @@ class _ByExpert:
         saved: Saved,
         scratch: Scratch | None,
     ) -> None:
+        super().__init__(x_TD, call, saved)
         plan, rows, shape = call.plan, call.rows, call.shape
-        self.asked = rows.asked
-        self._call, self._saved, self._weight_TK = call, saved, weight_TK
-        self._grads = rows.to_experts(grad_TD.index_select(0, plan.token_N))
-        self._weights = rows.to_experts(weight_TK.reshape(-1).index_select(0, plan.order_N))
-        self._inputs = _inputs(x_TD, call, saved)
+        self._weight_TK = weight_TK
+        self._grads = RowsAtExperts(call.rows, self.chunks, grad_TD.index_select(0, plan.token_N))
+        self._weights = RowsAtExperts(
+            call.rows, self.chunks, weight_TK.reshape(-1).index_select(0, plan.order_N)
+        )
         self._grad_x_ND = _new_rows(x_TD, plan)
         self._grad_weight_N = weight_TK.new_empty(plan.rows)
-        self._grad_x_MD = rows.results(self._grad_x_ND)
-        self._grad_weight_M = rows.results(self._grad_weight_N)
+        self._grad_x_MD = rows.at_experts(self._grad_x_ND)
+        self._grad_weight_M = rows.at_experts(self._grad_weight_N)
         inner = 1 if saved.inner_MP is not None else 2
         self._work = Workspace(shape, rows.most_rows, x_TD, inner=inner, hidden=2, scratch=scratch)
+        self.sent = [self._grads, self._weights, *_travelling(self._inputs)]
+        self.returned = [(self._grad_x_MD, self._grad_x_ND), (self._grad_weight_M, self._grad_weight_N)]
 
-    def compute(self, lease: ExpertLease) -> None:
+    def _compute(self, lease: ExpertLease, number: int, span: slice) -> None:
         shape, work = self._call.shape, self._work
-        span = self._call.rows.span(lease.expert)
-        x_MD, grad_MD, weight_M = self._inputs.rows(), self._grads.rows(), self._weights.rows()
-        if span.start == span.stop:  # only another replica's tokens reached it
-            lease.zero_gradients()
-            return
+        x_MD = self._inputs.of(number, span)
         if self._saved.inner_MP is not None:
             inner = self._saved.inner_MP[span]
         else:
             inner = work.inner(1, span.stop - span.start)
-            recompute_inner(shape, lease.flat, x_MD[span], inner, lease.pair)
+            recompute_inner(shape, lease.flat, x_MD, inner, lease.pair)
         self._grad_weight_M[span] = backward_weighted_expert(
             shape,
             lease.flat,
             lease.gradients,
-            x_MD[span],
+            x_MD,
             inner,
-            weight_M[span],
-            grad_MD[span],
+            self._weights.of(number, span),
+            self._grads.of(number, span),
             self._grad_x_MD[span],
             work,
             lease.pair,
         )
 
     def finish(self) -> tuple[Tensor, Tensor]:
-        rows, plan = self._call.rows, self._call.plan
-        for arrival in (self._grads, self._weights, self._inputs):
-            arrival.rows()
-        back = (
-            rows.to_tokens(self._grad_x_MD, self._grad_x_ND),
-            rows.to_tokens(self._grad_weight_M, self._grad_weight_N),
-        )
-        for arrival in back:
-            arrival.rows()
+        plan = self._call.plan
+        self.wait()
         grad_x_TD = combine(self._grad_x_ND, plan.place_TK)
         return grad_x_TD, _by_token(self._grad_weight_N, plan, self._weight_TK)
 
 
-class _ByOutput:
+class _ByOutput(BackwardWalk):
     def __init__(
         self,
         x_TD: Tensor,
@@ -269,63 +273,55 @@ class _ByOutput:
         saved: Saved,
         scratch: Scratch | None,
     ) -> None:
+        super().__init__(x_TD, call, saved)
         plan, rows, shape = call.plan, call.rows, call.shape
-        self.asked = rows.asked
-        self._call, self._saved, self._weight_TK, self._grad_TD = call, saved, weight_TK, grad_TD
-        self._grads = rows.to_experts(gradients_of_outputs(grad_TD, plan, weight_TK))
-        self._inputs = _inputs(x_TD, call, saved)
+        self._weight_TK, self._grad_TD = weight_TK, grad_TD
+        self._grads = RowsAtExperts(call.rows, self.chunks, gradients_of_outputs(grad_TD, plan, weight_TK))
         self._grad_x_ND = _new_rows(x_TD, plan)
-        self._grad_x_MD = rows.results(self._grad_x_ND)
+        self._grad_x_MD = rows.at_experts(self._grad_x_ND)
         again = saved.y_ND is None
         self._y_ND = _new_rows(x_TD, plan) if saved.y_ND is None else saved.y_ND
         #: Where outputs are computed again; None where they were saved.
-        self._y_MD = rows.results(self._y_ND) if again else None
+        self._y_MD = rows.at_experts(self._y_ND) if again else None
         inner = 2 if again else 1
         self._work = Workspace(shape, rows.most_rows, x_TD, inner=inner, hidden=2, scratch=scratch)
+        self.sent = [self._grads, *_travelling(self._inputs)]
+        self.returned = [(self._grad_x_MD, self._grad_x_ND)]
+        if self._y_MD is not None:
+            self.returned.insert(0, (self._y_MD, self._y_ND))
 
-    def compute(self, lease: ExpertLease) -> None:
+    def _compute(self, lease: ExpertLease, number: int, span: slice) -> None:
         shape, work = self._call.shape, self._work
-        span = self._call.rows.span(lease.expert)
-        x_MD, grad_MD = self._inputs.rows(), self._grads.rows()
-        if span.start == span.stop:  # only another replica's tokens reached it
-            lease.zero_gradients()
-            return
+        x_MD = self._inputs.of(number, span)
         if self._y_MD is None:
             assert self._saved.inner_MP is not None
             inner = self._saved.inner_MP[span]
         else:
             inner = work.inner(1, span.stop - span.start)
-            forward_expert(shape, lease.weights, x_MD[span], inner, self._y_MD[span], work, lease.pair)
+            forward_expert(shape, lease.weights, x_MD, inner, self._y_MD[span], work, lease.pair)
         backward_expert(
             shape,
             lease.flat,
             lease.gradients,
-            x_MD[span],
+            x_MD,
             inner,
-            grad_MD[span],
+            self._grads.of(number, span),
             self._grad_x_MD[span],
             work,
             lease.pair,
         )
 
     def finish(self) -> tuple[Tensor, Tensor]:
-        rows, plan = self._call.rows, self._call.plan
-        for arrival in (self._grads, self._inputs):
-            arrival.rows()
-        if self._y_MD is not None:
-            rows.to_tokens(self._y_MD, self._y_ND).rows()
-        rows.to_tokens(self._grad_x_MD, self._grad_x_ND).rows()
+        plan = self._call.plan
+        self.wait()
         grad_weight_N = gradients_of_weights(self._grad_TD, plan, self._y_ND, self._weight_TK)
         ascending_TK = plan.place_TK.sort(dim=1).values
         return combine(self._grad_x_ND, ascending_TK), _by_token(grad_weight_N, plan, self._weight_TK)
 
 
-def _inputs(x_TD: Tensor, call: ExpertPass, saved: Saved) -> Arrival:
-    """The experts' rows of the forward pass."""
-    if saved.rows_MD is not None:
-        rows_MD = saved.rows_MD
-        return Arrival(None, lambda: rows_MD)
-    return call.rows.to_experts(x_TD.index_select(0, call.plan.token_N))
+def _travelling(inputs: RowsAtExperts | RowsHere) -> list[RowsAtExperts]:
+    """The experts' rows of the forward pass, where they are sent again."""
+    return [inputs] if isinstance(inputs, RowsAtExperts) else []
 
 
 def _new_rows(like: Tensor, plan: Dispatch) -> Tensor:

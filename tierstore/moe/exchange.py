@@ -8,14 +8,19 @@ would give it: its products have the same shapes and operands wherever it is com
 contiguous blocks, so rows that are sorted by expert are sorted by owner, and one all-to-all with uneven splits
 takes them there (SE-MoE, section 2.3); the same splits the other way bring results back.
 
+They may also go in chunks, each in an all-to-all of its own (PipeMoE): chunk c carries the c-th group of every owner's
+experts. Every expert is in one chunk, so its products are the same however many chunks there are.
+
 Where the ranks of a group have the same tokens, nothing has to travel to the experts: ``tierstore.moe.indexed``.
 """
 
 from __future__ import annotations
 
+import bisect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -28,25 +33,54 @@ Charge = Callable[[], AbstractContextManager[None]]
 
 
 class Arrival:
-    """Rows that may still be on their way. ``charge`` makes the context in which they are waited for."""
+    """Rows that may still be on their way. ``place`` puts them where they belong, once they are here; ``charge`` makes the
+    context in which they are waited for.
+    """
 
-    def __init__(self, work: Work | None, take: Callable[[], Tensor], charge: Charge | None = None) -> None:
+    def __init__(
+        self,
+        work: Work | None = None,
+        place: Callable[[], None] = lambda: None,
+        charge: Charge | None = None,
+    ) -> None:
         self._work = work
-        self._take = take
+        self._place: Callable[[], None] | None = place
         self._charge = charge
-        self._taken: Tensor | None = None
 
-    def rows(self) -> Tensor:
-        """The rows, waited for by the first call. Raises PeerError."""
-        if self._taken is None:
-            if self._work is not None:
-                self._work.wait(self._charge)
-            self._taken = self._take()
-        return self._taken
+    def wait(self) -> None:
+        """Returns when they are in their place. Raises PeerError."""
+        if self._place is None:
+            return
+        if self._work is not None:
+            self._work.wait(self._charge)
+        self._place()
+        self._work = self._place = None  # and what they held
+
+    def observe(self, ended: Callable[[], None]) -> None:
+        """``ended`` is called once, when they have been waited for; never where nothing travels."""
+        if self._work is not None:
+            self._work.observe(ended)
+
+
+class RowChunk(Protocol):
+    """The rows of some experts of every owner, on their way together. Collectives, unless all experts are here."""
+
+    #: Those of its experts that are to be computed here, ascending.
+    asked: tuple[int, ...]
+    #: Where its rows lie among the M.
+    part: slice
+
+    def to_experts(self, rows_N: Tensor, rows_M: Tensor) -> Arrival:
+        """Its rows of ``rows_N`` (N, ...), in order of dispatch, to its part of ``rows_M``."""
+        ...
+
+    def to_tokens(self, rows_M: Tensor, rows_N: Tensor) -> Arrival:
+        """Its part of ``rows_M`` to its places in the first N rows of ``rows_N``."""
+        ...
 
 
 class Rows(Protocol):
-    """The way of a pass's rows to their experts, and back. Collectives, unless all experts are here."""
+    """The way of a pass's rows to their experts, and back."""
 
     #: M
     rows: int
@@ -59,40 +93,55 @@ class Rows(Protocol):
         """The rows of ``expert`` among the M."""
         ...
 
-    def to_experts(self, rows_N: Tensor) -> Arrival:
-        """(N, ...) in order of dispatch to (M, ...)."""
+    def chunks(self, degree: int) -> Sequence[RowChunk]:
+        """The chunks to send the rows in, of ascending experts: ``degree`` of them, or a single one where nothing travels.
+        As many on all ranks.
+        """
         ...
 
-    def results(self, rows_N: Tensor) -> Tensor:
-        """Where experts put their M rows, if ``rows_N`` (N rows or more) is where they shall come back to."""
-        ...
-
-    def to_tokens(self, rows_M: Tensor, rows_N: Tensor) -> Arrival:
-        """``results`` to the first N rows of the ``rows_N`` that they were made for."""
+    def at_experts(self, rows_N: Tensor) -> Tensor:
+        """Memory for M rows, which come from ``rows_N`` (N rows or more) or go there: ``rows_N`` itself, or a part of it,
+        where nothing travels.
+        """
         ...
 
 
 class LocalRows:
-    """Every expert is here: rows stay where they are."""
+    """Every expert is here: rows stay where they are, in one chunk."""
 
     def __init__(self, plan: Dispatch, asked: tuple[int, ...]) -> None:
         self.rows = plan.rows
         self.most_rows = plan.most_rows
         self.asked = asked
         self.span = plan.span
+        self.part = slice(0, plan.rows)
 
-    def to_experts(self, rows_N: Tensor) -> Arrival:
-        return Arrival(None, lambda: rows_N)
+    def chunks(self, degree: int) -> Sequence[RowChunk]:
+        return (self,)
 
-    def results(self, rows_N: Tensor) -> Tensor:
+    def at_experts(self, rows_N: Tensor) -> Tensor:
         return rows_N
 
+    def to_experts(self, rows_N: Tensor, rows_M: Tensor) -> Arrival:
+        return Arrival()
+
     def to_tokens(self, rows_M: Tensor, rows_N: Tensor) -> Arrival:
-        return Arrival(None, lambda: rows_N)
+        return Arrival()
+
+
+@dataclass(frozen=True, slots=True)
+class MostRows:
+    """Of one pass, for its slowest rank: rows that travel to other ranks or come from them, rows that are computed, and
+    experts that are.
+    """
+
+    travelling: int
+    computed: int
+    experts: int
 
 
 class ExchangedRows:
-    """Rows go to the owners of their experts, by all-to-all over ``exchange``.
+    """Rows go to the owners of their experts, by all-to-alls over ``exchange``.
 
     ``load_SE``: rows of each expert from each rank of the group; ``starts``: the first expert of each rank, and
     the number of experts.
@@ -108,47 +157,129 @@ class ExchangedRows:
     ) -> None:
         self._exchange = exchange
         self._charge = charge
+        self._starts = starts
+        self._load_SE = load_SE.cpu()
         self.asked = asked
         self._first, last = starts[exchange.rank], starts[exchange.rank + 1]
-        load_SE = load_SE.cpu()
-        # All loads are known to all ranks, so every rank knows what each sends to each.
-        self._rows_SS = torch.stack(
-            [load_SE[:, a:b].sum(dim=1) for a, b in itertools.pairwise(starts)], dim=1
-        )
-        self._own_rows = int(self._rows_SS[exchange.rank].sum())
-        came_SE = load_SE[:, self._first : last]
-        per_expert: list[int] = came_SE.sum(dim=0).tolist()
+        per_expert: list[int] = self._load_SE[:, self._first : last].sum(dim=0).tolist()
         self.rows = sum(per_expert)
         self.most_rows = max(per_expert, default=0)
-        self._offsets = [0]
-        for count in per_expert:
-            self._offsets.append(self._offsets[-1] + count)
-        self._order_M = _by_expert(came_SE) if _needs_sorting(came_SE) else None
+        self._offsets = list(itertools.accumulate(per_expert, initial=0))
+        self._chunks: dict[int, tuple[_ExchangedChunk, ...]] = {}
 
     def span(self, expert: int) -> slice:
         place = expert - self._first
         return slice(self._offsets[place], self._offsets[place + 1])
 
-    def to_experts(self, rows_N: Tensor) -> Arrival:
-        arrived_M = rows_N.new_empty((self.rows, *rows_N.shape[1:]))
-        work = self._exchange.all_to_all(arrived_M, rows_N, self._rows_SS)
-        order_M = self._order_M
+    def chunks(self, degree: int) -> Sequence[RowChunk]:
+        if degree not in self._chunks:
+            self._chunks[degree] = tuple(self._cut(degree))
+        return self._chunks[degree]
 
-        def take() -> Tensor:
-            return arrived_M if order_M is None else arrived_M.index_select(0, order_M.to(arrived_M.device))
-
-        return Arrival(work, take, self._charge)
-
-    def results(self, rows_N: Tensor) -> Tensor:
+    def at_experts(self, rows_N: Tensor) -> Tensor:
         return rows_N.new_empty((self.rows, *rows_N.shape[1:]))
 
+    def most(self) -> MostRows:
+        """What the slowest rank of the group has to do: the same on all of them."""
+        blocks = [self._load_SE[:, first:last] for first, last in itertools.pairwise(self._starts)]
+        rows_SR = torch.stack([block.sum(dim=1) for block in blocks], dim=1)
+        elsewhere_SR = rows_SR - torch.diag(rows_SR.diagonal())
+        return MostRows(
+            travelling=int(torch.maximum(elsewhere_SR.sum(dim=0), elsewhere_SR.sum(dim=1)).max()),
+            computed=int(rows_SR.sum(dim=0).max()),
+            experts=max(int((block.sum(dim=0) > 0).sum()) for block in blocks),
+        )
+
+    def _cut(self, degree: int) -> Iterator[_ExchangedChunk]:
+        load_E: list[int] = self._load_SE.sum(dim=0).tolist()
+        cuts = [
+            expert_groups(load_E, first, last, degree) for first, last in itertools.pairwise(self._starts)
+        ]
+        rank = self._exchange.rank
+        own = list(itertools.accumulate(self._load_SE[rank].tolist(), initial=0))
+        for chunk in range(degree):
+            blocks = [(bounds[chunk], bounds[chunk + 1]) for bounds in cuts]
+            first, last = blocks[rank]
+            yield _ExchangedChunk(
+                self._exchange,
+                [slice(own[a], own[b]) for a, b in blocks],
+                torch.stack([self._load_SE[:, a:b].sum(dim=1) for a, b in blocks], dim=1),
+                self._load_SE[:, first:last],
+                tuple(expert for expert in self.asked if first <= expert < last),
+                slice(self._offsets[first - self._first], self._offsets[last - self._first]),
+                self._charge,
+            )
+
+
+class _ExchangedChunk:
+    """One all-to-all of ``ExchangedRows``. ``leaving``: for each owner, which of the N rows go there; ``rows_SS``: how many
+    go from each rank to each; ``came_SE``: rows of this rank's experts of the chunk, from each rank.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        leaving: Sequence[slice],
+        rows_SS: Tensor,
+        came_SE: Tensor,
+        asked: tuple[int, ...],
+        part: slice,
+        charge: Charge | None,
+    ) -> None:
+        self.asked = asked
+        self.part = part
+        self._exchange = exchange
+        self._charge = charge
+        self._rows_SS = rows_SS
+        self._leaving = sum(piece.stop - piece.start for piece in leaving)
+        self._pieces = _joined(leaving)
+        self._order_M = _by_expert(came_SE) if _needs_sorting(came_SE) else None
+
+    def to_experts(self, rows_N: Tensor, rows_M: Tensor) -> Arrival:
+        pieces = [rows_N[piece] for piece in self._pieces]
+        leaving = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        own_M, order_M = rows_M[self.part], self._order_M
+        arrived_M = own_M if order_M is None else torch.empty_like(own_M)
+        work = self._exchange.all_to_all(arrived_M, leaving, self._rows_SS)
+
+        def sort() -> None:
+            if order_M is not None:
+                torch.index_select(arrived_M, 0, order_M.to(arrived_M.device), out=own_M)
+
+        return Arrival(work, sort, self._charge)
+
     def to_tokens(self, rows_M: Tensor, rows_N: Tensor) -> Arrival:
-        leaving_M = rows_M
+        leaving_M = rows_M[self.part]
         if self._order_M is not None:
-            leaving_M = torch.empty_like(rows_M)
-            leaving_M[self._order_M.to(rows_M.device)] = rows_M
-        work = self._exchange.all_to_all(rows_N[: self._own_rows], leaving_M, self._rows_SS.t())
-        return Arrival(work, lambda: rows_N, self._charge)
+            sorted_M, leaving_M = leaving_M, torch.empty_like(leaving_M)
+            leaving_M[self._order_M.to(rows_M.device)] = sorted_M
+        pieces = [rows_N[piece] for piece in self._pieces]
+        direct = len(pieces) == 1
+        back = pieces[0] if direct else rows_N.new_empty((self._leaving, *rows_N.shape[1:]))
+        work = self._exchange.all_to_all(back, leaving_M, self._rows_SS.t())
+
+        def spread() -> None:
+            if not direct:
+                lengths = [len(piece) for piece in pieces]
+                for piece, rows in zip(pieces, torch.split(back, lengths), strict=True):
+                    piece.copy_(rows)
+
+        return Arrival(work, spread, self._charge)
+
+
+def expert_groups(load_E: Sequence[int], first: int, last: int, degree: int) -> list[int]:
+    """Where the experts ``first`` to ``last`` are cut into ``degree`` groups of about as many rows: ``degree + 1`` bounds,
+    ascending. Each bound is the one whose rows before it come closest to its share, the lower of two. Groups may be empty.
+    """
+    before = list(itertools.accumulate(load_E[first:last], initial=0))
+    bounds = [first]
+    for number in range(1, degree):
+        share = before[-1] * number / degree
+        place = bisect.bisect_left(before, share)
+        if place and share - before[place - 1] <= before[place] - share:
+            place -= 1
+        bounds.append(max(first + place, bounds[-1]))
+    return [*bounds, last]
 
 
 def gather_counts(own: Tensor, group: RankGroup, charge: Charge | None = None) -> Tensor:
@@ -181,6 +312,21 @@ def rows_of(
 
         return IndexedRows(mesh.tensor, starts, plan, asked, charge)
     return ExchangedRows(mesh.exchange, starts, load_SE, asked, charge)
+
+
+def _joined(pieces: Sequence[slice]) -> list[slice]:
+    """The same rows in as few slices as there can be, at least one."""
+    joined = [slice(0, 0)]
+    for piece in pieces:
+        if piece.start == piece.stop:
+            continue
+        if joined[-1].start == joined[-1].stop:
+            joined[-1] = piece
+        elif joined[-1].stop == piece.start:
+            joined[-1] = slice(joined[-1].start, piece.stop)
+        else:
+            joined.append(piece)
+    return joined
 
 
 def _needs_sorting(count_SE: Tensor) -> bool:

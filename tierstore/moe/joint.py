@@ -24,9 +24,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from tierstore.moe.chunks import Travel
 from tierstore.moe.computing import BackwardWalk, ExpertPass, ForwardWalk, Saved, backward_walk
 from tierstore.moe.experts import Scratch
-from tierstore.moe.source import JointSource, users_of
+from tierstore.moe.source import JointSource, pipelining_of, users_of
 
 
 def forward_together(source: JointSource, calls: Sequence[tuple[Tensor, Tensor, ExpertPass]]) -> list[Tensor]:
@@ -36,9 +37,12 @@ def forward_together(source: JointSource, calls: Sequence[tuple[Tensor, Tensor, 
         ForwardWalk(x_TD, weight_TK, call, saving=False, scratch=scratch) for x_TD, weight_TK, call in calls
     ]
     users = users_of([walk.asked for walk in walks])
-    for lease in source.forward(_layer([call for _, _, call in calls]), list(users)):
+    layer = _layer([call for _, _, call in calls])
+    travel = Travel(walks, pipelining_of(source), f"forward {layer}")
+    for lease in source.forward(layer, list(users)):
         for micro in users[lease.expert]:
-            walks[micro].compute(lease)
+            travel.compute(lease, micro)
+    travel.end()
     return [walks.pop(0).finish() for _ in calls]
 
 
@@ -103,8 +107,11 @@ def backward_together(source: JointSource, pending: Sequence[tuple[PendingExpert
         x_TD, weight_TK, call = each.inputs
         calls.append(call)
         walks.append(backward_walk(x_TD, weight_TK, grad_TD, call, Saved(), scratch))
-    for micro, lease in source.backward_each(_layer(calls), [walk.asked for walk in walks]):
-        walks[micro].compute(lease)
+    layer = _layer(calls)
+    travel = Travel(walks, pipelining_of(source), f"backward {layer}")
+    for micro, lease in source.backward_each(layer, [walk.asked for walk in walks]):
+        travel.compute(lease, micro)
+    travel.end()
     for each, _ in pending:
         each.finish(walks.pop(0).finish())
 

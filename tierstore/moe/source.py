@@ -17,6 +17,7 @@ from torch import Tensor
 from tierstore.moe.config import ExpertShape
 from tierstore.moe.experts import initial_expert
 from tierstore.moe.low_rank import PairLease
+from tierstore.moe.pipelining import Pipelining
 from tierstore.parallel import RankGroup
 from tierstore.quant.weights import Weights, plain_weights
 
@@ -94,12 +95,13 @@ class Meeting(Protocol):
 class SourceSlot:
     """The source of a model that is built before its experts are opened: ``target`` is set later.
 
-    While there is a ``meeting``, calls for experts go there.
+    While there is a ``meeting``, calls for experts go there. ``pipelining``: how passes are cut into chunks.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pipelining: Pipelining | None = None) -> None:
         self.target: ExpertSource | None = None
         self.meeting: Meeting | None = None
+        self.pipelining = pipelining or Pipelining()
 
     def forward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
         assert self.target is not None
@@ -114,6 +116,11 @@ class SourceSlot:
         target: Any = self.target
         leases: Iterator[tuple[int, ExpertLease]] = target.backward_each(layer, asked)
         return leases
+
+
+def pipelining_of(source: ExpertSource) -> Pipelining:
+    """How passes over the experts of ``source`` are cut into chunks: not at all where it does not say."""
+    return source.pipelining if isinstance(source, SourceSlot) else Pipelining()
 
 
 def in_training(source: ExpertSource) -> bool:

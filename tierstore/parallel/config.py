@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import Enum, StrEnum
 
 from tierstore.errors import ConfigError
+
+#: ``ParallelConfig.pipeline_degree``: the run chooses.
+AUTO_DEGREE = 0
 
 
 class RowPlacement(StrEnum):
@@ -26,6 +29,17 @@ class ExchangeMode(StrEnum):
     HIERARCHICAL = "hierarchical"
     #: The one that a short measurement at the beginning says is faster, by the size of messages.
     AUTO = "auto"
+
+
+class Elastic(Enum):
+    """What a resumed run does with the store of another number of ranks.
+
+    OFF refuses it. RESHARD makes it over for the ranks that there are, keeps the old one until the first commit and goes
+    on: what ``torchrun --nnodes 1:4 --max-restarts`` needs to do without a person.
+    """
+
+    OFF = "off"
+    RESHARD = "reshard"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,12 +75,31 @@ class ParallelConfig:
         default=0,
         metadata={"help": "ranks of a node, numbered node by node (0: torchrun's LOCAL_WORLD_SIZE)"},
     )
+    pipeline_degree: int = field(
+        default=AUTO_DEGREE,
+        metadata={
+            "words": {"auto": AUTO_DEGREE},
+            "help": "chunks in which tokens travel to experts while others are computed",
+        },
+    )
+    elastic: Elastic = field(
+        default=Elastic.OFF,
+        metadata={"help": "off, or reshard: a resume with other ranks makes the store over for them"},
+    )
     timeout_s: float = field(
         default=600.0, metadata={"help": "seconds after which a collective that no one answers fails"}
     )
     grace_s: float = field(
         default=5.0, metadata={"help": "seconds that a rank has to end by itself once another has died"}
     )
+
+    def most_chunks(self, *, experts: int, sharing: int) -> int:
+        """The most chunks that a pass may go in over ``experts`` of a layer, spread over ``sharing`` ranks: 1 where no rows
+        travel, else what is asked for, or the fewest experts that any rank owns.
+        """
+        if sharing == 1 or self.tensor > 1:
+            return 1
+        return self.pipeline_degree or max(experts // sharing, 1)
 
     def __post_init__(self) -> None:
         if self.expert < 0:
@@ -79,6 +112,9 @@ class ParallelConfig:
         if any(count < 1 for count in self.stage_blocks):
             raise ConfigError(
                 f"parallel.stage_blocks: expected at least 1 each, got {list(self.stage_blocks)}"
+        if self.pipeline_degree < AUTO_DEGREE:
+            raise ConfigError(
+                f"parallel.pipeline_degree: expected auto or at least 1, got {self.pipeline_degree}"
             )
         for name in ("timeout_s", "grace_s"):
             value = getattr(self, name)

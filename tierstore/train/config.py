@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -22,6 +23,8 @@ from tierstore.store.adamw import AdamWConfig
 from tierstore.store.config import IoConfig, StripeConfig, WearConfig
 from tierstore.train.files import DataConfig
 from tierstore.train.schedule import ScheduleConfig
+from tierstore.train.tasks.assignment import Assignment, assign, task_rows
+from tierstore.train.tasks.config import TaskConfig, check_tasks, rows_of_tasks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +105,9 @@ class TrainConfig:
     prefetch: PrefetchConfig = field(default_factory=PrefetchConfig)
     io: IoConfig = field(default_factory=IoConfig)
     stripe: StripeConfig = field(default_factory=StripeConfig)
+    tasks: Mapping[str, TaskConfig] = field(
+        default_factory=dict, metadata={"help": "several tasks in one batch, each with data of its own"}
+    )
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     links: LinksConfig = field(default_factory=LinksConfig)
     wear: WearConfig = field(default_factory=WearConfig)
@@ -119,10 +125,23 @@ class TrainConfig:
             raise ConfigError("snapshot_every: needs retain of at least 1, or no snapshot would be kept")
         if self.device not in ("auto", "cpu") and not self.device.startswith("cuda"):
             raise ConfigError(f"device: expected auto, cpu or cuda, got {self.device!r}")
+        check_tasks(self.tasks, self.data)
 
     def settings(self) -> dict[str, object]:
         """Everything, as JSON can hold it."""
         return {**as_dict(replace(self, model=ModelConfig())), "model": self.model.settings()}
+
+    @property
+    def data_by_task(self) -> dict[str, DataConfig]:
+        """What each task trains on; under the empty name what a run without tasks does."""
+        return {name: task.data(self.data) for name, task in self.tasks.items()} or {"": self.data}
+
+    def assignment(self, ranks: int, costs: Mapping[str, int] | None = None) -> Assignment:
+        """Which of ``ranks`` data ranks computes which rows of a micro-batch of tasks. ``costs``: of a row of each task,
+        where they were agreed on; otherwise the tokens that a rank computes for it, padding included.
+        """
+        rows = rows_of_tasks(self.tasks, self.data.batch_size)
+        return assign(task_rows(rows, costs or dict.fromkeys(rows, self.model.seq_len)), ranks)
 
     @property
     def step_timing(self) -> StepTiming:

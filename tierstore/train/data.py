@@ -125,8 +125,20 @@ class TextData:
         if not 0 <= micro < config.micro_batches:
             raise ValueError(f"micro-batch {micro} of {config.micro_batches}")
         first = (step * config.micro_batches + micro) * config.batch_size
-        starts = [self._start(index) for index in range(first, first + config.batch_size)]
-        return _cut(self.train, starts, self.seq_len)
+        return self.take(range(first, first + config.batch_size))
+
+    @property
+    def examples(self) -> int:
+        """How many windows an epoch visits."""
+        return self.windows
+
+    def take(self, numbers: Sequence[int]) -> Batch:
+        """The windows that come at ``numbers`` in the order of all epochs, one a row."""
+        return _cut(self.train, [self._start(index) for index in numbers], self.seq_len)
+
+    def targets(self, numbers: Sequence[int]) -> int:
+        """How many of their targets count: all do."""
+        return len(numbers) * self.seq_len
 
     def _start(self, index: int) -> int:
         epoch, place = divmod(index, self.windows)
@@ -192,7 +204,9 @@ def _mix(value: int, key: int, turn: int) -> int:
 
 
 def _cut(split: Bytes, starts: list[int], seq_len: int) -> Batch:
-    rows = np.stack([split[start : start + seq_len + 1] for start in starts]).astype(np.int64)
+    rows = np.empty((len(starts), seq_len + 1), dtype=np.int64)
+    for row, start in zip(rows, starts, strict=True):
+        row[:] = split[start : start + seq_len + 1]
     both = torch.from_numpy(rows)
     return Batch(both[:, :-1].contiguous(), both[:, 1:].contiguous())
 

@@ -130,6 +130,10 @@ def check_alike(config: TrainConfig, conditions: Mapping[str, object], mesh: Mes
     """
     settings = {name: value for name, value in config.settings().items() if name not in _OWN}
     settings["data"] = {**table_of(settings["data"]), "paths": None}
+    tasks = table_of(settings["tasks"])
+    settings["tasks"] = {name: {**table_of(task), "paths": None} for name, task in tasks.items()}
+    # Rows lie in the order of the tasks.
+    settings["order of tasks"] = list(tasks)
     given = {**settings, "conditions": {**conditions, "data": _text(conditions), "parallel": None}}
     ranks = mesh.world.all_gather_object(given)
     for number, other in enumerate(ranks):

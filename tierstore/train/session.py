@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -21,11 +20,13 @@ from tierstore.dense import DenseSlices, GatherDtype, UnitLayout, dense_schemas,
 from tierstore.dense.frozen import load_frozen
 from tierstore.dense.gates import Gates, PassListener
 from tierstore.dense.parameters import DividedParameters, Units
-from tierstore.errors import ConfigError, StoreFormatError
+from tierstore.errors import ConfigError
 from tierstore.model.config import CheckpointActivations
 from tierstore.model.interface import Model
 from tierstore.model.spec import ModelSpec
+from tierstore.model.transformer import Transformer
 from tierstore.moe.guessing import RouterGuesses
+from tierstore.moe.pipelining import Pipelining
 from tierstore.moe.source import ExpertSource, JointSource, SourceSlot, in_training
 from tierstore.parallel import Mesh, RankEnvironment, rank_device
 from tierstore.prefetch import HorizontalQueue, Schedule, unit_schedule
@@ -35,7 +36,6 @@ from tierstore.stats import Cause, StallKey, StallLedger
 from tierstore.store.config import StoreConfig
 from tierstore.store.core import StoreCore
 from tierstore.store.directories import rank_directory, rank_stripe
-from tierstore.store.format import RecordSchema
 from tierstore.store.opening import read_schemas, read_states
 from tierstore.store.parameter_store import ParameterStore
 from tierstore.timeline import NullTimeline, TimelineSink, Track
@@ -51,22 +51,32 @@ from tierstore.train.budgets import (
 )
 from tierstore.train.combinations import check_combination
 from tierstore.train.config import TrainConfig
-from tierstore.train.data import TrainingData
+from tierstore.train.data import TextData, TrainingData
+from tierstore.train.elastic import MadeOver, follow_ranks
 from tierstore.train.experts import ExpertOpener, pair_key, register_experts, register_pairs
+from tierstore.train.files import DataConfig
 from tierstore.train.footprint import boundary_split, return_freed_memory
 from tierstore.train.layer_order.boundaries import BoundaryStore
 from tierstore.train.layer_order.passes import LayerParts
 from tierstore.train.layer_order.spilling import open_boundaries
+from tierstore.train.pipelining import PipelineControl, most_chunks
 from tierstore.train.ranks import Agreed, Opening, agree, check_alike
+from tierstore.train.resuming import check_records, resumed_state
 from tierstore.train.sources import open_data
 from tierstore.train.stages.order import one_forward_one_backward
 from tierstore.train.stages.spec import StageSpec, stage_config
-from tierstore.train.state import STATE_KEY, TrainState, conditions, differences
+from tierstore.train.state import STATE_KEY, TrainState, conditions
 from tierstore.train.step_time import StepTimer
 from tierstore.train.stepping import SessionParts, Stepper
+from tierstore.train.tasks.data import TaskData
+from tierstore.train.tasks.opening import open_tasks, own_head_tasks, refuse_tasks
+from tierstore.train.tasks.progress import resumed
 from tierstore.train.thread_times import ThreadTimes, stolen_while_running
 from tierstore.train.trainer import Trainer
 from tierstore.train.vocabulary import VocabularyChoice, choose_vocabulary
+
+if TYPE_CHECKING:  # its packages are imported where documents are tokenised
+    from tierstore.train.tokens.data import TokenData
 
 
 @contextlib.contextmanager
@@ -145,17 +155,23 @@ def open_parts(
     setup = _prepare(config, opening, loop, mesh, timeline or NullTimeline(), tokenising)
     config = setup.config
     accepted()
-    shell = _build_model(setup)
+    pipelining = Pipelining(setup.timeline)
+    pipeline = PipelineControl(config, setup.mesh, pipelining)
+    shell = _build_model(setup, SourceSlot(pipelining))
     with contextlib.ExitStack() as stack:
         store = _open_store(setup, shell, trace=trace, io_log=io_log)
         stack.callback(store.close)
         if (budget := store.write_budget) is not None:
             setup.ledger.divert(Cause.WRITE_BUDGET, lambda: budget.blocked_ns)
         if setup.agreed.opening is Opening.RESUME:
-            state = _resumed_state(config, store, setup.conditions)
+            state = resumed_state(config, store, setup.conditions)
             shell.model.load_state(store.committer.state)
         else:
             state = TrainState(conditions=setup.conditions)
+        pipeline.begin(state, store.note_in_trace)
+        state.tasks = resumed(config.tasks, state.tasks)
+        if isinstance(setup.data, TaskData):
+            setup.data.begin(state.position, state.tasks)
         dense, schedule = _slice_dense(setup, shell)
         queue = HorizontalQueue(schedule, dense, setup.ledger)
         gates = dense.attach(shell.model, queue if watch is None else watch.listener(queue))
@@ -194,8 +210,10 @@ def open_parts(
             state=state,
             ledger=setup.ledger,
             timeline=setup.timeline,
+            pipeline=pipeline,
             layers=_layer_parts(setup, store, gates, shell.source, stack),
             vocabulary=setup.vocabulary,
+            made_over=setup.made_over,
         )
         if setup.agreed.opening is Opening.CREATE:
             # A store is one from its first commit on: none is before all ranks have made theirs.
@@ -232,6 +250,7 @@ class _Setup:
     vocabulary: VocabularyChoice
     timeline: TimelineSink
     ledger: StallLedger
+    made_over: MadeOver | None
 
     @property
     def owned(self) -> range:
@@ -266,6 +285,10 @@ def _prepare(
     mesh = mesh or Mesh.alone(RankEnvironment(), device)
     check_combination(config, mesh.layout)
     _check_batch(config, mesh.data.size)
+    most_chunks(config, mesh)  # a refusal comes here
+    if config.tasks and loop is Loop.FOREIGN:
+        raise ConfigError("tasks: a loop of your own brings its own data; expected none")
+    refuse_tasks(config, mesh.data.size)
     if loop is Loop.FOREIGN and config.data.layer_major:
         raise ConfigError(
             "data.micro_order: expected micro or auto: a loop of your own drives one pass after another, and layer order "
@@ -282,9 +305,10 @@ def _prepare(
     compute_deterministically(device)
     divided = budgets(config, DeviceKind(device.type))
     boundary_split(config, mesh.data.size, len(config.model.architecture.units) - 2)  # a refusal comes here
+    made_over = follow_ranks(config, opening, mesh)
     agreed = agree(config.store, opening, mesh)
     if agreed.opening is Opening.RESUME:
-        _check_records(config, read_schemas(rank_directory(config.store, mesh.world.rank, mesh.world.size)))
+        check_records(config, read_schemas(rank_directory(config.store, mesh.world.rank, mesh.world.size)))
     vocabulary = _choose_vocabulary(whole, mesh, agreed)
     # Last, for to tokenise may take hours.
     data = _open_data(config, mesh, progress) if loop is Loop.OWN else None
@@ -308,6 +332,7 @@ def _prepare(
         vocabulary=vocabulary,
         timeline=timeline,
         ledger=StallLedger(listener=stall_spans(timeline) if timeline.enabled else None),
+        made_over=made_over,
     )
 
 
@@ -324,17 +349,20 @@ def _choose_vocabulary(config: TrainConfig, mesh: Mesh, agreed: Agreed) -> Vocab
 
 
 def _open_data(config: TrainConfig, mesh: Mesh, progress: Callable[[int, int], None]) -> TrainingData:
-    return open_data(
-        config.data,
-        seq_len=config.model.seq_len,
-        vocab_size=config.model.vocab_size,
-        tokenizer=config.model.tokenizer,
-        store=config.store,
-        together=config.model.mixes_documents,
-        first=mesh.world.rank == 0,
-        barrier=mesh.world.barrier,
-        progress=progress,
-    )
+    def open_source(data: DataConfig) -> TextData | TokenData:
+        return open_data(
+            data,
+            seq_len=config.model.seq_len,
+            vocab_size=config.model.vocab_size,
+            tokenizer=config.model.tokenizer,
+            store=config.store,
+            together=config.model.mixes_documents,
+            first=mesh.world.rank == 0,
+            barrier=mesh.world.barrier,
+            progress=progress,
+        )
+
+    return open_tasks(config, mesh.data.size, open_source) if config.tasks else open_source(config.data)
 
 
 def compute_deterministically(device: torch.device) -> None:
@@ -345,10 +373,11 @@ def compute_deterministically(device: torch.device) -> None:
     torch.use_deterministic_algorithms(True)
 
 
-def _build_model(setup: _Setup) -> _Shell:
-    config, mesh, source = setup.config, setup.mesh, SourceSlot()
+def _build_model(setup: _Setup, source: SourceSlot) -> _Shell:
+    config, mesh = setup.config, setup.mesh
     vocabulary = setup.vocabulary
     model = _spec(config).build(source, mesh=mesh, ledger=setup.ledger, vocabulary=vocabulary.partition)
+    heads = model.add_heads(own_head_tasks(config)) if isinstance(model, Transformer) else {}
     units = model.dense_units()
     narrow = config.dense.gather is GatherDtype.COMPUTE
     if not narrow and any(parameter.dtype != torch.float32 for _, unit in units for parameter in unit):
@@ -361,6 +390,7 @@ def _build_model(setup: _Setup) -> _Shell:
         narrow=model.cast_parameters(),
         fusion=config.dense.fusion,
         tables=vocabulary.tables,
+        apart=heads,
     )
     return _Shell(model=model, source=source, units=units, layouts=layouts)
 
@@ -382,7 +412,7 @@ def _open_store(setup: _Setup, shell: _Shell, *, trace: Path | None, io_log: Pat
         cache=config.cache,
         io=config.io,
         disk=config.links.disk,
-        group_order=group_order(setup.mesh.replicas),
+        group_order=group_order(replicas=setup.mesh.replicas, chunks=most_chunks(config, setup.mesh)),
         stripe=rank_stripe(config.stripe, world.rank, world.size),
         wear=config.wear,
     )
@@ -397,8 +427,11 @@ def _open_store(setup: _Setup, shell: _Shell, *, trace: Path | None, io_log: Pat
         store_config,
         adamw=config.adamw,
         at=agreed.at,
-        # What is trained beside frozen records came after them; otherwise the store has them all.
-        further=[*([pairs] if pairs else []), *dense_schemas(shell.layouts)] if config.lora.enabled else [],
+        # What is trained beside frozen records came after them, and a task may bring a head of its own; otherwise the store
+        # has them all.
+        further=[*([pairs] if pairs else []), *dense_schemas(shell.layouts)]
+        if config.lora.enabled or config.tasks
+        else [],
         trace=trace,
         io_log=io_log,
     ).core
@@ -459,8 +492,11 @@ def _fill(setup: _Setup, shell: _Shell, store: StoreCore, dense: DenseSlices) ->
             dense.register(store)
             register_pairs(config, store, owned)
         else:
-            store.reserve()
-            dense.load(store, store.history.applied)
+            fresh = dense.missing(store) if config.tasks else []
+            store.reserve(dense.record_counts(fresh))
+            if fresh:
+                dense.register(store, fresh)
+            dense.load(store, store.history.applied, fresh=fresh)
         _load_frozen(setup, shell, store)
         # Everybody is at this step now: what was prepared and not acknowledged is.
         setup.mesh.world.barrier()
@@ -499,7 +535,7 @@ def _load_frozen(setup: _Setup, shell: _Shell, store: StoreCore) -> None:
 
 
 def _check_batch(config: TrainConfig, world: int) -> None:
-    if config.data.batch_size % world:
+    if config.data.batch_size % world and not config.tasks:
         raise ConfigError(
             f"data.batch_size: expected a multiple of the {world} ranks, got {config.data.batch_size}"
         )
@@ -518,69 +554,3 @@ def stall_spans(sink: TimelineSink) -> Callable[[StallKey, int, int], None]:
         )
 
     return draw
-
-
-def _check_records(config: TrainConfig, schemas: Sequence[RecordSchema]) -> None:
-    """Raises ConfigError where frozen experts were to be trained, or others to be adapted, or by pairs of another rank, or
-    where the store keeps other moments.
-    """
-    held = {schema.name: schema for schema in schemas}
-    found, pairs = held.get(EXPERT_SCHEMA), pair_schema(config)
-    if found is not None and found.frozen is not expert_schema(config).frozen:
-        raise ConfigError(
-            f"lora.rank: the experts of {config.store} are {found.training.value}: "
-            + (
-                "only LoRA trains beside them (train --lora RANK)"
-                if found.frozen
-                else "LoRA needs an import with --frozen"
-            )
-        )
-    if found is not None and found.quantized is not None:
-        raise ConfigError(
-            f"{config.store}: its experts are kept in {found.weight_format.value}, for forward passes alone: LoRA needs an "
-            "import with --frozen and without --weights"
-        )
-    kept, moments = held.get(PAIR_SCHEMA), config.adamw.moments
-    trained = kept if found is not None and found.frozen else found
-    if trained is not None and trained.moments is not moments:
-        convert = (
-            "a store keeps one adapter"
-            if trained is kept
-            else f"tierstore reshard {config.store} --to NEW --moments {moments.value} makes another store of it"
-        )
-        raise ConfigError(
-            f"adamw.moments: {config.store} keeps moments as {trained.moments.value}, not {moments.value}: "
-            f"adamw.moments = {trained.moments.value} goes on with it, and {convert}"
-        )
-    if pairs is not None and kept is not None and kept.numel != pairs.numel:
-        raise ConfigError(
-            f"lora.rank: the pairs in {config.store} have rank {kept.numel * config.lora.rank // pairs.numel}, not "
-            f"{config.lora.rank}: a store keeps one adapter, and another needs an import of its own"
-        )
-
-
-def _resumed_state(config: TrainConfig, store: StoreCore, present: dict[str, object]) -> TrainState:
-    state = TrainState.unpack(store.committer.state, where=str(config.store))
-    changed = differences(state.conditions, present)
-    if not state.begun:  # an import does not know what will be trained
-        changed = [line for line in changed if not line.startswith("model.lora")]
-    kept = ("model.checkpoint", "model.tuning")  # a run may choose these
-    shape = [
-        line for line in changed if line.startswith(("model.", "dense.fusion")) and not line.startswith(kept)
-    ]
-    if shape:
-        raise StoreFormatError(f"{config.store}: the store holds another model ({'; '.join(shape)})")
-    layout = [line for line in changed if line.startswith("parallel.")]
-    if layout:
-        raise StoreFormatError(
-            f"{config.store}: made by ranks that were laid out otherwise ({'; '.join(layout)}); tierstore reshard "
-            "makes a store for this layout"
-        )
-    if changed and state.begun:
-        warnings.warn(
-            f"{config.store}: this run will not be bit-identical to one that was never interrupted: "
-            + "; ".join(changed),
-            stacklevel=3,
-        )
-    state.conditions, state.begun = present, True
-    return state

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tierstore.errors import ConfigError
-from tierstore.train.data import TextData, TrainingData
+from tierstore.train.data import TextData
 from tierstore.train.files import DataConfig, DataFormat, Packing, text_files
+
+if TYPE_CHECKING:
+    from tierstore.train.tokens.data import TokenData
 
 
 def open_data(
@@ -21,7 +25,7 @@ def open_data(
     first: bool = True,
     barrier: Callable[[], None] = lambda: None,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> TrainingData:
+) -> TextData | TokenData:
     """What ``config`` says to train on.
 
     ``tokenizer``: the directory with the tokenizer's files (None: bytes). ``store``: the job's directory, which keeps the

@@ -21,6 +21,8 @@ from tierstore.parallel.config import RowPlacement
 from tierstore.store.format import MomentFormat
 from tierstore.train.config import TrainConfig
 from tierstore.train.stages.spec import StageSpec
+from tierstore.train.tasks.config import rows_of_tasks
+from tierstore.train.tasks.progress import TaskProgress
 from tierstore.train.vocabulary import VocabularyChoice
 
 STATE_KEY = "train"
@@ -40,8 +42,12 @@ class TrainState:
     skipped_in_a_row: int = 0
     train_loss: float | None = None
     val_loss: float | None = None
+    #: In how many chunks forward and backward passes over experts go, where the run chooses.
+    chunks: list[int] | None = None
     begun: bool = True
     conditions: dict[str, object] = field(default_factory=dict)
+    #: Where each task stands that was ever trained here.
+    tasks: dict[str, TaskProgress] = field(default_factory=dict)
 
     @property
     def ranks(self) -> int:
@@ -51,7 +57,10 @@ class TrainState:
         return count if isinstance(count, int) else 0
 
     def pack(self) -> bytes:
-        return json.dumps(asdict(self), sort_keys=True).encode()
+        values = asdict(self)
+        if not self.tasks:  # what stores without tasks never had
+            del values["tasks"]
+        return json.dumps(values, sort_keys=True).encode()
 
     @classmethod
     def unpack(cls, state: Mapping[str, bytes], *, where: str) -> TrainState:
@@ -65,8 +74,10 @@ class TrainState:
                 f"{where}: the store holds no training state, so there is nothing to resume"
             )
         try:
-            return cls(**json.loads(state[STATE_KEY]))
-        except (TypeError, ValueError) as error:
+            values = json.loads(state[STATE_KEY])
+            tasks = {name: TaskProgress(**known) for name, known in values.pop("tasks", {}).items()}
+            return cls(**values, tasks=tasks)
+        except (AttributeError, TypeError, ValueError) as error:
             raise StoreFormatError(f"{where}: the training state is damaged: {error}") from error
 
 
@@ -84,7 +95,9 @@ def conditions(
     """
     settings = config.settings()
     own = data_crc32 is not None
+    tasks = {name: _task(config, name) for name in config.tasks}
     return {
+        **({"tasks": tasks} if tasks else {}),
         "model": settings["model"],
         "data": {**config.data.conditions(), "crc32": data_crc32} if own else {},
         "schedule": settings["schedule"] if own else {},
@@ -115,6 +128,13 @@ def _layers(config: TrainConfig) -> dict[str, object]:
     if not isinstance(config.model, StageSpec):
         return {}
     return {"layers": [config.model.layers.start, config.model.layers.stop]}
+
+
+def _task(config: TrainConfig, name: str) -> dict[str, object]:
+    """What the bits of a run depend on of a task; its files may have moved."""
+    task = config.tasks[name]
+    settings = {key: value for key, value in as_dict(task).items() if key not in ("paths", "rows", "share")}
+    return {**settings, "rows": rows_of_tasks(config.tasks, config.data.batch_size)[name]}
 
 
 def _adamw(config: TrainConfig) -> dict[str, object]:

@@ -34,6 +34,7 @@ from tierstore.dense import DenseSlices
 from tierstore.errors import TierstoreError
 from tierstore.model.interface import Model
 from tierstore.parallel import Mesh, RankGroup
+from tierstore.parallel.config import Elastic
 from tierstore.prefetch.experts import ExpertTiers
 from tierstore.prefetch.horizontal import HorizontalQueue
 from tierstore.prefetch.plan import StepTiming
@@ -43,8 +44,10 @@ from tierstore.store.core import OptimizerStep, StoreCore
 from tierstore.timeline import OperationSpans, TimelineSink, Track
 from tierstore.train.config import TrainConfig
 from tierstore.train.data import TrainingData
+from tierstore.train.elastic import MadeOver, drop_before
 from tierstore.train.layer_order.passes import LayerParts
 from tierstore.train.norms import gradient_norm
+from tierstore.train.pipelining import PipelineControl
 from tierstore.train.ranks import commit_everywhere
 from tierstore.train.state import STATE_KEY, TrainState
 from tierstore.train.vocabulary import VocabularyChoice
@@ -77,10 +80,13 @@ class SessionParts:
     state: TrainState
     ledger: StallLedger
     timeline: TimelineSink
+    pipeline: PipelineControl
     #: Where steps take their micro-batches in layer order.
     layers: LayerParts | None = None
     #: How embedding and head reach their tokens.
     vocabulary: VocabularyChoice = field(default_factory=VocabularyChoice)
+    #: Where the store was that of other ranks.
+    made_over: MadeOver | None = None
 
 
 class StepOutcome(Enum):
@@ -137,8 +143,11 @@ class Stepper:
         ):
             parts.experts.gradients.step_pending()
             parts.dense.save(parts.store, parts.store.history.applied)
+            parts.state.chunks = parts.pipeline.at_commit(parts.state.position)
             state = {**parts.model.state(), STATE_KEY: parts.state.pack()}
             generation = commit_everywhere(parts.store, parts.mesh, state, snapshot)
+            if parts.config.parallel.elastic is Elastic.RESHARD and parts.mesh.world.rank == 0:
+                drop_before(parts.config.store)
         self._operations.drain()
         return generation
 

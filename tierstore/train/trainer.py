@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +25,8 @@ from tierstore.train.data import TrainingData
 from tierstore.train.layer_order.passes import LayerOrder
 from tierstore.train.step_time import StepTimer
 from tierstore.train.stepping import OpenStep, SessionParts, StepOutcome, Stepper, means
+from tierstore.train.tasks.data import TaskData
+from tierstore.train.tasks.losses import TaskLosses
 
 if TYPE_CHECKING:
     from tierstore.train.stages.pipeline import StagePipeline
@@ -41,6 +43,8 @@ class StepResult:
     skipped: bool
     seconds: float
     active_experts: int
+    #: By task, means over its targets.
+    task_losses: Mapping[str, float] = field(default_factory=dict)
 
 
 class Trainer:
@@ -52,6 +56,11 @@ class Trainer:
         self.store = parts.store
         self.model = parts.model
         self.data = data
+        #: Where the data is that of several tasks.
+        self.tasks = data if isinstance(data, TaskData) else None
+        self._task_losses = TaskLosses(())
+        #: Where the store was that of other ranks until now.
+        self.made_over = parts.made_over
         self.state = parts.state
         self.ledger = parts.ledger
         #: Where the time of the last step went, and of all.
@@ -63,6 +72,8 @@ class Trainer:
         self.mesh = parts.mesh
         self.vocabulary = parts.vocabulary
         self._timeline = parts.timeline
+        #: In how many chunks passes over experts go.
+        self.pipeline = parts.pipeline
         self._layers: LayerOrder | None = None
         if parts.layers is not None:
             self._layers = LayerOrder(parts.model, parts.dense, parts.queue, parts.layers)
@@ -106,6 +117,7 @@ class Trainer:
         started = time.monotonic()
         position = self.state.position
         lr = self.config.schedule.lr_at(position)
+        self._task_losses = TaskLosses(self.config.tasks)
         with self._stepper.step(lr, passes=self.config.data.passes) as step:
             if self.stages is not None:
                 loss, active = self._backward_by_stages(self.stages, step, position)
@@ -115,10 +127,24 @@ class Trainer:
                 loss, active = self._backward_by_layers(self._layers, step, position)
         if math.isfinite(loss):
             self.state.train_loss = loss
+        by_task = self._follow_tasks(step.outcome)
         seconds = time.monotonic() - started
-        return StepResult(
-            position, loss, lr, step.grad_norm, step.outcome is not StepOutcome.TAKEN, seconds, active
-        )
+        skipped = step.outcome is not StepOutcome.TAKEN
+        return StepResult(position, loss, lr, step.grad_norm, skipped, seconds, active, by_task)
+
+    def _follow_tasks(self, outcome: StepOutcome) -> dict[str, float]:
+        """Notes in the state where the tasks stand after a step; returns their losses, none where it was not taken."""
+        if self.tasks is None:
+            return {}
+        known, losses = self.state.tasks, {}
+        for name, position in self.tasks.positions(self.state.position).items():
+            known[name] = replace(known[name], position=position)
+        if outcome is StepOutcome.TAKEN:
+            losses, tokens = self._task_losses.losses(), self._task_losses.tokens()
+            for name, loss in losses.items():
+                before = known[name]
+                known[name] = replace(before, train_loss=loss, tokens=before.tokens + tokens[name])
+        return losses
 
     def _backward(self, step: OpenStep, position: int) -> tuple[float, int]:
         """Gradients of all micro-batches; returns the loss (not finite: nothing was stepped) and active experts."""
@@ -180,7 +206,10 @@ class Trainer:
     def _batch(self, position: int, micro: int) -> Batch:
         """This rank's part of a micro-batch, on its device."""
         with self.ledger.stall(layer=None, tier=Tier.HOST, cause=Cause.DATA):
-            batch = self._share(self.data.batch(position, micro))
+            if self.tasks is None:
+                batch = self._share(self.data.batch(position, micro))
+            else:
+                batch = self.tasks.piece(position, micro, self.mesh.data.rank)
         return batch.to(self.mesh.device)
 
     def _finite_loss(self, output: ModelOutput) -> float | None:
@@ -192,7 +221,9 @@ class Trainer:
         assert output.loss is not None
         assert output.objective is not None
         objective = float(output.objective.detach()) if finite else math.nan
-        loss, objective = self._means([float(output.loss.detach()), objective])
+        own = [float(output.loss.detach()), objective]
+        loss, objective, *by_task = self._means([*own, *self._task_losses.own(output)])
+        self._task_losses.add([value * self.mesh.data.size for value in by_task])
         return loss if math.isfinite(loss) and math.isfinite(objective) else None
 
     def _share(self, batch: Batch) -> Batch:
@@ -203,9 +234,12 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Mean cross entropy over the validation batches, in nats a token. Changes no record's logical content."""
+        """Mean cross entropy over the validation batches, in nats a token; of several tasks the sum of their weights times
+        their means. Changes no record's logical content.
+        """
         self.model.module.eval()
         total, tokens_seen = 0.0, 0
+        by_task = TaskLosses(self.config.tasks)
         with (
             self.store.failures.poisoning("validation was cut short"),
             self._timeline.span(Track.COMPUTE, "validation"),
@@ -215,12 +249,18 @@ class Trainer:
                 self._stepper.begin_forward()
                 output = self.model.run(own.to(self.mesh.device))
                 assert output.loss is not None
-                (loss,) = self._means([float(output.loss)])
+                loss, *agreed = self._means([float(output.loss), *by_task.own(output)])
+                by_task.add(agreed)
                 counted = batch.counted if batch.step_targets else own.counted
                 total += loss * counted
                 tokens_seen += counted
         self.model.module.train()
         self.state.val_loss = total / max(tokens_seen, 1)
+        if self.tasks is not None:
+            losses = by_task.losses()
+            for name, value in losses.items():
+                self.state.tasks[name] = replace(self.state.tasks[name], val_loss=value)
+            self.state.val_loss = self.tasks.weighted(losses)
         return self.state.val_loss
 
     def sample(self, prompt: str, count: int) -> str:

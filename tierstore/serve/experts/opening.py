@@ -17,7 +17,7 @@ from tierstore.plan.costs import ASSUMED, Cost, load_profile
 from tierstore.plan.ring import ExpertMemorySizes, ServedLayers
 from tierstore.prefetch.experts import FrozenExperts
 from tierstore.prefetch.lora import LoraExperts
-from tierstore.prefetch.predictor import Counts, make_predictor
+from tierstore.prefetch.predictor import Counts, Predictor, make_predictor
 from tierstore.prefetch.program import FrozenProgram, GuessCounts
 from tierstore.prefetch.schedule import Schedule
 from tierstore.prefetch.walking import RecordsByExpert
@@ -86,33 +86,46 @@ def open_experts(
             ledger=ledger,
         )
         return CachedExperts(frozen, store.cache.residency, gate)
-    program = FrozenProgram(schedule, predictor)
-    host_experts = budgets.cache // schema.layout(Group.WEIGHTS).slot_bytes
-    sizes = ExpertMemorySizes(
-        device=slots.weights, host=host_experts, ring_layers=_ring_layers(config, spec, slots.weights)
-    )
-    chooser = _chooser(config, spec, sizes, slots.weight_bytes)
     filled = ExpertSlots(store, tier, records, ledger=ledger)
+    host_experts = budgets.cache // schema.layout(Group.WEIGHTS).slot_bytes
+    return _slotted(config, spec, filled, host_experts, predictor, schedule, timeline)
+
+
+def _slotted(
+    config: ServeConfig,
+    spec: ModelSpec,
+    slots: ExpertSlots,
+    host_experts: int,
+    predictor: Predictor,
+    schedule: Schedule,
+    timeline: TimelineSink,
+) -> SlottedExperts:
+    """Experts in the slots of a device: a ring of whole layers, or those that are chosen."""
+    program = FrozenProgram(schedule, predictor)
+    sizes = ExpertMemorySizes(
+        device=slots.count, host=host_experts, ring_layers=_ring_layers(config, spec, slots.count)
+    )
     chosen = ChosenExperts(
-        filled,
+        slots,
         spec.moe_layers,
         spec.experts,
         program,
         cache=config.cache,
-        lookahead=int(slots.weights * config.prefetch.budget) if config.prefetch.depth else 0,
+        lookahead=int(slots.count * config.prefetch.budget) if config.prefetch.depth else 0,
     )
     ring = None
     if sizes.ring_layers:
         ring = Ring(
-            filled,
+            slots,
             spec.moe_layers,
             spec.experts,
             count=sizes.ring_layers,
             depth=config.prefetch.depth,
             timeline=timeline,
         )
+    chooser = _chooser(config, spec, sizes, slots.weight_bytes)
     return SlottedExperts(
-        filled, chosen, ring, program=program, predictor=predictor, chooser=chooser, say=_LOG.info
+        slots, chosen, ring, program=program, predictor=predictor, chooser=chooser, say=_LOG.info
     )
 
 

@@ -75,6 +75,11 @@ class ExpertSlots:
     def count(self) -> int:
         return len(self._loads)
 
+    @property
+    def weight_bytes(self) -> int:
+        """What one slot takes on the device."""
+        return self._device.slots.weight_bytes
+
     def load(self, layer: int, experts: Sequence[int], slots: Sequence[int], asked: Asked) -> None:
         """Queues the copy of each of ``experts`` into its slot. Raises BudgetError where the host cache cannot hold one
         expert, StoreError.

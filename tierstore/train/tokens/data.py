@@ -72,14 +72,30 @@ class TokenData:
     def _rows(self, step: int) -> list[int]:
         """The sequences of a step."""
         if self._step[0] != step:
-            config, count = self.config, len(self.packed.train)
-            size = config.micro_batches * config.batch_size
-            rows = []
-            for index in range(step * size, (step + 1) * size):
-                epoch, place = divmod(index, count)
-                rows.append(permute(place, count, derive_seed(config.seed, "data", epoch)))
-            self._step = (step, rows)
+            size = self.config.micro_batches * self.config.batch_size
+            self._step = (step, self._sequences(range(step * size, (step + 1) * size)))
         return self._step[1]
+
+    def _sequences(self, numbers: Sequence[int]) -> list[int]:
+        """The sequences that come at ``numbers`` in the order of all epochs."""
+        rows, count = [], len(self.packed.train)
+        for number in numbers:
+            epoch, place = divmod(number, count)
+            rows.append(permute(place, count, derive_seed(self.config.seed, "data", epoch)))
+        return rows
+
+    @property
+    def examples(self) -> int:
+        """How many sequences an epoch visits."""
+        return len(self.packed.train)
+
+    def take(self, numbers: Sequence[int]) -> Batch:
+        """The sequences that come at ``numbers`` in the order of all epochs, one a row."""
+        return self._cut(self.packed.train, self._sequences(numbers), step_targets=0, parts=1)
+
+    def targets(self, numbers: Sequence[int]) -> int:
+        """How many of their targets count."""
+        return int(self.packed.train.counted[self._sequences(numbers)].sum(dtype=np.int64))
 
     def validation_batches(self, count: int) -> Iterator[Batch]:
         """``count`` batches, spread evenly over the validation split: the same ones every time.

@@ -1,0 +1,165 @@
+"""Passes over experts in chunks: while one chunk's experts are computed, the rows of others travel (PipeMoE).
+
+All of a pass's rows set off when it begins, chunk by chunk; then experts are computed as their source leases them, each
+once its own chunk has arrived; a chunk's results leave as soon as its last expert has been computed and the results of all
+chunks before it have left. So every rank issues its all-to-alls in one order, whatever order its experts come in, and what
+is computed and added up does not depend on the number of chunks.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from tierstore.moe.exchange import Arrival, RowChunk, Rows
+from tierstore.moe.pipelining import Pipelining
+from tierstore.moe.source import ExpertLease
+from tierstore.timeline import Track
+
+
+class RowsAtExperts:
+    """A tensor's M rows at their experts, which arrive chunk by chunk."""
+
+    def __init__(self, rows: Rows, chunks: Sequence[RowChunk], rows_N: Tensor) -> None:
+        self._chunks = chunks
+        self._rows_N: Tensor | None = rows_N
+        self._rows_M = rows.at_experts(rows_N)
+        self._arrivals: list[Arrival] = []
+
+    def send(self, number: int) -> Arrival:
+        """Chunk ``number`` sets off; chunks do so in ascending order."""
+        assert self._rows_N is not None
+        self._arrivals.append(self._chunks[number].to_experts(self._rows_N, self._rows_M))
+        if len(self._arrivals) == len(self._chunks):
+            self._rows_N = None  # what a message reads is held by it
+        return self._arrivals[-1]
+
+    def of(self, number: int, span: slice) -> Tensor:
+        """The rows ``span``, which lie in chunk ``number``, waited for. Raises PeerError."""
+        self._arrivals[number].wait()
+        return self._rows_M[span]
+
+    def wait(self) -> Tensor:
+        """All rows. Raises PeerError."""
+        for arrival in self._arrivals:
+            arrival.wait()
+        return self._rows_M
+
+
+class RowsHere:
+    """The M rows of an earlier pass, which were kept."""
+
+    def __init__(self, rows_M: Tensor) -> None:
+        self._rows_M = rows_M
+
+    def of(self, number: int, span: slice) -> Tensor:
+        """The rows ``span``."""
+        return self._rows_M[span]
+
+
+class ExpertWalk(ABC):
+    """A pass over the experts of one call: made, driven by a :class:`Travel`, and finished.
+
+    ``sent``: what goes to the experts; ``returned``: their results, and where each comes back to.
+    """
+
+    def __init__(self, rows: Rows, degree: int) -> None:
+        self.asked = rows.asked
+        self.chunks = rows.chunks(degree)
+        self.sent: list[RowsAtExperts] = []
+        self.returned: list[tuple[Tensor, Tensor]] = []
+        self._rows = rows
+        self._number = {expert: number for number, chunk in enumerate(self.chunks) for expert in chunk.asked}
+        self._left = [len(chunk.asked) for chunk in self.chunks]
+        self._returning: list[Arrival] = []
+
+    def send(self, number: int) -> list[Arrival]:
+        """The rows of chunk ``number`` set off for the ranks of its experts."""
+        return [rows.send(number) for rows in self.sent]
+
+    def compute(self, lease: ExpertLease) -> int:
+        """Computes the rows of the leased expert, if it has any; returns the number of its chunk."""
+        number = self._number[lease.expert]
+        span = self._rows.span(lease.expert)
+        if span.start < span.stop:
+            self._compute(lease, number, span)
+        else:  # only another replica's tokens reached it
+            lease.zero_gradients()
+        self._left[number] -= 1
+        return number
+
+    def complete(self, number: int) -> bool:
+        """Whether all experts of chunk ``number`` have been computed."""
+        return not self._left[number]
+
+    def send_back(self, number: int) -> list[Arrival]:
+        """The results of chunk ``number`` set off for the ranks of their tokens."""
+        chunk = self.chunks[number]
+        back = [chunk.to_tokens(rows_M, rows_N) for rows_M, rows_N in self.returned]
+        self._returning += back
+        return back
+
+    def wait(self) -> None:
+        """Waits for all that travels, when all chunks have been sent back. Raises PeerError."""
+        for rows in self.sent:
+            rows.wait()
+        for arrival in self._returning:
+            arrival.wait()
+
+    @abstractmethod
+    def _compute(self, lease: ExpertLease, number: int, span: slice) -> None:
+        """Computes the leased expert's rows ``span``, of chunk ``number``. There is at least one."""
+
+
+class Travel:
+    """Sends the rows of ``walks`` and their results, those of several micro-batches say, in an order that does not depend
+    on the rank: chunk by chunk, and of each chunk walk by walk, first all rows and then all results.
+    """
+
+    def __init__(self, walks: Sequence[ExpertWalk], pipelining: Pipelining, label: str) -> None:
+        self._walks = walks
+        self._timeline = pipelining.timeline
+        self._label = label
+        degree = len(walks[0].chunks) if walks else 0
+        self._due = deque((number, micro) for number in range(degree) for micro in range(len(walks)))
+        #: When the first expert of a chunk was computed.
+        self._begun: dict[tuple[int, int], int] = {}
+        for number, micro in self._due:
+            self._draw("dispatch", number, micro, walks[micro].send(number))
+
+    def compute(self, lease: ExpertLease, micro: int = 0) -> None:
+        """Computes the leased expert for one of the walks, and sends what is complete."""
+        started = time.monotonic_ns()
+        number = self._walks[micro].compute(lease)
+        self._begun.setdefault((number, micro), started)
+        self._send_complete()
+
+    def end(self) -> None:
+        """All leases have been given."""
+        self._send_complete()
+        if self._due:
+            raise RuntimeError(f"{self._label}: not all experts were leased")
+
+    def _send_complete(self) -> None:
+        while self._due and self._walks[self._due[0][1]].complete(self._due[0][0]):
+            number, micro = self._due.popleft()
+            if self._timeline.enabled and (number, micro) in self._begun:
+                name = self._name("experts", number, micro)
+                self._timeline.add(Track.COMPUTE, name, self._begun.pop((number, micro)), time.monotonic_ns())
+            self._draw("combine", number, micro, self._walks[micro].send_back(number))
+
+    def _draw(self, what: str, number: int, micro: int, arrivals: Sequence[Arrival]) -> None:
+        """Shows each of ``arrivals`` from now until it has been waited for."""
+        if not self._timeline.enabled:
+            return
+        started, name = time.monotonic_ns(), self._name(what, number, micro)
+        for arrival in arrivals:
+            arrival.observe(lambda: self._timeline.add(Track.EXCHANGES, name, started, time.monotonic_ns()))
+
+    def _name(self, what: str, number: int, micro: int) -> str:
+        several = f", micro-batch {micro}" if len(self._walks) > 1 else ""
+        return f"{self._label}: {what} chunk {number}{several}"

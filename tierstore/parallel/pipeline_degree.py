@@ -1,0 +1,225 @@
+"""In how many chunks a pass over a MoE layer's experts goes: the question of PipeMoE, answered exactly.
+
+A pass sends rows to the ranks of their experts (dispatch), computes them there, and sends results back (combine). In r
+chunks one chunk's rows travel while another's are computed. There is one network for both directions and one device. All
+dispatches are issued before all combines; with equal chunks the pass then takes, for the seconds d, e and c of one chunk's
+dispatch, experts and combine ::
+
+    T(r) = max(r d + r c,          the network is never idle
+               d + r e + c,        the device is never idle from the first chunk's rows on
+               r d + e + c,        the last chunk is dispatched, computed and combined
+               d + e + r c)        the first chunk is, and the others' combines follow
+
+    d(r) = starts alpha_a + beta_a bytes / r        e(r) = starts alpha_e + beta_e work / r        c(r) as d(r)
+
+Where dispatch and combine move the same bytes, as in a forward pass, the first two decide alone (but for r = 1, where all
+four are one)::
+
+    T(r) = max(2 r a_a + 2 b_a n_d,  2 a_a + 2 b_a n_d / r + r a_e + b_e n_e)
+
+Each term has the form ``A + B r + C / r``: convex, and so is their maximum. Its least value lies at the least value of one
+term, ``sqrt(C / B)``, or where two cross, a quadratic equation; the best whole r is beside one of these at most 16 points.
+Every term is a lower bound of every schedule in that order, and one of them is attained: ``plan.pipemoe`` compares them with
+a discrete-event simulation. Pure functions of their arguments; no torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from enum import Enum
+
+#: Times that differ by less than this share are equal: of these the smaller r is better.
+_EQUAL = 1e-12
+#: The highest r that is looked at where nothing caps it: no starts cost anything.
+_HIGHEST = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineCosts:
+    """What one chunk costs. ``alpha_a``: seconds that one all-to-all takes to start; ``beta_a``: seconds for each byte that
+    a rank sends in it. ``alpha_e``: seconds that a chunk adds to the computation of its experts; ``beta_e``: seconds for
+    each unit of work (floating point operations, or whatever ``LayerPass`` counts). Raises ValueError for less than 0.
+    """
+
+    alpha_a: float
+    beta_a: float
+    alpha_e: float
+    beta_e: float
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{each.name}: expected at least 0 seconds, got {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a pass asks of the network one way, or of the device. ``starts``: of one chunk (its messages; how often its
+    experts are gone through); ``amount``: bytes or work of the whole pass.
+    """
+
+    starts: float
+    amount: float
+
+    def __post_init__(self) -> None:
+        for name in ("starts", "amount"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name}: expected at least 0, got {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPass:
+    """One pass over a layer's experts, of the rank that has most to do."""
+
+    dispatch: Share
+    experts: Share
+    combine: Share
+
+
+class Inputs(Enum):
+    """Where a backward pass has the experts' rows from."""
+
+    SAVED = "saved"
+    SENT_AGAIN = "sent again"
+
+
+class WeightGradients(Enum):
+    """Where a backward pass finds the gradients of the router's weights (``moe.computing.Weighting``)."""
+
+    #: With the experts: weights travel there, and their gradients back.
+    AT_EXPERTS = "at experts"
+    #: With the tokens, from outputs, which travel back once more where they were not kept.
+    AT_TOKENS = "at tokens"
+
+
+def forward_pass(rows_bytes: float, work: float) -> LayerPass:
+    """Rows of ``rows_bytes`` go to the experts and come back; their products are ``work``."""
+    return LayerPass(Share(1, rows_bytes), Share(1, work), Share(1, rows_bytes))
+
+
+def backward_pass(
+    rows_bytes: float,
+    work: float,
+    *,
+    weights_bytes: float = 0.0,
+    inputs: Inputs = Inputs.SAVED,
+    gradients: WeightGradients = WeightGradients.AT_EXPERTS,
+    again: float = 0.0,
+) -> LayerPass:
+    """The backward pass of ``forward_pass(rows_bytes, work)``, message by message as ``moe.computing`` sends them.
+
+    To the experts: the gradients of their outputs; AT_EXPERTS also the rows' weights (``weights_bytes``); SENT_AGAIN also
+    the rows. Back: the gradients of the rows; AT_EXPERTS also those of the weights, else, with SENT_AGAIN, the outputs. Two
+    products for each of the forward pass, and ``again`` of work that the forward pass did already.
+    """
+    sent, back = [rows_bytes], [rows_bytes]
+    if gradients is WeightGradients.AT_EXPERTS:
+        sent.append(weights_bytes)
+        back.append(weights_bytes)
+    elif inputs is Inputs.SENT_AGAIN:
+        back.append(rows_bytes)
+    if inputs is Inputs.SENT_AGAIN:
+        sent.append(rows_bytes)
+    return LayerPass(
+        Share(len(sent), sum(sent)),
+        Share(3 if again else 2, 2 * work + again),
+        Share(len(back), sum(back)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Degree:
+    """The best number of chunks. ``seconds``: T of it; ``wanted``: what would be best if there were no cap."""
+
+    degree: int
+    seconds: float
+    wanted: int
+
+    @property
+    def capped(self) -> bool:
+        """Whether more chunks than may be would be better."""
+        return self.wanted > self.degree
+
+
+def pass_seconds(costs: PipelineCosts, work: LayerPass, degree: int) -> float:
+    """T(r): seconds of ``work`` in ``degree`` equal chunks. Raises ValueError."""
+    if degree < 1:
+        raise ValueError(f"degree: expected at least 1, got {degree}")
+    return max(term.at(degree) for term in _terms(costs, work))
+
+
+def best_degree(costs: PipelineCosts, work: LayerPass, *, most: int) -> Degree:
+    """The number of chunks, ``most`` at most, in which ``work`` takes least time; of equal ones the smallest.
+
+    ``most`` is the fewest experts that any rank owns, since a chunk has at least one of each. Raises ValueError.
+    """
+    if most < 1:
+        raise ValueError(f"most: expected at least 1, got {most}")
+    terms = _terms(costs, work)
+    points = list(_points(terms))
+    wanted, _ = _least(terms, points, max(most, _HIGHEST))
+    degree, seconds = _least(terms, points, most)
+    return Degree(degree, seconds, wanted)
+
+
+@dataclass(frozen=True, slots=True)
+class _Term:
+    """``constant + by_r r + by_inverse / r``."""
+
+    constant: float
+    by_r: float
+    by_inverse: float
+
+    def at(self, r: int) -> float:
+        return self.constant + self.by_r * r + self.by_inverse / r
+
+
+def _terms(costs: PipelineCosts, work: LayerPass) -> tuple[_Term, ...]:
+    """The four bounds as functions of r."""
+    d0, d1 = costs.alpha_a * work.dispatch.starts, costs.beta_a * work.dispatch.amount
+    e0, e1 = costs.alpha_e * work.experts.starts, costs.beta_e * work.experts.amount
+    c0, c1 = costs.alpha_a * work.combine.starts, costs.beta_a * work.combine.amount
+    return (
+        _Term(d1 + c1, d0 + c0, 0.0),
+        _Term(d0 + c0 + e1, e0, d1 + c1),
+        _Term(d1 + e0 + c0, d0, e1 + c1),
+        _Term(d0 + e0 + c1, c0, d1 + e1),
+    )
+
+
+def _points(terms: tuple[_Term, ...]) -> Iterator[float]:
+    """Where the maximum of ``terms`` may be least."""
+    for term in terms:
+        if term.by_r > 0:
+            yield math.sqrt(term.by_inverse / term.by_r)
+    for one, other in itertools.combinations(terms, 2):
+        # Where one equals the other: b r^2 + a r + c = 0.
+        a, b, c = one.constant - other.constant, one.by_r - other.by_r, one.by_inverse - other.by_inverse
+        if b == 0.0:
+            if a != 0.0:
+                yield -c / a
+            continue
+        inside = a * a - 4 * b * c
+        if inside >= 0:
+            # The root of the larger sum first, the other by the product of both: no difference of near numbers.
+            larger = -(a + math.copysign(math.sqrt(inside), a)) / 2
+            yield larger / b
+            if larger != 0.0:
+                yield c / larger
+
+
+def _least(terms: tuple[_Term, ...], points: list[float], most: int) -> tuple[int, float]:
+    """The best whole r in 1..most beside ``points``, and T of it."""
+    candidates = {1, most}
+    for point in points:
+        if math.isfinite(point) and point > 0:
+            below = math.floor(min(point, most))
+            candidates |= {min(max(below, 1), most), min(below + 1, most)}
+    times = {r: max(term.at(r) for term in terms) for r in sorted(candidates)}
+    limit = min(times.values()) * (1 + _EQUAL)
+    return next((r, spent) for r, spent in times.items() if spent <= limit)

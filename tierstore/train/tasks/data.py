@@ -1,0 +1,172 @@
+"""Batches of several tasks: the rows of each micro-batch lie task by task, and each rank takes its piece of them.
+
+An example is one sequence. A task's examples come in the order of its own data, each once an epoch; which of them a step
+takes follows from the task's position alone (``tierstore.train.tasks.progress``), not from ranks or other tasks.
+
+Shapes: B sequences of T positions.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+
+from tierstore.model.interface import Batch, Segment
+from tierstore.train.data import TrainingData
+from tierstore.train.tasks.assignment import Assignment, overlap
+from tierstore.train.tasks.config import Tasks
+from tierstore.train.tasks.progress import Progress
+
+
+class TaskExamples(TrainingData, Protocol):
+    """The data of one task, by the numbers of its examples: those of epoch n begin at ``n * examples``."""
+
+    @property
+    def examples(self) -> int:
+        """How many there are in an epoch."""
+        ...
+
+    def take(self, numbers: Sequence[int]) -> Batch:
+        """These examples, one a row."""
+        ...
+
+    def targets(self, numbers: Sequence[int]) -> int:
+        """How many of their targets count."""
+        ...
+
+
+class TaskData:
+    """What a run of ``tasks`` is trained on: ``sources`` has the data of each, ``assignment`` says which rank has
+    which rows. ``begin`` says where the tasks stand before the first batch is taken.
+    """
+
+    def __init__(
+        self,
+        tasks: Tasks,
+        sources: Mapping[str, TaskExamples],
+        assignment: Assignment,
+        *,
+        micro_batches: int,
+    ) -> None:
+        self.tasks = tasks
+        self.sources = sources
+        self.assignment = assignment
+        self.crc32 = 0
+        for name, source in sources.items():
+            self.crc32 = zlib.crc32(f"{name} {source.crc32}".encode(), self.crc32)
+        self._micro_batches = micro_batches
+        weights = sum(task.weight for task in tasks.values())
+        self._weight = {name: task.weight / weights for name, task in tasks.items()}
+        self._rows = {name: len(span) for name, span in assignment.spans().items()}
+        self._first_step = 0
+        self._first = dict.fromkeys(tasks, 0)
+        self._targets: tuple[int, dict[str, int]] = (-1, {})
+
+    def begin(self, step: int, progress: Progress) -> None:
+        """The next step is number ``step``, and each task goes on where ``progress`` says."""
+        self._first_step = step
+        self._first = {name: progress[name].position for name in self.tasks}
+        self._targets = (-1, {})
+
+    def positions(self, step: int) -> dict[str, int]:
+        """How many examples of each task the steps before number ``step`` have taken."""
+        steps = step - self._first_step
+        return {
+            name: first + steps * self._micro_batches * self._rows[name]
+            for name, first in self._first.items()
+        }
+
+    def step_targets(self, step: int) -> dict[str, int]:
+        """How many targets of each task count in step ``step``, of all micro-batches and ranks."""
+        if self._targets[0] != step:
+            positions = self.positions(step)
+            found = {}
+            for name, source in self.sources.items():
+                count = self._micro_batches * self._rows[name]
+                found[name] = source.targets(range(positions[name], positions[name] + count))
+            self._targets = (step, found)
+        return self._targets[1]
+
+    def batch(self, step: int, micro: int = 0) -> Batch:
+        """Micro-batch ``micro`` of step ``step``, of all ranks."""
+        return self._cut(step, micro, range(self.assignment.rows))
+
+    def piece(self, step: int, micro: int, rank: int) -> Batch:
+        """The rows of it that rank ``rank`` computes; there may be none."""
+        batch = self._cut(step, micro, self.assignment.piece(rank))
+        return replace(batch, parts=batch.parts * self.assignment.ranks)
+
+    def _cut(self, step: int, micro: int, rows: range) -> Batch:
+        if not 0 <= micro < self._micro_batches:
+            raise ValueError(f"micro-batch {micro} of {self._micro_batches}")
+        positions, targets = self.positions(step), self.step_targets(step)
+        taken: list[Batch] = []
+        segments: list[Segment] = []
+        for name, span in self.assignment.spans().items():
+            own = overlap(rows, span)
+            if own:
+                # What the micro-batches before took, and the task's rows before this piece's.
+                first = positions[name] + micro * len(span) + own.start - span.start
+                taken.append(self.sources[name].take(range(first, first + len(own))))
+                at = range(own.start - rows.start, own.stop - rows.start)
+                segments.append(Segment(name, at, self._weight[name], max(targets[name], 1)))
+        return _joined(taken, segments, parts=self._micro_batches, like=self._any_source)
+
+    def validation_batches(self, count: int) -> Iterator[Batch]:
+        """At most ``count`` batches of each task, task by task, that are not trained on."""
+        for name, source in self.sources.items():
+            for batch in source.validation_batches(count):
+                whole = Segment(name, range(len(batch.tokens_BT)), 1.0, 1)
+                counted = replace(whole, step_targets=max(batch.counted_of(whole), 1))
+                yield replace(batch, segments=(counted,), step_targets=0, parts=1)
+
+    def weighted(self, losses: Mapping[str, float]) -> float:
+        """The sum over tasks of their weights (1 in all) times ``losses``."""
+        return sum(self._weight[name] * losses[name] for name in self.tasks)
+
+    @property
+    def _any_source(self) -> TaskExamples:
+        return next(iter(self.sources.values()))
+
+    def describe(self) -> str:
+        """One line for the head of a run."""
+        texts = [f"{name}: {source.describe()}" for name, source in self.sources.items()]
+        return f"{len(texts)} tasks; {' | '.join(texts)}"
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of ``text``."""
+        return self._any_source.encode(text)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of ``tokens``."""
+        return self._any_source.decode(tokens)
+
+
+def _joined(
+    batches: Sequence[Batch], segments: Sequence[Segment], *, parts: int, like: TaskExamples
+) -> Batch:
+    """``batches`` one below the other; without any, no rows of the shape that ``like`` has."""
+    if not batches:
+        none = like.take(range(0))
+        return replace(none, step_targets=0, parts=parts)
+    positions: torch.Tensor | None = None
+    if any(batch.positions_BT is not None for batch in batches):
+        positions = torch.cat([_positions(batch) for batch in batches])
+    return Batch(
+        torch.cat([batch.tokens_BT for batch in batches]),
+        torch.cat([batch.targets_BT for batch in batches]),
+        positions,
+        parts=parts,
+        segments=tuple(segments),
+    )
+
+
+def _positions(batch: Batch) -> torch.Tensor:
+    if batch.positions_BT is not None:
+        return batch.positions_BT
+    rows, length = batch.tokens_BT.shape
+    return torch.arange(length).expand(rows, length)

@@ -1,0 +1,69 @@
+"""Where each task stands in its data: what a commit keeps of it, and what changes from one run to the next.
+
+A position is the number of the task's examples that steps have taken, skipped steps included. It grows with each step by
+the task's rows of it, whoever computes them: so it depends on the steps and on the tasks' rows alone, and not on ranks.
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from tierstore.train.tasks.config import TaskHead, Tasks
+
+
+@dataclass(frozen=True, slots=True)
+class TaskProgress:
+    """What is known of a task, of this run or an earlier one. ``position``: examples taken; ``tokens``: counted targets that
+    it was trained on; ``head`` is a ``TaskHead``'s value. ``cost``: of a row, in microseconds, by which rows are shared out
+    from the next step on (0: none was agreed on).
+    """
+
+    position: int = 0
+    tokens: int = 0
+    head: str = TaskHead.SHARED.value
+    cost: int = 0
+    train_loss: float | None = None
+    val_loss: float | None = None
+
+
+Progress = Mapping[str, TaskProgress]
+
+
+def resumed(tasks: Tasks, before: Progress) -> dict[str, TaskProgress]:
+    """Where ``tasks`` begin after ``before``: a task goes on where it was, a new one at 0; one that is not trained any more
+    is kept for when it comes back.
+    """
+    found = dict(before)
+    for name, task in tasks.items():
+        known = found.get(name, TaskProgress())
+        # Once it has one, its own head is kept, whether it is used or not.
+        own = TaskHead.OWN.value in (known.head, task.head.value)
+        found[name] = replace(known, head=TaskHead.OWN.value if own else TaskHead.SHARED.value)
+    return found
+
+
+def own_heads(progress: Progress) -> list[str]:
+    """The tasks of which the store keeps a head of their own, in order."""
+    return [name for name, known in progress.items() if known.head == TaskHead.OWN.value]
+
+
+def changes(recorded: Mapping[str, object], present: Mapping[str, object], before: Progress) -> Iterator[str]:
+    """One line for each task that is not as it was; ``recorded`` and ``present``: the tasks of the conditions of the run."""
+    for name in present.keys() - recorded.keys():
+        known = before.get(name)
+        yield f"task {name}: added, from its {'beginning' if known is None else f'example {known.position} on'}"
+    for name in recorded.keys() - present.keys():
+        kept = before.get(name, TaskProgress()).position
+        yield f"task {name}: removed, kept at example {kept} for when it comes back"
+    for name in present.keys() & recorded.keys():
+        was, now = recorded[name], present[name]
+        if was == now or not (isinstance(was, Mapping) and isinstance(now, Mapping)):
+            continue
+        parts = [
+            f"{key} was {was.get(key)}, is {now.get(key)}"
+            for key in sorted(was.keys() | now.keys())
+            if was.get(key) != now.get(key)
+        ]
+        yield f"task {name}: {', '.join(parts)}"
