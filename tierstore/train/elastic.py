@@ -50,7 +50,8 @@ class MadeOver:
         """One line for the head of a run."""
         return (
             f"the store was for {self.before.world} rank{'s' * (self.before.world > 1)}; made over for "
-            f"{self.after.world} at step {self.step}, and the old one is kept until the next commit"
+            f"{self.after.world} at step {self.step}, sums go on in another order, and the old one is "
+            "kept until the next commit"
         )
 
 

@@ -168,6 +168,8 @@ def _obstacle(config: TrainConfig, device: DeviceKind) -> str | None:
     """Why no table can be divided; None where it can."""
     if not isinstance(config.model, ModelConfig):
         return "an imported model's embedding and head were cut with its other dense parameters, and are called by its code"
+    if config.tasks:
+        return "ranks' pieces of tasks differ in tokens, and a divided table takes as many from each, at one weight"
     if device is not DeviceKind.CPU and config.dense.optimizer_state is not OptimizerState.DEVICE:
         where = config.dense.optimizer_state.value
         return f"rows are looked up where they are stepped, and dense.optimizer_state is {where}"
