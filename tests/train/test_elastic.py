@@ -160,7 +160,7 @@ def test_what_is_in_the_way_is_not_removed(ranks: Ranks, settings: Make) -> None
     mine = before_name(job["store"])
     mine.mkdir()
     (mine / "notes").write_text("mine")
-    with pytest.raises(StoreExistsError, match="parallel.elastic keeps a store there, and this is none"):
+    with pytest.raises(StoreExistsError, match=r"parallel\.elastic keeps a store there, and this is none"):
         train(alone(), job, 2, Opening.RESUME)
     assert (mine / "notes").read_text() == "mine"
     layout = held_layout(job["store"])

@@ -137,7 +137,7 @@ def test_a_task_is_removed_added_and_reweighted_at_a_resume(tasks: Make) -> None
     second = {key: value for key, value in first.items() if not key.startswith("tasks.c")}
     second |= {"tasks.d.paths": first["tasks.c.paths"], "tasks.d.rows": 1, "tasks.d.head": "own"}
     second["tasks.b.weight"] = 3.0
-    with pytest.warns(UserWarning) as said:
+    with pytest.warns(UserWarning, match="task d: added, from its beginning") as said:
         positions, head = one_more_step(second)
     assert str(said[0].message).endswith(
         "task d: added, from its beginning; task c: removed, kept at example 3 for when it comes back; "
