@@ -16,7 +16,7 @@ from tierstore.errors import StoreExistsError, StoreFormatError
 from tierstore.hf.manifest import Weights
 from tierstore.moe.lora import LoraConfig, LoraTargets
 from tierstore.parallel import Mesh, RankEnvironment
-from tierstore.parallel.mesh import Layout
+from tierstore.parallel.layout import Layout
 from tierstore.store.committing import Keep
 from tierstore.train.ranks import Opening
 from tierstore.train.resharding import reshard

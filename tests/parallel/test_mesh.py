@@ -13,7 +13,7 @@ from launcher import Ranks
 
 from tierstore.errors import ConfigError
 from tierstore.parallel import Collective, ExpertBlocks, Mesh, ParallelConfig, RankEnvironment
-from tierstore.parallel.mesh import Layout, layout_of
+from tierstore.parallel.layout import Layout, layout_of
 
 
 def test_blocks_by_hand() -> None:

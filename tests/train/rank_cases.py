@@ -15,7 +15,7 @@ import torch
 
 from tierstore.config import load
 from tierstore.parallel import Mesh, ParallelConfig, RankEnvironment
-from tierstore.parallel.mesh import Layout, layout_of
+from tierstore.parallel.layout import Layout, layout_of
 from tierstore.plan.order import OrderChoice, agreed_order, choose_order
 from tierstore.store import ParameterStore
 from tierstore.store.committing import Keep
@@ -63,7 +63,12 @@ class FileJobStore:
 
 def attempt(mesh: Mesh, store: Path) -> Mesh:
     """``mesh`` as one attempt of the job that trains into ``store``."""
-    return replace(mesh, job_store=FileJobStore(store.with_name(f"{store.name}.notes")))
+    return replace(mesh, job_store=FileJobStore(notes_of(store)))
+
+
+def notes_of(store: Path) -> Path:
+    """What ``FileJobStore`` keeps of the job that trains into ``store``."""
+    return store.with_name(f"{store.name}.notes")
 
 
 def train(

@@ -16,7 +16,7 @@ from tierstore import _native
 from tierstore.cli.reshard import reshard as command
 from tierstore.errors import ConfigError
 from tierstore.hf.exports.reading import open_weights
-from tierstore.parallel.mesh import Layout
+from tierstore.parallel.layout import Layout
 from tierstore.store import Group, MomentFormat, ParameterStore, StoreConfig
 from tierstore.store.format import MOMENT_BLOCK
 from tierstore.store.opening import read_schemas

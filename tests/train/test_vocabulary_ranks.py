@@ -5,13 +5,12 @@ within rounding of gathered tables elsewhere; resumes, other layouts, and what i
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from launcher import RankFailedError, Ranks
+from launcher import Ranks
 from rank_cases import alone, train
 from vocabulary_train_cases import embedding_gradients
 
@@ -41,7 +40,7 @@ def one_process(found: list[dict[str, Any]], vocab: int) -> torch.Tensor:
         summed = torch.zeros_like(table)
         for micro in range(len(found[0]["seen"][step])):
             tokens, grads = (
-                torch.cat(parts) for parts in zip(*(rank["seen"][step][micro] for rank in found))
+                torch.cat(parts) for parts in zip(*(rank["seen"][step][micro] for rank in found), strict=True)
             )
             own = table.detach().clone().requires_grad_()
             torch.nn.functional.embedding(tokens, own).backward(grads)

@@ -10,11 +10,15 @@ import click
 
 from tierstore.cli.options import PATH, json_option
 from tierstore.cli.output import Output
+from tierstore.parallel.config import RowPlacement
 from tierstore.store.format import MomentFormat
 from tierstore.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from tierstore.parallel.mesh import Layout
+    from tierstore.parallel.layout import Layout
+
+
+_PLACES = click.Choice([placement.value for placement in RowPlacement if placement is not RowPlacement.AUTO])
 
 
 @click.command()
@@ -31,6 +35,8 @@ if TYPE_CHECKING:
 )
 @click.option("--tensor", type=int, default=1, help="Ranks that divide each layer.")
 @click.option("--stages", type=int, default=1, help="Pipeline stages.")
+@click.option("--embedding", type=_PLACES, help="Where the rows of the embedding lie (default: as in STORE).")
+@click.option("--head", type=_PLACES, help="The same of the head.")
 @click.option(
     "--moments",
     type=click.Choice([moments.value for moments in MomentFormat]),
@@ -44,6 +50,8 @@ def reshard(
     expert: int,
     tensor: int,
     stages: int,
+    embedding: str | None,
+    head: str | None,
     moments: str | None,
     output: Output,
 ) -> None:
@@ -52,12 +60,13 @@ def reshard(
     """
     from tierstore.hf.stored import stored_spec
     from tierstore.parallel import ParallelConfig
-    from tierstore.parallel.mesh import layout_of
+    from tierstore.parallel.layout import layout_of
     from tierstore.train.config import FinetuneConfig
+    from tierstore.train.resharding import VocabularyPlacement
     from tierstore.train.resharding import reshard as make
 
-    if ranks is None and moments is None:
-        raise click.UsageError("expected --ranks or --moments")
+    if ranks is None and moments is None and embedding is None and head is None:
+        raise click.UsageError("expected --ranks, --moments, --embedding or --head")
     if ranks is None and (expert, tensor, stages) != (0, 1, 1):
         raise click.UsageError("--expert, --tensor and --stages need --ranks")
     if ranks is not None and ranks < 1:
@@ -70,6 +79,10 @@ def reshard(
             target,
             None if ranks is None else layout_of(wanted, ranks),
             lambda written, total: progress.update(written, total, {}),
+            placement=VocabularyPlacement(
+                None if embedding is None else RowPlacement(embedding),
+                None if head is None else RowPlacement(head),
+            ),
             moments=None if moments is None else MomentFormat(moments),
             model=stored_spec(store, FinetuneConfig()),
         )

@@ -25,7 +25,8 @@ from tierstore.parallel.collectives import Failure, RankGroup
 from tierstore.parallel.config import ParallelConfig
 from tierstore.parallel.environment import RankEnvironment
 from tierstore.parallel.job_store import open_job_store
-from tierstore.parallel.mesh import Mesh, build_mesh, layout_of
+from tierstore.parallel.layout import layout_of
+from tierstore.parallel.mesh import Mesh, build_mesh
 from tierstore.parallel.watch import DeathWatch
 
 if TYPE_CHECKING:

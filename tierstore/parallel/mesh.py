@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tierstore.errors import ConfigError
 from tierstore.parallel.collectives import Channel, Collective, CollectiveTraffic, Failure, RankGroup
 from tierstore.parallel.config import ParallelConfig
 from tierstore.parallel.environment import RankEnvironment
 from tierstore.parallel.hierarchical import Exchange, ExchangeChoice, FlatExchange
 from tierstore.parallel.job_store import JobStore, MemoryJobStore
+from tierstore.parallel.layout import Layout, layout_of
 from tierstore.parallel.nodes import ranks_of_a_node
 
 if TYPE_CHECKING:
@@ -165,78 +165,6 @@ class Mesh:
             *self.exchange.groups,
         )
         return list({id(group): group for group in named}.values())
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How many ranks there are of each kind: ``stages`` stages of ``replicas`` copies of the experts, each over ``expert``
-    ranks, which are tensor-parallel or (``tensor`` = 1) have pieces of the batch of their own.
-    """
-
-    stages: int
-    replicas: int
-    expert: int
-    tensor: int
-
-    def __str__(self) -> str:
-        if self.world == 1:
-            return "one rank"
-        kind = (
-            f"tensor-parallel groups of {self.tensor}"
-            if self.tensor > 1
-            else f"expert groups of {self.expert}"
-        )
-        stages = f"{self.stages} stages, " if self.stages > 1 else ""
-        return f"{self.world} ranks ({stages}{kind})"
-
-    @property
-    def world(self) -> int:
-        """All ranks."""
-        return self.stages * self.replicas * self.expert
-
-    @property
-    def data(self) -> int:
-        """The ranks of a stage that compute other pieces of the global batch."""
-        return self.replicas if self.tensor > 1 else self.replicas * self.expert
-
-    def rows(self, dimension: str) -> list[list[int]]:
-        """The groups of ``dimension`` (a field of ``Mesh``), each its ranks, ascending."""
-        grid = torch.arange(self.world).view(self.stages, self.replicas, self.expert)
-        if dimension == "world":
-            rows = grid.reshape(1, -1)
-        elif dimension == "pipeline":
-            rows = grid.flatten(1).t()
-        elif dimension == "expert" or (dimension == "tensor" and self.tensor > 1):
-            rows = grid.flatten(0, 1)
-        elif dimension == "replica" or (dimension == "data" and self.tensor > 1):
-            rows = grid.transpose(1, 2).flatten(0, 1)
-        elif dimension == "data":
-            rows = grid.flatten(1)
-        else:
-            rows = grid.view(-1, 1)  # tensor parallelism of one rank
-        found: list[list[int]] = rows.tolist()
-        return found
-
-
-def layout_of(config: ParallelConfig, world: int) -> Layout:
-    """The layout of ``world`` ranks. Raises ConfigError naming the setting unless they can be laid out so."""
-    each, more = divmod(world, config.stages)
-    if more:
-        raise ConfigError(f"parallel.stages: expected a divisor of the {world} ranks, got {config.stages}")
-    if each % config.tensor:
-        raise ConfigError(
-            f"parallel.tensor: expected a divisor of the {each} ranks of a stage, got {config.tensor}"
-        )
-    if config.tensor > 1 and config.expert not in (0, config.tensor):
-        raise ConfigError(
-            f"parallel.expert: expected 0 or {config.tensor}: with parallel.tensor the experts are divided over the "
-            f"tensor-parallel group, got {config.expert}"
-        )
-    expert = config.tensor if config.tensor > 1 else config.expert or each
-    if each % expert:
-        where = f"the {each} ranks" + (" of a stage" if config.stages > 1 else "")
-        raise ConfigError(f"parallel.expert: expected a divisor of {where}, got {expert}")
-    return Layout(config.stages, each // expert, expert, config.tensor)
 
 
 def build_mesh(

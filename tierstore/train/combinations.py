@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING
 
 from tierstore.errors import ConfigError
 from tierstore.model.config import ModelConfig
+from tierstore.parallel.config import ExchangeMode, RowPlacement
 from tierstore.store.format import MomentFormat
 
 if TYPE_CHECKING:
-    from tierstore.parallel.mesh import Layout
+    from tierstore.parallel.layout import Layout
     from tierstore.train.config import TrainConfig
 
 
@@ -74,7 +75,8 @@ def _refused(why: str) -> Pairing:
 _SUMS = "a layer's output is a sum of the ranks' parts, which rounds otherwise than one product"
 _ROWS = "rows of the table are summed by their owner in the order of tokens, not rank by rank"
 _ASSIGNED = "which rank computes which rows decides the order in which gradients are summed"
-_NO_PAIRS = "low-rank pairs lie beside whole linear layers, which this layout divides"
+_PIECES = "a rank's rows are cut into the same pieces either way"
+_NO_STAGES = "only the built-in model can be cut into stages"
 
 _L, _C, _S, _T = Feature.LAYER_MAJOR, Feature.CHUNKS, Feature.STAGES, Feature.TENSOR
 _H, _E, _K = Feature.HIERARCHICAL, Feature.EMBEDDING, Feature.TASKS
@@ -89,7 +91,7 @@ _TABLE: Mapping[tuple[Feature, Feature], Pairing] = {
     (_L, _T): _within(_SUMS),
     (_L, _H): _equal("the exchange delivers the same rows in the same order"),
     (_L, _E): _within(_ROWS),
-    (_L, _K): _within(_ASSIGNED),
+    (_L, _K): _equal(_PIECES),
     (_L, _A): _equal("gradients of a pair are summed in the order of micro-batches"),
     (_L, _N): _equal("rounding depends on a record's key and step alone"),
     (_L, _W): _equal("blocks are computed again from their inputs"),
@@ -99,27 +101,33 @@ _TABLE: Mapping[tuple[Feature, Feature], Pairing] = {
     ),
     (_C, _H): _equal("each chunk is exchanged in two steps, and delivers the same rows"),
     (_C, _E): _within(_ROWS),
-    (_C, _K): _within(_ASSIGNED),
+    (_C, _K): _equal(_PIECES),
     (_C, _A): _equal("a chunk is a group of whole experts with their pairs"),
     (_C, _N): _equal("rounding depends on a record's key and step alone"),
     (_C, _W): _equal("a chunk is a group of whole experts"),
     (_S, _T): _within(_SUMS),
     (_S, _H): _equal("the exchange is within a stage, and delivers the same rows in the same order"),
-    (_S, _E): _within(_ROWS),
+    (_S, _E): _refused(
+        "the first stage has the embedding and the last one the head, and only ranks of one stage could share the rows"
+    ),
     (_S, _K): _refused(
         "the last stage's loss is one mean over a micro-batch, and tasks have weights of their own"
     ),
-    (_S, _A): _refused(_NO_PAIRS),
+    (_S, _A): _refused(_NO_STAGES),
     (_S, _N): _equal("rounding depends on a record's key and step alone"),
-    (_S, _W): _equal("a stage has whole blocks"),
+    (_S, _W): _refused(_NO_STAGES),
     (_T, _H): _refused("indexed experts exchange no rows: there is no all-to-all to be done in two steps"),
     (_T, _E): _within(_SUMS),
     (_T, _K): _within(_SUMS),
-    (_T, _A): _refused(_NO_PAIRS),
+    (_T, _A): _equal(
+        "tensor-parallel ranks of an imported model share its experts alone, and exchange whole rows"
+    ),
     (_T, _N): _within(_SUMS),
-    (_T, _W): _refused("only the built-in model's attention and dense layers can be divided"),
+    (_T, _W): _equal(
+        "tensor-parallel ranks of an imported model share its experts alone, and exchange whole rows"
+    ),
     (_H, _E): _within(_ROWS),
-    (_H, _K): _within(_ASSIGNED),
+    (_H, _K): _equal(_PIECES),
     (_H, _A): _equal("the exchange delivers the same rows in the same order"),
     (_H, _N): _equal("the exchange delivers the same rows in the same order"),
     (_H, _W): _equal("the exchange delivers the same rows in the same order"),
@@ -154,10 +162,20 @@ def pairs() -> Iterator[tuple[Feature, Feature, Pairing]]:
 
 def features(config: TrainConfig, layout: Layout) -> dict[Feature, str]:
     """What a run of ``config`` on ``layout`` takes, and the settings that ask for it."""
+    parallel = config.parallel
     found = {
         Feature.LAYER_MAJOR: ("data.micro_order = layer", config.data.layer_major),
+        Feature.CHUNKS: ("parallel.pipeline_degree", parallel.pipeline_degree > 1),
         Feature.STAGES: ("parallel.stages", layout.stages > 1),
         Feature.TENSOR: ("parallel.tensor", layout.tensor > 1),
+        Feature.HIERARCHICAL: (
+            "parallel.exchange = hierarchical",
+            parallel.exchange is ExchangeMode.HIERARCHICAL,
+        ),
+        Feature.EMBEDDING: (
+            "parallel.embedding or parallel.head = partitioned",
+            RowPlacement.PARTITIONED in (parallel.embedding, parallel.head) and layout.data > 1,
+        ),
         Feature.TASKS: ("tasks", bool(config.tasks)),
         Feature.LORA: ("lora.rank", config.lora.enabled),
         Feature.NARROW: ("adamw.moments", config.adamw.moments is not MomentFormat.FP32),

@@ -24,7 +24,7 @@ from tierstore.model.config import ModelConfig
 from tierstore.model.spec import ModelSpec
 from tierstore.parallel import Mesh
 from tierstore.parallel.config import Elastic
-from tierstore.parallel.mesh import Layout
+from tierstore.parallel.layout import Layout
 from tierstore.store.directories import rank_directories
 from tierstore.store.disk.home import IDENTITY, fsync_directory
 from tierstore.store.opening import read_states

@@ -16,6 +16,7 @@ from tierstore.store.disk.drives import DriveReport
 from tierstore.train.budgets import expert_schema
 from tierstore.train.config import TrainConfig
 from tierstore.train.footprint import peak_resident_bytes
+from tierstore.train.pipelining import PipelineChoice
 from tierstore.train.step_time import StepTime
 from tierstore.train.tasks.config import rows_of_tasks
 from tierstore.train.tasks.progress import TaskProgress
@@ -120,6 +121,8 @@ class RunSummary:
     tasks: Mapping[str, TaskProgress] = field(default_factory=dict)
     #: Why the micro-batches passed the layers in the order that they did.
     micro_order_reason: str = ""
+    #: In how many chunks passes over experts went at last; None where no rows travel.
+    chunks: PipelineChoice | None = None
     #: How rows went between ranks, and why; None in a single process.
     exchange: str | None = None
 
@@ -147,6 +150,7 @@ class RunSummary:
             "ranks": len(self.totals.peaks),
             "micro_order": self.config.data.micro_order.value,
             "micro_order_reason": self.micro_order_reason,
+            "chunks": None if self.chunks is None else self.chunks.as_json(),
             "exchange": self.exchange,
             **_between_nodes(self.totals.sent),
             "peak_resident_bytes": max(self.totals.peaks),
@@ -198,9 +202,9 @@ def _between_nodes(sent: CollectiveTraffic) -> dict[str, int]:
         return {}
     return {
         "sent_bytes": sent.sent_bytes,
-        "sent_messages": sent.messages,
+        "sent_messages_count": sent.messages,
         "between_nodes_bytes": sent.node_bytes,
-        "between_nodes_messages": sent.node_messages,
+        "between_nodes_messages_count": sent.node_messages,
     }
 
 

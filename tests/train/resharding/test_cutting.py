@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tierstore.dense import Fusion
 from tierstore.dense.layout import Narrow
 from tierstore.parallel.division import Division
-from tierstore.parallel.mesh import Layout
+from tierstore.parallel.layout import Layout
 from tierstore.train.resharding.cutting import (
     DenseCut,
     DenseParameter,
@@ -41,7 +41,7 @@ def test_an_example_by_hand() -> None:
     out = DenseParameter((4, 4), Narrow.NO, Division(1))
     unit = DenseUnitShape("block.0", (whole(4), qkv, out))
     ends = [DenseUnitShape("embedding", (whole(6, 4),)), unit, DenseUnitShape("head", (whole(4),))]
-    cut = DenseCut(ends, Layout(1, 1, 2, 2), Fusion.UNIT)
+    cut = DenseCut(ends, Layout(1, 1, 2, 2), Fusion.UNIT, blocks=[range(1)])
     norm, rows, columns = numbered(unit)
     first, second = cut.part(1, (norm, rows, columns), 0), cut.part(1, (norm, rows, columns), 1)
     assert cut.record(1).slice_numel == first.numel() == 48  # 4 + 24 + 8, and padding up to a multiple of 16
@@ -53,9 +53,10 @@ def test_an_example_by_hand() -> None:
 
 
 def test_stages_have_whole_blocks_and_the_ends() -> None:
-    """Five blocks in two stages: three and two, as the first ones are larger; in each all of its four ranks."""
+    """Five blocks in two stages, three and two; in each all of its four ranks."""
     names = ["embedding", *(f"block.{i}" for i in range(5)), "head"]
-    cut = DenseCut([DenseUnitShape(name, (whole(4),)) for name in names], Layout(2, 2, 2, 1), Fusion.UNIT)
+    units = [DenseUnitShape(name, (whole(4),)) for name in names]
+    cut = DenseCut(units, Layout(2, 2, 2, 1), Fusion.UNIT, blocks=[range(3), range(3, 5)])
     assert [cut.units_of(rank) for rank in (0, 3, 4, 7)] == [[0, 1, 2, 3]] * 2 + [[4, 5, 6]] * 2
     assert cut.holders(3) == [0, 1, 2, 3]
     assert cut.holders(6) == [4, 5, 6, 7]
@@ -85,10 +86,15 @@ parameters = st.one_of(
 )
 
 
-@given(st.lists(parameters, min_size=1, max_size=4), layouts, st.sampled_from(Fusion))
-def test_what_is_cut_is_joined_again(found: list[DenseParameter], layout: Layout, fusion: Fusion) -> None:
-    units = [DenseUnitShape(name, tuple(found)) for name in ("embedding", "a", "b", "c", "head")]
-    cut = DenseCut(units, layout, fusion)
+@given(st.lists(parameters, min_size=1, max_size=4), layouts, st.sampled_from(Fusion), st.booleans())
+def test_what_is_cut_is_joined_again(
+    found: list[DenseParameter], layout: Layout, fusion: Fusion, divided: bool
+) -> None:
+    table = whole(70, 16)
+    units = [DenseUnitShape(name, (table, *found)) for name in ("embedding", "a", "b", "c", "head")]
+    blocks = {1: [range(3)], 2: [range(1), range(1, 3)], 3: [range(1), range(1, 2), range(2, 3)]}
+    tables = {("embedding", 0), ("head", 0)} if divided else set()
+    cut = DenseCut(units, layout, fusion, blocks=blocks[layout.stages], tables=tables)
     seen = []
     for number, unit in enumerate(units):
         made = numbered(unit)
@@ -104,4 +110,6 @@ def test_what_is_cut_is_joined_again(found: list[DenseParameter], layout: Layout
 def test_what_cannot_be_divided() -> None:
     odd = DenseParameter((6, 4), Narrow.NO, Division(0, blocks=3))
     with pytest.raises(ValueError, match="expected a multiple of 3 x 4"):
-        DenseCut([DenseUnitShape("embedding", (odd,))] * 3, Layout(1, 1, 4, 4), Fusion.UNIT)
+        DenseCut(
+            [DenseUnitShape("embedding", (odd,))] * 3, Layout(1, 1, 4, 4), Fusion.UNIT, blocks=[range(1)]
+        )

@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING
 
 import click
 
+from tierstore.cli.bench.embedding import embedding
+from tierstore.cli.bench.exchange import exchange
 from tierstore.cli.bench.generate import generate
 from tierstore.cli.bench.guesses import guesses
 from tierstore.cli.bench.io import io
 from tierstore.cli.bench.machine import machine
 from tierstore.cli.bench.order import order
 from tierstore.cli.bench.overlap import overlap, prediction
+from tierstore.cli.bench.pipemoe import pipemoe
 from tierstore.cli.bench.quant import quant
 from tierstore.cli.bench.report import compare, report
 from tierstore.cli.bench.results import (
@@ -55,6 +58,7 @@ for _command in (
     io,
     tiers,
     train,
+    embedding,
     order,
     guesses,
     quant,
@@ -63,6 +67,8 @@ for _command in (
     generate,
     overlap,
     prediction,
+    pipemoe,
+    exchange,
     machine,
     scale,
     tasks,

@@ -22,7 +22,7 @@ from tierstore.errors import BudgetError, StoreFormatError
 from tierstore.hf.manifest import Manifest
 from tierstore.hf.stored import stored_spec
 from tierstore.machine import memory
-from tierstore.parallel.mesh import Layout
+from tierstore.parallel.layout import Layout
 from tierstore.store.format import Group
 from tierstore.store.opening import read_schemas
 from tierstore.train.budgets import EXPERT_SCHEMA

@@ -1,27 +1,23 @@
 """What each rank of a layout has of the logical model: which units, which parts of their parameters, which slices.
 
-A unit lies in the stage that has its block. There tensor-parallel ranks have the parts of its parameters that
-``Division`` says, and the others whole; the ranks with the same parts and other pieces of the batch have each one slice
-of every region (``tierstore.dense.layout``). ``join`` and ``part`` are the two directions, of one array at a time: the
-weights, or one of the moments.
+A unit lies in the stage that has its block; the first stage has the embedding, and the last one norm and head. There
+tensor-parallel ranks have the parts of its parameters that ``Division`` says, and the others whole; the ranks with the
+same parts and other pieces of the batch have each one slice of every region (``tierstore.dense.layout``). ``join`` and
+``part`` are the two directions, of one array at a time: the weights, or one of the moments.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from tierstore.dense import Fusion, UnitLayout, recut
-from tierstore.dense.layout import Narrow, layouts_of_shapes
-from tierstore.parallel import ExpertBlocks
+from tierstore.dense.layout import Narrow, ParameterPlace, layouts_of_shapes
 from tierstore.parallel.division import Division
-from tierstore.parallel.mesh import Layout
+from tierstore.parallel.layout import Layout
 from tierstore.parallel.tensor import part_of, whole_of
-
-#: How the units of tasks' own output heads are called, behind those of the forward pass.
-OWN_HEAD = "head."
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,18 +64,25 @@ def rank_at(layout: Layout, place: RankPlace) -> int:
     return place.stage * layout.replicas * layout.expert + within
 
 
-def count_blocks(units: Sequence[DenseUnitShape]) -> int:
-    """How many of ``units`` are blocks."""
-    return sum(not unit.name.startswith(OWN_HEAD) for unit in units) - 2
-
-
 class DenseCut:
     """``units`` as ``layout`` divides them: embedding, blocks, norm and head, in the order of the forward pass, and then
     heads of tasks.
+
+    ``blocks``: those of each stage. ``tables``: parameters of which each data rank has some of the rows.
     """
 
-    def __init__(self, units: Sequence[DenseUnitShape], layout: Layout, fusion: Fusion) -> None:
+    def __init__(
+        self,
+        units: Sequence[DenseUnitShape],
+        layout: Layout,
+        fusion: Fusion,
+        *,
+        blocks: Sequence[range],
+        tables: Collection[ParameterPlace] = (),
+    ) -> None:
         self.layout = layout
+        self.blocks = blocks
+        self.tables = tables
         self._units = units
         self._records = self._layouts(fusion, layout.data)
         #: The same as one of the data ranks would have them alone.
@@ -91,10 +94,8 @@ class DenseCut:
 
     def stage(self, number: int) -> int:
         """The stage of unit ``number``."""
-        blocks = ExpertBlocks(count_blocks(self._units), self.layout.stages)
-        if number == 0:
-            return 0
-        return self.layout.stages - 1 if number > blocks.experts else blocks.owner(number - 1)
+        block = min(max(number - 1, 0), self.blocks[-1].stop - 1)
+        return next(stage for stage, blocks in enumerate(self.blocks) if block in blocks)
 
     def units_of(self, rank: int) -> list[int]:
         """The units that have a record on ``rank``."""
@@ -162,4 +163,4 @@ class DenseCut:
         shapes = [
             (unit.name, [(p.narrow, p.part_shape(tensor)) for p in unit.parameters]) for unit in self._units
         ]
-        return layouts_of_shapes(shapes, ranks=ranks, fusion=fusion)
+        return layouts_of_shapes(shapes, ranks=ranks, fusion=fusion, tables=self.tables if ranks > 1 else ())

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,11 +22,12 @@ import numpy.typing as npt
 import torch
 
 from tierstore.errors import ConfigError, StoreExistsError
-from tierstore.model.config import ModelConfig
+from tierstore.model.config import ModelConfig, TieEmbeddings
 from tierstore.model.division import check_divisible
 from tierstore.model.spec import ModelSpec
 from tierstore.parallel import ExpertBlocks
-from tierstore.parallel.mesh import Layout
+from tierstore.parallel.config import RowPlacement
+from tierstore.parallel.layout import Layout
 from tierstore.store.config import StoreConfig
 from tierstore.store.directories import building, building_directory, rank_directories, rank_directory
 from tierstore.store.disk.home import IDENTITY, MODEL_DIRECTORY, OWN_NAMES, fsync_directory
@@ -39,11 +40,31 @@ from tierstore.store.scratch import scratch_buffers
 from tierstore.tiers.device import tensor_of
 from tierstore.train.budgets import EXPERT_SCHEMA
 from tierstore.train.experts import expert_key
-from tierstore.train.resharding.cutting import DenseCut, count_blocks
+from tierstore.train.resharding.cutting import DenseCut, place_of
 from tierstore.train.resharding.reading import StoredModel, open_stored
+from tierstore.train.stages.blocks import stage_blocks
 from tierstore.train.state import STATE_KEY
+from tierstore.train.vocabulary import recorded_placements
 
 Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyPlacement:
+    """How the rows of embedding and head lie in the new stores, GATHERED or PARTITIONED; None: as in the old ones. A tied
+    head is the embedding.
+    """
+
+    embedding: RowPlacement | None = None
+    head: RowPlacement | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("embedding", "head"):
+            if getattr(self, name) is RowPlacement.AUTO:
+                raise ConfigError(f"{name}: expected gathered or partitioned, got auto")
+
+
+AS_THEY_ARE = VocabularyPlacement()
 
 
 @dataclass(frozen=True)
@@ -64,11 +85,13 @@ def reshard(
     layout: Layout | None = None,
     progress: Progress | None = None,
     *,
+    placement: VocabularyPlacement = AS_THEY_ARE,
     moments: MomentFormat | None = None,
     model: ModelSpec | None = None,
 ) -> Resharded:
     """Makes at ``target`` the store of ``source`` for ``layout`` (None: as it is). ``progress`` is called with records done
-    and in all. ``moments``: how experts' moments are kept there (None: as they are); a narrower format rounds them once.
+    and in all. ``placement``: whether tables over the vocabulary are gathered there. ``moments``: how experts' moments are
+    kept there (None: as they are); a narrower format rounds them once.
 
     ``model``: what the store holds, where that is not the built-in model, which its state describes.
 
@@ -80,7 +103,8 @@ def reshard(
     with contextlib.ExitStack() as stack:
         old = stack.enter_context(open_stored(source, model))
         layout, moments = layout or old.layout, moments or old.expert_schema.moments
-        _check_layout(old, layout)
+        blocks = _new_blocks(old, layout)
+        conditions = _conditions(old, layout, placement)
         if old.expert_schema.frozen and moments is not MomentFormat.FP32:
             raise ConfigError(
                 f"moments: the experts of {source} are frozen and have none, got {moments.value}"
@@ -90,7 +114,8 @@ def reshard(
         partial.mkdir(parents=True)
         stack.callback(shutil.rmtree, partial, ignore_errors=True)
         stack.enter_context(building(partial))
-        written = _Writer(old, layout, moments, partial, progress).run()
+        cut = old.cut_as(layout, blocks, conditions)
+        written = _Writer(old, cut, conditions, moments, partial, progress).run()
         _copy_model(source, partial)
         for path in (partial, *rank_directories(partial)):
             fsync_directory(path)
@@ -99,13 +124,38 @@ def reshard(
     return Resharded(old.layout, layout, old.state.position, *written, moments)
 
 
-def _check_layout(old: StoredModel, layout: Layout) -> None:
-    """Raises ConfigError where the model cannot be divided as ``layout`` says."""
-    blocks = count_blocks(old.units)
-    if layout.stages > blocks:
-        raise ConfigError(f"stages: expected at most the {blocks} blocks of the model, got {layout.stages}")
+def _new_blocks(old: StoredModel, layout: Layout) -> list[range]:
+    """The blocks of each stage of ``layout``. Raises ConfigError where the model cannot be divided as it says."""
+    builtin = isinstance(old.model, ModelConfig)
     if layout.tensor > 1 and isinstance(old.model, ModelConfig):
         check_divisible(old.model, layout.tensor)
+    if layout.stages == 1:
+        return [range(len(old.model.architecture.units) - 2)]
+    if not builtin:
+        raise ConfigError("stages: expected 1: only the built-in model can be cut into stages")
+    if layout.stages == old.layout.stages:
+        return old.blocks
+    return stage_blocks(old.model.architecture, layout.stages)
+
+
+def _conditions(old: StoredModel, layout: Layout, placement: VocabularyPlacement) -> dict[str, object]:
+    """What the new ranks record of their layout, but for what is a rank's own. Raises ConfigError."""
+    embedding, head = recorded_placements(old.conditions)
+    embedding, head = placement.embedding or embedding, placement.head or head
+    if isinstance(old.model, ModelConfig) and old.model.tie_embeddings is TieEmbeddings.TIED:
+        head = embedding
+    if layout.data == 1:  # all rows are its own
+        embedding = head = RowPlacement.GATHERED
+    if RowPlacement.PARTITIONED in (embedding, head) and not isinstance(old.model, ModelConfig):
+        raise ConfigError("embedding, head: expected gathered: an imported model's stay whole")
+    return {
+        "ranks": layout.world,
+        "expert_ranks": layout.expert,
+        "tensor_ranks": layout.tensor,
+        "stages": layout.stages,
+        "embedding": embedding.value,
+        "head": head.value,
+    }
 
 
 def _clear_debris(partial: Path) -> None:
@@ -129,15 +179,17 @@ class _Writer:
     def __init__(
         self,
         old: StoredModel,
-        layout: Layout,
+        cut: DenseCut,
+        conditions: Mapping[str, object],
         moments: MomentFormat,
         target: Path,
         progress: Progress | None,
     ) -> None:
         self._old = old
         self._expert_schema = replace(old.expert_schema, moments=moments)
-        self._layout = layout
-        self._cut = DenseCut(old.units, layout, old.fusion)
+        self._layout = layout = cut.layout
+        self._cut = cut
+        self._parallel = conditions
         self._target = target
         self._progress = progress or (lambda done, total: None)
         self._done = 0
@@ -153,7 +205,8 @@ class _Writer:
     def _write_rank(self, rank: int) -> None:
         old, model, layout = self._old, self._old.model, self._layout
         units = self._cut.units_of(rank)
-        layers = [layer for layer in model.moe_layers if layer + 1 in units or layout.stages == 1]
+        blocks = self._cut.blocks[place_of(layout, rank).stage]
+        layers = [layer for layer in model.moe_layers if layer in blocks]
         directory = rank_directory(self._target, rank, layout.world)
         schemas = [self._expert_schema]
         for number in units:
@@ -165,25 +218,16 @@ class _Writer:
             store.core.history.unpack(first.core.history.pack())
             for number in units:
                 store.register(self._cut.record(number).key, self._unit_schema(number).name)
-            blocks = ExpertBlocks(model.experts, layout.expert)
+            owned = ExpertBlocks(model.experts, layout.expert).owned(rank % layout.expert)
             for layer in layers:
-                for expert in blocks.owned(rank % layout.expert):
+                for expert in owned:
                     self._write_expert(store, layer, expert)
             for number in units:
                 self._write_unit(store, number, rank)
-            state = replace(old.state, conditions=self._conditions(rank))
+            own = {"rank": rank, **({"layers": [blocks.start, blocks.stop]} if layout.stages > 1 else {})}
+            conditions = {**old.state.conditions, "parallel": {**self._parallel, **own}}
+            state = replace(old.state, conditions=conditions)
             store.commit({**old.small_state(), STATE_KEY: state.pack()})
-
-    def _conditions(self, rank: int) -> dict[str, object]:
-        layout = self._layout
-        parallel = {
-            "ranks": layout.world,
-            "expert_ranks": layout.expert,
-            "tensor_ranks": layout.tensor,
-            "stages": layout.stages,
-            "rank": rank,
-        }
-        return {**self._old.state.conditions, "parallel": parallel}
 
     def _write_expert(self, store: ParameterStore, layer: int, expert: int) -> None:
         held, step = self._old.expert(layer, expert)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,7 @@ from tierstore.errors import StoreFormatError
 from tierstore.model.config import ModelConfig
 from tierstore.model.spec import ModelSpec
 from tierstore.moe.source import InMemoryExperts
-from tierstore.parallel.mesh import Layout
+from tierstore.parallel.layout import Layout
 from tierstore.store.committing import OWN_STATE
 from tierstore.store.config import StoreConfig
 from tierstore.store.core import StoreCore
@@ -32,9 +33,10 @@ from tierstore.tiers.device import tensor_of
 from tierstore.train.budgets import EXPERT_SCHEMA
 from tierstore.train.experts import expert_key
 from tierstore.train.ranks import newest_common
-from tierstore.train.resharding.cutting import OWN_HEAD, DenseCut, DenseParameter, DenseUnitShape
+from tierstore.train.resharding.cutting import DenseCut, DenseParameter, DenseUnitShape
 from tierstore.train.state import IMPORT_KEY, STATE_KEY, TrainState, table_of
 from tierstore.train.tasks.progress import own_heads
+from tierstore.train.vocabulary import recorded_tables
 
 #: Low-rank pairs of experts, and of attention.
 _PAIRS = ("lora.", "dense.lora.")
@@ -45,10 +47,14 @@ WholeArray = list[torch.Tensor]
 
 @dataclass
 class StoredModel:
-    """The stores of all ranks of ``layout``, open at one step."""
+    """The stores of all ranks of ``layout``, open at one step. ``blocks``: those of each stage. ``conditions``: what the
+    stores have recorded of their layout.
+    """
 
     stores: list[ParameterStore]
     layout: Layout
+    blocks: list[range]
+    conditions: dict[str, object]
     state: TrainState
     model: ModelSpec
     fusion: Fusion
@@ -57,7 +63,15 @@ class StoredModel:
 
     def __post_init__(self) -> None:
         self.units = [*whole_units(self.model), *head_units(self.model, self.state)]
-        self.cut = DenseCut(self.units, self.layout, self.fusion)
+        self.cut = self.cut_as(self.layout, self.blocks, self.conditions)
+
+    def cut_as(self, layout: Layout, blocks: Sequence[range], conditions: Mapping[str, object]) -> DenseCut:
+        """How ``layout`` divides the model, with tables placed as ``conditions`` say."""
+        model = self.model
+        tables = (
+            recorded_tables(model, conditions, ranks=layout.data) if isinstance(model, ModelConfig) else {}
+        )
+        return DenseCut(self.units, layout, self.fusion, blocks=blocks, tables=tables)
 
     @property
     def expert_schema(self) -> RecordSchema:
@@ -121,7 +135,7 @@ def whole_units(model: ModelSpec) -> list[DenseUnitShape]:
 def head_units(model: ModelSpec, state: TrainState) -> list[DenseUnitShape]:
     """The output heads of tasks that have one of their own, trained at present or not."""
     head = DenseParameter((model.vocab_size, model.d_model), Narrow.NO)
-    return [DenseUnitShape(f"{OWN_HEAD}{name}", (head,)) for name in own_heads(state.tasks)]
+    return [DenseUnitShape(f"head.{name}", (head,)) for name in own_heads(state.tasks)]
 
 
 @contextlib.contextmanager
@@ -143,7 +157,8 @@ def open_stored(source: Path, model: ModelSpec | None = None) -> Iterator[Stored
         try:
             if model is None:
                 model = from_dict(ModelConfig, table_of(state.conditions["model"]), origin=str(source))
-            layout = stored_layout(table_of(state.conditions["parallel"]))
+            parallel = table_of(state.conditions["parallel"])
+            layout = stored_layout(parallel)
             fusion = Fusion(str(table_of(state.conditions["dense"])["fusion"]))
         except (AssertionError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
             raise StoreFormatError(f"{source}: the conditions of the run are damaged: {error}") from error
@@ -151,7 +166,8 @@ def open_stored(source: Path, model: ModelSpec | None = None) -> Iterator[Stored
             raise StoreFormatError(
                 f"{source}: made by {layout.world} ranks, and there are {len(stores)} stores"
             )
-        stored = StoredModel(stores, layout, state, model, fusion)
+        blocks = _stored_blocks(model, layout, stores, directories)
+        stored = StoredModel(stores, layout, blocks, parallel, state, model, fusion)
         _check_records(source, stored)
         yield stored
 
@@ -167,6 +183,30 @@ def stored_layout(parallel: dict[str, object]) -> Layout:
 
     stages, expert = count("stages", 1), count("expert_ranks")
     return Layout(stages, count("ranks") // (stages * expert), expert, count("tensor_ranks", 1))
+
+
+def _stored_blocks(
+    model: ModelSpec, layout: Layout, stores: Sequence[ParameterStore], directories: Sequence[Path]
+) -> list[range]:
+    """The blocks of each stage, as its ranks have recorded them. Raises StoreFormatError."""
+    count = len(model.architecture.units) - 2
+    if layout.stages == 1:
+        return [range(count)]
+    found = []
+    for rank in range(0, layout.world, layout.replicas * layout.expert):
+        where = str(directories[rank])
+        state = TrainState.unpack(stores[rank].last_commit.state, where=where)
+        try:
+            layers: Any = table_of(state.conditions["parallel"])["layers"]
+            start, stop = layers
+            found.append(range(start, stop))
+        except (AssertionError, KeyError, TypeError, ValueError) as error:
+            raise StoreFormatError(f"{where}: the conditions of the run are damaged: {error}") from error
+    if [block for blocks in found for block in blocks] != list(range(count)):
+        raise StoreFormatError(
+            f"{directories[0].parent}: its stages have the blocks {found}, which are not all {count}"
+        )
+    return found
 
 
 def _check_records(source: Path, stored: StoredModel) -> None:
