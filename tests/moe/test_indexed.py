@@ -21,7 +21,7 @@ from tierstore.moe.computing import ExpertPass, Weighting, compute_experts
 from tierstore.moe.dispatch import dispatch
 from tierstore.moe.exchange import rows_of
 from tierstore.moe.indexed import IndexedRows
-from tierstore.parallel import Collective, Mesh, RankEnvironment, RankGroup
+from tierstore.parallel import Collective, Mesh, RankEnvironment, RankGroup, Work
 
 WIDTH = 16
 Found = dict[str, Any]
@@ -162,30 +162,25 @@ def test_both_weightings(ranks: Ranks, size: int, save: SaveActivations, weighti
 
 
 class OthersRows(RankGroup):
-    """A group in which the others send what a test says."""
+    """A group in which the others send what a test says; ``sent`` is what this rank sent to each of them."""
 
-    def __init__(self, rank: int, size: int, every: Tensor) -> None:
+    def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, range(size), {})
-        self.every = every
+        self.others: list[Tensor] = []
+        self.sent: list[int] = []
 
     def all_to_all(self, out_rows: Tensor, in_rows: Tensor, out_splits: Any, in_splits: Any) -> Any:
         assert (sum(out_splits), sum(in_splits)) == (len(out_rows), len(in_rows))
-        if self.size == 2:
-            start = 0 if self.rank else len(self.every) - len(out_rows)
-            out_rows.copy_(self.every[start : start + len(out_rows)])
-        else:
-            out_rows.copy_(self.every)
-
-        class Arrived:
-            def wait(self, charge: object = None) -> None: ...
-
-        return Arrived()
+        assert [len(rows) for rows in self.others] == out_splits
+        self.sent = in_rows.tolist()
+        out_rows.copy_(torch.cat(self.others))
+        return Work()
 
 
-@settings(deadline=None, max_examples=60)
-@given(st.integers(2, 4), st.integers(1, 6), st.integers(0, 7), st.data())
+@settings(deadline=None, max_examples=100)
+@given(st.integers(2, 4), st.integers(1, 6), st.integers(0, 7), st.integers(1, 3), st.data())
 def test_every_rank_computes_its_own_experts_rows(
-    size: int, experts: int, tokens: int, data: st.DataObject
+    size: int, experts: int, tokens: int, degree: int, data: st.DataObject
 ) -> None:
     """Against a list: rank by rank the rows of its experts in token order, and together every row once, in its place.
 
@@ -197,22 +192,30 @@ def test_every_rank_computes_its_own_experts_rows(
     cuts = sorted(data.draw(st.lists(st.integers(0, experts), min_size=size - 1, max_size=size - 1)))
     starts = (0, *cuts, experts)
     plan = dispatch(expert_TK, load_E)
-    sorted_tokens = [token for expert in range(experts) for token in range(tokens) if choice[token] == expert]
-    assert plan.token_N.tolist() == sorted_tokens
-    every = torch.tensor(sorted_tokens, dtype=torch.int64) + 100
-    seen = 0
-    for rank, (first, last) in enumerate(itertools.pairwise(starts)):
-        rows = IndexedRows(OthersRows(rank, size, every), starts, plan, ())
-        mine = rows.to_experts(plan.token_N).rows()
-        for expert in range(first, last):
+    groups = [OthersRows(rank, size) for rank in range(size)]
+    asked = [tuple(range(first, last)) for first, last in itertools.pairwise(starts)]
+    ways = [IndexedRows(group, starts, plan, own) for group, own in zip(groups, asked, strict=True)]
+    back = [torch.full((plan.rows + 1,), -1) for _ in ways]
+    results = []
+    for rows, own, whole in zip(ways, asked, back, strict=True):
+        mine = rows.at_experts(plan.token_N)
+        for expert in own:
             wanted = [token for token in range(tokens) if choice[token] == expert]
             assert mine[rows.span(expert)].tolist() == wanted
             assert len(wanted) <= rows.most_rows
         assert rows.rows == len(mine)
-        back = torch.full((plan.rows + 1,), -1)
-        results = rows.results(back)
-        results.copy_(mine + 100)
-        assert rows.to_tokens(results, back).rows()[: plan.rows].tolist() == every.tolist()
-        assert int(back[-1]) == -1, "what is behind the rows stays"
-        seen += rows.rows
-    assert seen == plan.rows
+        results.append(rows.at_experts(whole))
+        results[-1].copy_(mine + 100)
+    assert sum(rows.rows for rows in ways) == plan.rows
+    chunks = [list(rows.chunks(degree)) for rows in ways]
+    for own, cut in zip(asked, chunks, strict=True):
+        assert tuple(expert for chunk in cut for expert in chunk.asked) == own
+    for number in range(degree):
+        parts = [made[cut[number].part].clone() for made, cut in zip(results, chunks, strict=True)]
+        for rank, group in enumerate(groups):
+            group.others = [part[:0] if other == rank else part for other, part in enumerate(parts)]
+            chunks[rank][number].to_tokens(results[rank], back[rank]).wait()
+            assert group.sent == parts[rank].tolist() * (size - 1)
+    for whole in back:
+        assert whole[:-1].tolist() == (plan.token_N + 100).tolist()
+        assert int(whole[-1]) == -1, "what is behind the rows stays"

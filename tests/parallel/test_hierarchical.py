@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 from launcher import Ranks
 from torch import Tensor
 
-from tierstore.parallel import ExchangeMode, FlatExchange, Mesh
+from tierstore.parallel import (
+    Collective,
+    CollectiveTraffic,
+    ExchangeChoice,
+    ExchangeMode,
+    FlatExchange,
+    HierarchicalExchange,
+    Mesh,
+    SizedExchange,
+)
 
 HIERARCHICAL: dict[str, Any] = {"exchange": ExchangeMode.HIERARCHICAL}
 
@@ -94,3 +103,133 @@ def test_rows_arrive_as_those_of_the_flat_exchange(ranks: Ranks, size: int, node
         ranks.run(size, _against_flat, [(none, (3,), torch.float32)], node_ranks=node_ranks, **HIERARCHICAL)
         == [[True]] * size
     )
+
+
+def _in_any_order(mesh: Mesh, orders: list[list[int]]) -> list[bool]:
+    """Several exchanges under way, which each rank waits for in an order of its own."""
+    exchange, size = mesh.exchange, mesh.expert.size
+    generator = torch.Generator().manual_seed(7)
+    works, pairs = [], []
+    for number in range(len(orders[0])):
+        rows_SS = torch.randint(0, 4, (size, size), generator=generator)
+        given = torch.tensor(
+            [
+                [number, exchange.rank, to]
+                for to in range(size)
+                for _ in range(int(rows_SS[exchange.rank, to]))
+            ]
+        ).view(-1, 3)
+        out = given.new_full((int(rows_SS[:, exchange.rank].sum()), 3), -1)
+        works.append(exchange.all_to_all(out, given, rows_SS))
+        wanted = [
+            [number, source, exchange.rank]
+            for source in range(size)
+            for _ in range(int(rows_SS[source, exchange.rank]))
+        ]
+        pairs.append((out, torch.tensor(wanted).view(-1, 3)))
+    for number in orders[exchange.rank]:
+        works[number].wait()
+        works[number].wait()
+        assert works[number].done()
+    return [torch.equal(out, wanted) for out, wanted in pairs]
+
+
+def test_ranks_may_wait_in_any_order(ranks: Ranks) -> None:
+    """Second steps are issued in the order of the exchanges, whichever a rank waits for first."""
+    orders = [[0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1], [1, 3, 0, 2]]
+    for shift in range(4):
+        turned = orders[shift:] + orders[:shift]
+        assert ranks.run(4, _in_any_order, turned, node_ranks=2, **HIERARCHICAL) == [[True] * 4] * 4
+
+
+def _sent(mesh: Mesh, row_bytes: int) -> tuple[CollectiveTraffic, CollectiveTraffic]:
+    """What a flat and a hierarchical exchange send, of a row from each rank to each."""
+    size = mesh.expert.size
+    once_SS = torch.ones((size, size), dtype=torch.int64)
+    given = torch.zeros((size, row_bytes), dtype=torch.uint8)
+    found = []
+    for exchange in (FlatExchange(mesh.expert), mesh.exchange):
+        before = mesh.traffic()[Collective.ALL_TO_ALL]
+        exchange.all_to_all(torch.empty_like(given), given, once_SS).wait()
+        after = mesh.traffic()[Collective.ALL_TO_ALL]
+        names = ("calls", "sent_bytes", "messages", "node_messages", "node_bytes")
+        found.append(CollectiveTraffic(*(getattr(after, name) - getattr(before, name) for name in names)))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize(("m", "p"), [(2, 2), (3, 2), (2, 3)])
+def test_messages_and_bytes_are_those_of_the_formulas(ranks: Ranks, m: int, p: int) -> None:
+    """Between nodes (m - 1) p messages become m - 1 of the same bytes; within the node, p - 1 of m times the bytes."""
+    b = 24
+    between = (m - 1) * p * b
+    flat = CollectiveTraffic(1, (p - 1) * b + between, m * p - 1, (m - 1) * p, between)
+    two_steps = CollectiveTraffic(2, m * (p - 1) * b + between, (p - 1) + (m - 1), m - 1, between)
+    assert ranks.run(m * p, _sent, b, node_ranks=p, **HIERARCHICAL) == [(flat, two_steps)] * (m * p)
+
+
+def _misfits(mesh: Mesh) -> list[str]:
+    exchange = mesh.exchange
+    once_SS = torch.ones((4, 4), dtype=torch.int64)
+    rows = torch.zeros(4, 6)
+    said = []
+    for out, leaving in [
+        (rows[:3], rows),
+        (rows.double(), rows),
+        (torch.zeros(4, 5), rows),
+        (rows, torch.zeros(6, 4).t()),
+    ]:
+        with pytest.raises(ValueError, match=r"expected|rows") as error:
+            exchange.all_to_all(out, leaving, once_SS)
+        said.append(str(error.value))
+    return said
+
+
+def test_tensors_that_do_not_fit_are_refused_before_anything_is_sent(ranks: Ranks) -> None:
+    assert (
+        ranks.run(4, _misfits, node_ranks=2, **HIERARCHICAL)
+        == [
+            [
+                "splits of 4 and 4 rows do not fit tensors of 3 and 4",
+                "rows must be alike: torch.float64 (6,) and torch.float32 (6,)",
+                "rows must be alike: torch.float32 (5,) and torch.float32 (6,)",
+                "expected contiguous tensors",
+            ]
+        ]
+        * 4
+    )
+
+
+def _by_size(mesh: Mesh) -> list[int]:
+    """How many messages go to other nodes, by the bytes of a row, where AUTO's threshold is 100 bytes."""
+    hierarchical = mesh.exchange
+    assert isinstance(hierarchical, HierarchicalExchange)
+    choice = ExchangeChoice(ExchangeMode.AUTO, 100.0, "given")
+    exchange = SizedExchange(FlatExchange(mesh.expert), hierarchical, choice)
+    assert exchange.rank == mesh.expert.rank
+    assert exchange.groups == (mesh.expert, *hierarchical.groups)
+    once_SS = torch.ones((4, 4), dtype=torch.int64)
+    found = []
+    for row_bytes in (99, 100):
+        before = mesh.traffic()[Collective.ALL_TO_ALL].node_messages
+        given = torch.arange(4 * row_bytes).view(4, row_bytes).to(torch.uint8)
+        out = torch.empty_like(given)
+        exchange.all_to_all(out, given, once_SS).wait()
+        assert torch.equal(out, given[mesh.expert.rank].expand_as(out))
+        found.append(mesh.traffic()[Collective.ALL_TO_ALL].node_messages - before)
+    return found
+
+
+def test_small_messages_go_in_two_steps(ranks: Ranks) -> None:
+    assert ranks.run(4, _by_size, node_ranks=2, **HIERARCHICAL) == [[1, 2]] * 4
+
+
+@pytest.mark.parametrize(
+    ("below_bytes", "said"),
+    [
+        (0.0, "exchange: auto, flat: why"),
+        (float("inf"), "exchange: auto, hierarchical: why"),
+        (2048.0, "exchange: auto, hierarchical for messages below 2 KiB, flat above: why"),
+    ],
+)
+def test_a_choice_says_what_it_came_to(below_bytes: float, said: str) -> None:
+    assert ExchangeChoice(ExchangeMode.AUTO, below_bytes, "why").describe() == said

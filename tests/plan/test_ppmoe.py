@@ -60,7 +60,9 @@ def test_the_ratios_of_table_2() -> None:
     more = 100 * (row.tokens_per_s / data_parallel.tokens_per_s - 1)
     assert more == pytest.approx(26.1, abs=0.05)  # printed 24.6
     best = {row.model: row.tokens_per_s for row in sorted(checked, key=lambda row: row.tokens_per_s)}
-    assert best["143B PPMoE"] / best["143B DPMoE"] == pytest.approx(1.765, abs=0.001)  # "more than 1.75 times"
+    assert best["143B PPMoE"] / best["143B DPMoE"] == pytest.approx(
+        1.765, abs=0.001
+    )  # "more than 1.75 times"
 
 
 def test_bytes_by_hand() -> None:

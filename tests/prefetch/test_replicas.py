@@ -96,7 +96,7 @@ def _train(mesh: Mesh, path: Path, timing: StepTiming, slots: int, ranks: int) -
         opened = ParameterStore.create(
             path / f"{mesh.world.size}.{mesh.world.rank}.{slots}",
             [RecordSchema("expert", NUMEL)],
-            StoreConfig(host_budget=HOST_BUDGET, group_order=group_order(mesh.replicas)),
+            StoreConfig(host_budget=HOST_BUDGET, group_order=group_order(replicas=mesh.replicas, chunks=1)),
             adamw=AdamWConfig(),
         )
         stack.callback(opened.close)

@@ -6,7 +6,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,9 @@ from tierstore.train.session import open_session
 from tierstore.train.state import STATE_KEY
 
 
-def quick(expert: int) -> ParallelConfig:
+def quick(**layout: int) -> ParallelConfig:
     """Of ranks that are to notice a death soon."""
-    return ParallelConfig(expert=expert, timeout_s=30.0, grace_s=2.0)
+    return ParallelConfig(**layout, timeout_s=30.0, grace_s=2.0)
 
 
 def end_of(ranks: Ranks, world: World) -> list[int]:
@@ -44,16 +44,17 @@ def end_of(ranks: Ranks, world: World) -> list[int]:
 # At random moments ------------------------------------------------------------------------------------------
 
 LAP = 24
-#: What is held where, how many ranks share the experts (1: each has all of them), and how many kills: 50 in all.
-STORMS: dict[str, tuple[Settings, int, int]] = {
-    "experts on both ranks": ({"host_budget": 60_000}, 0, 20),
-    "replicas": ({"host_budget": 60_000}, 1, 10),
-    "moments on disk": ({"host_budget": 60_000, "dense.optimizer_state": "nvme"}, 0, 10),
+#: What is held where, how two ranks are laid out, and how many kills.
+STORMS: dict[str, tuple[Settings, Mapping[str, int], int]] = {
+    "experts on both ranks": ({"host_budget": 60_000}, {}, 20),
+    "replicas": ({"host_budget": 60_000}, {"expert": 1}, 10),
+    "moments on disk": ({"host_budget": 60_000, "dense.optimizer_state": "nvme"}, {}, 10),
     "replicas, moments on disk, clipped": (
         {"host_budget": 120_000, "dense.optimizer_state": "nvme", "clip_norm": 0.5},
-        1,
+        {"expert": 1},
         10,
     ),
+    "tensor-parallel, clipped": ({"host_budget": 60_000, "clip_norm": 0.5}, {"tensor": 2}, 20),
 }
 
 
@@ -63,16 +64,16 @@ def test_kills_of_random_ranks_change_no_bit(
     ranks: Ranks, settings: Callable[..., dict[str, Any]], tmp_path: Path, name: str
 ) -> None:
     """Each is followed by a resume; every lap that is completed ends in the bits of an undisturbed run."""
-    mode, expert, wanted = STORMS[name]
+    mode, layout, wanted = STORMS[name]
     started = time.monotonic()
-    expected = ranks.run(2, train, settings(mode), LAP, Opening.CREATE, expert=expert)
+    expected = ranks.run(2, train, settings(mode), LAP, Opening.CREATE, **layout)
     # Of an attempt, so long that most die between a commit and the next.
     longest = max(0.5, 0.5 * (time.monotonic() - started))
     random_ = random.Random(11)
     kills, resumed, laps = 0, 0, 0
     store = settings(mode)
     while kills < wanted or laps == 0:
-        with ranks.fresh(2, quick(expert), tmp_path / "stderr") as world:
+        with ranks.fresh(2, quick(**layout), tmp_path / "stderr") as world:
             for rank in range(2):
                 world.send(rank, _commit_often, store, LAP)
             deadline = time.monotonic() + random_.uniform(0.02, longest)
@@ -154,7 +155,7 @@ def test_a_kill_while_an_opening_takes_a_commit_back(
         behind = settings(mode)
         ranks.run(2, ahead, behind, 1, expert=expert)
         for victim in (1, 0) if moment == "after the next prepare" else (1,):
-            with ranks.fresh(2, quick(expert), tmp_path / "stderr") as world:
+            with ranks.fresh(2, quick(expert=expert), tmp_path / "stderr") as world:
                 for rank in range(2):
                     world.send(rank, dying, behind, moment, victim)
                 assert end_of(ranks, world)[victim] == -signal.SIGKILL, moment

@@ -40,7 +40,7 @@ def one_process(found: list[dict[str, Any]], vocab: int) -> torch.Tensor:
         summed = torch.zeros_like(table)
         for micro in range(len(found[0]["seen"][step])):
             tokens, grads = (
-                torch.cat(parts) for parts in zip(*(rank["seen"][step][micro] for rank in found))
+                torch.cat(parts) for parts in zip(*(rank["seen"][step][micro] for rank in found), strict=True)
             )
             own = table.detach().clone().requires_grad_()
             torch.nn.functional.embedding(tokens, own).backward(grads)

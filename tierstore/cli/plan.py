@@ -232,6 +232,11 @@ def _show(made: Plan, costs: Profile, output: Output) -> None:
     )
     _show_prediction(made, costs, output)
     _show_order(made, output)
+    _show_vocabulary(made, output)
+    for line in made.tensor.lines() if made.tensor is not None else ():
+        output.line(line)
+    if made.tasks is not None:
+        output.line(f"tasks: {made.tasks.describe()}")
     if made.verdict.fits:
         output.line("it fits")
         return
@@ -330,6 +335,20 @@ def _show_order(made: Plan, output: Output) -> None:
     for line in (made.order.describe(), made.order.advice()):
         if line is not None:
             output.line(line)
+
+
+def _show_vocabulary(made: Plan, output: Output) -> None:
+    choice = made.setting.vocabulary
+    if choice.cost is None:
+        return
+    cost = choice.cost
+    output.line(str(choice.describe()))
+    output.line(
+        f"a table gathered: each rank sends {format_bytes(cost.gathered_sent)} a step and needs "
+        f"{format_bytes(cost.gathered_memory)} beside its slices; rows partitioned: "
+        f"{format_bytes(cost.embedding_sent)} as the embedding, {format_bytes(cost.head_sent)} as the head, and "
+        f"{format_bytes(cost.divided_memory)}"
+    )
 
 
 def _show_prediction(made: Plan, costs: Profile, output: Output) -> None:

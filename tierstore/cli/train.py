@@ -162,23 +162,27 @@ def _train(
     checksum: bool,
 ) -> tuple[RunSummary, bool]:
     """The run: its result, and whether a signal ended it."""
+    from tierstore.model.division import divided_units
     from tierstore.plan.order import agreed_order
     from tierstore.train.budgets import DeviceKind
     from tierstore.train.footprint import fixed_cost, keep_freed_memory, resident_bytes
     from tierstore.train.report import Instant, Metrics, RunSummary, totals
     from tierstore.train.session import open_session
+    from tierstore.train.stages.spec import stage_config
 
     keep_freed_memory()
     device = DeviceKind(mesh.device.type)
     order = agreed_order(config, mesh)
     config = order.applied(config)
-    config.model.import_code()
-    fixed = fixed_cost(config, resident_bytes(), ranks=mesh.world.size, device=device).nbytes
+    own = stage_config(config, mesh.pipeline.rank, mesh.stages)
+    own.model.import_code()
+    units = divided_units(own.model, mesh.tensor.size)
+    fixed = fixed_cost(own, resident_bytes(), ranks=mesh.data.size, device=device, units=units).nbytes
     tokenising = _Tokenising(output)
 
     def accepted() -> None:
         tokenising.close()
-        _announce(config, output, fixed, mesh)
+        _announce(config, own, output, fixed, mesh)
         if (line := order.describe()) is not None:
             output.line(line)
 
@@ -206,6 +210,8 @@ def _train(
         if (line := trainer.vocabulary.describe()) is not None:
             output.line(line)
         output.line(trainer.timer.describe())
+        if trainer.pipeline.chosen is not None:
+            output.line(trainer.pipeline.chosen.describe())
         log.start(trainer)
         first, begun = trainer.state.position, Instant.now(trainer)
         stopped = _steps(config, output, trainer, log, interrupts)
@@ -225,7 +231,9 @@ def _train(
             fixed_resident_bytes=fixed,
             totals=ended,
             records_crc32c=crc,
+            tasks=dict(trainer.state.tasks),
             micro_order_reason=order.reason,
+            chunks=trainer.pipeline.chosen,
             exchange=None if mesh.exchange_choice is None else mesh.exchange_choice.describe(),
         )
         if config.sample_tokens and not stopped:
@@ -301,22 +309,27 @@ def _steps(
                 },
             )
             log.record(trainer, result, val_loss)
+            chunks = trainer.pipeline.chosen
             if config.snapshot_every and done % config.snapshot_every == 0:
                 trainer.commit(snapshot=f"step-{done}")
             elif config.commit_every and done % config.commit_every == 0 and done < config.steps:
                 trainer.commit()
+            chosen = trainer.pipeline.chosen
+            if chosen is not None and chunks is not None and chosen.degrees != chunks.degrees:
+                output.line(f"step {done}: {chosen.describe()}")
     return False
 
 
-def _announce(config: TrainConfig, output: Output, fixed: int, mesh: Mesh) -> None:
-    """What the run will take, before the first write."""
+def _announce(config: TrainConfig, placed: TrainConfig, output: Output, fixed: int, mesh: Mesh) -> None:
+    """What the run will take, before the first write; ``placed``: as this rank runs it."""
     from tierstore.store.directories import rank_directory
     from tierstore.store.disk.space import copies, schema_copies
     from tierstore.train.budgets import expert_schema, pair_schema
+    from tierstore.train.stages.blocks import stage_blocks
 
     model, experts, pairs = config.model, expert_schema(config), pair_schema(config)
     records = model.architecture.records * experts.record_bytes
-    owned = len(mesh.blocks(model.experts).owned(mesh.expert.rank)) * len(model.moe_layers)
+    owned = len(mesh.blocks(model.experts).owned(mesh.expert.rank)) * len(placed.model.moe_layers)
     kept = schema_copies(experts, copies(config.retain))
     own = owned * experts.record_bytes
     output.line(
@@ -326,10 +339,17 @@ def _announce(config: TrainConfig, output: Output, fixed: int, mesh: Mesh) -> No
     if mesh.world.size > 1:
         output.line(
             f"ranks: {mesh.world.size}, in {mesh.replicas} expert group{'s' * (mesh.replicas > 1)} of "
-            f"{mesh.expert.size}; budgets and memory below are each rank's"
+            f"{mesh.expert.size}{', which are tensor-parallel' * (mesh.tensor.size > 1)}; budgets and memory below are "
+            "each rank's"
         )
     if mesh.exchange_choice is not None:
         output.line(mesh.exchange_choice.describe())
+    if mesh.stages > 1:
+        blocks = stage_blocks(model.architecture, mesh.stages, config.parallel.stage_blocks)
+        cut = ", ".join(f"{each.start} to {each.stop - 1}" for each in blocks)
+        output.line(
+            f"pipeline: {mesh.stages} stages, of blocks {cut}; 1F1B over {config.data.micro_batches} micro-batches"
+        )
     output.line(
         f"memory: host budget {format_bytes(config.host_budget)} for all experts, fixed cost about "
         f"{format_bytes(fixed)} (torch, dense parameters, activations, text)"
@@ -374,7 +394,7 @@ def _describe(store: StoreCore, output: Output) -> None:
 
 
 def _show(summary: RunSummary, output: Output) -> None:
-    from tierstore.train.report import drive_rows, step_rows, tier_rows
+    from tierstore.train.report import drive_rows, step_rows, task_rows_of, tier_rows
 
     loss = "-" if summary.val_loss is None else f"{summary.val_loss:.4f}"
     output.table(
@@ -382,6 +402,9 @@ def _show(summary: RunSummary, output: Output) -> None:
         ("tier", "total"),
         tier_rows(summary),
     )
+    if summary.config.tasks:
+        titles = ("task", "rows", "examples", "tokens", "train loss", "validation loss")
+        output.table("tasks", titles, task_rows_of(summary))
     if summary.totals.stalls:
         output.table(
             "longest stalls",

@@ -8,7 +8,6 @@ whole.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tierstore.errors import ConfigError
@@ -18,6 +17,7 @@ from tierstore.parallel.division import Division
 
 if TYPE_CHECKING:
     from tierstore.model.config import ModelConfig
+    from tierstore.model.spec import ModelSpec
 
 #: Queries, keys and values; what comes behind attention.
 ATTENTION = Division(0, blocks=3), Division(1)
@@ -53,6 +53,12 @@ def check_divisible(config: ModelConfig, ranks: int) -> None:
         raise ConfigError(f"model.shared_expert_d_ff: {asked}, got {config.shared_expert_d_ff}")
 
 
-def divided_units(units: Sequence[DenseUnit], ranks: int) -> tuple[DenseUnit, ...]:
-    """What one of ``ranks`` tensor-parallel ranks holds of ``units``: its part of the matrices, the others whole."""
-    return tuple(DenseUnit(matrices=unit.matrices // ranks, others=unit.others) for unit in units)
+def divided_units(model: ModelSpec, ranks: int) -> tuple[DenseUnit, ...]:
+    """What one of ``ranks`` tensor-parallel ranks holds of the dense units of ``model``: its part of the matrices, and the
+    others whole. Of another library's model nothing is divided.
+    """
+    from tierstore.model.config import ModelConfig
+
+    units = model.architecture.units
+    parts = ranks if isinstance(model, ModelConfig) else 1
+    return tuple(DenseUnit(matrices=unit.matrices // parts, others=unit.others) for unit in units)

@@ -20,6 +20,7 @@ from torch import Tensor
 from tierstore.model.config import ModelConfig
 from tierstore.model.interface import Batch, ModelOutput
 from tierstore.model.transformer import Transformer
+from tierstore.model.vocabulary import VocabularyPartition
 from tierstore.moe import ExpertSource
 from tierstore.parallel import Mesh, RankGroup
 from tierstore.stats import StallLedger
@@ -49,8 +50,9 @@ class StageTransformer(Transformer):
         layers: range,
         mesh: Mesh,
         ledger: StallLedger | None = None,
+        vocabulary: VocabularyPartition | None = None,
     ) -> None:
-        super().__init__(config, source, mesh=mesh, ledger=ledger, layers=layers)
+        super().__init__(config, source, mesh=mesh, ledger=ledger, layers=layers, vocabulary=vocabulary)
         self._pipeline = mesh.pipeline
 
     def made(self, output: StageOutput) -> Tensor | None:  # type: ignore[override]

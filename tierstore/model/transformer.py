@@ -379,7 +379,7 @@ class Transformer(nn.Module):
         self.eval()
         try:
             for _ in range(count):
-                window = torch.tensor([tokens[-self.config.seq_len :]], device=self.cos.device)
+                window = torch.tensor([tokens[-self.config.seq_len :]], device=cast(Tensor, self.cos).device)
                 logits = self._last_logits(window)
                 if temperature > 0:
                     probability = (logits / temperature).softmax(dim=-1)

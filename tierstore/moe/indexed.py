@@ -13,6 +13,9 @@ same way, so that every rank finds the router's whole gradient: nothing is left 
 **Bytes** a pass, of S tokens of width D with K experts each, on average over T ranks: ``(T - 1) / T K S D``. The paper's
 all-reduce sends ``2 (T - 1) / T S D``: twice as much for K = 1, as much for K = 2, and ``2 / K`` of it for more. (Two
 all-to-alls in the same group, whose ranks have S / T tokens each, send ``2 (T - 1) / T**2 K S D``.)
+
+In several chunks, the rows of the first experts of every rank go while later ones are computed; nothing is waited for
+before the first. A chunk is one message to each other rank.
 """
 
 from __future__ import annotations
@@ -20,10 +23,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from tierstore.moe.dispatch import Dispatch
-from tierstore.moe.exchange import Arrival, Charge, RowChunk
+from tierstore.moe.exchange import Arrival, Charge, RowChunk, expert_groups
 from tierstore.parallel import RankGroup
 
 
@@ -42,15 +46,15 @@ class IndexedRows:
         charge: Charge | None = None,
     ) -> None:
         self._group = group
-        self._charge = charge
+        self._starts = starts
         self._plan = plan
-        #: Where each rank's rows begin, and N.
-        self._bounds = [plan.offsets[start] for start in starts]
+        self._charge = charge
         first, last = starts[group.rank], starts[group.rank + 1]
-        self._own = slice(self._bounds[group.rank], self._bounds[group.rank + 1])
-        self.rows = self._own.stop - self._own.start
-        self.part = slice(0, self.rows)
-        self.most_rows = max((_length(plan.span(expert)) for expert in range(first, last)), default=0)
+        loads = [stop - start for start, stop in itertools.pairwise(plan.offsets)]
+        self._loads = loads
+        self._own = slice(plan.offsets[first], plan.offsets[last])
+        self.rows = sum(loads[first:last])
+        self.most_rows = max(loads[first:last], default=0)
         self.asked = asked
 
     def span(self, expert: int) -> slice:
@@ -58,33 +62,65 @@ class IndexedRows:
         return slice(span.start - self._own.start, span.stop - self._own.start)
 
     def chunks(self, degree: int) -> Sequence[RowChunk]:
-        """One: nothing travels to the experts that they could wait for."""
-        return (self,)
+        offsets, rank = self._plan.offsets, self._group.rank
+        cuts = [
+            expert_groups(self._loads, first, last, degree)
+            for first, last in itertools.pairwise(self._starts)
+        ]
+        return [
+            _IndexedChunk(
+                self._group,
+                [slice(offsets[cut[number]], offsets[cut[number + 1]]) for cut in cuts],
+                tuple(e for e in self.asked if cuts[rank][number] <= e < cuts[rank][number + 1]),
+                self._own.start,
+                self._charge,
+            )
+            for number in range(degree)
+        ]
 
     def at_experts(self, rows_N: Tensor) -> Tensor:
         return rows_N[self._own]
 
+
+class _IndexedChunk:
+    """Some experts of each rank. ``pieces``: their rows among the N, by rank; ``first_row``: of this rank's rows."""
+
+    def __init__(
+        self,
+        group: RankGroup,
+        pieces: Sequence[slice],
+        asked: tuple[int, ...],
+        first_row: int,
+        charge: Charge | None,
+    ) -> None:
+        own = pieces[group.rank]
+        self.asked = asked
+        self.part = slice(own.start - first_row, own.stop - first_row)
+        self._group = group
+        self._pieces = pieces
+        self._charge = charge
+
     def to_experts(self, rows_N: Tensor, rows_M: Tensor) -> Arrival:
-        """Nothing: ``rows_M`` must be what ``at_experts`` made of ``rows_N``."""
+        """Nothing travels: ``rows_M`` is a part of ``rows_N``."""
         return Arrival()
 
     def to_tokens(self, rows_M: Tensor, rows_N: Tensor) -> Arrival:
-        """``rows_M`` must be what ``at_experts`` made of ``rows_N``."""
-        group, bounds = self._group, self._bounds
-        splits = [stop - start for start, stop in itertools.pairwise(bounds)]
-        if group.size == 2:  # no byte is copied that does not travel
-            other = 1 - group.rank
-            splits[group.rank] = 0
-            theirs = rows_N[bounds[other] : bounds[other + 1]]
-            work = group.all_to_all(
-                theirs, rows_M, splits, [0 if r == group.rank else self.rows for r in range(2)]
-            )
-        else:
-            repeated = rows_M.repeat(group.size, *[1] * (rows_M.dim() - 1))
-            work = group.all_to_all(rows_N[: bounds[-1]], repeated, splits, [self.rows] * group.size)
-        return Arrival(work, charge=self._charge)
+        """This rank's rows are in their places already: ``rows_M`` is a part of ``rows_N``."""
+        size, rank = self._group.size, self._group.rank
+        own = rows_M[self.part]
+        places = [rows_N[piece] for piece in self._pieces]
+        to = [0 if other == rank else len(own) for other in range(size)]
+        came = [0 if other == rank else len(place) for other, place in enumerate(places)]
+        if size == 2:  # no byte is copied that does not travel
+            return Arrival(self._group.all_to_all(places[1 - rank], own, came, to), charge=self._charge)
+        others = [place for other, place in enumerate(places) if other != rank]
+        lengths = [len(place) for place in others]
+        arrived = rows_N.new_empty((sum(came), *rows_N.shape[1:]))
+        repeated = own.repeat(size - 1, *[1] * (own.dim() - 1))
+        work = self._group.all_to_all(arrived, repeated, came, to)
 
+        def spread() -> None:
+            for place, rows in zip(others, torch.split(arrived, lengths), strict=True):
+                place.copy_(rows)
 
-def _length(span: slice) -> int:
-    length: int = span.stop - span.start
-    return length
+        return Arrival(work, spread, self._charge)

@@ -93,6 +93,14 @@ class ParallelConfig:
         default=5.0, metadata={"help": "seconds that a rank has to end by itself once another has died"}
     )
 
+    def most_chunks(self, *, experts: int, sharing: int) -> int:
+        """The most chunks that a pass may go in over ``experts`` of a layer, spread over ``sharing`` ranks: 1 where no rows
+        travel, else what is asked for, or the fewest experts that any rank owns.
+        """
+        if sharing == 1 or self.tensor > 1:
+            return 1
+        return self.pipeline_degree or max(experts // sharing, 1)
+
     def __post_init__(self) -> None:
         if self.expert < 0:
             raise ConfigError(f"parallel.expert: expected at least 0, got {self.expert}")

@@ -39,6 +39,7 @@ from tierstore.train.budgets import (
 )
 from tierstore.train.config import TrainConfig
 from tierstore.train.footprint import FixedCost, boundary_split, fixed_cost, flat_layouts, rank_tokens
+from tierstore.train.vocabulary import VocabularyChoice, choose_vocabulary
 
 #: The tiers that hold bytes of a run, from the top.
 TIERS = (Tier.DEVICE, Tier.HOST, Tier.NVME)
@@ -96,7 +97,7 @@ class Setting:
     usage: ModelUsage = FULL_TRAINING
 
     def __post_init__(self) -> None:
-        if self.config.data.batch_size % self.ranks.count:
+        if self.config.data.batch_size % self.ranks.count and not self.config.tasks:
             raise ConfigError(
                 f"data.batch_size: expected a multiple of the {self.ranks.count} ranks, "
                 f"got {self.config.data.batch_size}"
@@ -175,8 +176,13 @@ class Setting:
     @property
     def layouts(self) -> list[UnitLayout]:
         """How the dense units are cut."""
-        compute = self.config.model.compute_dtype
-        return flat_layouts(self.model.units, ranks=self.ranks.count, compute=compute)
+        compute, tables = self.config.model.compute_dtype, self.vocabulary.tables
+        return flat_layouts(self.model.units, ranks=self.ranks.count, compute=compute, tables=tables)
+
+    @property
+    def vocabulary(self) -> VocabularyChoice:
+        """How embedding and head reach their tokens, as a run would choose."""
+        return choose_vocabulary(self.config, ranks=self.ranks.count, device=self.device)
 
     @property
     def fixed(self) -> FixedCost:
@@ -187,7 +193,7 @@ class Setting:
             ranks=self.ranks.count,
             device=self.device,
             units=self.model.units,
-            text=min(self.text_bytes, self.config.data.max_bytes),
+            text=min(self.text_bytes, self.config.data.max_bytes * len(self.config.data_by_task)),
         )
         if not self.usage.frozen:
             return made

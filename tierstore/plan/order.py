@@ -117,6 +117,8 @@ def choose_order(
         return OrderChoice(MicroOrder.MICRO, "one micro-batch", count)
     if asked is not MicroOrder.AUTO:
         return OrderChoice(asked, "as configured", count)
+    if config.parallel.stages > 1:
+        return OrderChoice(MicroOrder.MICRO, "auto: pipeline stages take micro-batches in 1F1B order", count)
     setting = Setting(
         config=config,
         model=config.model.architecture,

@@ -18,6 +18,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from tierstore.errors import ConfigError
+from tierstore.model.config import ModelConfig
+from tierstore.train.config import TrainConfig
+from tierstore.train.footprint import rank_tokens
 
 _Equation = Callable[[int, int, float, float], float]
 
@@ -199,6 +202,7 @@ class DivisionBytes:
 
     @property
     def both_passes(self) -> float:
+        """``4 (T - 1) / T S h`` a pair."""
         return 4 * self.pairs * (self.ranks - 1) / self.ranks * self.tokens * self.width * self.itemsize
 
 
@@ -244,3 +248,30 @@ class TensorCosts:
             f"(as printed {self._ratio(all_reduce_ratio_printed):.3g}), all-to-all {self._ratio(all_to_all_ratio):.3g} "
             f"(as printed {self._ratio(all_to_all_ratio_printed):.3g})",
         ]
+
+
+def tensor_costs(
+    config: TrainConfig, top_k: int, *, ranks: int, flops: float, bandwidth: float
+) -> TensorCosts | None:
+    """Of a run of ``config`` on ``ranks`` ranks; None where none of them are tensor-parallel. ``flops`` and ``bandwidth``:
+    F and B of the paper's equations. Raises ConfigError.
+    """
+    parallel = config.parallel
+    if parallel.tensor == 1:
+        return None
+    data, more = divmod(ranks, parallel.tensor * parallel.stages)
+    if more:
+        raise ConfigError(
+            f"parallel.tensor: expected {parallel.tensor} x {parallel.stages} stages to divide the {ranks} ranks"
+        )
+    tokens, model = rank_tokens(config, data), config.model
+    itemsize = model.compute_dtype.itemsize
+    # A wrapped model's attention is not divided.
+    pairs = 1 if isinstance(model, ModelConfig) else 0
+    sizes = {"tokens": tokens, "width": model.d_model, "itemsize": itemsize, "ranks": parallel.tensor}
+    return TensorCosts(
+        rows=RowBytes(**sizes, top_k=top_k),
+        attention=DivisionBytes(**sizes, pairs=pairs),
+        flops=flops,
+        bandwidth=bandwidth,
+    )

@@ -24,6 +24,7 @@ from tierstore.plan.fitting import (
 )
 from tierstore.plan.foreign import UsesPlan, plan_uses, setting_for
 from tierstore.plan.order import OrderChoice, compare_orders
+from tierstore.plan.ppmoe import TensorCosts, tensor_costs
 from tierstore.plan.predict import Prediction, predict
 from tierstore.plan.presets import Preset
 from tierstore.plan.semoe import PaperBytes, paper_bytes
@@ -32,6 +33,7 @@ from tierstore.prefetch.operations import Resource
 from tierstore.train.budgets import DeviceKind
 from tierstore.train.config import TrainConfig
 from tierstore.train.files import text_bytes
+from tierstore.train.tasks.assignment import Assignment
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,17 @@ class Plan:
     uses: UsesPlan | None = None
     #: In which order several micro-batches pass the layers.
     order: OrderChoice | None = None
+    #: Where ranks are tensor-parallel: what their layers send.
+    tensor: TensorCosts | None = None
+
+    @property
+    def tasks(self) -> Assignment | None:
+        """Which rank computes which rows of the tasks; None without tasks."""
+        config, count = self.setting.config, self.setting.ranks.count
+        if not config.tasks:
+            return None
+        parallel = config.parallel
+        return config.assignment(max(1, count // (parallel.stages * parallel.tensor)))
 
     def as_json(self) -> dict[str, Any]:
         """Numbers by keys that say their unit."""
@@ -92,6 +105,9 @@ class Plan:
             },
             "prediction": self._prediction(),
             "order": None if self.order is None else self.order.as_json(),
+            "vocabulary": self.setting.vocabulary.as_json(),
+            "tensor": None if self.tensor is None else self.tensor.as_json(),
+            **({"tasks": self.tasks.as_json()} if self.tasks else {}),
             **({"use": self.setting.usage.use.value, **self.uses.as_json()} if self.uses else {}),
         }
 
@@ -168,7 +184,7 @@ def plan_run(
         device=device,
         process_bytes=profile.process_bytes,
         process_evidence=profile.evidence,
-        text_bytes=text_bytes(config.data, config.model.tokenizer),
+        text_bytes=sum(text_bytes(data, config.model.tokenizer) for data in config.data_by_task.values()),
     )
     foreign = isinstance(config.model, HfSpec) and preset is None
     if foreign or use is not Use.FULL:
@@ -195,6 +211,13 @@ def plan_run(
         preset=preset,
         uses=plan_uses(setting, limits, profile, lora) if foreign else None,
         order=order,
+        tensor=tensor_costs(
+            config,
+            setting.model.top_k,
+            ranks=ranks,
+            flops=profile.expert_flops.per_s,
+            bandwidth=profile.all_to_all.per_s,
+        ),
     )
 
 

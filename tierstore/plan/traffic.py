@@ -162,7 +162,12 @@ class _Drive:
             lookahead=taken.divided.lookahead,
             layers=self._layers,
             cache=setting.config.cache,
-            group_order=group_order(setting.ranks.count // setting.ranks.sharing),
+            group_order=group_order(
+                replicas=setting.ranks.count // setting.ranks.sharing,
+                chunks=setting.config.parallel.most_chunks(
+                    experts=setting.model.experts, sharing=setting.ranks.sharing
+                ),
+            ),
         )
         residency = make_residency(store, max(taken.divided.cache // frame, 1), frame)
         for schema in setting.schemas:

@@ -80,9 +80,10 @@ class StepWorkload:
         narrow = gather_width(setting.config.dense, setting.config.model.compute_dtype)
         gather = layout.gathered_bytes(narrow) * others // (others + 1)
         # Gathered once for all micro-batches that pass together; their gradients are reduced one by one, for their bits.
-        reduce = self._stepped(item.unit) * others * 4 * setting.together
+        reduced = self._stepped(item.unit) if setting.usage.frozen else layout.exchanged_numel // (others + 1)
+        reduce = reduced * others * 4 * setting.together
         if item.moe_layer is None:
-            return PassSizes(gather=gather, reduce=reduce)
+            return PassSizes(gather=gather, reduce=reduce, rows=self._divided_sent(item))
         config = setting.config
         rows = setting.tokens * setting.model.top_k
         exchanged = rows * config.model.d_model * itemsize * (sharing - 1) // sharing
@@ -101,6 +102,19 @@ class StepWorkload:
             load=round(slots.weight_bytes * each),
             to_host=round(self._trained_numel * 4 * each) if backward and on_device else 0,
         )
+
+    def _divided_sent(self, item: Pass) -> int:
+        """What a pass over embedding or head sends, where their rows are divided over ranks."""
+        choice, last = self.setting.vocabulary, len(self.layouts) - 1
+        if choice.cost is None or not self.setting.usage.trains:
+            return 0
+        passes = self.setting.config.data.passes
+        forward = item.phase is Phase.FORWARD
+        if item.unit == 0 and choice.embedding.partitioned:
+            return choice.cost.embedding_sent // passes // 2  # rows come forward, gradients go back
+        if item.unit == last and choice.head.partitioned and forward:
+            return choice.cost.head_sent // passes
+        return 0
 
     def _stepped(self, unit: int) -> int:
         """Dense parameters of ``unit`` that one rank steps."""

@@ -69,12 +69,13 @@ class PassSizes:
     """Bytes that one pass moves on one rank. ``experts`` of them are computed one after another; ``fetch`` (what
     is loaded), ``fetch_state`` (what only its step needs), ``evict``, ``load`` and ``to_host`` are for each of those, and 0
     for none. What is fetched and evicted are means: hits need no fetch, and only what has changed is written when it is
-    evicted for one.
+    evicted for one. ``rows``: what the pass over embedding or head sends, where its rows are divided over ranks.
     """
 
     gather: int = 0
     reduce: int = 0
     all_to_all: int = 0
+    rows: int = 0
     experts: int = 0
     fetch: int = 0
     fetch_state: int = 0
@@ -167,6 +168,8 @@ class _Writer:
     def _compute(self, position: int, item: Pass) -> None:
         size = self._sizes(item)
         self._last = (*self._last, self._gathered[item.unit])
+        if size.rows:
+            self._last = (self._add(Kind.ALL_TO_ALL, position, size.rows, *self._last),)
         if item.phase is Phase.FORWARD:
             self._last = (self._add(Kind.DENSE, position, 0, *self._last),)
         if item.moe_layer is not None and size.experts:

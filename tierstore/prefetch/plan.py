@@ -22,11 +22,14 @@ class StepTiming(Enum):
     DEFERRED = "deferred"
 
 
-def group_order(replicas: int) -> GroupOrder:
-    """How a store cuts accesses where its experts have ``replicas`` copies: gradients are summed over them one
-    after another, so with several all must come to the same experts in the same order, whatever each has in memory.
+def group_order(*, replicas: int, chunks: int) -> GroupOrder:
+    """How a store cuts accesses where its experts have ``replicas`` copies, and their rows come in ``chunks`` at most.
+
+    Gradients are summed over replicas one after another, so with several all must come to the same experts in the same
+    order, whatever each has in memory. Rows come in ascending order of experts, so with several chunks the first that can
+    be computed are the first of the layer.
     """
-    return GroupOrder.RESIDENT_FIRST if replicas == 1 else GroupOrder.KEY
+    return GroupOrder.RESIDENT_FIRST if replicas == chunks == 1 else GroupOrder.KEY
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -236,6 +236,11 @@ class StoreCore:
         if self._parts.recording is not None:
             self._parts.recording.close()
 
+    def note_in_trace(self, note: str) -> None:
+        """Adds a line of words to the recorded trace, if there is one."""
+        if self._parts.recording is not None:
+            self._parts.recording.note(note)
+
     def close(self) -> None:
         """As ``ParameterStore.close``."""
         if not self.failures.closed:

@@ -1,6 +1,6 @@
 """What a trace is, in memory and as bytes: events in columns, chunks of them, and what describes them.
 
-The file (versions 2 and 3) is laid out in docs/TRACES.md. ``tierstore.trace.writer`` and ``reader`` write and read
+The file (versions 2 to 4) is laid out in docs/TRACES.md. ``tierstore.trace.writer`` and ``reader`` write and read
 it, ``replay`` drives a residency core through it.
 """
 
@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 from tierstore.trace.records import RecordTable, TraceRecord
 
 MAGIC = b"tsrtrace"
-VERSIONS = (2, 3)  # 3 has records that were added after the first event
+VERSIONS = (2, 3, 4)  # 3 has records that were added after the first event, 4 has notes
 PREAMBLE = struct.Struct("<8sIIQ")  # magic, version, 0, byte of the description (0: not completed)
 CHUNK = struct.Struct("<4sIIIIBBH")  # tag, events, units, bytes, crc32, coding, constant columns, 0
 DESCRIPTION = struct.Struct(
@@ -71,7 +71,7 @@ class TraceHeader:
 
     Of an imported or generated trace: a core in which everything fits. ``origin`` says in words where the
     trace comes from. ``records`` is a RecordTable, whatever sequence was given; the last ``late_records`` of them
-    were added after the first event, each by an ADD.
+    were added after the first event, each by an ADD. ``notes`` say in words what was decided beside the core, and when.
     """
 
     capacity_frames: int
@@ -84,6 +84,7 @@ class TraceHeader:
     records: Sequence[TraceRecord] = ()
     origin: str = ""
     late_records: int = 0
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.group_order not in ("resident-first", "key"):
@@ -95,7 +96,7 @@ class TraceHeader:
     @property
     def version(self) -> int:
         """Of the file: the oldest that can say it."""
-        return VERSIONS[self.late_records > 0]
+        return VERSIONS[2 if self.notes else self.late_records > 0]
 
     @property
     def table(self) -> RecordTable:
@@ -108,6 +109,8 @@ class TraceHeader:
         plain["policy_options"] = dict(self.policy_options)
         if not self.late_records:
             del plain["late_records"]
+        if not self.notes:
+            del plain["notes"]
         return json.dumps(plain, separators=(",", ":"), sort_keys=True)
 
     @staticmethod
@@ -115,8 +118,9 @@ class TraceHeader:
         """Raises KeyError, TypeError or ValueError if ``text`` is no header."""
         plain = json.loads(text)
         quotas = tuple(int(quota) for quota in plain.pop("layer_quotas"))
+        notes = tuple(str(note) for note in plain.pop("notes", ()))
         plain.setdefault("group_order", "key")  # as all were before there was a choice
-        return TraceHeader(**plain, layer_quotas=quotas, records=records)
+        return TraceHeader(**plain, layer_quotas=quotas, notes=notes, records=records)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,12 @@ class TraceRecorder:
         self._writer = writer = TraceWriter(path, _header(residency))
         self._events = EventBuffer(_BUFFER_ROWS, lambda *columns: writer.extend(EventColumns(*columns)))
         residency.observe(self._events)
+        self._notes: list[str] = []
         self._closed = False
+
+    def note(self, text: str) -> None:
+        """Adds a note to the header."""
+        self._notes.append(text)
 
     def close(self) -> None:
         """Completes the trace."""
@@ -46,6 +51,7 @@ class TraceRecorder:
                 writer.header,
                 records=RecordTable.of_columns(layers, *triples, stored, count=len(layers)),
                 late_records=self._events.late_records,
+                notes=tuple(self._notes),
             )
 
     def __enter__(self) -> Self:

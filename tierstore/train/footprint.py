@@ -9,19 +9,22 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import resource
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import psutil
 
 from tierstore.dense.footprint import DenseBytes, dense_bytes
-from tierstore.dense.layout import Narrow, Region, Span, UnitLayout
+from tierstore.dense.layout import Gathered, Narrow, Region, Span, UnitLayout
 from tierstore.model.architecture import DenseUnit
 from tierstore.model.config import ComputeDtype
+from tierstore.model.vocabulary.partition import EMBEDDING_PLACE, HEAD_PLACE
+from tierstore.parallel.rows import TableRows
 from tierstore.prefetch.predictor import PredictorName
 from tierstore.train.budgets import BoundarySplit, DeviceKind, pair_schema, split_boundaries
 from tierstore.train.config import TrainConfig
 from tierstore.train.files import text_bytes
+from tierstore.train.vocabulary import choose_vocabulary
 
 #: What torch, its thread pools and the fragmentation of freed activations take beyond that, bytes (measured).
 WORKING_BYTES = 160 << 20
@@ -60,21 +63,35 @@ class FixedCost:
         return self.process + self.dense.total + passes + self.text + self.working + self.routers
 
 
-def flat_layouts(units: Sequence[DenseUnit], *, ranks: int, compute: ComputeDtype) -> list[UnitLayout]:
-    """How units of which only the counts are known are cut for ``ranks`` ranks: each region as if it were one parameter."""
+def flat_layouts(
+    units: Sequence[DenseUnit],
+    *,
+    ranks: int,
+    compute: ComputeDtype,
+    tables: Mapping[tuple[str, int], TableRows] | None = None,
+) -> list[UnitLayout]:
+    """How units of which only the counts are known are cut for ``ranks`` ranks: each region as if it were one parameter.
 
-    def regions(unit: DenseUnit) -> list[tuple[Narrow, int]]:
+    ``tables``: embedding and head, by their places, as far as each rank keeps its rows of them.
+    """
+    divided = {name: table for (name, _), table in (tables or {}).items()}
+    by_unit = {0: divided.get(EMBEDDING_PLACE[0]), len(units) - 1: divided.get(HEAD_PLACE[0])}
+
+    def regions(number: int, unit: DenseUnit) -> Iterator[Region]:
+        table = by_unit.get(number)
+        others = unit.others - (0 if table is None else table.rows * table.width)
         if compute is ComputeDtype.BF16:
-            return [(Narrow.NO, unit.others), (Narrow.YES, unit.matrices)]
-        return [(Narrow.NO, unit.numel)]
+            counts = [(Narrow.NO, others), (Narrow.YES, unit.matrices)]
+        else:
+            counts = [(Narrow.NO, others + unit.matrices)]
+        for narrow, numel in counts:
+            if numel:
+                yield Region((Span(0, 0, (numel,)),), ranks, narrow)
+        if table is not None:
+            whole = Span(1, 0, (table.rows, table.width))
+            yield Region((whole,), ranks, Narrow.NO, Gathered.NO)
 
-    return [
-        UnitLayout(
-            f"unit {number}",
-            tuple(Region((Span(0, 0, (numel,)),), ranks, narrow) for narrow, numel in regions(unit) if numel),
-        )
-        for number, unit in enumerate(units)
-    ]
+    return [UnitLayout(f"unit {number}", tuple(regions(number, unit))) for number, unit in enumerate(units)]
 
 
 def fixed_cost(
@@ -117,8 +134,9 @@ def _dense(config: TrainConfig, ranks: int, device: DeviceKind, units: Sequence[
     """Dense parameters; with LoRA the frozen ones, whole in their types, and the state of attention's pairs."""
     compute, lora = config.model.compute_dtype, config.lora.enabled
     trained = [DenseUnit(matrices=0, others=count) for count in config.model.adapter_units] if lora else units
+    tables = choose_vocabulary(config, ranks=ranks, device=device).tables
     dense = dense_bytes(
-        flat_layouts(trained, ranks=ranks, compute=compute),
+        flat_layouts(trained, ranks=ranks, compute=compute, tables=tables),
         config.dense,
         ranks=ranks,
         compute=compute,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +16,10 @@ from tierstore.store.disk.drives import DriveReport
 from tierstore.train.budgets import expert_schema
 from tierstore.train.config import TrainConfig
 from tierstore.train.footprint import peak_resident_bytes
+from tierstore.train.pipelining import PipelineChoice
 from tierstore.train.step_time import StepTime
+from tierstore.train.tasks.config import rows_of_tasks
+from tierstore.train.tasks.progress import TaskProgress
 from tierstore.train.trainer import StepResult, Trainer
 from tierstore.units import format_bytes, format_seconds
 
@@ -113,8 +117,12 @@ class RunSummary:
     fixed_resident_bytes: int
     totals: Totals
     records_crc32c: int | None = None
+    #: Where each task stands that was ever trained in the store.
+    tasks: Mapping[str, TaskProgress] = field(default_factory=dict)
     #: Why the micro-batches passed the layers in the order that they did.
     micro_order_reason: str = ""
+    #: In how many chunks passes over experts went at last; None where no rows travel.
+    chunks: PipelineChoice | None = None
     #: How rows went between ranks, and why; None in a single process.
     exchange: str | None = None
 
@@ -134,6 +142,7 @@ class RunSummary:
             "val_loss": self.val_loss,
             "elapsed_s": self.totals.seconds,
             "tokens_per_s": self.tokens / self.totals.seconds if self.totals.seconds else 0.0,
+            **({"tasks": self._tasks()} if self.config.tasks else {}),
             "parameters": model.architecture.parameters,
             "experts": model.architecture.records,
             "record_bytes": model.architecture.records * expert_schema(self.config).record_bytes,
@@ -141,6 +150,7 @@ class RunSummary:
             "ranks": len(self.totals.peaks),
             "micro_order": self.config.data.micro_order.value,
             "micro_order_reason": self.micro_order_reason,
+            "chunks": None if self.chunks is None else self.chunks.as_json(),
             "exchange": self.exchange,
             **_between_nodes(self.totals.sent),
             "peak_resident_bytes": max(self.totals.peaks),
@@ -156,6 +166,35 @@ class RunSummary:
             "drive_life_s": None if self.drive_life_days is None else self.drive_life_days * DAY_S,
         }
 
+    def _tasks(self) -> dict[str, object]:
+        """The tasks of this run, by name."""
+        rows = rows_of_tasks(self.config.tasks, self.config.data.batch_size)
+        found: dict[str, object] = {}
+        for name, count in rows.items():
+            known = self.tasks[name]
+            found[name] = {
+                "train_loss": known.train_loss,
+                "val_loss": known.val_loss,
+                "tokens": known.tokens,
+                "examples": known.position,
+                "rows": count,
+            }
+        return found
+
+
+def task_rows_of(summary: RunSummary) -> list[tuple[str, ...]]:
+    """One row a task: its part of the batch, what it has been trained on, and its losses in nats a token."""
+
+    def loss(value: float | None) -> str:
+        return "-" if value is None else f"{value:.4f}"
+
+    rows = rows_of_tasks(summary.config.tasks, summary.config.data.batch_size)
+    known = {name: summary.tasks[name] for name in rows}
+    return [
+        (name, str(rows[name]), str(one.position), str(one.tokens), loss(one.train_loss), loss(one.val_loss))
+        for name, one in known.items()
+    ]
+
 
 def _between_nodes(sent: CollectiveTraffic) -> dict[str, int]:
     """What ranks sent, where some of it went to other nodes."""
@@ -163,9 +202,9 @@ def _between_nodes(sent: CollectiveTraffic) -> dict[str, int]:
         return {}
     return {
         "sent_bytes": sent.sent_bytes,
-        "sent_messages": sent.messages,
+        "sent_messages_count": sent.messages,
         "between_nodes_bytes": sent.node_bytes,
-        "between_nodes_messages": sent.node_messages,
+        "between_nodes_messages_count": sent.node_messages,
     }
 
 
@@ -250,6 +289,18 @@ def drive_rows(summary: RunSummary) -> list[tuple[str, ...]]:
     ]
 
 
+def _losses(trainer: Trainer, result: StepResult, val_loss: float | None) -> dict[str, object]:
+    """By task: the loss of the step, and of a validation behind it, if there was one."""
+    known = trainer.state.tasks
+    return {
+        name: {
+            "loss": result.task_losses.get(name),
+            "val_loss": None if val_loss is None else known[name].val_loss,
+        }
+        for name in trainer.config.tasks
+    }
+
+
 class Metrics:
     """One JSON line a step, with the counters of that step; a context manager over ``path`` (None: nothing).
 
@@ -275,6 +326,7 @@ class Metrics:
             "step": result.step + 1,
             "loss": None if result.skipped else result.loss,
             "val_loss": val_loss,
+            **({"tasks": _losses(trainer, result, val_loss)} if trainer.tasks is not None else {}),
             "lr": result.lr,
             "grad_norm": None if result.skipped else result.grad_norm,
             "active_experts": result.active_experts,

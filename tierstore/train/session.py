@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -21,12 +20,13 @@ from tierstore.dense import DenseSlices, GatherDtype, UnitLayout, dense_schemas,
 from tierstore.dense.frozen import load_frozen
 from tierstore.dense.gates import Gates, PassListener
 from tierstore.dense.parameters import DividedParameters, Units
-from tierstore.errors import ConfigError, StoreFormatError
+from tierstore.errors import ConfigError
 from tierstore.model.config import CheckpointActivations
 from tierstore.model.interface import Model
 from tierstore.model.spec import ModelSpec
 from tierstore.model.transformer import Transformer
 from tierstore.moe.guessing import RouterGuesses
+from tierstore.moe.pipelining import Pipelining
 from tierstore.moe.source import ExpertSource, JointSource, SourceSlot, in_training
 from tierstore.parallel import Mesh, RankEnvironment, rank_device
 from tierstore.prefetch import HorizontalQueue, Schedule, unit_schedule
@@ -36,7 +36,6 @@ from tierstore.stats import Cause, StallKey, StallLedger
 from tierstore.store.config import StoreConfig
 from tierstore.store.core import StoreCore
 from tierstore.store.directories import rank_directory, rank_stripe
-from tierstore.store.format import RecordSchema
 from tierstore.store.opening import read_schemas, read_states
 from tierstore.store.parameter_store import ParameterStore
 from tierstore.timeline import NullTimeline, TimelineSink, Track
@@ -60,16 +59,18 @@ from tierstore.train.footprint import boundary_split, return_freed_memory
 from tierstore.train.layer_order.boundaries import BoundaryStore
 from tierstore.train.layer_order.passes import LayerParts
 from tierstore.train.layer_order.spilling import open_boundaries
+from tierstore.train.pipelining import PipelineControl, most_chunks
 from tierstore.train.ranks import Agreed, Opening, agree, check_alike
+from tierstore.train.resuming import check_records, resumed_state
 from tierstore.train.sources import open_data
 from tierstore.train.stages.order import one_forward_one_backward
 from tierstore.train.stages.spec import StageSpec, stage_config
-from tierstore.train.state import STATE_KEY, TrainState, conditions, differences, table_of
+from tierstore.train.state import STATE_KEY, TrainState, conditions
 from tierstore.train.step_time import StepTimer
 from tierstore.train.stepping import SessionParts, Stepper
 from tierstore.train.tasks.data import TaskData
 from tierstore.train.tasks.opening import open_tasks, own_head_tasks, refuse_tasks
-from tierstore.train.tasks.progress import changes, resumed
+from tierstore.train.tasks.progress import resumed
 from tierstore.train.thread_times import ThreadTimes, stolen_while_running
 from tierstore.train.trainer import Trainer
 from tierstore.train.vocabulary import VocabularyChoice, choose_vocabulary
@@ -154,17 +155,20 @@ def open_parts(
     setup = _prepare(config, opening, loop, mesh, timeline or NullTimeline(), tokenising)
     config = setup.config
     accepted()
-    shell = _build_model(setup)
+    pipelining = Pipelining(setup.timeline)
+    pipeline = PipelineControl(config, setup.mesh, pipelining)
+    shell = _build_model(setup, SourceSlot(pipelining))
     with contextlib.ExitStack() as stack:
         store = _open_store(setup, shell, trace=trace, io_log=io_log)
         stack.callback(store.close)
         if (budget := store.write_budget) is not None:
             setup.ledger.divert(Cause.WRITE_BUDGET, lambda: budget.blocked_ns)
         if setup.agreed.opening is Opening.RESUME:
-            state = _resumed_state(config, store, setup.conditions)
+            state = resumed_state(config, store, setup.conditions)
             shell.model.load_state(store.committer.state)
         else:
             state = TrainState(conditions=setup.conditions)
+        pipeline.begin(state, store.note_in_trace)
         state.tasks = resumed(config.tasks, state.tasks)
         if isinstance(setup.data, TaskData):
             setup.data.begin(state.position, state.tasks)
@@ -206,6 +210,7 @@ def open_parts(
             state=state,
             ledger=setup.ledger,
             timeline=setup.timeline,
+            pipeline=pipeline,
             layers=_layer_parts(setup, store, gates, shell.source, stack),
             vocabulary=setup.vocabulary,
             made_over=setup.made_over,
@@ -280,6 +285,7 @@ def _prepare(
     mesh = mesh or Mesh.alone(RankEnvironment(), device)
     check_combination(config, mesh.layout)
     _check_batch(config, mesh.data.size)
+    most_chunks(config, mesh)  # a refusal comes here
     if config.tasks and loop is Loop.FOREIGN:
         raise ConfigError("tasks: a loop of your own brings its own data; expected none")
     refuse_tasks(config, mesh.data.size)
@@ -288,11 +294,11 @@ def _prepare(
             "data.micro_order: expected micro or auto: a loop of your own drives one pass after another, and layer order "
             "needs all micro-batches of a step at once"
         )
-    config = stage_config(config, mesh.pipeline.rank, mesh.stages)
+    whole, config = config, stage_config(config, mesh.pipeline.rank, mesh.stages)
     if loop is Loop.FOREIGN and mesh.stages > 1:
         raise ConfigError(
-            "parallel.stages: expected 1: a loop of your own drives one pass after another, and stages take those of several "
-            "micro-batches in turns"
+            "parallel.stages: expected 1: a loop of your own drives one pass after another, and stages take those of "
+            "several micro-batches in turns"
         )
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -302,8 +308,8 @@ def _prepare(
     made_over = follow_ranks(config, opening, mesh)
     agreed = agree(config.store, opening, mesh)
     if agreed.opening is Opening.RESUME:
-        _check_records(config, read_schemas(rank_directory(config.store, mesh.world.rank, mesh.world.size)))
-    vocabulary = _choose_vocabulary(config, mesh, agreed)
+        check_records(config, read_schemas(rank_directory(config.store, mesh.world.rank, mesh.world.size)))
+    vocabulary = _choose_vocabulary(whole, mesh, agreed)
     # Last, for to tokenise may take hours.
     data = _open_data(config, mesh, progress) if loop is Loop.OWN else None
     present = conditions(
@@ -367,8 +373,8 @@ def compute_deterministically(device: torch.device) -> None:
     torch.use_deterministic_algorithms(True)
 
 
-def _build_model(setup: _Setup) -> _Shell:
-    config, mesh, source = setup.config, setup.mesh, SourceSlot()
+def _build_model(setup: _Setup, source: SourceSlot) -> _Shell:
+    config, mesh = setup.config, setup.mesh
     vocabulary = setup.vocabulary
     model = _spec(config).build(source, mesh=mesh, ledger=setup.ledger, vocabulary=vocabulary.partition)
     heads = model.add_heads(own_head_tasks(config)) if isinstance(model, Transformer) else {}
@@ -406,7 +412,7 @@ def _open_store(setup: _Setup, shell: _Shell, *, trace: Path | None, io_log: Pat
         cache=config.cache,
         io=config.io,
         disk=config.links.disk,
-        group_order=group_order(setup.mesh.replicas),
+        group_order=group_order(replicas=setup.mesh.replicas, chunks=most_chunks(config, setup.mesh)),
         stripe=rank_stripe(config.stripe, world.rank, world.size),
         wear=config.wear,
     )
@@ -548,75 +554,3 @@ def stall_spans(sink: TimelineSink) -> Callable[[StallKey, int, int], None]:
         )
 
     return draw
-
-
-def _check_records(config: TrainConfig, schemas: Sequence[RecordSchema]) -> None:
-    """Raises ConfigError where frozen experts were to be trained, or others to be adapted, or by pairs of another rank, or
-    where the store keeps other moments.
-    """
-    held = {schema.name: schema for schema in schemas}
-    found, pairs = held.get(EXPERT_SCHEMA), pair_schema(config)
-    if found is not None and found.frozen is not expert_schema(config).frozen:
-        raise ConfigError(
-            f"lora.rank: the experts of {config.store} are {found.training.value}: "
-            + (
-                "only LoRA trains beside them (train --lora RANK)"
-                if found.frozen
-                else "LoRA needs an import with --frozen"
-            )
-        )
-    if found is not None and found.quantized is not None:
-        raise ConfigError(
-            f"{config.store}: its experts are kept in {found.weight_format.value}, for forward passes alone: LoRA needs an "
-            "import with --frozen and without --weights"
-        )
-    kept, moments = held.get(PAIR_SCHEMA), config.adamw.moments
-    trained = kept if found is not None and found.frozen else found
-    if trained is not None and trained.moments is not moments:
-        convert = (
-            "a store keeps one adapter"
-            if trained is kept
-            else f"tierstore reshard {config.store} --to NEW --moments {moments.value} makes another store of it"
-        )
-        raise ConfigError(
-            f"adamw.moments: {config.store} keeps moments as {trained.moments.value}, not {moments.value}: "
-            f"adamw.moments = {trained.moments.value} goes on with it, and {convert}"
-        )
-    if pairs is not None and kept is not None and kept.numel != pairs.numel:
-        raise ConfigError(
-            f"lora.rank: the pairs in {config.store} have rank {kept.numel * config.lora.rank // pairs.numel}, not "
-            f"{config.lora.rank}: a store keeps one adapter, and another needs an import of its own"
-        )
-
-
-def _resumed_state(config: TrainConfig, store: StoreCore, present: dict[str, object]) -> TrainState:
-    state = TrainState.unpack(store.committer.state, where=str(config.store))
-    recorded, own = dict(state.conditions), dict(present)
-    tasks = table_of(recorded.pop("tasks", {})), table_of(own.pop("tasks", {}))
-    changed = differences(recorded, own)
-    if any(tasks):  # the text is that of all tasks
-        changed = [line for line in changed if not line.startswith("data.crc32")] + [
-            *changes(*tasks, state.tasks)
-        ]
-    if not state.begun:  # an import does not know what will be trained
-        changed = [line for line in changed if not line.startswith("model.lora")]
-    kept = ("model.checkpoint", "model.tuning")  # a run may choose these
-    shape = [
-        line for line in changed if line.startswith(("model.", "dense.fusion")) and not line.startswith(kept)
-    ]
-    if shape:
-        raise StoreFormatError(f"{config.store}: the store holds another model ({'; '.join(shape)})")
-    layout = [line for line in changed if line.startswith("parallel.")]
-    if layout:
-        raise StoreFormatError(
-            f"{config.store}: made by ranks that were laid out otherwise ({'; '.join(layout)}); tierstore reshard "
-            "makes a store for this layout"
-        )
-    if changed and state.begun:
-        warnings.warn(
-            f"{config.store}: this run will not be bit-identical to one that was never interrupted: "
-            + "; ".join(changed),
-            stacklevel=3,
-        )
-    state.conditions, state.begun = present, True
-    return state

@@ -42,6 +42,8 @@ class TrainState:
     skipped_in_a_row: int = 0
     train_loss: float | None = None
     val_loss: float | None = None
+    #: In how many chunks forward and backward passes over experts go, where the run chooses.
+    chunks: list[int] | None = None
     begun: bool = True
     conditions: dict[str, object] = field(default_factory=dict)
     #: Where each task stands that was ever trained here.

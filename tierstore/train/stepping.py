@@ -47,6 +47,7 @@ from tierstore.train.data import TrainingData
 from tierstore.train.elastic import MadeOver, drop_before
 from tierstore.train.layer_order.passes import LayerParts
 from tierstore.train.norms import gradient_norm
+from tierstore.train.pipelining import PipelineControl
 from tierstore.train.ranks import commit_everywhere
 from tierstore.train.state import STATE_KEY, TrainState
 from tierstore.train.vocabulary import VocabularyChoice
@@ -79,6 +80,7 @@ class SessionParts:
     state: TrainState
     ledger: StallLedger
     timeline: TimelineSink
+    pipeline: PipelineControl
     #: Where steps take their micro-batches in layer order.
     layers: LayerParts | None = None
     #: How embedding and head reach their tokens.
@@ -141,6 +143,7 @@ class Stepper:
         ):
             parts.experts.gradients.step_pending()
             parts.dense.save(parts.store, parts.store.history.applied)
+            parts.state.chunks = parts.pipeline.at_commit(parts.state.position)
             state = {**parts.model.state(), STATE_KEY: parts.state.pack()}
             generation = commit_everywhere(parts.store, parts.mesh, state, snapshot)
             if parts.config.parallel.elastic is Elastic.RESHARD and parts.mesh.world.rank == 0:

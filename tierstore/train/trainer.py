@@ -72,6 +72,8 @@ class Trainer:
         self.mesh = parts.mesh
         self.vocabulary = parts.vocabulary
         self._timeline = parts.timeline
+        #: In how many chunks passes over experts go.
+        self.pipeline = parts.pipeline
         self._layers: LayerOrder | None = None
         if parts.layers is not None:
             self._layers = LayerOrder(parts.model, parts.dense, parts.queue, parts.layers)

@@ -63,6 +63,30 @@ class VocabularyChoice:
         """What a store keeps of it."""
         return {"embedding": self.embedding.placement.value, "head": self.head.placement.value}
 
+    def as_json(self) -> dict[str, object]:
+        """The choice, with what a rank sends in a step and needs beside its slices, either way."""
+        chosen = {
+            "embedding": self.embedding.placement.value,
+            "embedding_reason": self.embedding.reason,
+            "head": self.head.placement.value,
+            "head_reason": self.head.reason,
+        }
+        if self.cost is None:
+            return {**chosen, "sent": None, "memory": None}
+        cost = self.cost
+        return {
+            **chosen,
+            "sent": {
+                "gathered_table_bytes": cost.gathered_sent,
+                "partitioned_embedding_bytes": cost.embedding_sent,
+                "partitioned_head_bytes": cost.head_sent,
+            },
+            "memory": {
+                "gathered_table_bytes": cost.gathered_memory,
+                "partitioned_table_bytes": cost.divided_memory,
+            },
+        }
+
     def describe(self) -> str | None:
         """The line at the head of a run; None where there is nothing to choose."""
         if self.cost is None:

@@ -171,6 +171,29 @@ def test_collectives(
 
 
 @pytest.mark.slow
+def test_exchange(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = tmp_path / "saved.json"
+    small = ["--layout=2x2", "--latency-ms=1", "--bandwidth=50MB", "--message-bytes=2KiB", "--rounds=1"]
+    status = bench("exchange", *small, "--network=process", "--json", f"--save={saved}")
+    printed = capsys.readouterr().out
+    found = last_object(printed)
+    assert status == (0 if found["auto_right_count"] == 1 else 1)
+    assert found["cases"][0]["hierarchical_messages_count"] == 1
+    listed = {one.name: one.median for one in load_document(saved).measurements}
+    assert listed["auto right"] == found["auto_right_count"]
+    from tierstore.bench.exchange import run as exchange
+
+    measured = exchange.run
+    monkeypatch.setattr(exchange, "run", lambda *plan: replace(measured(*plan), auto_right_count=0))
+    assert bench("exchange", *small, "--network=process") == 1
+    monkeypatch.undo()
+    assert bench("exchange", "--layout=1x2") == 2
+    assert "layout: expected NODESxRANKS" in capsys.readouterr().err
+
+
+@pytest.mark.slow
 def test_overlap(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     small = ["--layers=2", "--forward-ms=1", "--computation=device", "--steps=1", "--warmup=1"]
     saved = tmp_path / "saved.json"

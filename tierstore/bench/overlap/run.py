@@ -21,8 +21,7 @@ from tierstore.bench.overlap import picture
 from tierstore.bench.overlap.rank import RankRequest, RankSteps, Stack
 from tierstore.bench.overlap.stack import StackShape
 from tierstore.bench.processes.namespaces import RankNamespace, namespaces_limited_to
-from tierstore.bench.processes.ranks import start_ranks
-from tierstore.bench.processes.spawn import close_input, end, receive, send
+from tierstore.bench.processes.ranks import AskedRanks
 from tierstore.bench.results.document import Better, Measurement, derived, measured
 from tierstore.bench.results.figures import Figures, StallTime, named
 from tierstore.config import as_dict
@@ -229,27 +228,15 @@ def measurements(result: OverlapResult) -> Iterator[Measurement]:
         )
 
 
-class RankProcesses:
+class RankProcesses(AskedRanks):
     """The processes of the ranks; a context manager. ``namespaces``: one for each to live in, if any."""
 
     def __init__(self, namespaces: Sequence[RankNamespace] = ()) -> None:
-        self._processes = start_ranks("tierstore.bench.overlap.rank", _RANKS, namespaces=namespaces)
+        super().__init__("tierstore.bench.overlap.rank", _RANKS, namespaces=namespaces)
 
     def measure(self, asked: RankRequest) -> RankSteps:
         """What the ranks measured, each figure that of the slowest. Raises WorkerError."""
-        for rank, process in enumerate(self._processes):
-            # One timeline is enough, and one file cannot hold two.
-            send(process, as_dict(asked if rank == 0 else replace(asked, timeline=None)))
-        answers = [receive(process, f"rank {rank}") for rank, process in enumerate(self._processes)]
+        # One timeline is enough, and one file cannot hold two.
+        others = replace(asked, timeline=None)
+        answers = self.ask([as_dict(asked if rank == 0 else others) for rank in range(_RANKS)])
         return RankSteps.slowest([RankSteps(**answer) for answer in answers])
-
-    def __enter__(self) -> RankProcesses:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        for process in self._processes:
-            close_input(process)
-            if kind is not None:
-                process.kill()
-        for process in self._processes:
-            end(process)

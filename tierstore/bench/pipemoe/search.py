@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+from tierstore.bench.results.document import Better, Measurement, derived
 from tierstore.bench.results.figures import Figures
 from tierstore.parallel.pipeline_degree import LayerPass, PipelineCosts, Share, best_degree, pass_seconds
 from tierstore.plan.pipemoe.algorithm import algorithm_1
@@ -80,3 +81,9 @@ def _work(draw: random.Random) -> LayerPass:
     there = Share(draw.randint(1, 3), 10 ** draw.uniform(4, 8))
     back = there if draw.random() < 0.5 else Share(draw.randint(1, 3), 10 ** draw.uniform(4, 8))
     return LayerPass(there, Share(draw.randint(1, 3), 10 ** draw.uniform(8, 12)), back)
+
+
+def measurements(result: SearchResult) -> Iterator[Measurement]:
+    """What ``search`` found, for a document."""
+    yield derived("disagreements", result.disagreements, "count", Better.LOWER, target=0)
+    yield derived("Algorithm 1 as printed is worse", result.algorithm_1_worse, "count")

@@ -37,6 +37,39 @@ class RankNamespace:
         return ["ip", "netns", "exec", self.name, *arguments]
 
 
+def probe_netem() -> Finding:
+    """Whether a namespace here can delay what it sends: one is made, with ``tc netem``, and removed."""
+    found = probe_namespaces()
+    if not found.available:
+        return found
+    try:
+        with _network(f"tierstore-netem-{os.getpid()}", 1, 1 << 20) as (namespace,):
+            delay_namespace(namespace, bandwidth=1 << 20, latency_s=1e-3)
+            return Finding(True, "a namespace with netem was made")
+    except CapabilityError as error:
+        _, _, reason = str(error).partition(": ")  # behind the command
+        return Finding(False, f"the kernel has no netem ({reason})")
+
+
+def delay_namespace(namespace: RankNamespace, *, bandwidth: int, latency_s: float) -> None:
+    """What ``namespace`` sends from now on leaves ``latency_s`` later, ``bandwidth`` bytes a second.
+
+    Raises CapabilityError.
+    """
+    delay = ["netem", "delay", f"{round(latency_s * 1e6)}us", "rate", f"{bandwidth * 8}bit"]
+    _run([*_qdisc(namespace.name), *delay])
+
+
+def limit_namespace(namespace: RankNamespace, bandwidth: int) -> None:
+    """``namespace`` sends at most ``bandwidth`` bytes a second from now on. Raises CapabilityError."""
+    bucket = ["rate", f"{bandwidth}bps", "burst", str(_BURST_BYTES), "latency", f"{_QUEUE_MS}ms"]
+    _run([*_qdisc(namespace.name), "tbf", *bucket])
+
+
+def _qdisc(namespace: str) -> list[str]:
+    return ["tc", "-n", namespace, "qdisc", "replace", "dev", _INTERFACE, "root"]
+
+
 def probe_namespaces() -> Finding:
     """Whether network namespaces can be made here: one is, and removed."""
     if os.geteuid() != 0:
@@ -100,10 +133,9 @@ def _network(prefix: str, ranks: int, bandwidth: int) -> Iterator[list[RankNames
             _ip("-n", name, "addr", "add", f"{address}/16", "dev", _INTERFACE)
             _ip("-n", name, "link", "set", _INTERFACE, "up")
             _ip("-n", name, "link", "set", "lo", "up")
-            bucket = ["rate", f"{bandwidth}bps", "burst", str(_BURST_BYTES), "latency", f"{_QUEUE_MS}ms"]
-            _run(["tc", "-n", name, "qdisc", "add", "dev", _INTERFACE, "root", "tbf", *bucket])
             environment = {"GLOO_SOCKET_IFNAME": _INTERFACE, "MASTER_ADDR": "10.77.0.1"}
             made.append(RankNamespace(name, address, environment))
+            limit_namespace(made[-1], bandwidth)
         yield made
 
 

@@ -6,11 +6,11 @@ import json
 import os
 import socket
 import subprocess
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
 
 from tierstore.bench.processes.namespaces import RankNamespace
-from tierstore.bench.processes.spawn import WorkerError, start_module
+from tierstore.bench.processes.spawn import WorkerError, close_input, end, receive, send, start_module
 
 
 def start_ranks(
@@ -71,3 +71,27 @@ def _answer(rank: int, process: subprocess.Popen[bytes], timeout_s: float) -> An
     if process.returncode != 0 or not printed.strip():
         raise WorkerError(f"rank {rank}: exited with status {process.returncode}")
     return json.loads(printed.strip().splitlines()[-1])
+
+
+class AskedRanks:
+    """Ranks that answer requests, one JSON object each, until they are closed; a context manager."""
+
+    def __init__(self, module: str, count: int, *, namespaces: Sequence[RankNamespace] = ()) -> None:
+        self._processes = start_ranks(module, count, namespaces=namespaces)
+
+    def ask(self, requests: Sequence[Mapping[str, object]]) -> list[dict[str, Any]]:
+        """Each rank's answer to its own request, in rank order. Raises WorkerError."""
+        for process, request in zip(self._processes, requests, strict=True):
+            send(process, request)
+        return [receive(process, f"rank {rank}") for rank, process in enumerate(self._processes)]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        for process in self._processes:
+            close_input(process)
+            if kind is not None:
+                process.kill()
+        for process in self._processes:
+            end(process)

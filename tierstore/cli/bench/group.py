@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING
 
 import click
 
+from tierstore.cli.bench.embedding import embedding
+from tierstore.cli.bench.exchange import exchange
 from tierstore.cli.bench.generate import generate
 from tierstore.cli.bench.guesses import guesses
 from tierstore.cli.bench.io import io
 from tierstore.cli.bench.machine import machine
 from tierstore.cli.bench.order import order
 from tierstore.cli.bench.overlap import overlap, prediction
+from tierstore.cli.bench.pipemoe import pipemoe
 from tierstore.cli.bench.quant import quant
 from tierstore.cli.bench.report import compare, report
 from tierstore.cli.bench.results import (
@@ -26,6 +29,7 @@ from tierstore.cli.bench.results import (
 from tierstore.cli.bench.ring import ring
 from tierstore.cli.bench.rivals import rivals
 from tierstore.cli.bench.scale import scale
+from tierstore.cli.bench.tasks import tasks
 from tierstore.cli.bench.tiers import tiers
 from tierstore.cli.bench.train import train
 from tierstore.cli.groups import CommandGroup
@@ -54,6 +58,7 @@ for _command in (
     io,
     tiers,
     train,
+    embedding,
     order,
     guesses,
     quant,
@@ -62,8 +67,11 @@ for _command in (
     generate,
     overlap,
     prediction,
+    pipemoe,
+    exchange,
     machine,
     scale,
+    tasks,
     report,
     compare,
 ):

@@ -13,8 +13,8 @@ HEAD_PLACE = ("head", 1)
 
 @dataclass(frozen=True, slots=True)
 class VocabularyPartition:
-    """The tables of which each rank has some rows; None where the whole table is gathered. A tied head is the embedding: both
-    are the same rows then.
+    """The tables of which each rank has some rows; None where the whole table is gathered. A tied head is the embedding:
+    both are the same rows then.
     """
 
     embedding: TableRows | None = None

@@ -203,8 +203,9 @@ class StagePipeline:
         passes, model = self._open, self._model
         assert passes is not None
         batch = passes.batches[passes.step.passes_begun - 1]
+        entering: Any = _Entering.apply
         output: StageOutput = model(
-            given if model.begins else _Entering.apply(given), batch.targets_BT if model.ends else None
+            given if model.begins else entering(given), batch.targets_BT if model.ends else None
         )
         part = output.part
         assert part.objective is not None
@@ -216,7 +217,8 @@ class StagePipeline:
             passes.losses.append(math.nan if loss is None else loss)
             return share
         passes.finite = passes.finite and math.isfinite(float(share.detach()))
-        stream: Tensor = _Leaving.apply(output.stream, share)
+        leaving: Any = _Leaving.apply
+        stream: Tensor = leaving(output.stream, share)
         return stream
 
 

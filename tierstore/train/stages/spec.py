@@ -20,6 +20,7 @@ from tierstore.train.stages.order import micro_batches_held
 
 if TYPE_CHECKING:
     from tierstore.model.stage import StageTransformer
+    from tierstore.model.vocabulary import VocabularyPartition
     from tierstore.moe.source import ExpertSource
     from tierstore.parallel import Mesh
     from tierstore.stats import StallLedger
@@ -124,14 +125,21 @@ class StageSpec:
         import_module("tierstore.train.stages.pipeline")
 
     def build(
-        self, source: ExpertSource, *, mesh: Mesh | None = None, ledger: StallLedger | None = None
+        self,
+        source: ExpertSource,
+        *,
+        mesh: Mesh | None = None,
+        ledger: StallLedger | None = None,
+        vocabulary: VocabularyPartition | None = None,
     ) -> StageTransformer:
         """The stage. Raises ValueError without a mesh."""
         from tierstore.model.stage import StageTransformer
 
         if mesh is None:
             raise ValueError("a pipeline stage needs a mesh")
-        return StageTransformer(self.model, source, layers=self.layers, mesh=mesh, ledger=ledger)
+        return StageTransformer(
+            self.model, source, layers=self.layers, mesh=mesh, ledger=ledger, vocabulary=vocabulary
+        )
 
     def first_weights(self, layer: int, expert: int) -> npt.NDArray[np.float32]:
         """As in the whole model."""

@@ -76,6 +76,22 @@ class Assignment:
         costs = self.costs()
         return sum(costs) / (len(costs) * max(costs))
 
+    def as_json(self) -> dict[str, object]:
+        """What each task has where, and what ranks' rows cost."""
+        return {
+            "tasks": [
+                {
+                    "name": task.name,
+                    "rows": task.rows,
+                    "row_cost": task.cost,
+                    "rows_by_rank": self.of_task(task.name),
+                }
+                for task in self.tasks
+            ],
+            "rank_costs": self.costs(),
+            "balance_ratio": self.balance,
+        }
+
     def describe(self) -> str:
         """One line for the head of a run."""
         parts = []

@@ -1,0 +1,186 @@
+"""Where tasks stand: every example of every task once an epoch, across assignments, kills and changes of tasks."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tierstore.model.interface import Batch
+from tierstore.train.data import permute
+from tierstore.train.tasks.assignment import assign, task_rows
+from tierstore.train.tasks.config import TaskConfig, TaskHead
+from tierstore.train.tasks.data import TaskData
+from tierstore.train.tasks.progress import TaskProgress, changes, own_heads, resumed
+
+
+class Numbered:
+    """Examples whose tokens say which they are: (task, number)."""
+
+    def __init__(self, task: int, examples: int) -> None:
+        self.task, self.examples, self.crc32 = task, examples, task
+
+    def take(self, numbers: Sequence[int]) -> Batch:
+        rows = [[self.task, self._at(number)] for number in numbers]
+        tokens = torch.tensor(rows, dtype=torch.int64).view(-1, 2)
+        return Batch(tokens, tokens)
+
+    def _at(self, number: int) -> int:
+        epoch, place = divmod(number, self.examples)
+        return permute(place, self.examples, 31 * epoch + self.task)
+
+    def targets(self, numbers: Sequence[int]) -> int:
+        return 2 * len(numbers)
+
+    def batch(self, step: int, micro: int = 0) -> Batch:
+        raise NotImplementedError
+
+    def validation_batches(self, count: int) -> Iterator[Batch]:
+        yield self.take(range(3))
+
+    def describe(self) -> str:
+        return f"{self.examples} examples"
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(tokens).decode()
+
+
+NAMES = ("a", "b", "c")
+
+
+def data(rows: dict[str, int], sizes: dict[str, int], ranks: int, micro_batches: int) -> TaskData:
+    tasks = {name: TaskConfig(paths=("x",), rows=count) for name, count in rows.items()}
+    sources = {name: Numbered(NAMES.index(name), sizes[name]) for name in rows}
+    pieces = assign(task_rows(rows, dict.fromkeys(rows, 2)), ranks)
+    return TaskData(tasks, sources, pieces, micro_batches=micro_batches)
+
+
+class Run:
+    """What is committed: progress and the examples that were taken, as a killed and resumed job has them."""
+
+    def __init__(self, sizes: dict[str, int]) -> None:
+        self.sizes = sizes
+        self.step = 0
+        self.progress: dict[str, TaskProgress] = {}
+        self.taken: list[tuple[int, int]] = []
+
+    def attempt(
+        self, rows: dict[str, int], ranks: int, micro_batches: int, commits: list[int], lost: int
+    ) -> None:
+        """Commits after so many steps each, takes ``lost`` more, and is killed."""
+        made = data(rows, self.sizes, ranks, micro_batches)
+        self.progress = resumed(made.tasks, self.progress)
+        made.begin(self.step, self.progress)
+        for steps in [*commits, None]:
+            taken, at = [], self.step
+            for step in range(at, at + (lost if steps is None else steps)):
+                for micro in range(micro_batches):
+                    pieces = [made.piece(step, micro, rank) for rank in range(ranks)]
+                    rows_of_all = torch.cat([piece.tokens_BT for piece in pieces]).tolist()
+                    assert rows_of_all == made.batch(step, micro).tokens_BT.tolist()
+                    taken += [tuple(row) for row in rows_of_all]
+            if steps is not None:
+                self.step += steps
+                for name, position in made.positions(self.step).items():
+                    self.progress[name] = replace(self.progress[name], position=position)
+                self.taken += taken
+
+
+ATTEMPTS = st.tuples(
+    st.dictionaries(st.sampled_from(NAMES), st.integers(1, 5), min_size=1),
+    st.integers(1, 5),
+    st.integers(1, 2),
+    st.lists(st.integers(0, 4), max_size=3),
+    st.integers(0, 3),
+)
+
+
+@settings(deadline=None)
+@given(st.lists(ATTEMPTS, min_size=1, max_size=6), st.integers(3, 9))
+def test_every_example_once_an_epoch(
+    attempts: list[tuple[dict[str, int], int, int, list[int], int]], size: int
+) -> None:
+    """Whatever ranks, tasks, rows and micro-batches an attempt has, and wherever it is killed."""
+    run = Run({name: size + number for number, name in enumerate(NAMES)})
+    for rows, ranks, micro_batches, commits, lost in attempts:
+        run.attempt(dict(sorted(rows.items())), ranks, micro_batches, commits, lost)
+    for number, name in enumerate(NAMES):
+        found = [example for task, example in run.taken if task == number]
+        assert len(found) == (run.progress[name].position if name in run.progress else 0)
+        whole, begun = divmod(len(found), run.sizes[name])
+        counts = Counter(found)
+        assert sum(count == whole + 1 for count in counts.values()) == begun
+        assert all(count in (whole, whole + 1) for count in counts.values())
+        # Epoch by epoch, in the order in which they were taken.
+        for epoch in range(whole):
+            part = found[epoch * run.sizes[name] : (epoch + 1) * run.sizes[name]]
+            assert sorted(part) == list(range(run.sizes[name]))
+
+
+def test_an_example_by_hand() -> None:
+    """3 rows of a and 1 of b on two ranks, two micro-batches: step 1 takes a's 7th to 12th examples."""
+    made = data({"a": 3, "b": 1}, {"a": 100, "b": 100}, 2, 2)
+    made.begin(0, {"a": TaskProgress(), "b": TaskProgress(position=10)})
+    assert made.positions(1) == {"a": 6, "b": 12}
+    first, second = (made.piece(1, 1, rank) for rank in range(2))
+    assert first.tokens_BT.tolist() == [[0, permute(9, 100, 0)], [0, permute(10, 100, 0)]]
+    assert second.tokens_BT.tolist() == [[0, permute(11, 100, 0)], [1, permute(13, 100, 1)]]
+    assert [(s.task, s.rows, s.weight, s.step_targets) for s in second.segments] == [
+        ("a", range(1), 0.5, 12),
+        ("b", range(1, 2), 0.5, 4),
+    ]
+    assert second.parts == 4
+
+
+def test_a_step_of_no_rows() -> None:
+    made = data({"a": 1}, {"a": 4}, 2, 1)
+    made.begin(0, {"a": TaskProgress()})
+    sizes = sorted(len(made.piece(0, 0, rank).tokens_BT) for rank in range(2))
+    assert sizes == [0, 1]
+    with pytest.raises(ValueError, match="micro-batch 1 of 1"):
+        made.batch(0, 1)
+
+
+def test_tasks_that_come_and_go() -> None:
+    first = resumed({"a": TaskConfig(paths=("x",)), "b": TaskConfig(paths=("x",), head=TaskHead.OWN)}, {})
+    moved = {name: replace(known, position=7) for name, known in first.items()}
+    then = resumed({"c": TaskConfig(paths=("x",))}, moved)
+    assert {name: known.position for name, known in then.items()} == {"a": 7, "b": 7, "c": 0}
+    assert own_heads(then) == ["b"]
+    # The head that it once had is kept, though the shared one is trained now.
+    back = resumed({"b": TaskConfig(paths=("x",))}, then)
+    assert own_heads(back) == ["b"]
+
+
+def test_changes_are_said() -> None:
+    before = {"a": TaskProgress(position=5), "b": TaskProgress(position=6)}
+    recorded = {"a": {"weight": 1.0, "rows": 2}, "b": {"weight": 1.0, "rows": 2}}
+    present = {"a": {"weight": 2.0, "rows": 2}, "c": {"weight": 1.0, "rows": 2}}
+    assert list(changes(recorded, present, before)) == [
+        "task c: added, from its beginning",
+        "task b: removed, kept at example 6 for when it comes back",
+        "task a: weight was 1.0, is 2.0",
+    ]
+    again = list(changes(present, recorded, before))
+    assert again[0] == "task b: added, from its example 6 on"
+
+
+def test_the_random_attempts_differ() -> None:
+    """The drawn attempts do cover several ranks, kills and both kinds of cuts, or the property would say little."""
+    random_ = random.Random(3)
+    run = Run(dict.fromkeys(NAMES, 5))
+    for _ in range(30):
+        rows = {name: random_.randint(1, 4) for name in NAMES if random_.random() < 0.7} or {"a": 1}
+        run.attempt(
+            rows, random_.randint(1, 4), random_.randint(1, 2), [random_.randint(0, 2)], random_.randint(0, 2)
+        )
+    assert set(Counter(run.taken)) == {(task, example) for task in range(3) for example in range(5)}

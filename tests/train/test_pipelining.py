@@ -1,0 +1,278 @@
+"""Chunks of a pass in whole training runs: the same bits for every number of them, and AUTO's choice at commits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from launcher import Ranks
+from rank_cases import TINY, Settings, alone, train
+
+from tierstore.config import load
+from tierstore.errors import ConfigError
+from tierstore.moe.pipelining import LayerLoads, PipelineDegrees, Pipelining
+from tierstore.parallel import Mesh, RankGroup
+from tierstore.parallel.collectives import Collective
+from tierstore.timeline import Timeline
+from tierstore.trace import load_trace
+from tierstore.trace.replay import replay
+from tierstore.train import pipelining
+from tierstore.train.config import TrainConfig
+from tierstore.train.pipelining import PipelineControl, even_loads
+from tierstore.train.probing import LayerCosts, ProbeSizes, line, probe
+from tierstore.train.ranks import Opening
+from tierstore.train.report import counters
+from tierstore.train.session import open_session
+from tierstore.train.state import TrainState
+
+#: Messages start in no time: as many chunks as there may be.
+FREE = LayerCosts(message=0.0, byte=1e-6, chunk=0.0, expert=1e-3, row=1e-4)
+#: Starting a message takes longer than all that it could hide.
+DEAR = LayerCosts(message=10.0, byte=1e-6, chunk=0.0, expert=1e-3, row=1e-4)
+
+MODES: dict[str, Settings] = {
+    "bf16": {"model.compute_dtype": "bf16"},
+    "computed again": {"model.checkpoint_activations": "block", "model.expert_activations": "recompute"},
+    "micro-batches, clipped": {"clip_norm": 0.5, "data.micro_batches": 2},
+    "layer order": {"data.micro_batches": 2, "data.micro_order": "layer"},
+}
+
+
+def configured(settings: Settings) -> TrainConfig:
+    return load(TrainConfig, None, {**TINY, **settings})
+
+
+# The same bits ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("size", "expert", "mode"),
+    [
+        *((2, 0, mode) for mode in MODES),
+        (4, 0, "layer order"),
+        (4, 0, "bf16"),
+        (4, 2, "micro-batches, clipped"),
+    ],
+)
+def test_the_number_of_chunks_changes_no_bit(
+    ranks: Ranks, settings: Callable[..., dict[str, Any]], size: int, expert: int, mode: str
+) -> None:
+    """In a cache that holds few experts, with replicas too; AUTO changes its mind at every commit."""
+    model = {"model.experts": 16, "host_budget": 300_000, **MODES[mode]}
+    one = ranks.run(size, _train, settings(model), 1, expert=expert)
+    for degree in (2, 4, "auto"):
+        assert ranks.run(size, _train, settings(model), degree, expert=expert) == one, degree
+
+
+def _train(mesh: Mesh, settings: Settings, degree: int | str) -> tuple[list[float], list[float], int]:
+    """Four steps with a commit after each; AUTO chooses by turns as many chunks as can be, and one."""
+    turns = iter([FREE, DEAR] * 10)
+
+    class Fickle(PipelineControl):
+        def _choose(self, reason: str) -> None:
+            self._costs = next(turns)
+            super()._choose(reason)
+
+    with (
+        mock.patch("tierstore.train.session.PipelineControl", Fickle),
+        mock.patch.object(pipelining, "probe", return_value=FREE),
+    ):
+        told = {**settings, "parallel.pipeline_degree": degree}
+        return train(mesh, told, 4, Opening.CREATE, commit_every=1)
+
+
+# What AUTO chooses ------------------------------------------------------------------------------------------
+
+
+def _mesh(sharing: int = 2) -> Mesh:
+    """Of the first of ``sharing`` ranks, which agrees with nobody."""
+    group = RankGroup(0, range(sharing), {})
+    return replace(alone(), data=group, expert=group)
+
+
+def _control(
+    costs: LayerCosts, settings: Settings, pipelining_: Pipelining | None = None, sharing: int = 2
+) -> PipelineControl:
+    with mock.patch.object(pipelining, "probe", return_value=costs):
+        return PipelineControl(configured(settings), _mesh(sharing), pipelining_ or Pipelining())
+
+
+def test_even_loads_by_hand() -> None:
+    """Four sequences of 8 tokens on two ranks: 16 tokens each, which choose 2 experts of 6; each rank owns 3."""
+    found = even_loads(configured({}), _mesh())
+    assert (found.travelling, found.computed, found.experts) == (16.0, 32, 3)
+
+
+def test_choice_worked_by_hand() -> None:
+    """16 rows of 64 bytes travel, 32 rows in 3 experts take 3 x 1 + 32 x 0.1 = 6.2 ms. Forward with r chunks, in ms: the
+    network is busy for r + 2.048, and the device starts after 0.5 + 1.024 / r and ends as long before the pass does: in all
+    1 + 2.048 / r + 6.2. For r = 3 these are 5.05 and 7.88, for 5 7.05 and 7.61, for 6 8.05 and 7.54: 5 is the best, and 3
+    all that can be.
+    """
+    costs = LayerCosts(message=0.5e-3, byte=1e-6, chunk=0.0, expert=1e-3, row=1e-4)
+    control = _control(costs, {"model.compute_dtype": "fp32"})
+    control.begin(TrainState(), lambda note: None)
+    assert control.chosen is not None
+    assert control.chosen.degrees.forward == 3
+    assert control.chosen.wanted.forward == 5
+    for costs, wanted in ((FREE, 3), (DEAR, 1)):
+        control = _control(costs, {})
+        control.begin(TrainState(), lambda note: None)
+        assert control.chosen is not None
+        assert control.chosen.degrees == PipelineDegrees(wanted, wanted)
+        capped = "would be better, and a rank owns 3 experts of a layer" in control.chosen.describe()
+        assert capped == (wanted == 3)
+
+
+def test_choices_are_made_at_commits_and_noted() -> None:
+    """With no rows counted the choice stands; each change is told once, with the step."""
+    told: list[str] = []
+    passes = Pipelining()
+    control = _control(FREE, {}, passes)
+    control.begin(TrainState(), told.append)
+    assert passes.degrees == PipelineDegrees(3, 3)
+    assert control.at_commit(0) == [3, 3]
+    passes.loads = LayerLoads(passes=4, travelling=4 * 10, computed=4 * 20, experts=4 * 3)
+    control._costs = DEAR
+    assert control.at_commit(7) == [1, 1]
+    assert passes.loads == LayerLoads()
+    assert told == ["step 0: chunks: 3 forward, 3 backward", "step 7: chunks: 1 forward, 1 backward"]
+    assert control.chosen is not None
+    assert control.chosen.reason.startswith("auto: rows since the last commit; a layer's passes take ")
+
+
+def test_a_resumed_run_goes_on_with_its_choice() -> None:
+    passes = Pipelining()
+    control = _control(DEAR, {}, passes)
+    control.begin(TrainState(position=5, chunks=[2, 9]), lambda note: None)
+    assert passes.degrees == PipelineDegrees(2, 3)  # not more than there may be
+    assert control.at_commit(5) == [2, 3]
+    packed = TrainState(chunks=[2, 3]).pack()
+    assert TrainState.unpack({"train": packed}, where="here").chunks == [2, 3]
+
+
+def test_a_slightly_better_choice_is_not_taken_up() -> None:
+    passes = Pipelining()
+    control = _control(FREE, {"model.experts": 64}, passes)
+    control.begin(TrainState(), lambda note: None)
+    passes.degrees = PipelineDegrees(31, 31)  # of 32, with less than a hundredth between them
+    passes.loads = LayerLoads(passes=1, travelling=16, computed=32, experts=32)
+    assert control.at_commit(1) == [31, 31]
+
+
+@pytest.mark.parametrize(
+    ("degree", "sharing", "said"),
+    [
+        (
+            4,
+            2,
+            "parallel.pipeline_degree: expected auto or at most 3, the fewest of the 6 experts of a layer",
+        ),
+        (
+            2,
+            4,
+            "expected auto or at most 1, the fewest of the 6 experts of a layer that any of 4 ranks owns, got 2",
+        ),
+        (2, 8, "expected auto or at most 1"),
+    ],
+)
+def test_more_chunks_than_experts_are_refused(degree: int, sharing: int, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        _control(FREE, {"parallel.pipeline_degree": degree}, sharing=sharing)
+
+
+def test_what_is_no_number_of_chunks_is_refused() -> None:
+    for wrong in ("0", "-1", "many"):
+        with pytest.raises(ConfigError, match=r"parallel\.pipeline_degree: expected auto or "):
+            configured({"parallel.pipeline_degree": wrong})
+
+
+def test_where_nothing_travels_nothing_is_chosen() -> None:
+    for settings in ({}, {"parallel.pipeline_degree": 5}):
+        control = PipelineControl(configured(settings), alone(), Pipelining())
+        control.begin(TrainState(), lambda note: None)
+        assert control.chosen is None
+        assert control.at_commit(3) is None
+    # One expert on a rank: there is nothing to probe for, and it is said.
+    only = PipelineControl(configured({}), _mesh(4), Pipelining())
+    assert only.chosen is not None
+    assert "1 forward, 1 backward (auto: there is a rank with one expert" in only.chosen.describe()
+    assert only.at_commit(1) is None
+
+
+# The probe --------------------------------------------------------------------------------------------------
+
+
+def test_line_by_hand() -> None:
+    assert line((10.0, 3.0), (20.0, 5.0)) == (1.0, 0.2)
+    assert line((10.0, 3.0), (20.0, 2.0)) == (3.0, 0.0)  # faster for more: noise
+    assert line((10.0, 1.0), (11.0, 9.0)) == (0.0, 8.0)
+    assert line((5.0, 1.0), (5.0, 1.0)) == (1.0, 0.0)
+
+
+def _probed(mesh: Mesh) -> tuple[LayerCosts, int]:
+    """What is found, and how many exchanges of rows were counted meanwhile."""
+    sent = mesh.expert.traffic[Collective.ALL_TO_ALL]
+    before = sent.calls
+    model = configured({}).model
+    found = probe(mesh, model.expert_shape, torch.float32, ProbeSizes(64, 100, 8))
+    return found, sent.calls - before
+
+
+def test_all_ranks_hold_the_same_costs(ranks: Ranks) -> None:
+    (first, sent), (other, _) = ranks.run(2, _probed)
+    assert first == other
+    assert first.message + first.byte > 0
+    assert first.expert + first.row > 0
+    assert sent == 0
+
+
+# The run's files --------------------------------------------------------------------------------------------
+
+
+def _recorded(mesh: Mesh, settings: Settings, directory: Path) -> dict[str, Any]:
+    """Live counts of a run, and those of its trace replayed; the trace's notes; names in the timeline."""
+    torch.set_num_threads(1)
+    name = directory / f"rank-{mesh.world.rank}"
+    trace, drawn = name.with_suffix(".trace"), name.with_suffix(".json")
+    with (
+        Timeline(drawn) as timeline,
+        open_session(
+            configured(settings), Opening.CREATE, mesh=mesh, trace=trace, timeline=timeline
+        ) as trainer,
+    ):
+        for _ in range(3):
+            trainer.step()
+            trainer.commit()
+        trainer.store.end_trace()
+        live = counters(trainer)
+    stats = replay(trace)
+    return {
+        "live": live,
+        "replayed": {count: getattr(stats, count) for count in live},
+        "notes": load_trace(trace).header.notes,
+        "order": load_trace(trace).header.group_order,
+        "drawn": drawn.read_text(),
+    }
+
+
+def test_a_replay_counts_as_the_run_did(
+    ranks: Ranks, settings: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    told = settings({"host_budget": 120_000, "parallel.pipeline_degree": 2})
+    for found in ranks.run(2, _recorded, told, tmp_path):
+        assert found["live"]["evictions"] > 0
+        assert found["replayed"] == found["live"]
+        assert found["notes"] == ("step 0: chunks: 2 forward, 2 backward",)
+        assert found["order"] == "key"
+        for layer in (0, 1):
+            for what in ("dispatch", "experts", "combine"):
+                for chunk in (0, 1):
+                    for phase in ("forward", "backward"):
+                        assert f'"{phase} {layer}: {what} chunk {chunk}"' in found["drawn"]

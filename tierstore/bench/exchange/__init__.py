@@ -1,0 +1,1 @@
+"""Rows exchanged at once and in two steps, over emulated nodes."""

@@ -1,0 +1,133 @@
+"""What all-to-alls and expert products cost on this machine and its links: a short probe when a session is opened.
+
+All ranks probe together, and hold the same numbers afterwards: the largest of any rank, since a pass takes as long as its
+slowest. Each number comes from medians over a few rounds of a small and a large case. What the probe sends is not counted
+as traffic.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from tierstore.moe.config import ExpertShape
+from tierstore.moe.experts import Workspace, forward_expert
+from tierstore.parallel import Mesh, RankGroup
+
+_ROUNDS = 5
+#: Bytes to each other rank in the large exchange, at most.
+_LARGE_BYTES = 2 << 20
+#: Rows of an expert in the large product, at most.
+_LARGE_ROWS = 256
+#: A product that takes as long is measured once.
+_SLOW_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCosts:
+    """Seconds: that an all-to-all takes to start (``message``) and for each byte that a rank sends in it (``byte``); that a
+    further chunk takes of the thread that computes (``chunk``); that the forward pass of an expert takes (``expert``), and
+    each of its rows (``row``).
+    """
+
+    message: float
+    byte: float
+    chunk: float
+    expert: float
+    row: float
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeSizes:
+    """What a layer's pass moves and computes: bytes of a row, rows that travel to each other rank, rows of an expert."""
+
+    row_bytes: int
+    rows_to_each: int
+    rows_of_expert: int
+
+
+def probe(mesh: Mesh, shape: ExpertShape, dtype: torch.dtype, sizes: ProbeSizes) -> LayerCosts:
+    """The costs of passes over experts of ``shape``; a collective of all ranks. Raises PeerError."""
+    group = mesh.expert
+    counted = {name: (sent.calls, sent.sent_bytes) for name, sent in group.traffic.items()}
+    message, byte, chunk = _exchanges(group, mesh.device, sizes)
+    for name, (calls, sent_bytes) in counted.items():
+        group.traffic[name].calls, group.traffic[name].sent_bytes = calls, sent_bytes
+    expert, row = _products(mesh.device, shape, dtype, sizes.rows_of_expert)
+    found = torch.tensor([message, byte, chunk, expert, row], dtype=torch.float64)
+    mesh.world.max(found)
+    return LayerCosts(*found.tolist())
+
+
+def line(small: tuple[float, float], large: tuple[float, float]) -> tuple[float, float]:
+    """The start and the slope of the line through two points (amount, seconds), neither below 0."""
+    amount = large[0] - small[0]
+    slope = max((large[1] - small[1]) / amount, 0.0) if amount > 0 else 0.0
+    return max(small[1] - slope * small[0], 0.0), slope
+
+
+def _exchanges(group: RankGroup, device: torch.device, sizes: ProbeSizes) -> tuple[float, float, float]:
+    """Seconds an all-to-all takes to start, for each byte sent, and of the issuing thread for a chunk."""
+    wanted = min(sizes.row_bytes * max(sizes.rows_to_each, 1), _LARGE_BYTES)
+    each = (64, max(wanted, 64 << 4))
+    spent: tuple[list[float], list[float]] = ([], [])
+    issued: list[float] = []
+    others = group.size - 1
+    buffers = []
+    for nbytes in each:
+        rows = torch.zeros(group.size * nbytes, dtype=torch.uint8, device=device)
+        buffers.append((torch.empty_like(rows), rows, [nbytes] * group.size))
+    for _ in range(_ROUNDS):
+        for (out, rows, splits), times in zip(buffers, spent, strict=True):
+            group.barrier()
+            started = time.perf_counter()
+            work = group.all_to_all(out, rows, splits, splits)
+            issued.append(time.perf_counter() - started)
+            work.wait()
+            _synchronize(device)
+            times.append(time.perf_counter() - started)
+    small, large = (
+        (float(nbytes * others), statistics.median(times)) for nbytes, times in zip(each, spent, strict=True)
+    )
+    # A chunk is issued twice: its rows, and their results.
+    return *line(small, large), 2 * statistics.median(issued)
+
+
+def _products(device: torch.device, shape: ExpertShape, dtype: torch.dtype, rows: int) -> tuple[float, float]:
+    """Seconds that the forward pass of an expert takes, and each of its rows."""
+    large = max(min(rows, _LARGE_ROWS), 2)
+    weights = torch.zeros(shape.numel, dtype=dtype, device=device)
+    x_MD = torch.zeros(large, shape.d_model, dtype=dtype, device=device)
+    work = Workspace(shape, large, x_MD)
+    inner_MP, out_MD = x_MD.new_empty(large, shape.inner_rows), torch.empty_like(x_MD)
+
+    def compute(count: int) -> float:
+        def once() -> None:
+            forward_expert(shape, weights, x_MD[:count], inner_MP[:count], out_MD[:count], work)
+
+        return _median_s(once, device)
+
+    few = max(large // 4, 1)
+    return line((few, compute(few)), (large, compute(large)))
+
+
+def _median_s(call: Callable[[], None], device: torch.device) -> float:
+    """The median of a few calls after a first one; that one alone where it is slow."""
+    times: list[float] = []
+    for _ in range(1 + _ROUNDS):
+        started = time.perf_counter()
+        call()
+        _synchronize(device)
+        times.append(time.perf_counter() - started)
+        if times[0] > _SLOW_S:
+            return times[0]
+    return statistics.median(times[1:])
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
