@@ -8,7 +8,7 @@ each micro-batch's rows pass from stage to stage once in either direction.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tierstore.cache.access import Phase
@@ -118,11 +118,14 @@ def compare_layouts(
     costs: list[LayoutCost] = []
     refused: list[tuple[LayoutChoice, str]] = []
     listed = list(candidates(config, ranks, node_ranks))
+    works: dict[Layout, list[LayoutWorkload]] = {}  # the traffic of experts is the same however rows travel
     for done, choice in enumerate(listed, start=1):
         why = obstacle(config, choice, node_ranks)
         if why is None:
             try:
-                costs.append(layout_cost(config, choice, profile, node_ranks))
+                if choice.ranks not in works:
+                    works[choice.ranks] = list(stage_workloads(config, choice, profile, node_ranks))
+                costs.append(layout_cost([replace(work, choice=choice) for work in works[choice.ranks]]))
             except BudgetError as error:
                 why = str(error)
         if why is not None:
@@ -140,10 +143,10 @@ def compare_layouts(
     )
 
 
-def layout_cost(config: TrainConfig, choice: LayoutChoice, profile: Profile, node_ranks: int) -> LayoutCost:
-    """What a step of ``config`` costs as ``choice`` lays it out. Raises BudgetError."""
-    works = list(stage_workloads(config, choice, profile, node_ranks))
-    stages, micro = choice.ranks.stages, config.data.micro_batches
+def layout_cost(works: Sequence[LayoutWorkload]) -> LayoutCost:
+    """What a step costs whose stages are ``works``."""
+    choice, profile = works[0].choice, works[0].profile
+    stages, micro = choice.ranks.stages, works[0].setting.config.data.micro_batches
     longest = max(simulated(work).step_s for work in works)
     bubble = (stages - 1) / micro if stages > 1 else 0.0
     passed = _stage_bytes(works[0])

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from tierstore.cache.access import Phase
+from tierstore.model.architecture import Architecture
 from tierstore.model.config import ModelConfig
-from tierstore.model.division import divided_units
 from tierstore.model.vocabulary.cost import VocabularyCost
 from tierstore.moe.config import SaveActivations
 from tierstore.parallel.config import ExchangeMode, RowPlacement
@@ -25,11 +25,11 @@ from tierstore.parallel.pipeline_degree import (
     pass_seconds,
 )
 from tierstore.parallel.rows import TableRows
-from tierstore.plan.capacity import Capacity, Ranks, Setting, capacity
+from tierstore.plan.capacity import Ranks, Setting, capacity
 from tierstore.plan.costs import Cost, Profile
 from tierstore.plan.layouts.candidates import LayoutChoice
 from tierstore.plan.ppmoe import DivisionBytes, RowBytes
-from tierstore.plan.traffic import Traffic, step_traffic
+from tierstore.plan.traffic import step_traffic
 from tierstore.plan.workload import StepWorkload
 from tierstore.prefetch.operations import Kind, Operation, PassSizes
 from tierstore.prefetch.schedule import Pass
@@ -189,18 +189,18 @@ def stage_workloads(
     laid_out = choice.configure(config, node_ranks)
     for stage in range(layout.stages):
         own = stage_config(laid_out, stage, layout.stages)
-        architecture = own.model.architecture
-        if layout.tensor > 1:
-            if isinstance(config.model, ModelConfig):
-                units = divided_units(architecture.units, layout.tensor)
-                architecture = replace(architecture, units=units)
-            # Its experts are divided over the group, whose ranks share a piece of the batch.
-            experts = -(-architecture.experts // layout.tensor)
-            architecture = replace(architecture, experts=experts, top_k=min(architecture.top_k, experts))
-            ranks = Ranks(count=layout.data, expert=1)
-        else:
-            ranks = Ranks(count=layout.data, expert=layout.expert)
-        setting = Setting(config=own, model=architecture, ranks=ranks)
-        taken: Capacity = capacity(setting)
-        traffic: Traffic = step_traffic(setting, taken)
-        yield LayoutWorkload(setting, taken, traffic, profile, choice, node_ranks)
+        model = own.model.architecture
+        if layout.tensor > 1:  # experts are divided over the group, whose ranks share a piece of the batch
+            model = _part(model, config, layout.tensor)
+        ranks = Ranks(count=layout.data, expert=1 if layout.tensor > 1 else layout.expert)
+        setting = Setting(config=own, model=model, ranks=ranks)
+        taken = capacity(setting)
+        yield LayoutWorkload(setting, taken, step_traffic(setting, taken), profile, choice, node_ranks)
+
+
+def _part(model: Architecture, config: TrainConfig, ranks: int) -> Architecture:
+    """What one of ``ranks`` tensor-parallel ranks has of ``model``: of an imported model whole dense units."""
+    parts = ranks if isinstance(config.model, ModelConfig) else 1
+    units = tuple(replace(unit, matrices=unit.matrices // parts) for unit in model.units)
+    experts = -(-model.experts // ranks)
+    return replace(model, units=units, experts=experts, top_k=min(model.top_k, experts))
