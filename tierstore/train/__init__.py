@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         ParallelConfig,
         RankEnvironment,
         RankGroup,
+        RowPlacement,
         Work,
         launch,
     )
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from tierstore.train.schedule import LearningRateDecay, ScheduleConfig
     from tierstore.train.session import open_session
     from tierstore.train.stepping import NonFiniteError, StepError
+    from tierstore.train.tasks.config import TaskConfig, TaskHead
     from tierstore.train.trainer import StepResult, Trainer
 else:
     __getattr__, __dir__ = exports(__name__, __file__)
@@ -102,12 +104,15 @@ __all__ = [
     "RankGroup",
     "Reshard",
     "RouterNoise",
+    "RowPlacement",
     "SaveActivations",
     "ScheduleConfig",
     "Scope",
     "StepError",
     "StepResult",
     "StripeConfig",
+    "TaskConfig",
+    "TaskHead",
     "TieEmbeddings",
     "Timeline",
     "TimelineSink",

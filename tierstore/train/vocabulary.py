@@ -19,6 +19,9 @@ from tierstore.train.budgets import DeviceKind
 from tierstore.train.config import TrainConfig
 from tierstore.units import format_bytes
 
+#: Of embedding and head, never AUTO.
+Placements = tuple[RowPlacement, RowPlacement]
+
 #: AUTO gathers what is smaller: its messages cost their number, and not their bytes.
 SMALL_TABLE_BYTES = 4 << 20
 
@@ -149,23 +152,17 @@ def choose_vocabulary(
     )
 
 
-def recorded_placements(parallel: Mapping[str, object]) -> tuple[RowPlacement, RowPlacement]:
+def recorded_placements(parallel: Mapping[str, object]) -> Placements:
     """Embedding and head, of what a store has recorded of its layout. Raises ValueError."""
     embedding, head = (_kept(parallel, name) or RowPlacement.GATHERED for name in ("embedding", "head"))
     return embedding, head
 
 
-def recorded_tables(
-    model: ModelConfig, parallel: Mapping[str, object], *, ranks: int
-) -> dict[tuple[str, int], TableRows]:
-    """The divided parameters of the stores of ``ranks`` data ranks that have recorded ``parallel`` of their layout, by their
-    places. Raises ValueError.
-    """
-    if ranks == 1:
-        return {}
-    table = TableRows(model.vocab_size, model.d_model, ranks)
-    divided = [table if each is RowPlacement.PARTITIONED else None for each in recorded_placements(parallel)]
-    return VocabularyPartition(*divided).tables(tied=model.tie_embeddings is TieEmbeddings.TIED)
+def places_of(model: ModelConfig, placements: Placements) -> list[tuple[str, int]]:
+    """Where ``model`` has the parameters whose rows are divided over data ranks."""
+    table = TableRows(model.vocab_size, model.d_model, 1)
+    divided = [table if each is RowPlacement.PARTITIONED else None for each in placements]
+    return list(VocabularyPartition(*divided).tables(tied=model.tie_embeddings is TieEmbeddings.TIED))
 
 
 def _kept(recorded: Mapping[str, object] | None, name: str) -> RowPlacement | None:
