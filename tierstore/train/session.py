@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -21,7 +20,7 @@ from tierstore.dense import DenseSlices, GatherDtype, UnitLayout, dense_schemas,
 from tierstore.dense.frozen import load_frozen
 from tierstore.dense.gates import Gates, PassListener
 from tierstore.dense.parameters import DividedParameters, Units
-from tierstore.errors import ConfigError, StoreFormatError
+from tierstore.errors import ConfigError
 from tierstore.model.config import CheckpointActivations
 from tierstore.model.interface import Model
 from tierstore.model.spec import ModelSpec
@@ -37,7 +36,6 @@ from tierstore.stats import Cause, StallKey, StallLedger
 from tierstore.store.config import StoreConfig
 from tierstore.store.core import StoreCore
 from tierstore.store.directories import rank_directory, rank_stripe
-from tierstore.store.format import RecordSchema
 from tierstore.store.opening import read_schemas, read_states
 from tierstore.store.parameter_store import ParameterStore
 from tierstore.timeline import NullTimeline, TimelineSink, Track
@@ -63,15 +61,16 @@ from tierstore.train.layer_order.passes import LayerParts
 from tierstore.train.layer_order.spilling import open_boundaries
 from tierstore.train.pipelining import PipelineControl, most_chunks
 from tierstore.train.ranks import Agreed, Opening, agree, check_alike
+from tierstore.train.resuming import check_records, resumed_state
 from tierstore.train.sources import open_data
 from tierstore.train.stages.order import one_forward_one_backward
 from tierstore.train.stages.spec import StageSpec, stage_config
-from tierstore.train.state import STATE_KEY, TrainState, conditions, differences, table_of
+from tierstore.train.state import STATE_KEY, TrainState, conditions
 from tierstore.train.step_time import StepTimer
 from tierstore.train.stepping import SessionParts, Stepper
 from tierstore.train.tasks.data import TaskData
 from tierstore.train.tasks.opening import open_tasks, own_head_tasks, refuse_tasks
-from tierstore.train.tasks.progress import changes, resumed
+from tierstore.train.tasks.progress import resumed
 from tierstore.train.thread_times import ThreadTimes, stolen_while_running
 from tierstore.train.trainer import Trainer
 from tierstore.train.vocabulary import VocabularyChoice, choose_vocabulary
@@ -165,7 +164,7 @@ def open_parts(
         if (budget := store.write_budget) is not None:
             setup.ledger.divert(Cause.WRITE_BUDGET, lambda: budget.blocked_ns)
         if setup.agreed.opening is Opening.RESUME:
-            state = _resumed_state(config, store, setup.conditions)
+            state = resumed_state(config, store, setup.conditions)
             shell.model.load_state(store.committer.state)
         else:
             state = TrainState(conditions=setup.conditions)
@@ -309,7 +308,7 @@ def _prepare(
     made_over = follow_ranks(config, opening, mesh)
     agreed = agree(config.store, opening, mesh)
     if agreed.opening is Opening.RESUME:
-        _check_records(config, read_schemas(rank_directory(config.store, mesh.world.rank, mesh.world.size)))
+        check_records(config, read_schemas(rank_directory(config.store, mesh.world.rank, mesh.world.size)))
     vocabulary = _choose_vocabulary(whole, mesh, agreed)
     # Last, for to tokenise may take hours.
     data = _open_data(config, mesh, progress) if loop is Loop.OWN else None
@@ -475,7 +474,7 @@ def _divided(mesh: Mesh, model: Model) -> DividedParameters | None:
         return None
     units = model.unit_divisions()
     indices = tuple(frozenset(i for i, division in enumerate(unit) if division is not None) for unit in units)
-    return DividedParameters(mesh.tensor, indices)
+    return DividedParameters(mesh.tensor, indices) if any(indices) else None
 
 
 def _fill(setup: _Setup, shell: _Shell, store: StoreCore, dense: DenseSlices) -> None:
@@ -555,75 +554,3 @@ def stall_spans(sink: TimelineSink) -> Callable[[StallKey, int, int], None]:
         )
 
     return draw
-
-
-def _check_records(config: TrainConfig, schemas: Sequence[RecordSchema]) -> None:
-    """Raises ConfigError where frozen experts were to be trained, or others to be adapted, or by pairs of another rank, or
-    where the store keeps other moments.
-    """
-    held = {schema.name: schema for schema in schemas}
-    found, pairs = held.get(EXPERT_SCHEMA), pair_schema(config)
-    if found is not None and found.frozen is not expert_schema(config).frozen:
-        raise ConfigError(
-            f"lora.rank: the experts of {config.store} are {found.training.value}: "
-            + (
-                "only LoRA trains beside them (train --lora RANK)"
-                if found.frozen
-                else "LoRA needs an import with --frozen"
-            )
-        )
-    if found is not None and found.quantized is not None:
-        raise ConfigError(
-            f"{config.store}: its experts are kept in {found.weight_format.value}, for forward passes alone: LoRA needs an "
-            "import with --frozen and without --weights"
-        )
-    kept, moments = held.get(PAIR_SCHEMA), config.adamw.moments
-    trained = kept if found is not None and found.frozen else found
-    if trained is not None and trained.moments is not moments:
-        convert = (
-            "a store keeps one adapter"
-            if trained is kept
-            else f"tierstore reshard {config.store} --to NEW --moments {moments.value} makes another store of it"
-        )
-        raise ConfigError(
-            f"adamw.moments: {config.store} keeps moments as {trained.moments.value}, not {moments.value}: "
-            f"adamw.moments = {trained.moments.value} goes on with it, and {convert}"
-        )
-    if pairs is not None and kept is not None and kept.numel != pairs.numel:
-        raise ConfigError(
-            f"lora.rank: the pairs in {config.store} have rank {kept.numel * config.lora.rank // pairs.numel}, not "
-            f"{config.lora.rank}: a store keeps one adapter, and another needs an import of its own"
-        )
-
-
-def _resumed_state(config: TrainConfig, store: StoreCore, present: dict[str, object]) -> TrainState:
-    state = TrainState.unpack(store.committer.state, where=str(config.store))
-    recorded, own = dict(state.conditions), dict(present)
-    tasks = table_of(recorded.pop("tasks", {})), table_of(own.pop("tasks", {}))
-    changed = differences(recorded, own)
-    if any(tasks):  # the text is that of all tasks
-        changed = [line for line in changed if not line.startswith("data.crc32")] + [
-            *changes(*tasks, state.tasks)
-        ]
-    if not state.begun:  # an import does not know what will be trained
-        changed = [line for line in changed if not line.startswith("model.lora")]
-    kept = ("model.checkpoint", "model.tuning")  # a run may choose these
-    shape = [
-        line for line in changed if line.startswith(("model.", "dense.fusion")) and not line.startswith(kept)
-    ]
-    if shape:
-        raise StoreFormatError(f"{config.store}: the store holds another model ({'; '.join(shape)})")
-    layout = [line for line in changed if line.startswith("parallel.")]
-    if layout:
-        raise StoreFormatError(
-            f"{config.store}: made by ranks that were laid out otherwise ({'; '.join(layout)}); tierstore reshard "
-            "makes a store for this layout"
-        )
-    if changed and state.begun:
-        warnings.warn(
-            f"{config.store}: this run will not be bit-identical to one that was never interrupted: "
-            + "; ".join(changed),
-            stacklevel=3,
-        )
-    state.conditions, state.begun = present, True
-    return state
