@@ -28,7 +28,7 @@ from tierstore.errors import ConfigError
 from tierstore.model.config import ComputeDtype
 from tierstore.model.interface import Batch
 from tierstore.moe.seeds import derive_seed
-from tierstore.parallel import Mesh
+from tierstore.parallel import ExchangeMode, Mesh
 from tierstore.train.config import TrainConfig
 from tierstore.train.data import TextData
 from tierstore.train.ranks import Opening
@@ -256,6 +256,26 @@ def test_two_ranks_follow_one(
     two = ranks.run(2, _import_and_train, checkpoint(family), settings)
     assert two[0] == two[1]
     np.testing.assert_allclose(two[0], one, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_rows_of_a_wrapped_model_go_in_two_steps(
+    ranks: Ranks, checkpoint: Callable[[str], Path], text: Path, tmp_path: Path
+) -> None:
+    """Four ranks on two nodes: the losses of the flat exchange."""
+    changes = {"steps": 3, "clip_norm": 1.0, "data.batch_size": 4, "data.paths": (str(text),)}
+    flat, two_steps = (
+        ranks.run(
+            4,
+            _import_and_train,
+            checkpoint("qwen3_moe"),
+            {**changes, "store": tmp_path / mode},
+            node_ranks=2,
+            exchange=ExchangeMode(mode),
+        )
+        for mode in ("flat", "hierarchical")
+    )
+    assert two_steps == flat
 
 
 @pytest.mark.parametrize("dtype", list(ComputeDtype))

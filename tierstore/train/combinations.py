@@ -108,7 +108,9 @@ _TABLE: Mapping[tuple[Feature, Feature], Pairing] = {
     (_S, _E): _refused(
         "the first stage has the embedding and the last one the head, and only ranks of one stage could share the rows"
     ),
-    (_S, _K): _equal(_PIECES),
+    (_S, _K): _refused(
+        "the last stage's loss is one mean over a micro-batch, and tasks have weights of their own"
+    ),
     (_S, _A): _refused(_NO_STAGES),
     (_S, _N): _equal("rounding depends on a record's key and step alone"),
     (_S, _W): _refused(_NO_STAGES),
@@ -130,7 +132,9 @@ _TABLE: Mapping[tuple[Feature, Feature], Pairing] = {
     (_H, _A): _equal("the exchange delivers the same rows in the same order"),
     (_H, _N): _equal("the exchange delivers the same rows in the same order"),
     (_H, _W): _equal("the exchange delivers the same rows in the same order"),
-    (_E, _K): _within(_ROWS),
+    (_E, _K): _refused(
+        "ranks' pieces differ in tokens, and a divided table takes as many from each, at one weight"
+    ),
     (_E, _A): _refused("with LoRA the embedding is frozen and stays whole on each rank"),
     (_E, _N): _within(_ROWS),
     (_E, _W): _refused("only the built-in model's embedding and head can be divided"),

@@ -30,6 +30,7 @@ from tierstore.cli.bench.results import (
 from tierstore.cli.bench.ring import ring
 from tierstore.cli.bench.rivals import rivals
 from tierstore.cli.bench.scale import scale
+from tierstore.cli.bench.stages import stages
 from tierstore.cli.bench.tasks import tasks
 from tierstore.cli.bench.tiers import tiers
 from tierstore.cli.bench.train import train
@@ -61,6 +62,7 @@ for _command in (
     train,
     embedding,
     order,
+    stages,
     guesses,
     quant,
     ring,
