@@ -107,10 +107,8 @@ _TABLE: Mapping[tuple[Feature, Feature], Pairing] = {
     (_C, _W): _equal("a chunk is a group of whole experts"),
     (_S, _T): _within(_SUMS),
     (_S, _H): _equal("the exchange is within a stage, and delivers the same rows in the same order"),
-    (_S, _E): _refused(
-        "the first stage has the embedding and the last one the head, and only ranks of one stage could share the rows"
-    ),
-    (_S, _K): _equal(_PIECES),
+    (_S, _E): _within(_ROWS),
+    (_S, _K): _refused("messages between stages have one shape, and pieces of tasks have as many rows as they cost"),
     (_S, _A): _refused(_NO_STAGES),
     (_S, _N): _equal("rounding depends on a record's key and step alone"),
     (_S, _W): _refused(_NO_STAGES),
