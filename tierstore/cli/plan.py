@@ -22,6 +22,7 @@ from tierstore.cli.options import (
     set_option,
 )
 from tierstore.cli.output import Output
+from tierstore.cli.plan_layouts import show_layouts
 from tierstore.cli.plan_serving import ServingAsked, serving_options, show_serving
 from tierstore.config import load
 from tierstore.errors import ConfigError
@@ -53,7 +54,14 @@ _DOES_NOT_FIT = 1
 )
 @click.option("--lora", type=int, help="Rank of low-rank pairs (default: lora.rank, or 16).")
 @click.option("--ranks", type=int, default=1, help="Processes that share the model.")
-@click.option("--ranks-per-node", type=int, help="How many of them share a machine (default: all).")
+@click.option(
+    "--ranks-per-node",
+    "--node-ranks",
+    "ranks_per_node",
+    type=int,
+    help="How many of them share a machine (default: all).",
+)
+@click.option("--layouts", is_flag=True, help="Compare all layouts of --ranks: data, expert, tensor, stages.")
 @click.option("--host-budget", type=SIZE, help="Memory for experts, of each rank.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu")
 @click.option("--memory", type=SIZE, help="Memory of a machine (default: of this one).")
@@ -77,6 +85,7 @@ def plan(
     lora: int | None,
     ranks: int,
     ranks_per_node: int | None,
+    layouts: bool,
     host_budget: int | None,
     device: str,
     memory: int | None,
@@ -118,6 +127,9 @@ def plan(
     limits = machine_limits(loaded.store, sharing=share, memory=memory, disk=disk, device=device_memory)
     if (chosen or model) is not None and "host_budget" not in overrides and config is None:
         loaded = replace(loaded, host_budget=max(limits.memory // 2, 1))
+    if layouts:
+        show_layouts(loaded, costs, ranks, share, limits.memory // share, output)
+        return
     kind = DeviceKind(device)
     made = plan_run(
         loaded,
@@ -232,6 +244,7 @@ def _show(made: Plan, costs: Profile, output: Output) -> None:
     )
     _show_prediction(made, costs, output)
     _show_order(made, output)
+    _show_degrees(made, output)
     _show_vocabulary(made, output)
     for line in made.tensor.lines() if made.tensor is not None else ():
         output.line(line)
@@ -335,6 +348,34 @@ def _show_order(made: Plan, output: Output) -> None:
     for line in (made.order.describe(), made.order.advice()):
         if line is not None:
             output.line(line)
+
+
+def _show_degrees(made: Plan, output: Output) -> None:
+    """Each solver's number of chunks, forward and backward."""
+    degrees = made.degrees
+    if degrees is None:
+        return
+    rows = [
+        (
+            one.phase.name.lower(),
+            solved.solver,
+            str(solved.degree),
+            format_seconds(solved.seconds),
+            f"{solved.loss_ratio:.1%}",
+        )
+        for one in degrees.passes
+        for solved in one.solved
+    ]
+    output.table(
+        f"Chunks of a MoE layer's pass, at most {degrees.most} ({degrees.evidence.value})",
+        ("pass", "solver", "chunks", "a pass", "loses"),
+        rows,
+    )
+    for one in degrees.passes:
+        if one.wanted > one.exact.degree:
+            output.line(
+                f"{one.phase.name.lower()}: {one.wanted} chunks would be best; a rank owns {degrees.most} experts"
+            )
 
 
 def _show_vocabulary(made: Plan, output: Output) -> None:

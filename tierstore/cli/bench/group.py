@@ -16,6 +16,7 @@ from tierstore.cli.bench.machine import machine
 from tierstore.cli.bench.order import order
 from tierstore.cli.bench.overlap import overlap, prediction
 from tierstore.cli.bench.pipemoe import pipemoe
+from tierstore.cli.bench.ppmoe import ppmoe
 from tierstore.cli.bench.quant import quant
 from tierstore.cli.bench.report import compare, report
 from tierstore.cli.bench.results import (
@@ -65,6 +66,7 @@ for _command in (
     guesses,
     quant,
     ring,
+    ppmoe,
     rivals,
     generate,
     overlap,
