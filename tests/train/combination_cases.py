@@ -20,8 +20,9 @@ from tierstore.hf.stored import stored_spec
 from tierstore.parallel import ExchangeMode, Mesh
 from tierstore.store.format import MomentFormat
 from tierstore.train.combinations import Feature
-from tierstore.train.config import TrainConfig
+from tierstore.train.config import FinetuneConfig, TrainConfig
 from tierstore.train.ranks import Opening
+from tierstore.train.resharding import reshard
 from tierstore.train.resharding.reading import open_stored
 from tierstore.train.session import open_session
 
@@ -96,6 +97,7 @@ def settings_of(features: frozenset[Feature], *, parallel: Mapping[str, Any], te
     if imported(features):
         merged = {name: value for name, value in merged.items() if not name.startswith("model.")}
     if Feature.TASKS in features:
+        del merged["data.paths"]
         merged |= {f"tasks.{name}.paths": (text,) for name in ("code", "prose")}
     return merged | {f"parallel.{name}": value for name, value in parallel.items()}
 
@@ -111,7 +113,11 @@ def train_features(
         if imported(features):
             frozen = Weights.FROZEN if Feature.LORA in features else Weights.TRAINABLE
             moments = MomentFormat.FP32 if Feature.LORA in features else config.adamw.moments
-            import_model(model, store, ImportOptions(weights=frozen, moments=moments), mesh=mesh)
+            options = ImportOptions(weights=frozen, moments=moments)
+            if mesh.tensor.size == 1:
+                import_model(model, store, options, mesh=mesh)
+            else:
+                _import_for(mesh, model, store, options)
             spec = stored_spec(store, config.finetune, config.lora)
             assert spec is not None
             config, opening = replace(config, model=spec), Opening.RESUME
@@ -125,10 +131,19 @@ def train_features(
     return losses, crc, "", True
 
 
+def _import_for(mesh: Mesh, model: Path, store: Path, options: ImportOptions) -> None:
+    """Imports in one process, and makes that store over for tensor-parallel ranks."""
+    if mesh.world.rank == 0:
+        whole = store.with_name(f"{store.name}-whole")
+        import_model(model, whole, options)
+        reshard(whole, store, mesh.layout, model=stored_spec(whole, FinetuneConfig()))
+    mesh.world.barrier()
+
+
 def logical(store: Path) -> Arrays:
     """All dense parameters and experts of ``store``, with their moments, whatever ranks hold them."""
     found: Arrays = {}
-    with open_stored(store, stored_spec(store, replace(TrainConfig().finetune, seq_len=8))) as stored:
+    with open_stored(store, stored_spec(store, FinetuneConfig(seq_len=8))) as stored:
         for number, unit in enumerate(stored.units):
             for section, whole in enumerate(stored.unit(number)):
                 for index, parameter in enumerate(whole):

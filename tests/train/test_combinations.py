@@ -72,6 +72,8 @@ class Runs:
             store = self._directory / f"store{self._stores}"
             settings = settings_of(features, parallel=parallel, text=self._text) | changes
             laid_out = {"exchange": ExchangeMode.FLAT, **parallel}
+            if {Feature.TENSOR, Feature.HIERARCHICAL} <= features:  # refused when ranks join, too
+                laid_out |= {"exchange": ExchangeMode.FLAT}
             found = self._ranks.run(size, train_features, store, settings, features, self._model, **laid_out)
             self._known[key] = store, [Outcome(*each) for each in found]
         return self._known[key]

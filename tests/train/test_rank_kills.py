@@ -58,6 +58,16 @@ STORMS: dict[str, tuple[Settings, Mapping[str, int], int]] = {
         {"expert": 1},
         10,
     ),
+    "partitioned tables, clipped": (
+        {
+            "host_budget": 60_000,
+            "clip_norm": 0.5,
+            "parallel.embedding": "partitioned",
+            "parallel.head": "partitioned",
+        },
+        {},
+        20,
+    ),
     "tensor-parallel, clipped": ({"host_budget": 60_000, "clip_norm": 0.5}, {"tensor": 2}, 20),
 }
 

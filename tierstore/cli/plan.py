@@ -22,6 +22,7 @@ from tierstore.cli.options import (
     set_option,
 )
 from tierstore.cli.output import Output
+from tierstore.cli.plan_layouts import show_layouts
 from tierstore.cli.plan_serving import ServingAsked, serving_options, show_serving
 from tierstore.config import load
 from tierstore.errors import ConfigError
@@ -53,7 +54,14 @@ _DOES_NOT_FIT = 1
 )
 @click.option("--lora", type=int, help="Rank of low-rank pairs (default: lora.rank, or 16).")
 @click.option("--ranks", type=int, default=1, help="Processes that share the model.")
-@click.option("--ranks-per-node", type=int, help="How many of them share a machine (default: all).")
+@click.option(
+    "--ranks-per-node",
+    "--node-ranks",
+    "ranks_per_node",
+    type=int,
+    help="How many of them share a machine (default: all).",
+)
+@click.option("--layouts", is_flag=True, help="Compare all layouts of --ranks: data, expert, tensor, stages.")
 @click.option("--host-budget", type=SIZE, help="Memory for experts, of each rank.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu")
 @click.option("--memory", type=SIZE, help="Memory of a machine (default: of this one).")
@@ -77,6 +85,7 @@ def plan(
     lora: int | None,
     ranks: int,
     ranks_per_node: int | None,
+    layouts: bool,
     host_budget: int | None,
     device: str,
     memory: int | None,
@@ -118,6 +127,9 @@ def plan(
     limits = machine_limits(loaded.store, sharing=share, memory=memory, disk=disk, device=device_memory)
     if (chosen or model) is not None and "host_budget" not in overrides and config is None:
         loaded = replace(loaded, host_budget=max(limits.memory // 2, 1))
+    if layouts:
+        show_layouts(loaded, costs, ranks, share, limits.memory // share, output)
+        return
     kind = DeviceKind(device)
     made = plan_run(
         loaded,

@@ -401,6 +401,7 @@ def _disk_terms(setting: Setting) -> Iterable[Term]:
     slices = [
         (RecordSchema(f"dense-{numel}", numel, placement=Placement.DIRECT, training=setting.training), count)
         for numel, count in dense.items()
+        if numel  # a pipeline stage has no embedding, or no head
     ]
     yield Term(
         Tier.NVME,

@@ -96,9 +96,7 @@ _TABLE: Mapping[tuple[Feature, Feature], Pairing] = {
     (_L, _N): _equal("rounding depends on a record's key and step alone"),
     (_L, _W): _equal("blocks are computed again from their inputs"),
     (_C, _S): _equal("a chunk is a group of whole experts"),
-    (_C, _T): _refused(
-        "indexed experts exchange no rows: an all-reduce follows the last expert, and there is nothing to overlap"
-    ),
+    (_C, _T): _within(_SUMS),
     (_C, _H): _equal("each chunk is exchanged in two steps, and delivers the same rows"),
     (_C, _E): _within(_ROWS),
     (_C, _K): _equal(_PIECES),
@@ -116,7 +114,10 @@ _TABLE: Mapping[tuple[Feature, Feature], Pairing] = {
     (_S, _A): _refused(_NO_STAGES),
     (_S, _N): _equal("rounding depends on a record's key and step alone"),
     (_S, _W): _refused(_NO_STAGES),
-    (_T, _H): _refused("indexed experts exchange no rows: there is no all-to-all to be done in two steps"),
+    (_T, _H): _refused(
+        "the rows of a tensor-parallel group's experts come back to all of its ranks: there is no all-to-all to be done in "
+        "two steps"
+    ),
     (_T, _E): _within(_SUMS),
     (_T, _K): _within(_SUMS),
     (_T, _A): _equal(

@@ -1,0 +1,235 @@
+"""All layouts of a number of ranks side by side: the best, what each other one would lose, and why some cannot be.
+
+The time of a step is that of the stage with most to do. Its operations are simulated for all micro-batches in turn, as
+those of a run without stages are; 1F1B then takes ``(M + p - 1) / M`` of it (PipeDream-Flush, Narayanan et al. 2021), and
+each micro-batch's rows pass from stage to stage once in either direction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tierstore.cache.access import Phase
+from tierstore.errors import BudgetError, ConfigError
+from tierstore.parallel.layout import Layout
+from tierstore.plan.costs import Profile
+from tierstore.plan.evidence import Evidence
+from tierstore.plan.layouts.candidates import LayoutChoice, candidates, obstacle
+from tierstore.plan.layouts.workload import LayoutWorkload, stage_workloads
+from tierstore.plan.predict import simulated
+from tierstore.stats import Tier
+from tierstore.train.config import TrainConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkBytes:
+    """Bytes that one rank sends in a step, the most of any stage. ``across``: those of them that go to other nodes, where
+    destinations are spread evenly over a group's ranks.
+    """
+
+    gathers: int
+    reductions: int
+    rows: int
+    tensor_sums: int
+    stages: int
+    vocabulary: int
+    across: int
+
+    @property
+    def total(self) -> int:
+        return self.gathers + self.reductions + self.rows + self.tensor_sums + self.stages + self.vocabulary
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutCost:
+    """One layout: seconds of a step, bytes a rank sends, and the largest of any rank's memory and disk."""
+
+    choice: LayoutChoice
+    step_s: float
+    bubble_ratio: float
+    sent: LinkBytes
+    memory_bytes: int
+    disk_bytes: int
+    evidence: Evidence
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutComparison:
+    """``costs``: those that can be, the fastest first. ``refused``: the others, with what stands against them."""
+
+    ranks: int
+    node_ranks: int
+    tokens_per_step: int
+    costs: tuple[LayoutCost, ...]
+    refused: tuple[tuple[LayoutChoice, str], ...]
+
+    @property
+    def best(self) -> LayoutCost:
+        return self.costs[0]
+
+    def loses(self, cost: LayoutCost) -> float:
+        """By what part of the best one's time ``cost`` takes longer."""
+        return cost.step_s / self.best.step_s - 1
+
+    def as_json(self) -> dict[str, Any]:
+        """Numbers by keys that say their unit."""
+        return {
+            "ranks": self.ranks,
+            "node_ranks": self.node_ranks,
+            "layouts": [self._one(cost) for cost in self.costs],
+            "refused": [{"layout": _numbers(choice), "reason": why} for choice, why in self.refused],
+        }
+
+    def _one(self, cost: LayoutCost) -> dict[str, Any]:
+        return {
+            "layout": _numbers(cost.choice),
+            "settings": cost.choice.settings,
+            "step_s": cost.step_s,
+            "tokens_per_s": self.tokens_per_step / cost.step_s,
+            "loses_ratio": self.loses(cost),
+            "bubble_ratio": cost.bubble_ratio,
+            "memory_bytes": cost.memory_bytes,
+            "disk_bytes": cost.disk_bytes,
+            "sent_bytes": cost.sent.total,
+            "sent_across_nodes_bytes": cost.sent.across,
+            "gather_bytes": cost.sent.gathers,
+            "reduce_bytes": cost.sent.reductions,
+            "rows_bytes": cost.sent.rows,
+            "tensor_sums_bytes": cost.sent.tensor_sums,
+            "stages_bytes": cost.sent.stages,
+            "vocabulary_bytes": cost.sent.vocabulary,
+            "evidence": cost.evidence.value,
+        }
+
+
+def compare_layouts(
+    config: TrainConfig,
+    profile: Profile,
+    *,
+    ranks: int,
+    node_ranks: int,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> LayoutComparison:
+    """Every layout of ``ranks`` ranks, ``node_ranks`` on a node. Raises ConfigError where none can be."""
+    if ranks < 1 or not 1 <= node_ranks <= ranks or ranks % node_ranks:
+        raise ConfigError(f"--node-ranks: expected a divisor of the {ranks} ranks, got {node_ranks}")
+    costs: list[LayoutCost] = []
+    refused: list[tuple[LayoutChoice, str]] = []
+    listed = list(candidates(config, ranks, node_ranks))
+    works: dict[Layout, list[LayoutWorkload]] = {}  # the traffic of experts is the same however rows travel
+    for done, choice in enumerate(listed, start=1):
+        why = obstacle(config, choice, node_ranks)
+        if why is None:
+            try:
+                if choice.ranks not in works:
+                    works[choice.ranks] = list(stage_workloads(config, choice, profile, node_ranks))
+                costs.append(layout_cost([replace(work, choice=choice) for work in works[choice.ranks]]))
+            except BudgetError as error:
+                why = str(error)
+        if why is not None:
+            refused.append((choice, why))
+        progress(done, len(listed))
+    if not costs:
+        raise ConfigError(f"--layouts: no layout of {ranks} ranks can be: {refused[0][1]}")
+    costs.sort(key=lambda cost: (cost.step_s, cost.memory_bytes, cost.choice.name))
+    return LayoutComparison(
+        ranks=ranks,
+        node_ranks=node_ranks,
+        tokens_per_step=config.tokens_per_step,
+        costs=tuple(costs),
+        refused=tuple(refused),
+    )
+
+
+def layout_cost(works: Sequence[LayoutWorkload]) -> LayoutCost:
+    """What a step costs whose stages are ``works``."""
+    choice, profile = works[0].choice, works[0].profile
+    stages, micro = choice.ranks.stages, works[0].setting.config.data.micro_batches
+    longest = max(simulated(work).step_s for work in works)
+    bubble = (stages - 1) / micro if stages > 1 else 0.0
+    passed = _stage_bytes(works[0])
+    passing = 2 * (micro + stages - 1) * profile.gather.seconds(passed) if stages > 1 else 0.0
+    return LayoutCost(
+        choice=choice,
+        step_s=longest * (1 + bubble) + passing,
+        bubble_ratio=bubble / (1 + bubble),
+        sent=_most([sent_bytes(work) for work in works]),
+        memory_bytes=max(work.taken.total(Tier.DEVICE, Tier.HOST) for work in works),
+        disk_bytes=max(work.taken.total(Tier.NVME) for work in works),
+        evidence=profile.evidence.weaker(works[0].traffic.evidence),
+    )
+
+
+def sent_bytes(work: LayoutWorkload) -> LinkBytes:
+    """What one rank of the stage sends in a step."""
+    gathers = reductions = rows = tensor = 0
+    for item in work.passes:
+        sizes = work.sizes(item)
+        gathers += sizes.gather
+        reductions += sizes.reduce if item.phase is Phase.BACKWARD else 0
+        tensor += round(work.tensor_bytes(item))
+        if item.moe_layer is not None and work.choice.ranks.expert > 1:
+            moved = work.rows(item)
+            rows += round(moved.dispatch.amount + moved.combine.amount)
+    layout, table = work.choice.ranks, work.vocabulary
+    micro = work.setting.config.data.micro_batches
+    passed = 2 * micro * _stage_bytes(work) if layout.stages > 1 else 0
+    vocabulary = 0 if table is None else table.embedding_sent + table.head_sent
+    across = {
+        "data": gathers + reductions + vocabulary,
+        "expert": rows + tensor,
+        "pipeline": passed,
+    }
+    return LinkBytes(
+        gathers=gathers,
+        reductions=reductions,
+        rows=rows,
+        tensor_sums=tensor,
+        stages=passed,
+        vocabulary=vocabulary,
+        across=round(sum(_outside(work, kind) * nbytes for kind, nbytes in across.items())),
+    )
+
+
+def _outside(work: LayoutWorkload, dimension: str) -> float:
+    """The part of the other ranks of rank 0's group of ``dimension`` that is on other nodes."""
+    group = work.choice.ranks.rows(dimension)[0]
+    if len(group) == 1:
+        return 0.0
+    if dimension == "pipeline":  # to the next stage alone
+        group = group[:2]
+    others = [rank for rank in group[1:] if rank // work.node_ranks != group[0] // work.node_ranks]
+    return len(others) / (len(group) - 1)
+
+
+def _stage_bytes(work: LayoutWorkload) -> int:
+    """The residual stream of one micro-batch of a rank."""
+    model = work.setting.config.model
+    return work.setting.micro_tokens * model.d_model * model.compute_dtype.itemsize
+
+
+def _most(stages: Sequence[LinkBytes]) -> LinkBytes:
+    return max(stages, key=lambda sent: sent.total)
+
+
+def _numbers(choice: LayoutChoice) -> dict[str, object]:
+    ranks = choice.ranks
+    return {
+        "data_ranks": ranks.data,
+        "expert_ranks": ranks.expert,
+        "tensor_ranks": ranks.tensor,
+        "stages": ranks.stages,
+        "pipeline_degree": choice.degree,
+        "exchange": choice.exchange.value,
+        "tables": choice.rows.value,
+    }
+
+
+def best_of_each_kind(costs: Sequence[LayoutCost]) -> list[LayoutCost]:
+    """The fastest of each arrangement of ranks, in order: what a table shows."""
+    found: dict[Layout, LayoutCost] = {}
+    for cost in costs:
+        found.setdefault(cost.choice.ranks, cost)
+    return list(found.values())
