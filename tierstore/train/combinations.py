@@ -76,6 +76,7 @@ _SUMS = "a layer's output is a sum of the ranks' parts, which rounds otherwise t
 _ROWS = "rows of the table are summed by their owner in the order of tokens, not rank by rank"
 _ASSIGNED = "which rank computes which rows decides the order in which gradients are summed"
 _PIECES = "a rank's rows are cut into the same pieces either way"
+_NO_SHARES = "the loss is then computed without the shares that tasks give their tokens"
 _NO_STAGES = "only the built-in model can be cut into stages"
 
 _L, _C, _S, _T = Feature.LAYER_MAJOR, Feature.CHUNKS, Feature.STAGES, Feature.TENSOR
@@ -110,7 +111,7 @@ _TABLE: Mapping[tuple[Feature, Feature], Pairing] = {
     (_S, _E): _refused(
         "the first stage has the embedding and the last one the head, and only ranks of one stage could share the rows"
     ),
-    (_S, _K): _equal(_PIECES),
+    (_S, _K): _refused(_NO_SHARES),
     (_S, _A): _refused(_NO_STAGES),
     (_S, _N): _equal("rounding depends on a record's key and step alone"),
     (_S, _W): _refused(_NO_STAGES),
@@ -129,7 +130,7 @@ _TABLE: Mapping[tuple[Feature, Feature], Pairing] = {
     (_H, _A): _equal("the exchange delivers the same rows in the same order"),
     (_H, _N): _equal("the exchange delivers the same rows in the same order"),
     (_H, _W): _equal("the exchange delivers the same rows in the same order"),
-    (_E, _K): _within(_ROWS),
+    (_E, _K): _refused(_NO_SHARES),
     (_E, _A): _refused("with LoRA the embedding is frozen and stays whole on each rank"),
     (_E, _N): _within(_ROWS),
     (_E, _W): _refused("only the built-in model's embedding and head can be divided"),
