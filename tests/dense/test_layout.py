@@ -9,7 +9,18 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tierstore.dense.config import Fusion
-from tierstore.dense.layout import Move, Narrow, Span, UnitLayout, moves, recut, unit_layouts
+from tierstore.dense.layout import (
+    Gathered,
+    Move,
+    Narrow,
+    Span,
+    UnitLayout,
+    layouts_of_shapes,
+    moves,
+    recut,
+    unit_layouts,
+)
+from tierstore.parallel.rows import TableRows
 
 quick = settings(deadline=None, max_examples=40)
 shapes = st.lists(
@@ -77,3 +88,46 @@ def test_recut_is_cutting_the_whole(
 def test_other_parameters_cannot_be_recut() -> None:
     with pytest.raises(ValueError, match=r"dense\.u.*not the same parameters"):
         list(moves(layout_of([((4,), False)], 1), layout_of([((5,), False)], 2), 0))
+
+
+def table_layout(vocab: int, width: int, ranks: int, gathered: Gathered) -> UnitLayout:
+    """A norm, and a table of ``vocab`` rows."""
+    places = [("u", 1)] if gathered is Gathered.NO else []
+    shapes = [("u", [(Narrow.NO, (width,)), (Narrow.NO, (vocab, width))])]
+    return layouts_of_shapes(shapes, ranks=ranks, tables=places)[0]
+
+
+def test_a_table_by_hand() -> None:
+    # A norm of 8 in a region of 32 for two ranks; 10 rows of 8 in slices of 6 rows: 5 are no multiple of 16 elements.
+    layout = table_layout(10, 8, 2, Gathered.NO)
+    norm, table = layout.regions
+    assert (norm.slice_numel, table.slice_numel, layout.slice_numel) == (16, 48, 64)
+    assert (norm.gathered, table.gathered) == (Gathered.YES, Gathered.NO)
+    assert table.table == TableRows(10, 8, 2)
+    assert (layout.padded_numel, layout.exchanged_numel) == (128, 32)
+    assert layout.gathered_bytes(torch.float32) == 128
+    assert [layout.divided(index) for index in (0, 1)] == [False, True]
+
+
+def test_a_parameter_may_be_a_ranks_own_rows() -> None:
+    norm, rows = nn.Parameter(torch.empty(8)), nn.Parameter(torch.empty(6, 8))
+    found = unit_layouts([("u", [norm, rows])], ranks=2, tables={("u", 1): TableRows(10, 8, 2)})
+    assert found == [table_layout(10, 8, 2, Gathered.NO)]
+
+
+@quick
+@given(
+    st.integers(1, 20),
+    st.sampled_from([1, 3, 8, 16]),
+    st.tuples(st.integers(1, 5), st.sampled_from(Gathered)),
+    st.tuples(st.integers(1, 5), st.sampled_from(Gathered)),
+)
+def test_recut_between_gathered_and_divided(
+    vocab: int, width: int, before: tuple[int, Gathered], after: tuple[int, Gathered]
+) -> None:
+    values = [torch.randn(width), torch.randn(vocab, width)]
+    old, new = table_layout(vocab, width, *before), table_layout(vocab, width, *after)
+    held = slices_of(old, values, before[0])
+    for rank, expected in enumerate(slices_of(new, values, after[0])):
+        found = recut(old, new, rank, lambda r, start, count: held[r][start : start + count])
+        assert torch.equal(found, expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,13 @@ from tierstore.hf.exports.mixtral import _units, refusals
 from tierstore.hf.exports.outline import ExportDtype
 from tierstore.model.config import ModelConfig
 from tierstore.moe.source import InMemoryExperts
+from tierstore.parallel.config import RowPlacement
 from tierstore.parallel.layout import Layout
 from tierstore.store import ParameterStore, StoreConfig
 from tierstore.store.directories import verify_all
 from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening
-from tierstore.train.resharding import reshard
+from tierstore.train.resharding import VocabularyPlacement, reshard
 from tierstore.train.session import open_session
 
 _TINY: dict[str, Any] = {
@@ -190,6 +192,19 @@ def test_many_ranks_export_what_one_does(tmp_path: Path) -> None:
         assert (tmp_path / f"m{ranks}" / "model.safetensors").read_bytes() == (
             one / "model.safetensors"
         ).read_bytes()
+
+
+def test_partitioned_tables_export_as_gathered_ones(tmp_path: Path) -> None:
+    trained(tmp_path)
+    export(tmp_path / "s", tmp_path / "one")
+    expected = (tmp_path / "one" / "model.safetensors").read_bytes()
+    for number, (embedding, head) in enumerate(itertools.product(RowPlacement, repeat=2)):
+        if RowPlacement.AUTO in (embedding, head):
+            continue
+        store = tmp_path / f"s{number}"
+        reshard(tmp_path / "s", store, Layout(1, 1, 3, 1), placement=VocabularyPlacement(embedding, head))
+        export(store, tmp_path / f"m{number}")
+        assert (tmp_path / f"m{number}" / "model.safetensors").read_bytes() == expected
 
 
 def test_sharded_it_is_the_same(tmp_path: Path) -> None:

@@ -156,7 +156,7 @@ def _share_pass(mesh: Mesh, family: str, dtype: torch.dtype, checkpointing: bool
     output = model.run(
         Batch(
             batch.tokens_BT, batch.targets_BT, step_targets=int((batch.targets_BT != IGNORED).sum())
-        ).of_rank(mesh.world.rank, mesh.world.size)
+        ).of_rank(mesh.data.rank, mesh.data.size)
     )
     assert output.objective is not None
     output.objective.backward()
@@ -190,6 +190,29 @@ def test_two_ranks_as_one_process(ranks: Ranks, family: str, checkpointing: bool
     assert experts.keys() == one["experts"].keys()
     for key, grad in experts.items():
         torch.testing.assert_close(grad, one["experts"][key], **near)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "checkpointing"),
+    [("qwen3_moe", torch.float32, True), ("mixtral", torch.bfloat16, False)],
+)
+def test_tensor_parallel_ranks_have_the_bits_of_one_process(
+    ranks: Ranks, family: str, dtype: torch.dtype, checkpointing: bool
+) -> None:
+    """They share the experts alone, and compute all else alike: every rank finds every gradient of the dense parameters."""
+    options = (family, dtype, checkpointing)
+    one = _share_pass(Mesh.alone(RankEnvironment(), torch.device("cpu")), *options)
+    many: list[Found] = ranks.run(2, _share_pass, *options, tensor=2)
+    for found in many:
+        for name in ("objective", "aux_loss"):
+            assert torch.equal(found[name], one[name])
+        assert found["state"] == one["state"]
+        for name, grad in one["dense"].items():
+            assert torch.equal(found["dense"][name], grad), name
+        for key, grad in found["experts"].items():
+            assert torch.equal(grad, one["experts"][key])
+    held = [key for found in many for key in found["experts"]]
+    assert sorted(held) == sorted(one["experts"]), "each expert is one rank's"
 
 
 # Parameters and buffers -------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from tierstore.errors import ConfigError
 from tierstore.model.config import ComputeDtype
 from tierstore.model.interface import Batch
 from tierstore.moe.seeds import derive_seed
-from tierstore.parallel import Mesh
+from tierstore.parallel import ExchangeMode, Mesh
 from tierstore.train.config import TrainConfig
 from tierstore.train.data import TextData
 from tierstore.train.ranks import Opening
@@ -235,11 +235,13 @@ def _checksum(config: TrainConfig) -> int:
 # Ranks ------------------------------------------------------------------------------------------------------
 
 
-def _import_and_train(mesh: Mesh, source: Path, settings: Mapping[str, Any]) -> list[float]:
+def _import_and_train(
+    mesh: Mesh, source: Path, settings: Mapping[str, Any], compute: ComputeDtype | None = None
+) -> list[float]:
     from tierstore.hf.imports.importing import ImportOptions, import_model
 
     torch.set_num_threads(1)
-    import_model(source, settings["store"], ImportOptions(), mesh=mesh)
+    import_model(source, settings["store"], ImportOptions(compute=compute), mesh=mesh)
     return train(configuration(settings), mesh=mesh)[0]
 
 
@@ -254,6 +256,43 @@ def test_two_ranks_follow_one(
     two = ranks.run(2, _import_and_train, checkpoint(family), settings)
     assert two[0] == two[1]
     np.testing.assert_allclose(two[0], one, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_rows_of_a_wrapped_model_go_in_two_steps(
+    ranks: Ranks, checkpoint: Callable[[str], Path], text: Path, tmp_path: Path
+) -> None:
+    """Four ranks on two nodes: the losses of the flat exchange."""
+    changes = {"steps": 3, "clip_norm": 1.0, "data.batch_size": 4, "data.paths": (str(text),)}
+    flat, two_steps = (
+        ranks.run(
+            4,
+            _import_and_train,
+            checkpoint("qwen3_moe"),
+            {**changes, "store": tmp_path / mode},
+            node_ranks=2,
+            exchange=ExchangeMode(mode),
+        )
+        for mode in ("flat", "hierarchical")
+    )
+    assert two_steps == flat
+
+
+@pytest.mark.parametrize("dtype", list(ComputeDtype))
+def test_tensor_parallel_ranks_have_the_bits_of_one(
+    dtype: ComputeDtype,
+    ranks: Ranks,
+    checkpoint: Callable[[str], Path],
+    configure: Make,
+    text: Path,
+    tmp_path: Path,
+) -> None:
+    """Indexed experts, everything else alike on every rank, and norms whose sums do not depend on who holds what."""
+    changes = {"steps": 6, "clip_norm": 0.5, "data.micro_batches": 2, "data.paths": (str(text),)}
+    one = train(configure("qwen3_moe", dtype, changes))[0]
+    settings = {**changes, "store": tmp_path / "two"}
+    found = ranks.run(2, _import_and_train, checkpoint("qwen3_moe"), settings, dtype, tensor=2)
+    assert found == [one, one]
 
 
 def test_bf16_parameters_travel_in_bf16(configure: Make) -> None:

@@ -105,6 +105,15 @@ def test_rows_arrive_as_those_of_the_flat_exchange(ranks: Ranks, size: int, node
     )
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [{}, {"stages": 2}], ids=["replicas", "stages"])
+def test_every_expert_group_exchanges_by_itself(ranks: Ranks, layout: dict[str, int]) -> None:
+    """Eight ranks on four nodes, in two groups of four."""
+    cases = [([[1, 0, 2, 1], [0, 1, 1, 0], [1, 1, 0, 1], [2, 0, 0, 0]], (3,), torch.float32)]
+    found = ranks.run(8, _against_flat, cases, expert=4, node_ranks=2, **layout, **HIERARCHICAL)
+    assert found == [[True]] * 8
+
+
 def _in_any_order(mesh: Mesh, orders: list[list[int]]) -> list[bool]:
     """Several exchanges under way, which each rank waits for in an order of its own."""
     exchange, size = mesh.exchange, mesh.expert.size

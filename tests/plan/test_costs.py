@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from scipy.stats import theilslopes
 
 from tierstore.errors import DataError
-from tierstore.plan.costs import ASSUMED, Cost, fit_cost, load_profile, save_profile
+from tierstore.plan.costs import ASSUMED, Cost, fit_cost, fit_errors, load_profile, save_profile
 from tierstore.plan.evidence import Evidence
 
 
@@ -62,9 +62,30 @@ def test_a_profile_comes_back_as_it_was(tmp_path: Path) -> None:
     json.loads(path.read_text(), parse_constant=pytest.fail)  # every number is one that JSON has
 
 
+def test_exchanges_by_ranks_come_back_and_older_profiles_have_none(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    save_profile(ASSUMED, path)
+    assert "exchanges" not in path.read_text()  # as before there were any
+    assert load_profile(path).exchange(8) == ASSUMED.all_to_all
+    two, four = Cost(0.001, 1e9), Cost(0.002, math.inf)
+    measured = replace(ASSUMED, exchanges={2: two, 4: four}, expert_forward=Cost(0.0, math.inf))
+    save_profile(measured, path)
+    json.loads(path.read_text(), parse_constant=pytest.fail)
+    assert load_profile(path) == measured
+    assert [measured.exchange(ranks) for ranks in (2, 3, 4, 8)] == [two, two, four, four]
+
+
+def test_errors_of_a_fit_by_hand() -> None:
+    """1 s and 1 byte a second: 3 and 5 s predicted, 2 and 5 s measured in the median."""
+    assert fit_errors(Cost(1.0, 1.0), [2, 2, 2, 4], [2.0, 1.0, 9.0, 5.0]) == pytest.approx([0.5, 0.0])
+
+
 @pytest.mark.parametrize(
     ("change", "wrong"),
     [
+        ({"exchanges": {"two": {}}}, "exchanges"),
+        ({"exchanges": {"2": {"latency_s": 0.0}}}, "exchanges.2"),
+        ({"expert_forward": 1}, "expert_forward"),
         ({"profile_version": 2}, "version 1"),
         ({"copy": None}, "copy"),
         ({"copy": {"latency_s": 0.0}}, "copy"),

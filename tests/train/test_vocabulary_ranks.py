@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from launcher import Ranks
-from rank_cases import alone, train
+from launcher import RankFailedError, Ranks
+from rank_cases import alone, train, whole_run
 from vocabulary_train_cases import embedding_gradients
 
 from tierstore.store.adamw import AdamWConfig
@@ -19,7 +19,6 @@ from tierstore.train.ranks import Opening
 
 BOTH = {"parallel.embedding": "partitioned", "parallel.head": "partitioned"}
 TIED = {"parallel.embedding": "partitioned", "model.tie_embeddings": "tied"}
-#: 37 rows on two ranks: 19 and 18, and padding.
 MODES: dict[str, dict[str, Any]] = {
     "both": BOTH,
     "embedding": {"parallel.embedding": "partitioned", "data.micro_batches": 2},
@@ -97,3 +96,50 @@ def test_as_with_gathered_tables(
     for rank in range(size):
         assert first[rank][0] + rest[rank][0] == found[rank][0]
         assert rest[rank][2] == found[rank][2]
+
+
+def test_another_choice_needs_reshard(ranks: Ranks, settings: Callable[..., dict[str, Any]]) -> None:
+    made = settings(BOTH)
+    ranks.run(2, train, made, 1, Opening.CREATE)
+    with pytest.raises(
+        RankFailedError, match=r"parallel.head: was partitioned, is gathered.*tierstore reshard makes"
+    ):
+        ranks.run(2, train, {**made, "parallel.head": "gathered"}, 2, Opening.RESUME)
+
+
+@pytest.mark.parametrize("changes", [BOTH, {**TIED, "clip_norm": 0.5}], ids=["untied", "tied"])
+def test_layer_order(ranks: Ranks, settings: Callable[..., dict[str, Any]], changes: dict[str, Any]) -> None:
+    """The bits of micro order."""
+    micro = {**changes, "data.micro_batches": 3}
+    expected = ranks.run(2, train, settings(micro), 3, Opening.CREATE)
+    layered = settings({**micro, "data.micro_order": "layer"})
+    assert ranks.run(2, train, layered, 3, Opening.CREATE) == expected
+
+
+def test_validation_and_sampling(ranks: Ranks, settings: Callable[..., dict[str, Any]]) -> None:
+    """All ranks write the same text, which is that of gathered tables."""
+    gathered = ranks.run(2, whole_run, settings({}), 2)
+    found = ranks.run(2, whole_run, settings(BOTH), 2)
+    assert found[0] == found[1]
+    np.testing.assert_allclose(found[0][1], gathered[0][1], rtol=2e-5)
+    assert found[0][2] == gathered[0][2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model.compute_dtype": "bf16"},
+        {"dense.optimizer_state": "nvme"},
+        {"dense.fusion": "parameter"},
+        {"model.checkpoint_activations": "block", "adamw.moments": "int8"},
+    ],
+)
+def test_however_the_rest_is_held(
+    ranks: Ranks, settings: Callable[..., dict[str, Any]], changes: dict[str, Any]
+) -> None:
+    """Losses of gathered tables, within the rounding of the type that it computes in."""
+    gathered = ranks.run(2, train, settings(changes), 4, Opening.CREATE)
+    found = ranks.run(2, train, settings({**BOTH, **changes}), 4, Opening.CREATE)
+    near = 5e-3 if "model.compute_dtype" in changes else 2e-5
+    np.testing.assert_allclose(found[0][0], gathered[0][0], rtol=near)

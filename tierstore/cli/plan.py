@@ -244,6 +244,7 @@ def _show(made: Plan, costs: Profile, output: Output) -> None:
     )
     _show_prediction(made, costs, output)
     _show_order(made, output)
+    _show_degrees(made, output)
     _show_vocabulary(made, output)
     for line in made.tensor.lines() if made.tensor is not None else ():
         output.line(line)
@@ -347,6 +348,34 @@ def _show_order(made: Plan, output: Output) -> None:
     for line in (made.order.describe(), made.order.advice()):
         if line is not None:
             output.line(line)
+
+
+def _show_degrees(made: Plan, output: Output) -> None:
+    """Each solver's number of chunks, forward and backward."""
+    degrees = made.degrees
+    if degrees is None:
+        return
+    rows = [
+        (
+            one.phase.name.lower(),
+            solved.solver,
+            str(solved.degree),
+            format_seconds(solved.seconds),
+            f"{solved.loss_ratio:.1%}",
+        )
+        for one in degrees.passes
+        for solved in one.solved
+    ]
+    output.table(
+        f"Chunks of a MoE layer's pass, at most {degrees.most} ({degrees.evidence.value})",
+        ("pass", "solver", "chunks", "a pass", "loses"),
+        rows,
+    )
+    for one in degrees.passes:
+        if one.wanted > one.exact.degree:
+            output.line(
+                f"{one.phase.name.lower()}: {one.wanted} chunks would be best; a rank owns {degrees.most} experts"
+            )
 
 
 def _show_vocabulary(made: Plan, output: Output) -> None:

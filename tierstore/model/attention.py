@@ -74,7 +74,8 @@ class Attention(nn.Module):
         """``cos`` and ``sin``: of positions from 0 on; of each token, (B, 1, S, C / 2), where it is ``following`` others."""
         batch, positions, _ = x_BSD.shape
         qkv = F.linear(self._tensor.enter(x_BSD), self.qkv.to(x_BSD.dtype))
-        heads = qkv.view(batch, positions, 3, self.n_heads, -1).permute(2, 0, 3, 1, 4)
+        width = qkv.shape[-1] // 3  # not -1 below: a rank may have no sequence
+        heads = qkv.view(batch, positions, 3, self.n_heads, width // self.n_heads).permute(2, 0, 3, 1, 4)
         if following is None:
             query, key = rotate(heads[:2], cos[:positions], sin[:positions]).unbind(0)
             mixed = F.scaled_dot_product_attention(query, key, heads[2], is_causal=True)
@@ -83,5 +84,5 @@ class Attention(nn.Module):
             keys, values = following.held.update(key, heads[2])
             visible = None if following.visible_BTS is None else following.visible_BTS.unsqueeze(1)
             mixed = F.scaled_dot_product_attention(query, keys, values, attn_mask=visible)
-        joined = mixed.transpose(1, 2).reshape(batch, positions, -1)
+        joined = mixed.transpose(1, 2).reshape(batch, positions, width)
         return self._tensor.leave(F.linear(joined, self.out.to(x_BSD.dtype)))

@@ -70,12 +70,15 @@ class Batch:
         return self.parts * self.counted / self.step_targets if self.step_targets else 1.0
 
     def of_rank(self, rank: int, world: int) -> Batch:
-        """The rows of rank ``rank``. What cannot be shared evenly is left out; where there are fewer rows than ranks, every
-        rank takes all of them.
+        """The rows of rank ``rank``. What cannot be shared evenly is left out, but of tasks; where there are fewer rows than
+        ranks, every rank takes all of them.
         """
-        rows = self.tokens_BT.shape[0] // world
+        count = self.tokens_BT.shape[0]
+        rows = count // world
         if world == 1 or not rows:
             return self
+        if self.segments:
+            return self.piece(range(rank * count // world, (rank + 1) * count // world), world)
         return self.piece(range(rank * rows, (rank + 1) * rows), world)
 
     def piece(self, rows: range, world: int) -> Batch:

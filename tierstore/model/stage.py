@@ -104,6 +104,11 @@ class StageTransformer(Transformer):
         return output.part
 
     @property
+    def width(self) -> int:
+        """Of the residual stream."""
+        return self.config.d_model
+
+    @property
     def stream_dtype(self) -> torch.dtype:
         """The type of the residual stream."""
         return self.config.compute_dtype.torch

@@ -109,6 +109,10 @@ class ParallelConfig:
         for name in ("tensor", "stages"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"parallel.{name}: expected at least 1, got {getattr(self, name)}")
+        if any(count < 1 for count in self.stage_blocks):
+            raise ConfigError(
+                f"parallel.stage_blocks: expected at least 1 each, got {list(self.stage_blocks)}"
+            )
         if self.pipeline_degree < AUTO_DEGREE:
             raise ConfigError(
                 f"parallel.pipeline_degree: expected auto or at least 1, got {self.pipeline_degree}"

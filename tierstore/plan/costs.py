@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 
 import numpy as np
@@ -60,10 +60,23 @@ def fit_cost(amounts: Sequence[float], seconds: Sequence[float]) -> Cost:
     return Cost(max(latency, 0.0), 1 / slope if slope > 0 else math.inf)
 
 
+def fit_errors(cost: Cost, amounts: Sequence[float], seconds: Sequence[float]) -> list[float]:
+    """By how much of itself the median of each amount's ``seconds`` is off ``cost``, by amount."""
+    points: dict[float, list[float]] = {}
+    for amount, spent in zip(amounts, seconds, strict=True):
+        points.setdefault(amount, []).append(spent)
+    return [
+        abs(cost.seconds(amount) / float(np.median(found)) - 1) for amount, found in sorted(points.items())
+    ]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Profile:
     """The costs of a machine. Collectives by the bytes that one rank sends, ``disk_*`` one transfer among many,
     ``adamw`` by the bytes that a step touches, ``*_flops`` by floating point operations.
+
+    Profiles that were written earlier lack the last three: ``exchanges`` are all-to-alls by the number of ranks,
+    ``expert_forward`` and ``expert_backward`` one expert's products by their floating point operations.
     """
 
     evidence: Evidence
@@ -80,6 +93,14 @@ class Profile:
     adamw: Cost
     dense_flops: Cost
     expert_flops: Cost
+    exchanges: Mapping[int, Cost] = field(default_factory=dict)
+    expert_forward: Cost | None = None
+    expert_backward: Cost | None = None
+
+    def exchange(self, ranks: int) -> Cost:
+        """An all-to-all of ``ranks``: as measured with so many, else with the next lower number, else ``all_to_all``."""
+        lower = [count for count in self.exchanges if count <= ranks]
+        return self.exchanges[max(lower)] if lower else self.all_to_all
 
 
 ASSUMED = Profile(
@@ -100,14 +121,17 @@ ASSUMED = Profile(
 )
 
 _COSTS = tuple(f.name for f in fields(Profile) if isinstance(getattr(ASSUMED, f.name), Cost))
+_LATER_COSTS = ("expert_forward", "expert_backward")
+_LATER = {f.name for f in fields(Profile) if f.default is not MISSING or f.default_factory is not MISSING}
 
 
 def save_profile(profile: Profile, path: Path) -> None:
     """Writes ``profile`` as JSON. Raises OSError."""
-    plain = asdict(profile)
-    for name in _COSTS:
-        rate = plain[name]["per_s"]
-        plain[name]["per_s"] = rate if math.isfinite(rate) else None
+    plain = {name: value for name, value in asdict(profile).items() if name not in _LATER or value}
+    for costs in (plain, plain.get("exchanges", {})):
+        for cost in costs.values():
+            if isinstance(cost, dict) and not math.isfinite(cost.get("per_s", 0.0)):
+                cost["per_s"] = None
     text = json.dumps({"profile_version": PROFILE_VERSION, **plain}, indent=2, allow_nan=False)
     path.write_text(text + "\n")
 
@@ -123,8 +147,8 @@ def load_profile(path: Path) -> Profile:
         raise DataError(f"{path}: expected a machine profile of version {PROFILE_VERSION}, got {found!r}")
     known = {f.name for f in fields(Profile)}
     given = set(plain) - {"profile_version"}
-    if given != known:
-        wrong = sorted(given ^ known)[0]
+    if wrong_keys := (given - known) | (known - _LATER - given):
+        wrong = min(wrong_keys)
         raise DataError(
             f"{path}: {wrong}: {'unknown' if wrong in given else 'missing'} key of a machine profile"
         )
@@ -133,7 +157,8 @@ def load_profile(path: Path) -> Profile:
         machine=str(plain["machine"]),
         ranks=_whole(path, "ranks", plain["ranks"]),
         process_bytes=_whole(path, "process_bytes", plain["process_bytes"]),
-        **{name: _cost(path, name, plain[name]) for name in _COSTS},
+        exchanges=_exchanges(path, plain.get("exchanges", {})),
+        **{name: _cost(path, name, plain[name]) for name in (*_COSTS, *_LATER_COSTS) if name in plain},
     )
 
 
@@ -148,6 +173,12 @@ def _whole(path: Path, name: str, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise DataError(f"{path}: {name}: expected a whole number of at least 1, got {value!r}")
     return value
+
+
+def _exchanges(path: Path, value: object) -> dict[int, Cost]:
+    if not isinstance(value, Mapping) or not all(ranks.isdigit() and int(ranks) > 1 for ranks in value):
+        raise DataError(f"{path}: exchanges: expected costs by numbers of ranks, got {value!r}")
+    return {int(ranks): _cost(path, f"exchanges.{ranks}", cost) for ranks, cost in value.items()}
 
 
 def _cost(path: Path, name: str, value: object) -> Cost:

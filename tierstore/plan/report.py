@@ -24,6 +24,7 @@ from tierstore.plan.fitting import (
 )
 from tierstore.plan.foreign import UsesPlan, plan_uses, setting_for
 from tierstore.plan.order import OrderChoice, compare_orders
+from tierstore.plan.pipemoe.layer import LayerDegrees, layer_degrees
 from tierstore.plan.ppmoe import TensorCosts, tensor_costs
 from tierstore.plan.predict import Prediction, predict
 from tierstore.plan.presets import Preset
@@ -55,6 +56,8 @@ class Plan:
     uses: UsesPlan | None = None
     #: In which order several micro-batches pass the layers.
     order: OrderChoice | None = None
+    #: In how many chunks rows travel to the experts of other ranks.
+    degrees: LayerDegrees | None = None
     #: Where ranks are tensor-parallel: what their layers send.
     tensor: TensorCosts | None = None
 
@@ -105,6 +108,7 @@ class Plan:
             },
             "prediction": self._prediction(),
             "order": None if self.order is None else self.order.as_json(),
+            "pipeline_degree": None if self.degrees is None else self.degrees.as_json(),
             "vocabulary": self.setting.vocabulary.as_json(),
             "tensor": None if self.tensor is None else self.tensor.as_json(),
             **({"tasks": self.tasks.as_json()} if self.tasks else {}),
@@ -197,6 +201,9 @@ def plan_run(
     verdict = judge(setting, limits)
     remedy = None if verdict.fits else shortest_remedy(setting, limits)
     prediction = predict(setting, profile, verdict.capacity) if verdict.capacity else None
+    degrees = None
+    if prediction is not None and verdict.capacity is not None:
+        degrees = layer_degrees(setting, profile, verdict.capacity, prediction.traffic)
     if alpha is None:
         alpha = prediction.traffic.active if prediction else 1.0
     return Plan(
@@ -211,6 +218,7 @@ def plan_run(
         preset=preset,
         uses=plan_uses(setting, limits, profile, lora) if foreign else None,
         order=order,
+        degrees=degrees,
         tensor=tensor_costs(
             config,
             setting.model.top_k,

@@ -31,11 +31,12 @@ from tierstore.prefetch.program import (
     AccessProgram,
     Action,
     Experts,
+    Finals,
     FrozenProgram,
     PassProgram,
     Speculation,
 )
-from tierstore.prefetch.schedule import Schedule
+from tierstore.prefetch.schedule import MicroPass, Schedule
 from tierstore.store.adamw import Inactive
 from tierstore.store.config import StoreConfig
 from tierstore.store.format import Group
@@ -92,13 +93,16 @@ class Traffic:
     evidence: Evidence
 
 
-def step_traffic(setting: Setting, taken: Capacity, span: StepWindow | None = None) -> Traffic:
-    """Bytes of a step under the budgets of ``taken``, a mean over ``span``. Commits are not counted.
+def step_traffic(
+    setting: Setting, taken: Capacity, span: StepWindow | None = None, *, order: Sequence[MicroPass] = ()
+) -> Traffic:
+    """Bytes of a step under the budgets of ``taken``, a mean over ``span``. Commits are not counted. ``order``: of the
+    passes of a pipeline stage (empty: one micro-batch after another).
 
     Raises BudgetError.
     """
     try:
-        return _Drive(setting, taken).run(span or StepWindow())
+        return _Drive(setting, taken, order).run(span or StepWindow())
     except CapacityError as error:
         raise BudgetError(f"host_budget: {error}") from error
 
@@ -123,8 +127,9 @@ class CountedSteps:
 class _Drive:
     """The trainer's accesses, in its order. Records: one an expert, and behind them the pairs of each, if there are any."""
 
-    def __init__(self, setting: Setting, taken: Capacity) -> None:
+    def __init__(self, setting: Setting, taken: Capacity, order: Sequence[MicroPass] = ()) -> None:
         self._setting = setting
+        self._order = tuple(order)
         config, model = setting.config, setting.model
         self._layers = model.moe_layers
         self._index = {layer: index for index, layer in enumerate(self._layers)}
@@ -152,7 +157,7 @@ class _Drive:
     def _ahead(self) -> tuple[Schedule, Predictor]:
         config = self._setting.config.prefetch
         predictor = make_predictor(config.predictor, range(self._local), most=config.guesses)
-        return Schedule.of_layers(self._layers, depth=config.depth), predictor
+        return Schedule.of_layers(self._layers, depth=config.depth, order=self._order), predictor
 
     def _make(self, taken: Capacity) -> Residency:
         setting = self._setting
@@ -229,12 +234,22 @@ class _Drive:
         recomputes = (
             config.model.checkpoint_activations is CheckpointActivations.BLOCK and not config.data.layer_major
         )
-        for number in range(passes):
-            for program in self._programs():
-                program.begin_micro(index=number, count=passes)
-            used = {layer: self._draw() for layer in self._layers}
-            for layer in self._layers:
-                self._forward(layer, used[layer])
+        one_by_one = [
+            MicroPass(phase, micro) for micro in range(passes) for phase in (Phase.FORWARD, Phase.BACKWARD)
+        ]
+        drawn: dict[int, dict[int, Experts]] = {}
+        for turn in self._order or one_by_one:
+            if turn.phase is Phase.FORWARD:
+                for program in self._programs():
+                    program.begin_micro(index=turn.micro, count=passes)
+                used = drawn[turn.micro] = {layer: self._draw() for layer in self._layers}
+                for layer in self._layers:
+                    self._forward(layer, used[layer])
+                continue
+            if self._order:
+                for program in self._programs():
+                    program.resume_micro(index=turn.micro, finals=Finals.LAST)
+            used = drawn.pop(turn.micro)
             for layer in reversed(self._layers):
                 if recomputes:
                     self._forward(layer, used[layer])

@@ -180,12 +180,17 @@ class Schedule:
         return bool(self.order)
 
     @classmethod
-    def of_layers(cls, layers: Sequence[int], *, depth: int) -> Schedule:
+    def of_layers(cls, layers: Sequence[int], *, depth: int, order: Sequence[MicroPass] = ()) -> Schedule:
         """A schedule of the vertical queue alone: experts of MoE layers ``layers`` (in model order), nothing to
-        gather.
+        gather. ``order``: of their passes, where those of several micro-batches interleave.
         """
         units = tuple(Unit(f"layer {layer}", 0, layer) for layer in layers)
-        return cls(units=units, vertical=QueueLimits(depth))
+        return cls(
+            units=units,
+            vertical=QueueLimits(depth),
+            order=tuple(order),
+            micro_batches=max(1, len(order) // 2),
+        )
 
     def _check_budget(self) -> None:
         budget = self.horizontal.nbytes

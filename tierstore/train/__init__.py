@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         Channel,
         Collective,
         CollectiveTraffic,
+        ExchangeMode,
         ExpertBlocks,
         JobStore,
         Mesh,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from tierstore.train.schedule import LearningRateDecay, ScheduleConfig
     from tierstore.train.session import open_session
     from tierstore.train.stepping import NonFiniteError, StepError
+    from tierstore.train.tasks.config import TaskConfig, TaskHead
     from tierstore.train.trainer import StepResult, Trainer
 else:
     __getattr__, __dir__ = exports(__name__, __file__)
@@ -65,6 +67,7 @@ __all__ = [
     "DataFormat",
     "DenseBytes",
     "DenseConfig",
+    "ExchangeMode",
     "ExpertBlocks",
     "ExpertLease",
     "ExpertSession",
@@ -106,6 +109,8 @@ __all__ = [
     "StepError",
     "StepResult",
     "StripeConfig",
+    "TaskConfig",
+    "TaskHead",
     "TieEmbeddings",
     "Timeline",
     "TimelineSink",

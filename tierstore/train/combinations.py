@@ -76,7 +76,6 @@ _SUMS = "a layer's output is a sum of the ranks' parts, which rounds otherwise t
 _ROWS = "rows of the table are summed by their owner in the order of tokens, not rank by rank"
 _ASSIGNED = "which rank computes which rows decides the order in which gradients are summed"
 _PIECES = "a rank's rows are cut into the same pieces either way"
-_NO_SHARES = "the loss is then computed without the shares that tasks give their tokens"
 _NO_STAGES = "only the built-in model can be cut into stages"
 
 _L, _C, _S, _T = Feature.LAYER_MAJOR, Feature.CHUNKS, Feature.STAGES, Feature.TENSOR
@@ -97,9 +96,7 @@ _TABLE: Mapping[tuple[Feature, Feature], Pairing] = {
     (_L, _N): _equal("rounding depends on a record's key and step alone"),
     (_L, _W): _equal("blocks are computed again from their inputs"),
     (_C, _S): _equal("a chunk is a group of whole experts"),
-    (_C, _T): _refused(
-        "indexed experts exchange no rows: an all-reduce follows the last expert, and there is nothing to overlap"
-    ),
+    (_C, _T): _within(_SUMS),
     (_C, _H): _equal("each chunk is exchanged in two steps, and delivers the same rows"),
     (_C, _E): _within(_ROWS),
     (_C, _K): _equal(_PIECES),
@@ -111,11 +108,16 @@ _TABLE: Mapping[tuple[Feature, Feature], Pairing] = {
     (_S, _E): _refused(
         "the first stage has the embedding and the last one the head, and only ranks of one stage could share the rows"
     ),
-    (_S, _K): _refused(_NO_SHARES),
+    (_S, _K): _refused(
+        "the last stage's loss is one mean over a micro-batch, and tasks have weights of their own"
+    ),
     (_S, _A): _refused(_NO_STAGES),
     (_S, _N): _equal("rounding depends on a record's key and step alone"),
     (_S, _W): _refused(_NO_STAGES),
-    (_T, _H): _refused("indexed experts exchange no rows: there is no all-to-all to be done in two steps"),
+    (_T, _H): _refused(
+        "the rows of a tensor-parallel group's experts come back to all of its ranks: there is no all-to-all to be done in "
+        "two steps"
+    ),
     (_T, _E): _within(_SUMS),
     (_T, _K): _within(_SUMS),
     (_T, _A): _equal(
@@ -130,7 +132,9 @@ _TABLE: Mapping[tuple[Feature, Feature], Pairing] = {
     (_H, _A): _equal("the exchange delivers the same rows in the same order"),
     (_H, _N): _equal("the exchange delivers the same rows in the same order"),
     (_H, _W): _equal("the exchange delivers the same rows in the same order"),
-    (_E, _K): _refused(_NO_SHARES),
+    (_E, _K): _refused(
+        "ranks' pieces differ in tokens, and a divided table takes as many from each, at one weight"
+    ),
     (_E, _A): _refused("with LoRA the embedding is frozen and stays whole on each rank"),
     (_E, _N): _within(_ROWS),
     (_E, _W): _refused("only the built-in model's embedding and head can be divided"),

@@ -136,12 +136,11 @@ class TrainConfig:
         """What each task trains on; under the empty name what a run without tasks does."""
         return {name: task.data(self.data) for name, task in self.tasks.items()} or {"": self.data}
 
-    def assignment(self, ranks: int, costs: Mapping[str, int] | None = None) -> Assignment:
-        """Which of ``ranks`` data ranks computes which rows of a micro-batch of tasks. ``costs``: of a row of each task,
-        where they were agreed on; otherwise the tokens that a rank computes for it, padding included.
-        """
+    def assignment(self, ranks: int) -> Assignment:
+        """Which of ``ranks`` data ranks computes which rows of a micro-batch of tasks."""
         rows = rows_of_tasks(self.tasks, self.data.batch_size)
-        return assign(task_rows(rows, costs or dict.fromkeys(rows, self.model.seq_len)), ranks)
+        costs = {name: task.cost or self.model.seq_len for name, task in self.tasks.items()}
+        return assign(task_rows(rows, costs), ranks)
 
     @property
     def step_timing(self) -> StepTiming:

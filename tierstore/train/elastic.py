@@ -24,7 +24,7 @@ from tierstore.model.config import ModelConfig
 from tierstore.model.spec import ModelSpec
 from tierstore.parallel import Mesh
 from tierstore.parallel.config import Elastic
-from tierstore.parallel.layout import Layout, layout_of
+from tierstore.parallel.layout import Layout
 from tierstore.store.directories import rank_directories
 from tierstore.store.disk.home import IDENTITY, fsync_directory
 from tierstore.store.opening import read_states
@@ -50,7 +50,8 @@ class MadeOver:
         """One line for the head of a run."""
         return (
             f"the store was for {self.before.world} rank{'s' * (self.before.world > 1)}; made over for "
-            f"{self.after.world} at step {self.step}, and the old one is kept until the next commit"
+            f"{self.after.world} at step {self.step}, sums go on in another order, and the old one is "
+            "kept until the next commit"
         )
 
 
@@ -71,7 +72,7 @@ def follow_ranks(config: TrainConfig, opening: Opening, mesh: Mesh) -> MadeOver 
     if mesh.world.rank == 0:
         try:
             _check_places(config)
-            found = _follow(config.store, layout_of(config.parallel, mesh.world.size), _model(config))
+            found = _follow(config.store, mesh.layout, _model(config))
         except (TierstoreError, OSError) as error:
             found = error
     result = mesh.world.all_gather_object(found)[0]

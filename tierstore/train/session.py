@@ -474,7 +474,7 @@ def _divided(mesh: Mesh, model: Model) -> DividedParameters | None:
         return None
     units = model.unit_divisions()
     indices = tuple(frozenset(i for i, division in enumerate(unit) if division is not None) for unit in units)
-    return DividedParameters(mesh.tensor, indices)
+    return DividedParameters(mesh.tensor, indices) if any(indices) else None
 
 
 def _fill(setup: _Setup, shell: _Shell, store: StoreCore, dense: DenseSlices) -> None:

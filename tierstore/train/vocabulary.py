@@ -19,6 +19,9 @@ from tierstore.train.budgets import DeviceKind
 from tierstore.train.config import TrainConfig
 from tierstore.units import format_bytes
 
+#: Of embedding and head, never AUTO.
+Placements = tuple[RowPlacement, RowPlacement]
+
 #: AUTO gathers what is smaller: its messages cost their number, and not their bytes.
 SMALL_TABLE_BYTES = 4 << 20
 
@@ -119,13 +122,8 @@ def choose_vocabulary(
     if ranks == 1:
         alone = TableChoice(RowPlacement.GATHERED, "one data rank")
         return VocabularyChoice(embedding=alone, head=alone, tied=tied)
-    obstacle = _obstacle(config, device)
-    if obstacle is not None:
-        for name, asked in (("embedding", parallel.embedding), ("head", parallel.head)):
-            if asked is RowPlacement.PARTITIONED:
-                raise ConfigError(f"parallel.{name}: expected gathered or auto: {obstacle}")
-        whole = TableChoice(RowPlacement.GATHERED, obstacle)
-        return VocabularyChoice(embedding=whole, head=whole, tied=tied)
+    in_general, of_head = _obstacles(config, device)
+    of_embedding = in_general or (of_head if tied else None)
     table = TableRows(model.vocab_size, model.d_model, ranks)
     cost = VocabularyCost(
         table=table,
@@ -133,36 +131,38 @@ def choose_vocabulary(
         micro_batches=config.data.micro_batches,
         value_bytes=model.compute_dtype.itemsize,
     )
-    if tied:
-        both = _table(
-            parallel.embedding, _kept(recorded, "embedding"), cost, cost.embedding_sent + cost.head_sent
-        )
-        return VocabularyChoice(embedding=both, head=both, tied=True, table=table, cost=cost)
+
+    def choice(name: str, asked: RowPlacement, obstacle: str | None, divided_sent: int) -> TableChoice:
+        if obstacle is None:
+            return _table(asked, _kept(recorded, name), cost, divided_sent)
+        if asked is RowPlacement.PARTITIONED:
+            raise ConfigError(f"parallel.{name}: expected gathered or auto: {obstacle}")
+        return TableChoice(RowPlacement.GATHERED, obstacle)
+
+    sent = cost.embedding_sent + (cost.head_sent if tied else 0)
+    embedding = choice("embedding", parallel.embedding, of_embedding, sent)
+    head = embedding if tied else choice("head", parallel.head, in_general or of_head, cost.head_sent)
+    possible = in_general is None
     return VocabularyChoice(
-        embedding=_table(parallel.embedding, _kept(recorded, "embedding"), cost, cost.embedding_sent),
-        head=_table(parallel.head, _kept(recorded, "head"), cost, cost.head_sent),
-        table=table,
-        cost=cost,
+        embedding=embedding,
+        head=head,
+        tied=tied,
+        table=table if possible else None,
+        cost=cost if possible else None,
     )
 
 
-def recorded_placements(parallel: Mapping[str, object]) -> tuple[RowPlacement, RowPlacement]:
+def recorded_placements(parallel: Mapping[str, object]) -> Placements:
     """Embedding and head, of what a store has recorded of its layout. Raises ValueError."""
     embedding, head = (_kept(parallel, name) or RowPlacement.GATHERED for name in ("embedding", "head"))
     return embedding, head
 
 
-def recorded_tables(
-    model: ModelConfig, parallel: Mapping[str, object], *, ranks: int
-) -> dict[tuple[str, int], TableRows]:
-    """The divided parameters of the stores of ``ranks`` data ranks that have recorded ``parallel`` of their layout, by their
-    places. Raises ValueError.
-    """
-    if ranks == 1:
-        return {}
-    table = TableRows(model.vocab_size, model.d_model, ranks)
-    divided = [table if each is RowPlacement.PARTITIONED else None for each in recorded_placements(parallel)]
-    return VocabularyPartition(*divided).tables(tied=model.tie_embeddings is TieEmbeddings.TIED)
+def places_of(model: ModelConfig, placements: Placements) -> list[tuple[str, int]]:
+    """Where ``model`` has the parameters whose rows are divided over data ranks."""
+    table = TableRows(model.vocab_size, model.d_model, 1)
+    divided = [table if each is RowPlacement.PARTITIONED else None for each in placements]
+    return list(VocabularyPartition(*divided).tables(tied=model.tie_embeddings is TieEmbeddings.TIED))
 
 
 def _kept(recorded: Mapping[str, object] | None, name: str) -> RowPlacement | None:
@@ -188,11 +188,18 @@ def _table(
     return TableChoice(RowPlacement.PARTITIONED if pays else RowPlacement.GATHERED, sent)
 
 
-def _obstacle(config: TrainConfig, device: DeviceKind) -> str | None:
-    """Why no table can be divided; None where it can."""
+def _obstacles(config: TrainConfig, device: DeviceKind) -> tuple[str | None, str | None]:
+    """Why no table can be divided, and why no head can; None where it can."""
+    of_head = "the rows of tasks differ from rank to rank, and each task has a loss" if config.tasks else None
     if not isinstance(config.model, ModelConfig):
-        return "an imported model's embedding and head were cut with its other dense parameters, and are called by its code"
-    if device is not DeviceKind.CPU and config.dense.optimizer_state is not OptimizerState.DEVICE:
-        where = config.dense.optimizer_state.value
-        return f"rows are looked up where they are stepped, and dense.optimizer_state is {where}"
-    return None
+        return (
+            "an imported model's tables were cut with its other dense parameters, and its code calls them",
+            of_head,
+        )
+    where = config.dense.optimizer_state
+    if device is not DeviceKind.CPU and where is not OptimizerState.DEVICE:
+        return (
+            f"rows are looked up where they are stepped, and dense.optimizer_state is {where.value}",
+            of_head,
+        )
+    return None, of_head

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,12 +24,16 @@ def test_a_measured_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert measured.evidence is Evidence.MEASURED
     assert measured.process_bytes > 50 << 20
     assert len(said) == 4
-    for name, cost, assumed in rows(measured):
+    for name, cost, assumed in rows(found):
         assert cost.per_s > 0, name
         assert cost.latency_s >= 0, name
         assert assumed.per_s > 0, name
     listed = {one.key: one for one in measurements(found)}
-    assert len({one.parameters["cost"] for one in listed.values() if one.name == "latency"}) == 10
+    assert len({one.parameters["cost"] for one in listed.values() if one.name == "latency"}) == 13
+    assert set(measured.exchanges) == {2}
+    assert measured.expert_forward is not None
+    assert measured.expert_backward is not None
+    assert all(error >= 0 for error in found.error_ratios("all_to_all of 2"))
     copies = [one for one in listed.values() if one.name == "copy"]
     assert [one.parameters["bytes"] for one in copies] == [256 << 10, 1 << 20, 4 << 20, 16 << 20]
     assert not list(tmp_path.iterdir())  # what it measured with is gone
@@ -46,6 +51,13 @@ def test_a_measured_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize("wrong", [{"ranks": 1}, {"repeats": 0}, {"disk_bytes": 1000}])
-def test_bad_input(wrong: dict[str, int]) -> None:
+def test_bad_input(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong)).replace("_", "-")):
         MachineBench(**wrong)
+
+
+def test_only_links_of_collectives_are_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["bench", "machine", str(tmp_path / "profile.json"), "--set", "links.disk.bandwidth=1MiB"])
+    assert ended.value.code == 2
+    assert "links.exchange" in capsys.readouterr().err

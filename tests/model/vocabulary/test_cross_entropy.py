@@ -9,7 +9,7 @@ import torch
 from launcher import Ranks
 from torch import Tensor
 from torch.nn import functional as F
-from vocabulary_cases import losses, unlike_factors
+from vocabulary_cases import losses, unlike_factors, unlike_tokens
 
 
 def of_torch(x_TD: Tensor, whole_VD: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -95,3 +95,8 @@ def test_bf16(ranks: Ranks) -> None:
 def test_ranks_must_differentiate_the_same_multiple(ranks: Ranks) -> None:
     messages = ranks.run(2, unlike_factors, *drawn(40, 16, 8))
     assert messages == ["the ranks multiply their losses by different factors"] * 2
+
+
+def test_numbers_of_tokens_that_differ_are_refused_on_every_rank(ranks: Ranks) -> None:
+    messages = ranks.run(2, unlike_tokens, *drawn(40, 16, 8))
+    assert messages == ["the ranks have [8, 7] tokens: a divided head needs as many on each"] * 2

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from launcher import Ranks
 from torch import Tensor
 from torch.nn import functional as F
-from vocabulary_cases import Found, first_rows, look_up, look_up_many, refused
+from vocabulary_cases import Found, first_rows, look_up, look_up_many, look_up_uneven, refused
 
 from tierstore.parallel.rows import TableRows
 
@@ -60,6 +60,7 @@ def test_rows_by_hand() -> None:
         table.owner(10)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 300), st.integers(1, 40), st.integers(1, 9))
 def test_every_row_has_one_owner(rows: int, width: int, ranks: int) -> None:
     table = TableRows(rows, width, ranks)
@@ -77,9 +78,12 @@ def test_by_hand(ranks: Ranks) -> None:
     assert [rank["grad"][:, 0].tolist() for rank in found] == [[8.0, 10.0], [0.0, 2.0]]
     for rank in found:
         assert rank["calls"] == 3
-        # 2 ids of 4 bytes to the other rank. Rank 0 gives rows 1 and 0 away and gets row 3, and gradients go back: either
-        # way 3 rows of 64 bytes.
-        assert rank["sent"] == dict.fromkeys(rank["sent"], 0) | {"all_to_all": 8 + 3 * 64}
+        # How many tokens, in 8 bytes, and 2 ids of 4 bytes to the other rank. Rank 0 gives rows 1 and 0 away and gets row
+        # 3, and gradients go back: either way 3 rows of 64 bytes.
+        assert rank["sent"] == dict.fromkeys(rank["sent"], 0) | {
+            "all_gather": 8,
+            "all_to_all": 8 + 3 * 64,
+        }
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -127,6 +131,14 @@ def test_any_ids(ranks: Ranks, vocab: int, width: int, tokens: int, seed: int, d
         1.0,
     )
     assert_bits(case, ranks.run(2, look_up, *case))
+
+
+def test_ranks_may_have_other_numbers_of_tokens(ranks: Ranks) -> None:
+    """Also none: then it has gradients of its rows nevertheless, from the others."""
+    torch.set_num_threads(1)
+    case = drawn(5, 20, 16, 31)
+    for sizes in ([31, 0], [7, 24]):
+        assert_bits(case, ranks.run(2, look_up_uneven, *case, sizes))
 
 
 @pytest.mark.parametrize("bad", [-1, 10, 1 << 40])

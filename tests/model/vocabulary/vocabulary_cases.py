@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -46,6 +47,18 @@ def look_up_many(mesh: Mesh, cases: list[tuple[Tensor, Tensor, Tensor, float]]) 
     return [look_up(mesh, *case) for case in cases]
 
 
+def look_up_uneven(
+    mesh: Mesh, whole_VD: Tensor, ids_T: Tensor, back_TD: Tensor, scale: float, sizes: list[int]
+) -> Found:
+    """As ``look_up``, where rank r has ``sizes[r]`` of the tokens."""
+    torch.set_num_threads(1)
+    table, rows_RD = divided(mesh, whole_VD)
+    own_T, own_TD = (torch.split(whole, sizes)[mesh.data.rank] for whole in (ids_T, back_TD))
+    x_BTD = table.embed(own_T.unsqueeze(0), rows_RD, scale=scale, dtype=back_TD.dtype)
+    x_BTD.backward(own_TD.unsqueeze(0))
+    return {"x": x_BTD[0].detach(), "grad": rows_RD.grad}
+
+
 def refused(mesh: Mesh, whole_VD: Tensor, ids_T: Tensor, bad: int) -> str:
     """What every rank raises where rank 1 has an id that is no row."""
     table, rows_RD = divided(mesh, whole_VD)
@@ -65,8 +78,6 @@ def losses(mesh: Mesh, x_TD: Tensor, whole_VD: Tensor, targets_T: Tensor, chunk:
     size, rank = mesh.data.size, mesh.data.rank
     mine = slice(len(x_TD) // size * rank, len(x_TD) // size * (rank + 1))
     own_TD = x_TD[mine].clone().requires_grad_()
-    from unittest import mock
-
     with mock.patch("tierstore.model.vocabulary.cross_entropy.CHUNK_LOGITS", chunk):
         loss_ = table.cross_entropy(own_TD, rows_RD, targets_T[mine])
         (loss_ * factor / size).backward()
@@ -93,10 +104,19 @@ def unlike_factors(mesh: Mesh, x_TD: Tensor, whole_VD: Tensor, targets_T: Tensor
     return "nothing"
 
 
+def unlike_tokens(mesh: Mesh, x_TD: Tensor, whole_VD: Tensor, targets_T: Tensor) -> str:
+    """What is raised where rank 1 has a token less."""
+    table, rows_RD = divided(mesh, whole_VD)
+    own = slice(len(x_TD) - mesh.data.rank)
+    try:
+        table.cross_entropy(x_TD[own], rows_RD, targets_T[own])
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
 def first_rows(mesh: Mesh, rows: int, width: int, drawn: int) -> Tensor:
     """This rank's rows of a table drawn in chunks of about ``drawn`` elements."""
-    from unittest import mock
-
     table = DividedTable(TableRows(rows, width, mesh.data.size), mesh.data)
     with mock.patch("tierstore.model.vocabulary.table._DRAWN", drawn):
         return table.first_rows(std=0.2, generator=torch.Generator().manual_seed(3))

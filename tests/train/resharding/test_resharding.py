@@ -183,3 +183,37 @@ def test_an_interrupted_one_leaves_nothing(settings: Make, tmp_path: Path) -> No
     assert not (tmp_path / "new").exists()
     assert not list(tmp_path.glob("*.partial"))
     reshard(made["store"], tmp_path / "new", laid_out(2, 2))
+
+
+@pytest.mark.parametrize("tied", ["tied", "untied"])
+def test_tables_gathered_and_partitioned(ranks: Ranks, settings: Make, tmp_path: Path, tied: str) -> None:
+    """Partitioned by two ranks, gathered by one and by three, and back: every byte; and AUTO goes on with what is there."""
+    tables = {"parallel.embedding": "partitioned", "parallel.head": "partitioned"}
+    made = settings({"model.experts": 5, "model.tie_embeddings": tied, "data.batch_size": 4, **tables})
+    ranks.run(2, train, made, 3, Opening.CREATE)
+    before = contents(made["store"])
+    whole = RowPlacement.GATHERED
+    reshard(made["store"], tmp_path / "one", laid_out(1))
+    reshard(made["store"], tmp_path / "three", laid_out(3), placement=VocabularyPlacement(whole, whole))
+    reshard(tmp_path / "three", tmp_path / "three-alone", laid_out(1))
+    assert contents(tmp_path / "three-alone") == contents(tmp_path / "one")
+    divided = RowPlacement.PARTITIONED
+    reshard(tmp_path / "one", tmp_path / "two", laid_out(2), placement=VocabularyPlacement(divided, divided))
+    assert contents(tmp_path / "two") == before
+    again = ranks.run(2, train, made, 5, Opening.RESUME)
+    back = {**made, "store": tmp_path / "two"} | dict.fromkeys(tables, "auto")
+    assert ranks.run(2, train, back, 5, Opening.RESUME) == again
+
+
+def test_a_tied_head_is_where_the_embedding_is(settings: Make, tmp_path: Path) -> None:
+    made = settings({"model.tie_embeddings": "tied"})
+    train(alone(), made, 1, Opening.CREATE)
+    with pytest.raises(ConfigError, match="head: expected partitioned: it is the embedding, got gathered"):
+        reshard(
+            made["store"],
+            tmp_path / "new",
+            laid_out(2),
+            embedding=RowPlacement.PARTITIONED,
+            head=RowPlacement.GATHERED,
+        )
+    assert not (tmp_path / "new").exists()

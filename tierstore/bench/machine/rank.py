@@ -1,18 +1,23 @@
-"""One rank that measures collectives: ``python -m tierstore.bench.machine.rank REPEATS SIZE..``.
+"""One rank that measures collectives: ``python -m tierstore.bench.machine.rank LINKS REPEATS SIZE..``.
 
-Each rank prints one JSON object: of each operation, the bytes that a rank sends and the seconds that it took, pair by pair.
+LINKS is a JSON object: the limits of ``tierstore.links.LinksConfig``. Each rank prints one JSON object: of each operation,
+the bytes that a rank sends and the seconds that it took, pair by pair.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Callable, Sequence
 
 from tierstore.bench.processes.spawn import answer_channel, write_line
+from tierstore.config import from_dict
+from tierstore.links import LinksConfig
 from tierstore.parallel.collectives import RankGroup, Work
 from tierstore.parallel.config import ParallelConfig
 from tierstore.parallel.launching import launch
+from tierstore.parallel.limited import limited_groups
 
 
 def measure(group: RankGroup, sizes: Sequence[int], repeats: int) -> dict[str, list[tuple[int, float]]]:
@@ -50,8 +55,10 @@ def _main(arguments: Sequence[str]) -> None:
 
     channel = answer_channel()
     torch.set_num_threads(1)
-    repeats, *sizes = (int(argument) for argument in arguments)
-    with launch(ParallelConfig(timeout_s=60.0), device="cpu") as mesh:
+    links = from_dict(LinksConfig, json.loads(arguments[0]))
+    repeats, *sizes = (int(argument) for argument in arguments[1:])
+    groups = limited_groups(links)
+    with launch(ParallelConfig(timeout_s=60.0), device="cpu", make_group=groups) as mesh:
         write_line(channel, measure(mesh.world, sizes, repeats))
 
 

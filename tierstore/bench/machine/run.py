@@ -1,20 +1,23 @@
 """Measures the costs of this machine that ``tierstore plan`` predicts with, as alpha-beta lines.
 
 Disk: streams of transfers through the engine, past the page cache, of several sizes. Copies and AdamW: the engine's own
-kernels. Computation: a block of the model under autograd, and one expert's formulas, over several numbers of tokens.
-Collectives: the group's own, between local ranks on Gloo. Each point is measured several times, in turns; lines go through
-the medians (``plan.costs.fit_cost``).
+kernels. Computation: a block of the model under autograd, and one expert's formulas, forward and backward, over several
+numbers of tokens. Collectives: the group's own, between local ranks on Gloo; all-to-alls also of fewer ranks. Each point is
+measured several times, in turns; lines go through the medians (``plan.costs.fit_cost``).
 
 It is a benchmark and not part of ``plan``, which measures nothing and answers at once.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,24 +29,33 @@ from tierstore.bench.processes.ranks import run_ranks
 from tierstore.bench.results.document import Better, Measurement, derived, measured
 from tierstore.bench.results.figures import IF_ANY, Figures
 from tierstore.capabilities import chosen_instruction_set
+from tierstore.config import as_dict
 from tierstore.errors import ConfigError
-from tierstore.plan.costs import ASSUMED, Cost, Profile, fit_cost
+from tierstore.links import LinksConfig
+from tierstore.plan.costs import ASSUMED, Cost, Profile, fit_cost, fit_errors
 from tierstore.plan.evidence import Evidence
 from tierstore.store.config import IoConfig
 from tierstore.train.footprint import resident_bytes
 
 _Points = list[tuple[float, float]]
+#: How the all-to-alls of a number of ranks are called.
+_EXCHANGE = "all_to_all of "
+#: Floating point operations are the amounts of these costs, bytes those of the others.
+_COMPUTING = ("dense_flops", "expert_flops", "expert_forward", "expert_backward")
 
 
 @dataclass(frozen=True, kw_only=True)
 class MachineBench:
-    """What to measure. ``directory``: on the disk in question. ``ranks``: local ranks for the collectives."""
+    """What to measure. ``directory``: on the disk in question. ``ranks``: local ranks for the collectives. ``links``: limits
+    of theirs.
+    """
 
     directory: Path = Path()
     ranks: int = 2
     repeats: int = 5
     disk_bytes: int = 64 << 20
     threads: int = 0
+    links: LinksConfig = field(default_factory=LinksConfig)
 
     def __post_init__(self) -> None:
         at_least(2, **{"--ranks": self.ranks})
@@ -58,6 +70,11 @@ class Measured:
 
     profile: Profile
     points: Mapping[str, _Points]
+
+    def error_ratios(self, name: str) -> list[float]:
+        """By how much of itself each point of the cost ``name`` is off its line."""
+        points, cost = self.points[name], cost_of(self.profile, name)
+        return fit_errors(cost, [amount for amount, _ in points], [spent for _, spent in points])
 
 
 def run(bench: MachineBench, say: Callable[[str], None] = lambda _: None) -> Measured:
@@ -76,9 +93,23 @@ def run(bench: MachineBench, say: Callable[[str], None] = lambda _: None) -> Mea
         machine=f"{machine.cores()} cores, {chosen_instruction_set()}, kernel {machine.kernel()}",
         ranks=bench.ranks,
         process_bytes=process,
-        **{name: _fit(pairs) for name, pairs in points.items()},
+        exchanges={count: _fit(points[f"{_EXCHANGE}{count}"]) for count in _counts(bench.ranks)},
+        **{name: _fit(pairs) for name, pairs in points.items() if not name.startswith(_EXCHANGE)},
     )
     return Measured(profile, points)
+
+
+def cost_of(profile: Profile, name: str) -> Cost:
+    """The cost that ``points`` and ``rows`` call ``name``."""
+    if name.startswith(_EXCHANGE):
+        return profile.exchanges[int(name.removeprefix(_EXCHANGE))]
+    cost: Cost = getattr(profile, name)
+    return cost
+
+
+def _counts(ranks: int) -> list[int]:
+    """Numbers of ranks whose all-to-alls are measured: 2, 4, 8, .. and ``ranks``."""
+    return sorted({*(1 << power for power in range(1, ranks.bit_length())), ranks})
 
 
 def _fit(points: _Points) -> Cost:
@@ -151,7 +182,7 @@ def _computation(bench: MachineBench) -> dict[str, _Points]:
     try:
         return {
             "dense_flops": _dense_points(bench.repeats),
-            "expert_flops": _expert_points(bench.repeats),
+            **_expert_points(bench.repeats),
         }
     finally:
         torch.set_num_threads(before)
@@ -185,36 +216,31 @@ def _dense_points(repeats: int) -> _Points:
     return points
 
 
-def _expert_points(repeats: int) -> _Points:
+def _expert_points(repeats: int) -> dict[str, _Points]:
+    """One expert by its rows: forward, backward, and a pass of either in the mean."""
     import torch
 
     from tierstore.moe.config import ExpertShape
     from tierstore.moe.experts import Workspace, backward_weighted_expert, forward_expert
 
     shape = ExpertShape(256, 512)
-    points: _Points = []
+    points: dict[str, _Points] = {"expert_flops": [], "expert_forward": [], "expert_backward": []}
     for rows in (16, 64, 256, 1024):
         x = torch.randn(rows, shape.d_model)
         flat, gradients = torch.randn(shape.numel), torch.empty(shape.numel)
         inner, out = torch.empty(rows, shape.inner_rows), torch.empty(rows, shape.d_model)
         weight, grad_out = torch.ones(rows), torch.randn(rows, shape.d_model)
         work = Workspace(shape, rows, x, inner=2, hidden=2)
-
-        def both(
-            x: torch.Tensor = x,
-            flat: torch.Tensor = flat,
-            gradients: torch.Tensor = gradients,
-            inner: torch.Tensor = inner,
-            out: torch.Tensor = out,
-            weight: torch.Tensor = weight,
-            grad_out: torch.Tensor = grad_out,
-            work: Workspace = work,
-        ) -> None:
-            forward_expert(shape, flat, x, inner, out, work)
-            backward_weighted_expert(shape, flat, gradients, x, inner, weight, grad_out.clone(), out, work)
-
-        flops = 6 * rows * shape.numel
-        points += [(flops / 2, spent / 2) for spent in _timed(both, repeats)]
+        forward = _timed(partial(forward_expert, shape, flat, x, inner, out, work), repeats)
+        backward = _timed(
+            partial(backward_weighted_expert, shape, flat, gradients, x, inner, weight, grad_out, out, work),
+            repeats,
+        )
+        flops = 2 * rows * shape.numel
+        points["expert_forward"] += [(flops, spent) for spent in forward]
+        points["expert_backward"] += [(2 * flops, spent) for spent in backward]
+        both = zip(forward, backward, strict=True)
+        points["expert_flops"] += [(1.5 * flops, (there + back) / 2) for there, back in both]
     return points
 
 
@@ -223,18 +249,27 @@ def _expert_points(repeats: int) -> _Points:
 
 def _collectives(bench: MachineBench) -> dict[str, _Points]:
     sizes = (16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
-    arguments = [str(bench.repeats), *map(str, sizes)]
-    answers = run_ranks("tierstore.bench.machine.rank", arguments, ranks=bench.ranks, timeout_s=300.0)
-    found: dict[str, Sequence[tuple[float, float]]] = answers[0]
-    return {name: [(amount, spent) for amount, spent in pairs] for name, pairs in found.items()}
+    arguments = [json.dumps(as_dict(bench.links)), str(bench.repeats), *map(str, sizes)]
+    points: dict[str, _Points] = {}
+    for count in _counts(bench.ranks):
+        answers = run_ranks("tierstore.bench.machine.rank", arguments, ranks=count, timeout_s=300.0)
+        found: dict[str, _Points] = {
+            name: [(amount, spent) for amount, spent in pairs] for name, pairs in answers[0].items()
+        }
+        points[f"{_EXCHANGE}{count}"] = found["all_to_all"]
+    return found | points
 
 
 @dataclass(frozen=True, kw_only=True)
 class CostLine(Figures):
-    """One cost of the profile: operations a second of computation, bytes a second of the others."""
+    """One cost of the profile: operations a second of computation, bytes a second of the others. ``error_ratio``: how far
+    its points are from its line, in the median and at most.
+    """
 
     cost: str
     latency_s: float
+    median_error_ratio: float
+    largest_error_ratio: float
     flops_per_s: float | None = field(default=None, metadata=IF_ANY)
     bytes_per_s: float | None = field(default=None, metadata=IF_ANY)
 
@@ -247,36 +282,46 @@ class MachineResult(Figures):
     costs: Sequence[CostLine]
 
 
-def result_of(profile: Profile, path: Path) -> MachineResult:
-    """``profile``, which lies at ``path``, for programs."""
-    lines = [
-        CostLine(
-            cost=name,
-            latency_s=cost.latency_s,
-            flops_per_s=cost.per_s if name.endswith("flops") else None,
-            bytes_per_s=None if name.endswith("flops") else cost.per_s,
+def result_of(found: Measured, path: Path) -> MachineResult:
+    """``found``, whose profile lies at ``path``, for programs."""
+    lines = []
+    for name, cost, _ in rows(found):
+        errors, computing = found.error_ratios(name), name in _COMPUTING
+        lines.append(
+            CostLine(
+                cost=name,
+                latency_s=cost.latency_s,
+                median_error_ratio=statistics.median(errors),
+                largest_error_ratio=max(errors),
+                flops_per_s=cost.per_s if computing else None,
+                bytes_per_s=None if computing else cost.per_s,
+            )
         )
-        for name, cost, _ in rows(profile)
-    ]
     return MachineResult(profile=str(path), costs=lines)
 
 
-def rows(profile: Profile) -> list[tuple[str, Cost, Cost]]:
-    """The lines of ``profile`` for people, each beside what a plan assumes without it."""
-    names = [name for name in vars(ASSUMED) if isinstance(getattr(ASSUMED, name), Cost)]
-    return [(name, getattr(profile, name), getattr(ASSUMED, name)) for name in names]
+def rows(found: Measured) -> list[tuple[str, Cost, Cost]]:
+    """The costs of ``found`` for people, each beside what a plan assumes without it."""
+    return [(name, cost_of(found.profile, name), _assumed(name)) for name in found.points]
+
+
+def _assumed(name: str) -> Cost:
+    if name.startswith(_EXCHANGE):
+        return ASSUMED.all_to_all
+    cost: Cost | None = getattr(ASSUMED, name)
+    return cost or ASSUMED.expert_flops
 
 
 def measurements(found: Measured) -> Iterator[Measurement]:
     """What ``run`` found, for a document: each point with its samples, and the lines through them."""
     for name, points in found.points.items():
-        kind = "operations" if name.endswith("flops") else "bytes"
+        kind = "operations" if name in _COMPUTING else "bytes"
         samples: dict[float, list[float]] = {}
         for amount, spent in points:
             samples.setdefault(amount, []).append(spent)
         for amount, times in samples.items():
             yield measured(name, times, "s", Better.LOWER, parameters={kind: amount})
-        cost: Cost = getattr(found.profile, name)
+        cost = cost_of(found.profile, name)
         yield derived("latency", cost.latency_s, "s", Better.LOWER, parameters={"cost": name})
         if math.isfinite(cost.per_s):
             yield derived("rate", cost.per_s, f"{kind}/s", Better.HIGHER, parameters={"cost": name})

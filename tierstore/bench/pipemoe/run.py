@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 
 from tierstore.bench.checks import at_least, more_than_0
 from tierstore.bench.pipemoe.cases import (
@@ -28,7 +28,7 @@ from tierstore.bench.pipemoe.models import FittedMachine, FittedPass, PredictedP
 from tierstore.bench.pipemoe.rank import LayerRequest, LayerSamples
 from tierstore.bench.processes.ranks import AskedRanks
 from tierstore.bench.results.document import Better, Measurement, derived, measured
-from tierstore.bench.results.figures import Figures
+from tierstore.bench.results.figures import Figures, named
 from tierstore.links import LinkConfig
 from tierstore.plan.costs import Cost, fit_cost
 from tierstore.stats import percentile
@@ -58,6 +58,14 @@ class PipelineBench:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ChunkTime(Figures):
+    """The median time of a pass in so many chunks."""
+
+    chunks: int = field(metadata=named("chunks_count"))
+    pass_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class PassScore(Figures):
     """One pass of one layer. Ratios are medians over rounds of AUTO's time to another's of the same round; ``same_ratio``:
     to that of its own number of chunks, measured once more. ``limit_s``: what overlap allows where it is asked for.
@@ -65,12 +73,12 @@ class PassScore(Figures):
 
     phase: str
     ranks: int
-    rows: int
+    rows: int = field(metadata=named("rows_count"))
     latency_s: float
     communication_to_computation_ratio: float
-    auto_degree: int
-    wanted_degree: int
-    best_degree: int
+    auto_degree: int = field(metadata=named("auto_chunks_count"))
+    wanted_degree: int = field(metadata=named("wanted_chunks_count"))
+    best_degree: int = field(metadata=named("best_chunks_count"))
     auto_s: float
     best_s: float
     one_s: float
@@ -81,7 +89,7 @@ class PassScore(Figures):
     to_one_ratio: float
     same_ratio: float | None
     limit_s: float | None
-    seconds: Mapping[int, float]
+    times: Sequence[ChunkTime]
 
     @property
     def capped(self) -> bool:
@@ -243,7 +251,7 @@ def score_pass(
         to_one_ratio=ratio(1),
         same_ratio=ratio(chosen.degree) if chosen.degree in times else None,
         limit_s=OVERLAP * longer + predicted.exposed_s(chosen.degree) if equal else None,
-        seconds=medians,
+        times=[ChunkTime(chunks=r, pass_s=spent) for r, spent in medians.items()],
     )
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 from tierstore.bench.results.document import Better, Measurement, derived
-from tierstore.bench.results.figures import Figures
+from tierstore.bench.results.figures import Figures, named
 from tierstore.parallel.pipeline_degree import LayerPass, PipelineCosts, Share, best_degree, pass_seconds
 from tierstore.plan.pipemoe.algorithm import algorithm_1
 from tierstore.plan.pipemoe.simulation import exhaustive_degree
@@ -20,18 +20,26 @@ _MOST = 12
 
 
 @dataclass(frozen=True, kw_only=True)
+class DegreeCount(Figures):
+    """In how many cases so many chunks are the best."""
+
+    chunks: int = field(metadata=named("chunks_count"))
+    cases: int = field(metadata=named("cases_count"))
+
+
+@dataclass(frozen=True, kw_only=True)
 class SearchResult(Figures):
     """``disagreements``: cases where the exact solver's r is not as good as the best simulated one, ties aside;
     ``degrees``: how often each r was the best; ``algorithm_1_worse``: cases where Algorithm 1 as printed is not as good.
     """
 
-    cases: int
-    disagreements: int
-    ties: int
+    cases: int = field(metadata=named("cases_count"))
+    disagreements: int = field(metadata=named("disagreements_count"))
+    ties: int = field(metadata=named("ties_count"))
     largest_difference_ratio: float
-    algorithm_1_worse: int
+    algorithm_1_worse: int = field(metadata=named("algorithm_1_worse_count"))
     algorithm_1_worst_ratio: float
-    degrees: Mapping[int, int]
+    degrees: Sequence[DegreeCount]
 
 
 def search(cases: int, *, seed: int = 0) -> SearchResult:
@@ -60,7 +68,7 @@ def search(cases: int, *, seed: int = 0) -> SearchResult:
         largest_difference_ratio=largest,
         algorithm_1_worse=worse,
         algorithm_1_worst_ratio=worst,
-        degrees=dict(sorted(degrees.items())),
+        degrees=[DegreeCount(chunks=r, cases=count) for r, count in sorted(degrees.items())],
     )
 
 

@@ -16,6 +16,7 @@ from tierstore.cli.bench.machine import machine
 from tierstore.cli.bench.order import order
 from tierstore.cli.bench.overlap import overlap, prediction
 from tierstore.cli.bench.pipemoe import pipemoe
+from tierstore.cli.bench.ppmoe import ppmoe
 from tierstore.cli.bench.quant import quant
 from tierstore.cli.bench.report import compare, report
 from tierstore.cli.bench.results import (
@@ -29,6 +30,7 @@ from tierstore.cli.bench.results import (
 from tierstore.cli.bench.ring import ring
 from tierstore.cli.bench.rivals import rivals
 from tierstore.cli.bench.scale import scale
+from tierstore.cli.bench.stages import stages
 from tierstore.cli.bench.tasks import tasks
 from tierstore.cli.bench.tiers import tiers
 from tierstore.cli.bench.train import train
@@ -60,9 +62,11 @@ for _command in (
     train,
     embedding,
     order,
+    stages,
     guesses,
     quant,
     ring,
+    ppmoe,
     rivals,
     generate,
     overlap,

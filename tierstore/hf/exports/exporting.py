@@ -54,7 +54,7 @@ from tierstore.hf.manifest import (
 )
 from tierstore.model.config import ComputeDtype, ModelConfig
 from tierstore.store.disk.home import MODEL_DIRECTORY, fsync_directory
-from tierstore.train.vocabulary import recorded_tables
+from tierstore.train.vocabulary import places_of, recorded_placements
 
 Bytes = npt.NDArray[np.uint8]
 _CHUNK_VALUES = 4 << 20
@@ -176,7 +176,7 @@ def _built_in(source: Path, weights: StoredWeights) -> tuple[ModelConfig, Fusion
     conditions: dict[str, Any] = weights.state.conditions
     try:
         model = from_dict(ModelConfig, conditions["model"], origin=str(source))
-        tables = recorded_tables(model, conditions["parallel"], ranks=len(weights.stores))
+        tables = places_of(model, recorded_placements(conditions["parallel"]))
         return model, Fusion(conditions["dense"]["fusion"]), tables
     except (KeyError, TypeError, ValueError) as error:
         raise StoreFormatError(f"{source}: the conditions of the run are damaged: {error}") from error

@@ -197,6 +197,11 @@ def open_weights(source: Path) -> Iterator[StoredWeights]:
             ranks, expert_ranks = int(parallel["ranks"]), int(parallel["expert_ranks"])
         except (KeyError, TypeError, ValueError) as error:
             raise StoreFormatError(f"{source}: the conditions of the run are damaged: {error}") from error
+        if (parallel.get("tensor_ranks", 1), parallel.get("stages", 1)) != (1, 1):
+            raise StoreFormatError(
+                f"{source}: made by tensor-parallel ranks or pipeline stages; tierstore reshard {source} --to NEW --ranks 1 "
+                "makes a store that can be exported"
+            )
         if ranks != len(stores):
             raise StoreFormatError(f"{source}: made by {ranks} ranks, and there are {len(stores)} stores")
         yield StoredWeights(stores, state, small, expert_ranks)

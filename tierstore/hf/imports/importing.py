@@ -104,6 +104,7 @@ class ImportPlan:
 
     matched: Matched
     ranks: int
+    tensor_ranks: int
     schemas: tuple[RecordSchema, ...]
     jobs: tuple[Job, ...]
     counts: dict[str, int]
@@ -204,9 +205,10 @@ def plan_import(source: Path, options: ImportOptions, mesh: Mesh) -> ImportPlan:
     matched = replace(matched, manifest=manifest)
     check_tokenizer(source, manifest.vocab_size)
     _check_tied(matched)
-    layouts = manifest.unit_layouts(mesh.world.size)
+    # Tensor-parallel ranks share the experts alone: of a model that comes from elsewhere nothing else is divided.
+    layouts = manifest.unit_layouts(mesh.data.size)
     owned = mesh.blocks(manifest.experts.count).owned(mesh.expert.rank)
-    jobs = list(_jobs(matched, layouts, mesh.world.rank, owned))
+    jobs = list(_jobs(matched, layouts, mesh.data.rank, owned))
     training = Training.FROZEN if manifest.weights is Weights.FROZEN else Training.TRAINED
     quantized = quantized_layout(HfSpec(manifest=manifest, config=config))
     expert = expert_record(
@@ -218,7 +220,12 @@ def plan_import(source: Path, options: ImportOptions, mesh: Mesh) -> ImportPlan:
     for layout in layouts:
         counts[schema_name(layout, expert.training)] += 1
     return ImportPlan(
-        matched=matched, ranks=mesh.world.size, schemas=tuple(schemas), jobs=tuple(jobs), counts=counts
+        matched=matched,
+        ranks=mesh.world.size,
+        tensor_ranks=mesh.tensor.size,
+        schemas=tuple(schemas),
+        jobs=tuple(jobs),
+        counts=counts,
     )
 
 
@@ -454,6 +461,7 @@ class _Import:
                 "parallel": {
                     "ranks": self._state.ranks,
                     "expert_ranks": self._state.expert_ranks,
+                    "tensor_ranks": self._plan.tensor_ranks,
                     "rank": self._state.rank,
                 },
                 "dense": {"fusion": self._plan.manifest.fusion.value},

@@ -14,6 +14,8 @@ from tierstore.parallel.rows import TableRows
 
 #: Ids travel as int32; masters, gradients of gathered tables and the losses' figures in fp32.
 _ID = _FP32 = 4
+#: How many tokens a rank has, which goes before its ids.
+_COUNT = 8
 #: Largest logit, sum of exponentials, target's logit; and what goes back to make gradients with.
 _FIGURES = 3 + 1
 #: One double from each rank, twice: the factor of the loss.
@@ -42,13 +44,14 @@ class VocabularyCost:
         """Ids, rows back, gradients."""
         others = self.table.ranks - 1
         values = 2 * self.tokens * self.table.width * others // self.table.ranks
-        return self.micro_batches * (_ID * self.tokens * others + self.value_bytes * values)
+        ids = (_COUNT + _ID * self.tokens) * others
+        return self.micro_batches * (ids + self.value_bytes * values)
 
     @property
     def head_sent(self) -> int:
         """Targets, hidden states, the sums' parts, the gradients of hidden states."""
         each = _ID + _FP32 * _FIGURES + 2 * self.value_bytes * self.table.width
-        return self.micro_batches * (self.table.ranks - 1) * (self.tokens * each + _FACTOR)
+        return self.micro_batches * (self.table.ranks - 1) * (_COUNT + self.tokens * each + _FACTOR)
 
     @property
     def gathered_memory(self) -> int:

@@ -73,7 +73,10 @@ class _Summed(torch.autograd.Function):
         wide = torch.promote_types(x_TD.dtype, torch.float32)
         owned = len(table.owned(group.rank))
         head = _Head(rows_RD[:owned].to(x_TD.dtype), table, group, charge)
-        targets_NT = gather_tokens(targets_T, table, group, charge)
+        targets_A, counts = gather_tokens(targets_T, table, group, charge)
+        if len(set(counts)) > 1:
+            raise ValueError(f"the ranks have {counts} tokens: a divided head needs as many on each")
+        targets_NT = targets_A.view(group.size, tokens)
         total = x_TD.new_zeros((), dtype=wide)
         rows_grad = torch.zeros_like(rows_RD) if training else None
         x_grad = torch.empty_like(x_TD) if training else None
@@ -158,7 +161,8 @@ def divided_cross_entropy(
     head. A collective, as its backward pass is, in which all ranks must multiply it by the same factor: the gradient of
     ``rows_RD`` is that of the sum of all ranks' means.
 
-    Raises ValueError on all ranks for a target that is no row of the table, PeerError, RuntimeError in the backward pass.
+    Raises ValueError on all ranks for a target that is no row of the table, or numbers of tokens that differ, PeerError,
+    RuntimeError in the backward pass.
     """
     training = torch.is_grad_enabled() and (x_TD.requires_grad or rows_RD.requires_grad)
     total: Tensor = _Summed.apply(  # type: ignore[no-untyped-call]

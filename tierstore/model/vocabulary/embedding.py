@@ -1,12 +1,12 @@
 """The embedding whose rows are divided over data ranks (SE-MoE section 4.3, figure 9): three all-to-alls, of ids, of rows
 and of gradients. No table is gathered, and no gradient of one is reduced.
 
-Shapes: T tokens of this rank (the same number on every rank), N ranks, R rows of this rank with padding, D width, M tokens
+Shapes: T tokens of this rank, A tokens of all N ranks (in rank order), R rows of this rank with padding, D width, M tokens
 of all ranks whose rows are here.
 
-Ids go to every rank, as int32: so all know who sends how much, and no message says it. An owner adds gradients up in the
-order of the global batch, which is that of ranks and of tokens within each, by the function that one process uses: the
-gradient of a row has the bits of one process with the whole batch.
+Ids go to every rank, as int32, behind one number from each that says how many: so all know who sends how much. An owner adds
+gradients up in the order of the global batch, which is that of ranks and of tokens within each, by the function that one
+process uses: the gradient of a row has the bits of one process with the whole batch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tierstore.moe.exchange import Charge
+from tierstore.moe.exchange import Charge, gather_counts
 from tierstore.parallel import RankGroup
 from tierstore.parallel.rows import TableRows
 
@@ -42,30 +42,36 @@ def exchange_ids(
     """Tells every rank the ids of all. A collective. Raises ValueError on all ranks for an id that is no row of the table,
     PeerError.
     """
-    all_NT = gather_tokens(ids_T, table, group, charge)
-    owner_NT = torch.div(all_NT, table.each, rounding_mode="floor")
-    here_NT = owner_NT == group.rank
-    local_M = all_NT[here_NT] - group.rank * table.each
-    own_T = owner_NT[group.rank]
+    all_A, counts = gather_tokens(ids_T, table, group, charge)
+    owner_A = torch.div(all_A, table.each, rounding_mode="floor")
+    here_A = owner_A == group.rank
+    local_M = all_A[here_A] - group.rank * table.each
+    leaving = [int(part.sum()) for part in torch.split(here_A, counts)]
+    own_T = torch.split(owner_A, counts)[group.rank]
     coming = torch.bincount(own_T, minlength=group.size).tolist()
-    return RowExchange(local_M, here_NT.sum(dim=1).tolist(), torch.argsort(own_T, stable=True), coming)
+    return RowExchange(local_M, leaving, torch.argsort(own_T, stable=True), coming)
 
 
-def gather_tokens(ids_T: Tensor, table: TableRows, group: RankGroup, charge: Charge | None = None) -> Tensor:
-    """The ids of every rank, (N, T) int64. A collective. Raises ValueError as ``exchange_ids``."""
+def gather_tokens(
+    ids_T: Tensor, table: TableRows, group: RankGroup, charge: Charge | None = None
+) -> tuple[Tensor, list[int]]:
+    """The ids of every rank, (A,) int64, and how many of each. A collective. Raises ValueError as ``exchange_ids``."""
     tokens = ids_T.numel()
+    counts: list[int] = gather_counts(torch.tensor([tokens]), group, charge).flatten().tolist()
     # Clamped, an id that does not fit an int32 is still none of the table.
     sent = ids_T.clamp(-1, table.rows).to(torch.int32).repeat(group.size)
-    all_NT = torch.empty_like(sent)
-    group.all_to_all(all_NT, sent, [tokens] * group.size, [tokens] * group.size).wait(charge)
-    all_NT = all_NT.view(group.size, tokens).long()
-    wrong = ((all_NT < 0) | (all_NT >= table.rows)).nonzero()
+    all_A = sent.new_empty(sum(counts))
+    group.all_to_all(all_A, sent, counts, [tokens] * group.size).wait(charge)
+    all_A = all_A.long()
+    wrong = ((all_A < 0) | (all_A >= table.rows)).nonzero()
     if len(wrong):
-        rank, token = wrong[0].tolist()
+        token, rank = int(wrong[0]), 0
+        while token >= counts[rank]:
+            token, rank = token - counts[rank], rank + 1
         raise ValueError(
             f"token {token} of rank {group.ranks[rank]}: expected an id of 0 to {table.rows - 1}, the vocabulary's"
         )
-    return all_NT
+    return all_A, counts
 
 
 class _Lookup(torch.autograd.Function):

@@ -36,7 +36,7 @@ from tierstore.train.ranks import newest_common
 from tierstore.train.resharding.cutting import DenseCut, DenseParameter, DenseUnitShape
 from tierstore.train.state import IMPORT_KEY, STATE_KEY, TrainState, table_of
 from tierstore.train.tasks.progress import own_heads
-from tierstore.train.vocabulary import recorded_tables
+from tierstore.train.vocabulary import places_of, recorded_placements
 
 #: Low-rank pairs of experts, and of attention.
 _PAIRS = ("lora.", "dense.lora.")
@@ -68,9 +68,7 @@ class StoredModel:
     def cut_as(self, layout: Layout, blocks: Sequence[range], conditions: Mapping[str, object]) -> DenseCut:
         """How ``layout`` divides the model, with tables placed as ``conditions`` say."""
         model = self.model
-        tables = (
-            recorded_tables(model, conditions, ranks=layout.data) if isinstance(model, ModelConfig) else {}
-        )
+        tables = places_of(model, recorded_placements(conditions)) if isinstance(model, ModelConfig) else []
         return DenseCut(self.units, layout, self.fusion, blocks=blocks, tables=tables)
 
     @property

@@ -20,7 +20,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -32,16 +32,50 @@ from tierstore.cache.access import Phase
 from tierstore.errors import PeerError
 from tierstore.links import wait_until
 from tierstore.model.interface import Batch, ModelOutput
-from tierstore.model.stage import StageOutput, StageTransformer
+from tierstore.model.stage import StageOutput
 from tierstore.parallel import Channel, Collective, RankGroup
 from tierstore.prefetch.program import Finals
 from tierstore.prefetch.schedule import MicroPass
 from tierstore.stats import Cause, StallLedger, Tier
 from tierstore.timeline import TimelineSink, Track
-from tierstore.train.stepping import OpenStep
 
 #: What a message has beside it, int64: when it will have travelled, and whether all losses so far are finite.
 _BESIDE = 2
+
+
+class StageModule(Protocol):
+    """A stage: a call passes forward, ``StageTransformer`` say."""
+
+    @property
+    def begins(self) -> bool:
+        """Whether it starts from tokens."""
+        ...
+
+    @property
+    def ends(self) -> bool:
+        """Whether it makes the loss."""
+        ...
+
+    @property
+    def width(self) -> int: ...
+
+    @property
+    def stream_dtype(self) -> torch.dtype: ...
+
+    def __call__(self, given: Tensor, targets_BT: Tensor | None) -> StageOutput: ...
+
+
+class StepPasses(Protocol):
+    """A step whose passes interleave, ``OpenStep`` say."""
+
+    @property
+    def passes_begun(self) -> int: ...
+
+    def begin_pass(self) -> None: ...
+
+    def resume_pass(self, index: int, finals: Finals) -> None: ...
+
+    def end_pass(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -64,7 +98,7 @@ class StagePipeline:
 
     def __init__(
         self,
-        model: StageTransformer,
+        model: StageModule,
         group: RankGroup,
         device: torch.device,
         *,
@@ -84,7 +118,7 @@ class StagePipeline:
         self.most_held = 0
         self.log: list[MicroPass] = []
 
-    def run(self, step: OpenStep, position: int, batches: Sequence[Batch]) -> StepLosses:
+    def run(self, step: StepPasses, position: int, batches: Sequence[Batch]) -> StepLosses:
         """Forward and backward passes of ``batches``, the micro-batches of step ``position``. A collective of all stages.
 
         All get the same losses. Raises PeerError, and what a pass raises.
@@ -130,8 +164,8 @@ class StagePipeline:
         if self._driver is not None and self._driver[0] == shape:
             return self._driver[1:]
         tokens = torch.empty(shape[1:], dtype=torch.long)
-        width, dtype = self._model.config.d_model, self._model.stream_dtype
-        stream = torch.empty((*shape[1:], width), dtype=dtype, requires_grad=True)
+        stream_shape = (*shape[1:], self._model.width)
+        stream = torch.empty(stream_shape, dtype=self._model.stream_dtype, requires_grad=True)
         made = torch.empty((), requires_grad=True) if self._model.ends else stream
         stage = _Stage(
             _Compute(self),
@@ -171,7 +205,7 @@ class StagePipeline:
         if beside is not None:
             arrives_ns, finite = beside.tolist()
             wait_until(arrives_ns)
-            passes.told(phase, bool(finite))
+            passes.finite = passes.finite and bool(finite)
         passes.stall.close()
         self.log.append(MicroPass(phase, micro))
         name = f"{phase.name.lower()} {passes.position}.{micro}"
@@ -226,7 +260,7 @@ class StagePipeline:
 class _OpenPasses:
     """The passes of a step under way."""
 
-    step: OpenStep
+    step: StepPasses
     position: int
     batches: Sequence[Batch]
     #: Whether all losses are finite that this stage knows of.
@@ -236,10 +270,6 @@ class _OpenPasses:
     reached: list[Tensor] = field(default_factory=list)
     failure: BaseException | None = None
     stall: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-
-    def told(self, phase: Phase, finite: bool) -> None:
-        """What a neighbour says of the losses that it knows."""
-        self.finite = self.finite and finite
 
 
 class _Compute(nn.Module):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TaskRows:
-    """``rows`` of a micro-batch, all of one task, each of which costs ``cost`` (tokens, or microseconds)."""
+    """``rows`` of a micro-batch, all of one task, each of which costs ``cost`` tokens."""
 
     name: str
     rows: int

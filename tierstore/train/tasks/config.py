@@ -21,17 +21,6 @@ class TaskHead(Enum):
     OWN = "own"
 
 
-class RowCost(Enum):
-    """What a row of a task costs a rank, by which rows are shared out.
-
-    TOKENS: what it computes, its padded length; the same in every run. SECONDS: fitted to what steps took, agreed on by
-    all ranks at a commit and stored with it: two runs may be cut differently, and then differ in bits.
-    """
-
-    TOKENS = "tokens"
-    SECONDS = "seconds"
-
-
 @dataclass(frozen=True, kw_only=True)
 class TaskConfig:
     """One of several tasks. Raises ConfigError naming the field.
@@ -52,6 +41,12 @@ class TaskConfig:
     share: float = field(
         default=1.0, metadata={"help": "part of the sequences that no task's rows take, to those of others"}
     )
+    cost: int = field(
+        default=0,
+        metadata={
+            "help": "of a sequence, in tokens, for sharing them out (0: seq_len, padding is computed too)"
+        },
+    )
     head: TaskHead = field(
         default=TaskHead.SHARED,
         metadata={"help": "shared, or own: an output head that only this task trains"},
@@ -62,8 +57,9 @@ class TaskConfig:
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"{name}: expected more than 0, got {value}")
-        if self.rows < 0:
-            raise ConfigError(f"rows: expected at least 0, got {self.rows}")
+        for name in ("rows", "cost"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}: expected at least 0, got {getattr(self, name)}")
         if not self.paths:
             raise ConfigError("paths: expected the task's files or directories, got none")
 

@@ -16,14 +16,12 @@ from tierstore.train.tasks.config import TaskHead, Tasks
 @dataclass(frozen=True, slots=True)
 class TaskProgress:
     """What is known of a task, of this run or an earlier one. ``position``: examples taken; ``tokens``: counted targets that
-    it was trained on; ``head`` is a ``TaskHead``'s value. ``cost``: of a row, in microseconds, by which rows are shared out
-    from the next step on (0: none was agreed on).
+    it was trained on; ``head`` is a ``TaskHead``'s value.
     """
 
     position: int = 0
     tokens: int = 0
     head: str = TaskHead.SHARED.value
-    cost: int = 0
     train_loss: float | None = None
     val_loss: float | None = None
 

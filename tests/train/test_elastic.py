@@ -1,0 +1,184 @@
+"""A resume with another number of ranks makes the store over, and at every instant one of the two is whole."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from launcher import Ranks
+from rank_cases import Settings, alone, attempt, train
+
+from tierstore.errors import ConfigError, StoreExistsError, StoreFormatError
+from tierstore.parallel import Mesh
+from tierstore.train import elastic
+from tierstore.train.elastic import before_name, held_layout
+from tierstore.train.ranks import Opening
+
+Make = Callable[..., dict[str, Any]]
+ELASTIC = {"parallel.elastic": "reshard"}
+
+
+def names(store: Path) -> list[str]:
+    """What lies beside ``store`` of it."""
+    return sorted(path.name.removeprefix(store.name) for path in store.parent.glob(f"{store.name}*"))
+
+
+def restarted(mesh: Mesh, settings: Settings, steps: int) -> tuple[list[float], list[float], int]:
+    """As ``torchrun`` starts a job again, first or not."""
+    return train(attempt(mesh, settings["store"]), settings, steps, Opening.RESTART)
+
+
+def test_restarts_with_other_numbers_of_ranks(ranks: Ranks, settings: Make) -> None:
+    """2, 1 and 2 ranks without a person: the losses of one process, within the rounding of other sums."""
+    expected = train(alone(), settings(), 8, Opening.CREATE)[0]
+    job = settings(ELASTIC)
+    losses = ranks.run(2, restarted, job, 3)[0][0]
+    losses += restarted(alone(), job, 5)[0]
+    losses += ranks.run(2, restarted, job, 8, expert=1)[0][0]
+    np.testing.assert_allclose(losses, expected, rtol=2e-5)
+    assert names(job["store"]) == ["", ".notes"]
+
+
+@pytest.mark.slow
+def test_tasks_go_on_where_they_were(ranks: Ranks, text: Path, tmp_path: Path, settings: Make) -> None:
+    """With heads of their own, on 2, 4 and 3 ranks; c is away for one attempt."""
+    parts = {}
+    for number, name in enumerate("abc"):
+        parts[name] = tmp_path / name
+        parts[name].write_bytes(text.read_bytes()[number * 20_000 : (number + 1) * 20_000])
+    of_tasks: dict[str, Any] = {f"tasks.{name}.paths": (str(path),) for name, path in parts.items()}
+    of_tasks |= {"tasks.a.rows": 5, "tasks.b.rows": 3, "tasks.c.rows": 1, "tasks.c.head": "own"}
+    changes = {**of_tasks, "data.batch_size": 9, "data.paths": ()}
+    expected = train(alone(), settings(changes), 6, Opening.CREATE)[0]
+    job = settings({**changes, **ELASTIC})
+    losses: list[float] = []
+    for size, until in ((2, 2), (4, 4), (3, 6)):
+        losses += ranks.run(size, restarted, job, until)[0][0]
+    np.testing.assert_allclose(losses, expected, rtol=2e-5)
+
+
+def test_off_refuses(ranks: Ranks, settings: Make) -> None:
+    job = settings()
+    ranks.run(2, train, job, 1, Opening.CREATE)
+    with pytest.raises(StoreFormatError, match="the store of 2 ranks, and this run has 1; tierstore reshard"):
+        train(alone(), job, 2, Opening.RESUME)
+
+
+def test_the_old_store_is_kept_until_the_first_commit(
+    ranks: Ranks, settings: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = settings(ELASTIC)
+    store = job["store"]
+    ranks.run(2, train, job, 2, Opening.CREATE)
+    dropped = elastic.drop_before
+    found: list[list[str]] = []
+
+    def drop(of: Path) -> None:
+        found.append(names(of))
+        dropped(of)
+
+    monkeypatch.setattr("tierstore.train.stepping.drop_before", drop)
+    train(alone(), job, 3, Opening.RESUME)
+    assert found == [["", ".before"]]
+    assert names(store) == [""]
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL."""
+
+
+@pytest.mark.parametrize("moment", ["made", "first rename", "second rename", "opened"])
+def test_a_kill_at_any_moment_is_followed_by_a_restart(
+    ranks: Ranks, settings: Make, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """Made over but not exchanged, between the two names, exchanged but not opened, and before the first commit."""
+    job = settings(ELASTIC)
+    store = job["store"]
+    ranks.run(2, train, job, 2, Opening.CREATE)
+    expected_store = store.with_name("copy")
+    shutil.copytree(store, expected_store)
+    expected = train(alone(), {**job, "store": expected_store}, 4, Opening.RESUME)
+    done: list[str] = []
+
+    def rename(source: Path, target: Path) -> None:
+        if moment == "made":
+            raise Killed
+        os.rename(source, target)
+        done.append(target.name)
+        if (moment, len(done)) in (("first rename", 1), ("second rename", 2)):
+            raise Killed
+
+    def drop(of: Path) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(elastic, "_rename", rename)
+        if moment == "opened":
+            patch.setattr("tierstore.train.session.agree", drop)
+        with pytest.raises((Killed, TypeError)):
+            train(alone(), job, 4, Opening.RESUME)
+    left = {
+        "made": ["", ".resharded"],
+        "first rename": [".before", ".resharded"],
+        "second rename": ["", ".before"],
+        "opened": ["", ".before"],
+    }
+    assert names(store) == left[moment]
+    assert train(alone(), job, 4, Opening.RESUME) == expected
+    assert names(store) == [""]
+
+
+def test_back_to_as_many_ranks_before_the_first_commit(
+    ranks: Ranks, settings: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new store was never committed, and goes over into one for the old number again."""
+    job = settings(ELASTIC)
+    expected = ranks.run(2, train, settings(), 4, Opening.CREATE)[0][0]
+    losses = ranks.run(2, train, job, 2, Opening.CREATE)[0][0]
+    with monkeypatch.context() as patch:
+        patch.setattr("tierstore.train.session.agree", _killed)
+        with pytest.raises(Killed):
+            train(alone(), job, 4, Opening.RESUME)
+    assert names(job["store"]) == ["", ".before"]
+    losses += ranks.run(2, train, job, 4, Opening.RESUME)[0][0]
+    assert losses == expected, "nothing was computed in between"
+    assert names(job["store"]) == [""]
+
+
+def _killed(*_: object) -> None:
+    raise Killed
+
+
+def test_what_is_in_the_way_is_not_removed(ranks: Ranks, settings: Make) -> None:
+    job = settings(ELASTIC)
+    ranks.run(2, train, job, 1, Opening.CREATE)
+    mine = before_name(job["store"])
+    mine.mkdir()
+    (mine / "notes").write_text("mine")
+    with pytest.raises(StoreExistsError, match=r"parallel\.elastic keeps a store there, and this is none"):
+        train(alone(), job, 2, Opening.RESUME)
+    assert (mine / "notes").read_text() == "mine"
+    layout = held_layout(job["store"])
+    assert layout is not None
+    assert layout.world == 2
+
+
+def refused(mesh: Mesh, settings: Settings) -> str:
+    with pytest.raises(ConfigError) as error:
+        train(mesh, settings, 2, Opening.RESUME)
+    return str(error.value)
+
+
+def test_stripes_are_refused_on_all_ranks(ranks: Ranks, settings: Make, tmp_path: Path) -> None:
+    job = settings({**ELASTIC, "stripe.directories": (tmp_path / "more",)})
+    for message in ranks.run(2, refused, job):
+        assert message.startswith("parallel.elastic: expected off with stripe.directories")
+
+
+def test_no_store_is_held_by_nobody(tmp_path: Path) -> None:
+    assert held_layout(tmp_path / "nothing") is None
