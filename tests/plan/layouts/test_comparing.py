@@ -59,7 +59,7 @@ def test_what_cannot_be_says_why() -> None:
         (LayoutChoice(Layout(8, 1, 1, 1)), "expected at least parallel.stages = 8, got 4"),
         (LayoutChoice(Layout(1, 16, 1, 1)), "expected a multiple of the 16 data ranks, got 8"),
         (LayoutChoice(Layout(1, 1, 8, 1)), "expected at most 4 experts, got 8"),
-        (LayoutChoice(Layout(1, 1, 2, 2), degree=2), "indexed experts exchange no rows"),
+        (LayoutChoice(Layout(1, 1, 3, 3)), "expected a multiple of parallel.tensor = 3"),
     ):
         found = obstacle(config, choice, 4)
         assert found is not None
