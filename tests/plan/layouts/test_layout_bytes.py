@@ -39,8 +39,8 @@ SETTINGS: dict[str, Any] = {
     "parallel.head": "gathered",
     "io.huge_pages": "off",
 }
-#: Agreements on losses and norms.
-AGREED = 256
+#: Agreements on losses and norms; loads of experts and balance, to each other rank.
+AGREED, LOADS = 256, 704
 
 
 @pytest.mark.slow
@@ -59,9 +59,7 @@ AGREED = 256
 def test_ranks_send_what_the_plan_says(
     ranks: Ranks, text: Path, tmp_path: Path, layout: Layout, parallel: dict[str, Any]
 ) -> None:
-    """Rows, reductions and messages of stages to the byte; gathers to 2%, as which unit is kept for the next pass is the
-    queue's to say.
-    """
+    """Rows, reductions, sums and messages of stages to the byte; gathers beside the loads of experts, which travel so too."""
     settings = {**SETTINGS, "data.paths": (str(text),)}
     laid_out = settings | {f"parallel.{name}": count for name, count in parallel.items()}
     found = ranks.run(
@@ -75,4 +73,4 @@ def test_ranks_send_what_the_plan_says(
         assert sent["all_to_all"] == planned.rows + planned.reductions
         assert sent["send"] == planned.stages
         assert 0 <= sent["all_reduce"] - planned.tensor_sums - planned.expert_sums <= AGREED
-        assert sent["all_gather"] == pytest.approx(planned.gathers, rel=0.02, abs=AGREED)
+        assert sent["all_gather"] == pytest.approx(planned.gathers, rel=0.02, abs=LOADS * (layout.data - 1))
