@@ -201,16 +201,16 @@ def check_combination(config: TrainConfig, layout: Layout) -> None:
 
 
 def as_markdown() -> str:
-    """The table for the documentation: verdicts by pair, and below them the reasons."""
+    """The table for the documentation, and another one of the reasons."""
     columns = list(Feature)[1:]
     lines = ["| | " + " | ".join(feature.value for feature in columns) + " |"]
     lines.append("|---" * (len(columns) + 1) + "|")
     for row, one in enumerate(list(Feature)[:-1]):
         cells = [_word(pairing(one, other)) if number >= row else "" for number, other in enumerate(columns)]
         lines.append(f"| {one.value} | " + " | ".join(cells) + " |")
-    lines.append("")
+    lines += ["", "| together | are | since |", "|---|---|---|"]
     for one, other, found in pairs():
-        lines.append(f"- **{one.value}, {other.value}**: {_word(found)}: {found.why}.")
+        lines.append(f"| {one.value}, {other.value} | {_word(found)} | {found.why} |")
     return "\n".join(lines) + "\n"
 
 
