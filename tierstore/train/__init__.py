@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         Work,
         launch,
     )
+    from tierstore.parallel.config import Elastic
     from tierstore.prefetch import PredictorName, PrefetchConfig
     from tierstore.quant.layout import CodeFormat, QuantizedLayout
     from tierstore.store import (
@@ -68,6 +69,7 @@ __all__ = [
     "DataFormat",
     "DenseBytes",
     "DenseConfig",
+    "Elastic",
     "ExchangeMode",
     "ExpertBlocks",
     "ExpertLease",
