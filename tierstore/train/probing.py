@@ -10,13 +10,14 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 
 import torch
 
 from tierstore.moe.config import ExpertShape
 from tierstore.moe.experts import Workspace, forward_expert
 from tierstore.parallel import Mesh
+from tierstore.parallel.collectives import uncounted
 
 _ROUNDS = 5
 #: Bytes to each other rank in the large exchange, at most.
@@ -52,12 +53,8 @@ class ProbeSizes:
 
 def probe(mesh: Mesh, shape: ExpertShape, dtype: torch.dtype, sizes: ProbeSizes) -> LayerCosts:
     """The costs of passes over experts of ``shape``; a collective of all ranks. Raises PeerError."""
-    counters = [sent for group in (mesh.expert, *mesh.exchange.groups) for sent in group.traffic.values()]
-    before = [replace(counter) for counter in counters]
-    message, byte, chunk = _exchanges(mesh, sizes)
-    for counter, was in zip(counters, before, strict=True):
-        for each in fields(was):
-            setattr(counter, each.name, getattr(was, each.name))
+    with uncounted(mesh.expert, *mesh.exchange.groups):
+        message, byte, chunk = _exchanges(mesh, sizes)
     expert, row = _products(mesh.device, shape, dtype, sizes.rows_of_expert)
     found = torch.tensor([message, byte, chunk, expert, row], dtype=torch.float64)
     mesh.world.max(found)
