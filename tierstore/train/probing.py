@@ -69,7 +69,7 @@ def line(small: tuple[float, float], large: tuple[float, float]) -> tuple[float,
 
 
 def _exchanges(mesh: Mesh, sizes: ProbeSizes) -> tuple[float, float, float]:
-    """Seconds an all-to-all takes to start, for each byte sent, and of the issuing thread for a chunk."""
+    """Seconds an exchange takes to start, for each byte sent, and of the issuing thread for a chunk."""
     group, device = mesh.expert, mesh.device
     wanted = min(sizes.row_bytes * max(sizes.rows_to_each, 1), _LARGE_BYTES)
     each = (64, max(wanted, 64 << 4))
