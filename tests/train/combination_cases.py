@@ -97,8 +97,9 @@ def settings_of(features: frozenset[Feature], *, parallel: Mapping[str, Any], te
     if imported(features):
         merged = {name: value for name, value in merged.items() if not name.startswith("model.")}
     if Feature.TASKS in features:
-        del merged["data.paths"]
-        merged |= {f"tasks.{name}.paths": (text,) for name in ("code", "prose")}
+        for name in ("paths", "format"):
+            each = merged.pop(f"data.{name}")
+            merged |= {f"tasks.{task}.{name}": each for task in ("code", "prose")}
     return merged | {f"parallel.{name}": value for name, value in parallel.items()}
 
 

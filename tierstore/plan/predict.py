@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tierstore.plan.capacity import Capacity, Setting, capacity
@@ -10,7 +11,7 @@ from tierstore.plan.evidence import Evidence
 from tierstore.plan.simulate import SteadyState, outcome, simulate
 from tierstore.plan.traffic import Traffic, step_traffic
 from tierstore.plan.workload import StepWorkload
-from tierstore.prefetch.operations import StepPasses, operations
+from tierstore.prefetch.operations import Kind, Operation, StepPasses, operations
 
 _STEPS, _SETTLED = 3, 1
 
@@ -39,9 +40,25 @@ def predict(setting: Setting, profile: Profile, taken: Capacity | None = None) -
 
 def simulated(workload: StepWorkload) -> SteadyState:
     """The steady state of ``workload``."""
+    run = simulate(listed_operations(workload), workload.seconds)
+    return outcome(run, len(workload.passes), steps=_STEPS, settled=_SETTLED)
+
+
+def issued_bytes(workload: StepWorkload, kind: Kind) -> int:
+    """What the operations of ``kind`` of one step move, once the first steps are over."""
+    passes = len(workload.passes)
+    return sum(
+        operation.nbytes
+        for operation in listed_operations(workload)
+        if operation.kind is kind and operation.position // passes == _SETTLED
+    )
+
+
+def listed_operations(workload: StepWorkload) -> Sequence[Operation]:
+    """The operations of a few steps of ``workload``, in program order."""
     schedule = workload.schedule
     slots, each = workload.taken.divided.slots, workload.experts / workload.parts
-    listed = operations(
+    return operations(
         schedule,
         workload.sizes,
         steps=_STEPS,
@@ -50,5 +67,3 @@ def simulated(workload: StepWorkload) -> SteadyState:
         gradient_slots=max(int(slots.gradients / each), 2),
         passes=StepPasses.TRAINING if workload.setting.usage.trains else StepPasses.FORWARD,
     )
-    run = simulate(listed, workload.seconds)
-    return outcome(run, len(workload.passes), steps=_STEPS, settled=_SETTLED)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         ParallelConfig,
         RankEnvironment,
         RankGroup,
+        RowPlacement,
         Work,
         launch,
     )
@@ -105,6 +106,7 @@ __all__ = [
     "RankGroup",
     "Reshard",
     "RouterNoise",
+    "RowPlacement",
     "SaveActivations",
     "ScheduleConfig",
     "Scope",

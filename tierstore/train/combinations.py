@@ -105,9 +105,7 @@ _TABLE: Mapping[tuple[Feature, Feature], Pairing] = {
     (_C, _W): _equal("a chunk is a group of whole experts"),
     (_S, _T): _within(_SUMS),
     (_S, _H): _equal("the exchange is within a stage, and delivers the same rows in the same order"),
-    (_S, _E): _refused(
-        "the first stage has the embedding and the last one the head, and only ranks of one stage could share the rows"
-    ),
+    (_S, _E): _within(_ROWS),
     (_S, _K): _refused(
         "the last stage's loss is one mean over a micro-batch, and tasks have weights of their own"
     ),
@@ -203,16 +201,16 @@ def check_combination(config: TrainConfig, layout: Layout) -> None:
 
 
 def as_markdown() -> str:
-    """The table for the documentation: verdicts by pair, and below them the reasons."""
+    """The table for the documentation, and another one of the reasons."""
     columns = list(Feature)[1:]
     lines = ["| | " + " | ".join(feature.value for feature in columns) + " |"]
     lines.append("|---" * (len(columns) + 1) + "|")
     for row, one in enumerate(list(Feature)[:-1]):
         cells = [_word(pairing(one, other)) if number >= row else "" for number, other in enumerate(columns)]
         lines.append(f"| {one.value} | " + " | ".join(cells) + " |")
-    lines.append("")
+    lines += ["", "| together | are | since |", "|---|---|---|"]
     for one, other, found in pairs():
-        lines.append(f"- **{one.value}, {other.value}**: {_word(found)}: {found.why}.")
+        lines.append(f"| {one.value}, {other.value} | {_word(found)} | {found.why} |")
     return "\n".join(lines) + "\n"
 
 

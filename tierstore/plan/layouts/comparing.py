@@ -18,9 +18,13 @@ from tierstore.plan.costs import Profile
 from tierstore.plan.evidence import Evidence
 from tierstore.plan.layouts.candidates import LayoutChoice, candidates, obstacle
 from tierstore.plan.layouts.workload import LayoutWorkload, stage_workloads
-from tierstore.plan.predict import simulated
+from tierstore.plan.predict import issued_bytes, simulated
+from tierstore.prefetch.operations import Kind
 from tierstore.stats import Tier
 from tierstore.train.config import TrainConfig
+
+#: When a message has travelled a limited link, and whether all was finite so far.
+_BESIDE_BYTES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,13 +37,15 @@ class LinkBytes:
     reductions: int
     rows: int
     tensor_sums: int
+    expert_sums: int
     stages: int
     vocabulary: int
     across: int
 
     @property
     def total(self) -> int:
-        return self.gathers + self.reductions + self.rows + self.tensor_sums + self.stages + self.vocabulary
+        sums = self.tensor_sums + self.expert_sums
+        return self.gathers + self.reductions + self.rows + sums + self.stages + self.vocabulary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +104,7 @@ class LayoutComparison:
             "reduce_bytes": cost.sent.reductions,
             "rows_bytes": cost.sent.rows,
             "tensor_sums_bytes": cost.sent.tensor_sums,
+            "expert_sums_bytes": cost.sent.expert_sums,
             "stages_bytes": cost.sent.stages,
             "vocabulary_bytes": cost.sent.vocabulary,
             "evidence": cost.evidence.value,
@@ -164,22 +171,24 @@ def layout_cost(works: Sequence[LayoutWorkload]) -> LayoutCost:
 
 def sent_bytes(work: LayoutWorkload) -> LinkBytes:
     """What one rank of the stage sends in a step."""
-    gathers = reductions = rows = tensor = 0
+    reductions = rows = tensor = 0
     for item in work.passes:
+        if item.phase is Phase.OPTIMIZER:
+            continue
         sizes = work.sizes(item)
-        gathers += sizes.gather
         reductions += sizes.reduce if item.phase is Phase.BACKWARD else 0
         tensor += round(work.tensor_bytes(item))
         if item.moe_layer is not None and work.choice.ranks.expert > 1:
             moved = work.rows(item)
             rows += round(moved.dispatch.amount + moved.combine.amount)
-    layout, table = work.choice.ranks, work.vocabulary
+    table, gathers = work.vocabulary, issued_bytes(work, Kind.GATHER)
     micro = work.setting.config.data.micro_batches
-    passed = 2 * micro * _stage_bytes(work) if layout.stages > 1 else 0
+    passed = micro * work.neighbours * _stage_bytes(work)
     vocabulary = 0 if table is None else table.embedding_sent + table.head_sent
     across = {
         "data": gathers + reductions + vocabulary,
         "expert": rows + tensor,
+        "replica": work.replica_bytes,
         "pipeline": passed,
     }
     return LinkBytes(
@@ -187,6 +196,7 @@ def sent_bytes(work: LayoutWorkload) -> LinkBytes:
         reductions=reductions,
         rows=rows,
         tensor_sums=tensor,
+        expert_sums=work.replica_bytes,
         stages=passed,
         vocabulary=vocabulary,
         across=round(sum(_outside(work, kind) * nbytes for kind, nbytes in across.items())),
@@ -205,9 +215,9 @@ def _outside(work: LayoutWorkload, dimension: str) -> float:
 
 
 def _stage_bytes(work: LayoutWorkload) -> int:
-    """The residual stream of one micro-batch of a rank."""
+    """A message to the next stage: the residual stream of one micro-batch, and two numbers beside it."""
     model = work.setting.config.model
-    return work.setting.micro_tokens * model.d_model * model.compute_dtype.itemsize
+    return work.setting.micro_tokens * model.d_model * model.compute_dtype.itemsize + _BESIDE_BYTES
 
 
 def _most(stages: Sequence[LinkBytes]) -> LinkBytes:

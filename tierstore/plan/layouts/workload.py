@@ -75,6 +75,8 @@ class LayoutWorkload(StepWorkload):
                 ranks=layout.tensor,
                 top_k=model.architecture.top_k,
             ).rows
+            if item.phase is Phase.BACKWARD:  # and the gradient of each row's weight
+                sent += sent / (model.d_model * itemsize) * _WEIGHT_BYTES
             one = forward_pass(sent, work)
             return replace(one, dispatch=replace(one.dispatch, starts=0, amount=0))
         share = (layout.expert - 1) / layout.expert * tokens * self.setting.model.top_k
@@ -104,6 +106,22 @@ class LayoutWorkload(StepWorkload):
             pairs=1 if item.moe_layer is not None else 2,
         )
         return block.both_passes / 2
+
+    @property
+    def replica_bytes(self) -> int:
+        """Gradients of experts in a step, summed over the copies of each, micro-batch by micro-batch, sent by one rank."""
+        copies, config = self.choice.ranks.replicas, self.setting.config
+        numel = self.setting.model.expert_numel * self.experts * len(config.model.moe_layers)
+        return 2 * (copies - 1) * numel * 4 // copies * config.data.micro_batches
+
+    @property
+    def neighbours(self) -> int:
+        """Stages that this one sends to: the next one rows, and the one before their gradients."""
+        stage = self.setting.config.model
+        if not isinstance(stage, StageSpec):
+            return 0
+        count = len(stage.model.architecture.units) - 2
+        return (stage.layers.start > 0) + (stage.layers.stop < count)
 
     @property
     def vocabulary(self) -> VocabularyCost | None:

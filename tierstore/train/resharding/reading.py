@@ -110,8 +110,9 @@ class StoredModel:
 
 
 def whole_units(model: ModelSpec) -> list[DenseUnitShape]:
-    """The dense parameters of ``model`` as one process has them. No memory is taken for them."""
-    with torch.device("meta"):
+    """The dense parameters of ``model`` as one process has them. The built-in model's take no memory."""
+    # Modules of transformers compute some of their buffers when they are made.
+    with torch.device("meta") if isinstance(model, ModelConfig) else contextlib.nullcontext():
         built = model.build(InMemoryExperts(model.expert_shape, layers=(), experts=0))
     narrow = {id(parameter) for parameter in built.cast_parameters()}
     return [

@@ -1,0 +1,78 @@
+"""The bytes of a plan against those that real ranks send, for each kind of layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launcher import Ranks
+from traffic_cases import step_traffic_of
+
+from tierstore.config import load
+from tierstore.parallel import ExchangeMode
+from tierstore.parallel.layout import Layout
+from tierstore.plan import ASSUMED
+from tierstore.plan.layouts.candidates import LayoutChoice
+from tierstore.plan.layouts.comparing import sent_bytes
+from tierstore.plan.layouts.workload import stage_workloads
+from tierstore.train.config import TrainConfig
+
+#: Every token goes to every expert, so that all ranks send alike.
+SETTINGS: dict[str, Any] = {
+    "device": "cpu",
+    "threads": 1,
+    "host_budget": 4 << 20,
+    "model.d_model": 16,
+    "model.n_layers": 2,
+    "model.n_heads": 2,
+    "model.seq_len": 8,
+    "model.d_ff": 32,
+    "model.experts": 4,
+    "model.top_k": 4,
+    "data.batch_size": 8,
+    "data.micro_batches": 2,
+    "data.micro_order": "micro",
+    "parallel.pipeline_degree": 1,
+    "parallel.exchange": "flat",
+    "parallel.embedding": "gathered",
+    "parallel.head": "gathered",
+    "io.huge_pages": "off",
+}
+#: Agreements on losses and norms; loads of experts and balance, to each other rank.
+AGREED, LOADS = 256, 704
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "parallel"),
+    [
+        (Layout(1, 1, 2, 1), {}),
+        (Layout(1, 2, 1, 1), {"expert": 1}),
+        (Layout(1, 1, 2, 2), {"tensor": 2}),
+        (Layout(2, 1, 1, 1), {"stages": 2}),
+        (Layout(1, 2, 2, 1), {"expert": 2}),
+        (Layout(1, 2, 2, 2), {"tensor": 2}),
+    ],
+    ids=str,
+)
+def test_ranks_send_what_the_plan_says(
+    ranks: Ranks, text: Path, tmp_path: Path, layout: Layout, parallel: dict[str, Any]
+) -> None:
+    """Rows, reductions, sums and messages of stages to the byte; gathers beside loads of experts, which travel alike."""
+    settings = {**SETTINGS, "data.paths": (str(text),)}
+    laid_out = settings | {f"parallel.{name}": count for name, count in parallel.items()}
+    found = ranks.run(
+        layout.world, step_traffic_of, laid_out, tmp_path / "store", exchange=ExchangeMode.FLAT, **parallel
+    )
+    config = load(TrainConfig, None, settings)
+    works = list(stage_workloads(config, LayoutChoice(layout), ASSUMED, layout.world))
+    each = layout.world // layout.stages
+    for rank, sent in enumerate(found):
+        planned = sent_bytes(works[rank // each])
+        assert sent["all_to_all"] == planned.rows + planned.reductions
+        assert sent["send"] == planned.stages
+        assert 0 <= sent["all_reduce"] - planned.tensor_sums - planned.expert_sums <= AGREED
+        assert sent["all_gather"] == pytest.approx(
+            planned.gathers, rel=0.02, abs=AGREED + LOADS * (layout.data - 1)
+        )
