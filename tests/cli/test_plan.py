@@ -90,7 +90,7 @@ def test_what_no_change_helps_names_the_hardware_that_would(capsys: pytest.Captu
     assert "GiB on the host and device tiers (memory: " in shown
     assert "GiB on the nvme tier (disk: " in shown
     assert (
-        "hardware that would do: a machine with 114 GiB of memory and 2.27 TiB of disk for its 8 ranks"
+        "hardware that would do: a machine with 89 GiB of memory and 2.27 TiB of disk for its 8 ranks"
         in shown
     )
     budget = hardware["changes"][0]["change"].split('"')[1]

@@ -25,7 +25,7 @@ MODES: dict[str, Settings] = {
     "clip, micro-batches": {"clip_norm": 0.5, "data.micro_batches": 2},
     "layer order": {"data.micro_batches": 3, "data.micro_order": "layer", "host_budget": 60_000},
     "activations again": {"model.checkpoint_activations": "block", "host_budget": 60_000},
-    "chunks": {"parallel.pipeline_degree": 3, "data.micro_batches": 2},
+    "chunks": {"parallel.pipeline_degree": 3, "model.experts": 12, "data.micro_batches": 2},
     # Ranks without rows, and without experts.
     "few": {"model.experts": 3, "model.top_k": 1, "model.seq_len": 4},
 }

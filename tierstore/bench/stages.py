@@ -49,8 +49,8 @@ class StagesBench(Figures):
 
     stages: Sequence[int] = field(default=(2, 4), metadata=named("stages_count"))
     micro_batches: Sequence[int] = field(default=(1, 2, 4), metadata=named("micro_batches_ratio"))
-    forward_s: float = 0.02
-    backward_s: float = 0.04
+    forward_s: float = 0.05
+    backward_s: float = 0.1
     rounds: int = field(default=5, metadata=named("rounds_count"))
     host_budget: int = field(default=768 << 20, metadata=INTERNAL)
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
         RankGroup,
         Work,
     )
-    from tierstore.parallel.config import ExchangeMode, ParallelConfig
+    from tierstore.parallel.config import ExchangeMode, ParallelConfig, RowPlacement
     from tierstore.parallel.environment import RankEnvironment
     from tierstore.parallel.hierarchical import (
         Exchange,

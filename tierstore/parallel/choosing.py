@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tierstore.errors import ConfigError
-from tierstore.parallel.collectives import Channel, Failure, RankGroup
+from tierstore.parallel.collectives import Channel, Failure, RankGroup, uncounted
 from tierstore.parallel.config import ExchangeMode, ParallelConfig
 from tierstore.parallel.environment import RankEnvironment
 from tierstore.parallel.exchange_model import CostLine, ExchangeModel
@@ -73,7 +73,7 @@ class GroupMaker:
 def expert_grid(config: ParallelConfig, environment: RankEnvironment) -> NodeGrid | str:
     """How expert groups lie on nodes; the reason where rows cannot be exchanged in two steps."""
     if config.tensor > 1:
-        return "with parallel.tensor no rows are exchanged"
+        return "parallel.tensor has no exchange in two steps"
     groups = layout_of(config, environment.world).rows("expert")
     node_ranks = ranks_of_a_node(config, environment)
     found = node_grid(groups, node_ranks)
@@ -146,15 +146,18 @@ def measured_model(
     sizes: tuple[int, ...] = PROBE_BYTES,
     rounds: int = PROBE_ROUNDS,
 ) -> ExchangeModel:
-    """What exchanges cost between these ranks, from messages of ``sizes`` bytes. A collective. Raises PeerError."""
+    """What exchanges cost between these ranks, from messages of ``sizes`` bytes, which are not counted as traffic. A
+    collective. Raises PeerError.
+    """
     flat, (_, rail) = FlatExchange(mesh.expert), hierarchical.groups
     ways: list[tuple[Exchange, int]] = [(flat, 1), (FlatExchange(rail), grid.each), (hierarchical, 1)]
     seconds = torch.empty(len(ways), len(sizes), dtype=torch.float64)
-    for number, nbytes in enumerate(sizes):
-        for way, (exchange, messages) in enumerate(ways):
-            ranks = exchange.groups[0].size if exchange is not hierarchical else grid.ranks
-            seconds[way, number] = _least_s(mesh, exchange, ranks, nbytes * messages, rounds)
-    mesh.world.max(seconds)
+    with uncounted(mesh.world, mesh.expert, *hierarchical.groups):
+        for number, nbytes in enumerate(sizes):
+            for way, (exchange, messages) in enumerate(ways):
+                ranks = exchange.groups[0].size if exchange is not hierarchical else grid.ranks
+                seconds[way, number] = _least_s(mesh, exchange, ranks, nbytes * messages, rounds)
+        mesh.world.max(seconds)
     lines = [CostLine.fitted(list(zip(sizes, times, strict=True))) for times in seconds.tolist()]
     return ExchangeModel(grid, *lines)
 

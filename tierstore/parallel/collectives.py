@@ -18,9 +18,10 @@ A group of one rank needs no process group: nothing is sent, and only copies tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -463,6 +464,17 @@ class RankGroup:
         except RuntimeError as error:
             raise self.explained(operation, error) from error
         return Work(pending, finish=finish, explain=lambda error: self.explained(operation, error))
+
+
+@contextlib.contextmanager
+def uncounted(*groups: RankGroup) -> Iterator[None]:
+    """What ``groups`` send meanwhile is not counted as traffic."""
+    counts = [sent for group in groups for sent in group.traffic.values()]
+    before = [replace(sent) for sent in counts]
+    yield
+    for sent, was in zip(counts, before, strict=True):
+        for each in fields(CollectiveTraffic):
+            setattr(sent, each.name, getattr(was, each.name))
 
 
 def _check_flat(whole: Tensor, piece: Tensor, size: int, *, same_type: bool = True) -> None:

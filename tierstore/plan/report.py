@@ -34,7 +34,7 @@ from tierstore.prefetch.operations import Resource
 from tierstore.train.budgets import DeviceKind
 from tierstore.train.config import TrainConfig
 from tierstore.train.files import text_bytes
-from tierstore.train.tasks.assignment import Assignment
+from tierstore.train.tasks.assignment import Assignment, assignment_of
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Plan:
         if not config.tasks:
             return None
         parallel = config.parallel
-        return config.assignment(max(1, count // (parallel.stages * parallel.tensor)))
+        return assignment_of(config, max(1, count // (parallel.stages * parallel.tensor)))
 
     def as_json(self) -> dict[str, Any]:
         """Numbers by keys that say their unit."""

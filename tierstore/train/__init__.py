@@ -25,9 +25,11 @@ if TYPE_CHECKING:
         ParallelConfig,
         RankEnvironment,
         RankGroup,
+        RowPlacement,
         Work,
         launch,
     )
+    from tierstore.parallel.config import Elastic
     from tierstore.prefetch import PredictorName, PrefetchConfig
     from tierstore.quant.layout import CodeFormat, QuantizedLayout
     from tierstore.store import (
@@ -67,6 +69,7 @@ __all__ = [
     "DataFormat",
     "DenseBytes",
     "DenseConfig",
+    "Elastic",
     "ExchangeMode",
     "ExpertBlocks",
     "ExpertLease",
@@ -103,6 +106,7 @@ __all__ = [
     "RankGroup",
     "Reshard",
     "RouterNoise",
+    "RowPlacement",
     "SaveActivations",
     "ScheduleConfig",
     "Scope",

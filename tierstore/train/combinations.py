@@ -105,9 +105,7 @@ _TABLE: Mapping[tuple[Feature, Feature], Pairing] = {
     (_C, _W): _equal("a chunk is a group of whole experts"),
     (_S, _T): _within(_SUMS),
     (_S, _H): _equal("the exchange is within a stage, and delivers the same rows in the same order"),
-    (_S, _E): _refused(
-        "the first stage has the embedding and the last one the head, and only ranks of one stage could share the rows"
-    ),
+    (_S, _E): _within(_ROWS),
     (_S, _K): _refused(
         "the last stage's loss is one mean over a micro-batch, and tasks have weights of their own"
     ),

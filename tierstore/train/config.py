@@ -23,8 +23,7 @@ from tierstore.store.adamw import AdamWConfig
 from tierstore.store.config import IoConfig, StripeConfig, WearConfig
 from tierstore.train.files import DataConfig
 from tierstore.train.schedule import ScheduleConfig
-from tierstore.train.tasks.assignment import Assignment, assign, task_rows
-from tierstore.train.tasks.config import TaskConfig, check_tasks, rows_of_tasks
+from tierstore.train.tasks.config import TaskConfig, check_tasks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,12 +134,6 @@ class TrainConfig:
     def data_by_task(self) -> dict[str, DataConfig]:
         """What each task trains on; under the empty name what a run without tasks does."""
         return {name: task.data(self.data) for name, task in self.tasks.items()} or {"": self.data}
-
-    def assignment(self, ranks: int) -> Assignment:
-        """Which of ``ranks`` data ranks computes which rows of a micro-batch of tasks."""
-        rows = rows_of_tasks(self.tasks, self.data.batch_size)
-        costs = {name: task.cost or self.model.seq_len for name, task in self.tasks.items()}
-        return assign(task_rows(rows, costs), ranks)
 
     @property
     def step_timing(self) -> StepTiming:

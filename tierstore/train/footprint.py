@@ -24,6 +24,7 @@ from tierstore.prefetch.predictor import PredictorName
 from tierstore.train.budgets import BoundarySplit, DeviceKind, pair_schema, split_boundaries
 from tierstore.train.config import TrainConfig
 from tierstore.train.files import text_bytes
+from tierstore.train.tasks.assignment import assignment_of
 from tierstore.train.vocabulary import choose_vocabulary
 
 #: What torch, its thread pools and the fragmentation of freed activations take beyond that, bytes (measured).
@@ -183,7 +184,7 @@ def product_bytes(config: TrainConfig, device: DeviceKind) -> int:
 def rank_tokens(config: TrainConfig, ranks: int) -> int:
     """Tokens of one micro-batch on one of ``ranks`` ranks, which share a batch."""
     if config.tasks:
-        return config.assignment(ranks).most_rows * config.model.seq_len
+        return assignment_of(config, ranks).most_rows * config.model.seq_len
     return -(-config.tokens_per_micro_batch // ranks)
 
 

@@ -36,7 +36,8 @@ from tierstore.train.stages.spec import StageSpec
 from tierstore.train.state import TrainState
 from tierstore.units import format_seconds
 
-#: Another number of chunks is taken up where it is faster by at least this share: counts vary from commit to commit.
+#: Another number of chunks than the present one, at first 1, is taken up where it is faster by at least this share: what is
+#: probed and counted varies.
 _WORTH = 0.02
 
 
@@ -173,7 +174,7 @@ class PipelineControl:
         found = []
         for work, now in zip(passes, (present.forward, present.backward), strict=True):
             best = best_degree(costs, work, most=self._most)
-            keep = self.chosen and pass_seconds(costs, work, now) <= best.seconds * (1 + _WORTH)
+            keep = pass_seconds(costs, work, now) <= best.seconds * (1 + _WORTH)
             found.append((now if keep else best.degree, best.wanted))
         degrees, wanted = (PipelineDegrees(*each) for each in zip(*found, strict=True))
         whole = sum(pass_seconds(costs, work, 1) for work in passes)

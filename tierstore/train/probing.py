@@ -16,7 +16,8 @@ import torch
 
 from tierstore.moe.config import ExpertShape
 from tierstore.moe.experts import Workspace, forward_expert
-from tierstore.parallel import Mesh, RankGroup
+from tierstore.parallel import Mesh
+from tierstore.parallel.collectives import uncounted
 
 _ROUNDS = 5
 #: Bytes to each other rank in the large exchange, at most.
@@ -52,11 +53,8 @@ class ProbeSizes:
 
 def probe(mesh: Mesh, shape: ExpertShape, dtype: torch.dtype, sizes: ProbeSizes) -> LayerCosts:
     """The costs of passes over experts of ``shape``; a collective of all ranks. Raises PeerError."""
-    group = mesh.expert
-    counted = {name: (sent.calls, sent.sent_bytes) for name, sent in group.traffic.items()}
-    message, byte, chunk = _exchanges(group, mesh.device, sizes)
-    for name, (calls, sent_bytes) in counted.items():
-        group.traffic[name].calls, group.traffic[name].sent_bytes = calls, sent_bytes
+    with uncounted(mesh.expert, *mesh.exchange.groups):
+        message, byte, chunk = _exchanges(mesh, sizes)
     expert, row = _products(mesh.device, shape, dtype, sizes.rows_of_expert)
     found = torch.tensor([message, byte, chunk, expert, row], dtype=torch.float64)
     mesh.world.max(found)
@@ -70,8 +68,9 @@ def line(small: tuple[float, float], large: tuple[float, float]) -> tuple[float,
     return max(small[1] - slope * small[0], 0.0), slope
 
 
-def _exchanges(group: RankGroup, device: torch.device, sizes: ProbeSizes) -> tuple[float, float, float]:
-    """Seconds an all-to-all takes to start, for each byte sent, and of the issuing thread for a chunk."""
+def _exchanges(mesh: Mesh, sizes: ProbeSizes) -> tuple[float, float, float]:
+    """Seconds an exchange takes to start, for each byte sent, and of the issuing thread for a chunk."""
+    group, device = mesh.expert, mesh.device
     wanted = min(sizes.row_bytes * max(sizes.rows_to_each, 1), _LARGE_BYTES)
     each = (64, max(wanted, 64 << 4))
     spent: tuple[list[float], list[float]] = ([], [])
@@ -80,12 +79,12 @@ def _exchanges(group: RankGroup, device: torch.device, sizes: ProbeSizes) -> tup
     buffers = []
     for nbytes in each:
         rows = torch.zeros(group.size * nbytes, dtype=torch.uint8, device=device)
-        buffers.append((torch.empty_like(rows), rows, [nbytes] * group.size))
+        buffers.append((torch.empty_like(rows), rows, torch.full((group.size, group.size), nbytes)))
     for _ in range(_ROUNDS):
-        for (out, rows, splits), times in zip(buffers, spent, strict=True):
+        for (out, rows, rows_SS), times in zip(buffers, spent, strict=True):
             group.barrier()
             started = time.perf_counter()
-            work = group.all_to_all(out, rows, splits, splits)
+            work = mesh.exchange.all_to_all(out, rows, rows_SS)
             issued.append(time.perf_counter() - started)
             work.wait()
             _synchronize(device)

@@ -203,17 +203,3 @@ def test_tables_gathered_and_partitioned(ranks: Ranks, settings: Make, tmp_path:
     again = ranks.run(2, train, made, 5, Opening.RESUME)
     back = {**made, "store": tmp_path / "two"} | dict.fromkeys(tables, "auto")
     assert ranks.run(2, train, back, 5, Opening.RESUME) == again
-
-
-def test_a_tied_head_is_where_the_embedding_is(settings: Make, tmp_path: Path) -> None:
-    made = settings({"model.tie_embeddings": "tied"})
-    train(alone(), made, 1, Opening.CREATE)
-    with pytest.raises(ConfigError, match="head: expected partitioned: it is the embedding, got gathered"):
-        reshard(
-            made["store"],
-            tmp_path / "new",
-            laid_out(2),
-            embedding=RowPlacement.PARTITIONED,
-            head=RowPlacement.GATHERED,
-        )
-    assert not (tmp_path / "new").exists()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tierstore.model.interface import Batch
 from tierstore.train.data import permute
-from tierstore.train.tasks.assignment import assign, task_rows
+from tierstore.train.tasks.assignment import TaskRows, assign
 from tierstore.train.tasks.config import TaskConfig, TaskHead
 from tierstore.train.tasks.data import TaskData
 from tierstore.train.tasks.progress import TaskProgress, changes, own_heads, resumed
@@ -60,7 +60,7 @@ NAMES = ("a", "b", "c")
 def data(rows: dict[str, int], sizes: dict[str, int], ranks: int, micro_batches: int) -> TaskData:
     tasks = {name: TaskConfig(paths=("x",), rows=count) for name, count in rows.items()}
     sources = {name: Numbered(NAMES.index(name), sizes[name]) for name in rows}
-    pieces = assign(task_rows(rows, dict.fromkeys(rows, 2)), ranks)
+    pieces = assign(tuple(TaskRows(name, count, 2) for name, count in rows.items()), ranks)
     return TaskData(tasks, sources, pieces, micro_batches=micro_batches)
 
 

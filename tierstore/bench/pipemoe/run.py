@@ -93,7 +93,8 @@ class PassScore(Figures):
 
     @property
     def capped(self) -> bool:
-        return self.wanted_degree > self.auto_degree
+        """Whether more chunks than any rank's experts allow would be better."""
+        return self.wanted_degree > max(DEGREES) == self.auto_degree
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +132,7 @@ def run(bench: PipelineBench, say: Callable[[str], None] = lambda _: None) -> Pi
 def summary(scores: Sequence[PassScore], bench: PipelineBench) -> PipelineResult:
     """``scores`` as one result."""
     same = [abs(score.same_ratio - 1) for score in scores if score.same_ratio is not None]
-    asked = [score.auto_s / score.limit_s for score in scores if score.limit_s is not None]
+    asked = [score.best_s / score.limit_s for score in scores if score.limit_s is not None]
     return PipelineResult(
         layers=len(scores) // 2,
         rounds=bench.rounds,
@@ -162,7 +163,7 @@ class _Measuring:
         asked = self._request(layer.machine.link, layer.machine, layer.rows, layer.seed)
         loads = self._ask(asked, [(1, 1)], rounds=0)
         predicted = fitted.forward_of(loads), fitted.backward_of(loads)
-        auto = tuple(each.best(max(DEGREES)).degree for each in predicted)
+        auto = tuple(each.auto(max(DEGREES)).degree for each in predicted)
         found = self._ask(asked, [*((r, r) for r in DEGREES), (auto[0], auto[1])], rounds=self._rounds)
         return [
             score_pass(layer, phase, each, samples)
@@ -221,7 +222,7 @@ def score_pass(
     layer: ScoredLayer, phase: str, predicted: PredictedPass, samples: Sequence[Sequence[float]]
 ) -> PassScore:
     """``samples``: by round, of each of ``DEGREES`` and of AUTO's choice."""
-    chosen = predicted.best(max(DEGREES))
+    chosen = predicted.auto(max(DEGREES))
     times = dict(zip(DEGREES, samples, strict=False))
     medians = {r: statistics.median(found) for r, found in times.items()}
     best = min(medians, key=lambda r: medians[r])
@@ -250,7 +251,7 @@ def score_pass(
         to_best_ratio=ratio(best),
         to_one_ratio=ratio(1),
         same_ratio=ratio(chosen.degree) if chosen.degree in times else None,
-        limit_s=OVERLAP * longer + predicted.exposed_s(chosen.degree) if equal else None,
+        limit_s=OVERLAP * longer + predicted.exposed_s(best) if equal else None,
         times=[ChunkTime(chunks=r, pass_s=spent) for r, spent in medians.items()],
     )
 

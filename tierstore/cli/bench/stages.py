@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     default=(1, 2, 4),
     help="Of a step, in times of the stages; once for each.",
 )
-@click.option("--forward", type=float, default=0.02, help="Seconds of a stage's forward pass.")
-@click.option("--backward", type=float, default=0.04, help="Seconds of its backward pass.")
+@click.option("--forward", type=float, default=0.05, help="Seconds of a stage's forward pass.")
+@click.option("--backward", type=float, default=0.1, help="Seconds of its backward pass.")
 @click.option("--rounds", type=int, default=5, help="Steps of each pipeline.")
 @click.option(
     "--host-budget",

@@ -61,7 +61,7 @@ class DividedTable:
             dtype=dtype,
             charge=self.charge,
         )
-        return x_TD.view(*ids_BT.shape, -1)
+        return x_TD.view(*ids_BT.shape, self.table.width)
 
     def cross_entropy(self, x_TD: Tensor, rows_RD: Tensor, targets_T: Tensor) -> Tensor:
         """The mean loss of this rank's tokens, in nats."""
@@ -70,4 +70,4 @@ class DividedTable:
     def logits(self, x_BTD: Tensor, rows_RD: Tensor) -> Tensor:
         """(B, T, V), in the type of ``x_BTD``, without a graph."""
         logits_TV = divided_logits(x_BTD.flatten(0, 1), rows_RD, self.table, self.group, charge=self.charge)
-        return logits_TV.view(*x_BTD.shape[:2], -1)
+        return logits_TV.view(*x_BTD.shape[:2], self.table.rows)

@@ -9,8 +9,13 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tierstore.train.tasks.config import rows_of_tasks
+
+if TYPE_CHECKING:
+    from tierstore.train.config import TrainConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +113,13 @@ def overlap(one: range, other: range) -> range:
     return range(start, max(start, min(one.stop, other.stop)))
 
 
-def task_rows(rows: Mapping[str, int], costs: Mapping[str, int]) -> tuple[TaskRows, ...]:
-    """Tasks in the order of ``rows``, by name."""
-    return tuple(TaskRows(name, count, costs[name]) for name, count in rows.items())
+def assignment_of(config: TrainConfig, ranks: int) -> Assignment:
+    """Which of ``ranks`` data ranks computes which rows of a micro-batch of the tasks of ``config``."""
+    rows = rows_of_tasks(config.tasks, config.data.batch_size)
+    tasks = [
+        TaskRows(name, count, config.tasks[name].cost or config.model.seq_len) for name, count in rows.items()
+    ]
+    return assign(tuple(tasks), ranks)
 
 
 def assign(tasks: tuple[TaskRows, ...], ranks: int) -> Assignment:

@@ -9,6 +9,7 @@ from tierstore.errors import ConfigError
 from tierstore.model.config import ModelConfig
 from tierstore.train.config import TrainConfig
 from tierstore.train.files import DataConfig
+from tierstore.train.tasks.assignment import assignment_of
 from tierstore.train.tasks.config import TaskHead
 from tierstore.train.tasks.data import TaskData, TaskExamples
 
@@ -43,4 +44,6 @@ def open_tasks(
 ) -> TaskData:
     """The data of all tasks of ``config``, for ``ranks`` data ranks. Raises what ``open_source`` raises."""
     sources = {name: open_source(data) for name, data in config.data_by_task.items()}
-    return TaskData(config.tasks, sources, config.assignment(ranks), micro_batches=config.data.micro_batches)
+    return TaskData(
+        config.tasks, sources, assignment_of(config, ranks), micro_batches=config.data.micro_batches
+    )
