@@ -28,6 +28,8 @@ UNITS = (
 COUNTS = frozenset(
     {
         *("active_records", "bytes_per_parameter", "capacity_frames", "collectives", "commits", "cores"),
+        *("data_ranks", "node_ranks", "pipeline_degree", "stages", "stages_before"),
+        *("tensor_ranks", "tensor_ranks_before"),
         *("creates", "depth", "disk_transfers", "drive_life_years", "drive_writes_per_day", "events"),
         *("evictions", "expert_ranks", "expert_ranks_before", "experts", "frames", "generation"),
         *("half_life_steps", "hits", "intervals", "keys", "layer", "layer_quotas", "layer_records"),

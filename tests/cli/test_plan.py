@@ -14,6 +14,7 @@ from tierstore.cli.main import cli
 from tierstore.plan.costs import ASSUMED, save_profile
 from tierstore.plan.presets import PRESETS
 
+_ARRANGED = ("data_ranks", "expert_ranks", "tensor_ranks", "stages")
 ROOMY = ["--memory", "4GiB", "--disk", "100GB"]
 
 
@@ -40,6 +41,30 @@ def test_the_main_job_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["paper"]["ssd_bytes"] == 12 * found["sparse_parameters_count"]
     assert "it fits" in shown
     assert "expert cache" in shown
+
+
+def test_layouts_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two ranks as data and expert ranks, copies, tensor ranks, stages; the best one comes first, and its command last."""
+    small = (
+        "model.d_model=32",
+        "model.d_ff=32",
+        "model.seq_len=16",
+        "data.batch_size=4",
+        "data.micro_batches=2",
+    )
+    settings = [word for one in small for word in ("--set", one)]
+    status, found, shown = _run(
+        capsys, *ROOMY, "--layouts", "--ranks", "2", "--host-budget", "8MiB", *settings
+    )
+    assert status == 0
+    assert found["ranks"] == found["node_ranks"] == 2
+    times = [layout["step_s"] for layout in found["layouts"]]
+    assert times == sorted(times)
+    kinds = {tuple(one["layout"][name] for name in _ARRANGED) for one in found["layouts"]}
+    assert kinds == {(2, 2, 1, 1), (2, 1, 1, 1), (1, 2, 2, 1), (1, 1, 1, 2)}
+    assert "2 ranks, 2 on a node: the fastest of each arrangement" in shown
+    settings = found["layouts"][0]["settings"]
+    assert f"tierstore train --set parallel.expert={settings['parallel.expert']} " in shown
 
 
 def test_what_does_not_fit_exits_1_with_the_way_out(capsys: pytest.CaptureFixture[str]) -> None:

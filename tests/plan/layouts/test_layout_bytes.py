@@ -59,7 +59,7 @@ AGREED, LOADS = 256, 704
 def test_ranks_send_what_the_plan_says(
     ranks: Ranks, text: Path, tmp_path: Path, layout: Layout, parallel: dict[str, Any]
 ) -> None:
-    """Rows, reductions, sums and messages of stages to the byte; gathers beside loads of experts, which travel alike."""
+    """Rows, reductions, sums and messages of stages to the byte; gathers beside loads of experts, which travel so too."""
     settings = {**SETTINGS, "data.paths": (str(text),)}
     laid_out = settings | {f"parallel.{name}": count for name, count in parallel.items()}
     found = ranks.run(
