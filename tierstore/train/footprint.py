@@ -25,6 +25,7 @@ from tierstore.train.budgets import BoundarySplit, DeviceKind, pair_schema, spli
 from tierstore.train.config import TrainConfig
 from tierstore.train.files import text_bytes
 from tierstore.train.tasks.assignment import assignment_of
+from tierstore.train.tasks.config import TaskHead
 from tierstore.train.vocabulary import choose_vocabulary
 
 #: What torch, its thread pools and the fragmentation of freed activations take beyond that, bytes (measured).
@@ -109,7 +110,7 @@ def fixed_cost(
     ``units`` and ``text``: the dense parameters and bytes of text, where they are not the configuration's own.
     Raises DataError, BudgetError.
     """
-    units = config.model.architecture.units if units is None else units
+    units = with_heads(config, config.model.architecture.units if units is None else units)
     kept = boundary_split(config, ranks, len(units) - 2)
     return FixedCost(
         process=process,
@@ -121,6 +122,13 @@ def fixed_cost(
         pairs=_pass_bytes(config, ranks),
         routers=router_bytes(config),
     )
+
+
+def with_heads(config: TrainConfig, units: Sequence[DenseUnit]) -> Sequence[DenseUnit]:
+    """``units`` with the output heads of tasks that have one of their own in the last one."""
+    own = sum(task.head is TaskHead.OWN for task in config.tasks.values())
+    more = own * config.model.vocab_size * config.model.d_model
+    return [*units[:-1], replace(units[-1], others=units[-1].others + more)] if more else units
 
 
 def router_bytes(config: TrainConfig) -> int:

@@ -117,7 +117,7 @@ class PipelineControl:
         self._costs: LayerCosts | None = None
         self._loads = even_loads(config, mesh)
         self._note: Callable[[str], None] = lambda text: None
-        self._noted: PipelineDegrees | None = None
+        self._noted = PipelineDegrees()
         #: None where no rows travel.
         self.chosen: PipelineChoice | None = None
         auto = config.parallel.pipeline_degree == AUTO_DEGREE

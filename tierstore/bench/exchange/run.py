@@ -51,7 +51,7 @@ class ExchangeBench(Figures):
     within: LinkConfig = field(
         default_factory=lambda: LinkConfig(bandwidth=25_000_000, latency=0.5e-3), metadata=INTERNAL
     )
-    rounds: int = field(default=5, metadata=INTERNAL)
+    rounds: int = field(default=7, metadata=INTERNAL)
     network: Network = field(default=Network.AUTO, metadata=INTERNAL)
 
     def __post_init__(self) -> None:

@@ -18,9 +18,9 @@ DEGREES = (1, 2, 3, 4, 6, 8)
 #: Rows of a rank: of layers that are scored, and of those that models are fitted on.
 ROWS, FITTED_ROWS = (512, 1024, 1536), (384, 768, 1280)
 #: Seconds of an all-to-all of the middle size, but for its start.
-_EXCHANGE_S = 0.011
+_EXCHANGE_S = 0.009
 #: Starts of an all-to-all: as between machines, and as where each message is dear.
-_LATENCIES_S = (3e-4, 2e-3)
+_LATENCIES_S = (3e-4, 3e-3)
 _RATIOS = (0.2, 0.5, 1.0, 2.0, 5.0)
 _RANKS = (2, 4)
 _EXPERT_START_S = 5e-5

@@ -39,7 +39,7 @@ CLOSE, WANTED_SHARE, NOT_WORSE = 1.05, 0.95, 1.05
 OVERLAP = 1.2
 #: One chunk, and several: what a chunk adds is fitted on these.
 _FITTED_DEGREES = (1, 6)
-_FITTED_ROUNDS = 5
+_FITTED_TURNS, _FITTED_ROUNDS = 2, 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +183,7 @@ class _Measuring:
         """The line through all-to-alls of sizes that no chunk is meant to have."""
         away = ROW_BYTES * (self._count - 1) / self._count
         sizes = [round(rows * away) for rows in (40, 160, 480, *FITTED_ROWS)]
-        found = self._answer(LayerRequest(link=link, sizes=sizes, rounds=_FITTED_ROUNDS))
+        found = self._answer(LayerRequest(link=link, sizes=sizes, rounds=_FITTED_TURNS * _FITTED_ROUNDS))
         points = [
             (size, spent) for size, times in zip(sizes, found.forward_s, strict=True) for spent in times
         ]
@@ -193,11 +193,15 @@ class _Measuring:
         """Computation of both directions, over links that are not limited."""
         forward: dict[int, list[list[float]]] = {}
         backward: dict[int, list[list[float]]] = {}
-        for seed, rows in enumerate(FITTED_ROWS, start=1000):
-            asked = self._request(LinkConfig(), machine, rows, seed)
-            found = self._ask(asked, [(r, r) for r in _FITTED_DEGREES], rounds=_FITTED_ROUNDS)
-            forward[found.computed] = [list(times) for times in found.forward_s]
-            backward[found.computed] = [list(times) for times in found.backward_s]
+        # In turns, so that a machine whose speed drifts treats all sizes alike.
+        for _ in range(_FITTED_TURNS):
+            for seed, rows in enumerate(FITTED_ROWS, start=1000):
+                asked = self._request(LinkConfig(), machine, rows, seed)
+                found = self._ask(asked, [(r, r) for r in _FITTED_DEGREES], rounds=_FITTED_ROUNDS)
+                for samples, times in ((forward, found.forward_s), (backward, found.backward_s)):
+                    pooled = samples.setdefault(found.computed, [[] for _ in _FITTED_DEGREES])
+                    for kept, more in zip(pooled, times, strict=True):
+                        kept += more
         return fit_pass(forward, _FITTED_DEGREES), fit_pass(backward, _FITTED_DEGREES)
 
     def _request(self, link: LinkConfig, machine: EmulatedMachine, rows: int, seed: int) -> LayerRequest:

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     default=("2KiB", "64KiB", "384KiB"),
     help="From each rank to each other; may be given several times.",
 )
-@click.option("--rounds", type=int, default=5, help="Of each case.")
+@click.option("--rounds", type=int, default=7, help="Of each case.")
 @click.option(
     "--network",
     type=click.Choice(["auto", "namespaces", "process"]),
