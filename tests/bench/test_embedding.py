@@ -15,7 +15,7 @@ from tierstore.errors import ConfigError
 
 @pytest.fixture(scope="module")
 def result() -> EmbeddingResult:
-    bench = EmbeddingBench(ranks=2, vocab=9000, d_model=128, tokens=16, small_tokens=32, rounds=1, steps=1)
+    bench = EmbeddingBench(ranks=2, vocab=9000, d_model=128, tokens=16, small_tokens=128, rounds=1, steps=1)
     return run(bench)
 
 
