@@ -49,13 +49,13 @@ def own_heads(progress: Progress) -> list[str]:
 
 def changes(recorded: Mapping[str, object], present: Mapping[str, object], before: Progress) -> Iterator[str]:
     """One line for each task that is not as it was; ``recorded`` and ``present``: the tasks of the conditions of the run."""
-    for name in present.keys() - recorded.keys():
+    for name in sorted(present.keys() - recorded.keys()):
         known = before.get(name)
         yield f"task {name}: added, from its {'beginning' if known is None else f'example {known.position} on'}"
-    for name in recorded.keys() - present.keys():
+    for name in sorted(recorded.keys() - present.keys()):
         kept = before.get(name, TaskProgress()).position
         yield f"task {name}: removed, kept at example {kept} for when it comes back"
-    for name in present.keys() & recorded.keys():
+    for name in sorted(present.keys() & recorded.keys()):
         was, now = recorded[name], present[name]
         if was == now or not (isinstance(was, Mapping) and isinstance(now, Mapping)):
             continue
