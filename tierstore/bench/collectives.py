@@ -189,7 +189,15 @@ class _Run:
         # A model has at least one layer of experts. It is the last one, and is left out.
         self._model.blocks = self._model.blocks[:-1]
         self.parameters = sum(parameter.numel() for parameter in self._model.parameters())
-        units = self._model.dense_units()
+        assert self._model.head is not None
+        units = [
+            ("embedding", [self._model.embedding]),
+            *(
+                (f"block.{number}", list(block.parameters()))
+                for number, block in enumerate(self._model.blocks)
+            ),
+            ("head", [*self._model.norm.parameters(), self._model.head]),
+        ]
         config = DenseConfig(fusion=Fusion(fusion), bucket_bytes=bench.bucket_bytes)
         self.dense = DenseSlices(
             units,
