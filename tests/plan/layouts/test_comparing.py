@@ -81,7 +81,7 @@ def test_stages_take_the_time_of_one_forward_one_backward() -> None:
     """(M + p - 1) (t_f + t_b) with M = 4 and p = 2: five fourths of the longest stage's four micro-batches, where messages
     between stages cost nothing.
     """
-    free = replace(ASSUMED, gather=Cost(0.0, 1e30))
+    free = replace(ASSUMED, all_to_all=Cost(0.0, 1e30))
     works = list(stage_workloads(configured(), LayoutChoice(Layout(2, 1, 1, 1)), free, 2))
     longest = max(simulated(work).step_s for work in works)
     cost = layout_cost(works)

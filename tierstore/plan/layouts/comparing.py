@@ -157,7 +157,7 @@ def layout_cost(works: Sequence[LayoutWorkload]) -> LayoutCost:
     longest = max(simulated(work).step_s for work in works)
     bubble = (stages - 1) / micro if stages > 1 else 0.0
     passed = _stage_bytes(works[0])
-    passing = 2 * (micro + stages - 1) * profile.gather.seconds(passed) if stages > 1 else 0.0
+    passing = 2 * (micro + stages - 1) * works[0].passing_seconds(passed) if stages > 1 else 0.0
     return LayoutCost(
         choice=choice,
         step_s=longest * (1 + bubble) + passing,
@@ -209,9 +209,8 @@ def _outside(work: LayoutWorkload, dimension: str) -> float:
     if len(group) == 1:
         return 0.0
     if dimension == "pipeline":  # to the next stage alone
-        group = group[:2]
-    others = [rank for rank in group[1:] if rank // work.node_ranks != group[0] // work.node_ranks]
-    return len(others) / (len(group) - 1)
+        return float(group[0] // work.node_ranks != group[1] // work.node_ranks)
+    return work.elsewhere(dimension) / (len(group) - 1)
 
 
 def _stage_bytes(work: LayoutWorkload) -> int:
