@@ -11,10 +11,10 @@ from tierstore.parallel.config import ExchangeMode, RowPlacement
 from tierstore.parallel.layout import Layout
 from tierstore.plan.layouts.candidates import LayoutChoice
 
-_GATHER = LinkConfig(bandwidth=16_000_000, latency=0.5e-3)
-_EXCHANGE = LinkConfig(bandwidth=8_000_000, latency=0.5e-3)
+_GATHER = LinkConfig(bandwidth=12_000_000, latency=0.5e-3)
+_EXCHANGE = LinkConfig(bandwidth=6_000_000, latency=0.5e-3)
 #: Between nodes: a rank's part of a slower adapter.
-_NODE = LinkConfig(bandwidth=4_000_000, latency=3e-3)
+_NODE = LinkConfig(bandwidth=3_000_000, latency=3e-3)
 #: Ranks of an emulated node.
 NODE_RANKS = 2
 

@@ -22,8 +22,8 @@ from tierstore.moe.source import ExpertLease, ExpertSource, JointSource
 from tierstore.plan.costs import Cost
 
 #: Beside floating point operations, what starting a pass over a block, and over an expert's rows, takes.
-DENSE = Cost(1e-3, 3e8)
-EXPERT = Cost(0.5e-3, 3e8)
+DENSE = Cost(1e-3, 2e8)
+EXPERT = Cost(0.5e-3, 2e8)
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,8 @@ class LayoutsBench(Figures):
 
     directory: Path = field(default=Path("tierstore-bench"), metadata=INTERNAL)
     ranks: Sequence[int] = field(default=(1, 2, 4), metadata=named("ranks_count"))
-    rounds: int = field(default=3, metadata=named("rounds_count"))
-    steps: int = field(default=3, metadata=named("steps_count"))
+    rounds: int = field(default=4, metadata=named("rounds_count"))
+    steps: int = field(default=2, metadata=named("steps_count"))
 
     def __post_init__(self) -> None:
         at_least(1, rounds=self.rounds, steps=self.steps)
