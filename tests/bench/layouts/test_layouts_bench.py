@@ -128,8 +128,12 @@ def test_no_other_overheads_are_nearer(rows: list[tuple[float, float, float]], v
         assert least <= np.linalg.norm(matrix @ other - wanted) + 1e-6
 
 
-def planned_alike(cases: tuple[LayoutCase, ...], ratio: float) -> tuple[dict, dict]:
-    planned = {case: LinearCase(0.5 * ratio if case in JUDGED else 0.5, (1, 1, 1)) for case in cases}
+def planned_alike(
+    cases: tuple[LayoutCase, ...], ratio: float
+) -> tuple[dict[LayoutCase, PlannedCase], dict[LayoutCase, list[list[float]]]]:
+    planned: dict[LayoutCase, PlannedCase] = {
+        case: LinearCase(0.5 * ratio if case in JUDGED else 0.5, (1, 1, 1)) for case in cases
+    }
     return planned, {case: [[0.5, 0.5], [0.5, 0.45]] for case in cases}
 
 

@@ -77,10 +77,11 @@ def fit(planned: Sequence[PlannedCase], measured_s: Sequence[float]) -> Overhead
     about alike, small ones (a ridge).
     """
     found = np.zeros(3)
-    wanted = np.array(measured_s)
+    wanted = np.array(measured_s, float)
 
     def errors(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        return np.array([each.step_s(Overheads(*values)) for each in planned]) / wanted - 1
+        took = np.array([each.step_s(Overheads(*values.tolist())) for each in planned], float)
+        return np.asarray(took / wanted - 1, float)
 
     ridge = _WEIGHT * np.diag(1 / np.array(_USUAL))
     for _ in range(_ROUNDS):

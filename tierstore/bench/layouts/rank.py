@@ -28,7 +28,9 @@ from tierstore.parallel.limited import limited_groups
 from tierstore.parallel.mesh import build_mesh
 from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening
-from tierstore.train.session import open_session
+from tierstore.train.session import Loop, open_parts
+from tierstore.train.step_time import StepTimer
+from tierstore.train.thread_times import ThreadTimes, stolen_while_running
 from tierstore.train.trainer import Trainer
 
 
@@ -53,7 +55,10 @@ def _open(request: Mapping[str, Any], joined: Mesh, stack: contextlib.ExitStack)
     assert isinstance(config.model, ModelConfig)
     mesh = laid_out(config, joined)
     device = EmulatedModel(config.model, config.parallel.tensor)
-    trainer = stack.enter_context(open_session(config, Opening.CREATE, watch=device, mesh=mesh))
+    parts = stack.enter_context(open_parts(config, Opening.CREATE, loop=Loop.OWN, watch=device, mesh=mesh))
+    assert parts.data is not None
+    threads = stack.enter_context(contextlib.closing(ThreadTimes()))
+    trainer = Trainer(parts, parts.data, StepTimer(parts.ledger, threads, stolen_while_running()))
     device.slow_down(trainer.model.module)
     trainer.step()  # first touch
     return trainer
