@@ -1,8 +1,9 @@
 """One rank of ``bench layouts``, in a process of its own: real training sessions in several layouts, one after another.
 
-The protocol is one JSON object a line. The parent sends requests (the same to all ranks of the world), then closes the
-pipe: ``open`` names a session, with its settings and directory; ``step`` names one to take ``steps`` steps, answered with
-their seconds. Sessions stay open until the end. A failure is ``{"error": text}``.
+The protocol is one JSON object a line. The parent sends any number of requests (the same to all ranks of the world), then
+closes the pipe. Each names the settings and the directory of a session, and is answered with the seconds of its ``steps``
+steps, behind a first one. A session is closed before the next one is opened: the threads of idle ones take time, too. A
+failure is ``{"error": text}``.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from tierstore.bench.layouts.device import EmulatedModel
 from tierstore.bench.processes.spawn import serve
@@ -34,10 +36,12 @@ from tierstore.train.thread_times import ThreadTimes, stolen_while_running
 from tierstore.train.trainer import Trainer
 
 
-def laid_out(config: TrainConfig, joined: Mesh) -> Mesh:
+@contextlib.contextmanager
+def laid_out(config: TrainConfig, joined: Mesh) -> Iterator[Mesh]:
     """The mesh that ``config`` asks for, over the ranks that have ``joined``, and with its limited links. A collective."""
     if joined.world.size == 1:
-        return joined
+        yield joined
+        return
     groups, parallel = limited_groups(config.links), config.parallel
     mesh, communicators = build_mesh(
         parallel, RankEnvironment.from_environment(), joined.device, make_group=groups, blame=lambda: None
@@ -46,22 +50,30 @@ def laid_out(config: TrainConfig, joined: Mesh) -> Mesh:
     maker = GroupMaker(
         make=groups, blame=lambda: None, communicators=communicators, timeout_s=parallel.timeout_s
     )
-    return with_exchange(parallel, mesh, maker)
+    mesh = with_exchange(parallel, mesh, maker)
+    yield mesh
+    joined.world.barrier()
+    mesh.close()
+    for made in communicators:
+        if made is not dist.group.WORLD:  # which others will use
+            dist.destroy_process_group(made)
 
 
-def _open(request: Mapping[str, Any], joined: Mesh, stack: contextlib.ExitStack) -> Trainer:
-    settings = {**request["settings"], "store": Path(request["store"])}
-    config = load(TrainConfig, None, settings)
+def _measured(request: Mapping[str, Any], joined: Mesh) -> list[float]:
+    """Seconds of the steps of a new session."""
+    config = load(TrainConfig, None, {**request["settings"], "store": Path(request["store"])})
     assert isinstance(config.model, ModelConfig)
-    mesh = laid_out(config, joined)
     device = EmulatedModel(config.model, config.parallel.tensor)
-    parts = stack.enter_context(open_parts(config, Opening.CREATE, loop=Loop.OWN, watch=device, mesh=mesh))
-    assert parts.data is not None
-    threads = stack.enter_context(contextlib.closing(ThreadTimes()))
-    trainer = Trainer(parts, parts.data, StepTimer(parts.ledger, threads, stolen_while_running()))
-    device.slow_down(trainer.model.module)
-    trainer.step()  # first touch
-    return trainer
+    with (
+        laid_out(config, joined) as mesh,
+        open_parts(config, Opening.CREATE, loop=Loop.OWN, watch=device, mesh=mesh) as parts,
+        contextlib.closing(ThreadTimes()) as threads,
+    ):
+        assert parts.data is not None
+        trainer = Trainer(parts, parts.data, StepTimer(parts.ledger, threads, stolen_while_running()))
+        device.slow_down(trainer.model.module)
+        trainer.step()  # first touch
+        return _steps(trainer, request["steps"])
 
 
 def _steps(trainer: Trainer, count: int) -> list[float]:
@@ -76,14 +88,9 @@ def _steps(trainer: Trainer, count: int) -> list[float]:
 
 def _answers(requests: Iterator[Any]) -> Generator[Mapping[str, object]]:
     torch.set_num_threads(1)
-    trainers: dict[str, Trainer] = {}
-    with launch(ParallelConfig(timeout_s=120.0), device="cpu") as joined, contextlib.ExitStack() as stack:
+    with launch(ParallelConfig(timeout_s=120.0), device="cpu") as joined:
         for request in requests:
-            if "open" in request:
-                trainers[request["open"]] = _open(request, joined, stack)
-                yield {}
-            else:
-                yield {"step_s": _steps(trainers[request["step"]], request["steps"])}
+            yield {"step_s": _measured(request, joined)}
 
 
 if __name__ == "__main__":

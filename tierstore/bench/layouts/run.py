@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import shutil
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +35,7 @@ class LayoutsBench(Figures):
 
     directory: Path = field(default=Path("tierstore-bench"), metadata=INTERNAL)
     ranks: Sequence[int] = field(default=(1, 2, 4), metadata=named("ranks_count"))
-    rounds: int = field(default=4, metadata=named("rounds_count"))
+    rounds: int = field(default=3, metadata=named("rounds_count"))
     steps: int = field(default=2, metadata=named("steps_count"))
 
     def __post_init__(self) -> None:
@@ -177,29 +178,21 @@ def _measure(
     text: Path,
     say: Callable[[str], None],
 ) -> dict[LayoutCase, list[list[float]]]:
-    """Seconds of each layout's steps, by round. Sessions stay open from the first round to the last."""
+    """Seconds of each layout's steps, by round, each round in a new session."""
     found: dict[LayoutCase, list[list[float]]] = {case: [] for case in cases}
     with contextlib.ExitStack() as stack:
         worlds = {
             ranks: stack.enter_context(AskedRanks("tierstore.bench.layouts.rank", ranks))
             for ranks in bench.ranks
         }
-        for number, case in enumerate(cases, start=1):
-            say(f"opening layout {number} of {len(cases)}: {case.name}")
-            settings, store = case.settings(text), str(directory / f"layout-{number}")
-            _ask(worlds, case, {"open": case.name, "settings": settings, "store": store})
         for number in range(bench.rounds):
-            say(f"round {number + 1} of {bench.rounds}")
-            for case in cases if number % 2 == 0 else reversed(cases):
-                answers = _ask(worlds, case, {"step": case.name, "steps": bench.steps})
-                found[case].append(
-                    [max(steps) for steps in zip(*(each["step_s"] for each in answers), strict=True)]
-                )
+            for done, case in enumerate(cases if number % 2 == 0 else cases[::-1], start=1):
+                say(f"round {number + 1} of {bench.rounds}, layout {done} of {len(cases)}: {case.name}")
+                store = directory / "store"
+                request = {"settings": case.settings(text), "store": str(store), "steps": bench.steps}
+                ranks = case.choice.ranks.world
+                answers = worlds[ranks].ask([request] * ranks)
+                shutil.rmtree(store)
+                taken = zip(*(each["step_s"] for each in answers), strict=True)
+                found[case].append([max(steps) for steps in taken])
     return found
-
-
-def _ask(
-    worlds: Mapping[int, AskedRanks], case: LayoutCase, request: Mapping[str, object]
-) -> list[dict[str, list[float]]]:
-    ranks = case.choice.ranks.world
-    return worlds[ranks].ask([request] * ranks)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.option("--ranks", type=int, multiple=True, default=(1, 2, 4), help="Of a layout; once for each.")
-@click.option("--rounds", type=int, default=4, help="Rounds; the layouts take turns.")
+@click.option("--rounds", type=int, default=3, help="Rounds; the layouts take turns.")
 @click.option("--steps", type=int, default=2, help="Steps of each layout in a round.")
 @work_directory_option
 @results_options()
