@@ -243,7 +243,7 @@ class _EmulatedStage:
 
         forward_s, backward_s = self._seconds
         x = torch.zeros(*given.shape, _WIDTH, requires_grad=True) if self.begins else given
-        x = _taking(x, forward_s, backward_s)
+        x = taking(x, forward_s, backward_s)
         objective = x.sum() if self.ends else torch.zeros((), requires_grad=True)
         loads = (torch.ones(1, dtype=torch.int64),)
         part = ModelOutput(
@@ -252,7 +252,7 @@ class _EmulatedStage:
         return StageOutput(None if self.ends else x, part)
 
 
-def _taking(x: Tensor, forward_s: float, backward_s: float) -> Tensor:
+def taking(x: Tensor, forward_s: float, backward_s: float) -> Tensor:
     """``x``; both ways take their time on a device that the rank waits for."""
     import torch
 

@@ -12,6 +12,7 @@ from tierstore.cli.bench.exchange import exchange
 from tierstore.cli.bench.generate import generate
 from tierstore.cli.bench.guesses import guesses
 from tierstore.cli.bench.io import io
+from tierstore.cli.bench.layouts import layouts
 from tierstore.cli.bench.machine import machine
 from tierstore.cli.bench.order import order
 from tierstore.cli.bench.overlap import overlap, prediction
@@ -73,6 +74,7 @@ for _command in (
     prediction,
     pipemoe,
     exchange,
+    layouts,
     machine,
     scale,
     tasks,

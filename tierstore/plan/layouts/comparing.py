@@ -1,12 +1,14 @@
 """All layouts of a number of ranks side by side: the best, what each other one would lose, and why some cannot be.
 
-The time of a step is that of the stage with most to do. Its operations are simulated for all micro-batches in turn, as
-those of a run without stages are; 1F1B then takes ``(M + p - 1) / M`` of it (PipeDream-Flush, Narayanan et al. 2021), and
-each micro-batch's rows pass from stage to stage once in either direction.
+Without stages the time of a step is that of its simulated operations. With stages, those of each one are simulated for all
+micro-batches in turn, as a run without stages has them; the passes of a micro-batch, of that length, then go through all
+stages in 1F1B's order (PipeDream-Flush, Narayanan et al. 2021), with a message from stage to stage before each. Of equal
+stages and free messages that is ``(M + p - 1) / M`` of a stage's time.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,10 +20,11 @@ from tierstore.plan.costs import Profile
 from tierstore.plan.evidence import Evidence
 from tierstore.plan.layouts.candidates import LayoutChoice, candidates, obstacle
 from tierstore.plan.layouts.workload import LayoutWorkload, stage_workloads
-from tierstore.plan.predict import issued_bytes, simulated
-from tierstore.prefetch.operations import Kind
+from tierstore.plan.predict import issued_bytes, listed_operations, simulated
+from tierstore.prefetch.operations import Kind, Resource
 from tierstore.stats import Tier
 from tierstore.train.config import TrainConfig
+from tierstore.train.stages.order import one_forward_one_backward
 
 #: When a message has travelled a limited link, and whether all was finite so far.
 _BESIDE_BYTES = 16
@@ -154,19 +157,58 @@ def layout_cost(works: Sequence[LayoutWorkload]) -> LayoutCost:
     """What a step costs whose stages are ``works``."""
     choice, profile = works[0].choice, works[0].profile
     stages, micro = choice.ranks.stages, works[0].setting.config.data.micro_batches
-    longest = max(simulated(work).step_s for work in works)
-    bubble = (stages - 1) / micro if stages > 1 else 0.0
-    passed = _stage_bytes(works[0])
-    passing = 2 * (micro + stages - 1) * profile.gather.seconds(passed) if stages > 1 else 0.0
+    steps_s = [simulated(work).step_s for work in works]
+    longest = taken_s = max(steps_s)
+    if stages > 1:
+        passes = [_passes_seconds(work, spent / micro) for work, spent in zip(works, steps_s, strict=True)]
+        taken_s = pipeline_seconds(passes, micro, works[0].passing_seconds(_stage_bytes(works[0])))
     return LayoutCost(
         choice=choice,
-        step_s=longest * (1 + bubble) + passing,
-        bubble_ratio=bubble / (1 + bubble),
+        step_s=taken_s,
+        bubble_ratio=1 - longest / taken_s,
         sent=_most([sent_bytes(work) for work in works]),
         memory_bytes=max(work.taken.total(Tier.DEVICE, Tier.HOST) for work in works),
         disk_bytes=max(work.taken.total(Tier.NVME) for work in works),
         evidence=profile.evidence.weaker(works[0].traffic.evidence),
     )
+
+
+def pipeline_seconds(
+    passes: Sequence[tuple[float, float]], micro_batches: int, message_s: float = 0.0
+) -> float:
+    """A step of stages whose forward and backward passes of a micro-batch take ``passes`` seconds, in 1F1B's order;
+    ``message_s`` from stage to stage.
+    """
+    count = len(passes)
+    left = [deque(one_forward_one_backward(stage, count, micro_batches)) for stage in range(count)]
+    free = [0.0] * count
+    ended: dict[tuple[int, Phase, int], float] = {}
+    while any(left):
+        for stage, order in enumerate(left):
+            while order:
+                phase, micro = order[0].phase, order[0].micro
+                before = stage - 1 if phase is Phase.FORWARD else stage + 1
+                if 0 <= before < count:
+                    if (before, phase, micro) not in ended:
+                        break
+                    free[stage] = max(free[stage], ended[before, phase, micro] + message_s)
+                free[stage] += passes[stage][phase is not Phase.FORWARD]
+                ended[stage, phase, micro] = free[stage]
+                order.popleft()
+    return max(free)
+
+
+def _passes_seconds(work: LayoutWorkload, both_s: float) -> tuple[float, float]:
+    """The forward and the backward pass of a micro-batch, which take ``both_s`` together: as their computation does."""
+    computed = {Phase.FORWARD: 0.0, Phase.BACKWARD: 0.0, Phase.OPTIMIZER: 0.0}
+    for operation in listed_operations(work):
+        if operation.resource is Resource.COMPUTE:
+            computed[work.passes[operation.position % len(work.passes)].phase] += work.seconds(operation)
+    forward_s, backward_s = computed[Phase.FORWARD], computed[Phase.BACKWARD]
+    if not forward_s + backward_s:
+        return both_s / 2, both_s / 2
+    share = forward_s / (forward_s + backward_s)
+    return both_s * share, both_s * (1 - share)
 
 
 def sent_bytes(work: LayoutWorkload) -> LinkBytes:
@@ -209,9 +251,8 @@ def _outside(work: LayoutWorkload, dimension: str) -> float:
     if len(group) == 1:
         return 0.0
     if dimension == "pipeline":  # to the next stage alone
-        group = group[:2]
-    others = [rank for rank in group[1:] if rank // work.node_ranks != group[0] // work.node_ranks]
-    return len(others) / (len(group) - 1)
+        return float(group[0] // work.node_ranks != group[1] // work.node_ranks)
+    return work.elsewhere(dimension) / (len(group) - 1)
 
 
 def _stage_bytes(work: LayoutWorkload) -> int:

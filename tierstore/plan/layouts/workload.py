@@ -6,11 +6,13 @@ experts, sum each divided pair of products over the group in both passes, and gi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from tierstore.cache.access import Phase
+from tierstore.links import LinkConfig
 from tierstore.model.architecture import Architecture
 from tierstore.model.config import ModelConfig
 from tierstore.model.vocabulary.cost import VocabularyCost
@@ -38,6 +40,8 @@ from tierstore.train.stages.spec import StageSpec, stage_config
 
 #: A row's weight, and its gradient, travel in fp32.
 _WEIGHT_BYTES = 4
+#: A count of rows, or a loss, in an agreement.
+_COUNT_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -53,10 +57,11 @@ class LayoutWorkload(StepWorkload):
         found = super().sizes(item)
         vocabulary = item.unit in (0, len(self.layouts) - 1) and self.choice.rows is RowPlacement.PARTITIONED
         if vocabulary:
-            found = replace(found, gather=0, reduce=0)
+            found = replace(found, gather=0, reduce=0, rows=0 if self._apart else found.rows)
         if item.moe_layer is None:
             return found
-        return replace(found, all_to_all=round(self.rows(item).dispatch.amount) if self._exchanges else 0)
+        queued = self._exchanges and not self._apart
+        return replace(found, all_to_all=round(self.rows(item).dispatch.amount) if queued else 0)
 
     @property
     def _exchanges(self) -> bool:
@@ -143,60 +148,140 @@ class LayoutWorkload(StepWorkload):
         # The ranks of a tensor-parallel group have the same tokens, not each its own.
         return whole / self.choice.ranks.tensor
 
+    @cached_property
+    def _attention(self) -> list[int]:
+        """Heads are divided over the tensor-parallel ranks of a built-in model."""
+        parts = (
+            self.choice.ranks.tensor if isinstance(self.setting.config.model, ModelConfig | StageSpec) else 1
+        )
+        return [width // parts for width in super()._attention]
+
     def seconds(self, operation: Operation) -> float:
         item = self.passes[operation.position % len(self.passes)]
-        if operation.kind is Kind.ALL_TO_ALL:
+        kind, links, profile = operation.kind, self.setting.config.links, self.profile
+        if kind is Kind.ALL_TO_ALL:
+            if item.moe_layer is None:
+                return self._message(operation.nbytes)
             return self._exposed(item) / 2  # one operation each way
+        if kind is Kind.GATHER:
+            return self._carried("data", operation.nbytes, profile.gather, links.gather)
+        if kind is Kind.REDUCE:
+            return self._carried("data", operation.nbytes, profile.reduce_scatter, links.gather)
         found = super().seconds(operation)
-        if operation.kind is Kind.DENSE:
-            found += 2 * self._message(self.tensor_bytes(item) / 2)
-            if (table := self.vocabulary) is not None:
-                found += self._vocabulary_seconds(item, table)
+        if kind is Kind.DENSE:
+            found += self._waited(item)
         return found
+
+    def _waited(self, item: Pass) -> float:
+        """Seconds of a pass in which its computation waits for other ranks, exchanges of the schedule aside."""
+        layout, forward = self.choice.ranks, item.phase is Phase.FORWARD
+        found = 2 * self._message(self.tensor_bytes(item) / 2, "tensor")
+        if item.moe_layer is not None:
+            if layout.tensor > 1:
+                found += self._message(self.rows(item).combine.amount, "tensor")
+            elif self._apart and self._exchanges:
+                found += self._exposed(item)
+            if layout.data > 1 and forward:  # each rank tells the others how many rows its experts get
+                found += self._message(_COUNT_BYTES * self.setting.config.model.experts * (layout.data - 1))
+            if not forward:
+                found += self._replicas_seconds(item)
+        elif self._apart:
+            found += self._message(self._divided_sent(item))
+        if item.unit == len(self.layouts) - 1 and forward and layout.data > 1:  # the loss over all ranks
+            found += self._message(_COUNT_BYTES * layout.data)
+        return found
+
+    @property
+    def _apart(self) -> bool:
+        """Whether exchanges have a link of their own, so that they never wait behind gathers."""
+        return self.setting.config.links.exchange.on
 
     def _exposed(self, item: Pass) -> float:
         """Seconds that a MoE layer's pass takes beside its experts' computation."""
-        work = self.rows(item)
-        network = self._network
-        if self.choice.ranks.tensor > 1:
-            return 2 * self._message(work.combine.amount)
-        flops = self.profile.expert_flops
+        work, network, flops = self.rows(item), self._network, self.profile.expert_flops
         costs = PipelineCosts(
             network.latency_s, 1 / network.per_s, self.experts * flops.latency_s, 1 / flops.per_s
         )
-        alone = costs.alpha_e * work.experts.starts + costs.beta_e * work.experts.amount
-        return max(pass_seconds(costs, work, self.choice.degree) - alone, 0.0)
+        alone = costs.alpha_e + costs.beta_e * work.experts.amount
+        # Each expert is leased once a pass, however many chunks and products there are.
+        once = replace(work, experts=replace(work.experts, starts=0))
+        costs = replace(costs, beta_e=alone / work.experts.amount if work.experts.amount else 0.0)
+        return max(pass_seconds(costs, once, self.choice.degree) - alone, 0.0)
 
     @cached_property
     def _network(self) -> Cost:
         """The slower of the machine and the links that are limited, for an exchange of rows."""
-        links, layout = self.setting.config.links, self.choice.ranks
-        own = links.exchange if links.exchange.on else links.gather
-        found = _slower(self.profile.all_to_all, own.latency, own.bandwidth)
-        if not links.node.on or layout.expert <= self.node_ranks:
-            return found
-        outside = (layout.expert - self.node_ranks) / (layout.expert - 1)
-        messages = layout.expert - self.node_ranks
+        links, layout, real = self.setting.config.links, self.choice.ranks, self.profile.all_to_all
+        own, node = links.exchange if links.exchange.on else links.gather, links.node
+        elsewhere = layout.expert - self.node_ranks
+        if not node.on or elsewhere <= 0:
+            return _slower(real, own)
+        others, nodes = layout.expert - 1, layout.expert // self.node_ranks
         if self.choice.exchange is ExchangeMode.HIERARCHICAL:
-            messages //= self.node_ranks
-        between = _slower(found, messages * links.node.latency, links.node.bandwidth)
-        return Cost(
-            between.latency_s + found.latency_s, 1 / (outside / between.per_s + (1 - outside) / found.per_s)
+            # Every row that is not in its place goes to a neighbour first; then all of a node's in one message.
+            within = layout.expert * (self.node_ranks - 1) / (self.node_ranks * others)
+            between = layout.expert * (nodes - 1) / (nodes * others)
+            first, second = _slower(real, own), _slower(real, node)
+            latency = first.latency_s + max(real.latency_s, (nodes - 1) * node.latency)
+            return Cost(latency, 1 / (within / first.per_s + between / second.per_s))
+        # Both links carry their parts at the same time.
+        outside = elsewhere / others
+        rates = [real.per_s, (node.bandwidth or math.inf) / outside]
+        if outside < 1:
+            rates.append((own.bandwidth or math.inf) / (1 - outside))
+        return Cost(max(real.latency_s, own.latency, elsewhere * node.latency), min(rates))
+
+    def _message(self, nbytes: float, dimension: str = "data") -> float:
+        """What computation blocks on: ``nbytes`` that one rank sends to the others of its group."""
+        links = self.setting.config.links
+        return self._carried(
+            dimension, nbytes, self.profile.all_to_all, links.exchange if links.exchange.on else links.gather
         )
 
-    def _message(self, nbytes: float) -> float:
+    def passing_seconds(self, nbytes: float) -> float:
+        """A message of ``nbytes`` to the next stage, which no link between nodes carries."""
         links = self.setting.config.links
-        return _slower(self.profile.gather, links.gather.latency, links.gather.bandwidth).seconds(nbytes)
+        own = links.exchange if links.exchange.on else links.gather
+        return _slower(self.profile.all_to_all, own).seconds(nbytes)
 
-    def _vocabulary_seconds(self, item: Pass, table: VocabularyCost) -> float:
-        ends = {0: table.embedding_sent, len(self.layouts) - 1: table.head_sent}
-        sent = ends.get(item.unit, 0) / (2 * table.micro_batches)
-        return self._message(sent)
+    def _carried(self, dimension: str, nbytes: float, cost: Cost, link: LinkConfig) -> float:
+        """A collective in which a rank sends ``nbytes`` to the others of its group of ``dimension``, alike to each."""
+        if nbytes <= 0:
+            return 0.0
+        node, elsewhere = self.setting.config.links.node, self.elsewhere(dimension)
+        outside = (
+            nbytes * elsewhere / max(len(self.choice.ranks.rows(dimension)[0]) - 1, 1) if node.on else 0.0
+        )
+        between = elsewhere * node.latency + outside / (node.bandwidth or math.inf) if outside else 0.0
+        within = link.latency + (nbytes - outside) / (link.bandwidth or math.inf) if nbytes > outside else 0.0
+        return max(cost.seconds(nbytes), within, between)
+
+    def elsewhere(self, dimension: str) -> int:
+        """How many of the other ranks of rank 0's group of ``dimension`` are on other nodes."""
+        group = self.choice.ranks.rows(dimension)[0]
+        return sum(rank // self.node_ranks != group[0] // self.node_ranks for rank in group)
+
+    def _replicas_seconds(self, item: Pass) -> float:
+        """What sums of experts' gradients over their copies add to a backward pass, which ends when they are there: one
+        batch travels while the next is computed, and the last one alone.
+        """
+        copies = self.choice.ranks.replicas
+        if copies == 1:
+            return 0.0
+        slots = self.taken.divided.slots
+        numel = self.setting.model.expert_numel
+        batches = -(-self.experts // max(slots.gradients // 2, 1))
+        nbytes = (1 if copies == 2 else 2 * (copies - 1) / copies) * numel * 4 * self.experts / batches
+        parts = 1 if copies == 2 else 2
+        links, profile = self.setting.config.links, self.profile
+        each = parts * self._carried("replica", nbytes / parts, profile.reduce_scatter, links.gather)
+        computing = self.experts * profile.expert_flops.seconds(self.expert_flops(item)) / batches
+        return each + (batches - 1) * max(each - computing, 0.0)
 
 
-def _slower(cost: Cost, latency: float, bandwidth: int) -> Cost:
-    """``cost`` over a link of ``bandwidth`` bytes a second (0: any)."""
-    return Cost(max(cost.latency_s, latency), min(cost.per_s, bandwidth or cost.per_s))
+def _slower(cost: Cost, link: LinkConfig) -> Cost:
+    """``cost`` over ``link``."""
+    return Cost(max(cost.latency_s, link.latency), min(cost.per_s, link.bandwidth or math.inf))
 
 
 def stage_workloads(
