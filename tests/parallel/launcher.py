@@ -28,6 +28,8 @@ Case = Callable[..., Any]
 _JOIN_S = 60.0
 _CASE_S = 120.0
 _END_S = 60.0
+#: Worlds that are kept for the next test. Each rank has threads that poll its sockets, however idle it is.
+_KEPT = 3
 
 
 class RankFailedError(AssertionError):
@@ -81,7 +83,7 @@ class World:
 
 
 class Ranks:
-    """Starts worlds, and keeps those whose cases all passed for the next test."""
+    """Starts worlds, and keeps the last few of those whose cases all passed for the next test."""
 
     def __init__(self) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
@@ -99,10 +101,14 @@ class Ranks:
         """``case(mesh, *arguments)`` on ``size`` ranks that are laid out as ``layout``, settings of ParallelConfig, says."""
         config = ParallelConfig(timeout_s=30.0, **layout)
         key = (size, config)
-        if key not in self._worlds:
-            self._worlds[key] = self._start(size, config, None)
+        world = self._worlds.pop(key, None)
+        if world is None:
+            while len(self._worlds) >= _KEPT:
+                self.kill(self._worlds.pop(next(iter(self._worlds))))
+            world = self._start(size, config, None)
+        self._worlds[key] = world  # the one that was used last is last
         try:
-            return self._worlds[key].run(case, *arguments)
+            return world.run(case, *arguments)
         except RankFailedError:
             self.kill(self._worlds.pop(key))
             raise

@@ -210,6 +210,7 @@ def test_traffic_is_what_goes_to_others(ranks: Ranks) -> None:
             Collective.ALL_TO_ALL: (1, 3 * 24),
             Collective.ALL_REDUCE: (0, 0),
             Collective.OBJECTS: (0, 0),
+            Collective.SEND: (0, 0),
         }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -51,6 +52,13 @@ def test_blocks_are_those_of_the_kernels() -> None:
     assert _native.MOMENT_BLOCK == MOMENT_BLOCK
 
 
+def settled(engine: _native.Engine) -> dict[str, Any]:
+    """What the engine has done when all that was queued is done."""
+    while (found := engine.stats())["waiting"] or found["in_flight"]:
+        time.sleep(0.001)
+    return found
+
+
 @pytest.mark.parametrize("moments", MomentFormat)
 def test_bytes_of_a_step_are_the_formula(
     moments: MomentFormat, configure: Make, least: Callable[[TrainConfig], int], tmp_path: Path
@@ -64,11 +72,11 @@ def test_bytes_of_a_step_are_the_formula(
     with open_session(config, Opening.CREATE, trace=trace) as trainer:
         trainer.step()
         before = trainer.store.cache.residency.stats()
-        engine = trainer.store.engine.stats()
+        engine = settled(trainer.store.engine)
         for _ in range(steps):
             assert trainer.step().active_experts == experts
         after = trainer.store.cache.residency.stats()
-        moved = trainer.store.engine.stats()
+        moved = settled(trainer.store.engine)
         trainer.commit()
         live = trainer.store.cache.residency.stats()
     found = after.by_group["weights"].hits - before.by_group["weights"].hits
@@ -164,7 +172,7 @@ def test_the_command(configure: Make, train: Any, tmp_path: Path) -> None:
     train(config)
     refused = CliRunner().invoke(command, [str(config.store), "--to", str(tmp_path / "new")])
     assert refused.exit_code == 2
-    assert "expected --ranks or --moments" in refused.output
+    assert "expected --ranks, --moments, --embedding or --head" in refused.output
     options = [str(config.store), "--to", str(tmp_path / "new"), "--moments", "int8", "--json"]
     made = CliRunner().invoke(command, options)
     assert made.exit_code == 0, made.output

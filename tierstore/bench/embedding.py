@@ -90,7 +90,7 @@ class TableWay(Figures):
     risen_samples_bytes: Sequence[float]
     risen_bytes: int
     calculated_bytes: int
-    first_loss: float = field(metadata=named("first_loss_nats"))
+    first_loss: float
 
     @property
     def sent_error(self) -> float:

@@ -83,7 +83,7 @@ class ModeSpeed(Figures):
     step_samples_s: Sequence[float] = field(metadata=INTERNAL)
     step_s: float
     predicted_step_s: float
-    speed: float = field(metadata=named("samples_per_s_and_card"))
+    speed: float = field(metadata=named("card_samples_per_s"))
 
 
 @dataclass(frozen=True, kw_only=True)

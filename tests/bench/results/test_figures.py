@@ -34,7 +34,7 @@ PLAIN = frozenset(
         *("bytes_per_parameter", "parameters", "record_parameters", "replayed_steps", "threads", "repeats"),
         *("requests", "keys", "points", "cores", "records", "commits", "depth", "seed", "ranks"),
         *("steps", "warmup_steps", "rounds", "experts", "last_loss", "collectives", "disk_transfers"),
-        *("losses", "loss_difference", "loss_tolerance", "clip_norm"),
+        *("losses", "first_loss", "loss_difference", "loss_tolerance", "clip_norm", "layers"),
     }
 )
 

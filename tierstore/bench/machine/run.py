@@ -268,10 +268,10 @@ class CostLine(Figures):
 
     cost: str
     latency_s: float
-    median_error_ratio: float
-    largest_error_ratio: float
     flops_per_s: float | None = field(default=None, metadata=IF_ANY)
     bytes_per_s: float | None = field(default=None, metadata=IF_ANY)
+    median_error_ratio: float | None = field(default=None, metadata=IF_ANY)
+    largest_error_ratio: float | None = field(default=None, metadata=IF_ANY)
 
 
 @dataclass(frozen=True, kw_only=True)
