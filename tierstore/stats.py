@@ -268,3 +268,15 @@ def spread(values: Sequence[float]) -> Spread:
         least=percentile(values, 0),
         greatest=percentile(values, 100),
     )
+
+
+def median_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
+    """Slope and intercept of the line through points of at least two different ``x``, by Theil and Sen: the medians of all
+    slopes, then of all intercepts.
+    """
+    import itertools
+    import statistics  # decimals with it: not for those who only count
+
+    pairs = itertools.combinations(range(len(x)), 2)
+    slope = statistics.median((y[j] - y[i]) / (x[j] - x[i]) for i, j in pairs)
+    return slope, statistics.median(b - slope * a for a, b in zip(x, y, strict=True))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierstore.parallel.exchange_model import CostLine, ExchangeModel
+from tierstore.parallel.exchange_model import ExchangeModel, MessageCost
 from tierstore.parallel.nodes import NodeGrid
 
 
@@ -19,7 +19,7 @@ def test_by_hand() -> None:
     1 ms + 0.4 us a byte lost: even at 7,500 bytes.
     """
     model = ExchangeModel.of_links(
-        NodeGrid(2, 3), within=CostLine(1e-3, 0.1e-6), between=CostLine(2e-3, 1e-6)
+        NodeGrid(2, 3), within=MessageCost(1e-3, 0.1e-6), between=MessageCost(2e-3, 1e-6)
     )
     assert model.flat.seconds(1000) == pytest.approx(9e-3)
     assert model.hierarchical.seconds(1000) == pytest.approx(2e-3 + 3e-3 + 1e-3 + 0.4e-3)
@@ -32,11 +32,11 @@ def test_by_hand() -> None:
 
 
 def test_two_steps_never_pay_or_always() -> None:
-    flat, rail = CostLine(2e-3, 1e-6), CostLine(1e-3, 1e-6)
+    flat, rail = MessageCost(2e-3, 1e-6), MessageCost(1e-3, 1e-6)
     grid = NodeGrid(2, 2)
-    assert ExchangeModel(grid, flat, rail, CostLine(2e-3, 2e-6)).below_bytes == 0
-    assert ExchangeModel(grid, flat, rail, CostLine(3e-3, 0.5e-6)).below_bytes == 0
-    assert ExchangeModel(grid, flat, rail, CostLine(1.5e-3, 1e-6)).below_bytes == math.inf
+    assert ExchangeModel(grid, flat, rail, MessageCost(2e-3, 2e-6)).below_bytes == 0
+    assert ExchangeModel(grid, flat, rail, MessageCost(3e-3, 0.5e-6)).below_bytes == 0
+    assert ExchangeModel(grid, flat, rail, MessageCost(1.5e-3, 1e-6)).below_bytes == math.inf
 
 
 _POSITIVE = st.floats(1e-6, 1e-1)
@@ -45,17 +45,17 @@ _POSITIVE = st.floats(1e-6, 1e-1)
 @settings(deadline=None)
 @given(_POSITIVE, st.floats(0, 1e-6), st.lists(st.integers(1, 10**6), min_size=2, max_size=6, unique=True))
 def test_a_line_goes_through_its_points(start_s: float, byte_s: float, sizes: list[int]) -> None:
-    line = CostLine(start_s, byte_s)
-    fitted = CostLine.fitted([(nbytes, line.seconds(nbytes)) for nbytes in sizes])
+    line = MessageCost(start_s, byte_s)
+    fitted = MessageCost.fitted([(nbytes, line.seconds(nbytes)) for nbytes in sizes])
     for nbytes in sizes:
         assert fitted.seconds(nbytes) == pytest.approx(line.seconds(nbytes), rel=1e-6)
 
 
 def test_lines_have_no_negative_part_and_need_two_sizes() -> None:
-    assert CostLine.fitted([(1, 2.0), (2, 1.0)]).byte_s == 0
-    assert CostLine.fitted([(100, 1.0), (200, 4.0)]).start_s == 0
+    assert MessageCost.fitted([(1, 2.0), (2, 1.0)]).byte_s == 0
+    assert MessageCost.fitted([(100, 1.0), (200, 4.0)]).start_s == 0
     with pytest.raises(ValueError, match="points of two sizes"):
-        CostLine.fitted([(5, 1.0), (5, 2.0)])
+        MessageCost.fitted([(5, 1.0), (5, 2.0)])
 
 
 @settings(deadline=None)
@@ -66,7 +66,7 @@ def test_the_faster_way_changes_at_the_threshold(
     nodes: int, each: int, step_s: float, message_s: float, step_byte_s: float, byte_s: float
 ) -> None:
     model = ExchangeModel.of_links(
-        NodeGrid(nodes, each), within=CostLine(step_s, step_byte_s), between=CostLine(message_s, byte_s)
+        NodeGrid(nodes, each), within=MessageCost(step_s, step_byte_s), between=MessageCost(message_s, byte_s)
     )
     below = model.below_bytes
     assert math.isfinite(below)

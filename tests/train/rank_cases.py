@@ -12,6 +12,7 @@ from unittest import mock
 import numpy as np
 import numpy.typing as npt
 import torch
+from launcher import Ranks
 
 from tierstore.config import load
 from tierstore.parallel import Mesh, ParallelConfig, RankEnvironment
@@ -189,3 +190,24 @@ def guessed(
         with mock.patch.object(program, "offer", offer):
             losses = [trainer.step().loss for _ in range(steps)]
     return losses, offers
+
+
+def check_against_one(
+    ranks: Ranks, single: Settings, several: Settings, size: int, sharing: int, **layout: int
+) -> None:
+    """20 steps of the same global batches on ``size`` ranks, of which ``sharing`` share one copy of the experts: losses,
+    norms and experts within fp32 rounding of one process.
+    """
+    expected, norms, _ = train(alone(), single, 20, Opening.CREATE)
+    found = ranks.run(size, train, several, 20, Opening.CREATE, **layout)
+    assert all(rank[:2] == found[0][:2] for rank in found), "losses and norms are the same bits on all ranks"
+    np.testing.assert_allclose(found[0][0], expected, rtol=2e-5)
+    np.testing.assert_allclose(found[0][1], norms, rtol=2e-3)
+    want = weights(alone(), single)
+    got = ranks.run(size, weights, several, **layout)
+    for key, weight in want.items():
+        holders = [rank for rank in range(size) if key in got[rank]]
+        assert len(holders) == size // sharing
+        for rank in holders:
+            np.testing.assert_allclose(got[rank][key], weight, atol=2e-4)
+            assert np.array_equal(got[rank][key], got[holders[0]][key]), "replicas hold the same bits"

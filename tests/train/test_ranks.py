@@ -15,6 +15,7 @@ from rank_cases import (
     ahead,
     alone,
     attempt,
+    check_against_one,
     checksums,
     orders,
     train,
@@ -42,22 +43,9 @@ def test_ranks_compute_what_one_process_does(
     ranks: Ranks, settings: Callable[..., dict[str, Any]], mode: str, size: int, expert: int
 ) -> None:
     """20 steps of the same global batches: losses within fp32 rounding of one process, and experts alike."""
-    single = settings(MODES[mode])
-    expected, norms, _ = train(alone(), single, 20, Opening.CREATE)
-    several = settings(MODES[mode])
-    found = ranks.run(size, train, several, 20, Opening.CREATE, expert=expert)
-    assert all(rank[:2] == found[0][:2] for rank in found), "losses and norms are the same bits on all ranks"
-    np.testing.assert_allclose(found[0][0], expected, rtol=2e-5)
-    np.testing.assert_allclose(found[0][1], norms, rtol=2e-3)
-    want = weights(alone(), single)
-    got = ranks.run(size, weights, several, expert=expert)
-    group = expert or size
-    for key, weight in want.items():
-        holders = [rank for rank in range(size) if key in got[rank]]
-        assert len(holders) == size // group
-        for rank in holders:
-            np.testing.assert_allclose(got[rank][key], weight, atol=2e-4)
-            assert np.array_equal(got[rank][key], got[holders[0]][key]), "replicas hold the same bits"
+    check_against_one(
+        ranks, settings(MODES[mode]), settings(MODES[mode]), size, expert or size, expert=expert
+    )
 
 
 @pytest.mark.parametrize(

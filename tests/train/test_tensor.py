@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from launcher import Ranks
-from rank_cases import Settings, alone, train, weights, whole_run
+from rank_cases import Settings, alone, check_against_one, train, whole_run
 
 from tierstore.train.ranks import Opening
 
@@ -30,21 +30,7 @@ def test_ranks_compute_what_one_process_does(
     ranks: Ranks, settings: Callable[..., dict[str, Any]], mode: str, size: int, tensor: int
 ) -> None:
     """20 steps of the same global batches: losses, norms and experts within fp32 rounding of one process."""
-    single = settings(MODES[mode])
-    expected, norms, _ = train(alone(), single, 20, Opening.CREATE)
-    several = settings(MODES[mode])
-    found = ranks.run(size, train, several, 20, Opening.CREATE, tensor=tensor)
-    assert all(rank[:2] == found[0][:2] for rank in found), "losses and norms are the same bits on all ranks"
-    np.testing.assert_allclose(found[0][0], expected, rtol=2e-5)
-    np.testing.assert_allclose(found[0][1], norms, rtol=2e-3)
-    want = weights(alone(), single)
-    got = ranks.run(size, weights, several, tensor=tensor)
-    for key, weight in want.items():
-        holders = [rank for rank in range(size) if key in got[rank]]
-        assert len(holders) == size // tensor
-        for rank in holders:
-            np.testing.assert_allclose(got[rank][key], weight, atol=2e-4)
-            assert np.array_equal(got[rank][key], got[holders[0]][key]), "replicas hold the same bits"
+    check_against_one(ranks, settings(MODES[mode]), settings(MODES[mode]), size, tensor, tensor=tensor)
 
 
 HOLDS: dict[str, Settings] = {

@@ -33,6 +33,7 @@ from tierstore.bench.results.document import Better, Measurement, counted, deriv
 from tierstore.bench.results.figures import INTERNAL, Figures, named, prefixed
 from tierstore.errors import ConfigError
 from tierstore.plan.ppmoe import RowBytes
+from tierstore.stats import median_line
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -228,11 +229,9 @@ def crossing(speeds: Sequence[float], ratios: Sequence[float]) -> float | None:
     (Theil and Sen); None where that lies outside of ``speeds`` (ascending).
     """
     x, y = [math.log(speed) for speed in speeds], [math.log(ratio) for ratio in ratios]
-    pairs = itertools.combinations(range(len(x)), 2)
-    slope = statistics.median((y[j] - y[i]) / (x[j] - x[i]) for i, j in pairs)
+    slope, intercept = median_line(x, y)
     if slope >= 0:
         return None
-    intercept = statistics.median(b - slope * a for a, b in zip(x, y, strict=True))
     found = math.exp(-intercept / slope)
     return found if speeds[0] <= found <= speeds[-1] else None
 

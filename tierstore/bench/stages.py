@@ -239,7 +239,7 @@ class _EmulatedStage:
         import torch
 
         from tierstore.model.interface import ModelOutput
-        from tierstore.model.stage import StageOutput
+        from tierstore.model.stage import StagePass
 
         forward_s, backward_s = self._seconds
         x = torch.zeros(*given.shape, _WIDTH, requires_grad=True) if self.begins else given
@@ -249,7 +249,7 @@ class _EmulatedStage:
         part = ModelOutput(
             objective if self.ends else None, torch.zeros(()), torch.zeros(()), objective, loads, None
         )
-        return StageOutput(None if self.ends else x, part)
+        return StagePass(None if self.ends else x, part)
 
 
 def taking(x: Tensor, forward_s: float, backward_s: float) -> Tensor:

@@ -30,7 +30,7 @@ from tierstore.hf.manifest import BUFFERS_KEY, pack_arrays, unpack_arrays
 from tierstore.hf.packages import quiet_transformers
 from tierstore.hf.packing import attention_masks
 from tierstore.model.config import CheckpointActivations, ComputeDtype
-from tierstore.model.interface import Batch, ModelOutput, Segment, joint_loss, segment_losses
+from tierstore.model.interface import Batch, ModelOutput, TaskSegment, joint_loss, segment_losses
 from tierstore.moe.guessing import LayerRouter
 from tierstore.moe.lora import LoraConfig
 from tierstore.moe.seeds import derive_seed
@@ -270,7 +270,7 @@ class HfModel:
         loss = self._mean(logits, batch.targets_BT)
         return loss if batch.share == 1.0 else loss * batch.share
 
-    def _segment_loss(self, logits: Tensor, batch: Batch, segment: Segment) -> Tensor:
+    def _segment_loss(self, logits: Tensor, batch: Batch, segment: TaskSegment) -> Tensor:
         rows = slice(segment.rows.start, segment.rows.stop)
         return self._mean(logits[rows], batch.targets_BT[rows])
 

@@ -20,7 +20,7 @@ IGNORED = -100
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class TaskSegment:
     """``rows`` of a batch that are one task's. Its part of the objective is ``weight`` times the mean over the
     ``step_targets`` targets that the task has in the whole step.
     """
@@ -30,7 +30,7 @@ class Segment:
     weight: float
     step_targets: int
 
-    def moved(self, start: int, stop: int) -> Segment:
+    def moved(self, start: int, stop: int) -> TaskSegment:
         """What the rows from ``start`` to ``stop`` have of it, counted from ``start``."""
         first, last = max(self.rows.start, start), min(self.rows.stop, stop)
         return replace(self, rows=range(first - start, max(first, last) - start))
@@ -51,14 +51,14 @@ class Batch:
     positions_BT: Tensor | None = None
     step_targets: int = 0
     parts: int = 1
-    segments: tuple[Segment, ...] = ()
+    segments: tuple[TaskSegment, ...] = ()
 
     @property
     def counted(self) -> int:
         """How many targets of this batch count."""
         return int((self.targets_BT != IGNORED).sum()) if self.step_targets else self.targets_BT.numel()
 
-    def counted_of(self, segment: Segment) -> int:
+    def counted_of(self, segment: TaskSegment) -> int:
         """How many targets of ``segment`` count."""
         return int((self.targets_BT[segment.rows.start : segment.rows.stop] != IGNORED).sum())
 
@@ -113,7 +113,7 @@ class SegmentLoss:
     loss: Tensor
 
 
-def segment_losses(batch: Batch, mean: Callable[[Segment], Tensor]) -> tuple[SegmentLoss, ...]:
+def segment_losses(batch: Batch, mean: Callable[[TaskSegment], Tensor]) -> tuple[SegmentLoss, ...]:
     """The loss of each segment of ``batch`` that has targets, of which ``mean`` gives the mean cross entropy."""
     counted = [(segment, batch.counted_of(segment)) for segment in batch.segments]
     return tuple(SegmentLoss(segment.task, count, mean(segment)) for segment, count in counted if count)

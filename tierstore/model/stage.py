@@ -27,7 +27,7 @@ from tierstore.stats import StallLedger
 
 
 @dataclass(frozen=True, slots=True)
-class StageOutput:
+class StagePass:
     """One forward pass through a stage: the ``stream`` that it leaves for the next one (None: it is the last), and its
     part of the model's output. Without a head that has no loss, and an objective of balance losses alone.
     """
@@ -55,17 +55,17 @@ class StageTransformer(Transformer):
         super().__init__(config, source, mesh=mesh, ledger=ledger, layers=layers, vocabulary=vocabulary)
         self._pipeline = mesh.pipeline
 
-    def made(self, output: StageOutput) -> Tensor | None:  # type: ignore[override]
+    def made(self, output: StagePass) -> Tensor | None:  # type: ignore[override]
         return output.part.objective if output.stream is None else output.stream
 
-    def forward(self, given: Tensor, targets_BT: Tensor | None = None) -> StageOutput:  # type: ignore[override]
+    def forward(self, given: Tensor, targets_BT: Tensor | None = None) -> StagePass:  # type: ignore[override]
         """One pass through the stage."""
         x, aux_loss, z_loss, loads = self._through(self._embedded(given) if self.begins else given)
         if self.ends:
-            return StageOutput(None, self._ended(x, aux_loss, z_loss, loads, targets_BT))
+            return StagePass(None, self._ended(x, aux_loss, z_loss, loads, targets_BT))
         config = self.config
         objective = config.aux_loss_weight * aux_loss + config.z_loss_weight * z_loss
-        return StageOutput(x, ModelOutput(None, aux_loss, z_loss, objective, loads, None))
+        return StagePass(x, ModelOutput(None, aux_loss, z_loss, objective, loads, None))
 
     def run(self, batch: Batch) -> ModelOutput:
         """A forward pass through all stages, without a graph; all of them get the loss. Raises PeerError, ValueError."""
@@ -96,7 +96,7 @@ class StageTransformer(Transformer):
             arriving = tokens_BT.new_empty(shape if received else (0, *shape[1:]), dtype=self.stream_dtype)
             _hand_on(group, sender, arriving, arriving[:0])
             given = arriving
-        output: StageOutput = self(given, targets_BT)
+        output: StagePass = self(given, targets_BT)
         for sender in range(group.rank, group.size - 1):
             assert output.stream is not None
             stream = output.stream.contiguous()

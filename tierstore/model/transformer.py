@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from tierstore.model.attention import Attention, RMSNorm, rotary_tables
 from tierstore.model.config import CheckpointActivations, ModelConfig, TieEmbeddings
 from tierstore.model.division import check_divisible, divisions
-from tierstore.model.interface import Batch, ModelOutput, Segment, SegmentLoss, joint_loss, segment_losses
+from tierstore.model.interface import Batch, ModelOutput, SegmentLoss, TaskSegment, joint_loss, segment_losses
 from tierstore.model.kv_cache import Following, KeyValueCache, visible_tokens
 from tierstore.model.loss import cross_entropy
 from tierstore.model.vocabulary import DividedTable, VocabularyPartition
@@ -326,7 +326,9 @@ class Transformer(nn.Module):
         objective = share + config.aux_loss_weight * aux_loss + config.z_loss_weight * z_loss
         return ModelOutput(loss, aux_loss, z_loss, objective, loads, None, segments)
 
-    def _segment_loss(self, x_BTD: Tensor, targets_BT: Tensor, head_VD: Tensor, segment: Segment) -> Tensor:
+    def _segment_loss(
+        self, x_BTD: Tensor, targets_BT: Tensor, head_VD: Tensor, segment: TaskSegment
+    ) -> Tensor:
         own = cast(Tensor, self.heads.get(segment.task, head_VD))
         rows = slice(segment.rows.start, segment.rows.stop)
         return cross_entropy(x_BTD[rows].flatten(0, 1), own, targets_BT[rows].flatten())

@@ -30,7 +30,7 @@ from tierstore.moe.dispatch import (
     gradients_of_outputs,
     gradients_of_weights,
 )
-from tierstore.moe.exchange import LocalRows, Rows
+from tierstore.moe.exchange import Rows
 from tierstore.moe.experts import (
     Scratch,
     Workspace,
@@ -39,7 +39,6 @@ from tierstore.moe.experts import (
     forward_expert,
     recompute_inner,
 )
-from tierstore.moe.indexed import IndexedRows
 from tierstore.moe.source import ExpertLease, ExpertSource, SourceSlot, pipelining_of
 
 
@@ -171,10 +170,11 @@ class ForwardWalk(ExpertWalk):
         """What the backward pass takes up, where ``saving``."""
         if not self._saving:
             return Saved()
-        local = isinstance(self._call.rows, LocalRows | IndexedRows)
         by_output = self._call.weighting is Weighting.BY_OUTPUT
         return Saved(
-            self._inner_MP, None if local else self._arriving.wait(), self._y_ND if by_output else None
+            self._inner_MP,
+            self._arriving.wait() if self._call.rows.travel else None,
+            self._y_ND if by_output else None,
         )
 
 

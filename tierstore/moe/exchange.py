@@ -86,6 +86,8 @@ class Rows(Protocol):
     rows: int
     #: The most rows that one expert has here.
     most_rows: int
+    #: Whether rows come to the experts from other ranks, so that a pass keeps them or fetches them again.
+    travel: bool
     #: The experts to compute here, ascending; in training, also those that only another replica's tokens reach.
     asked: tuple[int, ...]
 
@@ -108,6 +110,8 @@ class Rows(Protocol):
 
 class LocalRows:
     """Every expert is here: rows stay where they are, in one chunk."""
+
+    travel = False
 
     def __init__(self, plan: Dispatch, asked: tuple[int, ...]) -> None:
         self.rows = plan.rows
@@ -146,6 +150,8 @@ class ExchangedRows:
     ``load_SE``: rows of each expert from each rank of the group; ``starts``: the first expert of each rank, and
     the number of experts.
     """
+
+    travel = True
 
     def __init__(
         self,

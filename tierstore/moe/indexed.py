@@ -37,6 +37,8 @@ class IndexedRows:
     ``starts``: the first expert of each rank, and the number of experts.
     """
 
+    travel = False
+
     def __init__(
         self,
         group: RankGroup,

@@ -20,7 +20,7 @@ from tierstore.errors import ConfigError
 from tierstore.parallel.collectives import Channel, Failure, RankGroup, uncounted
 from tierstore.parallel.config import ExchangeMode, ParallelConfig
 from tierstore.parallel.environment import RankEnvironment
-from tierstore.parallel.exchange_model import CostLine, ExchangeModel
+from tierstore.parallel.exchange_model import ExchangeModel, MessageCost
 from tierstore.parallel.hierarchical import (
     Exchange,
     ExchangeChoice,
@@ -158,7 +158,7 @@ def measured_model(
                 ranks = exchange.groups[0].size if exchange is not hierarchical else grid.ranks
                 seconds[way, number] = _least_s(mesh, exchange, ranks, nbytes * messages, rounds)
         mesh.world.max(seconds)
-    lines = [CostLine.fitted(list(zip(sizes, times, strict=True))) for times in seconds.tolist()]
+    lines = [MessageCost.fitted(list(zip(sizes, times, strict=True))) for times in seconds.tolist()]
     return ExchangeModel(grid, *lines)
 
 

@@ -23,7 +23,7 @@ from tierstore.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True, slots=True)
-class CostLine:
+class MessageCost:
     """Seconds for b bytes: ``start_s + b * byte_s``."""
 
     start_s: float
@@ -33,7 +33,7 @@ class CostLine:
         return self.start_s + nbytes * self.byte_s
 
     @classmethod
-    def fitted(cls, points: Sequence[tuple[float, float]]) -> CostLine:
+    def fitted(cls, points: Sequence[tuple[float, float]]) -> MessageCost:
         """The line through ``points`` (bytes, seconds) with the least squares of relative errors, and no negative part.
 
         Raises ValueError for fewer than two sizes.
@@ -55,24 +55,24 @@ class ExchangeModel:
     """Seconds by the bytes of a message: ``flat`` and ``hierarchical``, and ``rail``, the second of its two steps."""
 
     grid: NodeGrid
-    flat: CostLine
-    rail: CostLine
-    hierarchical: CostLine
+    flat: MessageCost
+    rail: MessageCost
+    hierarchical: MessageCost
 
     @classmethod
-    def of_links(cls, grid: NodeGrid, *, within: CostLine, between: CostLine) -> ExchangeModel:
+    def of_links(cls, grid: NodeGrid, *, within: MessageCost, between: MessageCost) -> ExchangeModel:
         """From links that are known: ``within`` for a collective of a node and a byte of it, ``between`` for a message
         between nodes.
         """
         others, each = grid.nodes - 1, grid.each
         byte_s = others * each * between.byte_s
-        rail = CostLine(others * between.start_s, byte_s)
+        rail = MessageCost(others * between.start_s, byte_s)
         further_s = grid.nodes * (each - 1) * within.byte_s
         return cls(
             grid,
-            CostLine(others * each * between.start_s, byte_s),
+            MessageCost(others * each * between.start_s, byte_s),
             rail,
-            CostLine(rail.start_s + within.start_s, rail.byte_s + further_s),
+            MessageCost(rail.start_s + within.start_s, rail.byte_s + further_s),
         )
 
     @property

@@ -17,6 +17,7 @@ import numpy as np
 
 from tierstore.errors import DataError
 from tierstore.plan.evidence import Evidence
+from tierstore.stats import median_line
 
 PROFILE_VERSION = 1
 
@@ -43,31 +44,29 @@ class Cost:
 
 
 def fit_cost(amounts: Sequence[float], seconds: Sequence[float]) -> Cost:
-    """The line through the medians of measurements, by Theil and Sen: the median of all slopes, then of all
-    intercepts. Up to 29% of wild measurements do not move it. At least two different amounts; a slope that
-    is not positive (all latency) becomes an infinite rate, a negative latency 0.
+    """The line through the medians of measurements, by Theil and Sen. Up to 29% of wild measurements do not move it. At
+    least two different amounts; a slope that is not positive (all latency) becomes an infinite rate, a negative latency 0.
     """
-    points: dict[float, list[float]] = {}
-    for amount, spent in zip(amounts, seconds, strict=True):
-        points.setdefault(amount, []).append(spent)
-    if len(points) < 2:
-        raise ValueError(f"a line needs two different amounts, got {sorted(points)}")
-    x = np.array(sorted(points), float)
-    y = np.array([float(np.median(points[amount])) for amount in sorted(points)])
-    i, j = np.triu_indices(len(x), 1)
-    slope = float(np.median((y[j] - y[i]) / (x[j] - x[i])))
-    latency = float(np.median(y - slope * x)) if slope > 0 else float(np.median(y))
+    medians = _medians(amounts, seconds)
+    if len(medians) < 2:
+        raise ValueError(f"a line needs two different amounts, got {sorted(medians)}")
+    slope, latency = median_line(list(medians), list(medians.values()))
+    if slope <= 0:
+        slope, latency = 0.0, float(np.median(list(medians.values())))
     return Cost(max(latency, 0.0), 1 / slope if slope > 0 else math.inf)
 
 
 def fit_errors(cost: Cost, amounts: Sequence[float], seconds: Sequence[float]) -> list[float]:
     """By how much of itself the median of each amount's ``seconds`` is off ``cost``, by amount."""
+    return [abs(cost.seconds(amount) / median - 1) for amount, median in _medians(amounts, seconds).items()]
+
+
+def _medians(amounts: Sequence[float], seconds: Sequence[float]) -> dict[float, float]:
+    """Of the ``seconds`` of each amount, ascending by amount."""
     points: dict[float, list[float]] = {}
     for amount, spent in zip(amounts, seconds, strict=True):
         points.setdefault(amount, []).append(spent)
-    return [
-        abs(cost.seconds(amount) / float(np.median(found)) - 1) for amount, found in sorted(points.items())
-    ]
+    return {amount: float(np.median(found)) for amount, found in sorted(points.items())}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from tierstore.model import ModelConfig, Transformer
-from tierstore.model.interface import Batch, ModelOutput, Segment
+from tierstore.model.interface import Batch, ModelOutput, TaskSegment
 from tierstore.moe import InMemoryExperts
 from tierstore.train.tasks.losses import TaskLosses
 
@@ -27,7 +27,7 @@ def model() -> Transformer:
 
 def batch() -> Batch:
     both = torch.randint(256, (5, 9), generator=torch.Generator().manual_seed(3))
-    segments = (Segment("shared", range(2), 0.25, 16), Segment("own", range(2, 5), 0.75, 24))
+    segments = (TaskSegment("shared", range(2), 0.25, 16), TaskSegment("own", range(2, 5), 0.75, 24))
     return Batch(both[:, :-1], both[:, 1:], segments=segments)
 
 

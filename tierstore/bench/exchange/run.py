@@ -24,7 +24,7 @@ from tierstore.bench.results.figures import INTERNAL, Figures, ratios
 from tierstore.config import as_dict
 from tierstore.errors import ConfigError
 from tierstore.links import LinkConfig
-from tierstore.parallel.exchange_model import CostLine, ExchangeModel
+from tierstore.parallel.exchange_model import ExchangeModel, MessageCost
 from tierstore.parallel.nodes import NodeGrid
 from tierstore.stats import percentile
 
@@ -182,7 +182,9 @@ def _of_layout(
 
 
 def _cases(layout: str, node: LinkConfig, sizes: Sequence[int], answer: LinkAnswer) -> Iterator[ExchangeCase]:
-    model = ExchangeModel(grid_of(layout), **{name: CostLine(*line) for name, line in answer.model.items()})
+    model = ExchangeModel(
+        grid_of(layout), **{name: MessageCost(*line) for name, line in answer.model.items()}
+    )
     for nbytes, found in zip(sizes, answer.sizes, strict=True):
         samples = SizeSamples(**found)
         both_flat = [(a + b) / 2 for a, b in zip(samples.flat_s, samples.again_s, strict=True)]

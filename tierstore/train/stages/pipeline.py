@@ -32,7 +32,7 @@ from tierstore.cache.access import Phase
 from tierstore.errors import PeerError
 from tierstore.links import wait_until
 from tierstore.model.interface import Batch, ModelOutput
-from tierstore.model.stage import StageOutput
+from tierstore.model.stage import StagePass
 from tierstore.parallel import Channel, Collective, RankGroup
 from tierstore.prefetch.program import Finals
 from tierstore.prefetch.schedule import MicroPass
@@ -62,10 +62,10 @@ class StageModule(Protocol):
     @property
     def stream_dtype(self) -> torch.dtype: ...
 
-    def __call__(self, given: Tensor, targets_BT: Tensor | None) -> StageOutput: ...
+    def __call__(self, given: Tensor, targets_BT: Tensor | None) -> StagePass: ...
 
 
-class StepPasses(Protocol):
+class InterleavedPasses(Protocol):
     """A step whose passes interleave, ``OpenStep`` say."""
 
     @property
@@ -118,7 +118,7 @@ class StagePipeline:
         self.most_held = 0
         self.log: list[MicroPass] = []
 
-    def run(self, step: StepPasses, position: int, batches: Sequence[Batch]) -> StepLosses:
+    def run(self, step: InterleavedPasses, position: int, batches: Sequence[Batch]) -> StepLosses:
         """Forward and backward passes of ``batches``, the micro-batches of step ``position``. A collective of all stages.
 
         All get the same losses. Raises PeerError, and what a pass raises.
@@ -238,7 +238,7 @@ class StagePipeline:
         assert passes is not None
         batch = passes.batches[passes.step.passes_begun - 1]
         entering: Any = _Entering.apply
-        output: StageOutput = model(
+        output: StagePass = model(
             given if model.begins else entering(given), batch.targets_BT if model.ends else None
         )
         part = output.part
@@ -260,7 +260,7 @@ class StagePipeline:
 class _OpenPasses:
     """The passes of a step under way."""
 
-    step: StepPasses
+    step: InterleavedPasses
     position: int
     batches: Sequence[Batch]
     #: Whether all losses are finite that this stage knows of.

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from tierstore.model.interface import Batch, Segment
+from tierstore.model.interface import Batch, TaskSegment
 from tierstore.train.data import TrainingData
 from tierstore.train.tasks.assignment import Assignment, overlap
 from tierstore.train.tasks.config import Tasks
@@ -105,7 +105,7 @@ class TaskData:
             raise ValueError(f"micro-batch {micro} of {self._micro_batches}")
         positions, targets = self.positions(step), self.step_targets(step)
         taken: list[Batch] = []
-        segments: list[Segment] = []
+        segments: list[TaskSegment] = []
         for name, span in self.assignment.spans().items():
             own = overlap(rows, span)
             if own:
@@ -113,14 +113,14 @@ class TaskData:
                 first = positions[name] + micro * len(span) + own.start - span.start
                 taken.append(self.sources[name].take(range(first, first + len(own))))
                 at = range(own.start - rows.start, own.stop - rows.start)
-                segments.append(Segment(name, at, self._weight[name], max(targets[name], 1)))
+                segments.append(TaskSegment(name, at, self._weight[name], max(targets[name], 1)))
         return _joined(taken, segments, parts=self._micro_batches, like=self._any_source)
 
     def validation_batches(self, count: int) -> Iterator[Batch]:
         """At most ``count`` batches of each task, task by task, that are not trained on."""
         for name, source in self.sources.items():
             for batch in source.validation_batches(count):
-                whole = Segment(name, range(len(batch.tokens_BT)), 1.0, 1)
+                whole = TaskSegment(name, range(len(batch.tokens_BT)), 1.0, 1)
                 counted = replace(whole, step_targets=max(batch.counted_of(whole), 1))
                 yield replace(batch, segments=(counted,), step_targets=0, parts=1)
 
@@ -147,7 +147,7 @@ class TaskData:
 
 
 def _joined(
-    batches: Sequence[Batch], segments: Sequence[Segment], *, parts: int, like: TaskExamples
+    batches: Sequence[Batch], segments: Sequence[TaskSegment], *, parts: int, like: TaskExamples
 ) -> Batch:
     """``batches`` one below the other; without any, no rows of the shape that ``like`` has."""
     if not batches:
