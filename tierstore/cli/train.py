@@ -27,7 +27,7 @@ from tierstore.cli.options import (
     json_option,
     set_option,
 )
-from tierstore.cli.output import Output, OutputMode, Progress
+from tierstore.cli.output import Output, OutputMode, ProgressBar
 from tierstore.config import load
 from tierstore.devices import disk_health, disks_under
 from tierstore.machine import disk, existing_parent
@@ -40,7 +40,7 @@ if TYPE_CHECKING:  # at run time these import torch, which listing the commands 
     from tierstore.store.core import StoreCore
     from tierstore.train.config import TrainConfig
     from tierstore.train.ranks import Opening
-    from tierstore.train.report import Metrics, RunSummary, Totals
+    from tierstore.train.report import MetricsLog, RunSummary, Totals
     from tierstore.train.trainer import Trainer
 
 _PROMPT = "def "
@@ -165,7 +165,7 @@ def _train(
     """The run: its result, and whether a signal ended it."""
     from tierstore.plan.order import agreed_order
     from tierstore.train.footprint import keep_freed_memory
-    from tierstore.train.report import Instant, Metrics, totals
+    from tierstore.train.report import Instant, MetricsLog, totals
     from tierstore.train.session import open_session
     from tierstore.train.stages.spec import stage_config
 
@@ -186,7 +186,7 @@ def _train(
     with (
         tokenising,
         open_timeline(files.timeline) as sink,
-        Metrics(files.metrics) as log,
+        MetricsLog(files.metrics) as log,
         open_session(
             config,
             opening,
@@ -261,7 +261,7 @@ class _Tokenising:
     def __init__(self, output: Output) -> None:
         self._output = output
         self._shown = contextlib.ExitStack()
-        self._bar: Progress | None = None
+        self._bar: ProgressBar | None = None
 
     def __call__(self, done: int, total: int) -> None:
         if self._bar is None:
@@ -293,7 +293,7 @@ def _checksum(output: Output, trainer: Trainer, interrupts: Interrupts) -> int |
 
 
 def _steps(
-    config: TrainConfig, output: Output, trainer: Trainer, log: Metrics, interrupts: Interrupts
+    config: TrainConfig, output: Output, trainer: Trainer, log: MetricsLog, interrupts: Interrupts
 ) -> bool:
     """Steps to the end, or until a signal reaches any rank: then True."""
     from tierstore.train.report import counters
