@@ -298,7 +298,7 @@ def _prepare(
 
 
 def _refuse_foreign(config: TrainConfig) -> None:
-    """Raises ConfigError for what a loop of somebody's own cannot drive."""
+    """Raises ConfigError for what a foreign loop cannot drive."""
     if config.tasks:
         raise ConfigError("tasks: a loop of your own brings its own data; expected none")
     if config.data.layer_major:
