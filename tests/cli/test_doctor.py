@@ -7,9 +7,11 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from click.testing import CliRunner
 
-from tierstore.cli.doctor import CHECKS
+from tierstore.cli.doctor import CHECKS, rank_exchanges
 from tierstore.cli.main import cli
 from tierstore.store import ParameterStore, RecordSchema, StoreConfig, StripeConfig
 
@@ -42,6 +44,21 @@ def test_json(tmp_path: Path) -> None:
     assert found["cores"] >= 1
     assert found["disk_free_bytes"] <= found["disk_total_bytes"]
     assert found["torch_version"]
+    assert found["rank_exchanges"].startswith("Gloo between CPUs")
+    assert ("NCCL" in found["rank_exchanges"]) == (torch.cuda.is_available() and dist.is_nccl_available())
+
+
+def test_what_ranks_exchange_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    unmeasured = "times of messages are not measured here, tierstore bench machine does"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    for devices, nccl in ((1, "NCCL between 1 CUDA device"), (2, "NCCL between 2 CUDA devices")):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda devices=devices: devices)
+        assert rank_exchanges() == f"Gloo between CPUs, {nccl}; {unmeasured}"
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    assert rank_exchanges() == f"Gloo between CPUs; {unmeasured}"
+    monkeypatch.setattr(dist, "is_gloo_available", lambda: False)
+    assert rank_exchanges() == "none: this torch has no Gloo, which several ranks need"
 
 
 def test_on_fails_where_it_is_lacking(tmp_path: Path) -> None:

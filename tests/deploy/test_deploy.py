@@ -34,10 +34,10 @@ from tierstore.deploy.config import (
     StageName,
 )
 from tierstore.deploy.pipeline import deploy
-from tierstore.deploy.stage import DeployInterrupted, Stage
-from tierstore.deploy.stages.conversion import Conversion
-from tierstore.deploy.stages.distillation import Distillation, recovered_fraction
-from tierstore.deploy.stages.fusion import Fusion
+from tierstore.deploy.stage import DeployInterrupted, DeployStage
+from tierstore.deploy.stages.conversion import ConversionStage
+from tierstore.deploy.stages.distillation import DistillationStage, recovered_fraction
+from tierstore.deploy.stages.fusion import FusionStage
 from tierstore.deploy.teacher import open_teacher
 from tierstore.deploy.text import read_windows
 from tierstore.errors import ConfigError, TierstoreError
@@ -176,7 +176,7 @@ def test_graphs_are_compiled_and_compared_where_they_are_asked_for(store: Path, 
         seen.append(graph)
         return graph.forward
 
-    stages: list[Stage] = [Fusion(), Distillation(), Conversion(as_it_is)]
+    stages: list[DeployStage] = [FusionStage(), DistillationStage(), ConversionStage(as_it_is)]
     config = DeployConfig(store=store, target=tmp_path / "d", graphs=Capability.ON, threads=1)
     figures: Any = deploy(config, until=StageName.CONVERSION, stages=stages).records[-1].figures
     assert figures["graphs"] == len(seen) > 0

@@ -12,9 +12,9 @@ import pytest
 
 from tierstore.deploy.config import CompressionConfig, DeployConfig, DistillationConfig, StageName
 from tierstore.deploy.deployed import read_deployment
-from tierstore.deploy.pipeline import MARKER, Progress, deploy, stage_records
+from tierstore.deploy.pipeline import MARKER, StageProgress, deploy, stage_records
 from tierstore.deploy.records import StageRecord, stage_directory
-from tierstore.deploy.stage import DeployInterrupted, Stage, StageContext, StageOutput
+from tierstore.deploy.stage import DeployInterrupted, DeployStage, StageContext, StageOutput
 from tierstore.errors import ChecksumError, ConfigError, StoreExistsError, StoreFormatError, StoreMissingError
 
 
@@ -51,7 +51,7 @@ def log() -> list[str]:
 
 
 @pytest.fixture
-def stages(log: list[str]) -> list[Stage]:
+def stages(log: list[str]) -> list[DeployStage]:
     return [_Counting(name, log) for name in StageName]
 
 
@@ -60,7 +60,7 @@ def config(tmp_path: Path) -> DeployConfig:
     return DeployConfig(store=tmp_path / "store", target=tmp_path / "out")
 
 
-def test_all_stages_make_the_target(config: DeployConfig, stages: list[Stage], log: list[str]) -> None:
+def test_all_stages_make_the_target(config: DeployConfig, stages: list[DeployStage], log: list[str]) -> None:
     done = deploy(config, stages=stages)
     assert done.complete
     assert done.directory == config.target
@@ -75,19 +75,19 @@ def test_all_stages_make_the_target(config: DeployConfig, stages: list[Stage], l
 
 
 def test_the_same_again_finds_it_and_others_are_refused(
-    config: DeployConfig, stages: list[Stage], log: list[str]
+    config: DeployConfig, stages: list[DeployStage], log: list[str]
 ) -> None:
     deploy(config, stages=stages)
     log.clear()
     again = deploy(config, stages=stages)
-    assert set(again.progress) == {Progress.FOUND}
+    assert set(again.progress) == {StageProgress.FOUND}
     assert log == []
     with pytest.raises(StoreExistsError, match="something here already"):
         deploy(replace(config, distillation=DistillationConfig(minutes=7)), stages=stages)
 
 
 def test_a_run_killed_while_it_removes_the_stages_leaves_them_to_the_next(
-    config: DeployConfig, stages: list[Stage], monkeypatch: pytest.MonkeyPatch
+    config: DeployConfig, stages: list[DeployStage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     removed = []
 
@@ -107,30 +107,30 @@ def test_a_run_killed_while_it_removes_the_stages_leaves_them_to_the_next(
 
 
 def test_it_goes_on_behind_the_stage_where_it_ended(
-    config: DeployConfig, stages: list[Stage], log: list[str]
+    config: DeployConfig, stages: list[DeployStage], log: list[str]
 ) -> None:
     first = deploy(config, until=StageName.CONVERSION, stages=stages)
     assert not first.complete
     assert len(stage_records(config.target)) == 3
     log.clear()
     second = deploy(config, stages=stages)
-    assert second.progress == (Progress.FOUND,) * 3 + (Progress.DONE,) * 3
+    assert second.progress == (StageProgress.FOUND,) * 3 + (StageProgress.DONE,) * 3
     assert log[:4] == [f"verify {name.value}" for name in list(StageName)[:3]] + ["run segmentation"]
 
 
 def test_other_settings_make_a_stage_and_all_behind_it_again(
-    config: DeployConfig, stages: list[Stage], log: list[str]
+    config: DeployConfig, stages: list[DeployStage], log: list[str]
 ) -> None:
     deploy(config, until=StageName.OPTIMISATION, stages=stages)
     log.clear()
     other = replace(config, distillation=DistillationConfig(minutes=7))
     done = deploy(other, until=StageName.OPTIMISATION, stages=stages)
-    assert done.progress == (Progress.FOUND,) + (Progress.DONE,) * 4
+    assert done.progress == (StageProgress.FOUND,) + (StageProgress.DONE,) * 4
     root = config.target.with_name("out.partial")
     assert (stage_directory(root, StageName.DISTILLATION) / "store" / "lines").read_text() == "x"
 
 
-def test_a_damaged_output_is_found_by_the_next_run(config: DeployConfig, stages: list[Stage]) -> None:
+def test_a_damaged_output_is_found_by_the_next_run(config: DeployConfig, stages: list[DeployStage]) -> None:
     deploy(config, until=StageName.FUSION, stages=stages)
     (
         stage_directory(config.target.with_name("out.partial"), StageName.FUSION) / "store" / "lines"
@@ -139,7 +139,7 @@ def test_a_damaged_output_is_found_by_the_next_run(config: DeployConfig, stages:
         deploy(config, stages=stages)
 
 
-def test_what_is_stopped_in_a_stage_goes_on_in_it(config: DeployConfig, stages: list[Stage]) -> None:
+def test_what_is_stopped_in_a_stage_goes_on_in_it(config: DeployConfig, stages: list[DeployStage]) -> None:
     asked = iter([False, False, False, True])
     with pytest.raises(DeployInterrupted, match="in stage distillation"):
         deploy(config, stages=stages, asked_to_stop=lambda: next(asked))
@@ -148,7 +148,7 @@ def test_what_is_stopped_in_a_stage_goes_on_in_it(config: DeployConfig, stages: 
     assert (store / "lines").read_text() == "xx"  # what it had begun was there
 
 
-def test_a_directory_of_somebody_else_is_left_alone(config: DeployConfig, stages: list[Stage]) -> None:
+def test_a_directory_of_somebody_else_is_left_alone(config: DeployConfig, stages: list[DeployStage]) -> None:
     other = config.target.with_name("out.partial")
     other.mkdir()
     (other / "mine").touch()
@@ -159,7 +159,7 @@ def test_a_directory_of_somebody_else_is_left_alone(config: DeployConfig, stages
     assert [path.name for path in other.iterdir()] == ["mine"]
 
 
-def test_damaged_records_are_named(config: DeployConfig, stages: list[Stage]) -> None:
+def test_damaged_records_are_named(config: DeployConfig, stages: list[DeployStage]) -> None:
     deploy(config, until=StageName.FUSION, stages=stages)
     path = stage_directory(config.target.with_name("out.partial"), StageName.FUSION) / "stage.json"
     path.write_text("{}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tierstore import _native
 from tierstore.config import load
-from tierstore.errors import ConfigError
+from tierstore.errors import ConfigError, StoreFormatError
 from tierstore.hf.exports.exporting import Exported, export
 from tierstore.hf.exports.mixtral import _units, refusals
 from tierstore.hf.exports.outline import ExportDtype
@@ -205,6 +206,27 @@ def test_partitioned_tables_export_as_gathered_ones(tmp_path: Path) -> None:
         reshard(tmp_path / "s", store, Layout(1, 1, 3, 1), placement=VocabularyPlacement(embedding, head))
         export(store, tmp_path / f"m{number}")
         assert (tmp_path / f"m{number}" / "model.safetensors").read_bytes() == expected
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(1, 1, 2, 2), Layout(2, 1, 1, 1)], ids=["tensor-parallel ranks", "pipeline stages"]
+)
+def test_divided_layers_are_made_whole_first(tmp_path: Path, layout: Layout) -> None:
+    trained(tmp_path, steps=1)
+    export(tmp_path / "s", tmp_path / "one")
+    store, target = tmp_path / "divided", tmp_path / "m"
+    reshard(tmp_path / "s", store, layout)
+    message = (
+        f"{store}: made by tensor-parallel ranks or pipeline stages; tierstore reshard {store} --to NEW --ranks 1 makes a "
+        "store that can be exported"
+    )
+    with pytest.raises(StoreFormatError, match=f"^{re.escape(message)}$"):
+        export(store, target)
+    assert not target.exists()
+    reshard(store, tmp_path / "new", Layout(1, 1, 1, 1))
+    export(tmp_path / "new", target)
+    expected = (tmp_path / "one" / "model.safetensors").read_bytes()
+    assert (target / "model.safetensors").read_bytes() == expected
 
 
 def test_sharded_it_is_the_same(tmp_path: Path) -> None:

@@ -6,11 +6,10 @@ divides has the same bits on all ranks.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from launcher import Ranks
+from model_passes import Found, alone, one_pass, small_model
 from torch import Tensor, nn
 
 from tierstore.errors import ConfigError
@@ -19,52 +18,10 @@ from tierstore.model.attention import Attention, rotary_tables
 from tierstore.model.division import check_divisible, divided_units, divisions
 from tierstore.moe import ExpertShape, FeedForward, InMemoryExperts
 from tierstore.moe.config import Activation
-from tierstore.parallel import Collective, Mesh, RankEnvironment, TensorRanks
+from tierstore.parallel import Collective, Mesh, TensorRanks
 from tierstore.parallel.tensor import part_of, whole_of
 
 NEAR = {"rtol": 1e-4, "atol": 1e-5}
-Found = dict[str, Any]
-
-
-def alone() -> Mesh:
-    return Mesh.alone(RankEnvironment(), torch.device("cpu"))
-
-
-def one_pass(mesh: Mesh, options: Found) -> Found:
-    """Weights, loss and every gradient of one pass over this data rank's sequences."""
-    small = {
-        "d_model": 16,
-        "n_layers": 3,
-        "n_heads": 4,
-        "seq_len": 12,
-        "d_ff": 8,
-        "experts": 5,
-        "moe_every": 2,
-    }
-    config = ModelConfig(**{**small, "shared_expert_d_ff": 8, **options})
-    source = InMemoryExperts(
-        config.expert_shape,
-        layers=config.moe_layers,
-        experts=config.experts,
-        depth=config.n_layers,
-        compute=config.compute_dtype.torch,
-        replicas=mesh.replica,
-    )
-    model = Transformer(config, source, mesh=mesh)
-    both = torch.randint(0, 256, (4, 13), generator=torch.Generator().manual_seed(2))
-    own = both.chunk(mesh.data.size)[mesh.data.rank]
-    output = model(own[:, :-1], own[:, 1:])
-    assert output.loss is not None
-    assert output.objective is not None
-    output.objective.backward()
-    return {
-        "loss": output.loss.detach(),
-        "weights": {name: parameter.detach().clone() for name, parameter in model.named_parameters()},
-        "gradients": {name: parameter.grad for name, parameter in model.named_parameters()},
-        "experts": dict(source.grads),
-        "divisions": divisions(config),
-    }
-
 
 VARIANTS: list[Found] = [
     {},
@@ -76,14 +33,15 @@ VARIANTS: list[Found] = [
 @pytest.mark.parametrize("options", VARIANTS, ids=["swiglu", "gelu, checkpointed", "bf16"])
 @pytest.mark.parametrize(("size", "tensor"), [(2, 2), (4, 4), (4, 2)])
 def test_as_one_process(ranks: Ranks, size: int, tensor: int, options: Found) -> None:
-    one = one_pass(alone(), options)
-    many = ranks.run(size, one_pass, options, tensor=tensor)
+    config = small_model(**{"n_heads": 4, "moe_every": 2, "shared_expert_d_ff": 8, **options})
+    one = one_pass(alone(), config)
+    many = ranks.run(size, one_pass, config, tensor=tensor)
     near = {"rtol": 0.1, "atol": 0.02} if "compute_dtype" in options else NEAR
     data = size // tensor
     groups = [many[start : start + tensor] for start in range(0, size, tensor)]
     torch.testing.assert_close(sum(group[0]["loss"] for group in groups) / data, one["loss"], **near)
     for name, whole in one["weights"].items():
-        division = one["divisions"].get(name)
+        division = divisions(config).get(name)
         total = torch.zeros_like(whole)
         for group in groups:
             if division is None:

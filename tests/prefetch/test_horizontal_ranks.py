@@ -10,13 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from dense_cases import make_model
 
 from tierstore.cache.access import Phase
 from tierstore.dense import DenseConfig, DenseSlices, GatherOnDemand, unit_layouts
-from tierstore.model import ModelConfig, Transformer
-from tierstore.moe import ExpertShape, FeedForward, NoiseKey, Routing
-from tierstore.moe.router import Router
 from tierstore.parallel import Mesh
 from tierstore.prefetch import HorizontalQueue, PrefetchConfig, Schedule, StepTiming, unit_schedule
 from tierstore.prefetch.schedule import Window
@@ -26,22 +23,7 @@ from tierstore.store.adamw import AdamWConfig
 if TYPE_CHECKING:
     from launcher import Ranks
 
-_TINY = {"vocab_size": 40, "d_model": 16, "n_layers": 4, "n_heads": 2, "seq_len": 8, "d_ff": 24, "experts": 5}
 Log = list[tuple[str, int]]
-
-
-class Mixture(nn.Module):
-    """A router and one shared network, so that all parameters are dense."""
-
-    def __init__(self, config: ModelConfig, layer: int) -> None:
-        super().__init__()
-        self.router = Router(config.router, config.d_model, layer=layer, seed=config.seed)
-        shape = ExpertShape(config.d_model, config.d_ff, config.activation)
-        self.shared = FeedForward(shape, seed=config.seed, name=f"shared.{layer}")
-
-    def forward(self, x_TD: Tensor, key: NoiseKey) -> tuple[Tensor, Routing]:
-        routing = self.router(x_TD, key)
-        return self.shared(x_TD) * routing.weight_TK[:, :1].to(x_TD.dtype), routing
 
 
 class Logged:
@@ -80,8 +62,8 @@ def train(mesh: Mesh, depth: int | None, dense_changes: dict[str, Any], changes:
     """Three steps of two micro-batches, with a validation between; depth None: gathered on demand."""
     torch.set_num_threads(1)
     group, timing = mesh.world, StepTiming(changes.get("timing", "deferred"))
-    config = ModelConfig(**{**_TINY, "moe_every": 2, **changes.get("model", {})})
-    model = Transformer(config, None, mixture=lambda layer: Mixture(config, layer))
+    model = make_model({"n_layers": 4, **changes.get("model", {})})
+    config = model.config
     settings, units = DenseConfig(**dense_changes), model.dense_units()
     layouts = unit_layouts(units, ranks=group.size, narrow=model.cast_parameters(), fusion=settings.fusion)
     compute = config.compute_dtype.torch

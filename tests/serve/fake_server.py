@@ -17,11 +17,11 @@ import fake_model
 from fake_model import FakeRunner
 
 from tierstore.serve.api.app import Service, make_app
-from tierstore.serve.api.metrics import Metrics
+from tierstore.serve.api.metrics import ServerMetrics
 from tierstore.serve.api.receiving import Keys
 from tierstore.serve.api.server import ApiServer, listen, url
 from tierstore.serve.config import LimitsConfig
-from tierstore.serve.scheduler.engine import Engine
+from tierstore.serve.scheduler.engine import ServingEngine
 
 MODEL = "fake"
 
@@ -44,10 +44,12 @@ class Fake:
 @contextmanager
 def prepared(*, room: int, pass_s: float, limits: LimitsConfig, keys: tuple[str, ...] = ()) -> Iterator[Fake]:
     """A server that is about to run, on a port of its own."""
-    runner, metrics = FakeRunner(room=room, pass_s=pass_s), Metrics()
+    runner, metrics = FakeRunner(room=room, pass_s=pass_s), ServerMetrics()
     with (
         listen("127.0.0.1", 0) as bound,
-        Engine(lambda: fake_model.opened(runner), sequences=room, limits=limits, watcher=metrics) as engine,
+        ServingEngine(
+            lambda: fake_model.opened(runner), sequences=room, limits=limits, watcher=metrics
+        ) as engine,
     ):
         metrics.show(engine)
         service = Service(

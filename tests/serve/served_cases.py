@@ -18,7 +18,7 @@ from tierstore.prefetch.predictor import Counts
 from tierstore.prefetch.program import GuessCounts
 from tierstore.serve.batch.grouped import GroupedRunner
 from tierstore.serve.batch.meeting import MeetingPasses
-from tierstore.serve.experts.interface import Stage
+from tierstore.serve.experts.interface import ServingPhase
 from tierstore.serve.model.builtin import BuiltInModel
 from tierstore.serve.model.interface import ServedModel
 from tierstore.serve.model.wrapped import WrappedModel
@@ -29,15 +29,15 @@ class MemoryExperts:
 
     def __init__(self, source: ExpertSource) -> None:
         self._source = source
-        self.begun: list[tuple[Stage, int]] = []
+        self.begun: list[tuple[ServingPhase, int]] = []
         self.asked: list[tuple[int, tuple[int, ...]]] = []
         #: What was told of who asks, by pass over a layer.
         self.told: list[dict[int, int]] = []
         #: Raised once, by the pass over this layer.
         self.failing: tuple[int, Exception] | None = None
 
-    def begin(self, stage: Stage, tokens: int) -> None:
-        self.begun.append((stage, tokens))
+    def begin(self, phase: ServingPhase, tokens: int) -> None:
+        self.begun.append((phase, tokens))
 
     def tell_askers(self, askers: Mapping[int, int]) -> None:
         self.told.append(dict(askers))

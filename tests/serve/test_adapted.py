@@ -12,7 +12,7 @@ from trained_stores import imported, serving
 
 from tierstore.errors import BudgetError
 from tierstore.moe.lora import LoraConfig, LoraTargets
-from tierstore.serve.experts.interface import Stage
+from tierstore.serve.experts.interface import ServingPhase
 from tierstore.serve.opening import open_served
 from tierstore.store.summary import read_summary
 from tierstore.trace.replay import replay
@@ -61,7 +61,7 @@ def test_as_the_trainer_computes_it(tmp_path: Path, targets: LoraTargets, dtype:
         with quiet_peft(), open_served(config, trace=trace) as parts:
             found = []
             for step in range(STEPS, STEPS + 2):
-                parts.experts.begin(Stage.PREFILL, 24)
+                parts.experts.begin(ServingPhase.PREFILL, 24)
                 with torch.inference_mode():
                     loss = parts.model.run(batch(step)).loss
                 assert loss is not None

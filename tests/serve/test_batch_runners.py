@@ -14,7 +14,7 @@ from tierstore.errors import BudgetError, ChecksumError, ConfigError
 from tierstore.serve.batch.grouped import GroupedRunner
 from tierstore.serve.batch.invariant import InvariantRunner
 from tierstore.serve.batch.padded import PaddedRunner
-from tierstore.serve.experts.interface import Stage
+from tierstore.serve.experts.interface import ServingPhase
 
 KINDS = (PaddedRunner, InvariantRunner)
 
@@ -40,14 +40,14 @@ def test_one_layer_leases_an_expert_once(kind: type[GroupedRunner]) -> None:
     runner.step({each.number: 5 for each in joined})
     assert [layer for layer, _ in served.experts.asked] == [0, 1]
     assert all(2 <= len(experts) <= 4 for _, experts in served.experts.asked)
-    assert served.experts.begun == [(Stage.PREFILL, 8), (Stage.DECODE, 2)]
+    assert served.experts.begun == [(ServingPhase.PREFILL, 8), (ServingPhase.DECODE, 2)]
 
 
 def test_padding_counts_as_tokens() -> None:
     _, served = built_in()
     served.runner(PaddedRunner).join(drawn((1, 6), vocabulary=61))
     served.runner(InvariantRunner).join(drawn((1, 6), vocabulary=61))
-    assert served.experts.begun == [(Stage.PREFILL, 12), (Stage.PREFILL, 7)]
+    assert served.experts.begun == [(ServingPhase.PREFILL, 12), (ServingPhase.PREFILL, 7)]
 
 
 @pytest.mark.parametrize("kind", KINDS)

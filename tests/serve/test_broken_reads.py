@@ -11,7 +11,7 @@ import torch
 from trained_stores import imported, logits_of, mean_loss, serving, trained
 
 from tierstore.errors import ChecksumError
-from tierstore.serve.experts.interface import Stage
+from tierstore.serve.experts.interface import ServingPhase
 from tierstore.serve.opening import ServedParts, open_served
 from tierstore.store.format import Group
 from tierstore.trace.replay import replay
@@ -51,7 +51,7 @@ def damaged(parts: ServedParts, layer: int, expert: int) -> Iterator[str]:
 
 
 def leases(parts: ServedParts, layer: int, experts: list[int]) -> list[int]:
-    parts.experts.begin(Stage.DECODE, 1)
+    parts.experts.begin(ServingPhase.DECODE, 1)
     return sorted(lease.expert for lease in parts.experts.forward(layer, experts))
 
 
@@ -112,12 +112,12 @@ def test_a_pass_that_raises_between_its_leases(
         every = list(range(parts.spec.experts))
         kept = []
         for _ in range(10):  # more than there are slots
-            parts.experts.begin(Stage.PREFILL, 8)
+            parts.experts.begin(ServingPhase.PREFILL, 8)
             walk = parts.experts.forward(0, every)
             for _, lease in zip(range(after), walk, strict=False):
                 assert lease.weights.isfinite().all()
             kept.append(walk)
-        parts.experts.begin(Stage.PREFILL, 8)
+        parts.experts.begin(ServingPhase.PREFILL, 8)
         assert not parts.store.cache.residency.access_open
         assert torch.equal(logits_of(parts, TOKENS), expected)
         live = parts.store.cache.residency.stats()

@@ -14,10 +14,10 @@ from fake_model import FakeRunner
 from fake_server import serving
 
 from tierstore.serve.api.answering import Answering, EventStream
-from tierstore.serve.api.metrics import Metrics
-from tierstore.serve.api.shapes import Shape, Style
+from tierstore.serve.api.metrics import ServerMetrics
+from tierstore.serve.api.shapes import RequestKind, Shape
 from tierstore.serve.config import LimitsConfig
-from tierstore.serve.scheduler.engine import Engine
+from tierstore.serve.scheduler.engine import ServingEngine
 from tierstore.serve.scheduler.interface import Running
 from tierstore.serve.scheduler.queue import RequestQueue, Waiting
 from tierstore.serve.scheduler.request import Answer, Generation
@@ -46,7 +46,7 @@ def test_an_interrupt_while_the_model_opens(monkeypatch: pytest.MonkeyPatch) -> 
             yield running
         closed.set()
 
-    engine = Engine(opened, sequences=2, limits=LimitsConfig(), watcher=Metrics())
+    engine = ServingEngine(opened, sequences=2, limits=LimitsConfig(), watcher=ServerMetrics())
 
     def interrupted() -> None:
         raise KeyboardInterrupt
@@ -75,7 +75,7 @@ def test_a_client_that_leaves_before_its_first_event() -> None:
         with serving(pass_s=0.01) as fake:
             engine = fake.service.engine
             waiting = engine.submit(generation(400))
-            shape = Shape(style=Style.CHAT, model="fake")
+            shape = Shape(style=RequestKind.CHAT, model="fake")
             stream = EventStream(Answering(engine, waiting, shape, request_s=60))
             await stream({}, receive, send)
             assert waiting.answer.cancelled

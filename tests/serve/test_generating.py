@@ -56,8 +56,8 @@ def test_requests_wait_for_room() -> None:
     assert all(made.ending is Ending.LENGTH for made in found)
     assert [pieces[at] for at in range(5)] == [made.text for made in found]
     assert runner.numbers == ()
-    assert generator.spent.prefill_tokens == sum(map(len, prompts))
-    assert generator.spent.decode_tokens == sum(len(made.tokens) - 1 for made in found)
+    assert generator.totals.prefill_tokens == sum(map(len, prompts))
+    assert generator.totals.decode_tokens == sum(len(made.tokens) - 1 for made in found)
 
 
 def test_why_texts_end() -> None:

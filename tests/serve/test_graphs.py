@@ -13,7 +13,7 @@ from tierstore.config import load
 from tierstore.errors import CapabilityError
 from tierstore.hf.manifest import Weights
 from tierstore.serve.config import ServeConfig
-from tierstore.serve.experts.interface import Stage
+from tierstore.serve.experts.interface import ServingPhase
 from tierstore.serve.graphs import compiled_blocks
 from tierstore.serve.opening import ServedParts, open_served
 
@@ -42,7 +42,7 @@ def logits(parts: ServedParts, *lengths: int) -> list[torch.Tensor]:
     for number, length in enumerate(lengths):
         generator = torch.Generator().manual_seed(number)
         tokens_BT = torch.randint(1, parts.spec.vocab_size, (1, length), generator=generator)
-        parts.experts.begin(Stage.PREFILL, length)
+        parts.experts.begin(ServingPhase.PREFILL, length)
         with torch.inference_mode():
             found.append(parts.model.module(input_ids=tokens_BT, use_cache=False).logits)
     return found

@@ -15,7 +15,7 @@ from tierstore.hf.manifest import Weights
 from tierstore.model.interface import Batch
 from tierstore.prefetch.predictor import PredictorName
 from tierstore.serve.config import ServeConfig
-from tierstore.serve.experts.interface import Stage
+from tierstore.serve.experts.interface import ServingPhase
 from tierstore.serve.opening import ServedParts
 from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening
@@ -78,7 +78,7 @@ def mean_loss(parts: ServedParts, batches: list[Batch]) -> float:
     """As ``Trainer.evaluate`` computes it."""
     total, counted = 0.0, 0
     for batch in batches:
-        parts.experts.begin(Stage.PREFILL, batch.tokens_BT.numel())
+        parts.experts.begin(ServingPhase.PREFILL, batch.tokens_BT.numel())
         with torch.inference_mode():
             loss = parts.model.run(batch).loss
         assert loss is not None
@@ -89,7 +89,7 @@ def mean_loss(parts: ServedParts, batches: list[Batch]) -> float:
 
 def logits_of(parts: ServedParts, tokens_BT: torch.Tensor) -> torch.Tensor:
     """Of a wrapped model, by one pass without a cache."""
-    parts.experts.begin(Stage.PREFILL, tokens_BT.numel())
+    parts.experts.begin(ServingPhase.PREFILL, tokens_BT.numel())
     with torch.inference_mode():
         logits: torch.Tensor = parts.model.module(input_ids=tokens_BT, use_cache=False).logits
     return logits

@@ -237,7 +237,20 @@ def machine_facts(directory: Path) -> dict[str, object]:
         "torch_version": torch.__version__,
         "torch_threads": torch.get_num_threads(),
         "omp_wait_policy": machine.openmp_wait_policy(),
+        "rank_exchanges": rank_exchanges(),
     }
+
+
+def rank_exchanges() -> str:
+    """What several ranks on this machine would exchange through. Imports torch."""
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_gloo_available():
+        return "none: this torch has no Gloo, which several ranks need"
+    devices = torch.cuda.device_count() if torch.cuda.is_available() and dist.is_nccl_available() else 0
+    nccl = f", NCCL between {devices} CUDA device{'s' * (devices > 1)}" if devices else ""
+    return f"Gloo between CPUs{nccl}; times of messages are not measured here, tierstore bench machine does"
 
 
 def _title(name: str) -> str:

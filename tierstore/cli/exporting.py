@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -11,6 +12,9 @@ from tierstore.cli.options import EXISTING_DIRECTORY, PATH, SIZE, json_option
 from tierstore.cli.output import Output
 from tierstore.errors import ConfigError
 from tierstore.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:  # at run time it imports torch, which listing the commands must not
+    from tierstore.hf.exports.exporting import Exported
 
 
 @click.command()
@@ -66,7 +70,10 @@ def export(
             adjustment=None if merge is None else load_adapter(merge, store),
             progress=lambda written, total: progress.update(written >> 20, total >> 20, {}),
         )
-    elapsed_s = time.monotonic() - start
+    _show(done, store, target, time.monotonic() - start, output)
+
+
+def _show(done: Exported, store: Path, target: Path, elapsed_s: float, output: Output) -> None:
     for note in done.notes:
         output.line(note)
     ranks = f", {done.ranks} ranks" if done.ranks > 1 else ""

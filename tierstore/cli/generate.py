@@ -34,7 +34,7 @@ from tierstore.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:  # at run time these import torch, which listing the commands must not
     from tierstore.serve.batch.grouped import GroupedRunner
-    from tierstore.serve.generating import GeneratedText, Spent, TextRequest
+    from tierstore.serve.generating import GeneratedText, GenerationTotals, TextRequest
     from tierstore.serve.opening import ServedParts
     from tierstore.serve.text.language import Language
 
@@ -142,8 +142,8 @@ def _run(
         texts = generator.run(requests)
         shown.end(texts)
         parts.store.end_trace()
-        _table(parts, generator.spent, texts, output)
-        output.emit(_result(parts, generator.spent, requests, texts))
+        _table(parts, generator.totals, texts, output)
+        output.emit(_result(parts, generator.totals, requests, texts))
     return _INTERRUPTED if interrupts.asked else 0
 
 
@@ -213,7 +213,9 @@ class _Shown:
             self._output.line(f"[{number}] {made.text}")
 
 
-def _table(parts: ServedParts, spent: Spent, texts: Sequence[GeneratedText], output: Output) -> None:
+def _table(
+    parts: ServedParts, totals: GenerationTotals, texts: Sequence[GeneratedText], output: Output
+) -> None:
     from tierstore.train.footprint import peak_resident_bytes
 
     stats = parts.store.cache.residency.stats()
@@ -225,8 +227,8 @@ def _table(parts: ServedParts, spent: Spent, texts: Sequence[GeneratedText], out
         ("prefill", "decode", "first token", "hits", "read", "stalls", "peak memory"),
         [
             (
-                _rate(spent.prefill_rate),
-                _rate(spent.decode_rate),
+                _rate(totals.prefill_rate),
+                _rate(totals.decode_rate),
                 format_seconds(max(first)) if first else "-",
                 f"{stats.hits / asked:.0%}" if asked else "-",
                 format_bytes(stats.read_bytes),
@@ -242,7 +244,10 @@ def _rate(tokens_per_s: float | None) -> str:
 
 
 def _result(
-    parts: ServedParts, spent: Spent, requests: Sequence[TextRequest], texts: Sequence[GeneratedText]
+    parts: ServedParts,
+    totals: GenerationTotals,
+    requests: Sequence[TextRequest],
+    texts: Sequence[GeneratedText],
 ) -> dict[str, object]:
     from tierstore.train.footprint import peak_resident_bytes
 
@@ -259,11 +264,11 @@ def _result(
             }
             for request, made in zip(requests, texts, strict=True)
         ],
-        "prefill_tokens": spent.prefill_tokens,
-        "prefill_s": spent.prefill_s,
-        "decode_tokens": spent.decode_tokens,
-        "decode_s": spent.decode_s,
-        "steps": spent.steps,
+        "prefill_tokens": totals.prefill_tokens,
+        "prefill_s": totals.prefill_s,
+        "decode_tokens": totals.decode_tokens,
+        "decode_s": totals.decode_s,
+        "steps": totals.steps,
         "hits": stats.hits,
         "misses": stats.misses,
         "read_bytes": stats.read_bytes,

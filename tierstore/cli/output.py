@@ -73,12 +73,12 @@ class Output:
         if self.mode is OutputMode.JSON:
             click.echo(json.dumps(finite(result), allow_nan=False))
 
-    def progress(self, total: int, *, label: str) -> Progress:
-        """A Progress of ``total`` steps, for people."""
-        return Progress(self.console, total, label=label)
+    def progress(self, total: int, *, label: str) -> ProgressBar:
+        """A ProgressBar of ``total`` steps, for people."""
+        return ProgressBar(self.console, total, label=label)
 
 
-class Progress:
+class ProgressBar:
     """A bar on a terminal; elsewhere a plain line at the first and last step and every few seconds.
 
     A context manager: a bar takes the terminal over until it is left.
@@ -111,7 +111,7 @@ class Progress:
             )
             self._task = self._bar.add_task(label, total=total, shown="")
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressBar:
         if self._bar is not None:
             self._bar.start()
         return self

@@ -6,6 +6,7 @@ whose parameters transformers counts: it answers in under a second. Exit status 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,7 +30,7 @@ from tierstore.errors import ConfigError
 from tierstore.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:  # numpy and LMDB, which listing the commands need not
-    from tierstore.plan import Hardware, Plan, Profile
+    from tierstore.plan import Hardware, Plan, Preset, Profile
     from tierstore.plan.foreign import UsePlan, UsesPlan
     from tierstore.plan.predict import Prediction
     from tierstore.plan.uses import Use
@@ -100,7 +101,6 @@ def plan(
     """Bytes on each tier, whether they fit, the time of a step and its bottleneck, and what to change."""
     from tierstore.plan import ASSUMED, DeviceKind, find_preset, load_profile, machine_limits, plan_run
     from tierstore.plan.uses import DEFAULT_RANK
-    from tierstore.train import TrainConfig
 
     if preset is not None and model is not None:
         raise ConfigError("--preset, --model: expected one of them")
@@ -109,21 +109,12 @@ def plan(
         return
     chosen = None if preset is None else find_preset(preset)
     overrides = config_overrides(settings, {"host_budget": host_budget})
-    published: dict[str, object] = {}
-    if chosen is not None:  # one sequence a rank, unless the file or an option says otherwise
-        published = {**chosen.settings, **({} if config else {"data.batch_size": max(ranks, 1)})}
-    elif model is not None and config is None:
-        published = {"data.batch_size": max(ranks, 1)}
-    loaded = load(TrainConfig, config, published | overrides)
-    if chosen is None:
-        loaded = _with_model(loaded, model)
+    loaded = _load(config, chosen, model, overrides, ranks)
     costs = load_profile(profile) if profile else ASSUMED
     if serving.asked:
         show_serving(loaded, model, serving, costs, output)
         return
-    share = ranks_per_node or max(ranks, 1)
-    if not 1 <= share <= max(ranks, 1):
-        raise ConfigError(f"--ranks-per-node: expected 1 to {ranks} (--ranks), got {share}")
+    share = _sharing(ranks, ranks_per_node)
     limits = machine_limits(loaded.store, sharing=share, memory=memory, disk=disk, device=device_memory)
     if (chosen or model) is not None and "host_budget" not in overrides and config is None:
         loaded = replace(loaded, host_budget=max(limits.memory // 2, 1))
@@ -145,6 +136,33 @@ def plan(
     _show(made, costs, output)
     output.emit(made.as_json())
     ctx.exit(0 if made.verdict.fits else _DOES_NOT_FIT)
+
+
+def _load(
+    config: Path | None,
+    preset: Preset | None,
+    model: Path | None,
+    overrides: Mapping[str, object],
+    ranks: int,
+) -> TrainConfig:
+    """The run of the file ``config``, of a published model or of the one at ``model``."""
+    from tierstore.train import TrainConfig
+
+    published: dict[str, object] = {}
+    if preset is not None:  # one sequence a rank, unless the file or an option says otherwise
+        published = {**preset.settings, **({} if config else {"data.batch_size": max(ranks, 1)})}
+    elif model is not None and config is None:
+        published = {"data.batch_size": max(ranks, 1)}
+    loaded = load(TrainConfig, config, {**published, **overrides})
+    return loaded if preset is not None else _with_model(loaded, model)
+
+
+def _sharing(ranks: int, ranks_per_node: int | None) -> int:
+    """How many ranks share a machine."""
+    share = ranks_per_node or max(ranks, 1)
+    if not 1 <= share <= max(ranks, 1):
+        raise ConfigError(f"--ranks-per-node: expected 1 to {ranks} (--ranks), got {share}")
+    return share
 
 
 def _with_model(config: TrainConfig, path: Path | None) -> TrainConfig:

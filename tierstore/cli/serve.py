@@ -34,9 +34,9 @@ from tierstore.config import load
 from tierstore.units import format_seconds
 
 if TYPE_CHECKING:
-    from tierstore.serve.api.metrics import Metrics
+    from tierstore.serve.api.metrics import ServerMetrics
     from tierstore.serve.config import ServeConfig
-    from tierstore.serve.scheduler.engine import Engine
+    from tierstore.serve.scheduler.engine import ServingEngine
 
 
 def serve_config() -> type[Any]:
@@ -128,14 +128,14 @@ def serve(
 
 def _run(config: ServeConfig, listening: Listening, output: Output) -> None:
     from tierstore.serve.api.app import Service, make_app
-    from tierstore.serve.api.metrics import Metrics
+    from tierstore.serve.api.metrics import ServerMetrics
     from tierstore.serve.api.receiving import Keys
     from tierstore.serve.api.server import ApiServer, is_loopback, listen, url
-    from tierstore.serve.scheduler.engine import Engine
+    from tierstore.serve.scheduler.engine import ServingEngine
     from tierstore.serve.scheduler.opening import open_running
 
     keys = Keys() if listening.api_keys is None else Keys.read(listening.api_keys)
-    metrics, begun_s = Metrics(), time.monotonic()
+    metrics, begun_s = ServerMetrics(), time.monotonic()
     with ExitStack() as stack:
         bound = stack.enter_context(listen(listening.host, listening.port))
         if not is_loopback(bound) and not keys.required:
@@ -143,7 +143,7 @@ def _run(config: ServeConfig, listening: Listening, output: Output) -> None:
                 f"{listening.host} can be reached from other machines, and whoever can may ask: --api-keys asks for keys",
                 stacklevel=1,
             )
-        engine = Engine(
+        engine = ServingEngine(
             lambda: open_running(config, trace=listening.record_trace, timeline=listening.timeline),
             sequences=config.batch.sequences,
             limits=config.limits,
@@ -163,7 +163,7 @@ def _run(config: ServeConfig, listening: Listening, output: Output) -> None:
     output.emit(_totals(engine, metrics, seconds=time.monotonic() - begun_s))
 
 
-def _totals(engine: Engine, metrics: Metrics, *, seconds: float) -> dict[str, object]:
+def _totals(engine: ServingEngine, metrics: ServerMetrics, *, seconds: float) -> dict[str, object]:
     from tierstore.train.footprint import peak_resident_bytes
 
     counts = engine.counts

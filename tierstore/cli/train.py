@@ -27,7 +27,7 @@ from tierstore.cli.options import (
     json_option,
     set_option,
 )
-from tierstore.cli.output import Output, OutputMode, Progress
+from tierstore.cli.output import Output, OutputMode, ProgressBar
 from tierstore.config import load
 from tierstore.devices import disk_health, disks_under
 from tierstore.machine import disk, existing_parent
@@ -36,10 +36,11 @@ from tierstore.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:  # at run time these import torch, which listing the commands must not
     from tierstore.parallel import Mesh
+    from tierstore.plan.order import OrderChoice
     from tierstore.store.core import StoreCore
     from tierstore.train.config import TrainConfig
     from tierstore.train.ranks import Opening
-    from tierstore.train.report import Metrics, RunSummary
+    from tierstore.train.report import MetricsLog, RunSummary, Totals
     from tierstore.train.trainer import Trainer
 
 _PROMPT = "def "
@@ -162,22 +163,18 @@ def _train(
     checksum: bool,
 ) -> tuple[RunSummary, bool]:
     """The run: its result, and whether a signal ended it."""
-    from tierstore.model.division import divided_units
     from tierstore.plan.order import agreed_order
-    from tierstore.train.budgets import DeviceKind
-    from tierstore.train.footprint import fixed_cost, keep_freed_memory, resident_bytes
-    from tierstore.train.report import Instant, Metrics, RunSummary, totals
+    from tierstore.train.footprint import keep_freed_memory
+    from tierstore.train.report import Instant, MetricsLog, totals
     from tierstore.train.session import open_session
     from tierstore.train.stages.spec import stage_config
 
     keep_freed_memory()
-    device = DeviceKind(mesh.device.type)
     order = agreed_order(config, mesh)
     config = order.applied(config)
     own = stage_config(config, mesh.pipeline.rank, mesh.stages)
     own.model.import_code()
-    units = divided_units(own.model, mesh.tensor.size)
-    fixed = fixed_cost(own, resident_bytes(), ranks=mesh.data.size, device=device, units=units).nbytes
+    fixed = _fixed_bytes(own, mesh)
     tokenising = _Tokenising(output)
 
     def accepted() -> None:
@@ -189,7 +186,7 @@ def _train(
     with (
         tokenising,
         open_timeline(files.timeline) as sink,
-        Metrics(files.metrics) as log,
+        MetricsLog(files.metrics) as log,
         open_session(
             config,
             opening,
@@ -200,18 +197,7 @@ def _train(
             tokenising=tokenising,
         ) as trainer,
     ):
-        if trainer.made_over is not None:
-            output.line(trainer.made_over.describe())
-        output.line(f"data: {trainer.data.describe()}")
-        if trainer.tasks is not None:
-            output.line(f"tasks: {trainer.tasks.assignment.describe()}")
-        _describe(trainer.store, output)
-        output.line(trainer.describe_weights())
-        if (line := trainer.vocabulary.describe()) is not None:
-            output.line(line)
-        output.line(trainer.timer.describe())
-        if trainer.pipeline.chosen is not None:
-            output.line(trainer.pipeline.chosen.describe())
+        _describe_opened(trainer, output)
         log.start(trainer)
         first, begun = trainer.state.position, Instant.now(trainer)
         stopped = _steps(config, output, trainer, log, interrupts)
@@ -222,24 +208,51 @@ def _train(
         ended = totals(trainer, begun)
         crc = _checksum(output, trainer, interrupts) if checksum and not stopped else None
         stopped = stopped or (checksum and crc is None)
-        summary = RunSummary(
-            config=config,
-            steps=trainer.state.position,
-            train_loss=trainer.state.train_loss,
-            val_loss=trainer.state.val_loss,
-            tokens=config.tokens_per_step * (trainer.state.position - first),
-            fixed_resident_bytes=fixed,
-            totals=ended,
-            records_crc32c=crc,
-            tasks=dict(trainer.state.tasks),
-            micro_order_reason=order.reason,
-            chunks=trainer.pipeline.chosen,
-            exchange=None if mesh.exchange_choice is None else mesh.exchange_choice.describe(),
-        )
+        summary = _summary(config, trainer, order, first=first, fixed=fixed, ended=ended, crc=crc)
         if config.sample_tokens and not stopped:
-            text = trainer.sample(_PROMPT, config.sample_tokens)
-            output.line(f"sample: {_PROMPT}{text}")
+            output.line(f"sample: {_PROMPT}{trainer.sample(_PROMPT, config.sample_tokens)}")
     return summary, stopped
+
+
+def _fixed_bytes(placed: TrainConfig, mesh: Mesh) -> int:
+    """What this rank takes beside the host budget; ``placed``: as it runs the job."""
+    from tierstore.model.division import divided_units
+    from tierstore.train.budgets import DeviceKind
+    from tierstore.train.footprint import fixed_cost, resident_bytes
+
+    device = DeviceKind(mesh.device.type)
+    units = divided_units(placed.model, mesh.tensor.size)
+    return fixed_cost(placed, resident_bytes(), ranks=mesh.data.size, device=device, units=units).nbytes
+
+
+def _summary(
+    config: TrainConfig,
+    trainer: Trainer,
+    order: OrderChoice,
+    *,
+    first: int,
+    fixed: int,
+    ended: Totals,
+    crc: int | None,
+) -> RunSummary:
+    """What a run that began at step ``first`` comes to, with ``fixed`` bytes beside the host budget."""
+    from tierstore.train.report import RunSummary
+
+    state, exchange = trainer.state, trainer.mesh.exchange_choice
+    return RunSummary(
+        config=config,
+        steps=state.position,
+        train_loss=state.train_loss,
+        val_loss=state.val_loss,
+        tokens=config.tokens_per_step * (state.position - first),
+        fixed_resident_bytes=fixed,
+        totals=ended,
+        records_crc32c=crc,
+        tasks=dict(state.tasks),
+        micro_order_reason=order.reason,
+        chunks=trainer.pipeline.chosen,
+        exchange=None if exchange is None else exchange.describe(),
+    )
 
 
 class _Tokenising:
@@ -248,7 +261,7 @@ class _Tokenising:
     def __init__(self, output: Output) -> None:
         self._output = output
         self._shown = contextlib.ExitStack()
-        self._bar: Progress | None = None
+        self._bar: ProgressBar | None = None
 
     def __call__(self, done: int, total: int) -> None:
         if self._bar is None:
@@ -280,7 +293,7 @@ def _checksum(output: Output, trainer: Trainer, interrupts: Interrupts) -> int |
 
 
 def _steps(
-    config: TrainConfig, output: Output, trainer: Trainer, log: Metrics, interrupts: Interrupts
+    config: TrainConfig, output: Output, trainer: Trainer, log: MetricsLog, interrupts: Interrupts
 ) -> bool:
     """Steps to the end, or until a signal reaches any rank: then True."""
     from tierstore.train.report import counters
@@ -374,6 +387,22 @@ def _announce(config: TrainConfig, placed: TrainConfig, output: Output, fixed: i
             f"LoRA: rank {config.lora.rank}, {config.lora.targets.value}; experts are frozen, their pairs take "
             f"{format_bytes(beside)} of records"
         )
+
+
+def _describe_opened(trainer: Trainer, output: Output) -> None:
+    """What the run found and decided as it opened, before its first step."""
+    if trainer.made_over is not None:
+        output.line(trainer.made_over.describe())
+    output.line(f"data: {trainer.data.describe()}")
+    if trainer.tasks is not None:
+        output.line(f"tasks: {trainer.tasks.assignment.describe()}")
+    _describe(trainer.store, output)
+    output.line(trainer.describe_weights())
+    if (line := trainer.vocabulary.describe()) is not None:
+        output.line(line)
+    output.line(trainer.timer.describe())
+    if trainer.pipeline.chosen is not None:
+        output.line(trainer.pipeline.chosen.describe())
 
 
 def _describe(store: StoreCore, output: Output) -> None:

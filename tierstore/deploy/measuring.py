@@ -56,7 +56,7 @@ class ServedSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Profile:
+class ServingProfile:
     """What was measured of one way: medians over the rounds of one sequence. ``load``: processes that ran, on average, in
     the minute before.
     """
@@ -71,7 +71,7 @@ class Profile:
         return asdict(self)
 
 
-def measure(store: Path, settings: ServedSettings) -> Profile:
+def measure(store: Path, settings: ServedSettings) -> ServingProfile:
     """Serves one sequence of the model at ``store`` a few times. Raises StoreError, BudgetError, OSError."""
     gc.collect()  # models of earlier stages lie in cycles: their memory is not this one's
     with open_served(settings.config(store)) as parts:
@@ -79,7 +79,7 @@ def measure(store: Path, settings: ServedSettings) -> Profile:
         rounds = [_round(parts, runner, number) for number in range(1 + ROUNDS)][1:]
         resident = psutil.Process().memory_info().rss
     prefill, decode, read = (statistics.median(values) for values in zip(*rounds, strict=True))
-    return Profile(
+    return ServingProfile(
         prefill_tokens_per_s=PROMPT_TOKENS / prefill,
         decode_tokens_per_s=DECODED_TOKENS / decode,
         decode_read_bytes_per_token=read / DECODED_TOKENS,
@@ -107,11 +107,11 @@ def _read_bytes(parts: ServedParts) -> int:
     return sum(drive.read_bytes for drive in parts.store.extents.drive_reports())
 
 
-def fastest(found: Sequence[tuple[ServedSettings, Profile]]) -> tuple[ServedSettings, Profile]:
+def fastest(found: Sequence[tuple[ServedSettings, ServingProfile]]) -> tuple[ServedSettings, ServingProfile]:
     """Where decoding is fastest; of equals, the first."""
     return max(found, key=lambda each: each[1].decode_tokens_per_s)
 
 
-def rows(found: Sequence[tuple[ServedSettings, Profile]]) -> list[Mapping[str, object]]:
+def rows(found: Sequence[tuple[ServedSettings, ServingProfile]]) -> list[Mapping[str, object]]:
     """Every way that was measured, for the record."""
     return [{**settings.as_json(), **profile.as_json()} for settings, profile in found]

@@ -21,7 +21,7 @@ from typing import Any
 from tierstore.deploy.config import DeployConfig, StageName
 from tierstore.deploy.deployed import Deployment, read_deployment
 from tierstore.deploy.records import StageRecord, fingerprint, stage_directory
-from tierstore.deploy.stage import DeployInterrupted, Stage, StageContext
+from tierstore.deploy.stage import DeployInterrupted, DeployStage, StageContext
 from tierstore.errors import StoreExistsError, StoreMissingError
 from tierstore.store.directories import building, building_directory
 from tierstore.store.disk.home import fsync_directory
@@ -31,7 +31,7 @@ from tierstore.units import format_seconds
 MARKER = ".tierstore-deploy"
 
 
-class Progress(StrEnum):
+class StageProgress(StrEnum):
     """What a run did with a stage."""
 
     FOUND = "found"  # an earlier run had ended it
@@ -44,7 +44,7 @@ class Deployed:
 
     directory: Path
     records: tuple[StageRecord, ...]
-    progress: tuple[Progress, ...]
+    progress: tuple[StageProgress, ...]
     complete: bool
 
 
@@ -54,7 +54,7 @@ def deploy(
     until: StageName = StageName.DEPLOYMENT,
     say: Callable[[str], None] = lambda text: None,
     asked_to_stop: Callable[[], bool] = lambda: False,
-    stages: Sequence[Stage] | None = None,
+    stages: Sequence[DeployStage] | None = None,
 ) -> Deployed:
     """Runs the stages up to ``until``, or the rest of them, and makes ``config.target`` of the last.
 
@@ -71,9 +71,9 @@ def deploy(
     refuse_early(config)
     with _working(root):
         records: list[StageRecord] = []
-        progress: list[Progress] = []
+        progress: list[StageProgress] = []
         for number, stage in enumerate(stages):
-            if progress and progress[-1] is Progress.DONE:
+            if progress and progress[-1] is StageProgress.DONE:
                 stages[number - 1].verify(root, records[-1])
             record, how = _stage(stage, config, root, tuple(records), say, asked_to_stop)
             records.append(record)
@@ -95,7 +95,7 @@ def deploy(
     )
 
 
-def _found(config: DeployConfig, stages: Sequence[Stage], root: Path) -> Deployed:
+def _found(config: DeployConfig, stages: Sequence[DeployStage], root: Path) -> Deployed:
     """The target, where it is what these stages make of ``config``: a run that was killed may have left the stages behind.
 
     Raises StoreExistsError for anything else.
@@ -112,7 +112,7 @@ def _found(config: DeployConfig, stages: Sequence[Stage], root: Path) -> Deploye
     return Deployed(
         directory=config.target,
         records=deployment.stages,
-        progress=(Progress.FOUND,) * len(deployment.stages),
+        progress=(StageProgress.FOUND,) * len(deployment.stages),
         complete=True,
     )
 
@@ -161,13 +161,13 @@ def _working(root: Path) -> Iterator[None]:
 
 
 def _stage(
-    stage: Stage,
+    stage: DeployStage,
     config: DeployConfig,
     root: Path,
     before: tuple[StageRecord, ...],
     say: Callable[[str], None],
     asked_to_stop: Callable[[], bool],
-) -> tuple[StageRecord, Progress]:
+) -> tuple[StageRecord, StageProgress]:
     """Runs ``stage``, or finds that it has ended."""
     settings = stage.settings(config)
     wanted = fingerprint(stage.name, settings, before[-1].fingerprint if before else "")
@@ -176,7 +176,7 @@ def _stage(
     if found is not None and found.fingerprint == wanted:
         stage.verify(root, found)
         say(f"{stage.name.value}: ended before, verified")
-        return found, Progress.FOUND
+        return found, StageProgress.FOUND
     _clear(directory, wanted)
     context = StageContext(
         config=config, root=root, stage=stage.name, before=before, say=say, asked_to_stop=asked_to_stop
@@ -199,7 +199,7 @@ def _stage(
     )
     record.write(directory)
     say(f"{stage.name.value}: done in {format_seconds(record.elapsed_s)}")
-    return record, Progress.DONE
+    return record, StageProgress.DONE
 
 
 _UNDER_WAY = "under-way"

@@ -62,7 +62,7 @@ class StageOutput:
     notes: tuple[str, ...] = ()
 
 
-class Stage(Protocol):
+class DeployStage(Protocol):
     """One of the six. Its directory is its own: what a run before left there, it goes on from."""
 
     @property

@@ -21,7 +21,7 @@ from tierstore.moe.source import ExpertLease
 from tierstore.prefetch.plan import PrefetchConfig
 from tierstore.prefetch.predictor import PredictorName
 from tierstore.serve.config import ServeConfig
-from tierstore.serve.experts.interface import Stage
+from tierstore.serve.experts.interface import ServingPhase
 from tierstore.serve.opening import ServedParts, open_served
 
 #: Called before a layer's experts compute: the layer, tokens (N, D), their experts (N, K) and weights (N, K).
@@ -44,14 +44,14 @@ class Teacher:
     @torch.no_grad()
     def logits(self, tokens_BT: Tensor) -> Tensor:
         """(B, T, V), in the type that the model computes in. Raises ChecksumError, OSError."""
-        self._parts.experts.begin(Stage.PREFILL, tokens_BT.numel())
+        self._parts.experts.begin(ServingPhase.PREFILL, tokens_BT.numel())
         self._model.begin_forward()
         logits: Tensor = self._model.module(input_ids=tokens_BT, use_cache=False).logits
         return logits
 
     def leases(self, experts: Sequence[int]) -> Iterator[tuple[int, Iterator[ExpertLease]]]:
         """A pass of its own: each layer, and leases of its ``experts`` (ascending); run each to its end."""
-        self._parts.experts.begin(Stage.PREFILL, 1)
+        self._parts.experts.begin(ServingPhase.PREFILL, 1)
         for layer in self.spec.moe_layers:
             yield layer, self._parts.experts.forward(layer, experts)
 

@@ -102,27 +102,13 @@ class Transformer(nn.Module):
         if source is None and mixture is None:
             raise ValueError("a Transformer needs an expert source, or a factory of mixtures")
         self.config = config
-        tensor = None if mesh is None else mesh.tensor
-        check_divisible(config, 1 if tensor is None else tensor.size)
+        check_divisible(config, 1 if mesh is None else mesh.tensor.size)
         #: The numbers of the blocks that are here.
         self.layers = range(config.n_layers) if layers is None else layers
         self._key = NoiseKey()
         self._ranks = 1 if mesh is None else mesh.data.size
 
-        def from_source(layer: int) -> nn.Module:
-            return MoELayer(
-                config.router,
-                config.expert_shape,
-                cast(ExpertSource, source),
-                layer=layer,
-                seed=config.seed,
-                shared_d_ff=config.shared_expert_d_ff,
-                save_activations=config.expert_activations,
-                mesh=mesh,
-                ledger=ledger,
-            )
-
-        make = mixture or from_source
+        make = mixture or partial(_moe_layer, config, cast(ExpertSource, source), mesh, ledger)
         embedding, head = _divided_tables(vocabulary or VocabularyPartition(), mesh, ledger)
         self._divided_embedding, self._divided_head = embedding, head
         # The stream must start well above what the blocks add to it, or tokens are drowned and learning
@@ -134,15 +120,7 @@ class Transformer(nn.Module):
         if self.begins:
             generator = keyed_generator(config.seed, "embedding")
             self.embedding = _table(config, embedding, std=0.02 if tied else 0.2, generator=generator)
-        self.blocks = nn.ModuleList(
-            Block(
-                config,
-                layer,
-                make(layer) if layer in config.moe_layers else None,
-                TensorRanks(tensor, layer=layer, ledger=ledger),
-            )
-            for layer in self.layers
-        )
+        self.blocks = nn.ModuleList(_block(config, layer, make, mesh, ledger) for layer in self.layers)
         self.norm: RMSNorm
         if self.ends:
             self.norm = RMSNorm(config.d_model, config.norm_eps)
@@ -151,10 +129,7 @@ class Transformer(nn.Module):
             self.head = _table(config, head, std=0.02, generator=keyed_generator(config.seed, "head"))
         #: Output heads that only one task trains, by its name.
         self.heads = nn.ParameterDict()
-        with torch.no_grad():  # what adds to the residual stream starts smaller, as GPT-2 has it
-            for name, parameter in self.named_parameters():
-                if name.endswith(("attention.out", "ffn.down", "shared.down")):
-                    parameter.mul_(1.0 / math.sqrt(2.0 * config.n_layers))
+        _shrink_residual_weights(self, config.n_layers)
         cos, sin = rotary_tables(config.seq_len, config.head_dim, config.rope_theta)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
@@ -392,6 +367,40 @@ class Transformer(nn.Module):
         finally:
             self.train(training)
         return tokens[len(tokens) - count :]
+
+
+def _block(
+    config: ModelConfig, layer: int, make: MixtureFactory, mesh: Mesh | None, ledger: StallLedger | None
+) -> Block:
+    """Block ``layer`` over the tensor ranks of ``mesh``, with a mixture where the model has one."""
+    mixture = make(layer) if layer in config.moe_layers else None
+    tensor = None if mesh is None else mesh.tensor
+    return Block(config, layer, mixture, TensorRanks(tensor, layer=layer, ledger=ledger))
+
+
+def _moe_layer(
+    config: ModelConfig, source: ExpertSource, mesh: Mesh | None, ledger: StallLedger | None, layer: int
+) -> MoELayer:
+    """The mixture of block ``layer``, whose experts come from ``source``."""
+    return MoELayer(
+        config.router,
+        config.expert_shape,
+        source,
+        layer=layer,
+        seed=config.seed,
+        shared_d_ff=config.shared_expert_d_ff,
+        save_activations=config.expert_activations,
+        mesh=mesh,
+        ledger=ledger,
+    )
+
+
+@torch.no_grad()
+def _shrink_residual_weights(model: nn.Module, layers: int) -> None:
+    """What adds to the residual stream starts smaller, as GPT-2 has it."""
+    for name, parameter in model.named_parameters():
+        if name.endswith(("attention.out", "ffn.down", "shared.down")):
+            parameter.mul_(1.0 / math.sqrt(2.0 * layers))
 
 
 def _divided_tables(

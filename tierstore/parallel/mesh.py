@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -167,6 +168,62 @@ class Mesh:
         return list({id(group): group for group in named}.values())
 
 
+class _Groups:
+    """The groups of the dimensions of a mesh: one for all dimensions along which the same ranks meet."""
+
+    def __init__(
+        self,
+        config: ParallelConfig,
+        environment: RankEnvironment,
+        device: torch.device,
+        make_group: Callable[..., RankGroup],
+        blame: Callable[[], Failure | None],
+    ) -> None:
+        import torch.distributed as dist
+
+        everyone = dist.group.WORLD
+        assert everyone is not None  # only behind init_process_group
+        self._everyone: ProcessGroup = everyone
+        self._layout = layout_of(config, environment.world)
+        self._timeout = timedelta(seconds=config.timeout_s)
+        self._rank = environment.rank
+        self._alone = RankGroup.alone(environment.rank)
+        self._make_group = partial(
+            make_group,
+            native_gather=device.type == "cuda",
+            node_ranks=ranks_of_a_node(config, environment),
+            blame=blame,
+        )
+        self._made: list[tuple[list[list[int]], RankGroup]] = []
+        #: All communicators, that of the world first.
+        self.communicators = [everyone]
+
+    def along(self, dimension: str) -> RankGroup:
+        """This rank's group along ``dimension``. A collective of all ranks, in the same order of dimensions."""
+        rows = self._layout.rows(dimension)
+        if len(rows[0]) == 1:
+            return self._alone
+        for other, existing in self._made:
+            if other == rows:
+                return existing
+        stream = self._everyone if dimension == "world" else self._communicator(rows)
+        ranks = next(row for row in rows if self._rank in row)
+        communicators = {Channel.STREAM: stream, Channel.EXCHANGE: self._communicator(rows)}
+        group = self._make_group(ranks.index(self._rank), ranks, communicators)
+        self._made.append((rows, group))
+        return group
+
+    def _communicator(self, rows: list[list[int]]) -> ProcessGroup:
+        import torch.distributed as dist
+
+        # Every rank takes part in making every group of a dimension, in the same order. Groups do not inherit
+        # the world's timeout.
+        mine: ProcessGroup
+        mine, _ = dist.new_subgroups_by_enumeration(rows, timeout=self._timeout)  # type: ignore[no-untyped-call]
+        self.communicators.append(mine)
+        return mine
+
+
 def build_mesh(
     config: ParallelConfig,
     environment: RankEnvironment,
@@ -181,56 +238,17 @@ def build_mesh(
     Communicators: 2 for the world, and 2 more for each kind of group that is neither the world nor one rank, nor the same
     as another. On Gloo each costs three threads that mostly sleep.
     """
-    import torch.distributed as dist
-
-    layout = layout_of(config, environment.world)
-    made: list[ProcessGroup] = []
-    timeout = timedelta(seconds=config.timeout_s)
-
-    def communicator(rows: list[list[int]]) -> ProcessGroup:
-        # Every rank takes part in making every group of a dimension, in the same order. Groups do not inherit
-        # the world's timeout.
-        mine: ProcessGroup
-        mine, _ = dist.new_subgroups_by_enumeration(rows, timeout=timeout)  # type: ignore[no-untyped-call]
-        made.append(mine)
-        return mine
-
-    def group(rows: list[list[int]], stream: ProcessGroup) -> RankGroup:
-        ranks = next(row for row in rows if environment.rank in row)
-        communicators = {Channel.STREAM: stream, Channel.EXCHANGE: communicator(rows)}
-        native = device.type == "cuda"
-        node_ranks = ranks_of_a_node(config, environment)
-        rank = ranks.index(environment.rank)
-        return make_group(
-            rank, ranks, communicators, native_gather=native, node_ranks=node_ranks, blame=blame
-        )
-
-    everyone = dist.group.WORLD
-    assert everyone is not None  # only behind init_process_group
-    made.append(everyone)
-    alone = RankGroup.alone(environment.rank)
-    groups: list[tuple[list[list[int]], RankGroup]] = []
-
-    def group_of(dimension: str) -> RankGroup:
-        rows = layout.rows(dimension)
-        if len(rows[0]) == 1:
-            return alone
-        for other, existing in groups:
-            if other == rows:
-                return existing
-        groups.append((rows, group(rows, everyone if dimension == "world" else communicator(rows))))
-        return groups[-1][1]
-
-    expert = group_of("expert")
+    groups = _Groups(config, environment, device, make_group, blame)
+    expert = groups.along("expert")
     mesh = Mesh(
         environment=environment,
         device=device,
-        world=group_of("world"),
-        data=group_of("data"),
+        world=groups.along("world"),
+        data=groups.along("data"),
         expert=expert,
-        replica=group_of("replica"),
-        tensor=group_of("tensor"),
-        pipeline=group_of("pipeline"),
+        replica=groups.along("replica"),
+        tensor=groups.along("tensor"),
+        pipeline=groups.along("pipeline"),
         exchange=FlatExchange(expert),
     )
-    return mesh, made
+    return mesh, groups.communicators

@@ -27,7 +27,7 @@ from tierstore.prefetch.plan import StepTiming
 COLUMNS = ("", "pass", "gathers before", "releases after", "scatters after", "fetches meanwhile")
 
 
-class Buffer(Enum):
+class GatherBuffer(Enum):
     """Where a unit's gathered parameters are."""
 
     SHARED = "shared"  # each release gives them up
@@ -46,7 +46,7 @@ class Unit:
     gathered: int = 0
     moe_layer: int | None = None
     layer: int | None = None
-    buffer: Buffer = Buffer.SHARED
+    buffer: GatherBuffer = GatherBuffer.SHARED
 
 
 class StickyGathers:
@@ -61,7 +61,7 @@ class StickyGathers:
     def sent(self, gathers: Iterable[int]) -> tuple[int, ...]:
         """Those of ``gathers``, issued now, for which a message leaves."""
         sent = tuple(unit for unit in gathers if unit not in self._sent)
-        self._sent.update(unit for unit in sent if self._units[unit].buffer is Buffer.OWN)
+        self._sent.update(unit for unit in sent if self._units[unit].buffer is GatherBuffer.OWN)
         return sent
 
     def step(self, unit: int) -> None:
@@ -271,10 +271,10 @@ class Schedule:
         for position in range((step + 1) * len(self.passes)):
             item = window.at(position)
             movement = window.leave(position)
-            released = [unit for unit in movement.releases if self.units[unit].buffer is Buffer.SHARED]
+            released = [unit for unit in movement.releases if self.units[unit].buffer is GatherBuffer.SHARED]
             if item.phase is Phase.OPTIMIZER:
                 sticky.step(item.unit)
-                released += [item.unit] if self.units[item.unit].buffer is Buffer.OWN else []
+                released += [item.unit] if self.units[item.unit].buffer is GatherBuffer.OWN else []
             if item.later == step:
                 rows.append(self._row(position % len(self.passes), item, issued, released))
             issued = sticky.sent(movement.gathers)

@@ -8,7 +8,7 @@ from tierstore.dense.config import DenseConfig
 from tierstore.dense.footprint import FP32, blocks_held, gather_width
 from tierstore.dense.layout import UnitLayout
 from tierstore.prefetch.plan import PrefetchConfig
-from tierstore.prefetch.schedule import Buffer, MicroPass, QueueLimits, Schedule, Unit
+from tierstore.prefetch.schedule import GatherBuffer, MicroPass, QueueLimits, Schedule, Unit
 from tierstore.tiers.slots import ElementType
 
 
@@ -36,7 +36,7 @@ def unit_schedule(
 
     def unit(number: int, layout: UnitLayout) -> Unit:
         if number in (0, last):
-            return Unit(layout.name, buffer=Buffer.OWN)
+            return Unit(layout.name, buffer=GatherBuffer.OWN)
         block = first_block + number - 1
         return Unit(layout.name, buffer, block if block in moe_layers else None, block)
 

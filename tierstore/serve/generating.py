@@ -56,7 +56,7 @@ class GeneratedText:
 
 
 @dataclass(slots=True)
-class Spent:
+class GenerationTotals:
     """Tokens and seconds of the passes so far."""
 
     prefill_tokens: int = 0
@@ -97,7 +97,7 @@ class TextGenerator:
         added: Callable[[int, str], None],
         stopped: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.spent = Spent()
+        self.totals = GenerationTotals()
         self._runner = runner
         self._end_tokens = end_tokens
         self._added = added
@@ -130,8 +130,8 @@ class TextGenerator:
     def _join(self, joining: Sequence[_Running]) -> None:
         begun = time.monotonic()
         joined = self._runner.join([each.request.prompt for each in joining])
-        self.spent.prefill_s += time.monotonic() - begun
-        self.spent.prefill_tokens += sum(len(each.request.prompt) for each in joining)
+        self.totals.prefill_s += time.monotonic() - begun
+        self.totals.prefill_tokens += sum(len(each.request.prompt) for each in joining)
         for each, start in zip(joining, joined, strict=True):
             self._running[start.number] = each
             self._advance(start.number, start.logits_V)
@@ -140,9 +140,9 @@ class TextGenerator:
         tokens = {number: each.made.tokens[-1] for number, each in self._running.items()}
         begun = time.monotonic()
         logits = self._runner.step(tokens)
-        self.spent.decode_s += time.monotonic() - begun
-        self.spent.decode_tokens += len(tokens)
-        self.spent.steps += 1
+        self.totals.decode_s += time.monotonic() - begun
+        self.totals.decode_tokens += len(tokens)
+        self.totals.steps += 1
         for number, logits_V in logits.items():
             self._advance(number, logits_V)
 

@@ -19,6 +19,7 @@ from tierstore.machine import memory
 from tierstore.model.interface import Model
 from tierstore.model.spec import ModelSpec
 from tierstore.moe.guessing import RouterGuesses
+from tierstore.moe.lora import LoraConfig
 from tierstore.moe.source import SourceSlot
 from tierstore.parallel import RankEnvironment, rank_device
 from tierstore.prefetch.predictor import PredictorName
@@ -26,7 +27,13 @@ from tierstore.serve.config import ServeConfig
 from tierstore.serve.experts.adapted import open_adapted
 from tierstore.serve.experts.interface import ServedExperts
 from tierstore.serve.experts.opening import open_experts
-from tierstore.serve.footprint import ServedFootprint, check_memory, served_budgets, served_footprint
+from tierstore.serve.footprint import (
+    ServedBudgets,
+    ServedFootprint,
+    check_memory,
+    served_budgets,
+    served_footprint,
+)
 from tierstore.serve.graphs import compiled_blocks
 from tierstore.serve.weights import load_dense, served_lora, served_records, served_spec
 from tierstore.stats import StallLedger
@@ -35,6 +42,7 @@ from tierstore.store.core import StoreCore
 from tierstore.store.directories import rank_directories
 from tierstore.store.disk.home import read_identity
 from tierstore.store.disk.lease import DirectoryLease
+from tierstore.store.format import RecordSchema
 from tierstore.store.parameter_store import ParameterStore
 from tierstore.store.replaying import replay_scratch_bytes
 from tierstore.store.summary import read_summary
@@ -75,10 +83,7 @@ def open_served(
     BudgetError naming the minimum, CapabilityError, StoreError, ChecksumError, OSError.
     """
     directory = config.store
-    if rank_directories(directory):
-        raise ConfigError(
-            f"{directory}: has the stores of several ranks: tierstore deploy, or tierstore reshard, makes one store of it"
-        )
+    _refuse_ranks(directory)
     timeline = timeline or NullTimeline()
     device = rank_device(config.device, RankEnvironment())
     kind = DeviceKind(device.type)
@@ -86,54 +91,25 @@ def open_served(
         read_identity(directory)  # a missing store is one, before its lease is
         # What is read of the store in several openings is of one commit.
         stack.enter_context(DirectoryLease(directory, access=StoreAccess.READ))
-        summary = read_summary(directory)
-        state = TrainState.unpack(summary.state, where=str(directory))
-        spec = served_spec(directory, state)
-        schema = summary.schema(EXPERT_SCHEMA)
-        if schema is None:
-            raise StoreError(f"{directory}: it holds no experts")
-        lora = served_lora(directory, state)
-        pairs = summary.schema(PAIR_SCHEMA) if lora.enabled and lora.experts else None
-        scratch = sum(replay_scratch_bytes(kept) for kept in summary.schemas if summary.missed.get(kept.name))
-        budgets = served_budgets(config, spec, schema, kind, scratch=scratch, pairs=pairs)
+        stored = _read_stored(directory)
+        spec = stored.spec
+        budgets = served_budgets(
+            config, spec, stored.experts, kind, scratch=stored.scratch, pairs=stored.pairs
+        )
         footprint = served_footprint(config, spec, budgets, kind)
         check_memory(footprint, kind, usable=memory().usable_bytes)
-        if config.threads:
-            torch.set_num_threads(config.threads)
-        compute_deterministically(device)
-        # Filling memory that is about to be written changes no result, and each token's pass allocates much.
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        _configure_torch(config, device)
         ledger = StallLedger(listener=stall_spans(timeline) if timeline.enabled else None)
         source = SourceSlot()
         model = spec.build(source, ledger=ledger)
         store = _open_store(config, spec, budgets.cache, budgets.lookahead, trace)
         stack.callback(store.close)
-        load_dense(store, model, state, compute=spec.compute_dtype.torch, device=device)
+        load_dense(store, model, stored.state, compute=spec.compute_dtype.torch, device=device)
         model.module.requires_grad_(False).eval()
         return_freed_memory()
-        experts: ServedExperts
-        if pairs is None:
-            experts = open_experts(
-                stack,
-                config=config,
-                store=store,
-                spec=spec,
-                device=device,
-                records=served_records(spec, store, expert_key),
-                ledger=ledger,
-                timeline=timeline,
-            )
-        else:
-            experts = open_adapted(
-                stack,
-                config=config,
-                store=store,
-                spec=spec,
-                lora=lora,
-                device=device,
-                budgets=budgets,
-                ledger=ledger,
-            )
+        experts = _open_experts(
+            stack, config, stored, budgets, store=store, device=device, ledger=ledger, timeline=timeline
+        )
         source.target = experts
         if config.prefetch.predictor is PredictorName.ROUTER and config.prefetch.depth:
             guesses = RouterGuesses(model.routers(), experts, ledger=ledger, training=_never)
@@ -154,6 +130,54 @@ def open_served(
         )
 
 
+def _refuse_ranks(directory: Path) -> None:
+    if rank_directories(directory):
+        raise ConfigError(
+            f"{directory}: has the stores of several ranks: tierstore deploy, or tierstore reshard, makes one store of it"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Stored:
+    """What the last commit of a store says of its model."""
+
+    state: TrainState
+    spec: ModelSpec
+    #: The records of experts, and of the pairs that were trained beside them; None where there are none.
+    experts: RecordSchema
+    lora: LoraConfig
+    pairs: RecordSchema | None
+    #: Bytes to replay missed steps in.
+    scratch: int
+
+
+def _read_stored(directory: Path) -> _Stored:
+    """Reads no weights. Raises ConfigError (several ranks), StoreError, StoreFormatError."""
+    summary = read_summary(directory)
+    state = TrainState.unpack(summary.state, where=str(directory))
+    spec = served_spec(directory, state)
+    experts = summary.schema(EXPERT_SCHEMA)
+    if experts is None:
+        raise StoreError(f"{directory}: it holds no experts")
+    lora = served_lora(directory, state)
+    return _Stored(
+        state=state,
+        spec=spec,
+        experts=experts,
+        lora=lora,
+        pairs=summary.schema(PAIR_SCHEMA) if lora.enabled and lora.experts else None,
+        scratch=sum(replay_scratch_bytes(kept) for kept in summary.schemas if summary.missed.get(kept.name)),
+    )
+
+
+def _configure_torch(config: ServeConfig, device: torch.device) -> None:
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    compute_deterministically(device)
+    # Filling memory that is about to be written changes no result, and each token's pass allocates much.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
 def _open_store(
     config: ServeConfig, spec: ModelSpec, cache: int, lookahead: int, trace: Path | None
 ) -> StoreCore:
@@ -166,6 +190,42 @@ def _open_store(
         disk=config.links.disk,
     )
     return ParameterStore.open(config.store, store_config, access=StoreAccess.READ, trace=trace).core
+
+
+def _open_experts(
+    stack: contextlib.ExitStack,
+    config: ServeConfig,
+    stored: _Stored,
+    budgets: ServedBudgets,
+    *,
+    store: StoreCore,
+    device: torch.device,
+    ledger: StallLedger,
+    timeline: TimelineSink,
+) -> ServedExperts:
+    """What the model's layers ask for experts: with their pairs, where any were trained."""
+    spec = stored.spec
+    if stored.pairs is None:
+        return open_experts(
+            stack,
+            config=config,
+            store=store,
+            spec=spec,
+            device=device,
+            records=served_records(spec, store, expert_key),
+            ledger=ledger,
+            timeline=timeline,
+        )
+    return open_adapted(
+        stack,
+        config=config,
+        store=store,
+        spec=spec,
+        lora=stored.lora,
+        device=device,
+        budgets=budgets,
+        ledger=ledger,
+    )
 
 
 def _never() -> bool:

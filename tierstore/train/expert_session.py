@@ -40,9 +40,11 @@ from tierstore.prefetch.predictor import PredictorName
 from tierstore.stats import StallLedger
 from tierstore.store.adamw import AdamWConfig
 from tierstore.store.config import StoreConfig
+from tierstore.store.core import StoreCore
 from tierstore.store.disk.home import IDENTITY
 from tierstore.store.format import RecordSchema
 from tierstore.store.opening import minimum_host_budget
+from tierstore.store.optimizer import CachedRecord
 from tierstore.store.parameter_store import ParameterStore
 from tierstore.store.registering import NewRecord, register_many
 from tierstore.tiers import DeviceSlots, WeightLoads, open_device_tier
@@ -100,21 +102,8 @@ def open_experts(
             _check(store, opened.last_commit.state.get(_DESCRIPTION, described), described)
             core.reserve()
         core.reserve_scratch(EXPERT_SCHEMA)
-        try:
-            records = {
-                layer: {expert: core.record(expert_key(layer, expert)) for expert in range(experts)}
-                for layer in layers
-            }
-        except KeyError as error:
-            raise StoreFormatError(f"{store}: the store has no record {error}") from error
-        held = opened.info(expert_key(layers[0], 0)).schema
-        if held.moments is not schema.moments:
-            raise StoreFormatError(
-                f"{store}: the store keeps moments as {held.moments.value}, and {schema.moments.value} is asked for "
-                "(AdamWConfig.moments)"
-            )
-        if held != schema:
-            raise StoreFormatError(f"{store}: the store holds experts of another shape than {shape}")
+        records = _find_records(core, store, layers, experts)
+        _check_schema(store, shape, opened.info(expert_key(layers[0], 0)).schema, expected=schema)
         tier = open_device_tier(core.engine, slots, torch.device("cpu"), HugePages.AUTO, WeightLoads.IN_PLACE)
         stack.callback(tier.close)
         source = TieredExperts(
@@ -144,6 +133,30 @@ def _check(store: Path, found: bytes, expected: bytes) -> None:
             raise StoreFormatError(
                 f"{store}: {name}: the store has {held.get(name)}, and {value} is asked for"
             )
+
+
+def _find_records(
+    core: StoreCore, store: Path, layers: Sequence[int], experts: int
+) -> dict[int, dict[int, CachedRecord]]:
+    """The records by layer and expert. Raises StoreFormatError for one that is missing."""
+    try:
+        return {
+            layer: {expert: core.record(expert_key(layer, expert)) for expert in range(experts)}
+            for layer in layers
+        }
+    except KeyError as error:
+        raise StoreFormatError(f"{store}: the store has no record {error}") from error
+
+
+def _check_schema(store: Path, shape: ExpertShape, held: RecordSchema, *, expected: RecordSchema) -> None:
+    """Raises StoreFormatError where ``held``, the records' schema, is not ``expected``, that of experts of ``shape``."""
+    if held.moments is not expected.moments:
+        raise StoreFormatError(
+            f"{store}: the store keeps moments as {held.moments.value}, and {expected.moments.value} is asked for "
+            "(AdamWConfig.moments)"
+        )
+    if held != expected:
+        raise StoreFormatError(f"{store}: the store holds experts of another shape than {shape}")
 
 
 def _random(shape: ExpertShape, depth: int, layer: int, expert: int) -> npt.NDArray[np.float32]:

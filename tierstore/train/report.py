@@ -301,7 +301,7 @@ def _losses(trainer: Trainer, result: StepResult, val_loss: float | None) -> dic
     }
 
 
-class Metrics:
+class MetricsLog:
     """One JSON line a step, with the counters of that step; a context manager over ``path`` (None: nothing).
 
     A run that is refused before it starts leaves no file behind that was not there.
@@ -339,7 +339,7 @@ class Metrics:
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
 
-    def __enter__(self) -> Metrics:
+    def __enter__(self) -> MetricsLog:
         return self
 
     def __exit__(

@@ -30,6 +30,7 @@ from tierstore.moe.pipelining import Pipelining
 from tierstore.moe.source import ExpertSource, JointSource, SourceSlot, in_training
 from tierstore.parallel import Mesh, RankEnvironment, rank_device
 from tierstore.prefetch import HorizontalQueue, Schedule, unit_schedule
+from tierstore.prefetch.experts import ExpertTiers
 from tierstore.prefetch.plan import StepTiming, group_order
 from tierstore.prefetch.predictor import PredictorName
 from tierstore.stats import Cause, StallKey, StallLedger
@@ -163,40 +164,15 @@ def open_parts(
         stack.callback(store.close)
         if (budget := store.write_budget) is not None:
             setup.ledger.divert(Cause.WRITE_BUDGET, lambda: budget.blocked_ns)
-        if setup.agreed.opening is Opening.RESUME:
-            state = resumed_state(config, store, setup.conditions)
-            shell.model.load_state(store.committer.state)
-        else:
-            state = TrainState(conditions=setup.conditions)
-        pipeline.begin(state, store.note_in_trace)
-        state.tasks = resumed(config.tasks, state.tasks)
-        if isinstance(setup.data, TaskData):
-            setup.data.begin(state.position, state.tasks)
+        state = _initial_state(setup, shell, store, pipeline)
         dense, schedule = _slice_dense(setup, shell)
         queue = HorizontalQueue(schedule, dense, setup.ledger)
         gates = dense.attach(shell.model, queue if watch is None else watch.listener(queue))
         stack.callback(gates.remove)
         _fill(setup, shell, store, dense)
-        experts = ExpertOpener(
-            config=config,
-            store=store,
-            mesh=setup.mesh,
-            owned=setup.owned,
-            budgets=setup.budgets,
-            timing=setup.timing,
-            schedule=schedule,
-            ledger=setup.ledger,
-        ).open(stack)
+        experts = _open_experts(setup, store, schedule, stack)
         shell.source.target = experts if watch is None else watch.source(experts)
-        if config.prefetch.predictor is PredictorName.ROUTER and config.prefetch.depth:
-            guesses = RouterGuesses(
-                shell.model.routers(),
-                experts,
-                mesh=setup.mesh,
-                ledger=setup.ledger,
-                training=partial(in_training, shell.source),
-            )
-            stack.callback(guesses.remove)
+        _guess_ahead(setup, shell, experts, stack)
         parts = SessionParts(
             config=config,
             timing=setup.timing,
@@ -221,16 +197,6 @@ def open_parts(
             Stepper(parts).commit()
             return_freed_memory()
         yield parts
-
-
-def _layer_parts(
-    setup: _Setup, store: StoreCore, gates: Gates, slot: SourceSlot, stack: contextlib.ExitStack
-) -> LayerParts | None:
-    """What steps in layer order need beside the other parts; None where they are taken in micro order."""
-    boundaries = _open_boundaries(setup, store)
-    if boundaries is None:
-        return None
-    return LayerParts(gates=gates, slot=slot, boundaries=stack.enter_context(boundaries))
 
 
 # The parts, in order ----------------------------------------------------------------------------------------
@@ -286,14 +252,9 @@ def _prepare(
     check_combination(config, mesh.layout)
     _check_batch(config, mesh.data.size)
     most_chunks(config, mesh)  # a refusal comes here
-    if config.tasks and loop is Loop.FOREIGN:
-        raise ConfigError("tasks: a loop of your own brings its own data; expected none")
+    if loop is Loop.FOREIGN:
+        _refuse_foreign(config)
     refuse_tasks(config, mesh.data.size)
-    if loop is Loop.FOREIGN and config.data.layer_major:
-        raise ConfigError(
-            "data.micro_order: expected micro or auto: a loop of your own drives one pass after another, and layer order "
-            "needs all micro-batches of a step at once"
-        )
     whole, config = config, stage_config(config, mesh.pipeline.rank, mesh.stages)
     if loop is Loop.FOREIGN and mesh.stages > 1:
         raise ConfigError(
@@ -334,6 +295,17 @@ def _prepare(
         ledger=StallLedger(listener=stall_spans(timeline) if timeline.enabled else None),
         made_over=made_over,
     )
+
+
+def _refuse_foreign(config: TrainConfig) -> None:
+    """Raises ConfigError for what a foreign loop cannot drive."""
+    if config.tasks:
+        raise ConfigError("tasks: a loop of your own brings its own data; expected none")
+    if config.data.layer_major:
+        raise ConfigError(
+            "data.micro_order: expected micro or auto: a loop of your own drives one pass after another, and layer order "
+            "needs all micro-batches of a step at once"
+        )
 
 
 def _choose_vocabulary(config: TrainConfig, mesh: Mesh, agreed: Agreed) -> VocabularyChoice:
@@ -437,6 +409,23 @@ def _open_store(setup: _Setup, shell: _Shell, *, trace: Path | None, io_log: Pat
     ).core
 
 
+def _initial_state(setup: _Setup, shell: _Shell, store: StoreCore, pipeline: PipelineControl) -> TrainState:
+    """Where training stands: at its beginning, or at the commit that everybody has. Brings model, data and the number of
+    chunks there.
+    """
+    config, data = setup.config, setup.data
+    if setup.agreed.opening is Opening.RESUME:
+        state = resumed_state(config, store, setup.conditions)
+        shell.model.load_state(store.committer.state)
+    else:
+        state = TrainState(conditions=setup.conditions)
+    pipeline.begin(state, store.note_in_trace)
+    state.tasks = resumed(config.tasks, state.tasks)
+    if isinstance(data, TaskData):
+        data.begin(state.position, state.tasks)
+    return state
+
+
 def _slice_dense(setup: _Setup, shell: _Shell) -> tuple[DenseSlices, Schedule]:
     """Takes the dense parameters out of the model, and brings what is left of it to the device."""
     config, compute = setup.config, setup.config.model.compute_dtype.torch
@@ -503,6 +492,45 @@ def _fill(setup: _Setup, shell: _Shell, store: StoreCore, dense: DenseSlices) ->
         store.committer.acknowledge()
     if setup.keeps_gradients and (trained := trained_schema(config)) is not None:
         store.reserve_scratch(trained.name)
+
+
+def _open_experts(
+    setup: _Setup, store: StoreCore, schedule: Schedule, stack: contextlib.ExitStack
+) -> ExpertTiers:
+    return ExpertOpener(
+        config=setup.config,
+        store=store,
+        mesh=setup.mesh,
+        owned=setup.owned,
+        budgets=setup.budgets,
+        timing=setup.timing,
+        schedule=schedule,
+        ledger=setup.ledger,
+    ).open(stack)
+
+
+def _guess_ahead(setup: _Setup, shell: _Shell, experts: ExpertTiers, stack: contextlib.ExitStack) -> None:
+    """Where routers are to guess, has each pass tell ``experts`` what later layers will ask for."""
+    prefetch = setup.config.prefetch
+    if prefetch.predictor is PredictorName.ROUTER and prefetch.depth:
+        guesses = RouterGuesses(
+            shell.model.routers(),
+            experts,
+            mesh=setup.mesh,
+            ledger=setup.ledger,
+            training=partial(in_training, shell.source),
+        )
+        stack.callback(guesses.remove)
+
+
+def _layer_parts(
+    setup: _Setup, store: StoreCore, gates: Gates, slot: SourceSlot, stack: contextlib.ExitStack
+) -> LayerParts | None:
+    """What steps in layer order need beside the other parts; None where they are taken in micro order."""
+    boundaries = _open_boundaries(setup, store)
+    if boundaries is None:
+        return None
+    return LayerParts(gates=gates, slot=slot, boundaries=stack.enter_context(boundaries))
 
 
 def _open_boundaries(setup: _Setup, store: StoreCore) -> BoundaryStore | None:

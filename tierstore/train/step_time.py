@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from tierstore.stats import Cause, StallLedger
-from tierstore.train.thread_times import Reading, Spent, Stolen, ThreadRole, ThreadTimes
+from tierstore.train.thread_times import Reading, Stolen, ThreadRole, ThreadSeconds, ThreadTimes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ class StepTimer:
         self._stolen = stolen
         self._clock = clock
         self._stepping = False
-        self._stall_began = self._stalled = Spent()
+        self._stall_began = self._stalled = ThreadSeconds()
         #: The last step that was not cut short, and the sum of all.
         self.last: StepTime | None = None
         self.total: StepTime | None = None
@@ -107,7 +107,7 @@ class StepTimer:
         """Measures the block; one that raises counts for nothing."""
         charged = self._charged_ns()
         before, began_s = self._threads.read(), self._clock()
-        self._stepping, self._stalled = True, Spent()
+        self._stepping, self._stalled = True, ThreadSeconds()
         try:
             yield
         finally:

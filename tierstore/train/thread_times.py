@@ -37,33 +37,33 @@ class Stolen(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Spent:
+class ThreadSeconds:
     """What threads spent since they were made, seconds: on processors, and in run queues."""
 
     running_s: float = 0.0
     queued_s: float = 0.0
 
-    def __add__(self, other: Spent) -> Spent:
-        return Spent(self.running_s + other.running_s, self.queued_s + other.queued_s)
+    def __add__(self, other: ThreadSeconds) -> ThreadSeconds:
+        return ThreadSeconds(self.running_s + other.running_s, self.queued_s + other.queued_s)
 
-    def __sub__(self, other: Spent) -> Spent:
-        return Spent(self.running_s - other.running_s, self.queued_s - other.queued_s)
+    def __sub__(self, other: ThreadSeconds) -> ThreadSeconds:
+        return ThreadSeconds(self.running_s - other.running_s, self.queued_s - other.queued_s)
 
 
 @dataclass(frozen=True)
 class Reading:
     """The counts at one moment: by thread, and of all processors of the machine, seconds."""
 
-    threads: Mapping[int, tuple[ThreadRole, Spent]]
+    threads: Mapping[int, tuple[ThreadRole, ThreadSeconds]]
     busy_s: float = 0.0
     stolen_s: float = 0.0
 
-    def since(self, earlier: Reading, role: ThreadRole) -> Spent:
+    def since(self, earlier: Reading, role: ThreadRole) -> ThreadSeconds:
         """What the threads of ``role`` spent after ``earlier``; one that was made since, in all its life."""
-        total = Spent()
+        total = ThreadSeconds()
         for thread, (own, spent) in self.threads.items():
             if own is role:
-                total += spent - earlier.threads.get(thread, (own, Spent()))[1]
+                total += spent - earlier.threads.get(thread, (own, ThreadSeconds()))[1]
         return total
 
 
@@ -113,21 +113,21 @@ class ThreadTimes:
         user, nice, system, _, _, irq, softirq, stolen = map(int, fields[1:9])
         return Reading(threads, (user + nice + system + irq + softirq) * _TICK_S, stolen * _TICK_S)
 
-    def drivers(self) -> Spent:
+    def drivers(self) -> ThreadSeconds:
         """What the driving threads spent, in a few microseconds: it looks for no new ones."""
         if self.unavailable:
-            return Spent(self._thread_cpu_s(self._caller))
-        total = Spent()
+            return ThreadSeconds(self._thread_cpu_s(self._caller))
+        total = ThreadSeconds()
         for thread in tuple(self._driving):
             if (spent := self._spent(thread)) is not None:
                 total += spent
         return total
 
-    def _spent(self, thread: int) -> Spent | None:
+    def _spent(self, thread: int) -> ThreadSeconds | None:
         """None for a thread that has ended."""
         try:
             queued_ns = int(os.pread(self._schedstat[thread], 64, 0).split()[1])
-            return Spent(self._thread_cpu_s(thread), queued_ns / 1e9)
+            return ThreadSeconds(self._thread_cpu_s(thread), queued_ns / 1e9)
         except (OSError, IndexError):
             self._forget(thread)
             return None

@@ -10,10 +10,10 @@ import pytest
 
 from tierstore.bench.overlap.device import Computation
 from tierstore.bench.overlap.prediction import (
-    Calibration,
     PredictedCase,
     PredictionBench,
     PredictionResult,
+    StackCalibration,
     StackWorkload,
     cases,
     measurements,
@@ -27,7 +27,7 @@ from tierstore.plan.costs import Cost
 from tierstore.prefetch.operations import Resource
 
 SHAPE = StackShape(layers=6, experts=2, dense_side=64, expert_side=64, cached_layers=3.0, forward_s=0.01)
-NOTHING = Calibration(0.0, 0.0, Cost(0.0, 1e12))
+NOTHING = StackCalibration(0.0, 0.0, Cost(0.0, 1e12))
 
 
 def test_there_are_twelve_cases_and_more_each_with_a_name() -> None:
@@ -46,7 +46,7 @@ def test_without_limits_a_step_is_its_computation() -> None:
 
 def test_driving_costs_what_was_fitted() -> None:
     """12 dense passes and 24 experts."""
-    driven = Calibration(0.001, 0.0005, NOTHING.adamw)
+    driven = StackCalibration(0.001, 0.0005, NOTHING.adamw)
     assert StackWorkload(SHAPE, LinksConfig(), driven).run().step_s == pytest.approx(0.18 + 0.012 + 0.012)
 
 

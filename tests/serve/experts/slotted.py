@@ -19,7 +19,7 @@ from tierstore.prefetch import PredictorName, Schedule, make_predictor
 from tierstore.prefetch.program import FrozenProgram
 from tierstore.serve.config import ExpertMemory
 from tierstore.serve.experts.choosing import MemoryChooser
-from tierstore.serve.experts.interface import Stage
+from tierstore.serve.experts.interface import ServingPhase
 from tierstore.serve.experts.ring import Ring
 from tierstore.serve.experts.slots import ExpertSlots
 from tierstore.serve.experts.sparse import ChosenExperts
@@ -80,8 +80,8 @@ class Slotted:
         assert sorted(self.read(layer, asked)) == list(asked)
         return self.slots.copies - before
 
-    def begin(self, stage: Stage = Stage.DECODE, tokens: int = 1) -> None:
-        self.experts.begin(stage, tokens)
+    def begin(self, phase: ServingPhase = ServingPhase.DECODE, tokens: int = 1) -> None:
+        self.experts.begin(phase, tokens)
 
 
 @contextmanager

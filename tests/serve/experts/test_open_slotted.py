@@ -16,7 +16,7 @@ from tierstore.errors import BudgetError, ChecksumError, ConfigError
 from tierstore.hf.manifest import Weights
 from tierstore.quant.layout import CodeFormat
 from tierstore.serve.config import ServeConfig
-from tierstore.serve.experts.interface import Stage
+from tierstore.serve.experts.interface import ServingPhase
 from tierstore.serve.opening import ServedParts, open_served
 from tierstore.store.format import Group
 from tierstore.trace.replay import replay
@@ -45,7 +45,7 @@ def passes(parts: ServedParts) -> Iterator[torch.Tensor]:
         batch, length = lot.choice([1, 3]), lot.choice([1, 1, 24])
         generator = torch.Generator().manual_seed(number)
         tokens_BT = torch.randint(1, parts.spec.vocab_size, (batch, length), generator=generator)
-        parts.experts.begin(Stage.DECODE if length == 1 else Stage.PREFILL, batch * length)
+        parts.experts.begin(ServingPhase.DECODE if length == 1 else ServingPhase.PREFILL, batch * length)
         with torch.inference_mode():
             yield parts.model.module(input_ids=tokens_BT, use_cache=False).logits
 
@@ -124,7 +124,7 @@ def test_a_damaged_expert(store: Path, tmp_path: Path, expected: list[torch.Tens
                 file.write(bytes([byte[0] ^ 16]))
 
         def leases(layer: int, experts: list[int]) -> list[int]:
-            parts.experts.begin(Stage.DECODE, 1)
+            parts.experts.begin(ServingPhase.DECODE, 1)
             return sorted(lease.expert for lease in parts.experts.forward(layer, experts))
 
         flip()
@@ -186,5 +186,5 @@ def test_the_choice_by_a_profile(store: Path, tmp_path: Path) -> None:
     for latency, memory in ((1e-9, "ring"), (1.0, "sparse")):
         config = serving(store, ring__layers=2, links__copy__latency=latency)
         with open_served(config) as parts:
-            parts.experts.begin(Stage.DECODE, 1)
+            parts.experts.begin(ServingPhase.DECODE, 1)
             assert parts.experts.describe()[0].split()[4] == memory

@@ -11,7 +11,7 @@ from slotted import make_store, open_slotted
 
 from tierstore.prefetch import PredictorName
 from tierstore.serve.config import ExpertMemory
-from tierstore.serve.experts.interface import Stage
+from tierstore.serve.experts.interface import ServingPhase
 from tierstore.trace.replay import replay
 
 LAYERS, EXPERTS = (0, 1, 4, 6), 4
@@ -28,15 +28,15 @@ def test_a_ring_for_prompts_and_chosen_experts_for_tokens(store: Path) -> None:
     with open_slotted(
         store, LAYERS, EXPERTS, slots=8, ring=2, top_k=1, copy_s=1e-4, predictor=PredictorName.NONE
     ) as made:
-        made.begin(Stage.PREFILL, 512)
+        made.begin(ServingPhase.PREFILL, 512)
         for layer in LAYERS:
             made.read(layer, range(EXPERTS))
         assert list(made.ring.held) == [0, 1]  # type: ignore[union-attr]
-        made.begin(Stage.DECODE, 1)
+        made.begin(ServingPhase.DECODE, 1)
         assert made.copied_by(0, 3) == 0, "the ring held it"
         assert made.copied_by(1, 0) == 0
-        made.begin(Stage.DECODE, 1)
-        made.begin(Stage.PREFILL, 512)
+        made.begin(ServingPhase.DECODE, 1)
+        made.begin(ServingPhase.PREFILL, 512)
         assert made.copied_by(0, *range(EXPERTS)) == 3 * EXPERTS, "the ring starts empty"
         assert len(made.said) == 3
         assert [line.split()[4] for line in made.said] == ["ring", "sparse", "ring"]
@@ -45,8 +45,8 @@ def test_a_ring_for_prompts_and_chosen_experts_for_tokens(store: Path) -> None:
 
 
 @st.composite
-def passes(draw: st.DrawFn) -> list[tuple[Stage, int, list[tuple[int, list[int], bool]]]]:
-    """Forward passes: stage, tokens, and for each layer that they come to its experts, and whether they are left there."""
+def passes(draw: st.DrawFn) -> list[tuple[ServingPhase, int, list[tuple[int, list[int], bool]]]]:
+    """Forward passes: phase, tokens, and for each layer that they come to its experts, and whether they are left there."""
     made = []
     for _ in range(draw(st.integers(1, 6))):
         layers = []
@@ -58,7 +58,7 @@ def passes(draw: st.DrawFn) -> list[tuple[Stage, int, list[tuple[int, list[int],
             layers.append((layer, sorted(asked), left))
             if left:
                 break
-        made.append((draw(st.sampled_from(Stage)), draw(st.sampled_from([1, 2, 64])), layers))
+        made.append((draw(st.sampled_from(ServingPhase)), draw(st.sampled_from([1, 2, 64])), layers))
     return made
 
 
@@ -76,7 +76,7 @@ def passes(draw: st.DrawFn) -> list[tuple[Stage, int, list[tuple[int, list[int],
 def test_weights_are_right_and_replays_agree(
     store: Path,
     tmp_path: Path,
-    asked: list[tuple[Stage, int, list[tuple[int, list[int], bool]]]],
+    asked: list[tuple[ServingPhase, int, list[tuple[int, list[int], bool]]]],
     ring: int,
     spare: int,
     host: int,
@@ -103,8 +103,8 @@ def test_weights_are_right_and_replays_agree(
         trace=trace,
     ) as made:
         stale = []
-        for stage, tokens, layers in asked:
-            made.begin(stage, tokens)
+        for phase, tokens, layers in asked:
+            made.begin(phase, tokens)
             for layer, experts, left in layers:
                 if left:
                     leases = made.experts.forward(layer, experts)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from tierstore.bench.generation.contestant import Generated
-from tierstore.bench.generation.open_loop import LoadResult
+from tierstore.bench.generation.open_loop import OpenLoopResult
 from tierstore.bench.generation.registry import MAPPED, OFFLOADED, OURS, OURS_IN_RAM, REFERENCE
 from tierstore.bench.generation.workload import GenerationWorkload
 from tierstore.bench.results.document import Better, Measurement, counted, derived, measured
@@ -225,7 +225,7 @@ class LoadFigures(Figures):
     complete_p99_s: float
 
     @staticmethod
-    def of(found: LoadResult, *, share: float, rate: float) -> LoadFigures:
+    def of(found: OpenLoopResult, *, share: float, rate: float) -> LoadFigures:
         first, between, complete = found.first_token_s, found.between_tokens_s, found.complete_s
         return LoadFigures(
             capacity_ratio=share,

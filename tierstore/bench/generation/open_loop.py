@@ -58,7 +58,7 @@ class OpenLoop:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadResult:
+class OpenLoopResult:
     """Each request's seconds to its first token and to its last, and the seconds between tokens, of all requests.
     ``elapsed_s``: until the last answer.
     """
@@ -94,7 +94,7 @@ def run_open_loop(
     *,
     clock: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
-) -> LoadResult:
+) -> OpenLoopResult:
     """Serves the load: whoever waits joins between two steps, as far as there is room."""
     state, coming, begun = _State(), deque(_requests(load)), clock()
     while coming or state.waiting or state.running:
@@ -109,7 +109,7 @@ def run_open_loop(
             _step(runner, state, lambda: clock() - begun)
         else:
             sleep(max(coming[0].arrived - (clock() - begun), 0.0))
-    return LoadResult(
+    return OpenLoopResult(
         first_token_s=state.first,
         complete_s=state.complete,
         between_tokens_s=state.between,

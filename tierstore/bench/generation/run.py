@@ -27,7 +27,7 @@ from tierstore.bench.generation.figures import (
     speed_ratios,
 )
 from tierstore.bench.generation.models import BenchModel
-from tierstore.bench.generation.open_loop import LoadResult, OpenLoop
+from tierstore.bench.generation.open_loop import OpenLoop, OpenLoopResult
 from tierstore.bench.generation.page_cache import drop_page_cache, read_ahead_bytes, read_ahead_of
 from tierstore.bench.generation.registry import (
     CONTESTANTS,
@@ -335,7 +335,7 @@ class _Race:
         )
         try:
             with self._process(self._entrants[OURS], batch) as (process, _):
-                found = LoadResult(**process.ask({"load": asked.as_json()}))
+                found = OpenLoopResult(**process.ask({"load": asked.as_json()}))
         except (WorkerError, OSError) as error:
             self._say(f"no figures under load: {error}")
             return

@@ -1,7 +1,7 @@
 """A contestant in a process of its own. It is opened, runs each workload that it is sent, and ends with the pipe.
 
 The parent sends the contestant's task, then any number of ``{"workload": ..}`` or ``{"load": ..}``. The child answers each
-with one line: ``Opened``, then ``Ran`` or a ``LoadResult``; a failure is ``{"error": text}``.
+with one line: ``Opened``, then ``Ran`` or a ``OpenLoopResult``; a failure is ``{"error": text}``.
 """
 
 from __future__ import annotations

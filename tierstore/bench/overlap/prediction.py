@@ -101,7 +101,7 @@ def cases(bench: PredictionBench) -> list[Case]:
 
 
 @dataclass(frozen=True)
-class Calibration(Figures):
+class StackCalibration(Figures):
     """What this machine adds: seconds to drive one dense pass and one expert beside what they compute."""
 
     dense_s: float = field(metadata=named("dense_drive_s"))
@@ -115,7 +115,7 @@ class StackWorkload:
 
     shape: StackShape
     links: LinksConfig
-    calibration: Calibration
+    calibration: StackCalibration
     #: The steps that are measured.
     span: StepWindow = field(default_factory=StepWindow)
 
@@ -247,7 +247,7 @@ class PredictionResult(Figures):
     ranks_count: int = _RANKS
     computation: Computation
     cases: Sequence[PredictedCase]
-    calibrations: Sequence[Calibration]
+    calibrations: Sequence[StackCalibration]
     largest_error_ratio: float
     median_error_ratio: float
 
@@ -286,7 +286,7 @@ def _run(bench: PredictionBench, ranks: RankProcesses, say: Callable[[str], None
     )
 
 
-_NOTHING = Calibration(0.0, 0.0)
+_NOTHING = StackCalibration(0.0, 0.0)
 
 
 def _computing_s(shape: StackShape) -> float:
@@ -294,7 +294,7 @@ def _computing_s(shape: StackShape) -> float:
     return 3 * shape.layers * shape.forward_s
 
 
-def _calibrate(bench: PredictionBench, ranks: RankProcesses, asked: RankRequest) -> Calibration:
+def _calibrate(bench: PredictionBench, ranks: RankProcesses, asked: RankRequest) -> StackCalibration:
     """The costs of driving passes, from two shapes over unlimited links: with many experts, and with few."""
     base = StackShape(forward_s=bench.forward_s, computation=bench.computation, cached_layers=17.0)
     few, many = replace(base, experts=1), replace(base, experts=6)
@@ -303,11 +303,11 @@ def _calibrate(bench: PredictionBench, ranks: RankProcesses, asked: RankRequest)
         found = ranks.measure(replace(asked, shape=shape, links=LinksConfig()))
         extra[shape.experts] = max(found.step_s - _computing_s(shape), 0.0) / (2 * base.layers)
     expert_s = max((extra[many.experts] - extra[few.experts]) / (many.experts - few.experts), 0.0)
-    return Calibration(max(extra[few.experts] - few.experts * expert_s, 0.0), expert_s)
+    return StackCalibration(max(extra[few.experts] - few.experts * expert_s, 0.0), expert_s)
 
 
-def _between(before: Calibration, after: Calibration) -> Calibration:
-    return Calibration((before.dense_s + after.dense_s) / 2, (before.expert_s + after.expert_s) / 2)
+def _between(before: StackCalibration, after: StackCalibration) -> StackCalibration:
+    return StackCalibration((before.dense_s + after.dense_s) / 2, (before.expert_s + after.expert_s) / 2)
 
 
 def _predicted(work: StackWorkload, name: str, found: RankSteps) -> PredictedCase:

@@ -22,7 +22,7 @@ _LEAST_SAMPLES = 12
 
 
 @dataclass(frozen=True)
-class Usage:
+class ProcessUsage:
     """Of this process now: bytes resident, descriptors open, and bytes of blocks that its store takes."""
 
     resident_bytes: int
@@ -30,8 +30,8 @@ class Usage:
     disk_bytes: int
 
 
-def usage(*directories: Path) -> Usage:
-    """The Usage of this process, whose store is in ``directories``. Open files without a name count."""
+def usage(*directories: Path) -> ProcessUsage:
+    """The ProcessUsage of this process, whose store is in ``directories``. Open files without a name count."""
     nameless = 0
     descriptors = os.listdir("/proc/self/fd")
     for descriptor in descriptors:
@@ -39,7 +39,7 @@ def usage(*directories: Path) -> Usage:
             status = os.stat(f"/proc/self/fd/{descriptor}")
             if stat.S_ISREG(status.st_mode) and status.st_nlink == 0:
                 nameless += status.st_blocks * _BLOCK
-    return Usage(
+    return ProcessUsage(
         resident_bytes=int(psutil.Process().memory_info().rss),
         descriptors=len(descriptors) - 1,
         disk_bytes=sum(map(disk_bytes, directories)) + nameless,

@@ -22,7 +22,7 @@ from statistics import median
 from typing import Any
 
 from tierstore.bench.checks import at_least, more_than_0, refuse_existing, require_free
-from tierstore.bench.probes.usage import Trend, Usage
+from tierstore.bench.probes.usage import ProcessUsage, Trend
 from tierstore.bench.processes.spawn import send, start_module
 from tierstore.bench.results.document import Better, Measurement, counted, derived, measured
 from tierstore.bench.results.figures import IF_ANY, Figures
@@ -169,7 +169,7 @@ class _Soak:
         self._counts: Counter[str] = Counter()
         self._life_counts: dict[str, int] = {}
         #: What each life held, sample by sample, with the time of the sample.
-        self._lives: list[list[tuple[float, Usage]]] = []
+        self._lives: list[list[tuple[float, ProcessUsage]]] = []
         self._opens_s: list[float] = []
         self._commits_s: list[float] = []
         self._kills = self._later = 0
@@ -333,7 +333,7 @@ class _Soak:
         now, held = self._elapsed_s, message["held"]
         self._life_counts = message["counts"]
         if held:
-            self._lives[-1].append((now, Usage(**held)))
+            self._lives[-1].append((now, ProcessUsage(**held)))
         if time.monotonic() >= self._next_report_s:
             self._next_report_s = time.monotonic() + _REPORT_S
             counts = self._counts + Counter(self._life_counts)
@@ -391,7 +391,7 @@ class _Soak:
         longest = max(filter(None, self._lives), key=lambda life: life[-1][0] - life[0][0])
         most_disk = max(usage.disk_bytes for _, usage in samples)
 
-        def trend(of: list[tuple[float, Usage]], name: str, unit: str, tolerance: float) -> Trend:
+        def trend(of: list[tuple[float, ProcessUsage]], name: str, unit: str, tolerance: float) -> Trend:
             times, values = [time for time, _ in of], [float(getattr(usage, name)) for _, usage in of]
             return Trend.of(times, values, unit, tolerance=tolerance, least_span_s=_JUDGED_SPAN_S)
 

@@ -120,7 +120,7 @@ def partly_dirty(steps: Sequence[TrafficStep], ratio: float, seed: int) -> Itera
 
 
 @dataclass
-class LoadResult:
+class TierLoadResult:
     """What was done in ``elapsed_s``, from one commit to another. ``disk_bytes`` and ``needed_copies`` (of a record, of
     any) are the greatest that there were.
     """
@@ -143,9 +143,9 @@ class LoadResult:
     commit: Latencies = field(default_factory=Latencies)
 
     @staticmethod
-    def joined(parts: Sequence[LoadResult]) -> LoadResult:
+    def joined(parts: Sequence[TierLoadResult]) -> TierLoadResult:
         """All of ``parts``, one after another."""
-        whole = LoadResult()
+        whole = TierLoadResult()
         for part in parts:
             for name in ("fetch", "update", "commit"):
                 getattr(whole, name).merge(getattr(part, name))
@@ -188,14 +188,14 @@ class TierLoad:
         self._most_keys = records // self._at_once
         rng = np.random.default_rng(model.seed)
         self._gradient: NDArray[np.float32] = rng.standard_normal(schema.numel, np.float32)
-        self._result = LoadResult()
+        self._result = TierLoadResult()
         self._dirty: set[int] = set()
         self._version = max(model.versions)
 
-    async def run(self, steps: Iterator[TrafficStep], seconds: float) -> LoadResult:
+    async def run(self, steps: Iterator[TrafficStep], seconds: float) -> TierLoadResult:
         """Steps until ``seconds`` are over; what was dirty before is committed first, and what they leave at last."""
         await self._commit()
-        self._result = result = LoadResult()
+        self._result = result = TierLoadResult()
         before, begun = self._counters(), time.perf_counter()
         while time.perf_counter() - begun < seconds or not result.commits:
             due = result.steps > 0 and result.steps % self._commit_every == 0
@@ -206,7 +206,7 @@ class TierLoad:
         after = self._counters()
         for name, count in after.items():
             setattr(result, name, count - before[name])
-        self._result = LoadResult()  # what comes later is not this run's
+        self._result = TierLoadResult()  # what comes later is not this run's
         return result
 
     def _counters(self) -> dict[str, int]:

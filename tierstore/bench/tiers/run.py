@@ -23,8 +23,8 @@ from tierstore.bench.results.document import Better, Measurement, derived, measu
 from tierstore.bench.results.figures import Figures, prefixed
 from tierstore.bench.soak.model import StoreModel
 from tierstore.bench.tiers.load import (
-    LoadResult,
     TierLoad,
+    TierLoadResult,
     TierTraffic,
     TrafficStep,
     partly_dirty,
@@ -152,7 +152,7 @@ class LoadRates(Figures):
     written_bytes_per_s: float
 
     @staticmethod
-    def of(load: LoadResult) -> LoadRates:
+    def of(load: TierLoadResult) -> LoadRates:
         rated = ("steps", "fetched_bytes", "changed_bytes", "read_bytes", "written_bytes")
         return LoadRates(**{f"{name}_per_s": getattr(load, name) / load.elapsed_s for name in rated})
 
@@ -167,7 +167,7 @@ class RoundFigures(Figures):
     write_amplification_ratio: float | None
 
     @staticmethod
-    def of(load: LoadResult) -> RoundFigures:
+    def of(load: TierLoadResult) -> RoundFigures:
         return RoundFigures(
             rates=LoadRates.of(load),
             fetch=load.fetch.summary(),
@@ -333,8 +333,8 @@ class _FilledStore:
         retain, records = self._bench.retain, len(self._keys)
         return extent_bytes(self._schema, records, retain) + index_bytes(records, retain) + _METADATA_BYTES
 
-    def _figures(self, point: Point, rounds: Sequence[LoadResult]) -> PointFigures:
-        whole = LoadResult.joined(rounds)
+    def _figures(self, point: Point, rounds: Sequence[TierLoadResult]) -> PointFigures:
+        whole = TierLoadResult.joined(rounds)
         seconds, written, amplification = whole.elapsed_s, whole.written_bytes, whole.write_amplification
         endurance, allowed = self._bench.endurance_bytes, self._most_disk_bytes()
         met = amplification is None or amplification <= WRITE_AMPLIFICATION_TARGET
@@ -413,6 +413,6 @@ def _of_point(point: PointFigures) -> Iterator[Measurement]:
     yield measured("wear of a step", point.wear_per_step_bytes, "bytes", Better.LOWER, parameters=what)
 
 
-async def _measured(load: TierLoad, steps: Iterator[TrafficStep], seconds: float) -> list[LoadResult]:
+async def _measured(load: TierLoad, steps: Iterator[TrafficStep], seconds: float) -> list[TierLoadResult]:
     await load.run(steps, seconds * _WARMUP_RATIO)
     return [await load.run(steps, seconds * (1 - _WARMUP_RATIO) / _ROUNDS) for _ in range(_ROUNDS)]

@@ -29,7 +29,7 @@ from tierstore.serve.graphs import CompiledBlocks, compiled_blocks
 _PROBED_TOKENS = 32
 
 
-class Conversion:
+class ConversionStage:
     """See the module. ``compile_graph``: makes a function of a graph and its example inputs; None for torch's compiler."""
 
     name = StageName.CONVERSION

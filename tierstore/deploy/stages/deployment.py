@@ -17,7 +17,7 @@ from tierstore.deploy.stage import StageContext, StageOutput
 from tierstore.store.disk.home import fsync_directory
 
 
-class Assembly:
+class AssemblyStage:
     """See the module."""
 
     name = StageName.DEPLOYMENT

@@ -45,7 +45,7 @@ _STORE, _CHECKPOINT, _TRAINING, _EXPORTED = "store", "checkpoint", "training", "
 _PLAIN, _QUANTIZED = "plain", "quantized"
 
 
-class Distillation:
+class DistillationStage:
     """See the module."""
 
     name = StageName.DISTILLATION

@@ -32,7 +32,7 @@ from tierstore.units import format_bytes
 _STORE, _CHECKPOINT = "store", "checkpoint"
 
 
-class Fusion:
+class FusionStage:
     """See the module."""
 
     name = StageName.FUSION

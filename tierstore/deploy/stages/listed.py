@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tierstore.deploy.stage import Stage
-from tierstore.deploy.stages.conversion import Conversion
-from tierstore.deploy.stages.deployment import Assembly
-from tierstore.deploy.stages.distillation import Distillation
-from tierstore.deploy.stages.fusion import Fusion
-from tierstore.deploy.stages.optimisation import Optimisation
-from tierstore.deploy.stages.segmentation import Segmentation
+from tierstore.deploy.stage import DeployStage
+from tierstore.deploy.stages.conversion import ConversionStage
+from tierstore.deploy.stages.deployment import AssemblyStage
+from tierstore.deploy.stages.distillation import DistillationStage
+from tierstore.deploy.stages.fusion import FusionStage
+from tierstore.deploy.stages.optimisation import OptimisationStage
+from tierstore.deploy.stages.segmentation import SegmentationStage
 
-STAGES: Sequence[Stage] = (
-    Fusion(),
-    Distillation(),
-    Conversion(),
-    Segmentation(),
-    Optimisation(),
-    Assembly(),
+STAGES: Sequence[DeployStage] = (
+    FusionStage(),
+    DistillationStage(),
+    ConversionStage(),
+    SegmentationStage(),
+    OptimisationStage(),
+    AssemblyStage(),
 )

@@ -25,7 +25,7 @@ from tierstore.units import format_bytes
 _LEAST_BUDGET = 64 << 20
 
 
-class Optimisation:
+class OptimisationStage:
     """See the module."""
 
     name = StageName.OPTIMISATION

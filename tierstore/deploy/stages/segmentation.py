@@ -34,7 +34,7 @@ from tierstore.units import format_bytes
 _SERVED_PART = 0.75
 
 
-class Segmentation:
+class SegmentationStage:
     """See the module."""
 
     name = StageName.SEGMENTATION

@@ -44,7 +44,7 @@ SETTINGS: dict[Any, Any] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Style:
+class PlotStyle:
     """How one policy is drawn, in every plot alike."""
 
     colour: str
@@ -53,10 +53,12 @@ class Style:
     width: float
 
 
-def style(number: int) -> Style:
+def style(number: int) -> PlotStyle:
     """The look of line ``number`` of a plot."""
     colour = _PALETTE[number % len(_PALETTE)]
-    return Style(colour, _MARKERS[number % len(_MARKERS)], _LINES[number // len(_PALETTE) % len(_LINES)], 1.3)
+    return PlotStyle(
+        colour, _MARKERS[number % len(_MARKERS)], _LINES[number // len(_PALETTE) % len(_LINES)], 1.3
+    )
 
 
 def new_figure() -> tuple[Figure, Axes]:
@@ -65,7 +67,7 @@ def new_figure() -> tuple[Figure, Axes]:
     return figure, figure.add_subplot()
 
 
-def line(axes: Axes, xs: Sequence[float], ys: Sequence[float], label: str, look: Style) -> None:
+def line(axes: Axes, xs: Sequence[float], ys: Sequence[float], label: str, look: PlotStyle) -> None:
     """One line of a plot; at most a dozen of its points are marked."""
     axes.plot(
         xs,

@@ -14,7 +14,7 @@ from tierstore.lab.reports.drawing import (
     INK,
     SETTINGS,
     SIZE,
-    Style,
+    PlotStyle,
     line,
     new_figure,
     set_legend,
@@ -24,22 +24,22 @@ from tierstore.lab.reports.drawing import (
 from tierstore.lab.results import Curve, HalfLifeMap, Outcome, Role
 
 
-def styles_of(labels: Sequence[tuple[str, Role]]) -> dict[str, Style]:
+def styles_of(labels: Sequence[tuple[str, Role]]) -> dict[str, PlotStyle]:
     """A style for each label, in the order given; bounds in the page's ink, without a marker."""
-    styles: dict[str, Style] = {}
+    styles: dict[str, PlotStyle] = {}
     number = 0
     for label, role in labels:
         if label in styles:
             continue
         if role is Role.BOUND:
-            styles[label] = Style(INK, "", "-", 2.0)
+            styles[label] = PlotStyle(INK, "", "-", 2.0)
             continue
         styles[label] = style(number)
         number += 1
     return styles
 
 
-def curves_plot(curves: Sequence[Curve], styles: dict[str, Style]) -> str:
+def curves_plot(curves: Sequence[Curve], styles: dict[str, PlotStyle]) -> str:
     """Miss ratio over capacity, with the line 1 - C/N of requests that are all alike."""
     with rc_context(SETTINGS):
         figure, axes = new_figure()
@@ -56,7 +56,7 @@ def curves_plot(curves: Sequence[Curve], styles: dict[str, Style]) -> str:
         return svg_of(figure)
 
 
-def pareto_plot(outcomes: Sequence[Outcome], styles: dict[str, Style]) -> str:
+def pareto_plot(outcomes: Sequence[Outcome], styles: dict[str, PlotStyle]) -> str:
     """Stalled time a step (or bytes read, where none is estimated) against bytes written a step.
 
     The front joins what nothing else beats in both.
@@ -162,7 +162,7 @@ def _half_life(value: float) -> str:
     return "never" if np.isinf(value) else f"{value:g}"
 
 
-def windows_plot(outcomes: Sequence[Outcome], styles: dict[str, Style]) -> str:
+def windows_plot(outcomes: Sequence[Outcome], styles: dict[str, PlotStyle]) -> str:
     """Hit ratio over time, a point a window."""
     with rc_context(SETTINGS):
         figure, axes = new_figure()

@@ -10,9 +10,9 @@ from starlette.types import Receive, Scope, Send
 
 from tierstore.serve.api.errors import ApiError
 from tierstore.serve.api.receiving import while_there
-from tierstore.serve.api.shapes import Shape, Usage, event
-from tierstore.serve.scheduler.engine import Engine
-from tierstore.serve.scheduler.interface import Finish, Outcome
+from tierstore.serve.api.shapes import Shape, TokenUsage, event
+from tierstore.serve.scheduler.engine import ServingEngine
+from tierstore.serve.scheduler.interface import Finish, RequestOutcome
 from tierstore.serve.scheduler.queue import Waiting
 from tierstore.serve.scheduler.request import AnswerError, Update
 
@@ -20,7 +20,7 @@ from tierstore.serve.scheduler.request import AnswerError, Update
 class Answering:
     """One request that was accepted. ``request_s``: how long it may take from then on."""
 
-    def __init__(self, engine: Engine, waiting: Waiting, shape: Shape, *, request_s: float) -> None:
+    def __init__(self, engine: ServingEngine, waiting: Waiting, shape: Shape, *, request_s: float) -> None:
         self._engine = engine
         self._waiting = waiting
         self._shape = shape
@@ -32,13 +32,13 @@ class Answering:
         """The objects of the answer."""
         return self._shape
 
-    def usage(self, tokens: int) -> Usage:
+    def usage(self, tokens: int) -> TokenUsage:
         """With ``tokens`` of answer."""
-        return Usage(prompt=len(self._waiting.generation.prompt), answer=tokens)
+        return TokenUsage(prompt=len(self._waiting.generation.prompt), answer=tokens)
 
     async def updates(self) -> AsyncGenerator[Update, None]:
         """The answer as it grows. Raises ApiError where it ends early; leaving before the end cancels the request."""
-        outcome = Outcome.CANCELLED
+        outcome = RequestOutcome.CANCELLED
         try:
             while True:
                 async with asyncio.timeout_at(self._deadline_s):
@@ -47,7 +47,7 @@ class Answering:
                 if update.finish is not None:
                     return
         except TimeoutError as error:
-            outcome = Outcome.TIMEOUT
+            outcome = RequestOutcome.TIMEOUT
             raise ApiError(504, f"the answer was not complete within {self._request_s:g} s") from error
         except AnswerError as error:
             raise ApiError(500, str(error)) from error

@@ -21,11 +21,11 @@ from tierstore.serve.api.answering import Answering, EventStream
 from tierstore.serve.api.calls import Call, chat_call, completion_call
 from tierstore.serve.api.errors import ApiError
 from tierstore.serve.api.fields import parse_object, shown
-from tierstore.serve.api.metrics import Metrics
+from tierstore.serve.api.metrics import ServerMetrics
 from tierstore.serve.api.receiving import Keys, read_body, while_there
-from tierstore.serve.api.shapes import Shape, Style, model_body
+from tierstore.serve.api.shapes import RequestKind, Shape, model_body
 from tierstore.serve.config import LimitsConfig
-from tierstore.serve.scheduler.engine import Engine
+from tierstore.serve.scheduler.engine import ServingEngine
 from tierstore.serve.scheduler.queue import ClosingError, RefusedError
 from tierstore.serve.scheduler.request import Generation
 from tierstore.serve.text.sampling import TokenSampler
@@ -40,8 +40,8 @@ _PAGE_POLICY = (
 class Service:
     """What the routes answer from. ``engine`` is running. ``model``: the name of its model."""
 
-    engine: Engine
-    metrics: Metrics
+    engine: ServingEngine
+    metrics: ServerMetrics
     limits: LimitsConfig
     keys: Keys
     model: str
@@ -115,13 +115,13 @@ class _Routes:
         return JSONResponse(model_body(self._service.model, self._created))
 
     async def completions(self, request: Request) -> Response:
-        return await self._answer(request, Style.COMPLETION, completion_call)
+        return await self._answer(request, RequestKind.COMPLETION, completion_call)
 
     async def chat(self, request: Request) -> Response:
-        return await self._answer(request, Style.CHAT, chat_call)
+        return await self._answer(request, RequestKind.CHAT, chat_call)
 
     async def _answer(
-        self, request: Request, style: Style, read: Callable[[dict[str, object]], Call]
+        self, request: Request, style: RequestKind, read: Callable[[dict[str, object]], Call]
     ) -> Response:
         service = self._service
         service.keys.check(request.headers.get("authorization"))

@@ -11,16 +11,16 @@ import prometheus_client as prometheus
 import psutil
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from tierstore.serve.scheduler.interface import Outcome
+from tierstore.serve.scheduler.interface import RequestOutcome
 
 if TYPE_CHECKING:
-    from tierstore.serve.scheduler.engine import Engine
+    from tierstore.serve.scheduler.engine import ServingEngine
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 150, 400)
 _SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 
-class Metrics:
+class ServerMetrics:
     """A Watcher of an engine, and what it has seen as Prometheus reads it."""
 
     def __init__(self) -> None:
@@ -41,12 +41,12 @@ class Metrics:
         self._prefill = histogram("prefill_seconds", "Passes over prompts.")
         self._step = histogram("step_seconds", "Passes that decode.")
         self._batch = histogram("batch_size", "Sequences of a pass that decodes.", _SIZES)
-        for outcome in Outcome:
+        for outcome in RequestOutcome:
             self._ended.labels(outcome.value)
         self._tokens = [0, 0]  # of prompts and answers
-        self._outcomes = Counter[Outcome]()
+        self._outcomes = Counter[RequestOutcome]()
 
-    def show(self, engine: Engine) -> None:
+    def show(self, engine: ServingEngine) -> None:
         """Show the state of ``engine`` and of this process too."""
         self.registry.register(_State(engine))
 
@@ -64,7 +64,7 @@ class Metrics:
         return {
             "prompt_tokens_count": self._tokens[0],
             "generated_tokens_count": self._tokens[1],
-            **{f"{outcome.value}_requests_count": self._outcomes[outcome] for outcome in Outcome},
+            **{f"{outcome.value}_requests_count": self._outcomes[outcome] for outcome in RequestOutcome},
         }
 
     # A Watcher's, on the engine's thread; prometheus_client locks what it counts.
@@ -86,7 +86,7 @@ class Metrics:
         self._generated.inc()
         self._tokens[1] += 1
 
-    def ended(self, outcome: Outcome) -> None:
+    def ended(self, outcome: RequestOutcome) -> None:
         """A request has ended."""
         self._ended.labels(outcome.value).inc()
         self._outcomes[outcome] += 1
@@ -95,7 +95,7 @@ class Metrics:
 class _State:
     """What is read when it is asked for."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: ServingEngine) -> None:
         self._engine = engine
         self._process = psutil.Process()
 

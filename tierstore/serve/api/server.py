@@ -18,7 +18,7 @@ from fastapi import FastAPI
 
 from tierstore.serve.api.protocol import limited_protocol
 from tierstore.serve.config import LimitsConfig
-from tierstore.serve.scheduler.engine import Engine
+from tierstore.serve.scheduler.engine import ServingEngine
 
 _LAST_WORDS_S = 5  # for what has been computed, to reach its clients
 
@@ -58,7 +58,7 @@ def is_loopback(bound: socket.socket) -> bool:
 class ApiServer(uvicorn.Server):
     """Serves ``app`` for as long as ``engine`` runs."""
 
-    def __init__(self, app: FastAPI, engine: Engine, limits: LimitsConfig) -> None:
+    def __init__(self, app: FastAPI, engine: ServingEngine, limits: LimitsConfig) -> None:
         super().__init__(
             uvicorn.Config(
                 app,

@@ -11,7 +11,7 @@ from enum import Enum
 from tierstore.serve.scheduler.interface import Finish
 
 
-class Style(Enum):
+class RequestKind(Enum):
     """Of which of the two requests an answer is."""
 
     COMPLETION = "cmpl"
@@ -19,7 +19,7 @@ class Style(Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Usage:
+class TokenUsage:
     """Tokens of a prompt and of its answer."""
 
     prompt: int
@@ -38,15 +38,15 @@ class Usage:
 class Shape:
     """The objects of one answer, which share an id and a time. ``usage``: whether its events say how many tokens it took."""
 
-    style: Style
+    style: RequestKind
     model: str
     usage: bool = False
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, text: str, finish: Finish, usage: Usage) -> dict[str, object]:
+    def whole(self, text: str, finish: Finish, usage: TokenUsage) -> dict[str, object]:
         """The answer as one object."""
-        if self.style is Style.CHAT:
+        if self.style is RequestKind.CHAT:
             message = {"role": "assistant", "content": text, "refusal": None}
             return self._object("chat.completion", [_choice(finish, message=message)]) | {
                 "usage": usage.body()
@@ -55,19 +55,19 @@ class Shape:
 
     def opening(self) -> bytes | None:
         """The event before any text, where there is one."""
-        if self.style is Style.COMPLETION:
+        if self.style is RequestKind.COMPLETION:
             return None
         return self._chunk([_choice(None, delta={"role": "assistant", "content": ""})])
 
     def added(self, text: str) -> bytes:
         """The event of more text."""
-        if self.style is Style.CHAT:
+        if self.style is RequestKind.CHAT:
             return self._chunk([_choice(None, delta={"content": text})])
         return self._chunk([_choice(None, text=text)])
 
-    def closing(self, finish: Finish, usage: Usage) -> bytes:
+    def closing(self, finish: Finish, usage: TokenUsage) -> bytes:
         """The events after the text."""
-        empty: dict[str, object] = {"delta": {}} if self.style is Style.CHAT else {"text": ""}
+        empty: dict[str, object] = {"delta": {}} if self.style is RequestKind.CHAT else {"text": ""}
         events = self._chunk([_choice(finish, **empty)])
         if self.usage:
             events += event(self._object(self._chunk_kind, []) | {"usage": usage.body()})
@@ -75,7 +75,7 @@ class Shape:
 
     @property
     def _chunk_kind(self) -> str:
-        return "chat.completion.chunk" if self.style is Style.CHAT else "text_completion"
+        return "chat.completion.chunk" if self.style is RequestKind.CHAT else "text_completion"
 
     def _chunk(self, choices: list[dict[str, object]]) -> bytes:
         chunk = self._object(self._chunk_kind, choices)

@@ -17,13 +17,13 @@ from tierstore.errors import BudgetError
 from tierstore.serve.batch.askers import AskerBits
 from tierstore.serve.batch.interface import Joined
 from tierstore.serve.batch.meeting import MeetingPasses, Telling
-from tierstore.serve.experts.interface import ServedExperts, Stage
+from tierstore.serve.experts.interface import ServedExperts, ServingPhase
 from tierstore.serve.model.caches import copied_rows, drop_columns, select_rows, why_apart
 from tierstore.serve.model.interface import LayeredCache, ServedModel
 
 
 @dataclass(slots=True, eq=False)
-class Group:
+class SequenceGroup:
     """Sequences whose tokens are one batch, padded on the left. ``mask_BS``: 1 for a token, 0 for padding."""
 
     numbers: list[int]
@@ -46,11 +46,13 @@ class Group:
             drop_columns(self.cache, columns)
             self.mask_BS = self.mask_BS[:, columns:]
 
-    def split(self, numbers: Set[int]) -> Group:
+    def split(self, numbers: Set[int]) -> SequenceGroup:
         """Takes the sequences ``numbers``, which are not all, out into a group of their own."""
         rows = [row for row, number in enumerate(self.numbers) if number in numbers]
         others = [row for row, number in enumerate(self.numbers) if number not in numbers]
-        taken = Group([self.numbers[row] for row in rows], copied_rows(self.cache, rows), self.mask_BS[rows])
+        taken = SequenceGroup(
+            [self.numbers[row] for row in rows], copied_rows(self.cache, rows), self.mask_BS[rows]
+        )
         self.keep(others)
         return taken
 
@@ -81,7 +83,7 @@ class GroupedRunner(ABC):
         self._passes = passes
         self._device = device or torch.device("cpu")
         self._askers = askers
-        self._groups: list[Group] = []
+        self._groups: list[SequenceGroup] = []
         #: Tokens of each sequence, by number, in the order in which they joined.
         self._lengths: dict[int, int] = {}
         self._joined = 0
@@ -106,7 +108,7 @@ class GroupedRunner(ABC):
             group, tokens_BT = self._new_group([first + row for row in part], [prompts[row] for row in part])
             groups.append(group)
             tokens.append(tokens_BT)
-        logits = self._forward(Stage.PREFILL, groups, tokens)
+        logits = self._forward(ServingPhase.PREFILL, groups, tokens)
         self._joined += len(prompts)
         self._groups += groups
         self._lengths.update((first + row, len(prompt)) for row, prompt in enumerate(prompts))
@@ -132,7 +134,7 @@ class GroupedRunner(ABC):
             group.mask_BS = torch.cat((group.mask_BS, group.mask_BS.new_ones(len(group.numbers), 1)), dim=1)
             tokens_B = [tokens[number] for number in group.numbers]
             passes.append(torch.tensor(tokens_B, device=self._device).unsqueeze(1))
-        logits = self._forward(Stage.DECODE, groups, passes, self._telling(groups, lengths))
+        logits = self._forward(ServingPhase.DECODE, groups, passes, self._telling(groups, lengths))
         self._groups += groups
         self._lengths = lengths
         return logits
@@ -150,7 +152,7 @@ class GroupedRunner(ABC):
                     self._groups.remove(group)
                 return
 
-    def _telling(self, groups: Sequence[Group], batch: Collection[int]) -> Telling | None:
+    def _telling(self, groups: Sequence[SequenceGroup], batch: Collection[int]) -> Telling | None:
         """Who asks, in a step of ``groups``; nothing is to be told apart in a batch of one sequence."""
         if self._askers is None or len(batch) == 1:
             return None
@@ -158,10 +160,14 @@ class GroupedRunner(ABC):
         return Telling(self._experts, [self._askers.of(group.numbers) for group in groups])
 
     def _forward(
-        self, stage: Stage, groups: Sequence[Group], tokens: Sequence[Tensor], telling: Telling | None = None
+        self,
+        phase: ServingPhase,
+        groups: Sequence[SequenceGroup],
+        tokens: Sequence[Tensor],
+        telling: Telling | None = None,
     ) -> dict[int, Tensor]:
         """The passes of ``groups`` over ``tokens``: the logits (V,) by sequence."""
-        self._experts.begin(stage, sum(each.numel() for each in tokens))
+        self._experts.begin(phase, sum(each.numel() for each in tokens))
         results = self._passes.run(
             [
                 partial(group.forward, self.model, tokens_BT)
@@ -175,17 +181,19 @@ class GroupedRunner(ABC):
             for number, logits_V in zip(group.numbers, logits_BV, strict=True)
         }
 
-    def _new_group(self, numbers: list[int], prompts: Sequence[Sequence[int]]) -> tuple[Group, Tensor]:
+    def _new_group(
+        self, numbers: list[int], prompts: Sequence[Sequence[int]]
+    ) -> tuple[SequenceGroup, Tensor]:
         """A group without anything in its cache, and its tokens (B, T)."""
         longest = max(len(prompt) for prompt in prompts)
         padding = [longest - len(prompt) for prompt in prompts]
         pad = self.model.pad_token
         tokens = [[pad] * before + list(prompt) for before, prompt in zip(padding, prompts, strict=True)]
         mask = [[0] * before + [1] * len(prompt) for before, prompt in zip(padding, prompts, strict=True)]
-        group = Group(numbers, self.model.new_cache(), torch.tensor(mask, device=self._device))
+        group = SequenceGroup(numbers, self.model.new_cache(), torch.tensor(mask, device=self._device))
         return group, torch.tensor(tokens, device=self._device)
 
-    def _take(self, numbers: set[int]) -> list[Group]:
+    def _take(self, numbers: set[int]) -> list[SequenceGroup]:
         """Takes the sequences ``numbers`` out of the batch, in groups."""
         taken, left = [], []
         for group in self._groups:
@@ -241,5 +249,5 @@ class GroupedRunner(ABC):
         """Which of the prompts ``rows`` are a group."""
 
     @abstractmethod
-    def _arranged(self, groups: list[Group]) -> list[Group]:
+    def _arranged(self, groups: list[SequenceGroup]) -> list[SequenceGroup]:
         """The groups that take a step, as the pass has them."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tierstore.serve.batch.grouped import Group, GroupedRunner
+from tierstore.serve.batch.grouped import GroupedRunner, SequenceGroup
 from tierstore.serve.batch.interface import Joined
 
 
@@ -31,5 +31,5 @@ class InvariantRunner(GroupedRunner):
     def _parts(self, rows: Sequence[int]) -> list[list[int]]:
         return [[row] for row in rows]
 
-    def _arranged(self, groups: list[Group]) -> list[Group]:
+    def _arranged(self, groups: list[SequenceGroup]) -> list[SequenceGroup]:
         return groups

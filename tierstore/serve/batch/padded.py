@@ -15,7 +15,7 @@ from functools import cached_property
 
 import torch
 
-from tierstore.serve.batch.grouped import Group, GroupedRunner
+from tierstore.serve.batch.grouped import GroupedRunner, SequenceGroup
 from tierstore.serve.batch.interface import Joined
 from tierstore.serve.model.caches import move, why_apart
 
@@ -41,7 +41,7 @@ class PaddedRunner(GroupedRunner):
     def _parts(self, rows: Sequence[int]) -> list[list[int]]:
         return [list(rows)]
 
-    def _arranged(self, groups: list[Group]) -> list[Group]:
+    def _arranged(self, groups: list[SequenceGroup]) -> list[SequenceGroup]:
         if len(groups) == 1 or self.apart:
             return groups
         groups.sort(key=lambda group: group.numbers)
@@ -55,4 +55,4 @@ class PaddedRunner(GroupedRunner):
                 for group, columns in zip(groups, padding, strict=True)
             ]
         )
-        return [Group([number for group in groups for number in group.numbers], cache, mask_BS)]
+        return [SequenceGroup([number for group in groups for number in group.numbers], cache, mask_BS)]

@@ -11,13 +11,13 @@ from tierstore.errors import BudgetError
 from tierstore.plan.costs import ASSUMED, Cost, Profile
 from tierstore.plan.ring import ExpertMemorySizes, PassFacts, PassTimes, ServedLayers, pass_times
 from tierstore.serve.config import ExpertMemory
-from tierstore.serve.experts.interface import Stage
+from tierstore.serve.experts.interface import ServingPhase
 from tierstore.units import format_bytes, format_seconds
 
 
 @dataclass(slots=True)
-class StageCounts:
-    """What the passes of one stage asked for. ``expected``: experts that an even router would have reached."""
+class PhaseCounts:
+    """What the passes of one phase asked for. ``expected``: experts that an even router would have reached."""
 
     asked: int = 0
     expected: float = 0.0
@@ -68,8 +68,8 @@ class MemoryChooser:
                 f"ring.memory = ring needs one; the minimum is {least} bytes ({format_bytes(least)})"
             )
 
-    def choose(self, stage: Stage, tokens: int, counts: StageCounts) -> MemoryChoice:
-        """For a pass of ``tokens`` tokens, where earlier passes of ``stage`` have counted ``counts``."""
+    def choose(self, phase: ServingPhase, tokens: int, counts: PhaseCounts) -> MemoryChoice:
+        """For a pass of ``tokens`` tokens, where earlier passes of ``phase`` have counted ``counts``."""
         if self.asked is not ExpertMemory.AUTO:
             return MemoryChoice(self.asked, "as configured")
         if self.sizes.ring_layers < 1:
@@ -81,12 +81,12 @@ class MemoryChooser:
             return MemoryChoice(ExpertMemory.RING, "auto: the device holds all experts")
         times = pass_times(self.model, self.sizes, counts.facts(tokens), self.profile, self.copy)
         memory = ExpertMemory.RING if times.ring_is_faster else ExpertMemory.SPARSE
-        return MemoryChoice(memory, self._reason(stage, tokens, times))
+        return MemoryChoice(memory, self._reason(phase, tokens, times))
 
-    def _reason(self, stage: Stage, tokens: int, times: PassTimes) -> str:
+    def _reason(self, phase: ServingPhase, tokens: int, times: PassTimes) -> str:
         assert times.ring_s is not None
         return (
-            f"auto: {stage.value} of {tokens} tokens reaches about {times.distinct:.0f} of {self.model.experts} experts "
+            f"auto: {phase.value} of {tokens} tokens reaches about {times.distinct:.0f} of {self.model.experts} experts "
             f"of a layer; a pass takes {format_seconds(times.ring_s)} with a ring of {self.sizes.ring_layers} of "
             f"{self.model.layers} layers and {format_seconds(times.sparse_s)} without ({self.profile.evidence.value})"
         )

@@ -11,7 +11,7 @@ from tierstore.moe.source import ExpertSource
 from tierstore.prefetch.program import GuessCounts
 
 
-class Stage(Enum):
+class ServingPhase(Enum):
     """What a forward pass is part of."""
 
     PREFILL = "prefill"  # whole prompts: a layer reaches most of its experts
@@ -23,7 +23,7 @@ class ServedExperts(ExpertSource, GuessListener, Protocol):
     layers (a layer may be passed over; a pass that raised is followed by ``begin``).
     """
 
-    def begin(self, stage: Stage, tokens: int) -> None:
+    def begin(self, phase: ServingPhase, tokens: int) -> None:
         """A forward pass of ``tokens`` tokens in all begins."""
         ...
 

@@ -24,7 +24,7 @@ from tierstore.prefetch.walking import RecordsByExpert
 from tierstore.serve.config import ExpertMemory, ServeConfig
 from tierstore.serve.experts.choosing import MemoryChooser
 from tierstore.serve.experts.gating import GatedPredictor, Settled
-from tierstore.serve.experts.interface import ServedExperts, Stage
+from tierstore.serve.experts.interface import ServedExperts, ServingPhase
 from tierstore.serve.experts.ring import Ring
 from tierstore.serve.experts.sizes import copies_weights, ring_layers
 from tierstore.serve.experts.slots import ExpertSlots
@@ -184,7 +184,7 @@ class CachedExperts:
         """Bytes that were on their way, but not there, when they were needed."""
         return self._frozen.late_prefetch_bytes
 
-    def begin(self, stage: Stage, tokens: int) -> None:
+    def begin(self, phase: ServingPhase, tokens: int) -> None:
         """A forward pass begins. What an earlier one that raised has left open is ended."""
         self._end()
         if self._begun:

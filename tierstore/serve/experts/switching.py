@@ -13,8 +13,8 @@ from tierstore.plan.ring import distinct_experts
 from tierstore.prefetch.predictor import Counts, Predictor
 from tierstore.prefetch.program import FrozenProgram, GuessCounts
 from tierstore.serve.config import ExpertMemory
-from tierstore.serve.experts.choosing import MemoryChoice, MemoryChooser, StageCounts
-from tierstore.serve.experts.interface import Stage
+from tierstore.serve.experts.choosing import MemoryChoice, MemoryChooser, PhaseCounts
+from tierstore.serve.experts.interface import ServingPhase
 from tierstore.serve.experts.ring import Ring
 from tierstore.serve.experts.slots import ExpertSlots
 from tierstore.serve.experts.sparse import ChosenExperts
@@ -44,21 +44,21 @@ class SlottedExperts:
         self._predictor = predictor
         self._chooser = chooser
         self._say = say
-        self._counts = {stage: StageCounts() for stage in Stage}
-        self._stage, self._tokens = Stage.PREFILL, 0
+        self._counts = {phase: PhaseCounts() for phase in ServingPhase}
+        self._phase, self._tokens = ServingPhase.PREFILL, 0
         #: What passes have now, and why; None before the first.
         self.choice: MemoryChoice | None = None
 
     # Passes -------------------------------------------------------------------------------------------------
 
-    def begin(self, stage: Stage, tokens: int) -> None:
+    def begin(self, phase: ServingPhase, tokens: int) -> None:
         """A forward pass of ``tokens`` tokens in all begins; one that was not completed is given up."""
         self._chosen.abandon()
         self._chosen.end_step()  # to policies and in traces each pass is a step
         self._slots.end_step()
         self._program.begin_evaluation()
-        self._stage, self._tokens = stage, tokens
-        choice = self._chooser.choose(stage, tokens, self._counts[stage])
+        self._phase, self._tokens = phase, tokens
+        choice = self._chooser.choose(phase, tokens, self._counts[phase])
         if self.choice is None or choice.memory is not self.choice.memory:
             self._change(choice)
             self.choice = choice
@@ -72,9 +72,9 @@ class SlottedExperts:
 
     def forward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
         """Leases of ``experts`` (ascending). Raises ChecksumError, OSError, BudgetError."""
-        counts, model = self._counts[self._stage], self._chooser.model
+        counts, model = self._counts[self._phase], self._chooser.model
         if self.choice is None:  # nobody has said what begins
-            self.begin(self._stage, 1)
+            self.begin(self._phase, 1)
         if self._tokens:
             counts.asked += len(experts)
             counts.expected += distinct_experts(model.experts, model.top_k, self._tokens)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tierstore.errors import BudgetError, TierstoreError
 from tierstore.serve.config import LimitsConfig
-from tierstore.serve.scheduler.interface import Counts, Finish, Outcome, Running, Watcher
+from tierstore.serve.scheduler.interface import Counts, Finish, RequestOutcome, Running, Watcher
 from tierstore.serve.scheduler.queue import RequestQueue, Waiting
 from tierstore.serve.scheduler.rates import Rates
 from tierstore.serve.scheduler.request import Answer, Generation
@@ -38,7 +38,7 @@ class _Sequence:
     tokens: list[int] = field(default_factory=list)
 
 
-class Engine:
+class ServingEngine:
     """The model's thread. ``opened`` opens the model, on that thread; ``sequences`` is the most of a batch.
 
     A context manager: entering waits until the model is open and raises what opening it raised; leaving ends what is under
@@ -67,7 +67,7 @@ class Engine:
         self._counted_s = float("-inf")
         self._thread = threading.Thread(target=self._serve, name="tierstore-engine")
 
-    def __enter__(self) -> Engine:
+    def __enter__(self) -> ServingEngine:
         self._thread.start()
         try:
             self._ready.wait()
@@ -114,7 +114,7 @@ class Engine:
         self.queue.add(waiting)
         return waiting
 
-    def cancel(self, waiting: Waiting, outcome: Outcome = Outcome.CANCELLED) -> None:
+    def cancel(self, waiting: Waiting, outcome: RequestOutcome = RequestOutcome.CANCELLED) -> None:
         """Nobody waits for the answer any more: it leaves the queue at once, the batch before the next step."""
         if waiting.answer.settle():
             waiting.answer.cancelled = True
@@ -259,7 +259,7 @@ class Engine:
         if finish is not None:
             self._leave(running, number)
             if answer.settle():
-                self._watcher.ended(Outcome(finish.value))
+                self._watcher.ended(RequestOutcome(finish.value))
         answer.put(text, len(sequence.tokens), finish)
 
     def _leave(self, running: Running, number: int) -> None:
@@ -268,7 +268,7 @@ class Engine:
 
     def _fail(self, waiting: Waiting, message: str) -> None:
         if waiting.answer.settle():
-            self._watcher.ended(Outcome.FAILED)
+            self._watcher.ended(RequestOutcome.FAILED)
         waiting.answer.fail(message)
 
     def _count(self, running: Running) -> None:

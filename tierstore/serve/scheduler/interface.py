@@ -18,7 +18,7 @@ class Finish(Enum):
     LENGTH = "length"  # its tokens are used up
 
 
-class Outcome(Enum):
+class RequestOutcome(Enum):
     """How a request ended, as metrics count it."""
 
     STOP = "stop"
@@ -69,6 +69,6 @@ class Watcher(Protocol):
         """A token of an answer: ``seconds`` since its request came, or since its last token."""
         ...
 
-    def ended(self, outcome: Outcome) -> None:
+    def ended(self, outcome: RequestOutcome) -> None:
         """A request has ended."""
         ...

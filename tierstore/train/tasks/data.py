@@ -19,7 +19,7 @@ from tierstore.model.interface import Batch, TaskSegment
 from tierstore.train.data import TrainingData
 from tierstore.train.tasks.assignment import Assignment, overlap
 from tierstore.train.tasks.config import Tasks
-from tierstore.train.tasks.progress import Progress
+from tierstore.train.tasks.progress import ProgressByTask
 
 
 class TaskExamples(TrainingData, Protocol):
@@ -66,7 +66,7 @@ class TaskData:
         self._first = dict.fromkeys(tasks, 0)
         self._targets: tuple[int, dict[str, int]] = (-1, {})
 
-    def begin(self, step: int, progress: Progress) -> None:
+    def begin(self, step: int, progress: ProgressByTask) -> None:
         """The next step is number ``step``, and each task goes on where ``progress`` says."""
         self._first_step = step
         self._first = {name: progress[name].position for name in self.tasks}

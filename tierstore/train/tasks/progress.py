@@ -26,10 +26,10 @@ class TaskProgress:
     val_loss: float | None = None
 
 
-Progress = Mapping[str, TaskProgress]
+ProgressByTask = Mapping[str, TaskProgress]
 
 
-def resumed(tasks: Tasks, before: Progress) -> dict[str, TaskProgress]:
+def resumed(tasks: Tasks, before: ProgressByTask) -> dict[str, TaskProgress]:
     """Where ``tasks`` begin after ``before``: a task goes on where it was, a new one at 0; one that is not trained any more
     is kept for when it comes back.
     """
@@ -42,12 +42,14 @@ def resumed(tasks: Tasks, before: Progress) -> dict[str, TaskProgress]:
     return found
 
 
-def own_heads(progress: Progress) -> list[str]:
+def own_heads(progress: ProgressByTask) -> list[str]:
     """The tasks of which the store keeps a head of their own, in order."""
     return [name for name, known in progress.items() if known.head == TaskHead.OWN.value]
 
 
-def changes(recorded: Mapping[str, object], present: Mapping[str, object], before: Progress) -> Iterator[str]:
+def changes(
+    recorded: Mapping[str, object], present: Mapping[str, object], before: ProgressByTask
+) -> Iterator[str]:
     """One line for each task that is not as it was; ``recorded`` and ``present``: the tasks of the conditions of the run."""
     for name in sorted(present.keys() - recorded.keys()):
         known = before.get(name)
