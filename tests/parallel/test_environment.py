@@ -19,7 +19,10 @@ GIVEN = {
 def test_from_torchrun() -> None:
     place = RankEnvironment.from_environment(GIVEN)
     assert place == RankEnvironment(rank=3, world=4, local_rank=1, address=("node7", 29500))
-    assert RankEnvironment.from_environment({**GIVEN, "TORCHELASTIC_RUN_ID": "x"}).supervised
+    supervised = RankEnvironment.from_environment({**GIVEN, "TORCHELASTIC_RUN_ID": "x"})
+    assert (supervised.supervised, supervised.job) == (True, "x")
+    nameless = RankEnvironment.from_environment({**GIVEN, "TORCHELASTIC_RUN_ID": "none"})
+    assert (nameless.supervised, nameless.job) == (True, "")
 
 
 def test_no_variables_is_a_process_alone() -> None:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 from launcher import Ranks
 from rank_cases import Settings, alone, attempt, train
 
-from tierstore.errors import ConfigError, StoreExistsError, StoreFormatError
-from tierstore.parallel import Mesh
+from tierstore.errors import ConfigError, StoreError, StoreExistsError, StoreFormatError
+from tierstore.parallel import MemoryJobStore, Mesh
 from tierstore.train import elastic
-from tierstore.train.elastic import before_name, held_layout
+from tierstore.train.elastic import before_name, held_state
 from tierstore.train.ranks import Opening
 
 Make = Callable[..., dict[str, Any]]
@@ -62,6 +64,46 @@ def test_tasks_go_on_where_they_were(ranks: Ranks, text: Path, tmp_path: Path, s
     np.testing.assert_allclose(losses, expected, rtol=2e-5)
 
 
+def of_job(mesh: Mesh, job: str, settings: Settings, steps: int) -> list[float] | str:
+    """An attempt of ``job``, whose notes of earlier attempts are gone: losses, or why it was refused."""
+    mesh = replace(mesh, environment=replace(mesh.environment, job=job), job_store=MemoryJobStore())
+    try:
+        return train(mesh, settings, steps, Opening.RESTART)[0]
+    except StoreError as error:
+        return str(error)
+
+
+def test_a_job_knows_its_store_when_its_notes_are_gone(ranks: Ranks, settings: Make) -> None:
+    """They were on rank 0's node, say. Without an id, or with another, a store is somebody else's, and is left as it is."""
+    expected = train(alone(), settings(), 6, Opening.CREATE)[0]
+    job = settings(ELASTIC)
+    losses = ranks.run(2, of_job, "a", job, 2)[0]
+    for other in ("", "b"):
+        refused = of_job(alone(), other, job, 4)
+        assert "the store of 2 ranks, and this run has 1" in refused
+        assert "there is a store here already" in ranks.run(2, of_job, other, job, 4)[0]
+        assert names(job["store"]) == [""]
+    for size, until in ((1, 4), (2, 6)):
+        found = of_job(alone(), "a", job, until) if size == 1 else ranks.run(2, of_job, "a", job, until)[0]
+        losses += found
+    np.testing.assert_allclose(losses, expected, rtol=2e-5)
+    nameless = settings(ELASTIC)
+    train(alone(), nameless, 1, Opening.CREATE)
+    assert "there is a store here already" in of_job(alone(), "", nameless, 2)
+
+
+def test_a_job_without_a_name_is_refused_where_nothing_would_know_it(settings: Make) -> None:
+    """Before its first attempt, and not at its second."""
+    job, mesh = settings(ELASTIC), alone()
+    nameless = replace(
+        mesh, environment=replace(mesh.environment, supervised=True), job_store=MemoryJobStore()
+    )
+    with pytest.raises(ConfigError, match="expected torchrun --rdzv-id JOB"):
+        train(nameless, job, 1, Opening.RESTART)
+    assert not job["store"].exists()
+    train(attempt(nameless, job["store"]), job, 1, Opening.RESTART)  # its agents keep the job's notes
+
+
 def test_off_refuses(ranks: Ranks, settings: Make) -> None:
     job = settings()
     ranks.run(2, train, job, 1, Opening.CREATE)
@@ -86,6 +128,25 @@ def test_the_old_store_is_kept_until_the_first_commit(
     train(alone(), job, 3, Opening.RESUME)
     assert found == [["", ".before"]]
     assert names(store) == [""]
+
+
+def slowly(mesh: Mesh, settings: Settings) -> tuple[list[float], int]:
+    """Losses, and how often the ranks met while the store was made over; they do so after each record."""
+    with (
+        mock.patch.object(elastic, "_MEET_S", 0.0),
+        mock.patch.object(elastic, "_meet", wraps=elastic._meet) as meet,
+    ):
+        losses = train(mesh, settings, 2, Opening.RESUME)[0]
+    return losses, meet.call_count
+
+
+def test_ranks_meet_while_the_store_is_made_over(ranks: Ranks, settings: Make) -> None:
+    """So none of them gives up, however long it takes: 2 layers of 6 experts, and 4 dense units on each of 2 ranks."""
+    job = settings(ELASTIC)
+    train(alone(), job, 1, Opening.CREATE)
+    (losses, met), (others, met_too) = ranks.run(2, slowly, job)
+    assert losses == others
+    assert met == met_too == 12 + 2 * 4 + 1
 
 
 class Killed(BaseException):
@@ -163,9 +224,9 @@ def test_what_is_in_the_way_is_not_removed(ranks: Ranks, settings: Make) -> None
     with pytest.raises(StoreExistsError, match=r"parallel\.elastic keeps a store there, and this is none"):
         train(alone(), job, 2, Opening.RESUME)
     assert (mine / "notes").read_text() == "mine"
-    layout = held_layout(job["store"])
-    assert layout is not None
-    assert layout.world == 2
+    state = held_state(job["store"])
+    assert state is not None
+    assert state.ranks == 2
 
 
 def refused(mesh: Mesh, settings: Settings) -> str:
@@ -181,4 +242,4 @@ def test_stripes_are_refused_on_all_ranks(ranks: Ranks, settings: Make, tmp_path
 
 
 def test_no_store_is_held_by_nobody(tmp_path: Path) -> None:
-    assert held_layout(tmp_path / "nothing") is None
+    assert held_state(tmp_path / "nothing") is None

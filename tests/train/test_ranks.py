@@ -30,7 +30,7 @@ from tierstore.store import OpenAt
 from tierstore.store.directories import rank_directory
 from tierstore.store.opening import read_states
 from tierstore.train.files import MicroOrder
-from tierstore.train.ranks import Opening, agree, rank_file, restarted
+from tierstore.train.ranks import Opening, agree, rank_file
 from tierstore.train.state import STATE_KEY
 
 
@@ -281,10 +281,7 @@ def test_ranks_that_were_told_different_things_are_refused(
     assert ranks.run(2, told, settings(), {"io.backend": "threads"}) == ["trained"] * 2
 
 
-def test_files_and_restarts_by_rank() -> None:
+def test_files_by_rank() -> None:
     assert rank_file(Path("a/m.jsonl"), 0) == Path("a/m.jsonl")
     assert rank_file(Path("a/m.jsonl"), 3) == Path("a/m.rank-0003.jsonl")
     assert rank_file(None, 3) is None
-    assert not restarted({})
-    assert not restarted({"TORCHELASTIC_RESTART_COUNT": "0"})
-    assert restarted({"TORCHELASTIC_RESTART_COUNT": "2"})

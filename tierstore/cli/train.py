@@ -125,8 +125,7 @@ class _Files:
 
 def _run(config: TrainConfig, files: _Files, *, resume: bool, checksum: bool, output: Output) -> int:
     from tierstore.parallel import launch, limited_groups
-    from tierstore.parallel.config import Elastic
-    from tierstore.train.ranks import Opening, restarted
+    from tierstore.train.ranks import Opening
 
     # Ranks end together or not at all: from here on a signal to one of them is everybody's.
     groups = limited_groups(config.links)
@@ -136,9 +135,8 @@ def _run(config: TrainConfig, files: _Files, *, resume: bool, checksum: bool, ou
     ):
         first = mesh.world.rank == 0
         output = output if first else Output(OutputMode.SILENT)
-        # Where ranks come and go, torchrun may start a job again without counting it.
-        elastic = config.parallel.elastic is Elastic.RESHARD
-        again = Opening.RESTART if restarted() or elastic else Opening.CREATE
+        # How often torchrun has started a job again none of its ranks can tell: each agent counts for itself.
+        again = Opening.RESTART if mesh.environment.supervised else Opening.CREATE
         opening = Opening.RESUME if resume else again
         own = files.of_rank(mesh.world.rank)
         summary, stopped = _train(config, output, opening, own, mesh, interrupts, checksum=checksum)

@@ -11,6 +11,9 @@ from tierstore.errors import ConfigError
 _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 #: Only where nodes end depends on it.
 _LOCAL_WORLD = "LOCAL_WORLD_SIZE"
+_JOB = "TORCHELASTIC_RUN_ID"
+#: What torchrun calls every job that was given no ``--rdzv-id``.
+_NO_JOB = "none"
 _NEEDED = (*_NUMBERS, "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -19,7 +22,7 @@ class RankEnvironment:
     """Rank ``rank`` of ``world``; ``local_rank`` among the ``local_world`` ranks of its machine (0: it is not said).
 
     ``address``: the machine of rank 0, and the port where ranks meet. ``supervised``: a ``torchrun`` process
-    started this one and must outlive it.
+    started this one and must outlive it. ``job``: the ``--rdzv-id`` that it was given, which all attempts of a job share.
     """
 
     rank: int = 0
@@ -28,6 +31,7 @@ class RankEnvironment:
     local_world: int = 0
     address: tuple[str, int] = ("127.0.0.1", 0)
     supervised: bool = False
+    job: str = ""
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> RankEnvironment:
@@ -68,7 +72,8 @@ class RankEnvironment:
             local_rank=local,
             local_world=local_world,
             address=(environ["MASTER_ADDR"], port),
-            supervised="TORCHELASTIC_RUN_ID" in environ,
+            supervised=_JOB in environ,
+            job="" if environ.get(_JOB) == _NO_JOB else environ.get(_JOB, ""),
         )
 
 

@@ -4,12 +4,12 @@ know whether the stores that they find are their own.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
 
 from tierstore.parallel.environment import RankEnvironment
+from tierstore.parallel.meeting import agents_store_given
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -63,7 +63,6 @@ def open_job_store(
     environment: RankEnvironment, timeout_s: float, environ: Mapping[str, str] | None = None
 ) -> JobStore:
     """The store of the job that this process belongs to; in memory where ``torchrun`` keeps none."""
-    environ = os.environ if environ is None else environ
-    if environment.supervised and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if environment.supervised and agents_store_given(environ):
         return SharedJobStore(environment.address, timeout_s)
     return MemoryJobStore()

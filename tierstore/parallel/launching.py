@@ -13,7 +13,6 @@ the others the reason.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
@@ -26,6 +25,7 @@ from tierstore.parallel.config import ParallelConfig
 from tierstore.parallel.environment import RankEnvironment
 from tierstore.parallel.job_store import open_job_store
 from tierstore.parallel.layout import layout_of
+from tierstore.parallel.meeting import meeting_store
 from tierstore.parallel.mesh import Mesh, build_mesh
 from tierstore.parallel.watch import DeathWatch
 
@@ -157,27 +157,17 @@ def _part(mesh: Mesh | None, communicators: list[ProcessGroup]) -> None:
 def _join(config: ParallelConfig, environment: RankEnvironment, device: torch.device) -> None:
     import torch
     import torch.distributed as dist
-    from torch._C._distributed_c10d import PrefixStore, TCPStore
+    from torch._C._distributed_c10d import PrefixStore
 
     cuda = device.type == "cuda"
     if cuda:
         torch.cuda.set_device(device)
-    # Under torchrun all attempts of a job share one store, and what a dead attempt wrote there (where its ranks listen)
-    # must not be taken for this one's.
-    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     timeout = timedelta(seconds=config.timeout_s)
     try:
-        store = TCPStore(
-            *environment.address,
-            environment.world,
-            environment.rank == 0 and not hosted,
-            timeout,
-            multi_tenant=True,
-        )
+        store = meeting_store(environment, config.timeout_s)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
-            store=PrefixStore(f"tierstore/{attempt}", store),
+            store=PrefixStore("tierstore", store),
             rank=environment.rank,
             world_size=environment.world,
             timeout=timeout,

@@ -16,26 +16,31 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
-from tierstore.errors import ConfigError, StoreExistsError, StoreFormatError, TierstoreError
+from tierstore.errors import ConfigError, PeerError, StoreExistsError, StoreFormatError, TierstoreError
 from tierstore.model.config import ModelConfig
 from tierstore.model.spec import ModelSpec
-from tierstore.parallel import Mesh
+from tierstore.parallel import MemoryJobStore, Mesh
 from tierstore.parallel.config import Elastic
 from tierstore.parallel.layout import Layout
 from tierstore.store.directories import rank_directories
 from tierstore.store.disk.home import IDENTITY, fsync_directory
 from tierstore.store.opening import read_states
 from tierstore.train.config import TrainConfig
-from tierstore.train.ranks import Opening
+from tierstore.train.ranks import Opening, own_store
 from tierstore.train.resharding import reshard
 from tierstore.train.resharding.reading import stored_layout
 from tierstore.train.state import STATE_KEY, TrainState, table_of
 
 #: The tokens of a run's documents, which belong to no layout.
 _TOKENS = "tokens"
+#: While rank 0 is at it the ranks meet this often, so that none waits longer than peers may.
+_MEET_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,15 @@ class MadeOver:
         )
 
 
+class _Unfinished(Enum):
+    """What rank 0 says while the others wait."""
+
+    UNDER_WAY = "under way"
+
+
+_Outcome = MadeOver | TierstoreError | OSError | _Unfinished | None
+
+
 def before_name(store: Path) -> Path:
     """Where the store of the earlier layout is until the new one has a commit."""
     return store.with_name(f"{store.name}.before")
@@ -68,17 +82,38 @@ def follow_ranks(config: TrainConfig, opening: Opening, mesh: Mesh) -> MadeOver 
     """
     if config.parallel.elastic is Elastic.OFF or opening is Opening.CREATE:
         return None
-    found: MadeOver | TierstoreError | OSError | None = None
-    if mesh.world.rank == 0:
-        try:
-            _check_places(config)
-            found = _follow(config.store, mesh.layout, _model(config))
-        except (TierstoreError, OSError) as error:
-            found = error
-    result = mesh.world.all_gather_object(found)[0]
-    if isinstance(result, Exception):
-        raise result
-    return result if isinstance(result, MadeOver) else None
+    own = _made_over(config, opening, mesh) if mesh.world.rank == 0 else None
+    while (outcome := _meet(mesh, own)) is _Unfinished.UNDER_WAY:
+        pass
+    if isinstance(outcome, TierstoreError | OSError):
+        raise outcome
+    return outcome
+
+
+def _made_over(config: TrainConfig, opening: Opening, mesh: Mesh) -> _Outcome:
+    """What rank 0 did, or why it could not. Raises PeerError."""
+    met_s = time.monotonic()
+
+    def progress(done: int, total: int) -> None:
+        nonlocal met_s
+        if time.monotonic() - met_s >= _MEET_S:
+            _meet(mesh, _Unfinished.UNDER_WAY)
+            met_s = time.monotonic()
+
+    try:
+        _check_job(mesh, opening)
+        _check_places(config)
+        return _follow(config.store, mesh, opening, _model(config), progress)
+    except PeerError:
+        raise
+    except (TierstoreError, OSError) as error:
+        return error
+
+
+def _meet(mesh: Mesh, own: _Outcome) -> _Outcome:
+    """What rank 0 has to say; a collective."""
+    found: _Outcome = mesh.world.all_gather_object(own)[0]
+    return found
 
 
 def drop_before(store: Path) -> None:
@@ -92,6 +127,17 @@ def _model(config: TrainConfig) -> ModelSpec | None:
     return None if isinstance(config.model, ModelConfig) else config.model
 
 
+def _check_job(mesh: Mesh, opening: Opening) -> None:
+    environment = mesh.environment
+    if opening is not Opening.RESTART or environment.job or not environment.supervised:
+        return
+    if isinstance(mesh.job_store, MemoryJobStore):
+        raise ConfigError(
+            "parallel.elastic: expected torchrun --rdzv-id JOB: it is how ranks that are started again know their store, "
+            "where torchrun's agents keep none for them"
+        )
+
+
 def _check_places(config: TrainConfig) -> None:
     if config.stripe.directories:
         raise ConfigError(
@@ -103,39 +149,48 @@ def _check_places(config: TrainConfig) -> None:
         raise ConfigError(f"parallel.elastic: expected off: {linked} is a link to another place")
 
 
-def _follow(store: Path, wanted: Layout, model: ModelSpec | None) -> MadeOver | None:
+def _follow(
+    store: Path, mesh: Mesh, opening: Opening, model: ModelSpec | None, progress: Callable[[int, int], None]
+) -> MadeOver | None:
+    wanted = mesh.layout
     beside, old = store.with_name(f"{store.name}.resharded"), before_name(store)
     if not store.exists() and _is_store(old) and _is_store(beside):
         _rename(beside, store)  # killed between the two
         _move_tokens(old, store)
-    held = held_layout(store)
-    if held is None or held == wanted:
+    state = held_state(store)
+    if state is None or (opening is Opening.RESTART and not own_store(mesh, state.job)):
+        return None  # there is nothing, or it is another job's, which is refused
+    held = _layout_of(state, store)
+    if held == wanted:
         return None
     for path in (beside, old):
         if path.exists() and not _is_store(path):
             raise StoreExistsError(f"{path}: parallel.elastic keeps a store there, and this is none")
         # A new one that never got its name, or an old one whose successor is whole.
         shutil.rmtree(path, ignore_errors=True)
-    done = reshard(store, beside, wanted, model=model)
+    done = reshard(store, beside, wanted, progress, model=model)
     _rename(store, old)
     _rename(beside, store)
     _move_tokens(old, store)
     return MadeOver(held, wanted, done.step)
 
 
-def held_layout(store: Path) -> Layout | None:
-    """For which ranks the store of a run at ``store`` was made; None where there is none. Raises StoreError, OSError."""
+def held_state(store: Path) -> TrainState | None:
+    """Where the run at ``store`` stands, as its first rank has it; None where there is none. Raises StoreError, OSError."""
     if not _is_store(store):
         return None
     directory = (rank_directories(store) or [store])[0]
     states = read_states(directory, STATE_KEY)
     if not states:
         return None
-    state = TrainState.unpack({STATE_KEY: next(iter(states.values()))}, where=str(directory))
+    return TrainState.unpack({STATE_KEY: next(iter(states.values()))}, where=str(directory))
+
+
+def _layout_of(state: TrainState, store: Path) -> Layout:
     try:
         return stored_layout(table_of(state.conditions["parallel"]))
     except (AssertionError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise StoreFormatError(f"{directory}: the conditions of the run are damaged: {error}") from error
+        raise StoreFormatError(f"{store}: the conditions of the run are damaged: {error}") from error
 
 
 def _is_store(path: Path) -> bool:

@@ -8,7 +8,6 @@ the newest such step.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -63,6 +62,8 @@ class _Found:
     ranks: int
     #: Whether no run has taken it up yet: an import made it.
     fresh: bool
+    #: The job that committed last, where its ranks may come and go.
+    job: str = ""
     problem: TierstoreError | OSError | None = None
 
     @property
@@ -77,29 +78,34 @@ def rank_file(path: Path | None, rank: int) -> Path | None:
     return path.with_name(f"{path.stem}.rank-{rank:04d}{path.suffix}")
 
 
-def restarted(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether ``torchrun --max-restarts`` has started this job before."""
-    environ = os.environ if environ is None else environ
-    count = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return count.isdigit() and int(count) > 0
+def own_store(mesh: Mesh, job: str) -> bool:
+    """Whether an earlier attempt of this job began the store whose last commit is that of ``job``. What the job noted is
+    gone when the node that kept the notes is.
+    """
+    return mesh.job_store.has(_BEGUN) or _same_job(mesh, job)
+
+
+def _same_job(mesh: Mesh, job: str) -> bool:
+    return bool(job) and job == mesh.environment.job
 
 
 def agree(store: Path, wanted: Opening, mesh: Mesh) -> Agreed:
     """How every rank opens its store under ``store``; a collective. All ranks agree, or all raise.
 
-    RESUME takes the newest step that every rank has. RESTART is for a job that ``torchrun`` has started before: what an
-    earlier attempt began is resumed, or begun again when no step of it was ever acknowledged; where none got as far, it
+    RESUME takes the newest step that every rank has. RESTART is for a job that ``torchrun`` may have started before: what
+    an earlier attempt began is resumed, or begun again when no step of it was ever acknowledged; where none got as far, it
     is a CREATE. Raises StoreExistsError, StoreMissingError, StoreInUseError, StoreFormatError, StoreError.
     """
-    if wanted is Opening.RESTART and not mesh.job_store.has(_BEGUN):
-        wanted = Opening.CREATE
     rank, world = mesh.world.rank, mesh.world.size
+    begun = mesh.job_store.has(_BEGUN)  # before the ranks meet: rank 0 sets it behind that
     directory = rank_directory(store, rank, world)
     _refuse_other_layout(store, world)
     found: list[_Found] = mesh.world.all_gather_object(_look(directory))
     for other in found:
         if other.ranks not in (0, world):
             raise _other_layout(store, other.ranks, world)
+    if wanted is Opening.RESTART and not (begun or any(_same_job(mesh, other.job) for other in found)):
+        wanted = Opening.CREATE
     if wanted is Opening.CREATE and not all(other.fresh for other in found):
         _refuse_existing(store, found)
         if rank == 0:
@@ -114,7 +120,8 @@ def agree(store: Path, wanted: Opening, mesh: Mesh) -> Agreed:
         if rank == 0:
             mesh.job_store.set(_BEGUN)
         return Agreed(Opening.RESUME, common[rank])
-    if wanted is not Opening.RESTART or mesh.job_store.has(_ACKNOWLEDGED):
+    acknowledged = mesh.job_store.has(_ACKNOWLEDGED) or any(any(other.steps.values()) for other in found)
+    if wanted is not Opening.RESTART or acknowledged:
         raise _nothing_common(store, found)
     # Killed while they were made: some have their first commit, and no rank has acknowledged it.
     if found[rank].steps:
@@ -207,7 +214,7 @@ def _other_layout(store: Path, present: int, world: int) -> StoreFormatError:
 
 
 def _look(directory: Path) -> _Found:
-    ranks, fresh = 0, True
+    ranks, fresh, job = 0, True, ""
     try:
         states = read_states(directory, STATE_KEY)
         if not states:
@@ -218,9 +225,10 @@ def _look(directory: Path) -> _Found:
             state = TrainState.unpack({STATE_KEY: raw}, where=str(directory))
             steps[at], ranks = state.position, state.ranks
             fresh = fresh and not state.begun
+            job = state.job if at is OpenAt.LAST else job
     except (TierstoreError, OSError) as error:
-        return _Found({}, 0, False, error)
-    return _Found(steps, ranks, fresh)
+        return _Found({}, 0, False, problem=error)
+    return _Found(steps, ranks, fresh, job)
 
 
 def _discard(directory: Path) -> None:

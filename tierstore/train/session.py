@@ -29,6 +29,7 @@ from tierstore.moe.guessing import RouterGuesses
 from tierstore.moe.pipelining import Pipelining
 from tierstore.moe.source import ExpertSource, JointSource, SourceSlot, in_training
 from tierstore.parallel import Mesh, RankEnvironment, rank_device
+from tierstore.parallel.config import Elastic
 from tierstore.prefetch import HorizontalQueue, Schedule, unit_schedule
 from tierstore.prefetch.experts import ExpertTiers
 from tierstore.prefetch.plan import StepTiming, group_order
@@ -419,6 +420,7 @@ def _initial_state(setup: _Setup, shell: _Shell, store: StoreCore, pipeline: Pip
         shell.model.load_state(store.committer.state)
     else:
         state = TrainState(conditions=setup.conditions)
+    state.job = setup.mesh.environment.job if config.parallel.elastic is Elastic.RESHARD else ""
     pipeline.begin(state, store.note_in_trace)
     state.tasks = resumed(config.tasks, state.tasks)
     if isinstance(data, TaskData):

@@ -34,7 +34,8 @@ IMPORT_KEY = "import"
 class TrainState:
     """``position``: steps taken from the data, skipped ones included; ``skipped``: non-finite ones of those.
 
-    ``begun``: whether a run has taken up the store; an import leaves one that none has.
+    ``begun``: whether a run has taken up the store; an import leaves one that none has. ``job``: the job of ``torchrun``
+    whose ranks may come and go, and which must know its store again.
     """
 
     position: int = 0
@@ -45,6 +46,7 @@ class TrainState:
     #: In how many chunks forward and backward passes over experts go, where the run chooses.
     chunks: list[int] | None = None
     begun: bool = True
+    job: str = ""
     conditions: dict[str, object] = field(default_factory=dict)
     #: Where each task stands that was ever trained here.
     tasks: dict[str, TaskProgress] = field(default_factory=dict)
@@ -58,8 +60,10 @@ class TrainState:
 
     def pack(self) -> bytes:
         values = asdict(self)
-        if not self.tasks:  # what stores without tasks never had
+        if not self.tasks:  # what stores without never had
             del values["tasks"]
+        if not self.job:
+            del values["job"]
         return json.dumps(values, sort_keys=True).encode()
 
     @classmethod
