@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from tierstore.bench.results.figures import to_json
@@ -10,10 +13,15 @@ from tierstore.errors import ConfigError
 
 
 @pytest.mark.slow
-def test_two_stages_take_their_passes_in_order_and_hold_no_more_than_they_should() -> None:
+def test_two_stages_take_their_passes_in_order_and_hold_no_more_than_they_should(tmp_path: Path) -> None:
     """A step takes at least (2 + 1) x 3 ms, however fast the machine is."""
-    result = run(StagesBench(stages=(2,), micro_batches=(1,), forward_s=0.001, backward_s=0.002, rounds=2))
+    svg = tmp_path / "stages.svg"
+    result = run(
+        StagesBench(stages=(2,), micro_batches=(1,), forward_s=0.001, backward_s=0.002, rounds=1, svg=svg)
+    )
     (pipeline,) = result.pipelines
+    drawn = re.findall(r'<path fill="#(\w+)"[^>]* d="([^"]*)"', svg.read_text())
+    assert [(colour, path.count("M")) for colour, path in drawn] == [("4c72b0", 2), ("dd8452", 2)] * 2
     assert pipeline.in_order
     assert pipeline.held_count == [2, 1]
     assert pipeline.model_s == pytest.approx(0.009)

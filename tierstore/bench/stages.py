@@ -17,12 +17,16 @@ import json
 import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tierstore.bench.checks import at_least
+from tierstore.bench.pictures.slices import read_slices
+from tierstore.bench.pictures.stages import draw_stages
 from tierstore.bench.processes.ranks import run_ranks
 from tierstore.bench.results.document import Better, Measurement, counted, derived, measured
 from tierstore.bench.results.figures import INTERNAL, Figures, named
@@ -34,6 +38,7 @@ if TYPE_CHECKING:
 
     from tierstore.parallel import Mesh
     from tierstore.prefetch.program import Finals
+    from tierstore.timeline import TimelineSink
 
 _TIMEOUT_S = 300.0
 #: A step may take this much longer than the model says.
@@ -44,7 +49,8 @@ _ROWS, _TOKENS, _WIDTH = 2, 32, 64
 @dataclass(frozen=True, kw_only=True)
 class StagesBench(Figures):
     """What to measure: pipelines of ``stages`` stages, each with ``micro_batches`` times as many micro-batches; passes of
-    ``forward_s`` and ``backward_s`` seconds.
+    ``forward_s`` and ``backward_s`` seconds. ``svg``: a file for a picture of one step of the longest pipeline with the
+    most micro-batches.
     """
 
     stages: Sequence[int] = field(default=(2, 4), metadata=named("stages_count"))
@@ -53,6 +59,7 @@ class StagesBench(Figures):
     backward_s: float = 0.1
     rounds: int = field(default=5, metadata=named("rounds_count"))
     host_budget: int = field(default=768 << 20, metadata=INTERNAL)
+    svg: Path | None = field(default=None, metadata=INTERNAL)
 
     def __post_init__(self) -> None:
         at_least(1, rounds=self.rounds)
@@ -114,7 +121,7 @@ class StagesResult(Figures):
 
 
 def run(bench: StagesBench) -> StagesResult:
-    """Measures. Raises WorkerError, BudgetError."""
+    """Measures. Raises WorkerError, BudgetError, OSError."""
     pipelines = [each for stages in bench.stages for each in _pipelines(bench, stages)]
     return StagesResult(
         asked=bench,
@@ -145,15 +152,25 @@ def measurements(result: StagesResult) -> Iterator[Measurement]:
 
 def _pipelines(bench: StagesBench, stages: int) -> Iterator[PipelineTimes]:
     counts = [times * stages for times in bench.micro_batches]
-    asked = {
-        "micro_batches": counts,
-        "forward_s": bench.forward_s,
-        "backward_s": bench.backward_s,
-        "rounds": bench.rounds,
-    }
-    answers = run_ranks("tierstore.bench.stages", [json.dumps(asked)], ranks=stages, timeout_s=_TIMEOUT_S)
+    svg = bench.svg if stages == max(bench.stages) else None
+    with tempfile.TemporaryDirectory() as directory:
+        asked = {
+            "micro_batches": counts,
+            "forward_s": bench.forward_s,
+            "backward_s": bench.backward_s,
+            "rounds": bench.rounds,
+            "drawn": max(counts) if svg is not None else 0,
+            "timelines": directory,
+        }
+        answers = run_ranks("tierstore.bench.stages", [json.dumps(asked)], ranks=stages, timeout_s=_TIMEOUT_S)
+        if svg is not None:
+            svg.write_text(draw_stages([read_slices(_timeline(directory, stage)) for stage in range(stages)]))
     for count, found in zip(counts, zip(*answers, strict=True), strict=True):
         yield _times(bench, stages, count, found)
+
+
+def _timeline(directory: str, stage: int) -> Path:
+    return Path(directory) / f"stage-{stage}.json"
 
 
 def _times(
@@ -292,21 +309,28 @@ def _rank(asked: dict[str, Any]) -> list[dict[str, Any]]:
     import torch
 
     from tierstore.parallel import ParallelConfig, RankEnvironment, launch
+    from tierstore.timeline import open_timeline
 
     torch.set_num_threads(1)
     stages = RankEnvironment.from_environment().world
     with launch(ParallelConfig(stages=stages, timeout_s=_TIMEOUT_S), device="cpu") as mesh:
         stage = _EmulatedStage(mesh, asked["forward_s"], asked["backward_s"])
-        return [_measured(mesh, stage, count, asked["rounds"]) for count in asked["micro_batches"]]
+        found = []
+        for count in asked["micro_batches"]:
+            drawn = _timeline(asked["timelines"], mesh.pipeline.rank) if count == asked["drawn"] else None
+            with open_timeline(drawn) as timeline:
+                found.append(_measured(mesh, stage, count, asked["rounds"], timeline))
+        return found
 
 
-def _measured(mesh: Mesh, stage: _EmulatedStage, count: int, rounds: int) -> dict[str, Any]:
+def _measured(
+    mesh: Mesh, stage: _EmulatedStage, count: int, rounds: int, timeline: TimelineSink
+) -> dict[str, Any]:
     """The steps of this rank, of ``count`` micro-batches."""
     import torch
 
     from tierstore.model.interface import Batch
     from tierstore.stats import StallLedger
-    from tierstore.timeline import NullTimeline
     from tierstore.train.stages.order import one_forward_one_backward
     from tierstore.train.stages.pipeline import StagePipeline
 
@@ -315,7 +339,7 @@ def _measured(mesh: Mesh, stage: _EmulatedStage, count: int, rounds: int) -> dic
         mesh.pipeline,
         mesh.device,
         ledger=StallLedger(),
-        timeline=NullTimeline(),
+        timeline=timeline,
         agree=lambda output, finite: 0.0,
     )
     tokens = torch.zeros(_ROWS, _TOKENS, dtype=torch.long)
@@ -323,7 +347,7 @@ def _measured(mesh: Mesh, stage: _EmulatedStage, count: int, rounds: int) -> dic
     pipeline.run(_NoStep(), 0, batches)  # connections
     wanted = one_forward_one_backward(mesh.pipeline.rank, mesh.stages, count)
     taken, in_order = [], True
-    for step in range(rounds):
+    for step in range(1, rounds + 1):
         mesh.world.barrier()
         started = time.perf_counter()
         pipeline.run(_NoStep(), step, batches)

@@ -22,6 +22,7 @@ from tierstore.bench.overlap.run import (
     run,
 )
 from tierstore.bench.overlap.stack import StackShape
+from tierstore.bench.pictures.slices import read_slices, slices_by_track
 from tierstore.bench.processes.namespaces import rank_namespaces
 from tierstore.bench.processes.spawn import WorkerError
 from tierstore.cache.access import Phase
@@ -104,7 +105,7 @@ def test_two_ranks(tmp_path: Path) -> None:
         # No step is shorter than what it has to compute; what it has to gather may straddle two steps.
         assert one.step_s >= one.computation_s / 2
         assert {stall.cause.split(":")[0] for stall in one.stalls} == {"horizontal", "vertical"}
-    slices, (begin, end) = picture.last_step(json.loads(timeline.read_text()))
+    slices, (begin, end) = picture.last_step(read_slices(timeline))
     assert end > begin
     passes = [name for name, _, _ in slices["compute"]]
     assert [name for name in passes if not name.startswith("optimizer")] == [
@@ -130,7 +131,7 @@ def test_the_picture_is_the_same_file_twice(tmp_path: Path) -> None:
         found.append((tmp_path / name).read_bytes())
     assert found[0] == found[1]
     assert found[0].count(b"<svg") == 1
-    slices, step_ends = picture.last_step(events)
+    slices, step_ends = picture.last_step(slices_by_track(events))
     assert step_ends == (1000.0, 1850.0)
     assert len(slices["compute"]) == 3
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -25,12 +25,14 @@ from tierstore.moe.dispatch import dispatch
 from tierstore.moe.exchange import ExchangedRows, rows_of
 from tierstore.moe.pipelining import PipelineDegrees, Pipelining
 from tierstore.moe.source import SourceSlot
-from tierstore.parallel import Mesh
+from tierstore.parallel import Channel, Collective, Mesh, Work
 from tierstore.parallel.config import ParallelConfig
 from tierstore.parallel.launching import launch
 from tierstore.parallel.limited import LimitedGroup
-from tierstore.timeline import open_timeline
+from tierstore.timeline import NullTimeline, TimelineSink, Track, open_timeline
 
+#: The name of a message's turn on the link, in a timeline.
+TURN = "turn (link)"
 #: Width of the experts' hidden layer: their real products shall cost little.
 _HIDDEN = 4
 
@@ -39,6 +41,7 @@ _HIDDEN = 4
 class LayerRequest:
     """What to run: a layer of ``experts`` experts in all, of ``rows`` rows of ``width`` on every rank, in each of
     ``degrees`` (forward, backward) once a round. ``sizes``: instead, all-to-alls in which a rank sends so many bytes.
+    ``timeline``: a file for what this rank's passes did, with the turns of its messages on the link.
     """
 
     link: LinkConfig
@@ -123,23 +126,56 @@ class _Layer:
         return forward, time.perf_counter() - started
 
 
-def measure_layer(asked: LayerRequest, mesh: Mesh, device: SleepingDevice) -> LayerSamples:
+class _DrawnLink(CollectiveLink):
+    """The link of all-to-alls, whose last turn can be drawn."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.timeline: TimelineSink = NullTimeline()
+
+    def draw_turn(self) -> None:
+        self.timeline.add(Track.EXCHANGES, TURN, *self.last_turn)
+
+
+class _DrawnGroup(LimitedGroup):
+    """A group that draws the turns of its all-to-alls, beside the time from their issue until they were waited for."""
+
+    def __init__(self, *arguments: Any, exchange: _DrawnLink, **options: Any) -> None:
+        super().__init__(*arguments, exchange=exchange, **options)
+        self._drawn = exchange
+
+    def _issue(
+        self,
+        operation: Collective,
+        channel: Channel,
+        sent: Sequence[int],
+        start: Callable[[], Any],
+        finish: Callable[[], None] | None = None,
+    ) -> Work:
+        work = super()._issue(operation, channel, sent, start, finish)
+        if operation is Collective.ALL_TO_ALL:
+            self._drawn.draw_turn()
+        return work
+
+
+def measure_layer(
+    asked: LayerRequest, mesh: Mesh, device: SleepingDevice, timeline: TimelineSink | None = None
+) -> LayerSamples:
     """The passes of ``asked`` in alternation: one round is one of each degree, in an order drawn anew, so that none has its
     place behind another's; the first round is not kept.
     """
-    with open_timeline(None if asked.timeline is None else Path(asked.timeline)) as timeline:
-        slot = SourceSlot(Pipelining(timeline))
-        layer = _Layer(asked, mesh, device, slot)
-        forward: list[list[float]] = [[] for _ in asked.degrees]
-        backward: list[list[float]] = [[] for _ in asked.degrees]
-        draw = random.Random(asked.seed)  # the same on all ranks
-        places = range(len(asked.degrees))
-        for number in range(asked.rounds + 1):
-            for place in draw.sample(places, len(places)):
-                spent = layer.passes(PipelineDegrees(*asked.degrees[place]))
-                if number:
-                    forward[place].append(spent[0])
-                    backward[place].append(spent[1])
+    slot = SourceSlot(Pipelining(timeline))
+    layer = _Layer(asked, mesh, device, slot)
+    forward: list[list[float]] = [[] for _ in asked.degrees]
+    backward: list[list[float]] = [[] for _ in asked.degrees]
+    draw = random.Random(asked.seed)  # the same on all ranks
+    places = range(len(asked.degrees))
+    for number in range(asked.rounds + 1):
+        for place in draw.sample(places, len(places)):
+            spent = layer.passes(PipelineDegrees(*asked.degrees[place]))
+            if number:
+                forward[place].append(spent[0])
+                backward[place].append(spent[1])
     most = layer.rows().most()
     return LayerSamples(
         forward_s=forward,
@@ -169,17 +205,24 @@ def _measure_exchanges(asked: LayerRequest, mesh: Mesh) -> LayerSamples:
 
 def _answers(requests: Iterator[Any]) -> Generator[Mapping[str, object]]:
     torch.set_num_threads(1)
-    link, device = CollectiveLink(None), SleepingDevice()
-    groups = partial(LimitedGroup, link=CollectiveLink(None), exchange=link)
+    link, device = _DrawnLink(), SleepingDevice()
+    groups = partial(_DrawnGroup, link=CollectiveLink(None), exchange=link)
     with launch(ParallelConfig(timeout_s=60.0), device="cpu", make_group=groups) as mesh:
         for request in requests:
             asked = LayerRequest.of(request)
-            link.link = open_link(asked.link)
-            try:
-                found = _measure_exchanges(asked, mesh) if asked.sizes else measure_layer(asked, mesh, device)
-            finally:
-                link.link = None
-            yield asdict(found)
+            yield asdict(_measured(asked, mesh, device, link))
+
+
+def _measured(asked: LayerRequest, mesh: Mesh, device: SleepingDevice, link: _DrawnLink) -> LayerSamples:
+    path = None if asked.timeline is None else Path(asked.timeline)
+    with open_timeline(path) as timeline:
+        link.link, link.timeline = open_link(asked.link), timeline
+        try:
+            if asked.sizes:
+                return _measure_exchanges(asked, mesh)
+            return measure_layer(asked, mesh, device, timeline)
+        finally:
+            link.link, link.timeline = None, NullTimeline()
 
 
 if __name__ == "__main__":

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from tierstore.cli.bench.results import CHECK_FAILED, Reporting, results_options
+from tierstore.cli.options import FILE
 from tierstore.cli.output import Output
+from tierstore.errors import ConfigError
 from tierstore.units import format_seconds
 
 if TYPE_CHECKING:
+    from tierstore.bench.pipemoe.picture import ChunkPicture
     from tierstore.bench.pipemoe.run import PassScore, PipelineResult
     from tierstore.bench.pipemoe.search import SearchResult
 
@@ -30,13 +34,18 @@ if TYPE_CHECKING:
     type=click.IntRange(min=1),
     help="Measure nothing: compare the exact solver with exhaustive simulation in so many drawn cases.",
 )
+@click.option("--svg", type=FILE, help="Only draw one layer's passes in 1, 2 and 4 chunks, from a timeline.")
 @results_options()
-def pipemoe(cases: int, rounds: int, slowdown: float, drawn: int | None, reporting: Reporting) -> int:
+def pipemoe(
+    cases: int, rounds: int, slowdown: float, drawn: int | None, svg: Path | None, reporting: Reporting
+) -> int:
     """MoE layers in chunks over limited links, on 2 and 4 ranks with emulated devices: AUTO's number against all others.
 
     Exit status 1: the exact solver (--search) was not exact.
     """
-    session = reporting.begin()
+    if drawn is not None and svg is not None:
+        raise ConfigError("--svg: expected without --search, which has no ranks to draw")
+    session = reporting.begin(files={"--svg": svg})
     if drawn is not None:
         from tierstore.bench.pipemoe import search
 
@@ -44,6 +53,15 @@ def pipemoe(cases: int, rounds: int, slowdown: float, drawn: int | None, reporti
         _show_search(exact, session.output)
         session.end(exact, search.measurements(exact))
         return CHECK_FAILED if exact.disagreements else 0
+    if svg is not None:
+        from tierstore.bench.pipemoe import picture
+
+        shown = picture.run(
+            picture.ChunkPictureBench(svg=svg, rounds=rounds, slowdown=slowdown), session.output.line
+        )
+        _show_passes(shown, session.output)
+        session.end(shown, picture.measurements(shown))
+        return 0
     from tierstore.bench.pipemoe.run import PipelineBench, measurements, run
 
     result = run(PipelineBench(layers=cases, rounds=rounds, slowdown=slowdown), session.output.line)
@@ -61,6 +79,17 @@ def _show_search(result: SearchResult, output: Output) -> None:
     output.line(
         f"Algorithm 1 as printed is not as good in {result.algorithm_1_worse:,} of them, at worst "
         f"{result.algorithm_1_worst_ratio:.2f} x the best"
+    )
+
+
+def _show_passes(result: ChunkPicture, output: Output) -> None:
+    output.table(
+        f"passes drawn in {result.svg}",
+        ("chunks", "forward", "backward"),
+        [
+            (str(one.chunks), format_seconds(one.forward_s), format_seconds(one.backward_s))
+            for one in result.passes
+        ],
     )
 
 

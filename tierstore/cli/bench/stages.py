@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from tierstore.cli.bench.results import CHECK_FAILED, Reporting, results_options
-from tierstore.cli.options import SIZE
+from tierstore.cli.options import FILE, SIZE
 from tierstore.cli.output import Output
 from tierstore.units import format_bytes, format_seconds
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     default="768MiB",
     help="Memory for experts of the stage whose traffic is counted.",
 )
+@click.option("--svg", type=FILE, help="A picture of one step of the longest pipeline, from its timelines.")
 @results_options()
 def stages(
     stages: tuple[int, ...],
@@ -41,6 +43,7 @@ def stages(
     backward: float,
     rounds: int,
     host_budget: int,
+    svg: Path | None,
     reporting: Reporting,
 ) -> int:
     """1F1B's time on an emulated device, what each stage holds, and a stage's disk traffic by the order of its passes.
@@ -57,8 +60,9 @@ def stages(
         backward_s=backward,
         rounds=rounds,
         host_budget=host_budget,
+        svg=svg,
     )
-    session = reporting.begin()
+    session = reporting.begin(files={"--svg": svg})
     result = run(bench)
     _show(result, session.output)
     session.end(result, measurements(result))
