@@ -91,7 +91,7 @@ def test_a_machines_ratio(ranks: int, slowdown: float) -> None:
     exchanges = 2 * away / machine.link.bandwidth
     experts = EXPERTS * machine.speed.start_s + 1024 * machine.speed.row_s
     assert exchanges / experts == pytest.approx(0.5, rel=1e-3)
-    assert exchanges == pytest.approx(0.018 * slowdown, rel=1e-3)
+    assert exchanges == pytest.approx(0.054 * slowdown, rel=1e-3)
 
 
 # Models -----------------------------------------------------------------------------------------------------
@@ -118,7 +118,9 @@ def test_predictions_by_hand() -> None:
     assert forward.network_s(1) == pytest.approx(2 * (0.001 + 0.1024))
     assert forward.device_s(3) == pytest.approx(0.06 + 3 * 0.002)
     assert forward.seconds(1) == pytest.approx(0.2068 + 0.062)
+    assert forward.longer_s == pytest.approx(0.2068)
     assert forward.exposed_s(1) == pytest.approx(0.062)
+    assert forward.exposed_s(2) == pytest.approx(forward.seconds(2) - 0.2068)
     assert backward.work.dispatch == backward.work.combine == Share(2, 102_400 + 400)
     assert backward.device_s(1) == pytest.approx(0.12 + 0.003)
 

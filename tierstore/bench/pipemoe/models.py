@@ -96,6 +96,11 @@ class PredictedPass:
         """For how long the device is busy."""
         return degree * self.costs.alpha_e + self.costs.beta_e * self.work.experts.amount
 
+    @property
+    def longer_s(self) -> float:
+        """For how long the busier of the two is busy in a pass of one chunk."""
+        return max(self.network_s(1), self.device_s(1))
+
     def exposed_s(self, degree: int) -> float:
-        """What cannot overlap: the first chunk's dispatch, the last one's combine, say."""
-        return self.seconds(degree) - max(self.network_s(degree), self.device_s(degree))
+        """What cannot overlap with it: the first chunk's dispatch, the last one's combine, the starts of more chunks."""
+        return self.seconds(degree) - self.longer_s

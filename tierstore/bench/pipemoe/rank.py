@@ -6,6 +6,7 @@ then closes the pipe. Each is answered with one line (``LayerSamples``); a failu
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -123,15 +124,19 @@ class _Layer:
 
 
 def measure_layer(asked: LayerRequest, mesh: Mesh, device: SleepingDevice) -> LayerSamples:
-    """The passes of ``asked`` in alternation: one round is one of each degree, the first is not kept."""
+    """The passes of ``asked`` in alternation: one round is one of each degree, in an order drawn anew, so that none has its
+    place behind another's; the first round is not kept.
+    """
     with open_timeline(None if asked.timeline is None else Path(asked.timeline)) as timeline:
         slot = SourceSlot(Pipelining(timeline))
         layer = _Layer(asked, mesh, device, slot)
         forward: list[list[float]] = [[] for _ in asked.degrees]
         backward: list[list[float]] = [[] for _ in asked.degrees]
+        draw = random.Random(asked.seed)  # the same on all ranks
+        places = range(len(asked.degrees))
         for number in range(asked.rounds + 1):
-            for place, degrees in enumerate(asked.degrees):
-                spent = layer.passes(PipelineDegrees(*degrees))
+            for place in draw.sample(places, len(places)):
+                spent = layer.passes(PipelineDegrees(*asked.degrees[place]))
                 if number:
                     forward[place].append(spent[0])
                     backward[place].append(spent[1])

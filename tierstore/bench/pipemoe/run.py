@@ -236,7 +236,6 @@ def score_pass(
         return statistics.median(own / other for own, other in zip(auto, times[r], strict=True))
 
     equal = layer.machine.ratio == 1.0 and phase == "forward"
-    longer = max(predicted.network_s(1), predicted.device_s(1))
     return PassScore(
         phase=phase,
         ranks=layer.machine.ranks,
@@ -255,7 +254,7 @@ def score_pass(
         to_best_ratio=ratio(best),
         to_one_ratio=ratio(1),
         same_ratio=ratio(chosen.degree) if chosen.degree in times else None,
-        limit_s=OVERLAP * longer + predicted.exposed_s(best) if equal else None,
+        limit_s=OVERLAP * predicted.longer_s + predicted.exposed_s(best) if equal else None,
         times=[ChunkTime(chunks=r, pass_s=spent) for r, spent in medians.items()],
     )
 
