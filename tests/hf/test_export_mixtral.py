@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -207,13 +208,19 @@ def test_partitioned_tables_export_as_gathered_ones(tmp_path: Path) -> None:
         assert (tmp_path / f"m{number}" / "model.safetensors").read_bytes() == expected
 
 
-def test_tensor_parallel_parts_are_made_whole_first(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "layout", [Layout(1, 1, 2, 2), Layout(2, 1, 1, 1)], ids=["tensor-parallel ranks", "pipeline stages"]
+)
+def test_divided_layers_are_made_whole_first(tmp_path: Path, layout: Layout) -> None:
     trained(tmp_path, steps=1)
     export(tmp_path / "s", tmp_path / "one")
     store, target = tmp_path / "divided", tmp_path / "m"
-    reshard(tmp_path / "s", store, Layout(1, 1, 2, 2))
-    whole = f"tierstore reshard {store} --to NEW --ranks 1 makes a store that can be exported"
-    with pytest.raises(StoreFormatError, match=rf"^{store}: made by tensor-parallel ranks[^;]*; {whole}$"):
+    reshard(tmp_path / "s", store, layout)
+    message = (
+        f"{store}: made by tensor-parallel ranks or pipeline stages; tierstore reshard {store} --to NEW --ranks 1 makes a "
+        "store that can be exported"
+    )
+    with pytest.raises(StoreFormatError, match=f"^{re.escape(message)}$"):
         export(store, target)
     assert not target.exists()
     reshard(store, tmp_path / "new", Layout(1, 1, 1, 1))
