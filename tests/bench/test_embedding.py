@@ -8,7 +8,7 @@ import pytest
 
 from tierstore import machine
 from tierstore.bench.embedding import EmbeddingBench, EmbeddingResult, measurements, run
-from tierstore.cli.bench.embedding import show_embedding
+from tierstore.cli.bench.ranks.embedding import show_embedding
 from tierstore.cli.output import Output
 from tierstore.errors import ConfigError
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierstore.bench.ppmoe import PpmoeBench, PpmoeResult, crossing, measurements, run
-from tierstore.cli.bench.ppmoe import show_ppmoe
+from tierstore.cli.bench.ranks.ppmoe import show_ppmoe
 from tierstore.cli.output import Output
 from tierstore.errors import ConfigError
 

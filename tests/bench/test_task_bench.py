@@ -16,7 +16,7 @@ from tierstore.bench.tasks import (
     measurements,
     run,
 )
-from tierstore.cli.bench.tasks import _show
+from tierstore.cli.bench.ranks.tasks import _show
 from tierstore.cli.output import Output
 from tierstore.errors import ConfigError
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from launcher import Ranks
 
 from tierstore.errors import ConfigError
-from tierstore.parallel import Collective, ExpertBlocks, Mesh, ParallelConfig, RankEnvironment
+from tierstore.parallel import Channel, Collective, ExpertBlocks, Mesh, ParallelConfig, RankEnvironment
 from tierstore.parallel.layout import Layout, layout_of
 
 
@@ -52,6 +52,18 @@ def _groups(mesh: Mesh) -> dict[str, object]:
             mesh.replica.all_gather_object(mesh.environment.rank),
         ),
     }
+
+
+def _communicators(mesh: Mesh) -> tuple[bool, int]:
+    groups = [each for each in (mesh.world, mesh.data, mesh.expert, mesh.replica) if each.size > 1]
+    used = {id(group.communicator(channel)) for group in groups for channel in Channel}
+    return mesh.world.communicator(Channel.STREAM) is dist.group.WORLD, len(used)
+
+
+def test_communicators_are_as_few_as_groups_need(ranks: Ranks) -> None:
+    """Two for each kind of group; the one that joining made, whose threads are there anyway, is one of the world's two."""
+    assert ranks.run(2, _communicators) == [(True, 2)] * 2
+    assert ranks.run(4, _communicators, expert=2) == [(True, 6)] * 4
 
 
 def test_groups(ranks: Ranks) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tierstore.cache.access import Phase
 from tierstore.prefetch import QueueLimits, Schedule, StepTiming, Unit
 from tierstore.prefetch.operations import Kind, Operation, PassSizes, Resource, operations
-from tierstore.prefetch.schedule import Buffer, Pass
+from tierstore.prefetch.schedule import GatherBuffer, Pass
 
 SIZES = {
     Phase.FORWARD: PassSizes(gather=10, reduce=12, all_to_all=5, experts=2, fetch=100, evict=300, load=50),
@@ -77,7 +77,7 @@ def test_one_dense_and_one_moe_unit() -> None:
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_a_unit_with_a_buffer_of_its_own_is_gathered_once_a_step(micro_batches: int) -> None:
     """Without lookahead, the one between is gathered for every pass. Each list ends with gathers of the step after it."""
-    own = [Unit(name, buffer=Buffer.OWN) for name in ("first", "last")]
+    own = [Unit(name, buffer=GatherBuffer.OWN) for name in ("first", "last")]
     schedule = Schedule(
         units=(own[0], Unit("a", 10), own[1]), horizontal=QueueLimits(0), micro_batches=micro_batches
     )

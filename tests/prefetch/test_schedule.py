@@ -11,7 +11,7 @@ from tierstore.dense.config import Reshard
 from tierstore.errors import ConfigError
 from tierstore.prefetch import HorizontalQueue, QueueLimits, Schedule, StepTiming, Unit
 from tierstore.prefetch.operations import Kind, PassSizes, operations
-from tierstore.prefetch.schedule import Buffer, Pass, Window
+from tierstore.prefetch.schedule import GatherBuffer, Pass, Window
 
 F, B, S = Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER
 
@@ -125,7 +125,7 @@ def test_a_buffer_of_its_own_is_gathered_once_a_step() -> None:
     """As ``three(1)``, but for a and c: no second gather before the backward pass, and what they hold stays until it is
     stale.
     """
-    units = (Unit("a", 10, buffer=Buffer.OWN), Unit("b", 10, 7), Unit("c", 10, buffer=Buffer.OWN))
+    units = (Unit("a", 10, buffer=GatherBuffer.OWN), Unit("b", 10, 7), Unit("c", 10, buffer=GatherBuffer.OWN))
     schedule = Schedule(units=units, horizontal=QueueLimits(1))
     assert [row[1:4] for row in schedule.rows(1)] == [
         ("forward a", "", ""),
@@ -152,7 +152,8 @@ def test_what_is_printed_is_what_is_simulated(
     owned: list[bool], depth: int, timing: StepTiming, reshard: Reshard, micro_batches: int
 ) -> None:
     units = tuple(
-        Unit(f"u{number}", 1, buffer=Buffer.OWN if own else Buffer.SHARED) for number, own in enumerate(owned)
+        Unit(f"u{number}", 1, buffer=GatherBuffer.OWN if own else GatherBuffer.SHARED)
+        for number, own in enumerate(owned)
     )
     schedule = Schedule(
         units=units,

@@ -21,7 +21,7 @@ from combination_cases import (
 from launcher import Ranks
 
 from tierstore.parallel import ExchangeMode
-from tierstore.train.combinations import Feature, Pairing, Verdict, as_markdown, pairing, pairs, refusal
+from tierstore.train.combinations import Compatibility, Feature, Pairing, as_markdown, pairing, pairs, refusal
 
 DOCUMENT = Path(__file__).parents[2] / "docs/PARALLEL.md"
 
@@ -32,7 +32,7 @@ def test_every_pair_has_one_verdict() -> None:
     for one, other, verdict in found:
         assert pairing(one, other) is pairing(other, one) is verdict
         assert verdict.why
-        assert (verdict.tolerance > 0) is (verdict.verdict is Verdict.WITHIN)
+        assert (verdict.tolerance > 0) is (verdict.verdict is Compatibility.WITHIN)
     with pytest.raises(ValueError, match="two features"):
         pairing(Feature.LORA, Feature.LORA)
 
@@ -126,7 +126,7 @@ def test_a_pair_is_what_the_table_says(runs: Runs, one: Feature, other: Feature)
     expected = pairing(one, other)
     features = frozenset({one, other})
     store, found = runs.run(features, *together(one, other))
-    if expected.verdict is Verdict.REFUSED:
+    if expected.verdict is Compatibility.REFUSED:
         for outcome in found:
             assert expected.why in outcome.refused
             assert not outcome.touched
@@ -134,7 +134,7 @@ def test_a_pair_is_what_the_table_says(runs: Runs, one: Feature, other: Feature)
     assert all(not outcome.refused for outcome in found), found[0].refused
     assert all(outcome.losses == found[0].losses for outcome in found)
     assert len(found[0].losses) == STEPS
-    if features <= WORK.keys() and expected.verdict is Verdict.BIT_EQUAL:
+    if features <= WORK.keys() and expected.verdict is Compatibility.BIT_EQUAL:
         # Nothing but the budget, and when experts are stepped, is left to differ.
         reference, others = runs.run(features, *together(one, other), host_budget=8 << 20)
     else:
@@ -148,7 +148,7 @@ def _compare(
     want: tuple[Path, list[Outcome]],
     features: frozenset[Feature],
 ) -> None:
-    equal = expected.verdict is Verdict.BIT_EQUAL
+    equal = expected.verdict is Compatibility.BIT_EQUAL
     if equal:
         assert got[1][0].losses == want[1][0].losses
     else:

@@ -39,7 +39,7 @@ class Feature(Enum):
     WRAPPED = "a transformers model"
 
 
-class Verdict(Enum):
+class Compatibility(Enum):
     """What a pair of features is to a run."""
 
     BIT_EQUAL = "bit-equal"
@@ -51,7 +51,7 @@ class Verdict(Enum):
 class Pairing:
     """What becomes of two features together, and why. ``tolerance``: of losses, relative, where it is WITHIN."""
 
-    verdict: Verdict
+    verdict: Compatibility
     why: str
     tolerance: float = 0.0
 
@@ -61,15 +61,15 @@ _ROUNDING = 2e-5
 
 
 def _equal(why: str) -> Pairing:
-    return Pairing(Verdict.BIT_EQUAL, why)
+    return Pairing(Compatibility.BIT_EQUAL, why)
 
 
 def _within(why: str) -> Pairing:
-    return Pairing(Verdict.WITHIN, why, _ROUNDING)
+    return Pairing(Compatibility.WITHIN, why, _ROUNDING)
 
 
 def _refused(why: str) -> Pairing:
-    return Pairing(Verdict.REFUSED, why)
+    return Pairing(Compatibility.REFUSED, why)
 
 
 _SUMS = "a layer's output is a sum of the ranks' parts, which rounds otherwise than one product"
@@ -186,7 +186,7 @@ def features(config: TrainConfig, layout: Layout) -> dict[Feature, str]:
 def refusal(taken: Mapping[Feature, str], wanted: Feature) -> str | None:
     """Why ``wanted`` cannot be added to what is ``taken``; None where it can. For settings that are ``auto``."""
     for feature, setting in taken.items():
-        if feature is not wanted and pairing(feature, wanted).verdict is Verdict.REFUSED:
+        if feature is not wanted and pairing(feature, wanted).verdict is Compatibility.REFUSED:
             return f"not with {setting} ({feature.value}): {pairing(feature, wanted).why}"
     return None
 
@@ -215,4 +215,4 @@ def as_markdown() -> str:
 
 
 def _word(found: Pairing) -> str:
-    return f"within {found.tolerance:g}" if found.verdict is Verdict.WITHIN else found.verdict.value
+    return f"within {found.tolerance:g}" if found.verdict is Compatibility.WITHIN else found.verdict.value

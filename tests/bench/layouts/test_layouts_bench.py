@@ -18,7 +18,7 @@ from tierstore.bench.layouts.device import DENSE, EXPERT, EmulatedModel
 from tierstore.bench.layouts.fitting import Overheads, PlannedCase, fit, least_squares
 from tierstore.bench.layouts.run import LayoutsBench, LayoutTime, measurements, run, summary
 from tierstore.bench.results.figures import to_json
-from tierstore.cli.bench.layouts import _show
+from tierstore.cli.bench.ranks.layouts import _show
 from tierstore.cli.output import Output
 from tierstore.config import load
 from tierstore.errors import ConfigError

@@ -37,8 +37,8 @@ def test_the_death_of_a_stage_ends_all_with_its_cause(
     assert f"rank {victim}" in (tmp_path / "stderr").read_text()
 
 
-#: Kills at random ranks and moments; a longer storm: TIERSTORE_STAGE_KILLS=20.
-KILLS = int(os.environ.get("TIERSTORE_STAGE_KILLS", "3"))
+#: Kills at random ranks and moments; a longer storm: TIERSTORE_TEST_KILLS=20.
+KILLS = int(os.environ.get("TIERSTORE_TEST_KILLS", "3"))
 LAP = 12
 
 

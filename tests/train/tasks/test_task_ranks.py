@@ -92,9 +92,9 @@ def _commit_often(mesh: Mesh, settings: Settings, steps: int) -> tuple[list[floa
 @pytest.mark.slow
 def test_kills_of_random_ranks_change_no_bit(ranks: Ranks, tasks: Make, tmp_path: Path) -> None:
     """Each is followed by a resume, and in the end there are the bits of an undisturbed run. Positions of tasks are part of
-    every step after a resume: another example would be another loss. TIERSTORE_KILLS: how many (3).
+    every step after a resume: another example would be another loss. TIERSTORE_TEST_KILLS: how many (3).
     """
-    wanted, kills, random_ = int(os.environ.get("TIERSTORE_KILLS", "3")), 0, random.Random(5)
+    wanted, kills, random_ = int(os.environ.get("TIERSTORE_TEST_KILLS", "3")), 0, random.Random(5)
     started = time.monotonic()
     expected = ranks.run(2, train, tasks(), LAP, Opening.CREATE)
     longest = max(0.5, time.monotonic() - started)

@@ -1,1 +1,1 @@
-"""``tierstore bench``: a file for each larger benchmark's command, the smaller ones in ``group``."""
+"""``tierstore bench``: a file for each larger benchmark, of several ranks in ``ranks``; the smaller ones in ``group``."""

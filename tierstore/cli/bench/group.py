@@ -7,18 +7,20 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tierstore.cli.bench.embedding import embedding
-from tierstore.cli.bench.exchange import exchange
 from tierstore.cli.bench.generate import generate
 from tierstore.cli.bench.guesses import guesses
 from tierstore.cli.bench.io import io
-from tierstore.cli.bench.layouts import layouts
 from tierstore.cli.bench.machine import machine
 from tierstore.cli.bench.order import order
-from tierstore.cli.bench.overlap import overlap, prediction
-from tierstore.cli.bench.pipemoe import pipemoe
-from tierstore.cli.bench.ppmoe import ppmoe
 from tierstore.cli.bench.quant import quant
+from tierstore.cli.bench.ranks.embedding import embedding
+from tierstore.cli.bench.ranks.exchange import exchange
+from tierstore.cli.bench.ranks.layouts import layouts
+from tierstore.cli.bench.ranks.overlap import overlap, prediction
+from tierstore.cli.bench.ranks.pipemoe import pipemoe
+from tierstore.cli.bench.ranks.ppmoe import ppmoe
+from tierstore.cli.bench.ranks.stages import stages
+from tierstore.cli.bench.ranks.tasks import tasks
 from tierstore.cli.bench.report import compare, report
 from tierstore.cli.bench.results import (
     CHECK_FAILED,
@@ -31,8 +33,6 @@ from tierstore.cli.bench.results import (
 from tierstore.cli.bench.ring import ring
 from tierstore.cli.bench.rivals import rivals
 from tierstore.cli.bench.scale import scale
-from tierstore.cli.bench.stages import stages
-from tierstore.cli.bench.tasks import tasks
 from tierstore.cli.bench.tiers import tiers
 from tierstore.cli.bench.train import train
 from tierstore.cli.groups import CommandGroup

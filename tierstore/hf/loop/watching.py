@@ -32,7 +32,7 @@ class Autocast(Enum):
     ALLOWED = "allowed"
 
 
-class Stage(Enum):
+class LoopState(Enum):
     """Where the loop stands."""
 
     IDLE = "idle"
@@ -49,7 +49,7 @@ class PassWatch:
 
     def __init__(self, autocast: Autocast) -> None:
         self._autocast = autocast
-        self.stage = Stage.IDLE
+        self.state = LoopState.IDLE
         self.step: OpenStep | None = None
         self.opener: Callable[[], None] | None = None
         #: Backward passes that have returned in the open step.
@@ -98,15 +98,15 @@ class PassWatch:
 
     def end_step(self) -> None:
         """They belong to none."""
-        self.step, self.stage = None, Stage.IDLE
+        self.step, self.state = None, LoopState.IDLE
 
     def is_due(self) -> bool:
         """Whether a forward pass waits for its backward pass."""
-        return self.stage is Stage.READY
+        return self.state is LoopState.READY
 
     def settle(self) -> None:
         """Ends a backward pass that has returned. Raises StepError if it did not reach the experts that were used."""
-        if self.stage is not Stage.BACKWARD:
+        if self.state is not LoopState.BACKWARD:
             return
         missing = sorted(self._used - self._reached)
         if missing or not self._returned:
@@ -115,13 +115,13 @@ class PassWatch:
             raise StepError(problem)
         assert self.step is not None
         self.step.end_pass()
-        self.stage = Stage.IDLE
+        self.state = LoopState.IDLE
         self.passes += 1
 
     def drop_pass(self) -> None:
         """The backward pass that is due will not come."""
-        if self.stage is Stage.READY:
-            self.stage = Stage.IDLE
+        if self.state is LoopState.READY:
+            self.state = LoopState.IDLE
 
     def poison(self, reason: str) -> None:
         """The store takes nothing more: its last commit stands."""
@@ -131,16 +131,16 @@ class PassWatch:
 
     def enter(self, unit: int, phase: Phase) -> None:
         if phase is Phase.FORWARD:
-            if self.stage is not Stage.FORWARD:
+            if self.state is not LoopState.FORWARD:
                 raise StepError("a part of the model was called by itself: call the whole model")
             if unit:
                 self._check_autocast()
-        elif self.stage is Stage.READY:
-            self.stage, self._returned = Stage.BACKWARD, False
+        elif self.state is LoopState.READY:
+            self.state, self._returned = LoopState.BACKWARD, False
             # Called when the pass has come to its end, not when it raised.
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._note_return)
-        elif phase is Phase.BACKWARD and self.stage is not Stage.BACKWARD:
+        elif phase is Phase.BACKWARD and self.state is not LoopState.BACKWARD:
             raise self._no_backward()
         self._queue.enter(unit, phase)
 
@@ -153,7 +153,10 @@ class PassWatch:
     # Experts (ExpertSource) ---------------------------------------------------------------------------------
 
     def forward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
-        if self.stage not in (Stage.FORWARD, Stage.BACKWARD):  # BACKWARD: computed again, by checkpointing
+        if self.state not in (
+            LoopState.FORWARD,
+            LoopState.BACKWARD,
+        ):  # BACKWARD: computed again, by checkpointing
             raise StepError("a part of the model was called by itself: call the whole model")
         self._used.add(layer)
         self._leasing = True
@@ -161,7 +164,7 @@ class PassWatch:
         self._leasing = False
 
     def backward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
-        if self.stage is not Stage.BACKWARD or layer in self._reached:
+        if self.state is not LoopState.BACKWARD or layer in self._reached:
             raise self._no_backward()
         self._reached.add(layer)
         self._leasing = True
@@ -181,7 +184,7 @@ class PassWatch:
 
     def _before_forward(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
         self.settle()
-        if self.stage is Stage.READY:
+        if self.state is LoopState.READY:
             raise StepError(
                 "a forward pass begins while the backward pass of the one before is due: each forward pass of a step "
                 "with gradients needs its own backward pass before the next one"
@@ -204,19 +207,19 @@ class PassWatch:
         self._model.begin_forward()
         self._used.clear()
         self._reached.clear()
-        self.stage = Stage.FORWARD
+        self.state = LoopState.FORWARD
 
     def _after_forward(self, module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
-        if self.stage is not Stage.FORWARD:
+        if self.state is not LoopState.FORWARD:
             return  # it was refused
         if output is None:  # it raised
-            self.stage = Stage.IDLE
+            self.state = LoopState.IDLE
             if self._leasing:
                 self.poison("a forward pass was cut short")
             else:
                 self._parts.queue.reset()
             return
-        self.stage = Stage.READY if self._training else Stage.IDLE
+        self.state = LoopState.READY if self._training else LoopState.IDLE
         if self._training:
             self._model.end_forward()
 
