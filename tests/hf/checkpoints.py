@@ -13,7 +13,8 @@ from tiny_families import FAMILIES, make_config
 
 from tierstore.hf.families import FAMILIES as NAMES
 from tierstore.hf.imports.importing import ImportOptions, ImportReport, import_model
-from tierstore.hf.manifest import BUFFERS_KEY, Manifest, unpack_arrays
+from tierstore.hf.manifest import Manifest
+from tierstore.model.buffers import BUFFERS_KEY, unpack_arrays
 from tierstore.store.config import StoreConfig
 from tierstore.store.directories import rank_directories
 from tierstore.store.format import COMMITTED_GROUPS

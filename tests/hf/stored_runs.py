@@ -37,7 +37,7 @@ _TINY: dict[str, Any] = {
 
 def configuration(settings: Mapping[str, Any]) -> TrainConfig:
     config = load(TrainConfig, None, {**_TINY, **settings})
-    spec = stored_spec(config.store, config.finetune)
+    spec = stored_spec(config.store, config.finetune, config.lora)
     assert spec is not None
     return replace(config, model=spec)
 

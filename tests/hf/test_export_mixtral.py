@@ -208,17 +208,14 @@ def test_partitioned_tables_export_as_gathered_ones(tmp_path: Path) -> None:
         assert (tmp_path / f"m{number}" / "model.safetensors").read_bytes() == expected
 
 
-@pytest.mark.parametrize(
-    "layout", [Layout(1, 1, 2, 2), Layout(2, 1, 1, 1)], ids=["tensor-parallel ranks", "pipeline stages"]
-)
-def test_divided_layers_are_made_whole_first(tmp_path: Path, layout: Layout) -> None:
+def test_divided_layers_are_made_whole_first(tmp_path: Path) -> None:
     trained(tmp_path, steps=1)
     export(tmp_path / "s", tmp_path / "one")
     store, target = tmp_path / "divided", tmp_path / "m"
-    reshard(tmp_path / "s", store, layout)
+    reshard(tmp_path / "s", store, Layout(1, 1, 2, 2))
     message = (
-        f"{store}: made by tensor-parallel ranks or pipeline stages; tierstore reshard {store} --to NEW --ranks 1 makes a "
-        "store that can be exported"
+        f"{store}: made by tensor-parallel ranks; tierstore reshard {store} --to NEW --ranks 1 makes a store that can be "
+        "exported"
     )
     with pytest.raises(StoreFormatError, match=f"^{re.escape(message)}$"):
         export(store, target)
@@ -227,6 +224,15 @@ def test_divided_layers_are_made_whole_first(tmp_path: Path, layout: Layout) -> 
     export(tmp_path / "new", target)
     expected = (tmp_path / "one" / "model.safetensors").read_bytes()
     assert (target / "model.safetensors").read_bytes() == expected
+
+
+def test_pipeline_stages_are_exported_as_they_are(tmp_path: Path) -> None:
+    trained(tmp_path, steps=1)
+    export(tmp_path / "s", tmp_path / "one")
+    reshard(tmp_path / "s", tmp_path / "stages", Layout(2, 2, 1, 1))
+    export(tmp_path / "stages", tmp_path / "m")
+    expected = (tmp_path / "one" / "model.safetensors").read_bytes()
+    assert (tmp_path / "m" / "model.safetensors").read_bytes() == expected
 
 
 def test_sharded_it_is_the_same(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from tiny_families import FAMILIES, FusedExperts, copy_dense, flat_expert, make_
 from tierstore.errors import ConfigError, StoreFormatError
 from tierstore.hf.experts import experts_modules
 from tierstore.hf.loading import build_module, load_module, parse_config
-from tierstore.hf.manifest import BUFFERS_KEY
 from tierstore.hf.model import HfModel
+from tierstore.model.buffers import BUFFERS_KEY
 from tierstore.model.config import CheckpointActivations, ComputeDtype
 from tierstore.model.interface import IGNORED, Batch
 from tierstore.moe.config import Activation

@@ -115,7 +115,7 @@ def train_features(
             frozen = Weights.FROZEN if Feature.LORA in features else Weights.TRAINABLE
             moments = MomentFormat.FP32 if Feature.LORA in features else config.adamw.moments
             options = ImportOptions(weights=frozen, moments=moments)
-            if mesh.tensor.size == 1:
+            if mesh.tensor.size == mesh.stages == 1:
                 import_model(model, store, options, mesh=mesh)
             else:
                 _import_for(mesh, model, store, options)
@@ -133,7 +133,7 @@ def train_features(
 
 
 def _import_for(mesh: Mesh, model: Path, store: Path, options: ImportOptions) -> None:
-    """Imports in one process, and makes that store over for tensor-parallel ranks."""
+    """Imports in one process, and makes that store over for tensor-parallel ranks or pipeline stages."""
     if mesh.world.rank == 0:
         whole = store.with_name(f"{store.name}-whole")
         import_model(model, whole, options)

@@ -33,9 +33,9 @@ from tierstore.bench.results.figures import INTERNAL, Figures, named
 from tierstore.errors import ConfigError
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
+    from tierstore.model.interface import Batch
     from tierstore.parallel import Mesh
     from tierstore.prefetch.program import Finals
     from tierstore.timeline import TimelineSink
@@ -246,27 +246,27 @@ class _EmulatedStage:
     def __init__(self, mesh: Mesh, forward_s: float, backward_s: float) -> None:
         import torch
 
-        self.begins = mesh.pipeline.rank == 0
-        self.ends = mesh.pipeline.rank == mesh.pipeline.size - 1
-        self.width = _WIDTH
-        self.stream_dtype: torch.dtype = torch.float32
+        from tierstore.model.stage import StageBorder
+
+        stage = mesh.pipeline
+        self.border = StageBorder(stage.rank == 0, stage.rank == stage.size - 1, _WIDTH, torch.float32)
         self._seconds = forward_s, backward_s
 
-    def __call__(self, given: Tensor, targets_BT: Tensor | None) -> Any:
+    def run_stage(self, batch: Batch, given: Tensor, values: Tensor) -> Any:
         import torch
 
         from tierstore.model.interface import ModelOutput
         from tierstore.model.stage import StagePass
 
         forward_s, backward_s = self._seconds
-        x = torch.zeros(*given.shape, _WIDTH, requires_grad=True) if self.begins else given
+        x = torch.zeros(*given.shape, _WIDTH, requires_grad=True) if self.border.begins else given
         x = taking(x, forward_s, backward_s)
-        objective = x.sum() if self.ends else torch.zeros((), requires_grad=True)
+        objective = x.sum() if self.border.ends else torch.zeros((), requires_grad=True)
         loads = (torch.ones(1, dtype=torch.int64),)
         part = ModelOutput(
-            objective if self.ends else None, torch.zeros(()), torch.zeros(()), objective, loads, None
+            objective if self.border.ends else None, torch.zeros(()), torch.zeros(()), objective, loads, None
         )
-        return StagePass(None if self.ends else x, part)
+        return StagePass(None if self.border.ends else x, part)
 
 
 def taking(x: Tensor, forward_s: float, backward_s: float) -> Tensor:

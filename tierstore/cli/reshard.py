@@ -35,6 +35,7 @@ _PLACES = click.Choice([placement.value for placement in RowPlacement if placeme
 )
 @click.option("--tensor", type=int, default=1, help="Ranks that divide each layer.")
 @click.option("--stages", type=int, default=1, help="Pipeline stages.")
+@click.option("--stage-blocks", metavar="N,N", help="Blocks of each stage (default: balanced by cost).")
 @click.option("--embedding", type=_PLACES, help="Where the rows of the embedding lie (default: as in STORE).")
 @click.option("--head", type=_PLACES, help="The same of the head.")
 @click.option(
@@ -50,6 +51,7 @@ def reshard(
     expert: int,
     tensor: int,
     stages: int,
+    stage_blocks: str | None,
     embedding: str | None,
     head: str | None,
     moments: str | None,
@@ -69,9 +71,12 @@ def reshard(
         raise click.UsageError("expected --ranks, --moments, --embedding or --head")
     if ranks is None and (expert, tensor, stages) != (0, 1, 1):
         raise click.UsageError("--expert, --tensor and --stages need --ranks")
+    if stage_blocks is not None and stages == 1:
+        raise click.UsageError("--stage-blocks needs --stages")
     if ranks is not None and ranks < 1:
         raise click.UsageError(f"--ranks: expected at least 1, got {ranks}")
-    wanted = ParallelConfig(expert=expert, tensor=tensor, stages=stages)
+    blocks = _numbers(stage_blocks)
+    wanted = ParallelConfig(expert=expert, tensor=tensor, stages=stages, stage_blocks=blocks)
     start = time.monotonic()
     with output.progress(0, label="reshard") as progress:
         done = make(
@@ -85,6 +90,7 @@ def reshard(
             ),
             moments=None if moments is None else MomentFormat(moments),
             model=stored_spec(store, FinetuneConfig()),
+            stage_blocks=blocks,
         )
     elapsed_s = time.monotonic() - start
     output.line(
@@ -103,6 +109,15 @@ def reshard(
             "elapsed_s": elapsed_s,
         }
     )
+
+
+def _numbers(text: str | None) -> tuple[int, ...]:
+    try:
+        return () if text is None else tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise click.UsageError(
+            f"--stage-blocks: expected numbers with commas between them, got {text!r}"
+        ) from error
 
 
 def _named(layout: Layout) -> dict[str, int]:

@@ -33,11 +33,15 @@ class _Layer:
     scratch: int
 
 
-def activation_bytes(spec: HfSpec, tokens: int) -> int:
-    """An upper estimate of what one training pass of ``tokens`` keeps and needs at its peak, in bytes."""
-    width, d = spec.compute_dtype.itemsize, spec.d_model
-    layers = [_layer(spec, index, unit, tokens) for index, unit in enumerate(spec.manifest.units[1:-1])]
-    head = _norm(width, d, tokens) + tokens * spec.vocab_size * (12 if width == 4 else 14)
+def activation_bytes(spec: HfSpec, tokens: int, blocks: range | None = None) -> int:
+    """An upper estimate of what one training pass of ``tokens`` keeps and needs at its peak, in bytes, through all decoder
+    layers, or through ``blocks`` with what comes behind them.
+    """
+    width, d, units = spec.compute_dtype.itemsize, spec.d_model, spec.manifest.units[1:-1]
+    numbers = range(len(units)) if blocks is None else blocks
+    layers = [_layer(spec, index, units[index], tokens) for index in numbers]
+    ends = numbers.stop == len(units)
+    head = _head(spec, tokens) if ends else 0
     widest = max(layer.scratch for layer in layers)
     if spec.checkpoint_activations is CheckpointActivations.BLOCK:
         inputs = len(layers) * tokens * d * width
@@ -51,7 +55,7 @@ def layer_order_bytes(spec: HfSpec, tokens: int, micro_batches: int) -> int:
     """
     width, d = spec.compute_dtype.itemsize, spec.d_model
     layers = [_layer(spec, index, unit, tokens) for index, unit in enumerate(spec.manifest.units[1:-1])]
-    head = _norm(width, d, tokens) + tokens * spec.vocab_size * (12 if width == 4 else 14)
+    head = _head(spec, tokens)
     stream = 2 * tokens * d * width
     return micro_batches * stream + max(
         head, micro_batches * max(layer.kept + layer.scratch for layer in layers)
@@ -63,6 +67,12 @@ def forward_bytes(spec: HfSpec, tokens: int) -> int:
     layers = [_layer(spec, index, unit, tokens) for index, unit in enumerate(spec.manifest.units[1:-1])]
     logits = tokens * spec.vocab_size * (spec.compute_dtype.itemsize + 4)
     return max(logits, max(layer.kept + layer.scratch for layer in layers))
+
+
+def _head(spec: HfSpec, tokens: int) -> int:
+    """The last norm, logits and their loss."""
+    width = spec.compute_dtype.itemsize
+    return _norm(width, spec.d_model, tokens) + tokens * spec.vocab_size * (12 if width == 4 else 14)
 
 
 def _norm(width: int, size: int, tokens: int) -> int:

@@ -10,11 +10,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from tierstore.errors import ConfigError
 from tierstore.hf.loading import LoadedModule
@@ -35,6 +37,16 @@ class _RecordedPass:
         """A hook of the router of ``layer``."""
         if self.logits is not None:  # not when a layer is computed again
             self.logits[layer] = output[0]
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSums:
+    """What routers give to the auxiliary loss. ``counts``: int64 (E + 1), assignments of each expert and rows, of all
+    layers and data ranks; ``probability_E``: fp32, the sum of this rank's probabilities, with its graph.
+    """
+
+    counts: Tensor
+    probability_E: Tensor
 
 
 class AuxLoss:
@@ -78,17 +90,22 @@ class AuxLoss:
         self._pass.logits = logits
 
     def value(self) -> Tensor:
-        """This rank's share of the loss of the last forward pass that was recorded, unweighted. A collective.
-
-        It is ``E * sum_e f_e * m_e``, with ``f_e`` the part of the tokens that e got, which carries no gradient, and
-        ``m_e`` its mean probability, which is linear in the tokens: each rank has its own ``m_e`` and the ``f_e`` of all.
-        """
-        experts, top_k = self._module.num_experts, self._module.num_experts_per_tok
-        logits = self._recorded
+        """This rank's share of the loss of the last forward pass that was recorded, unweighted. A collective."""
         if self._ranks.size == 1:
             function = vars(sys.modules[type(self._module).__module__])["load_balancing_loss_func"]
-            loss: Tensor = function(logits, experts, top_k)
+            loss: Tensor = function(self._recorded, self.experts, self._module.num_experts_per_tok)
             return loss
+        sums = self.sums()
+        return balance_loss(sums.counts, sums.probability_E)
+
+    @property
+    def experts(self) -> int:
+        """Experts of a layer."""
+        return int(self._module.num_experts)
+
+    def sums(self) -> RouterSums:
+        """What the layers here give to the loss, of the last forward pass that was recorded. A collective."""
+        experts, top_k, logits = self.experts, self._module.num_experts_per_tok, self._recorded
         count_E = torch.zeros(experts, dtype=torch.int64, device=logits[0].device)
         probability_E = torch.zeros(experts, device=logits[0].device)
         for logits_TE in logits:
@@ -98,11 +115,48 @@ class AuxLoss:
             probability_E = probability_E + routed_TE.float().sum(dim=0)
         # Pieces of a batch of tasks may differ in rows.
         rows_1 = count_E.new_tensor([sum(logits_TE.shape[0] for logits_TE in logits)])
-        all_E = gather_counts(torch.cat([count_E, rows_1]), self._ranks).sum(dim=0)
-        rows = int(all_E[-1])
-        part_E = all_E[:-1].float() / rows
-        share: Tensor = experts * torch.dot(part_E, probability_E / rows)
-        return share
+        counts = torch.cat([count_E, rows_1])
+        if self._ranks.size > 1:
+            counts = gather_counts(counts, self._ranks).sum(dim=0)
+        return RouterSums(counts, probability_E)
+
+
+def balance_loss(counts: Tensor, probability_E: Tensor) -> Tensor:
+    """The auxiliary loss, or a share of it, with the operations of transformers' own.
+
+    It is ``E * sum_e f_e * m_e`` over all layers and ranks, with ``f_e`` the part of the tokens that e got, which carries
+    no gradient, and ``m_e`` its mean probability, which is linear in tokens and layers: whoever has some of them gives the
+    sum of their probabilities, beside the ``counts`` of all (``RouterSums``).
+    """
+    rows = int(counts[-1])
+    part_E = counts[:-1].to(probability_E) / rows
+    share: Tensor = torch.sum(part_E * (probability_E / rows).unsqueeze(0)) * probability_E.numel()
+    return share
+
+
+def balance_loss_later(counts: Tensor, probability_E: Tensor) -> Tensor:
+    """The same for layers before others, whose ``counts`` will be there when the backward pass begins: a zero until then
+    (not finite where a probability is not), with the gradient of the loss.
+    """
+    apply: Any = _Later.apply
+    later: Tensor = apply(probability_E, counts)
+    return later
+
+
+class _Later(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, probability_E: Tensor, counts: Tensor) -> Tensor:
+        ctx.counts, ctx.like = counts, torch.zeros_like(probability_E)
+        return probability_E.sum() * 0.0
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        with torch.enable_grad():
+            # Linear: its gradient is the same wherever it is taken.
+            anywhere = ctx.like.requires_grad_()
+            loss = balance_loss(ctx.counts.to(anywhere.device), anywhere)
+        return torch.autograd.grad(loss, anywhere, gradient)[0], None
 
 
 def routers_of(loaded: LoadedModule) -> Iterator[tuple[int, nn.Module]]:

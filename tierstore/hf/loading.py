@@ -13,7 +13,7 @@ import re
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -34,13 +34,33 @@ _OWN_CODE = ("dbrx", "jetmoe", "llama4", "llama4_text", "longcat_flash", "switch
 @dataclass(frozen=True, slots=True)
 class LoadedModule:
     """A causal language model of transformers; ``experts_at`` are its experts modules, by decoder layer, which have no
-    parameters. Each has ``experts`` experts of ``shape``.
+    parameters. Each has ``experts`` experts of ``shape``. ``layers``: the decoder layers that are here, of ``count``.
     """
 
     module: Any
     experts_at: dict[int, nn.Module]
     experts: int
     shape: ExpertShape
+    layers: range
+    count: int
+
+    @classmethod
+    def whole(
+        cls, module: Any, experts_at: dict[int, nn.Module], experts: int, shape: ExpertShape
+    ) -> LoadedModule:
+        """A model with all its decoder layers."""
+        count = len(module.base_model.layers)
+        return cls(module, experts_at, experts, shape, range(count), count)
+
+    @property
+    def begins(self) -> bool:
+        """Whether the embedding is here."""
+        return self.layers.start == 0
+
+    @property
+    def ends(self) -> bool:
+        """Whether norm and head are here."""
+        return self.layers.stop == self.count
 
 
 def parse_config(values: Mapping[str, Any], *, where: str = CONFIG_NAME) -> Any:
@@ -74,7 +94,36 @@ def build_module(config: Any, dtype: torch.dtype) -> LoadedModule:
         _set_parameter(module, name, torch.full((), torch.nan, dtype=kept).expand(parameter.shape))
     module.tie_weights()
     _make_buffers(module, wide)
-    return LoadedModule(module, experts_at, experts, shape)
+    return LoadedModule.whole(module, experts_at, experts, shape)
+
+
+def cut_module(loaded: LoadedModule, layers: range) -> LoadedModule:
+    """What a pipeline stage with the decoder layers ``layers`` has of ``loaded``, which is changed: the first one starts
+    from tokens, others from ``inputs_embeds``; all but the last leave the stream as their ``last_hidden_state``.
+
+    Layers keep their places, by which a family's forward pass chooses masks: the others pass the stream on.
+    """
+    base = loaded.module.base_model
+    for number in loaded.layers:
+        if number not in layers:
+            base.layers[number] = _Elsewhere()
+    at = {number: experts for number, experts in loaded.experts_at.items() if number in layers}
+    cut = replace(loaded, experts_at=at, layers=layers)
+    if not cut.begins:
+        base.embed_tokens = _Elsewhere()
+        if hasattr(base, "embedding_multiplier"):  # Granite scales whatever it starts from
+            base.embedding_multiplier = 1.0
+    if not cut.ends:
+        base.norm = nn.Identity()
+        loaded.module.lm_head = None
+    return cut
+
+
+class _Elsewhere(nn.Module):
+    """A decoder layer, or the embedding, that another stage has."""
+
+    def forward(self, hidden_states: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        return hidden_states
 
 
 def load_module(path: Path | str, dtype: torch.dtype | None = None, **options: Any) -> LoadedModule:
@@ -96,7 +145,7 @@ def load_module(path: Path | str, dtype: torch.dtype | None = None, **options: A
             **options,
         )
     shape, experts, experts_at = _found(config, module, known)
-    return LoadedModule(module, experts_at, experts, shape)
+    return LoadedModule.whole(module, experts_at, experts, shape)
 
 
 def checkpoint_activations(module: Any) -> None:

@@ -10,15 +10,11 @@ from __future__ import annotations
 import json
 import math
 import os
-import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 
 from tierstore.dense.config import Fusion
 from tierstore.dense.layout import Narrow, UnitLayout, layouts_of_shapes
@@ -31,8 +27,6 @@ from tierstore.store.format import MomentFormat
 MANIFEST_VERSION = 1
 #: The file in a job's ``MODEL_DIRECTORY``.
 MANIFEST_NAME = "manifest.json"
-#: Under which name a commit holds the model's buffers.
-BUFFERS_KEY = "buffers"
 
 
 class ExpertLayout(StrEnum):
@@ -331,30 +325,6 @@ class ImportState:
             return cls(**table)
         except (KeyError, TypeError, ValueError) as error:
             raise StoreFormatError(f"{where}: the state of the import is damaged: {error}") from error
-
-
-def pack_arrays(arrays: Mapping[str, npt.NDArray[np.generic]]) -> bytes:
-    """Small named arrays as bytes, for a commit's state: a JSON header with its length before it, then the values."""
-    header = {name: [array.dtype.str, list(array.shape)] for name, array in arrays.items()}
-    head = json.dumps(header).encode()
-    values = b"".join(np.ascontiguousarray(array).tobytes() for array in arrays.values())
-    return struct.pack("<Q", len(head)) + head + values
-
-
-def unpack_arrays(data: bytes, *, where: str) -> dict[str, npt.NDArray[np.generic]]:
-    """What ``pack_arrays`` packed. Raises StoreFormatError naming ``where``."""
-    arrays: dict[str, npt.NDArray[np.generic]] = {}
-    try:
-        (length,) = struct.unpack_from("<Q", data)
-        offset = 8 + length
-        for name, (dtype, shape) in json.loads(data[8:offset]).items():
-            count = math.prod(shape)
-            array = np.frombuffer(data, np.dtype(dtype), count, offset)
-            arrays[name] = array.reshape(shape).copy()
-            offset += array.nbytes
-    except (struct.error, TypeError, ValueError) as error:
-        raise StoreFormatError(f"{where}: damaged arrays: {error}") from error
-    return arrays
 
 
 def write_durably(path: Path, content: bytes) -> None:

@@ -23,12 +23,13 @@ from torch import Tensor, nn
 from tierstore.errors import StoreFormatError
 from tierstore.hf.balance import AuxLoss, BiasBalance, routers_of
 from tierstore.hf.describing import unit_of
+from tierstore.hf.drawing import generator_states, set_generator_states
 from tierstore.hf.experts import ExpertLayer, ExpertLoads, bind
 from tierstore.hf.loading import LoadedModule, build_module, checkpoint_activations, class_of, parse_config
 from tierstore.hf.lora import adapt, peft, refuse_adapters
-from tierstore.hf.manifest import BUFFERS_KEY, pack_arrays, unpack_arrays
 from tierstore.hf.packages import quiet_transformers
 from tierstore.hf.packing import attention_masks
+from tierstore.model.buffers import BUFFERS_KEY, pack_arrays, unpack_arrays
 from tierstore.model.config import CheckpointActivations, ComputeDtype
 from tierstore.model.interface import Batch, ModelOutput, TaskSegment, joint_loss, segment_losses
 from tierstore.moe.guessing import LayerRouter
@@ -77,8 +78,7 @@ class _UnderWay:
     seed: tuple[int, int]
     loads: dict[int, Tensor]
     logits: dict[int, Tensor] | None
-    cpu: Tensor
-    cuda: Tensor | None
+    generators: Tensor
 
 
 class HfModel:
@@ -100,6 +100,8 @@ class HfModel:
         """
         finetune, lora = finetune or FinetuneConfig(), lora or LoraConfig()
         self._module = loaded.module
+        #: The decoder layers that are here.
+        self.layers = loaded.layers
         self._experts = loaded.experts
         self._routers = dict(routers_of(loaded))
         self._compute = compute
@@ -141,8 +143,8 @@ class HfModel:
 
     @property
     def blocks(self) -> Iterable[nn.Module]:
-        layers: nn.ModuleList = self._module.base_model.layers
-        return layers
+        layers = self._module.base_model.layers
+        return [layers[number] for number in self.layers]
 
     def dense_units(self) -> list[tuple[str, list[nn.Parameter]]]:
         return [
@@ -160,7 +162,7 @@ class HfModel:
     def _units(self) -> list[tuple[str, list[nn.Parameter]]]:
         """All dense parameters."""
         units: dict[str, list[nn.Parameter]] = {"embedding": []}
-        units.update({f"block.{number}": [] for number, _ in enumerate(self.blocks)})
+        units.update({f"block.{number}": [] for number in self.layers})
         units["head"] = []
         for name, parameter in self._module.named_parameters():
             units[unit_of(name)].append(parameter)
@@ -181,7 +183,7 @@ class HfModel:
         return logits
 
     def routers(self) -> list[LayerRouter]:
-        layers: list[Any] = list(self.blocks)
+        layers = self._module.base_model.layers
         return [
             LayerRouter(layer, layers[layer].post_attention_layernorm, router, _chosen, self._experts)
             for layer, router in sorted(self._routers.items())
@@ -203,21 +205,13 @@ class HfModel:
         self._balance.count(self.loads.all())
 
     def suspend(self) -> _UnderWay:
-        devices = self._devices()
-        return _UnderWay(
-            self._seed,
-            self.loads.under_way,
-            self._aux_loss.under_way,
-            torch.get_rng_state(),
-            torch.cuda.get_rng_state(devices[0]) if devices else None,
-        )
+        drawn = generator_states(self._devices())
+        return _UnderWay(self._seed, self.loads.under_way, self._aux_loss.under_way, drawn)
 
     def resume(self, state: object) -> None:
         assert isinstance(state, _UnderWay)
         self._seed, self.loads.under_way, self._aux_loss.under_way = state.seed, state.loads, state.logits
-        torch.set_rng_state(state.cpu)
-        if state.cuda is not None:
-            torch.cuda.set_rng_state(state.cuda, self._devices()[0])
+        set_generator_states(state.generators, self._devices())
 
     def leaving(self, block: int, output: Any) -> list[Tensor]:
         logits = (self._aux_loss.under_way or {}).pop(block, None)
@@ -230,39 +224,59 @@ class HfModel:
         return tensors[0] if isinstance(output, Tensor) else (tensors[0], *output[1:])
 
     def run(self, batch: Batch) -> ModelOutput:
-        training = self._module.training and torch.is_grad_enabled()
-        balanced = training and self._aux_loss.weight > 0
+        output = self._called({"input_ids": batch.tokens_BT}, batch)
+        return self._ended(output.logits, batch, self._aux_loss.value() if self._is_balanced else None)
+
+    @property
+    def _is_training(self) -> bool:
+        return self.module.training and torch.is_grad_enabled()
+
+    @property
+    def _is_balanced(self) -> bool:
+        return self._is_training and self._aux_loss.weight > 0
+
+    def _called(self, entering: Mapping[str, Tensor], batch: Batch) -> Any:
+        """What ``module`` returns of ``entering``, tokens or their stream, in a pass of ``batch``."""
         self.begin_forward()
-        with self._drawing(training), self._aux_loss.recording() if balanced else nullcontext():
-            output = self._module(
-                input_ids=batch.tokens_BT,
+        with self._drawing(), self._aux_loss.recording() if self._is_balanced else nullcontext():
+            output = self.module(
+                **entering,
                 position_ids=batch.positions_BT,
                 attention_mask=attention_masks(self._module.config, batch.positions_BT, self._compute.torch),
                 use_cache=False,
             )
-        loads = self.loads.all()
-        segments = segment_losses(batch, partial(self._segment_loss, output.logits, batch))
-        if batch.segments:
-            loss = joint_loss(batch, segments, output.logits.float().sum() * 0.0)
-        else:
-            loss = self._loss(output.logits, batch)
-        zero = loss.new_zeros(())
-        aux_loss = zero
-        objective = loss if self._ranks == 1 else loss / self._ranks
-        if balanced:
-            aux_loss = self._aux_loss.value()
-            objective = objective + self._aux_loss.weight * aux_loss
-        if training:
+        if self._is_training:
             self.end_forward()
-        return ModelOutput(loss, aux_loss, zero, objective, loads, None, segments)
+        return output
+
+    def _ended(self, logits: Tensor, batch: Batch, aux_loss: Tensor | None) -> ModelOutput:
+        """The losses of ``logits``; ``aux_loss``: this rank's share, where it is trained on."""
+        segments = segment_losses(batch, partial(self._segment_loss, logits, batch))
+        nothing = logits.float().sum() * 0.0
+        loss = joint_loss(batch, segments, nothing) if batch.segments else self._loss(logits, batch)
+        zero = loss.new_zeros(())
+        objective = loss if self._ranks == 1 else loss / self._ranks
+        if aux_loss is not None:
+            objective = objective + self._aux_loss.weight * aux_loss
+        return ModelOutput(
+            loss, zero if aux_loss is None else aux_loss, zero, objective, self.loads.all(), None, segments
+        )
 
     @contextmanager
-    def _drawing(self, training: bool) -> Iterator[None]:
+    def _drawing(self) -> Iterator[None]:
         """Noise of routers and dropout: what a training pass draws depends on its step and on nothing before it."""
-        with torch.random.fork_rng(devices=self._devices(), enabled=training):
-            if training:
-                torch.manual_seed(derive_seed("step", *self._seed, self._rank))
+        with torch.random.fork_rng(devices=self._devices(), enabled=self._is_training):
+            if self._is_training:
+                self._begin_drawing()
             yield
+            if self._is_training:
+                self._end_drawing()
+
+    def _begin_drawing(self) -> None:
+        torch.manual_seed(derive_seed("step", *self._seed, self._rank))
+
+    def _end_drawing(self) -> None:
+        """The forward pass has drawn what it needs."""
 
     def _loss(self, logits: Tensor, batch: Batch) -> Tensor:
         if batch.counted == 0:
@@ -283,9 +297,14 @@ class HfModel:
         )
         return loss
 
+    @property
+    def _device(self) -> torch.device:
+        device: torch.device = next(self._module.parameters()).device
+        return device
+
     def _devices(self) -> list[torch.device]:
-        device = next(self._module.parameters()).device
-        return [device] if device.type == "cuda" else []
+        """Where random numbers are drawn beside the host."""
+        return [self._device] if self._device.type == "cuda" else []
 
     # Beside the parameters ----------------------------------------------------------------------------------
 
@@ -331,8 +350,7 @@ class HfModel:
         """At most ``count`` tokens that follow ``prompt``: the model's own end of text ends them."""
         if not prompt:
             raise ValueError("a prompt needs at least one token")
-        device = next(self._module.parameters()).device
-        tokens = torch.tensor([list(prompt)], device=device)
+        tokens = torch.tensor([list(prompt)], device=self._device)
         options: dict[str, Any] = {"max_new_tokens": count, "do_sample": temperature > 0}
         if temperature > 0:
             options["temperature"] = temperature

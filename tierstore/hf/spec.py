@@ -158,11 +158,21 @@ class HfSpec:
         kind = self.manifest.model_type
         return f"linear attention ({kind}) takes its state over documents" if kind in _LINEAR else ""
 
-    def activation_bytes(self, tokens: int) -> int:
-        """An upper estimate of what one training pass of ``tokens`` keeps and needs at its peak, in bytes."""
+    def check_stages(self) -> None:
+        """Raises ConfigError for a tied embedding."""
+        if self.manifest.tied:
+            raise ConfigError(
+                "parallel.stages: expected 1: the head of this model is its embedding; the first and the last stage would "
+                "both have the table, and its gradient would be summed in another order than one process does"
+            )
+
+    def activation_bytes(self, tokens: int, blocks: range | None = None) -> int:
+        """An upper estimate of what one training pass of ``tokens`` keeps and needs at its peak, in bytes, through all
+        decoder layers or through ``blocks``.
+        """
         from tierstore.hf.activations import activation_bytes
 
-        return activation_bytes(self, tokens)
+        return activation_bytes(self, tokens, blocks)
 
     def layer_order_bytes(self, tokens: int, micro_batches: int) -> int:
         """The same of a step in layer order, of ``micro_batches`` of ``tokens`` each, beside the block inputs."""
@@ -219,16 +229,25 @@ class HfSpec:
         mesh: Mesh | None = None,
         ledger: StallLedger | None = None,
         vocabulary: VocabularyPartition | None = None,
+        blocks: range | None = None,
     ) -> Model:
-        """The model, whose experts come from ``source``. Raises ConfigError, and CapabilityError without transformers."""
+        """The model, whose experts come from ``source``, or the stage of it that has ``blocks``. Raises ConfigError,
+        CapabilityError without transformers, and ValueError for a stage without a mesh.
+        """
         from importlib import import_module
 
         if vocabulary not in (None, VocabularyPartition()):
             raise ConfigError(
                 "parallel.embedding, parallel.head: expected gathered: an imported model's stay whole"
             )
-
-        model: Model = import_module("tierstore.hf.model").build_model(self, source, mesh=mesh, ledger=ledger)
+        model: Model
+        if blocks is None:
+            model = import_module("tierstore.hf.model").build_model(self, source, mesh=mesh, ledger=ledger)
+        elif mesh is None:
+            raise ValueError("a pipeline stage needs a mesh")
+        else:
+            build_stage = import_module("tierstore.hf.stage").build_stage
+            model = build_stage(self, source, blocks, mesh=mesh, ledger=ledger)
         return model
 
     def first_weights(self, layer: int, expert: int) -> npt.NDArray[np.float32]:

@@ -225,21 +225,32 @@ class ModelConfig:
             top_k=self.top_k,
         )
 
-    def activation_bytes(self, tokens: int) -> int:
-        """An upper estimate of what one pass of ``tokens`` keeps and needs at its peak, in bytes.
+    def check_stages(self) -> None:
+        """Raises ConfigError for a tied embedding."""
+        if self.tie_embeddings is TieEmbeddings.TIED:
+            raise ConfigError(
+                "parallel.stages: expected 1 with model.tie_embeddings = tied: the first and the last stage would both "
+                "have the table, and its gradient would be summed in another order than one process does"
+            )
+
+    def activation_bytes(self, tokens: int, blocks: range | None = None) -> int:
+        """An upper estimate of what one pass of ``tokens`` keeps and needs at its peak, in bytes, through all blocks or
+        through ``blocks``, all of them with experts.
 
         Counts what autograd saves per block, the experts' activations, and the scratch of one layer's
         backward pass with every assignment at one expert.
         """
+        if blocks is not None:
+            return replace(self, n_layers=len(blocks), moe_every=1).activation_bytes(tokens)
         d, width = self.d_model, self.compute_dtype.itemsize
         of = self._activations(tokens)
         saving = self.expert_activations is SaveActivations.SAVE
         mixture = of.mixture + (of.inner if saving else 0)
         moe = len(self.moe_layers)
-        blocks = self.n_layers * of.attention + moe * mixture + (self.n_layers - moe) * of.dense
+        kept = self.n_layers * of.attention + moe * mixture + (self.n_layers - moe) * of.dense
         if self.checkpoint_activations is CheckpointActivations.BLOCK:
-            blocks = self.n_layers * tokens * d * width + of.attention + max(mixture, of.dense)
-        return blocks + of.rows + of.workspace + of.head
+            kept = self.n_layers * tokens * d * width + of.attention + max(mixture, of.dense)
+        return kept + of.rows + of.workspace + of.head
 
     def layer_order_bytes(self, tokens: int, micro_batches: int) -> int:
         """An upper estimate of what a step in layer order needs at its peak, beside the block inputs that it keeps.
@@ -304,10 +315,21 @@ class ModelConfig:
         mesh: Mesh | None = None,
         ledger: StallLedger | None = None,
         vocabulary: VocabularyPartition | None = None,
+        blocks: range | None = None,
     ) -> Transformer:
-        """The transformer of this configuration."""
+        """The transformer of this configuration, or the stage of it that has ``blocks``. Raises ValueError for a stage
+        without a mesh.
+        """
         from tierstore.model.transformer import Transformer
 
+        if blocks is not None:
+            from tierstore.model.stage import StageTransformer
+
+            if mesh is None:
+                raise ValueError("a pipeline stage needs a mesh")
+            return StageTransformer(
+                self, source, layers=blocks, mesh=mesh, ledger=ledger, vocabulary=vocabulary
+            )
         return Transformer(self, source, mesh=mesh, ledger=ledger, vocabulary=vocabulary)
 
     def first_weights(self, layer: int, expert: int) -> npt.NDArray[np.float32]:

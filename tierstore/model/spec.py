@@ -94,8 +94,14 @@ class ModelSpec(Protocol):
         """Why documents that share a sequence would see one another; empty where positions keep them apart."""
         ...
 
-    def activation_bytes(self, tokens: int) -> int:
-        """An upper estimate of what one training pass of ``tokens`` keeps and needs at its peak, in bytes."""
+    def check_stages(self) -> None:
+        """Raises ConfigError where its blocks cannot be divided into pipeline stages."""
+        ...
+
+    def activation_bytes(self, tokens: int, blocks: range | None = None) -> int:
+        """An upper estimate of what one training pass of ``tokens`` keeps and needs at its peak, in bytes, through all of it
+        or through ``blocks``.
+        """
         ...
 
     def layer_order_bytes(self, tokens: int, micro_batches: int) -> int:
@@ -125,9 +131,11 @@ class ModelSpec(Protocol):
         mesh: Mesh | None = None,
         ledger: StallLedger | None = None,
         vocabulary: VocabularyPartition | None = None,
+        blocks: range | None = None,
     ) -> Model:
         """The model, whose experts come from ``source``. Waiting for other ranks is charged to ``ledger``. ``vocabulary``:
-        the tables of which each data rank of ``mesh`` has some of the rows. Raises ConfigError.
+        the tables of which each data rank of ``mesh`` has some of the rows. ``blocks``: those of one pipeline stage of
+        ``mesh``, which is then also a ``StageModule``. Raises ConfigError.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""The part of the built-in model that one pipeline stage has: some of its blocks, with the embedding or the head.
+"""What a pipeline stage takes and gives, whatever model it is cut of, and the part of the built-in one that a stage has.
 
 Shapes: B sequences, T positions, V vocabulary, D width.
 
@@ -6,13 +6,14 @@ A stage starts from tokens or from the stream that the stage before left, and le
 its own experts is part of its own objective: the shares of all stages add up to the model's. First weights are functions
 of the seed and of what they are for, so a stage makes its own and no others.
 
-Outside of training, all stages together pass a batch from the first to the last (``run``, ``generate``); every such call
-is a collective of them.
+Outside of training, all stages together pass a batch from the first to the last (``StageLine``).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,14 +27,91 @@ from tierstore.parallel import Mesh, RankGroup
 from tierstore.stats import StallLedger
 
 
+def no_values() -> Tensor:
+    """What is beside a message where a model has nothing to tell."""
+    return torch.empty(0, dtype=torch.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class StageBorder:
+    """What passes the borders of a stage. ``begins``: it starts from tokens; ``ends``: it makes the loss; elsewhere a stream
+    (B, T, ``width``) of ``dtype`` comes and goes. Beside each stream ``forward_values`` int64 values go to the next stage,
+    beside its gradient ``backward_values`` to the one before.
+    """
+
+    begins: bool
+    ends: bool
+    width: int
+    dtype: torch.dtype
+    forward_values: int = 0
+    backward_values: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class StagePass:
     """One forward pass through a stage: the ``stream`` that it leaves for the next one (None: it is the last), and its
-    part of the model's output. Without a head that has no loss, and an objective of balance losses alone.
+    part of the model's output. Without a head that has no loss, and an objective of what balances experts alone.
+
+    ``values``: what goes to the next stage beside the stream; of the last stage, what goes back through all others. There
+    it is put into ``told`` before the backward pass.
     """
 
     stream: Tensor | None
     part: ModelOutput
+    values: Tensor = field(default_factory=no_values)
+    told: Tensor = field(default_factory=no_values)
+
+
+class StageModule(Protocol):
+    """A stage as its pipeline drives it."""
+
+    @property
+    def border(self) -> StageBorder: ...
+
+    def run_stage(self, batch: Batch, given: Tensor, values: Tensor) -> StagePass:
+        """One forward pass of ``batch`` from ``given``, its tokens or the stream; ``values`` came beside that (the first
+        stage gets zeros).
+        """
+        ...
+
+
+class StageLine:
+    """All stages of a pipeline, of which this rank has one: a batch passes through one after another, without a graph.
+
+    Each call is a collective of all of them. Raises PeerError.
+    """
+
+    def __init__(self, group: RankGroup, width: int, dtype: torch.dtype) -> None:
+        self._group = group
+        self._width = width
+        self._dtype = dtype
+
+    @torch.no_grad()
+    def through(self, tokens_BT: Tensor, forward: Callable[[Tensor], StagePass]) -> ModelOutput:
+        """This stage's part of a forward pass of ``tokens_BT``: ``forward`` gets the tokens, or the stream when the stages
+        before have made it.
+        """
+        group, shape = self._group, (*tokens_BT.shape, self._width)
+        given = tokens_BT
+        for sender in range(group.rank):
+            received = sender == group.rank - 1
+            arriving = tokens_BT.new_empty(shape if received else (0, *shape[1:]), dtype=self._dtype)
+            _hand_on(group, sender, arriving, arriving[:0])
+            given = arriving
+        output = forward(given)
+        for sender in range(group.rank, group.size - 1):
+            assert output.stream is not None
+            stream = output.stream.contiguous()
+            _hand_on(group, sender, stream[:0], stream if sender == group.rank else stream[:0])
+        return output.part
+
+    def from_last(self, own: Tensor | None, numel: int = 1) -> Tensor:
+        """The ``numel`` values of ``own`` in the last stage, which alone has it, on all of them: fp32, on the host."""
+        told = torch.zeros(numel)
+        if own is not None:
+            told.copy_(own.detach().reshape(-1))
+        self._group.all_reduce(told).wait()
+        return told
 
 
 class StageTransformer(Transformer):
@@ -53,7 +131,8 @@ class StageTransformer(Transformer):
         vocabulary: VocabularyPartition | None = None,
     ) -> None:
         super().__init__(config, source, mesh=mesh, ledger=ledger, layers=layers, vocabulary=vocabulary)
-        self._pipeline = mesh.pipeline
+        self.border = StageBorder(self.begins, self.ends, config.d_model, config.compute_dtype.torch)
+        self._line = StageLine(mesh.pipeline, self.border.width, self.border.dtype)
 
     def made(self, output: StagePass) -> Tensor | None:  # type: ignore[override]
         return output.part.objective if output.stream is None else output.stream
@@ -67,51 +146,21 @@ class StageTransformer(Transformer):
         objective = config.aux_loss_weight * aux_loss + config.z_loss_weight * z_loss
         return StagePass(x, ModelOutput(None, aux_loss, z_loss, objective, loads, None))
 
+    def run_stage(self, batch: Batch, given: Tensor, values: Tensor) -> StagePass:
+        """One pass of ``batch``; nothing goes beside its stream."""
+        output: StagePass = self(given, batch.targets_BT if self.ends else None)
+        return output
+
     def run(self, batch: Batch) -> ModelOutput:
         """A forward pass through all stages, without a graph; all of them get the loss. Raises PeerError, ValueError."""
-        part = self._passed_on(batch.tokens_BT, batch.targets_BT)
-        told = torch.zeros(1, dtype=torch.float64)
-        if part.loss is not None:
-            told[0] = float(part.loss)
-        self._pipeline.all_reduce(told).wait()
-        loss = told[0].to(torch.float32)
+        part = self._line.through(batch.tokens_BT, lambda given: self(given, batch.targets_BT))
+        loss = self._line.from_last(part.loss)[0]
         return ModelOutput(loss, part.aux_loss, part.z_loss, None, part.loads, None)
 
     def _last_logits(self, window_BT: Tensor) -> Tensor:
-        part = self._passed_on(window_BT, None)
-        logits = torch.zeros(self.config.vocab_size)
-        if part.logits is not None:
-            logits.copy_(part.logits[0, -1])
-        self._pipeline.all_reduce(logits).wait()
-        return logits
-
-    @torch.no_grad()
-    def _passed_on(self, tokens_BT: Tensor, targets_BT: Tensor | None) -> ModelOutput:
-        """This stage's part of a forward pass: it waits for the stages before it, and then sends to the next one."""
-        config, group = self.config, self._pipeline
-        shape = (*tokens_BT.shape, config.d_model)
-        given = tokens_BT
-        for sender in range(group.rank):
-            received = sender == group.rank - 1
-            arriving = tokens_BT.new_empty(shape if received else (0, *shape[1:]), dtype=self.stream_dtype)
-            _hand_on(group, sender, arriving, arriving[:0])
-            given = arriving
-        output: StagePass = self(given, targets_BT)
-        for sender in range(group.rank, group.size - 1):
-            assert output.stream is not None
-            stream = output.stream.contiguous()
-            _hand_on(group, sender, stream[:0], stream if sender == group.rank else stream[:0])
-        return output.part
-
-    @property
-    def width(self) -> int:
-        """Of the residual stream."""
-        return self.config.d_model
-
-    @property
-    def stream_dtype(self) -> torch.dtype:
-        """The type of the residual stream."""
-        return self.config.compute_dtype.torch
+        part = self._line.through(window_BT, self)
+        last = None if part.logits is None else part.logits[0, -1]
+        return self._line.from_last(last, self.config.vocab_size)
 
 
 def _hand_on(group: RankGroup, sender: int, out_rows: Tensor, in_rows: Tensor) -> None:

@@ -32,6 +32,7 @@ from tierstore.model.division import check_divisible, divisions
 from tierstore.model.interface import Batch, ModelOutput, SegmentLoss, TaskSegment, joint_loss, segment_losses
 from tierstore.model.kv_cache import Following, KeyValueCache, visible_tokens
 from tierstore.model.loss import cross_entropy
+from tierstore.model.sampling import sample_tokens
 from tierstore.model.vocabulary import DividedTable, VocabularyPartition
 from tierstore.moe import ExpertSource, FeedForward, MoELayer, NoiseKey, Router, Routing
 from tierstore.moe.exchange import Charge
@@ -348,25 +349,17 @@ class Transformer(nn.Module):
 
         The whole window of at most ``seq_len`` last tokens runs again for each token: no cache of keys.
         """
-        tokens = list(prompt)
-        if not tokens:
-            raise ValueError("a prompt needs at least one token")
-        generator = keyed_generator(seed, "generate")
+
+        def last_logits(tokens: Sequence[int]) -> Tensor:
+            window = torch.tensor([tokens[-self.config.seq_len :]], device=cast(Tensor, self.cos).device)
+            return self._last_logits(window)
+
         training = self.training
         self.eval()
         try:
-            for _ in range(count):
-                window = torch.tensor([tokens[-self.config.seq_len :]], device=cast(Tensor, self.cos).device)
-                logits = self._last_logits(window)
-                if temperature > 0:
-                    probability = (logits / temperature).softmax(dim=-1)
-                    token = int(torch.multinomial(probability, 1, generator=generator))
-                else:
-                    token = int(logits.argmax())
-                tokens.append(token)
+            return sample_tokens(last_logits, prompt, count, temperature=temperature, seed=seed)
         finally:
             self.train(training)
-        return tokens[len(tokens) - count :]
 
 
 def _block(

@@ -26,6 +26,7 @@ from tierstore.prefetch.operations import Kind, Operation, PassSizes
 from tierstore.prefetch.schedule import Pass, QueueLimits, Schedule
 from tierstore.store.format import MomentFormat
 from tierstore.train.budgets import DeviceKind
+from tierstore.train.stages.spec import StageSpec, whole_model
 
 #: Experts of a pass that are simulated one by one, and of a step; of more, so many equal parts stand for all.
 _MOST_OF_A_PASS, _MOST_OF_A_STEP = 16, 256
@@ -222,8 +223,10 @@ class StepWorkload:
     def _attention(self) -> list[int]:
         """The mean width of attention's two products, by unit."""
         model = self.setting.config.model
-        if isinstance(model, HfSpec):
-            return [attention_sizes(model, unit).products for unit in model.manifest.units]
+        spec = whole_model(model)
+        if isinstance(spec, HfSpec):
+            products = [attention_sizes(spec, unit).products for unit in spec.manifest.units]
+            return list(model.own(products, 0)) if isinstance(model, StageSpec) else products
         return [model.d_model] * len(self.setting.model.units)
 
     def expert_flops(self, item: Pass) -> float:

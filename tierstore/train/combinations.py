@@ -76,7 +76,6 @@ _SUMS = "a layer's output is a sum of the ranks' parts, which rounds otherwise t
 _ROWS = "rows of the table are summed by their owner in the order of tokens, not rank by rank"
 _ASSIGNED = "which rank computes which rows decides the order in which gradients are summed"
 _PIECES = "a rank's rows are cut into the same pieces either way"
-_NO_STAGES = "only the built-in model can be cut into stages"
 
 _L, _C, _S, _T = Feature.LAYER_MAJOR, Feature.CHUNKS, Feature.STAGES, Feature.TENSOR
 _H, _E, _K = Feature.HIERARCHICAL, Feature.EMBEDDING, Feature.TASKS
@@ -109,9 +108,11 @@ _TABLE: Mapping[tuple[Feature, Feature], Pairing] = {
     (_S, _K): _refused(
         "the last stage's loss is one mean over a micro-batch, and tasks have weights of their own"
     ),
-    (_S, _A): _refused(_NO_STAGES),
+    (_S, _A): _equal("a stage has the pairs of its own blocks"),
     (_S, _N): _equal("rounding depends on a record's key and step alone"),
-    (_S, _W): _refused(_NO_STAGES),
+    (_S, _W): _equal(
+        "each stage runs the family's own code over its layers, and is told what the others' routers chose"
+    ),
     (_T, _H): _refused(
         "the rows of a tensor-parallel group's experts come back to all of its ranks: there is no all-to-all to be done in "
         "two steps"

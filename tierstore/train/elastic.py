@@ -35,6 +35,7 @@ from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening, own_store
 from tierstore.train.resharding import reshard
 from tierstore.train.resharding.reading import stored_layout
+from tierstore.train.stages.spec import whole_model
 from tierstore.train.state import STATE_KEY, TrainState, table_of
 
 #: The tokens of a run's documents, which belong to no layout.
@@ -103,7 +104,7 @@ def _made_over(config: TrainConfig, opening: Opening, mesh: Mesh) -> _Outcome:
     try:
         _check_job(mesh, opening)
         _check_places(config)
-        return _follow(config.store, mesh, opening, _model(config), progress)
+        return _follow(config, mesh, opening, progress)
     except PeerError:
         raise
     except (TierstoreError, OSError) as error:
@@ -124,7 +125,9 @@ def drop_before(store: Path) -> None:
 
 
 def _model(config: TrainConfig) -> ModelSpec | None:
-    return None if isinstance(config.model, ModelConfig) else config.model
+    """The whole model, of which ``config`` may have a stage; None for the built-in one, which its store describes."""
+    model = whole_model(config.model)
+    return None if isinstance(model, ModelConfig) else model
 
 
 def _check_job(mesh: Mesh, opening: Opening) -> None:
@@ -150,9 +153,9 @@ def _check_places(config: TrainConfig) -> None:
 
 
 def _follow(
-    store: Path, mesh: Mesh, opening: Opening, model: ModelSpec | None, progress: Callable[[int, int], None]
+    config: TrainConfig, mesh: Mesh, opening: Opening, progress: Callable[[int, int], None]
 ) -> MadeOver | None:
-    wanted = mesh.layout
+    store, wanted = config.store, mesh.layout
     beside, old = store.with_name(f"{store.name}.resharded"), before_name(store)
     if not store.exists() and _is_store(old) and _is_store(beside):
         _rename(beside, store)  # killed between the two
@@ -168,7 +171,8 @@ def _follow(
             raise StoreExistsError(f"{path}: parallel.elastic keeps a store there, and this is none")
         # A new one that never got its name, or an old one whose successor is whole.
         shutil.rmtree(path, ignore_errors=True)
-    done = reshard(store, beside, wanted, progress, model=model)
+    blocks = config.parallel.stage_blocks if wanted.stages > 1 else ()
+    done = reshard(store, beside, wanted, progress, model=_model(config), stage_blocks=blocks)
     _rename(store, old)
     _rename(beside, store)
     _move_tokens(old, store)

@@ -32,7 +32,7 @@ from tierstore.parallel.pipeline_degree import (
 )
 from tierstore.train.config import TrainConfig
 from tierstore.train.probing import LayerCosts, ProbeSizes, probe
-from tierstore.train.stages.spec import StageSpec
+from tierstore.train.stages.spec import whole_model
 from tierstore.train.state import TrainState
 from tierstore.units import format_seconds
 
@@ -193,7 +193,7 @@ class PipelineControl:
         rows_bytes = loads.travelling * model.d_model * model.compute_dtype.itemsize
         seconds = loads.experts * costs.expert + loads.computed * costs.row
         kept = model.expert_activations is SaveActivations.SAVE and not config.data.layer_major
-        built_in = isinstance(model, ModelConfig | StageSpec)
+        built_in = isinstance(whole_model(model), ModelConfig)
         backward = backward_pass(
             rows_bytes,
             seconds,

@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -29,6 +29,7 @@ from tierstore.train.tasks.data import TaskData
 from tierstore.train.tasks.losses import TaskLosses
 
 if TYPE_CHECKING:
+    from tierstore.model.stage import StageModule
     from tierstore.train.stages.pipeline import StagePipeline
 
 
@@ -83,14 +84,11 @@ class Trainer:
             self.stages = self._open_pipeline(parts)
 
     def _open_pipeline(self, parts: SessionParts) -> StagePipeline:
-        from tierstore.model.stage import StageTransformer
-        from tierstore.train.stages.pipeline import (
-            StagePipeline,
-        )  # torch's pipelining takes a while to import
+        # torch's pipelining takes a while to import
+        from tierstore.train.stages.pipeline import StagePipeline
 
-        assert isinstance(parts.model, StageTransformer)
         return StagePipeline(
-            parts.model,
+            cast("StageModule", parts.model),  # a ``StageSpec`` builds nothing else
             parts.mesh.pipeline,
             parts.mesh.device,
             ledger=parts.ledger,

@@ -19,8 +19,9 @@ from tierstore.deploy.compress.grouping import Groups, LayerUse
 from tierstore.errors import ConfigError, StoreFormatError
 from tierstore.hf.exports.exporting import outline_of, write_outline
 from tierstore.hf.exports.reading import Bits, Floats, StoredWeights, open_weights, round_bf16
-from tierstore.hf.manifest import BUFFERS_KEY, Manifest, ParameterEntry, pack_arrays, unpack_arrays
+from tierstore.hf.manifest import Manifest, ParameterEntry
 from tierstore.hf.stored import stored_spec
+from tierstore.model.buffers import BUFFERS_KEY, pack_arrays, unpack_arrays
 from tierstore.moe.config import ExpertShape
 from tierstore.train.config import FinetuneConfig
 

@@ -131,7 +131,7 @@ class StoredAdapter(Adapter):
         for pair in self.attention:
             shapes[pair.unit] += [(Narrow.NO, (rank, pair.inputs)), (Narrow.NO, (pair.outputs, rank))]
         units = [(f"lora.{unit.name}", each) for unit, each in zip(manifest.units, shapes, strict=True)]
-        return layouts_of_shapes(units, ranks=len(self.weights.stores), fusion=manifest.fusion)
+        return layouts_of_shapes(units, ranks=self.weights.data_ranks, fusion=manifest.fusion)
 
     # Its values ---------------------------------------------------------------------------------------------
 

@@ -43,15 +43,8 @@ from tierstore.hf.exports.outline import (
 )
 from tierstore.hf.exports.reading import Adjustment, ModelWeights, StoredWeights, open_weights, round_bf16
 from tierstore.hf.families import FAMILIES
-from tierstore.hf.manifest import (
-    BUFFERS_KEY,
-    MANIFEST_NAME,
-    BufferEntry,
-    Manifest,
-    ParameterEntry,
-    Quantization,
-    unpack_arrays,
-)
+from tierstore.hf.manifest import MANIFEST_NAME, BufferEntry, Manifest, ParameterEntry, Quantization
+from tierstore.model.buffers import BUFFERS_KEY, unpack_arrays
 from tierstore.model.config import ComputeDtype, ModelConfig
 from tierstore.store.disk.home import MODEL_DIRECTORY, fsync_directory
 from tierstore.train.vocabulary import places_of, recorded_placements
@@ -95,7 +88,7 @@ def export(
     imported = (source / MODEL_DIRECTORY / MANIFEST_NAME).exists()
     manifest = Manifest.read(source) if imported else None
     with open_weights(source) as weights:
-        ranks = len(weights.stores)
+        ranks = weights.data_ranks
         if manifest is not None:
             outline = outline_of(source, manifest, ranks, dtype)
         else:

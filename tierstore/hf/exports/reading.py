@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ from tierstore import _native
 from tierstore._native import Buffer, Priority
 from tierstore.dense import UnitLayout
 from tierstore.errors import StoreFormatError
+from tierstore.model.buffers import with_all_buffers
 from tierstore.parallel import ExpertBlocks
 from tierstore.quant.values import dequantize
 from tierstore.store.config import StoreConfig
@@ -29,7 +30,8 @@ from tierstore.store.parameter_store import ParameterStore
 from tierstore.store.scratch import scratch_buffers
 from tierstore.train.experts import expert_key
 from tierstore.train.ranks import newest_common
-from tierstore.train.state import TrainState
+from tierstore.train.resharding.reading import stored_layout
+from tierstore.train.state import TrainState, table_of
 
 Floats = npt.NDArray[np.float32]
 Bits = npt.NDArray[np.uint16]
@@ -54,15 +56,27 @@ class ModelWeights(Protocol):
 
 @dataclass
 class StoredWeights:
-    """The stores of a job, open at one step."""
+    """The stores of a job, open at one step: of each of ``stages`` pipeline stages as many."""
 
     stores: list[StoreCore]
     state: TrainState
-    #: What the commit of the first rank holds beside the records.
+    #: What the commit of the first rank holds beside the records, with the buffers of all stages.
     small: Mapping[str, bytes]
     expert_ranks: int
+    stages: int = 1
     _scratch: dict[tuple[str, Group], list[Buffer]] = field(default_factory=dict)
     _unit: tuple[str, list[Floats]] = ("", [])
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks of a stage: each has a slice of its dense units."""
+        return len(self.stores) // self.stages
+
+    def _stage_of(self, key: str) -> list[StoreCore]:
+        """The stores of the stage that has record ``key``; of the first one where none has it."""
+        count = self.data_ranks
+        stages = [self.stores[begin : begin + count] for begin in range(0, len(self.stores), count)]
+        return next((stage for stage in stages if any(key in core.records for core in stage)), stages[0])
 
     # Experts ------------------------------------------------------------------------------------------------
 
@@ -103,7 +117,7 @@ class StoredWeights:
         self, key: str, expert: int, experts: int, *, masters: bool
     ) -> tuple[RecordSchema, list[Buffer]]:
         """The sections of the weights, of moments too where the masters or missed steps need them."""
-        core = self.stores[ExpertBlocks(experts, self.expert_ranks).owner(expert)]
+        core = self._stage_of(key)[ExpertBlocks(experts, self.expert_ranks).owner(expert)]
         try:
             live = core.records.live(key)
         except KeyError as error:
@@ -153,7 +167,7 @@ class StoredWeights:
     def _slices(self, layout: UnitLayout) -> list[Floats]:
         if self._unit[0] != layout.key:
             self._unit = ("", [])  # its memory first
-            self._unit = (layout.key, [self._slice(core, layout) for core in self.stores])
+            self._unit = (layout.key, [self._slice(core, layout) for core in self._stage_of(layout.key)])
         return self._unit[1]
 
     def _slice(self, core: StoreCore, layout: UnitLayout) -> Floats:
@@ -190,21 +204,23 @@ def open_weights(source: Path) -> Iterator[StoredWeights]:
             store = ParameterStore.open(directory, StoreConfig(host_budget=budget), at=opened_at)
             stack.callback(store.close)
             stores.append(store.core)
-        small = stores[0].committer.state
-        state = TrainState.unpack(small, where=str(directories[0]))
-        parallel: Any = state.conditions.get("parallel")
+        state = TrainState.unpack(stores[0].committer.state, where=str(directories[0]))
         try:
-            ranks, expert_ranks = int(parallel["ranks"]), int(parallel["expert_ranks"])
-        except (KeyError, TypeError, ValueError) as error:
+            layout = stored_layout(table_of(state.conditions["parallel"]))
+        except (AssertionError, KeyError, TypeError, ZeroDivisionError) as error:
             raise StoreFormatError(f"{source}: the conditions of the run are damaged: {error}") from error
-        if (parallel.get("tensor_ranks", 1), parallel.get("stages", 1)) != (1, 1):
+        if layout.tensor != 1:
             raise StoreFormatError(
-                f"{source}: made by tensor-parallel ranks or pipeline stages; tierstore reshard {source} --to NEW --ranks 1 "
-                "makes a store that can be exported"
+                f"{source}: made by tensor-parallel ranks; tierstore reshard {source} --to NEW --ranks 1 makes a store that "
+                "can be exported"
             )
-        if ranks != len(stores):
-            raise StoreFormatError(f"{source}: made by {ranks} ranks, and there are {len(stores)} stores")
-        yield StoredWeights(stores, state, small, expert_ranks)
+        if layout.world != len(stores):
+            raise StoreFormatError(
+                f"{source}: made by {layout.world} ranks, and there are {len(stores)} stores"
+            )
+        states = [core.committer.state for core in stores[:: len(stores) // layout.stages]]
+        small = with_all_buffers(states, where=str(source))
+        yield StoredWeights(stores, state, small, layout.expert, layout.stages)
 
 
 def round_bf16(values: Floats) -> Bits:

@@ -42,8 +42,9 @@ from tierstore.hf.imports.model_files import (
     copy_carried,
     copy_companions,
 )
-from tierstore.hf.manifest import BUFFERS_KEY, ImportProgress, ImportState, Manifest, Weights, pack_arrays
+from tierstore.hf.manifest import ImportProgress, ImportState, Manifest, Weights
 from tierstore.hf.spec import HfSpec
+from tierstore.model.buffers import BUFFERS_KEY, pack_arrays
 from tierstore.model.config import ComputeDtype
 from tierstore.parallel import Mesh, RankEnvironment
 from tierstore.quant.layout import CodeFormat
@@ -188,6 +189,11 @@ def import_model(
 
 def plan_import(source: Path, options: ImportOptions, mesh: Mesh) -> ImportPlan:
     """Reads the configuration and all headers, compares them, and divides the work. Raises as ``import_model``."""
+    if mesh.stages > 1:
+        raise ConfigError(
+            "parallel.stages: expected 1: an import is for ranks without stages; tierstore reshard makes a store for stages "
+            "of it"
+        )
     config = read_config(source)
     checkpoint = Checkpoint.open(source)
     compute = options.compute or _compute_of(checkpoint)

@@ -36,7 +36,7 @@ from tierstore.plan.workload import StepWorkload
 from tierstore.prefetch.operations import Kind, Operation, PassSizes
 from tierstore.prefetch.schedule import Pass
 from tierstore.train.config import TrainConfig
-from tierstore.train.stages.spec import StageSpec, stage_config
+from tierstore.train.stages.spec import StageSpec, stage_config, whole_model
 
 #: A row's weight, and its gradient, travel in fp32.
 _WEIGHT_BYTES = 4
@@ -100,7 +100,7 @@ class LayoutWorkload(StepWorkload):
     def tensor_bytes(self, item: Pass) -> float:
         """Sums over the tensor-parallel group in a pass, sent by one rank."""
         layout, model = self.choice.ranks, self.setting.config.model
-        divided = isinstance(model, ModelConfig | StageSpec)
+        divided = isinstance(whole_model(model), ModelConfig)
         if layout.tensor == 1 or not divided or not 0 < item.unit < len(self.layouts) - 1:
             return 0.0
         block = DivisionBytes(
@@ -151,9 +151,8 @@ class LayoutWorkload(StepWorkload):
     @cached_property
     def _attention(self) -> list[int]:
         """Heads are divided over the tensor-parallel ranks of a built-in model."""
-        parts = (
-            self.choice.ranks.tensor if isinstance(self.setting.config.model, ModelConfig | StageSpec) else 1
-        )
+        divided = isinstance(whole_model(self.setting.config.model), ModelConfig)
+        parts = self.choice.ranks.tensor if divided else 1
         return [width // parts for width in super()._attention]
 
     def seconds(self, operation: Operation) -> float:

@@ -34,6 +34,7 @@ from tierstore.plan.pipemoe.simulation import exhaustive_degree
 from tierstore.plan.traffic import Traffic
 from tierstore.plan.workload import StepWorkload
 from tierstore.prefetch.schedule import Pass
+from tierstore.train.stages.spec import whole_model
 
 #: The highest number of chunks that is simulated.
 _SIMULATED = 64
@@ -157,7 +158,7 @@ def _sent(workload: StepWorkload, item: Pass) -> LayerPass:
     rows = setting.tokens * setting.model.top_k * (sharing - 1) / sharing
     # Rows are kept with what feeds the activations, or not at all.
     saves = config.model.expert_activations is SaveActivations.SAVE and not config.data.layer_major
-    outputs = isinstance(config.model, HfSpec)
+    outputs = isinstance(whole_model(config.model), HfSpec)
     return backward_pass(
         rows_bytes,
         0.0,

@@ -88,12 +88,14 @@ def reshard(
     placement: VocabularyPlacement = AS_THEY_ARE,
     moments: MomentFormat | None = None,
     model: ModelSpec | None = None,
+    stage_blocks: Sequence[int] = (),
 ) -> Resharded:
     """Makes at ``target`` the store of ``source`` for ``layout`` (None: as it is). ``progress`` is called with records done
     and in all. ``placement``: whether tables over the vocabulary are gathered there. ``moments``: how experts' moments are
     kept there (None: as they are); a narrower format rounds them once.
 
-    ``model``: what the store holds, where that is not the built-in model, which its state describes.
+    ``model``: what the store holds, where that is not the built-in model, which its state describes. ``stage_blocks``: how
+    many blocks each stage gets (none: as many as before, or balanced by cost).
 
     Raises StoreMissingError, StoreInUseError, StoreExistsError, StoreFormatError, ConfigError, OSError; on a failure
     there is nothing at ``target``.
@@ -103,7 +105,7 @@ def reshard(
     with contextlib.ExitStack() as stack:
         old = stack.enter_context(open_stored(source, model))
         layout, moments = layout or old.layout, moments or old.expert_schema.moments
-        blocks = _new_blocks(old, layout)
+        blocks = _new_blocks(old, layout, stage_blocks)
         conditions = _conditions(old, layout, placement)
         if old.expert_schema.frozen and moments is not MomentFormat.FP32:
             raise ConfigError(
@@ -124,18 +126,16 @@ def reshard(
     return Resharded(old.layout, layout, old.state.position, *written, moments)
 
 
-def _new_blocks(old: StoredModel, layout: Layout) -> list[range]:
-    """The blocks of each stage of ``layout``. Raises ConfigError where the model cannot be divided as it says."""
-    builtin = isinstance(old.model, ModelConfig)
+def _new_blocks(old: StoredModel, layout: Layout, given: Sequence[int]) -> list[range]:
+    """The blocks of each stage of ``layout``, ``given`` many. Raises ConfigError where the model cannot be divided so."""
     if layout.tensor > 1 and isinstance(old.model, ModelConfig):
         check_divisible(old.model, layout.tensor)
     if layout.stages == 1:
         return [range(len(old.model.architecture.units) - 2)]
-    if not builtin:
-        raise ConfigError("stages: expected 1: only the built-in model can be cut into stages")
-    if layout.stages == old.layout.stages:
+    old.model.check_stages()
+    if layout.stages == old.layout.stages and not given:
         return old.blocks
-    return stage_blocks(old.model.architecture, layout.stages)
+    return stage_blocks(old.model.architecture, layout.stages, given)
 
 
 def _conditions(old: StoredModel, layout: Layout, placement: VocabularyPlacement) -> dict[str, object]:

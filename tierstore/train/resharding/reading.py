@@ -17,6 +17,7 @@ from tierstore.config import from_dict
 from tierstore.dense import Fusion
 from tierstore.dense.layout import Narrow
 from tierstore.errors import StoreFormatError
+from tierstore.model.buffers import with_all_buffers
 from tierstore.model.config import ModelConfig
 from tierstore.model.spec import ModelSpec
 from tierstore.moe.source import InMemoryExperts
@@ -104,9 +105,11 @@ class StoredModel:
         """What a commit keeps beside the records, but for what is a store's own and where training stands."""
         # Of an import nothing goes on in the new store: that it has ended is what the training state says.
         dropped = OWN_STATE | {IMPORT_KEY, STATE_KEY}
-        return {
-            name: value for name, value in self.stores[0].last_commit.state.items() if name not in dropped
-        }
+        firsts = self.stores[:: self.layout.replicas * self.layout.expert]
+        whole = with_all_buffers(
+            [store.last_commit.state for store in firsts], where=str(firsts[0].core.directory)
+        )
+        return {name: value for name, value in whole.items() if name not in dropped}
 
 
 def whole_units(model: ModelSpec) -> list[DenseUnitShape]:

@@ -11,14 +11,15 @@
 
 Each message has a small one beside it: when it will have travelled, where the link is limited, and whether the losses up to
 there are finite. On its way back the latter is the last stage's verdict. So every stage knows before its last backward
-pass, where experts may be stepped, whether there will be a step.
+pass, where experts may be stepped, whether there will be a step. Behind these lie what the model itself has to tell the
+next stage, and on the way back what its last stage tells all others.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -32,37 +33,16 @@ from tierstore.cache.access import Phase
 from tierstore.errors import PeerError
 from tierstore.links import wait_until
 from tierstore.model.interface import Batch, ModelOutput
-from tierstore.model.stage import StagePass
+from tierstore.model.stage import StageModule
 from tierstore.parallel import Channel, Collective, RankGroup
 from tierstore.prefetch.program import Finals
 from tierstore.prefetch.schedule import MicroPass
 from tierstore.stats import Cause, StallLedger, Tier
 from tierstore.timeline import TimelineSink, Track
 
-#: What a message has beside it, int64: when it will have travelled, and whether all losses so far are finite.
+#: What a message has beside it, int64, before what the model adds: when it will have travelled, and whether all losses so
+#: far are finite.
 _BESIDE = 2
-
-
-class StageModule(Protocol):
-    """A stage: a call passes forward, ``StageTransformer`` say."""
-
-    @property
-    def begins(self) -> bool:
-        """Whether it starts from tokens."""
-        ...
-
-    @property
-    def ends(self) -> bool:
-        """Whether it makes the loss."""
-        ...
-
-    @property
-    def width(self) -> int: ...
-
-    @property
-    def stream_dtype(self) -> torch.dtype: ...
-
-    def __call__(self, given: Tensor, targets_BT: Tensor | None) -> StagePass: ...
 
 
 class InterleavedPasses(Protocol):
@@ -107,6 +87,7 @@ class StagePipeline:
         agree: Callable[[ModelOutput, bool], float | None],
     ) -> None:
         self._model = model
+        self._border = model.border
         self._group = group
         self._device = device
         self._ledger = ledger
@@ -127,12 +108,12 @@ class StagePipeline:
         self.log = []
         stage, schedule = self._schedule(batches)
         tokens = torch.cat([batch.tokens_BT for batch in batches])
-        losses: list[Tensor] | None = [] if self._model.ends else None
+        losses: list[Tensor] | None = [] if self._border.ends else None
         try:
             with self._waiting():
                 schedule.step(
-                    *([tokens] if self._model.begins else []),
-                    target=torch.arange(len(batches)) if self._model.ends else None,
+                    *([tokens] if self._border.begins else []),
+                    target=torch.arange(len(batches)) if self._border.ends else None,
                     losses=losses,
                     return_outputs=False,
                 )
@@ -149,7 +130,7 @@ class StagePipeline:
         """What the last stage knows of the losses, and each of its own experts, on all stages."""
         count = len(passes.batches)
         told = torch.zeros(count + 2, dtype=torch.float64)
-        if self._model.ends:
+        if self._border.ends:
             told[:count] = torch.tensor(passes.losses, dtype=torch.float64)
             told[count] = float(passes.finite)
         told[count + 1] = float(torch.stack(passes.reached).any(dim=0).sum())
@@ -164,15 +145,19 @@ class StagePipeline:
         if self._driver is not None and self._driver[0] == shape:
             return self._driver[1:]
         tokens = torch.empty(shape[1:], dtype=torch.long)
-        stream_shape = (*shape[1:], self._model.width)
-        stream = torch.empty(stream_shape, dtype=self._model.stream_dtype, requires_grad=True)
-        made = torch.empty((), requires_grad=True) if self._model.ends else stream
+        stream_shape = (*shape[1:], self._border.width)
+        stream = torch.empty(stream_shape, dtype=self._border.dtype, requires_grad=True)
+        made = torch.empty((), requires_grad=True) if self._border.ends else stream
         stage = _Stage(
             _Compute(self),
             self._group,
             self._device,
-            gives=(tokens if self._model.begins else stream,),
+            gives=(tokens if self._border.begins else stream,),
             makes=(made,),
+            beside={
+                Phase.FORWARD: _BESIDE + self._border.forward_values,
+                Phase.BACKWARD: _BESIDE + self._border.backward_values,
+            },
             listener=self,
         )
         schedule = Schedule1F1B(stage, len(batches), loss_fn=_objective, scale_grads=False)
@@ -203,9 +188,10 @@ class StagePipeline:
         passes = self._open
         assert passes is not None
         if beside is not None:
-            arrives_ns, finite = beside.tolist()
+            arrives_ns, finite = beside[:_BESIDE].tolist()
             wait_until(arrives_ns)
             passes.finite = passes.finite and bool(finite)
+            passes.take(phase, micro, beside[_BESIDE:])
         passes.stall.close()
         self.log.append(MicroPass(phase, micro))
         name = f"{phase.name.lower()} {passes.position}.{micro}"
@@ -226,30 +212,36 @@ class StagePipeline:
             raise
         self._wait()
 
-    def beside(self, nbytes: int) -> Tensor:
-        """What goes beside a message of ``nbytes`` that is about to be sent."""
+    def beside(self, phase: Phase, micro: int, nbytes: int) -> Tensor:
+        """What goes beside a message of ``nbytes`` that is about to be sent, behind the pass ``phase`` of ``micro``."""
         assert self._open is not None
-        arrives_ns = self._group.sending(nbytes + _BESIDE * 8)
-        return torch.tensor([arrives_ns, int(self._open.finite)])
+        values = self._open.outgoing.pop((phase, micro))
+        arrives_ns = self._group.sending(nbytes + (_BESIDE + values.numel()) * 8)
+        return torch.cat([torch.tensor([arrives_ns, int(self._open.finite)]), values])
 
     def compute(self, given: Tensor) -> Tensor:
         """One forward pass: the stream for the next stage, or the objective, with a graph."""
-        passes, model = self._open, self._model
+        passes, border = self._open, self._border
         assert passes is not None
-        batch = passes.batches[passes.step.passes_begun - 1]
+        micro = passes.step.passes_begun - 1
+        batch = passes.batches[micro]
+        values = passes.incoming.pop(micro, None)
+        if values is None:
+            values = torch.zeros(border.forward_values, dtype=torch.int64)
         entering: Any = _Entering.apply
-        output: StagePass = model(
-            given if model.begins else entering(given), batch.targets_BT if model.ends else None
-        )
+        output = self._model.run_stage(batch, given if border.begins else entering(given), values)
         part = output.part
         assert part.objective is not None
         passes.reached.append(torch.stack(part.loads) > 0)
         share = part.objective / len(passes.batches)
         if output.stream is None:
+            passes.outgoing[Phase.BACKWARD, micro] = output.values
             loss = self._agree(part, passes.finite)
             passes.finite = passes.finite and loss is not None
             passes.losses.append(math.nan if loss is None else loss)
             return share
+        passes.outgoing[Phase.FORWARD, micro] = output.values
+        passes.told[micro] = output.told
         passes.finite = passes.finite and math.isfinite(float(share.detach()))
         leaving: Any = _Leaving.apply
         stream: Tensor = leaving(output.stream, share)
@@ -270,6 +262,19 @@ class _OpenPasses:
     reached: list[Tensor] = field(default_factory=list)
     failure: BaseException | None = None
     stall: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    #: The model's values: those that came beside streams, by micro-batch; those to go beside the message behind a pass; and
+    #: where passes wait for what the last stage tells.
+    incoming: dict[int, Tensor] = field(default_factory=dict)
+    outgoing: dict[tuple[Phase, int], Tensor] = field(default_factory=dict)
+    told: dict[int, Tensor] = field(default_factory=dict)
+
+    def take(self, phase: Phase, micro: int, values: Tensor) -> None:
+        """What came beside the message that the pass ``phase`` of ``micro`` starts from."""
+        if phase is Phase.FORWARD:
+            self.incoming[micro] = values
+        else:
+            self.told.pop(micro).copy_(values)
+            self.outgoing[phase, micro] = values
 
 
 class _Compute(nn.Module):
@@ -294,8 +299,10 @@ class _Stage(PipelineStage):
         *,
         gives: tuple[Tensor, ...],
         makes: tuple[Tensor, ...],
+        beside: Mapping[Phase, int],
         listener: StagePipeline,
     ) -> None:
+        """``beside``: how many values go with a message of each direction."""
         super().__init__(
             module,
             group.rank,
@@ -306,6 +313,7 @@ class _Stage(PipelineStage):
             group=group.communicator(Channel.EXCHANGE),
         )
         self._listener = listener
+        self._values = beside
         self._beside: dict[tuple[Phase, int], Tensor] = {}
 
     def clear(self) -> None:
@@ -325,21 +333,21 @@ class _Stage(PipelineStage):
         return self._receiving(Phase.BACKWARD, bwd_chunk_id, super().get_bwd_recv_ops(bwd_chunk_id))
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._sending(super().get_fwd_send_ops(fwd_chunk_id))
+        return self._sending(Phase.FORWARD, fwd_chunk_id, super().get_fwd_send_ops(fwd_chunk_id))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._sending(super().get_bwd_send_ops(bwd_chunk_id))
+        return self._sending(Phase.BACKWARD, bwd_chunk_id, super().get_bwd_send_ops(bwd_chunk_id))
 
     def _receiving(self, phase: Phase, micro: int, ops: list[dist.P2POp]) -> list[dist.P2POp]:
         if not ops:
             return ops
-        beside = self._beside[phase, micro] = torch.zeros(_BESIDE, dtype=torch.long)
+        beside = self._beside[phase, micro] = torch.zeros(self._values[phase], dtype=torch.long)
         return [*ops, dist.P2POp(dist.irecv, beside, ops[0].peer, self.group)]
 
-    def _sending(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+    def _sending(self, phase: Phase, micro: int, ops: list[dist.P2POp]) -> list[dist.P2POp]:
         if not ops:
             return ops
-        beside = self._listener.beside(sum(op.tensor.nbytes for op in ops))
+        beside = self._listener.beside(phase, micro, sum(op.tensor.nbytes for op in ops))
         return [*ops, dist.P2POp(dist.isend, beside, ops[0].peer, self.group)]
 
     # Passes -------------------------------------------------------------------------------------------------

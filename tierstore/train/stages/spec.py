@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from tierstore.errors import ConfigError
 from tierstore.model.architecture import Architecture, DenseUnit
-from tierstore.model.config import CheckpointActivations, ComputeDtype, ModelConfig
+from tierstore.model.config import CheckpointActivations, ComputeDtype
+from tierstore.model.spec import ModelSpec
 from tierstore.moe.config import ExpertShape, SaveActivations
 from tierstore.quant.layout import CodeFormat
 from tierstore.train.config import TrainConfig
@@ -19,13 +21,26 @@ from tierstore.train.stages.blocks import stage_blocks
 from tierstore.train.stages.order import micro_batches_held
 
 if TYPE_CHECKING:
-    from tierstore.model.stage import StageTransformer
+    from tierstore.model.interface import Model
     from tierstore.model.vocabulary import VocabularyPartition
     from tierstore.moe.source import ExpertSource
     from tierstore.parallel import Mesh
     from tierstore.stats import StallLedger
 
 _NOTHING = DenseUnit(matrices=0, others=0)
+Value = TypeVar("Value")
+Unit = TypeVar("Unit")
+
+
+class _OfModel(Generic[Value]):
+    """A property of a stage that is the whole model's, under the same name."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, stage: StageSpec, owner: type | None = None) -> Value:
+        value: Value = getattr(stage.model, self._name)
+        return value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,84 +49,61 @@ class StageSpec:
     micro-batches at most. Layers keep their numbers. What a run depends on (``settings``) is the whole model.
     """
 
-    model: ModelConfig
+    model: ModelSpec
     layers: range
     held: int
 
-    @property
-    def seq_len(self) -> int:
-        return self.model.seq_len
-
-    @property
-    def vocab_size(self) -> int:
-        return self.model.vocab_size
-
-    @property
-    def d_model(self) -> int:
-        return self.model.d_model
-
-    @property
-    def compute_dtype(self) -> ComputeDtype:
-        return self.model.compute_dtype
-
-    @property
-    def expert_codes(self) -> CodeFormat | None:
-        return self.model.expert_codes
-
-    @property
-    def checkpoint_activations(self) -> CheckpointActivations:
-        return self.model.checkpoint_activations
-
-    @property
-    def expert_activations(self) -> SaveActivations:
-        return self.model.expert_activations
+    seq_len = _OfModel[int]()
+    vocab_size = _OfModel[int]()
+    d_model = _OfModel[int]()
+    compute_dtype = _OfModel[ComputeDtype]()
+    expert_codes = _OfModel[CodeFormat | None]()
+    checkpoint_activations = _OfModel[CheckpointActivations]()
+    expert_activations = _OfModel[SaveActivations]()
+    experts = _OfModel[int]()
+    expert_shape = _OfModel[ExpertShape]()
+    tokenizer = _OfModel[Path | None]()
+    mixes_documents = _OfModel[str]()
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
         return tuple(layer for layer in self.model.moe_layers if layer in self.layers)
 
     @property
-    def experts(self) -> int:
-        return self.model.experts
-
-    @property
-    def expert_shape(self) -> ExpertShape:
-        return self.model.expert_shape
-
-    @property
     def architecture(self) -> Architecture:
         """The stage's own parameters; the ends of the model that it does not have are units without any."""
         whole = self.model.architecture
-        blocks = whole.units[1:-1]
-        first = whole.units[0] if self.layers.start == 0 else _NOTHING
-        last = whole.units[-1] if self.layers.stop == len(blocks) else _NOTHING
-        units = (first, *blocks[self.layers.start : self.layers.stop], last)
-        return replace(whole, units=units, moe_layers=self.moe_layers)
+        return replace(whole, units=self.own(whole.units, _NOTHING), moe_layers=self.moe_layers)
 
     @property
     def adapter_units(self) -> tuple[int, ...]:
-        return self.model.adapter_units
+        return self.own(self.model.adapter_units, 0)
 
-    @property
-    def tokenizer(self) -> Path | None:
-        return self.model.tokenizer
+    def own(self, units: Sequence[Unit], nothing: Unit) -> tuple[Unit, ...]:
+        """Of ``units`` of the whole model, if there are any, the stage's."""
+        if not units:
+            return ()
+        blocks = units[1:-1]
+        first = units[0] if self.layers.start == 0 else nothing
+        last = units[-1] if self.layers.stop == len(blocks) else nothing
+        return (first, *blocks[self.layers.start : self.layers.stop], last)
 
-    @property
-    def mixes_documents(self) -> str:
-        return self.model.mixes_documents
+    def check_stages(self) -> None:
+        """Raises ConfigError: it is one already."""
+        raise ConfigError("parallel.stages: expected a whole model, got a stage of one")
 
-    def activation_bytes(self, tokens: int) -> int:
+    def activation_bytes(self, tokens: int, blocks: range | None = None) -> int:
         """Of the micro-batches that are held at a time, with the gradients and streams that pass between stages."""
-        own = replace(self.model, n_layers=len(self.layers), moe_every=1)
         passing = 4 * tokens * self.d_model * self.compute_dtype.itemsize
-        return self.held * own.activation_bytes(tokens) + passing
+        return self.held * self.model.activation_bytes(tokens, blocks or self.layers) + passing
 
     def layer_order_bytes(self, tokens: int, micro_batches: int) -> int:
         raise ConfigError("data.micro_order: a pipeline stage takes micro-batches in 1F1B order alone")
 
-    def vary(self, name: str, value: object) -> StageSpec:
-        """The same with another value of the model's field ``name``. Raises ConfigError."""
-        return replace(self, model=self.model.vary(name, value))
+    def vary(self, name: str, value: object) -> StageSpec | None:
+        """A stage of the same model with another value of ``name``. Raises ConfigError."""
+        varied = self.model.vary(name, value)
+        return None if varied is None else replace(self, model=varied)
 
     def settings(self) -> dict[str, object]:
         """The whole model's."""
@@ -121,7 +113,7 @@ class StageSpec:
         """Imports what ``build`` and a step through the stages need."""
         from importlib import import_module
 
-        import_module("tierstore.model.stage")
+        self.model.import_code()
         import_module("tierstore.train.stages.pipeline")
 
     def build(
@@ -131,19 +123,21 @@ class StageSpec:
         mesh: Mesh | None = None,
         ledger: StallLedger | None = None,
         vocabulary: VocabularyPartition | None = None,
-    ) -> StageTransformer:
-        """The stage. Raises ValueError without a mesh."""
-        from tierstore.model.stage import StageTransformer
-
-        if mesh is None:
-            raise ValueError("a pipeline stage needs a mesh")
-        return StageTransformer(
-            self.model, source, layers=self.layers, mesh=mesh, ledger=ledger, vocabulary=vocabulary
+        blocks: range | None = None,
+    ) -> Model:
+        """The stage, which is a ``StageModule``. Raises ValueError without a mesh."""
+        return self.model.build(
+            source, mesh=mesh, ledger=ledger, vocabulary=vocabulary, blocks=blocks or self.layers
         )
 
     def first_weights(self, layer: int, expert: int) -> npt.NDArray[np.float32]:
         """As in the whole model."""
         return self.model.first_weights(layer, expert)
+
+
+def whole_model(model: ModelSpec) -> ModelSpec:
+    """The model that ``model`` is a stage of, or itself."""
+    return model.model if isinstance(model, StageSpec) else model
 
 
 def stage_config(config: TrainConfig, stage: int, stages: int) -> TrainConfig:
@@ -154,13 +148,7 @@ def stage_config(config: TrainConfig, stage: int, stages: int) -> TrainConfig:
     model = config.model
     if stages == 1:
         return config
-    if not isinstance(model, ModelConfig):
-        raise ConfigError("parallel.stages: expected 1: only the built-in model can be cut into stages")
-    if model.architecture.units[-1].numel <= model.d_model:
-        raise ConfigError(
-            "parallel.stages: expected 1 with model.tie_embeddings = tied: the first and the last stage would both have "
-            "the table, and its gradient would be summed in another order than one process does"
-        )
+    model.check_stages()
     count = config.data.micro_batches
     if count < stages:
         raise ConfigError(

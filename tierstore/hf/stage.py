@@ -1,0 +1,202 @@
+"""The part of a transformers model that one pipeline stage has: some of its decoder layers, with the embedding or the head.
+
+Shapes: B sequences, T positions, V vocabulary, D width, E experts of a layer.
+
+The forward pass is the family's own over the layers that are here; each stage makes masks and rotary tables of positions
+by itself. What stages must agree on goes beside their messages:
+
+* The auxiliary loss is one function of all layers: its gradient for a layer depends on how often the experts of all layers
+  were chosen. Each stage adds its counts to those that came with the stream; the last one knows the sums, and tells them
+  to all others with the gradients. So a stage has the gradients of one process, bit for bit, and what it has of the loss
+  before its backward pass is a zero.
+* Noise of routers and dropout is drawn from one generator through all layers: its state goes with the stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from tierstore.hf.balance import balance_loss, balance_loss_later
+from tierstore.hf.drawing import generator_states, set_generator_states, state_values
+from tierstore.hf.loading import LoadedModule, build_module, cut_module, parse_config
+from tierstore.hf.model import HfModel
+from tierstore.hf.packages import quiet_transformers
+from tierstore.model.config import ComputeDtype
+from tierstore.model.interface import Batch, ModelOutput
+from tierstore.model.sampling import sample_tokens
+from tierstore.model.stage import StageBorder, StageLine, StagePass, no_values
+from tierstore.moe.lora import LoraConfig
+from tierstore.moe.source import ExpertSource
+from tierstore.parallel import Mesh
+from tierstore.stats import StallLedger
+from tierstore.train.config import FinetuneConfig
+
+if TYPE_CHECKING:
+    from tierstore.hf.spec import HfSpec
+
+
+def build_stage(
+    spec: HfSpec, source: ExpertSource, blocks: range, *, mesh: Mesh, ledger: StallLedger | None = None
+) -> HfStage:
+    """The stage of ``spec`` with ``blocks``; dense parameters have no memory yet. Raises ConfigError, CapabilityError."""
+    with quiet_transformers():
+        loaded = build_module(parse_config(spec.config), spec.compute_dtype.torch)
+    return HfStage(
+        cut_module(loaded, blocks),
+        source,
+        compute=spec.compute_dtype,
+        finetune=spec.finetune,
+        lora=spec.lora,
+        mesh=mesh,
+        ledger=ledger,
+    )
+
+
+class HfStage(HfModel):
+    """``loaded``, which has some of the decoder layers, over ``source`` (a ``Model`` and a ``StageModule``)."""
+
+    def __init__(
+        self,
+        loaded: LoadedModule,
+        source: ExpertSource,
+        *,
+        compute: ComputeDtype,
+        mesh: Mesh,
+        finetune: FinetuneConfig | None = None,
+        lora: LoraConfig | None = None,
+        ledger: StallLedger | None = None,
+    ) -> None:
+        super().__init__(
+            loaded, source, compute=compute, finetune=finetune, lora=lora, mesh=mesh, ledger=ledger
+        )
+        self._begins, self._ends = loaded.begins, loaded.ends
+        self._config = loaded.module.config
+        self._line = StageLine(mesh.pipeline, self._config.hidden_size, compute.torch)
+        #: The states of generators where the stage before left them.
+        self._drawn = no_values()
+
+    @property
+    def module(self) -> nn.Module:
+        """What a forward pass of the stage is a call of: without a head, the decoder alone."""
+        whole = super().module
+        decoder: nn.Module = self._module.base_model
+        return whole if self._ends else decoder
+
+    def made(self, output: Any) -> Tensor | None:
+        made: Tensor = output.logits if self._ends else output.last_hidden_state
+        return made
+
+    @property
+    def border(self) -> StageBorder:
+        counts = self._aux_loss.experts + 1 if self._aux_loss.weight > 0 else 0
+        return StageBorder(
+            self._begins,
+            self._ends,
+            self._config.hidden_size,
+            self._compute.torch,
+            forward_values=counts + state_values(self._devices()),
+            backward_values=counts,
+        )
+
+    # Passes -------------------------------------------------------------------------------------------------
+
+    def run_stage(self, batch: Batch, given: Tensor, values: Tensor) -> StagePass:
+        """One training pass. Beside a stream go the counts of experts, where they are balanced by a loss, and the states of
+        generators; back go the counts.
+        """
+        own = self.border.backward_values
+        counts, self._drawn = values[:own], values[own:]
+        output = self._entered(given, batch)
+        probability_E = None
+        if self._is_balanced:
+            sums = self._aux_loss.sums()
+            counts, probability_E = counts + sums.counts.cpu(), sums.probability_E
+        if self._ends:
+            aux_loss = None if probability_E is None else balance_loss(counts, probability_E)
+            return StagePass(None, self._ended(output.logits, batch, aux_loss), values=counts)
+        stream: Tensor = output.last_hidden_state
+        told, aux_loss = torch.zeros_like(counts), stream.new_zeros((), dtype=torch.float32)
+        if probability_E is not None:
+            aux_loss = balance_loss_later(told, probability_E)
+        return StagePass(stream, self._before_the_last(aux_loss), torch.cat([counts, self._drawn]), told)
+
+    def _before_the_last(self, aux_loss: Tensor) -> ModelOutput:
+        """The part of a stage without a head: its objective is ``aux_loss`` by its weight."""
+        zero = torch.zeros_like(aux_loss)
+        return ModelOutput(None, aux_loss, zero, self._aux_loss.weight * aux_loss, self.loads.all(), None)
+
+    def _entered(self, given: Tensor, batch: Batch) -> Any:
+        return self._called({"input_ids" if self._begins else "inputs_embeds": given}, batch)
+
+    def _begin_drawing(self) -> None:
+        if self._begins:
+            super()._begin_drawing()
+        else:
+            set_generator_states(self._drawn, self._devices())
+
+    def _end_drawing(self) -> None:
+        self._drawn = generator_states(self._devices())
+
+    def run(self, batch: Batch) -> ModelOutput:
+        """A forward pass through all stages, without a graph; all of them get the loss. Raises PeerError."""
+
+        def forward(given: Tensor) -> StagePass:
+            output = self._entered(given, batch)
+            if self._ends:
+                return StagePass(None, self._ended(output.logits, batch, None))
+            return self._passed_on(output)
+
+        part = self._line.through(batch.tokens_BT, forward)
+        loss = self._line.from_last(part.loss)[0]
+        return ModelOutput(loss, part.aux_loss, part.z_loss, None, part.loads, None)
+
+    def _passed_on(self, output: Any) -> StagePass:
+        """A pass without a graph through a stage without a head."""
+        stream: Tensor = output.last_hidden_state
+        return StagePass(stream, self._before_the_last(stream.new_zeros((), dtype=torch.float32)))
+
+    # Text ---------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def generate(
+        self, prompt: Sequence[int], count: int, *, temperature: float = 0.8, seed: int = 0
+    ) -> list[int]:
+        """At most ``count`` tokens that follow ``prompt``: the model's own end of text ends them. A collective of all
+        stages: every token passes through them, behind all that are there, without a cache of keys. It is sampled from all
+        tokens, where transformers would leave out the least probable.
+        """
+        ends = self._module.generation_config.eos_token_id
+        module = self.module
+        training = module.training
+        module.eval()
+        try:
+            return sample_tokens(
+                self._last_logits,
+                prompt,
+                count,
+                temperature=temperature,
+                seed=seed,
+                ends=ends if isinstance(ends, list) else [] if ends is None else [ends],
+            )
+        finally:
+            module.train(training)
+
+    def _last_logits(self, tokens: Sequence[int]) -> Tensor:
+        batch_BT = torch.tensor([list(tokens)], device=self._device)
+        batch = Batch(batch_BT, batch_BT)
+
+        def forward(given: Tensor) -> StagePass:
+            output = self._entered(given, batch)
+            if not self._ends:
+                return self._passed_on(output)
+            logits: Tensor = output.logits
+            zero = logits.new_zeros(())
+            return StagePass(None, ModelOutput(None, zero, zero, None, self.loads.all(), logits))
+
+        part = self._line.through(batch_BT, forward)
+        last = None if part.logits is None else part.logits[0, -1].float()
+        return self._line.from_last(last, self._config.vocab_size)
