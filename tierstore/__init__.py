@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from tierstore.lab.results import Curve
     from tierstore.lab.simulate import Contract, PolicySpec
     from tierstore.lab.tuning import TuneOptions, Tuning, tune
+    from tierstore.machine_profile import Profile
     from tierstore.model.config import ModelConfig
     from tierstore.parallel import Mesh, ParallelConfig, RankGroup, launch
-    from tierstore.plan.costs import Profile
     from tierstore.plan.fitting import Limits
     from tierstore.plan.presets import Preset, find_preset
     from tierstore.plan.report import Plan, plan_run

@@ -63,6 +63,11 @@ class LinksConfig:
     node: LinkConfig = field(default_factory=LinkConfig)
     disk: LinkConfig = field(default_factory=LinkConfig)
 
+    @property
+    def rows(self) -> LinkConfig:
+        """What rows travel over on their way to experts, within a node."""
+        return self.exchange if self.exchange.on else self.gather
+
     def describe(self) -> str | None:
         """One line for the head of a run; None when nothing is limited."""
         links = [(link.name, getattr(self, link.name)) for link in fields(self)]

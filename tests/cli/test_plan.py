@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tierstore.cli.main import cli
-from tierstore.plan.costs import ASSUMED, save_profile
+from tierstore.machine_profile import ASSUMED, Cost, save_profile
 from tierstore.plan.presets import PRESETS
 
 _ARRANGED = ("data_ranks", "expert_ranks", "tensor_ranks", "stages")
@@ -63,8 +64,37 @@ def test_layouts_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
     kinds = {tuple(one["layout"][name] for name in _ARRANGED) for one in found["layouts"]}
     assert kinds == {(2, 2, 1, 1), (2, 1, 1, 1), (1, 2, 2, 1), (1, 1, 1, 2)}
     assert "2 ranks, 2 on a node: the fastest of each arrangement" in shown
+    for layout in found["layouts"]:
+        assert layout["loses_s"] == pytest.approx(layout["step_s"] - times[0])
+        assert layout["sent_across_nodes_bytes"] == 0
+        assert layout["sent_within_node_bytes"] == layout["sent_bytes"]
+        assert layout["memory_bytes"] > 0
+    for title in (
+        "loses",
+        "sent within a node",
+        "between nodes",
+        "memory a rank",
+        "The best arrangement otherwise",
+    ):
+        assert title in shown
     settings = found["layouts"][0]["settings"]
     assert f"tierstore train --set parallel.expert={settings['parallel.expert']} " in shown
+
+
+def test_a_step_goes_in_the_chunks_of_the_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """As many as are configured; and AUTO's, by the profile that the configuration names."""
+    _, found, shown = _run(capsys, *ROOMY, "--ranks", "2", "--set", "parallel.pipeline_degree=2")
+    told = found["pipeline_degree"]
+    assert told["forward"]["taken_chunks_count"] == told["backward"]["taken_chunks_count"] == 2
+    assert told["step_s"] == found["prediction"]["step_s"]
+    assert "chunks of a step: 2 forward, 2 backward (parallel.pipeline_degree): it takes" in shown
+    path = tmp_path / "profile.json"
+    save_profile(replace(ASSUMED, machine="another", all_to_all=Cost(30.0, 1e9)), path)
+    settings = ("--set", f"parallel.profile={path}")
+    _, found, shown = _run(capsys, *ROOMY, "--ranks", "2", *settings)
+    assert found["pipeline_degree"]["chosen_by"] == "auto"
+    assert "another" in shown
+    assert "chunks of a step: 1 forward, 1 backward (auto" in shown
 
 
 def test_what_does_not_fit_exits_1_with_the_way_out(capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,7 +154,7 @@ def test_ranks_share_a_machine(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_profile_is_named_as_evidence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     from dataclasses import replace
 
-    from tierstore.plan.evidence import Evidence
+    from tierstore.machine_profile import Evidence
 
     path = tmp_path / "profile.json"
     save_profile(replace(ASSUMED, evidence=Evidence.MEASURED, machine="four cores"), path)

@@ -23,9 +23,8 @@ from tierstore.lab.costs import (
     with_costs,
 )
 from tierstore.lab.simulate import PolicySpec, ReplaySetting, outcome, replay_one
+from tierstore.machine_profile import ASSUMED, Cost, Evidence
 from tierstore.model.config import ModelConfig
-from tierstore.plan.costs import ASSUMED, Cost
-from tierstore.plan.evidence import Evidence
 from tierstore.train.config import TrainConfig
 from tierstore.train.files import DataConfig
 

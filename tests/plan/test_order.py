@@ -11,8 +11,8 @@ import torch
 
 from tierstore.cache.access import Phase
 from tierstore.errors import BudgetError
+from tierstore.machine_profile import ASSUMED, Cost
 from tierstore.plan.capacity import Setting, capacity
-from tierstore.plan.costs import ASSUMED, Cost
 from tierstore.plan.fitting import Limits, shortest_remedy
 from tierstore.plan.order import OrderChoice, choose_order, compare_orders
 from tierstore.plan.report import plan_run

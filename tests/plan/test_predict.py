@@ -9,9 +9,8 @@ from dataclasses import fields, replace
 import pytest
 
 from tierstore.cache.access import Phase
+from tierstore.machine_profile import ASSUMED, Cost, Evidence, Profile
 from tierstore.plan.capacity import Setting, capacity
-from tierstore.plan.costs import ASSUMED, Cost, Profile
-from tierstore.plan.evidence import Evidence
 from tierstore.plan.predict import predict
 from tierstore.plan.traffic import step_traffic
 from tierstore.plan.workload import StepWorkload
@@ -44,7 +43,11 @@ def test_the_bytes_of_passes_by_hand(setting: Make) -> None:
     assert (forward.load, forward.to_host) == (8192, 0)
     moved = work.traffic.moved_for[Phase.FORWARD, 0]
     assert (forward.fetch, forward.evict) == (round(moved.read / 6), round(moved.written / 6))
-    assert forward.all_to_all == 16 * 12 * 16 * 4 // 2
+    assert forward.dispatch == forward.combine == 16 * 12 * 16 * 4 // 2
+    backward = work.sizes(
+        Pass(Phase.BACKWARD, 1, 0)
+    )  # and a weight of 4 bytes for each of the 96 rows that travel
+    assert backward.dispatch == backward.combine == forward.dispatch + 4 * 96
     head = work.sizes(Pass(Phase.BACKWARD, 3))  # 4,112 parameters, padded to 2 x 2,064
     assert (head.gather, head.experts, head.fetch) == (2064 * 4, 0, 0)
 
@@ -85,7 +88,7 @@ def test_the_disk_alone(setting: Make) -> None:
 @pytest.mark.parametrize(
     ("link", "kinds"),
     [
-        ("gather", {Kind.GATHER, Kind.REDUCE, Kind.ALL_TO_ALL}),
+        ("gather", {Kind.GATHER, Kind.REDUCE, Kind.ALL_TO_ALL, Kind.DISPATCH, Kind.COMBINE}),
         ("copy", {Kind.LOAD, Kind.COPY_TO_HOST}),
         ("disk", {Kind.FETCH, Kind.WRITE}),
     ],
@@ -105,7 +108,7 @@ def test_limited_links(link: str, kinds: set[Kind], setting: Make) -> None:
 def test_many_experts_are_simulated_in_parts(setting: Make) -> None:
     """40 experts go as 16 operations, and take as long as 40."""
     work = _workload(setting({"model.experts": 40, "model.top_k": 40, "host_budget": "8MiB"}))
-    assert (work.experts, work.parts) == (40, 16)
+    assert (work.experts, work.parts(Pass(Phase.FORWARD, 1, 0))) == (40, 16)
     sizes = work.sizes(Pass(Phase.FORWARD, 1, 0))
     assert sizes.load == 8192 * 40 / 16
     load = work.seconds(Operation(Kind.LOAD, 0, sizes.load, ()))

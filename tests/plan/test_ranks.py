@@ -12,9 +12,9 @@ import torch
 from slowness import mostly_slow
 
 from tierstore.config import as_dict, from_dict
+from tierstore.machine_profile import ASSUMED
 from tierstore.parallel import Mesh
 from tierstore.plan.capacity import Setting, capacity
-from tierstore.plan.costs import ASSUMED
 from tierstore.plan.traffic import step_traffic
 from tierstore.plan.workload import StepWorkload
 from tierstore.prefetch.operations import Kind, operations

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierstore.errors import ConfigError
-from tierstore.plan.costs import ASSUMED, Cost
+from tierstore.machine_profile import ASSUMED, Cost
 from tierstore.plan.ring import ExpertMemorySizes, PassFacts, ServedLayers, distinct_experts, pass_times
 
 MODEL = ServedLayers(layers=10, experts=8, top_k=2, expert_numel=1000, expert_bytes=2000, dense_numel=5000)

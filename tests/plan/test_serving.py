@@ -10,8 +10,7 @@ from served_stores import served_store, store_of
 
 from tierstore.errors import ConfigError, DataError
 from tierstore.hf.spec import HfSpec
-from tierstore.plan.costs import ASSUMED, Cost
-from tierstore.plan.evidence import Evidence
+from tierstore.machine_profile import ASSUMED, Cost, Evidence
 from tierstore.plan.foreign import model_of
 from tierstore.plan.serving import ServedWork, plan_serving, replayed_passes
 from tierstore.trace.reader import read_header

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -10,12 +11,16 @@ from hypothesis import strategies as st
 
 from tierstore.cache.access import Phase
 from tierstore.prefetch import QueueLimits, Schedule, StepTiming, Unit
-from tierstore.prefetch.operations import Kind, Operation, PassSizes, Resource, operations
+from tierstore.prefetch.operations import Kind, Operation, PassSizes, Resource, StepPasses, operations
 from tierstore.prefetch.schedule import GatherBuffer, Pass
 
 SIZES = {
-    Phase.FORWARD: PassSizes(gather=10, reduce=12, all_to_all=5, experts=2, fetch=100, evict=300, load=50),
-    Phase.BACKWARD: PassSizes(gather=10, reduce=12, all_to_all=5, experts=2, fetch=300, load=50, to_host=40),
+    Phase.FORWARD: PassSizes(
+        gather=10, reduce=12, dispatch=5, combine=6, experts=2, fetch=100, evict=300, load=50
+    ),
+    Phase.BACKWARD: PassSizes(
+        gather=10, reduce=12, dispatch=5, combine=6, experts=2, fetch=300, load=50, to_host=40
+    ),
 }
 
 
@@ -36,33 +41,33 @@ def test_one_dense_and_one_moe_unit() -> None:
         (Kind.GATHER, 0, 10, ()),  # 1: b, while a is computed
         (Kind.DENSE, 0, 0, (0,)),
         (Kind.DENSE, 1, 0, (2, 1)),  # 3
-        (Kind.ALL_TO_ALL, 1, 5, (3,)),  # 4: tokens to their experts
-        (Kind.WRITE, 1, 300, (4,)),  # 5: of what is evicted for the read that follows
+        (Kind.DISPATCH, 1, 5, (3,)),  # 4: tokens to their experts
+        (Kind.WRITE, 1, 300, (3,)),  # 5: of what is evicted for the read that follows
         (Kind.FETCH, 1, 100, (5,)),  # 6: nobody could know it before
-        (Kind.WRITE, 1, 300, (4,)),
+        (Kind.WRITE, 1, 300, (3,)),
         (Kind.FETCH, 1, 100, (7,)),  # 8
-        (Kind.FETCH, 2, 300, (4,)),  # 9, 10: of the backward pass
-        (Kind.FETCH, 2, 300, (4,)),
-        (Kind.LOAD, 1, 50, (4, 6)),  # 11
-        (Kind.EXPERT, 1, 0, (4, 11)),  # 12
-        (Kind.LOAD, 1, 50, (4, 8)),
+        (Kind.FETCH, 2, 300, (3,)),  # 9, 10: of the backward pass
+        (Kind.FETCH, 2, 300, (3,)),
+        (Kind.LOAD, 1, 50, (3, 6)),  # 11
+        (Kind.EXPERT, 1, 0, (3, 4, 11)),  # 12
+        (Kind.LOAD, 1, 50, (3, 8)),
         (Kind.EXPERT, 1, 0, (12, 13)),  # 14
-        (Kind.ALL_TO_ALL, 1, 5, (14,)),  # 15: and back
+        (Kind.COMBINE, 1, 6, (14,)),  # 15: and back
         (Kind.GATHER, 2, 10, (15,)),  # 16: a, again; b stays
-        (Kind.ALL_TO_ALL, 2, 5, (15, 1)),  # 17
-        (Kind.WRITE, 7, 300, (17,)),
+        (Kind.DISPATCH, 2, 5, (15, 1)),  # 17
+        (Kind.WRITE, 7, 300, (15, 1)),
         (Kind.FETCH, 7, 100, (18,)),  # of the next step
-        (Kind.WRITE, 7, 300, (17,)),
+        (Kind.WRITE, 7, 300, (15, 1)),
         (Kind.FETCH, 7, 100, (20,)),
-        (Kind.LOAD, 2, 50, (17, 9)),  # 22
-        (Kind.EXPERT, 2, 0, (17, 22)),  # 23
+        (Kind.LOAD, 2, 50, (15, 1, 9)),  # 22
+        (Kind.EXPERT, 2, 0, (15, 1, 17, 22)),  # 23
         (Kind.COPY_TO_HOST, 2, 40, (23,)),
         (Kind.EXPERT_STEP, 2, 0, (24,)),
-        (Kind.LOAD, 2, 50, (17, 10)),  # 26
+        (Kind.LOAD, 2, 50, (15, 1, 10)),  # 26
         (Kind.EXPERT, 2, 0, (23, 26)),  # 27
         (Kind.COPY_TO_HOST, 2, 40, (27,)),
         (Kind.EXPERT_STEP, 2, 0, (28,)),
-        (Kind.ALL_TO_ALL, 2, 5, (27,)),  # 30
+        (Kind.COMBINE, 2, 6, (27,)),  # 30
         (Kind.DENSE, 2, 0, (30,)),  # 31
         (Kind.REDUCE, 2, 12, (31,)),  # 32
         (Kind.DENSE, 3, 0, (31, 16)),  # 33
@@ -72,6 +77,35 @@ def test_one_dense_and_one_moe_unit() -> None:
         (Kind.STEP, 5, 0, (35, 34, 32)),
         (Kind.GATHER, 6, 10, (37,)),
     ]
+
+
+def test_chunks_of_rows_by_hand() -> None:
+    """Three experts in two chunks, the first of one expert and the second of two: both dispatches set off when the pass
+    begins; the first expert of a chunk waits for its rows, and its results leave behind its last one.
+    """
+    schedule = Schedule(units=(Unit("a", 10, 0),), horizontal=QueueLimits(0), vertical=QueueLimits(0))
+    size = PassSizes(dispatch=30, combine=60, chunks=2, experts=3)
+    listed = operations(schedule, lambda item: size, slots=3, passes=StepPasses.FORWARD)
+    assert [(op.kind, op.nbytes, op.after) for op in listed] == [
+        (Kind.GATHER, 0, ()),
+        (Kind.DENSE, 0, (0,)),
+        (Kind.DISPATCH, 10, (1,)),  # 2
+        (Kind.DISPATCH, 20, (1,)),  # 3
+        (Kind.LOAD, 0, (1,)),
+        (Kind.EXPERT, 0, (1, 2, 4)),  # 5
+        (Kind.COMBINE, 20, (5,)),
+        (Kind.LOAD, 0, (1,)),
+        (Kind.EXPERT, 0, (5, 3, 7)),  # 8
+        (Kind.LOAD, 0, (1,)),
+        (Kind.EXPERT, 0, (8, 9)),  # 10
+        (Kind.COMBINE, 40, (10,)),
+    ]
+    # There is nothing to divide further than into experts, and nothing to send of no rows.
+    most = operations(schedule, lambda item: replace(size, chunks=9), passes=StepPasses.FORWARD)
+    assert sum(op.kind is Kind.DISPATCH for op in most) == 3
+    none = operations(schedule, lambda item: replace(size, dispatch=0), passes=StepPasses.FORWARD)
+    assert [op.kind for op in none].count(Kind.COMBINE) == 2
+    assert Kind.DISPATCH not in [op.kind for op in none]
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
@@ -94,11 +128,11 @@ def test_a_unit_with_a_buffer_of_its_own_is_gathered_once_a_step(micro_batches: 
 
 
 def test_a_budget_lets_a_fetch_wait() -> None:
-    """Room for the forward passes' experts; each backward pass has to ask for its own."""
+    """Room for the forward passes' experts; each backward pass has to ask for its own, once the pass before it is over."""
     schedule = Schedule(units=(Unit("b", 0, 0), Unit("c", 0, 1)), vertical=QueueLimits(3, 700))
     found = operations(schedule, sizes)
     fetches = [(op.position, _issued(found, op)) for op in found if op.kind is Kind.FETCH][::2]
-    assert fetches[:4] == [(0, 0), (1, 0), (2, 2), (3, 3)]
+    assert fetches[:4] == [(0, 0), (1, 0), (2, 1), (3, 2)]
 
 
 def _issued(found: list[Operation], fetch: Operation) -> int:

@@ -144,7 +144,9 @@ def test_choices_are_made_at_commits_and_noted() -> None:
     assert passes.loads == LayerLoads()
     assert told == ["step 0: chunks: 3 forward, 3 backward", "step 7: chunks: 1 forward, 1 backward"]
     assert control.chosen is not None
-    assert control.chosen.reason.startswith("auto: rows since the last commit; a layer's passes take ")
+    assert control.chosen.reason.startswith(
+        "auto: rows since the last commit, costs probed; a layer's passes take "
+    )
 
 
 def test_a_resumed_run_goes_on_with_its_choice() -> None:

@@ -71,7 +71,11 @@ _DOES_NOT_FIT = 1
 @click.option(
     "--alpha", type=float, help="Share of activated experts in SE-MoE's formulas (default: a step's)."
 )
-@click.option("--profile", type=PATH, help="Costs measured by `tierstore bench machine`.")
+@click.option(
+    "--profile",
+    type=PATH,
+    help="Costs measured by `tierstore bench machine` (default: parallel.profile, or assumed ones).",
+)
 @serving_options()
 @set_option()
 @json_option
@@ -110,7 +114,8 @@ def plan(
     chosen = None if preset is None else find_preset(preset)
     overrides = config_overrides(settings, {"host_budget": host_budget})
     loaded = _load(config, chosen, model, overrides, ranks)
-    costs = load_profile(profile) if profile else ASSUMED
+    measured = profile or loaded.parallel.profile
+    costs = load_profile(measured) if measured else ASSUMED
     if serving.asked:
         show_serving(loaded, model, serving, costs, output)
         return
@@ -370,9 +375,10 @@ def _show_order(made: Plan, output: Output) -> None:
 
 def _show_degrees(made: Plan, output: Output) -> None:
     """Each solver's number of chunks, forward and backward."""
-    degrees = made.degrees
-    if degrees is None:
+    prediction = made.prediction
+    if prediction is None or prediction.degrees is None:
         return
+    degrees = prediction.degrees
     rows = [
         (
             one.phase.name.lower(),
@@ -394,6 +400,16 @@ def _show_degrees(made: Plan, output: Output) -> None:
             output.line(
                 f"{one.phase.name.lower()}: {one.wanted} chunks would be best; a rank owns {degrees.most} experts"
             )
+    taken = ", ".join(f"{count} {phase.name.lower()}" for phase, count in degrees.taken.items())
+    why = "auto: the exact solver's, where they save 2%" if degrees.auto else "parallel.pipeline_degree"
+    line, saved = f"chunks of a step: {taken} ({why})", prediction.chunks_save_s
+    if max(degrees.taken.values()) > 1:
+        line += (
+            f": it takes {format_seconds(prediction.step_s)}, and in one chunk "
+            f"{format_seconds(prediction.one_chunk_s)}: they {'save' if saved >= 0 else 'cost'} "
+            f"{format_seconds(abs(saved))}"
+        )
+    output.line(line)
 
 
 def _show_vocabulary(made: Plan, output: Output) -> None:

@@ -15,7 +15,7 @@ from tierstore.errors import ConfigError
 from tierstore.units import format_bytes, format_seconds, parse_size
 
 if TYPE_CHECKING:
-    from tierstore.plan.costs import Profile
+    from tierstore.machine_profile import Profile
     from tierstore.plan.serving import PassPlan
     from tierstore.train.config import TrainConfig
 

@@ -35,8 +35,7 @@ from tierstore.errors import ConfigError
 from tierstore.lab.requests import Requests
 from tierstore.lab.results import Outcome
 from tierstore.lab.simulate import Replayed, ReplaySetting, replay_one
-from tierstore.plan.costs import ASSUMED, Cost, Profile
-from tierstore.plan.evidence import Evidence
+from tierstore.machine_profile import ASSUMED, Cost, Evidence, Profile
 from tierstore.units import format_seconds
 
 if TYPE_CHECKING:  # a run's configuration, where one is asked about

@@ -79,6 +79,17 @@ class RowChunk(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class MostRows:
+    """Of one pass, for its slowest rank: rows that travel to other ranks or come from them, rows that are computed, and
+    experts that are.
+    """
+
+    travelling: int
+    computed: int
+    experts: int
+
+
 class Rows(Protocol):
     """The way of a pass's rows to their experts, and back."""
 
@@ -107,6 +118,10 @@ class Rows(Protocol):
         """
         ...
 
+    def most(self) -> MostRows | None:
+        """What the rank that has most to do has: the same on all of them. None where nothing travels."""
+        ...
+
 
 class LocalRows:
     """Every expert is here: rows stay where they are, in one chunk."""
@@ -126,22 +141,14 @@ class LocalRows:
     def at_experts(self, rows_N: Tensor) -> Tensor:
         return rows_N
 
+    def most(self) -> None:
+        return None
+
     def to_experts(self, rows_N: Tensor, rows_M: Tensor) -> Arrival:
         return Arrival()
 
     def to_tokens(self, rows_M: Tensor, rows_N: Tensor) -> Arrival:
         return Arrival()
-
-
-@dataclass(frozen=True, slots=True)
-class MostRows:
-    """Of one pass, for its slowest rank: rows that travel to other ranks or come from them, rows that are computed, and
-    experts that are.
-    """
-
-    travelling: int
-    computed: int
-    experts: int
 
 
 class ExchangedRows:
@@ -186,7 +193,6 @@ class ExchangedRows:
         return rows_N.new_empty((self.rows, *rows_N.shape[1:]))
 
     def most(self) -> MostRows:
-        """What the slowest rank of the group has to do: the same on all of them."""
         blocks = [self._load_SE[:, first:last] for first, last in itertools.pairwise(self._starts)]
         rows_SR = torch.stack([block.sum(dim=1) for block in blocks], dim=1)
         elsewhere_SR = rows_SR - torch.diag(rows_SR.diagonal())

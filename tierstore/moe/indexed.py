@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from tierstore.moe.dispatch import Dispatch
-from tierstore.moe.exchange import Arrival, Charge, RowChunk, expert_groups
+from tierstore.moe.exchange import Arrival, Charge, MostRows, RowChunk, expert_groups
 from tierstore.parallel import RankGroup
 
 
@@ -82,6 +82,16 @@ class IndexedRows:
 
     def at_experts(self, rows_N: Tensor) -> Tensor:
         return rows_N[self._own]
+
+    def most(self) -> MostRows:
+        # The rank with most rows sends them to each of the others.
+        blocks = [self._loads[first:last] for first, last in itertools.pairwise(self._starts)]
+        computed = max(sum(block) for block in blocks)
+        return MostRows(
+            travelling=computed * (self._group.size - 1),
+            computed=computed,
+            experts=max(sum(load > 0 for load in block) for block in blocks),
+        )
 
 
 class _IndexedChunk:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tierstore.moe.exchange import ExchangedRows, Rows
+from tierstore.moe.exchange import Rows
 from tierstore.timeline import NullTimeline, TimelineSink
 
 
@@ -39,8 +39,8 @@ class Pipelining:
 
     def count(self, rows: Rows) -> None:
         """A backward pass takes the way of ``rows``."""
-        if isinstance(rows, ExchangedRows):
-            most = rows.most()
+        most = rows.most()
+        if most is not None:
             self.loads.passes += 1
             self.loads.travelling += most.travelling
             self.loads.computed += most.computed

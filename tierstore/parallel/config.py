@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
+from pathlib import Path
 
 from tierstore.errors import ConfigError
 
@@ -82,6 +83,12 @@ class ParallelConfig:
             "help": "chunks in which tokens travel to experts while others are computed",
         },
     )
+    profile: Path | None = field(
+        default=None,
+        metadata={
+            "help": "what bench machine measured: an auto pipeline_degree takes its costs (none: probed when a run begins)"
+        },
+    )
     elastic: Elastic = field(
         default=Elastic.OFF,
         metadata={"help": "off, or reshard: a resume with other ranks makes the store over for them"},
@@ -95,11 +102,18 @@ class ParallelConfig:
 
     def most_chunks(self, *, experts: int, sharing: int) -> int:
         """The most chunks that a pass may go in over ``experts`` of a layer, spread over ``sharing`` ranks: 1 where no rows
-        travel, else what is asked for, or the fewest experts that any rank owns.
+        travel, else what is asked for, or the fewest experts that any rank owns. Raises ConfigError where more are asked for
+        than that.
         """
-        if sharing == 1 or self.tensor > 1:
+        if sharing == 1:
             return 1
-        return self.pipeline_degree or max(experts // sharing, 1)
+        fewest = max(experts // sharing, 1)
+        if self.pipeline_degree > fewest:
+            raise ConfigError(
+                f"parallel.pipeline_degree: expected auto or at most {fewest}, the fewest of the {experts} experts of a "
+                f"layer that any of {sharing} ranks owns, got {self.pipeline_degree}"
+            )
+        return self.pipeline_degree or fewest
 
     def __post_init__(self) -> None:
         if self.expert < 0:
@@ -116,6 +130,11 @@ class ParallelConfig:
         if self.pipeline_degree < AUTO_DEGREE:
             raise ConfigError(
                 f"parallel.pipeline_degree: expected auto or at least 1, got {self.pipeline_degree}"
+            )
+        if self.profile is not None and self.pipeline_degree != AUTO_DEGREE:
+            raise ConfigError(
+                f"parallel.profile: expected none with parallel.pipeline_degree = {self.pipeline_degree}: auto chooses by "
+                "its costs"
             )
         for name in ("timeout_s", "grace_s"):
             value = getattr(self, name)

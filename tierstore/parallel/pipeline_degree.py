@@ -33,6 +33,8 @@ from enum import Enum
 
 #: Times that differ by less than this share are equal: of these the smaller r is better.
 _EQUAL = 1e-12
+#: By what share another number of chunks must be faster to be taken up.
+_WORTH = 0.02
 #: The highest r that is looked at where nothing caps it: no starts cost anything.
 _HIGHEST = 1 << 20
 
@@ -144,6 +146,15 @@ class Degree:
     def capped(self) -> bool:
         """Whether more chunks than may be would be better."""
         return self.wanted > self.degree
+
+
+def worthwhile_degree(costs: PipelineCosts, work: LayerPass, *, present: int, most: int) -> Degree:
+    """What AUTO goes over to from ``present`` chunks: the best number where it is faster by 2%, else it stays: what is
+    measured and counted varies. Raises ValueError.
+    """
+    best = best_degree(costs, work, most=most)
+    stays = pass_seconds(costs, work, present)
+    return Degree(present, stays, best.wanted) if stays <= best.seconds * (1 + _WORTH) else best
 
 
 def pass_seconds(costs: PipelineCosts, work: LayerPass, degree: int) -> float:

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 from tierstore.lazy import exports
 
 if TYPE_CHECKING:
+    from tierstore.machine_profile import ASSUMED, Cost, Evidence, Profile, load_profile, save_profile
     from tierstore.plan.capacity import Capacity, Term
-    from tierstore.plan.costs import ASSUMED, Cost, Profile, load_profile, save_profile
-    from tierstore.plan.evidence import Evidence
     from tierstore.plan.fitting import Change, Effect, Hardware, Limits, Remedy, Shortfall, Verdict
     from tierstore.plan.order import OrderChoice, OrderCost, choose_order
     from tierstore.plan.predict import Prediction

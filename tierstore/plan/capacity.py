@@ -18,9 +18,9 @@ from tierstore.errors import ConfigError
 from tierstore.hf.activations import forward_bytes
 from tierstore.hf.sizes import cache_bytes
 from tierstore.hf.spec import HfSpec
+from tierstore.machine_profile import Evidence
 from tierstore.model.architecture import Architecture
 from tierstore.moe.lora import LoraConfig, LoraTargets
-from tierstore.plan.evidence import Evidence
 from tierstore.plan.uses import FULL_TRAINING, ModelUsage
 from tierstore.prefetch.schedule import Schedule
 from tierstore.prefetch.units import unit_schedule
@@ -39,6 +39,7 @@ from tierstore.train.budgets import (
 )
 from tierstore.train.config import TrainConfig
 from tierstore.train.footprint import FixedCost, boundary_split, fixed_cost, flat_layouts, rank_tokens
+from tierstore.train.stages.spec import StageSpec
 from tierstore.train.vocabulary import VocabularyChoice, choose_vocabulary
 
 #: The tiers that hold bytes of a run, from the top.
@@ -226,6 +227,7 @@ class Setting:
             moe_layers=self.model.moe_layers,
             compute=config.model.compute_dtype,
             micro_batches=config.data.passes,
+            first_block=config.model.layers.start if isinstance(config.model, StageSpec) else 0,
         )
 
 

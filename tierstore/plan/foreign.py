@@ -11,8 +11,8 @@ from tierstore.hf.describing import CONFIG_NAME, describe_config, read_config
 from tierstore.hf.manifest import MANIFEST_NAME, Manifest, Weights
 from tierstore.hf.spec import HfSpec
 from tierstore.hf.stored import stored_spec
+from tierstore.machine_profile import Profile
 from tierstore.plan.capacity import Setting, capacity
-from tierstore.plan.costs import Profile
 from tierstore.plan.fitting import Limits, Verdict, judge
 from tierstore.plan.predict import Prediction, predict
 from tierstore.plan.uses import Use, usage_of
@@ -21,6 +21,7 @@ from tierstore.store.disk.home import MODEL_DIRECTORY
 from tierstore.store.disk.space import extent_bytes
 from tierstore.train.budgets import DeviceKind
 from tierstore.train.config import FinetuneConfig
+from tierstore.train.stages.spec import StageSpec, whole_model
 
 #: What pairs in memory take: weight, gradient and two moments, fp32.
 _STATE_BYTES = 16
@@ -161,6 +162,19 @@ def setting_for(setting: Setting, use: Use, rank: int) -> Setting:
             f"{spec.directory}: its experts were imported frozen; --for: expected lora, lora-attention or serve"
         )
     return replace(setting, usage=usage_of(spec, use, rank, setting.config.adamw.moments))
+
+
+def as_configured(setting: Setting) -> Setting:
+    """``setting`` for the use that its configuration trains the model, or a stage of it, for. Raises ConfigError."""
+    lora, model = setting.config.lora, setting.config.model
+    spec = whole_model(model)
+    if not (lora.enabled and isinstance(spec, HfSpec)):
+        return setting
+    use = Use.LORA if lora.experts else Use.LORA_ATTENTION
+    usage = usage_of(spec, use, lora.rank, setting.config.adamw.moments)
+    if isinstance(model, StageSpec):
+        usage = replace(usage, attention=model.own(usage.attention, 0))
+    return replace(setting, usage=usage)
 
 
 def plan_uses(setting: Setting, limits: Limits, profile: Profile, rank: int) -> UsesPlan:

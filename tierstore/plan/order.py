@@ -16,14 +16,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from tierstore.errors import BudgetError
-from tierstore.hf.spec import HfSpec
+from tierstore.machine_profile import ASSUMED, Evidence, Profile
 from tierstore.model.config import CheckpointActivations
 from tierstore.plan.capacity import Ranks, Setting, capacity
-from tierstore.plan.costs import ASSUMED, Profile
-from tierstore.plan.evidence import Evidence
-from tierstore.plan.foreign import setting_for
+from tierstore.plan.foreign import as_configured
 from tierstore.plan.predict import predict
-from tierstore.plan.uses import Use
 from tierstore.stats import Tier
 from tierstore.train.budgets import DeviceKind
 from tierstore.train.config import TrainConfig
@@ -125,10 +122,7 @@ def choose_order(
         ranks=Ranks(count=ranks, expert=config.parallel.expert),
         device=device,
     )
-    if config.lora.enabled and isinstance(config.model, HfSpec):
-        use = Use.LORA if config.lora.experts else Use.LORA_ATTENTION
-        setting = setting_for(setting, use, config.lora.rank)
-    return compare_orders(setting, profile)
+    return compare_orders(as_configured(setting), profile)
 
 
 def agreed_order(config: TrainConfig, mesh: Mesh) -> OrderChoice:

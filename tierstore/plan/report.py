@@ -9,8 +9,8 @@ from typing import Any
 
 from tierstore import machine
 from tierstore.hf.spec import HfSpec
+from tierstore.machine_profile import ASSUMED, Profile
 from tierstore.plan.capacity import TIERS, Ranks, Setting
-from tierstore.plan.costs import ASSUMED, Profile
 from tierstore.plan.fitting import (
     Change,
     Hardware,
@@ -24,7 +24,6 @@ from tierstore.plan.fitting import (
 )
 from tierstore.plan.foreign import UsesPlan, plan_uses, setting_for
 from tierstore.plan.order import OrderChoice, compare_orders
-from tierstore.plan.pipemoe.layer import LayerDegrees, layer_degrees
 from tierstore.plan.ppmoe import TensorCosts, tensor_costs
 from tierstore.plan.predict import Prediction, predict
 from tierstore.plan.presets import Preset
@@ -56,8 +55,6 @@ class Plan:
     uses: UsesPlan | None = None
     #: In which order several micro-batches pass the layers.
     order: OrderChoice | None = None
-    #: In how many chunks rows travel to the experts of other ranks.
-    degrees: LayerDegrees | None = None
     #: Where ranks are tensor-parallel: what their layers send.
     tensor: TensorCosts | None = None
 
@@ -108,7 +105,7 @@ class Plan:
             },
             "prediction": self._prediction(),
             "order": None if self.order is None else self.order.as_json(),
-            "pipeline_degree": None if self.degrees is None else self.degrees.as_json(),
+            "pipeline_degree": self._degrees(),
             "vocabulary": self.setting.vocabulary.as_json(),
             "tensor": None if self.tensor is None else self.tensor.as_json(),
             **({"tasks": self.tasks.as_json()} if self.tasks else {}),
@@ -143,6 +140,17 @@ class Plan:
     def _totals(self) -> dict[str, int]:
         taken = self.verdict.capacity
         return {f"{tier.value}_bytes": taken.total(tier) for tier in TIERS} if taken else {}
+
+    def _degrees(self) -> dict[str, Any] | None:
+        made = self.prediction
+        if made is None or made.degrees is None:
+            return None
+        return {
+            **made.degrees.as_json(),
+            "step_s": made.step_s,
+            "one_chunk_step_s": made.one_chunk_s,
+            "saved_s": made.chunks_save_s,
+        }
 
     def _prediction(self) -> dict[str, object] | None:
         made = self.prediction
@@ -201,9 +209,6 @@ def plan_run(
     verdict = judge(setting, limits)
     remedy = None if verdict.fits else shortest_remedy(setting, limits)
     prediction = predict(setting, profile, verdict.capacity) if verdict.capacity else None
-    degrees = None
-    if prediction is not None and verdict.capacity is not None:
-        degrees = layer_degrees(setting, profile, verdict.capacity, prediction.traffic)
     if alpha is None:
         alpha = prediction.traffic.active if prediction else 1.0
     return Plan(
@@ -218,7 +223,6 @@ def plan_run(
         preset=preset,
         uses=plan_uses(setting, limits, profile, lora) if foreign else None,
         order=order,
-        degrees=degrees,
         tensor=tensor_costs(
             config,
             setting.model.top_k,

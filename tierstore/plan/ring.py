@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tierstore.errors import ConfigError
-from tierstore.plan.costs import Cost, Profile
+from tierstore.machine_profile import Cost, Profile
 
 
 def distinct_experts(experts: int, top_k: int, tokens: int) -> float:

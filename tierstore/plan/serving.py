@@ -23,8 +23,7 @@ import numpy as np
 from tierstore.errors import ConfigError, DataError
 from tierstore.hf.sizes import cache_bytes
 from tierstore.hf.spec import HfSpec
-from tierstore.plan.costs import Profile
-from tierstore.plan.evidence import Evidence
+from tierstore.machine_profile import Evidence, Profile
 from tierstore.plan.ring import distinct_experts
 from tierstore.store.format import Group
 from tierstore.trace.reader import read_header

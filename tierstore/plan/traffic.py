@@ -21,9 +21,9 @@ from tierstore._native import CapacityError, Decision, Residency
 from tierstore.cache.access import GROUP_STRIDE, Need, Phase
 from tierstore.cache.frames import frames_of
 from tierstore.errors import BudgetError
+from tierstore.machine_profile import Evidence
 from tierstore.model.config import CheckpointActivations
 from tierstore.plan.capacity import Capacity, Setting
-from tierstore.plan.evidence import Evidence
 from tierstore.prefetch.plan import StepTiming, group_order
 from tierstore.prefetch.predictor import Predictor, make_predictor
 from tierstore.prefetch.program import (

@@ -8,8 +8,9 @@ usual: 2 a parameter and token forward, 4 backward, and ``2 T S D`` (causal) for
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 
 from tierstore.cache.access import Phase
 from tierstore.dense.footprint import gather_width
@@ -17,31 +18,46 @@ from tierstore.dense.layout import UnitLayout
 from tierstore.hf.sizes import attention_sizes
 from tierstore.hf.spec import HfSpec
 from tierstore.links import LinkConfig
+from tierstore.machine_profile import Cost, Profile, over_link
 from tierstore.model.config import CheckpointActivations
 from tierstore.moe.config import SaveActivations
+from tierstore.parallel.pipeline_degree import (
+    Inputs,
+    LayerPass,
+    Share,
+    WeightGradients,
+    backward_pass,
+    forward_pass,
+)
 from tierstore.plan.capacity import Capacity, Setting
-from tierstore.plan.costs import Cost, Profile
 from tierstore.plan.traffic import Moved, Traffic
-from tierstore.prefetch.operations import Kind, Operation, PassSizes
+from tierstore.prefetch.operations import Kind, Operation, PassSizes, StepPasses, operations
 from tierstore.prefetch.schedule import Pass, QueueLimits, Schedule
 from tierstore.store.format import MomentFormat
 from tierstore.train.budgets import DeviceKind
 from tierstore.train.stages.spec import StageSpec, whole_model
 
+#: Steps that are simulated from a cold start, and how many of them are left out.
+STEPS, SETTLED = 3, 1
 #: Experts of a pass that are simulated one by one, and of a step; of more, so many equal parts stand for all.
 _MOST_OF_A_PASS, _MOST_OF_A_STEP = 16, 256
+#: Bytes of a router's weight.
+_WEIGHT_BYTES = 4
 #: What AdamW touches: weight, exp_avg and exp_avg_sq read and written, the gradient read.
 _STEP_BYTES = 28
 
 
 @dataclass(frozen=True)
 class StepWorkload:
-    """Operations of one rank. ``sizes`` and ``seconds`` are what ``operations`` and ``simulate`` ask for."""
+    """Operations of one rank. ``sizes`` and ``seconds`` are what ``operations`` and ``simulate`` ask for. ``chunks``: in how
+    many of them the passes over experts go (1 where it is not said).
+    """
 
     setting: Setting
     taken: Capacity
     traffic: Traffic
     profile: Profile
+    chunks: Mapping[Phase, int] = field(default_factory=dict, kw_only=True)
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -54,10 +70,25 @@ class StepWorkload:
     def layouts(self) -> list[UnitLayout]:
         return self.setting.layouts
 
-    @property
+    @cached_property
     def passes(self) -> tuple[Pass, ...]:
         """The passes of one step."""
         return self.schedule.passes if self.setting.usage.trains else self.schedule.forward_passes
+
+    @cached_property
+    def operations(self) -> Sequence[Operation]:
+        """The operations of a few steps, in program order."""
+        slots = self.taken.divided.slots
+        each = self.experts / min(self.parts(item) for item in self.passes)
+        return operations(
+            self.schedule,
+            cache(self.sizes),
+            steps=STEPS,
+            # A part of several experts has their slots; at least one more is loaded meanwhile.
+            slots=max(int(slots.weights / each), 2),
+            gradient_slots=max(int(slots.gradients / each), 2),
+            passes=StepPasses.TRAINING if self.setting.usage.trains else StepPasses.FORWARD,
+        )
 
     # Bytes -------------------------------------------------------------------------------------------------
 
@@ -66,17 +97,23 @@ class StepWorkload:
         """Experts that one pass of one rank computes."""
         return max(round(self.traffic.active * self.setting.local_experts), 1)
 
-    @cached_property
-    def parts(self) -> int:
-        """Operations that stand for the experts of a pass, each for ``experts / parts`` of them."""
+    def parts(self, item: Pass) -> int:
+        """Operations that stand for the experts of the pass ``item``, each for ``experts / parts`` of them: as many for each
+        of its chunks.
+        """
         passes = sum(item.moe_layer is not None for item in self.passes)
-        return min(self.experts, _MOST_OF_A_PASS, max(_MOST_OF_A_STEP // max(passes, 1), 4))
+        few = min(self.experts, _MOST_OF_A_PASS, max(_MOST_OF_A_STEP // max(passes, 1), 4))
+        chunks = self.degree(item)
+        return -(-few // chunks) * chunks
+
+    def degree(self, item: Pass) -> int:
+        """In how many chunks the rows of ``item`` travel."""
+        return self.chunks.get(item.phase, 1)
 
     def sizes(self, item: Pass) -> PassSizes:
         """What the pass ``item`` moves."""
-        setting, sharing = self.setting, self.setting.ranks.sharing
+        setting = self.setting
         others = setting.ranks.count - 1
-        itemsize = setting.config.model.compute_dtype.itemsize
         layout = self.layouts[item.unit]
         narrow = gather_width(setting.config.dense, setting.config.model.compute_dtype)
         gather = layout.gathered_bytes(narrow) * others // (others + 1)
@@ -85,24 +122,66 @@ class StepWorkload:
         reduce = reduced * others * 4 * setting.together
         if item.moe_layer is None:
             return PassSizes(gather=gather, reduce=reduce, rows=self._divided_sent(item))
-        config = setting.config
-        rows = setting.tokens * setting.model.top_k
-        exchanged = rows * config.model.d_model * itemsize * (sharing - 1) // sharing
-        slots, each = self.taken.divided.slots, self.experts / self.parts
+        dispatch, combine = self._sent(item)
+        parts = self.parts(item)
+        slots, each = self.taken.divided.slots, self.experts / parts
         backward = item.phase is Phase.BACKWARD
-        moved, divided = self._moved_for(item), self._passes * self.parts
+        moved, divided = self._moved_for(item), self._passes * parts
         on_device = setting.device is not DeviceKind.CPU
         return PassSizes(
             gather=gather,
             reduce=reduce,
-            all_to_all=exchanged,
-            experts=self.parts,
+            dispatch=round(dispatch.amount),
+            combine=round(combine.amount),
+            chunks=self.degree(item),
+            experts=parts,
             fetch=round(moved.loaded / divided),
             fetch_state=round(moved.state / divided),
             evict=round(moved.written / divided),
             load=round(slots.weight_bytes * each),
             to_host=round(self._trained_numel * 4 * each) if backward and on_device else 0,
         )
+
+    def exchange(self, item: Pass) -> LayerPass:
+        """The messages of the pass ``item`` over experts, sent by one rank, without its products; each micro-batch of those
+        that pass together has its own.
+        """
+        setting, config, sharing = self.setting, self.setting.config, self.setting.ranks.sharing
+        rows = setting.tokens * setting.model.top_k * (sharing - 1) / sharing
+        rows_bytes = float(int(rows * config.model.d_model * config.model.compute_dtype.itemsize))
+        if item.phase is Phase.FORWARD:
+            found = forward_pass(rows_bytes, 0.0)
+        else:
+            # Rows are kept with what feeds the activations, or not at all.
+            saves = config.model.expert_activations is SaveActivations.SAVE and not config.data.layer_major
+            outputs = isinstance(whole_model(config.model), HfSpec)
+            found = backward_pass(
+                rows_bytes,
+                0.0,
+                weights_bytes=rows * _WEIGHT_BYTES,
+                inputs=Inputs.SAVED if saves else Inputs.SENT_AGAIN,
+                gradients=WeightGradients.AT_TOKENS if outputs else WeightGradients.AT_EXPERTS,
+            )
+        dispatch, combine = (
+            replace(way, starts=way.starts * setting.together) for way in (found.dispatch, found.combine)
+        )
+        return replace(found, dispatch=dispatch, combine=combine)
+
+    def _sent(self, item: Pass) -> tuple[Share, Share]:
+        """What ``item`` dispatches and combines, with that of the forward pass that it repeats."""
+        found = self.exchange(item)
+        if not self.repeats(item):
+            return found.dispatch, found.combine
+        again = self.exchange(replace(item, phase=Phase.FORWARD))
+        dispatch, combine = (
+            Share(one.starts + other.starts, one.amount + other.amount)
+            for one, other in ((found.dispatch, again.dispatch), (found.combine, again.combine))
+        )
+        return dispatch, combine
+
+    def repeats(self, item: Pass) -> bool:
+        """Whether ``item`` begins with the forward pass once more: in layer order outputs are kept."""
+        return item.phase is Phase.BACKWARD and self._again and not self.setting.config.data.layer_major
 
     def _divided_sent(self, item: Pass) -> int:
         """What a pass over embedding or head sends, where their rows are divided over ranks."""
@@ -149,21 +228,39 @@ class StepWorkload:
 
     def seconds(self, operation: Operation) -> float:
         """How long ``operation`` takes once it runs."""
+        item = self.passes[operation.position % len(self.passes)]
+        each = self.experts / self.parts(item) if operation.kind in _OF_EXPERTS else 1.0
         if operation.kind in self._moved:
             cost, link = self._moved[operation.kind]
-            each = self.experts / self.parts if operation.kind in _OF_EXPERTS else 1.0
             limited = Cost(link.latency, link.bandwidth or math.inf)
             return each * cost.slower(limited, operation.nbytes / each)
-        item = self.passes[operation.position % len(self.passes)]
+        if operation.kind in (Kind.DISPATCH, Kind.COMBINE):
+            dispatch, combine = self._sent(item)
+            way = dispatch if operation.kind is Kind.DISPATCH else combine
+            return way.starts * self.network.latency_s + operation.nbytes / self.network.per_s
         if operation.kind is Kind.DENSE:
             return self.profile.dense_flops.seconds(self.dense_flops(item))
         if operation.kind is Kind.EXPERT:
-            return self.experts / self.parts * self.profile.expert_flops.seconds(self.expert_flops(item))
+            return each * self.expert_cost(item).seconds(self.expert_flops(item)) + self._further_chunks(item)
         if operation.kind is Kind.STEP:
             return self.profile.adamw.seconds(self._stepped(item.unit) * _STEP_BYTES)
-        each = self.experts / self.parts
         steps = 1 / self._passes  # earlier ones only add their gradients
         return each * steps * self.profile.adamw.seconds(self._trained_numel * self._step_bytes)
+
+    @cached_property
+    def network(self) -> Cost:
+        """What one message of an exchange costs."""
+        return over_link(self.profile.exchange(self.setting.ranks.sharing), self.setting.config.links.rows)
+
+    def expert_cost(self, item: Pass) -> Cost:
+        """What one expert costs in the pass ``item``."""
+        forward = item.phase is Phase.FORWARD
+        own = self.profile.expert_forward if forward else self.profile.expert_backward
+        return own or self.profile.expert_flops
+
+    def _further_chunks(self, item: Pass) -> float:
+        """What more than one chunk adds to each part of a pass's experts: every further one is taken to start once more."""
+        return (self.degree(item) - 1) / self.parts(item) * self.expert_cost(item).latency_s
 
     @property
     def _step_bytes(self) -> float:
@@ -197,7 +294,7 @@ class StepWorkload:
         return {
             Kind.GATHER: (profile.gather, links.gather),
             Kind.REDUCE: (profile.reduce_scatter, links.gather),
-            Kind.ALL_TO_ALL: (profile.all_to_all, links.gather),
+            Kind.ALL_TO_ALL: (profile.all_to_all, links.rows),
             Kind.FETCH: (disk, links.disk),
             Kind.WRITE: (disk, links.disk),
             Kind.LOAD: (profile.copy, links.copy),
@@ -239,9 +336,9 @@ class StepWorkload:
         if item.phase is Phase.FORWARD:
             return forward
         again = 0.0
-        # In layer order outputs are kept, and only what feeds the activations is computed again.
-        if self._again and not config.data.layer_major:
+        if self.repeats(item):
             again = forward
+        # Only what feeds the activations is computed again.
         elif self._again or config.model.expert_activations is SaveActivations.RECOMPUTE:
             again = 2 * rows * config.model.expert_shape.inner_rows * config.model.d_model
         if self.setting.usage.frozen:
@@ -249,4 +346,4 @@ class StepWorkload:
         return 2 * forward + again
 
 
-_OF_EXPERTS = frozenset({Kind.FETCH, Kind.WRITE, Kind.LOAD, Kind.COPY_TO_HOST})
+_OF_EXPERTS = frozenset({Kind.FETCH, Kind.WRITE, Kind.LOAD, Kind.COPY_TO_HOST, Kind.EXPERT, Kind.EXPERT_STEP})

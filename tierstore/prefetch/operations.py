@@ -8,8 +8,9 @@ order of the list.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -31,7 +32,9 @@ class Resource(Enum):
 class Kind(Enum):
     GATHER = "gather"
     REDUCE = "reduce-scatter"
-    ALL_TO_ALL = "all-to-all"
+    DISPATCH = "dispatch"  # of a chunk's rows to their experts
+    COMBINE = "combine"  # of a chunk's results
+    ALL_TO_ALL = "all-to-all"  # of rows of a divided table
     DENSE = "dense"  # computation of a pass outside its experts
     EXPERT = "expert"  # computation of one expert
     STEP = "optimizer step"  # of a unit's slice
@@ -52,6 +55,8 @@ class StepPasses(Enum):
 _RESOURCES = {
     Kind.GATHER: Resource.GATHER,
     Kind.REDUCE: Resource.GATHER,
+    Kind.DISPATCH: Resource.GATHER,
+    Kind.COMBINE: Resource.GATHER,
     Kind.ALL_TO_ALL: Resource.GATHER,
     Kind.DENSE: Resource.COMPUTE,
     Kind.EXPERT: Resource.COMPUTE,
@@ -69,12 +74,15 @@ class PassSizes:
     """Bytes that one pass moves on one rank. ``experts`` of them are computed one after another; ``fetch`` (what
     is loaded), ``fetch_state`` (what only its step needs), ``evict``, ``load`` and ``to_host`` are for each of those, and 0
     for none. What is fetched and evicted are means: hits need no fetch, and only what has changed is written when it is
-    evicted for one. ``rows``: what the pass over embedding or head sends, where its rows are divided over ranks.
+    evicted for one. ``dispatch`` and ``combine`` travel in ``chunks`` parts, each with its part of the experts. ``rows``:
+    what the pass over embedding or head sends, where its rows are divided over ranks.
     """
 
     gather: int = 0
     reduce: int = 0
-    all_to_all: int = 0
+    dispatch: int = 0
+    combine: int = 0
+    chunks: int = 1
     rows: int = 0
     experts: int = 0
     fetch: int = 0
@@ -113,6 +121,18 @@ def operations(
     not been stepped, on the device at a time.
     """
     return _Writer(schedule, sizes, slots, gradient_slots, passes).write(steps)
+
+
+def _bounds(size: PassSizes) -> list[int]:
+    """Where the experts of a pass are cut into chunks of as many as can be, from 0 to the last."""
+    chunks = min(size.chunks, size.experts)
+    return [size.experts * number // chunks for number in range(chunks + 1)]
+
+
+def _parts(nbytes: int, bounds: Sequence[int]) -> list[int]:
+    """``nbytes`` divided over the chunks between ``bounds`` as experts are; nothing where there is none."""
+    ends = [nbytes * bound // bounds[-1] for bound in bounds]
+    return [stop - start for start, stop in itertools.pairwise(ends)] if nbytes else []
 
 
 class _Writer:
@@ -180,9 +200,12 @@ class _Writer:
             self._reduced.setdefault(item.unit, []).append(reduced)
 
     def _moe(self, position: int, item: Pass, size: PassSizes) -> None:
-        if size.all_to_all:
-            self._last = (self._add(Kind.ALL_TO_ALL, position, size.all_to_all, *self._last),)
         begun = self._last
+        bounds = _bounds(size)
+        # All rows set off before the first expert is asked for.
+        arrived = [
+            self._add(Kind.DISPATCH, position, nbytes, *begun) for nbytes in _parts(size.dispatch, bounds)
+        ]
         self._fetch(position, begun)
         place = self._experts.index(position % len(self._window.passes))
         for ahead in range(1, self._schedule.vertical.depth + 1):
@@ -190,9 +213,7 @@ class _Writer:
             cycle = position // len(self._window.passes) + turn
             if not self._fetch(cycle * len(self._window.passes) + self._experts[index], begun):
                 break
-        self._run_experts(position, item, size, begun)
-        if size.all_to_all:
-            self._last = (self._add(Kind.ALL_TO_ALL, position, size.all_to_all, *self._last),)
+        self._run_experts(position, item, size, begun, dict(zip(bounds, arrived, strict=False)))
 
     def _fetch(self, position: int, begun: tuple[int, ...]) -> bool:
         """The reads of the experts of a pass, unless an earlier one has asked for them; whether they fit."""
@@ -228,20 +249,26 @@ class _Writer:
     def _held(self) -> int:
         return sum(nbytes for nbytes, _ in self._outstanding)
 
-    def _run_experts(self, position: int, item: Pass, size: PassSizes, begun: tuple[int, ...]) -> None:
+    def _run_experts(
+        self, position: int, item: Pass, size: PassSizes, begun: tuple[int, ...], arrived: Mapping[int, int]
+    ) -> None:
+        """``arrived``: what brought the rows of a chunk, by its first expert."""
         if position not in self._fetched:  # it did not fit beside what was fetched ahead
             self._read(position, size, begun)
         backward = item.phase is Phase.BACKWARD
         computed: list[int] = []
+        returning = dict(zip(_bounds(size)[1:], _parts(size.combine, _bounds(size)), strict=False))
         for index, (weights, state) in enumerate(self._fetched[position]):
             free = computed[index - self._slots : index - self._slots + 1] if index >= self._slots else []
             load = self._add(Kind.LOAD, position, size.load, *begun, *weights, *free)
             gradient = self._gradients.popleft() if backward else ()
-            before = computed[-1:] or self._last
+            before = (*(computed[-1:] or self._last), *([arrived[index]] if index in arrived else []))
             computed.append(self._add(Kind.EXPERT, position, 0, *before, load, *gradient))
             if backward:
                 self._finish_expert(position, size, computed[-1], state)
-        self._last = (computed[-1],)
+            self._last = (computed[-1],)
+            if nbytes := returning.get(index + 1, 0):
+                self._last = (self._add(Kind.COMBINE, position, nbytes, computed[-1]),)
         self._computed[position] = computed[-1]
 
     def _finish_expert(self, position: int, size: PassSizes, computed: int, state: tuple[int, ...]) -> None:

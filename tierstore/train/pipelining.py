@@ -1,20 +1,22 @@
 """In how many chunks the passes over experts go (PipeMoE): as configured, or chosen for the forward and the backward pass.
 
 AUTO weighs what a further chunk costs against what it hides (``tierstore.parallel.pipeline_degree``). What messages and
-products cost is probed when the session is opened; what travels is counted from commit to commit, and before the first of
-them taken from the configuration, with tokens spread evenly. A choice is made at commits alone, of numbers that all ranks
-have agreed on. It is part of what is committed, so that a resumed run goes on with it. The number of chunks changes no bit
-and no access to the store.
+products cost is probed when the session is opened, or read from the profile of the machine (``parallel.profile``); what
+travels is counted from commit to commit, and before the first of them taken from the configuration, with tokens spread
+evenly. A choice is made at commits alone, of numbers that all ranks have agreed on. It is part of what is committed, so that
+a resumed run goes on with it. The number of chunks changes no bit and no access to the store.
+
+Tensor-parallel ranks have the rows of all their tokens: nothing travels to the experts, and results come back in chunks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
-from tierstore.errors import ConfigError
 from tierstore.model.config import ModelConfig
 from tierstore.moe.config import SaveActivations
 from tierstore.moe.pipelining import PipelineDegrees, Pipelining
@@ -24,21 +26,18 @@ from tierstore.parallel.pipeline_degree import (
     Inputs,
     LayerPass,
     PipelineCosts,
+    Share,
     WeightGradients,
     backward_pass,
-    best_degree,
     forward_pass,
     pass_seconds,
+    worthwhile_degree,
 )
 from tierstore.train.config import TrainConfig
-from tierstore.train.probing import LayerCosts, ProbeSizes, probe
+from tierstore.train.probing import LayerCosts, ProbeSizes, probe, profiled, read_profile
 from tierstore.train.stages.spec import whole_model
 from tierstore.train.state import TrainState
 from tierstore.units import format_seconds
-
-#: Another number of chunks than the present one, at first 1, is taken up where it is faster by at least this share: what is
-#: probed and counted varies.
-_WORTH = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +53,15 @@ class PassLoads:
 
 @dataclass(frozen=True, slots=True)
 class PipelineChoice:
-    """The degrees of a run from one commit to the next. ``wanted``: what would be best without the cap of ``most``."""
+    """The degrees of a run from one commit to the next. ``wanted``: what would be best without the cap of ``most``.
+    ``costs``: where what AUTO chooses by is from.
+    """
 
     degrees: PipelineDegrees
     wanted: PipelineDegrees
     most: int
     reason: str
+    costs: str | None = None
 
     def describe(self) -> str:
         """One line."""
@@ -79,6 +81,7 @@ class PipelineChoice:
             "backward": self.degrees.backward,
             "most": self.most,
             "reason": self.reason,
+            "costs": self.costs,
         }
 
 
@@ -86,15 +89,16 @@ def most_chunks(config: TrainConfig, mesh: Mesh) -> int:
     """The most chunks that a run's passes may come to. Raises ConfigError where more are asked for than the fewest experts
     that any rank owns.
     """
-    experts, sharing = config.model.experts, mesh.expert.size
-    most = config.parallel.most_chunks(experts=experts, sharing=sharing)
-    fewest = experts // sharing
-    if 1 < most > fewest:
-        raise ConfigError(
-            f"parallel.pipeline_degree: expected auto or at most {max(fewest, 1)}, the fewest of the {experts} experts of a "
-            f"layer that any of {sharing} ranks owns, got {most}"
-        )
-    return most
+    return config.parallel.most_chunks(experts=config.model.experts, sharing=mesh.expert.size)
+
+
+def check_chunks(config: TrainConfig, mesh: Mesh) -> None:
+    """Raises ConfigError where passes cannot go in as many chunks as are asked for, or the profile that AUTO is to choose by
+    lacks what it needs.
+    """
+    most, parallel = most_chunks(config, mesh), config.parallel
+    if parallel.profile is not None and parallel.pipeline_degree == AUTO_DEGREE and most > 1:
+        read_profile(parallel.profile, mesh.expert.size)
 
 
 def even_loads(config: TrainConfig, mesh: Mesh) -> PassLoads:
@@ -102,19 +106,21 @@ def even_loads(config: TrainConfig, mesh: Mesh) -> PassLoads:
     sharing = mesh.expert.size
     rows = config.tokens_per_micro_batch // mesh.data.size * config.model.architecture.top_k
     owned = -(-config.model.experts // sharing)
-    return PassLoads(rows * (sharing - 1) / sharing, rows, min(owned, rows))
+    computed = rows / mesh.tensor.size  # tensor-parallel ranks have the same tokens
+    return PassLoads(rows * (sharing - 1) / sharing, computed, min(owned, computed))
 
 
 class PipelineControl:
     """Chooses the degrees of ``pipelining``, when the session is opened and at every commit."""
 
     def __init__(self, config: TrainConfig, mesh: Mesh, pipelining: Pipelining) -> None:
-        """A collective; nothing is probed where nothing is to be chosen. Raises ConfigError, PeerError."""
+        """A collective; nothing is probed or read where nothing is to be chosen. Raises ConfigError, PeerError."""
         self._config = config
         self._mesh = mesh
         self._pipelining = pipelining
         self._most = most_chunks(config, mesh)
         self._costs: LayerCosts | None = None
+        self._costs_from: str | None = None
         self._loads = even_loads(config, mesh)
         self._note: Callable[[str], None] = lambda text: None
         self._noted = PipelineDegrees()
@@ -122,8 +128,10 @@ class PipelineControl:
         self.chosen: PipelineChoice | None = None
         auto = config.parallel.pipeline_degree == AUTO_DEGREE
         if auto and self._most > 1:
-            self._costs = self._probed()
-        elif mesh.expert.size > 1 and mesh.tensor.size == 1:
+            profile = config.parallel.profile
+            self._costs = self._probed() if profile is None else self._profiled(profile)
+            self._costs_from = "probed" if profile is None else f"of {profile}"
+        elif mesh.expert.size > 1:
             reason = "auto: there is a rank with one expert of a layer, or none" if auto else "as configured"
             self._take(PipelineDegrees(self._most, self._most), reason)
 
@@ -166,33 +174,52 @@ class PipelineControl:
         )
         return probe(self._mesh, model.expert_shape, model.compute_dtype.torch, sizes)
 
+    def _profiled(self, path: Path) -> LayerCosts:
+        config = self._config
+        return profiled(self._mesh, config.model.expert_shape, path, config.links.rows)
+
     def _choose(self, reason: str) -> None:
         assert self._costs is not None
-        costs = PipelineCosts(self._costs.message, self._costs.byte, self._costs.chunk, 1.0)
-        passes = self._passes(self._costs)
         present = self._pipelining.degrees
-        found = []
-        for work, now in zip(passes, (present.forward, present.backward), strict=True):
-            best = best_degree(costs, work, most=self._most)
-            keep = pass_seconds(costs, work, now) <= best.seconds * (1 + _WORTH)
-            found.append((now if keep else best.degree, best.wanted))
-        degrees, wanted = (PipelineDegrees(*each) for each in zip(*found, strict=True))
-        whole = sum(pass_seconds(costs, work, 1) for work in passes)
-        chunked = sum(
-            pass_seconds(costs, work, degree)
-            for work, degree in zip(passes, (degrees.forward, degrees.backward), strict=True)
-        )
+        passes = self._priced(self._costs)
+        found = [
+            worthwhile_degree(costs, work, present=now, most=self._most)
+            for (costs, work), now in zip(passes, (present.forward, present.backward), strict=True)
+        ]
+        degrees = PipelineDegrees(*(one.degree for one in found))
+        wanted = PipelineDegrees(*(one.wanted for one in found))
+        whole = sum(pass_seconds(costs, work, 1) for costs, work in passes)
+        chunked = sum(one.seconds for one in found)
         estimate = f"a layer's passes take {format_seconds(chunked)}"
         if chunked < whole:
             estimate += f", {format_seconds(whole)} in one chunk"
-        self._take(degrees, f"{reason}; {estimate}", wanted)
+        self._take(degrees, f"{reason}, costs {self._costs_from}; {estimate}", wanted)
+
+    def _priced(self, costs: LayerCosts) -> list[tuple[PipelineCosts, LayerPass]]:
+        """A layer's forward and backward pass, and what each is made of."""
+        forward, backward = self._passes(costs)
+        priced = PipelineCosts(costs.message, costs.byte, costs.chunk, 1.0)
+        own, loads = costs.backward, self._loads
+        if own is None:
+            return [(priced, forward), (priced, backward)]
+        row = own.row + (0.0 if self._kept else own.row_again)
+        seconds = loads.experts * own.expert + loads.computed * row
+        return [
+            (priced, forward),
+            (replace(priced, alpha_e=own.expert), replace(backward, experts=Share(1, seconds))),
+        ]
+
+    @property
+    def _kept(self) -> bool:
+        """Whether a forward pass keeps the rows and what feeds the activations."""
+        saved = self._config.model.expert_activations is SaveActivations.SAVE
+        return saved and not self._config.data.layer_major
 
     def _passes(self, costs: LayerCosts) -> tuple[LayerPass, LayerPass]:
-        """A layer's forward and backward pass, of seconds of products."""
-        config, model, loads = self._config, self._config.model, self._loads
+        """A layer's forward and backward pass, of seconds of products; a backward pass computes as two forward ones."""
+        model, loads, kept = self._config.model, self._loads, self._kept
         rows_bytes = loads.travelling * model.d_model * model.compute_dtype.itemsize
         seconds = loads.experts * costs.expert + loads.computed * costs.row
-        kept = model.expert_activations is SaveActivations.SAVE and not config.data.layer_major
         built_in = isinstance(whole_model(model), ModelConfig)
         backward = backward_pass(
             rows_bytes,
@@ -202,7 +229,10 @@ class PipelineControl:
             gradients=WeightGradients.AT_EXPERTS if built_in else WeightGradients.AT_TOKENS,
             again=0.0 if kept else seconds,
         )
-        return forward_pass(rows_bytes, seconds), backward
+        forward = forward_pass(rows_bytes, seconds)
+        if self._mesh.tensor.size > 1:  # rows are there already
+            return replace(forward, dispatch=Share(0, 0)), replace(backward, dispatch=Share(0, 0))
+        return forward, backward
 
     def _tell(self, position: int) -> None:
         degrees = self._pipelining.degrees
@@ -215,4 +245,4 @@ class PipelineControl:
         self._pipelining.timeline.count(
             "chunks of a pass", {"forward": degrees.forward, "backward": degrees.backward}
         )
-        self.chosen = PipelineChoice(degrees, wanted or degrees, self._most, reason)
+        self.chosen = PipelineChoice(degrees, wanted or degrees, self._most, reason, self._costs_from)

@@ -1,7 +1,8 @@
-"""What all-to-alls and expert products cost on this machine and its links: a short probe when a session is opened.
+"""What all-to-alls and expert products cost on this machine and its links: a short probe when a session is opened, or the
+profile of the machine that ``tierstore bench machine`` has written.
 
-All ranks probe together, and hold the same numbers afterwards: the largest of any rank, since a pass takes as long as its
-slowest. Each number comes from medians over a few rounds of a small and a large case. What the probe sends is not counted
+All ranks hold the same numbers afterwards: the largest of any rank, since a pass takes as long as its slowest. They probe
+together; each number comes from medians over a few rounds of a small and a large case. What the probe sends is not counted
 as traffic.
 """
 
@@ -11,9 +12,13 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
+from tierstore.errors import ConfigError, DataError
+from tierstore.links import LinkConfig
+from tierstore.machine_profile import Profile, load_profile, over_link
 from tierstore.moe.config import ExpertShape
 from tierstore.moe.experts import Workspace, forward_expert
 from tierstore.parallel import Mesh
@@ -29,10 +34,21 @@ _SLOW_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
+class BackwardCosts:
+    """Seconds that the backward pass of an expert takes (``expert``), and a further chunk; that each of its rows takes
+    (``row``), and beside that where what feeds the activation is computed again (``row_again``).
+    """
+
+    expert: float
+    row: float
+    row_again: float
+
+
+@dataclass(frozen=True, slots=True)
 class LayerCosts:
     """Seconds: that an all-to-all takes to start (``message``) and for each byte that a rank sends in it (``byte``); that a
     further chunk takes of the thread that computes (``chunk``); that the forward pass of an expert takes (``expert``), and
-    each of its rows (``row``).
+    each of its rows (``row``). ``backward``: None where it takes two forward passes.
     """
 
     message: float
@@ -40,6 +56,7 @@ class LayerCosts:
     chunk: float
     expert: float
     row: float
+    backward: BackwardCosts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +76,55 @@ def probe(mesh: Mesh, shape: ExpertShape, dtype: torch.dtype, sizes: ProbeSizes)
     found = torch.tensor([message, byte, chunk, expert, row], dtype=torch.float64)
     mesh.world.max(found)
     return LayerCosts(*found.tolist())
+
+
+def read_profile(path: Path, sharing: int) -> Profile:
+    """The profile at ``path``. Raises ConfigError where it has not what the passes of ``sharing`` ranks are chosen by."""
+    try:
+        profile = load_profile(path)
+    except OSError as error:
+        raise ConfigError(f"parallel.profile: {path}: {error.strerror or error}") from error
+    except DataError as error:
+        raise ConfigError(f"parallel.profile: {error}") from error
+    if profile.expert_forward is None or profile.expert_backward is None or not profile.exchanges:
+        raise ConfigError(
+            f"parallel.profile: {path}: expected costs of all-to-alls by ranks (exchanges) and of experts (expert_forward, "
+            "expert_backward), as `tierstore bench machine` measures them"
+        )
+    if sharing not in profile.exchanges:
+        raise ConfigError(
+            f"parallel.profile: {path}: expected all-to-alls of {sharing} ranks, which share the experts, got those of "
+            f"{', '.join(str(count) for count in sorted(profile.exchanges))}: `tierstore bench machine --ranks {sharing}`"
+        )
+    return profile
+
+
+def profiled(mesh: Mesh, shape: ExpertShape, path: Path, link: LinkConfig) -> LayerCosts:
+    """The costs that the profile at ``path`` has of passes over experts of ``shape``, whose rows go over ``link``; a
+    collective of all ranks, which may have files of their own. Raises ConfigError, PeerError.
+    """
+    profile = read_profile(path, mesh.expert.size)
+    exchange = over_link(profile.exchanges[mesh.expert.size], link)
+    forward, backward = profile.expert_forward, profile.expert_backward
+    assert forward is not None
+    assert backward is not None
+    flops = 2 * shape.numel
+    again = 2 * shape.inner_rows * shape.d_model
+    found = torch.tensor(
+        [
+            exchange.latency_s,
+            1 / exchange.per_s,
+            forward.latency_s,
+            flops / forward.per_s,
+            backward.latency_s,
+            2 * flops / backward.per_s,
+            again / backward.per_s,
+        ],
+        dtype=torch.float64,
+    )
+    mesh.world.max(found)
+    message, byte, expert, row, *back = found.tolist()
+    return LayerCosts(message, byte, expert, expert, row, BackwardCosts(*back))
 
 
 def line(small: tuple[float, float], large: tuple[float, float]) -> tuple[float, float]:

@@ -61,7 +61,7 @@ from tierstore.train.footprint import boundary_split, return_freed_memory
 from tierstore.train.layer_order.boundaries import BoundaryStore
 from tierstore.train.layer_order.passes import LayerParts
 from tierstore.train.layer_order.spilling import open_boundaries
-from tierstore.train.pipelining import PipelineControl, most_chunks
+from tierstore.train.pipelining import PipelineControl, check_chunks, most_chunks
 from tierstore.train.ranks import Agreed, Opening, agree, check_alike
 from tierstore.train.resuming import check_records, resumed_state
 from tierstore.train.sources import open_data
@@ -252,7 +252,7 @@ def _prepare(
     mesh = mesh or Mesh.alone(RankEnvironment(), device)
     check_combination(config, mesh.layout)
     _check_batch(config, mesh.data.size)
-    most_chunks(config, mesh)  # a refusal comes here
+    check_chunks(config, mesh)
     if loop is Loop.FOREIGN:
         _refuse_foreign(config)
     refuse_tasks(config, mesh.data.size)

@@ -6,7 +6,7 @@ Decided of the configuration alone when a store is created, and kept in its cond
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tierstore.dense.config import OptimizerState
 from tierstore.errors import ConfigError
@@ -17,6 +17,7 @@ from tierstore.parallel.config import RowPlacement
 from tierstore.parallel.rows import TableRows
 from tierstore.train.budgets import DeviceKind
 from tierstore.train.config import TrainConfig
+from tierstore.train.stages.spec import StageSpec
 from tierstore.units import format_bytes
 
 #: Of embedding and head, never AUTO.
@@ -110,9 +111,13 @@ def choose_vocabulary(
     recorded: Mapping[str, object] | None = None,
 ) -> VocabularyChoice:
     """The choice of a run of ``config`` on ``ranks`` data ranks: what it says, what its store has ``recorded`` of its
-    layout, or AUTO's. Looks at nothing but its arguments. Raises ConfigError.
+    layout, or AUTO's; of a pipeline stage, the whole model's, as far as the stage has the tables. Looks at nothing but its
+    arguments. Raises ConfigError.
     """
     model, parallel = config.model, config.parallel
+    if isinstance(model, StageSpec):
+        whole = replace(config, model=model.model)
+        return _of_stage(choose_vocabulary(whole, ranks=ranks, device=device, recorded=recorded), model)
     tied = isinstance(model, ModelConfig) and model.tie_embeddings is TieEmbeddings.TIED
     if tied and parallel.head not in (RowPlacement.AUTO, parallel.embedding):
         raise ConfigError(
@@ -149,6 +154,17 @@ def choose_vocabulary(
         tied=tied,
         table=table if possible else None,
         cost=cost if possible else None,
+    )
+
+
+def _of_stage(choice: VocabularyChoice, stage: StageSpec) -> VocabularyChoice:
+    """``choice`` as ``stage`` has it: the first one has the embedding, the last one the head."""
+    elsewhere = TableChoice(RowPlacement.GATHERED, "of another stage")
+    blocks = len(stage.model.architecture.units) - 2
+    return replace(
+        choice,
+        embedding=choice.embedding if stage.layers.start == 0 else elsewhere,
+        head=choice.head if stage.layers.stop == blocks else elsewhere,
     )
 
 

@@ -40,7 +40,7 @@ def test_the_layouts_spread_over_all_kinds(tmp_path: Path) -> None:
     assert {choice.degree for choice in choices} == {1, 2, 4}
     assert {choice.ranks.replicas for choice in choices} == {1, 2, 4}
     assert {choice.exchange for choice in choices} == {ExchangeMode.FLAT, ExchangeMode.HIERARCHICAL}
-    assert {choice.rows for choice in choices} == {RowPlacement.GATHERED, RowPlacement.PARTITIONED}
+    assert {choice.head for choice in choices} == {RowPlacement.GATHERED, RowPlacement.PARTITIONED}
     for ranks in (1, 2, 4):
         assert sum(case.choice.ranks.world == ranks for case in FITTED) >= 2
     text = tmp_path / "text"

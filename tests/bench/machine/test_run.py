@@ -11,8 +11,7 @@ import pytest
 from tierstore.bench.machine.run import MachineBench, measurements, rows, run
 from tierstore.cli.main import cli
 from tierstore.errors import ConfigError
-from tierstore.plan.costs import load_profile, save_profile
-from tierstore.plan.evidence import Evidence
+from tierstore.machine_profile import Evidence, load_profile, save_profile
 
 
 @pytest.mark.slow

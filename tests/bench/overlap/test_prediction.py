@@ -23,7 +23,7 @@ from tierstore.bench.overlap.run import Balance, RankProcesses, links_for
 from tierstore.bench.overlap.stack import StackShape
 from tierstore.errors import ConfigError
 from tierstore.links import LinkConfig, LinksConfig
-from tierstore.plan.costs import Cost
+from tierstore.machine_profile import Cost
 from tierstore.prefetch.operations import Resource
 
 SHAPE = StackShape(layers=6, experts=2, dense_side=64, expert_side=64, cached_layers=3.0, forward_s=0.01)

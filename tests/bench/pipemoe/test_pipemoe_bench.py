@@ -25,11 +25,11 @@ from tierstore.bench.pipemoe.run import PipelineBench, measurements, score_pass,
 from tierstore.cli.main import cli
 from tierstore.errors import ConfigError
 from tierstore.links import LinkConfig
+from tierstore.machine_profile import Cost
 from tierstore.moe.config import ExpertShape
 from tierstore.moe.experts import Workspace, backward_weighted_expert, forward_expert
 from tierstore.parallel import Mesh
 from tierstore.parallel.pipeline_degree import Share
-from tierstore.plan.costs import Cost
 
 # The device -------------------------------------------------------------------------------------------------
 

@@ -14,8 +14,7 @@ import torch
 from click.testing import CliRunner, Result
 
 from tierstore.cli.main import cli
-from tierstore.plan.costs import ASSUMED, Cost, save_profile
-from tierstore.plan.evidence import Evidence
+from tierstore.machine_profile import ASSUMED, Cost, Evidence, save_profile
 from tierstore.trace.format import TraceHeader, TraceKind, TraceRecord
 from tierstore.trace.writer import TraceWriter
 

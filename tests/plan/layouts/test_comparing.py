@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from slowness import mostly_slow
 
 from tierstore.config import load
 from tierstore.errors import ConfigError
+from tierstore.hf.describing import describe_config
+from tierstore.hf.spec import HfSpec
 from tierstore.links import LinkConfig, LinksConfig
-from tierstore.parallel.config import ExchangeMode, RowPlacement
-from tierstore.parallel.layout import Layout
+from tierstore.model.config import ComputeDtype
+from tierstore.parallel.choosing import check_exchange
+from tierstore.parallel.config import ExchangeMode, ParallelConfig, RowPlacement
+from tierstore.parallel.environment import RankEnvironment
+from tierstore.parallel.layout import Layout, layout_of
 from tierstore.plan import ASSUMED, Cost
 from tierstore.plan.layouts.candidates import LayoutChoice, candidates, layouts_of, obstacle
 from tierstore.plan.layouts.comparing import best_of_each_kind, compare_layouts, layout_cost, pipeline_seconds
-from tierstore.plan.layouts.workload import stage_workloads
+from tierstore.plan.layouts.workload import degrees_of, stage_workloads
 from tierstore.plan.predict import simulated
+from tierstore.train.combinations import Compatibility, Feature, check_combination, pairing
 from tierstore.train.config import TrainConfig
+from tierstore.train.files import MicroOrder
+
+#: Experts take about as long as their rows travel over ``LINKS``.
+SLOW = replace(ASSUMED, expert_flops=Cost(1e-5, 2e8), dense_flops=Cost(1e-5, 2e8))
 
 
 def configured(changes: dict[str, Any] | None = None) -> TrainConfig:
@@ -36,6 +49,29 @@ def configured(changes: dict[str, Any] | None = None) -> TrainConfig:
         "data.micro_batches": 4,
     }
     return load(TrainConfig, None, small | (changes or {}))
+
+
+@pytest.fixture
+def imported() -> TrainConfig:
+    """A run of a small model of transformers, of three layers."""
+    config = {
+        "model_type": "qwen3_moe",
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "moe_intermediate_size": 32,
+        "intermediate_size": 64,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": False,
+    }
+    spec = HfSpec(manifest=describe_config(config, ComputeDtype.FP32), config=config)
+    settings = {"host_budget": 64 << 20, "data.batch_size": 4, "data.micro_batches": 2}
+    return replace(load(TrainConfig, None, settings), model=spec)
 
 
 def test_the_layouts_of_four_ranks() -> None:
@@ -64,17 +100,127 @@ def test_what_cannot_be_says_why() -> None:
         found = obstacle(config, choice, 4)
         assert found is not None
         assert why in found
-    layered = replace(config, data=replace(config.data, micro_order=type(config.data.micro_order).LAYER))
-    assert "1F1B" in (obstacle(layered, LayoutChoice(Layout(2, 1, 1, 1)), 4) or "")
+    layered = LayoutChoice(Layout(2, 1, 1, 1), order=MicroOrder.LAYER)
+    assert "1F1B" in (obstacle(config, layered, 4) or "")
+    five = LayoutChoice(Layout(1, 1, 2, 1), degree=5)
+    assert "parallel.pipeline_degree: expected auto or at most 2" in (obstacle(config, five, 4) or "")
 
 
-def test_exchanges_are_divided_only_where_rows_travel() -> None:
+def test_what_differs_is_a_candidate() -> None:
+    """On two nodes of two ranks: tables of several data ranks either way, each for itself; two steps where an expert group
+    has several ranks on each of several nodes (tensor-parallel ones are refused); both orders where the run chooses.
+    """
     found = list(candidates(configured(), 4, 2))
-    assert {choice.degree for choice in found if choice.ranks.expert == 1 or choice.ranks.tensor > 1} == {1}
+    assert len(set(found)) == len(found)
     two_steps = {choice.ranks for choice in found if choice.exchange is ExchangeMode.HIERARCHICAL}
-    assert two_steps == {Layout(1, 1, 4, 1)}  # alone it has several ranks on each of several nodes
-    assert all(choice.degree * choice.ranks.expert <= 4 for choice in found)
-    assert not any(c.rows is RowPlacement.PARTITIONED for c in found if c.ranks.stages > 1)
+    assert two_steps == {Layout(1, 1, 4, 1), Layout(1, 1, 4, 4)}
+    for layout in layouts_of(4):
+        tables = {(choice.embedding, choice.head) for choice in found if choice.ranks == layout}
+        assert len(tables) == (4 if layout.data > 1 else 1)
+        assert {choice.order for choice in found if choice.ranks == layout} == set(MicroOrder) - {
+            MicroOrder.AUTO
+        }
+    for order in (MicroOrder.MICRO, MicroOrder.LAYER):
+        asked = candidates(configured({"data.micro_order": order.value}), 4, 2)
+        assert {choice.order for choice in asked} == {order}
+    assert {choice.order for choice in candidates(configured({"data.micro_batches": 1}), 4, 2)} == {
+        MicroOrder.MICRO
+    }
+
+
+#: Rows over a link of their own; over the one of the gathers; and over one between nodes, on which two steps pay.
+LINKS: dict[str, dict[str, Any]] = {
+    "apart": {"links.exchange.bandwidth": 4_000_000, "links.exchange.latency": 1e-4},
+    "with gathers": {"links.gather.bandwidth": 4_000_000, "links.gather.latency": 1e-4},
+    "between nodes": {
+        "links.exchange.bandwidth": 4_000_000,
+        "links.node.bandwidth": 2_000_000,
+        "links.node.latency": 2e-3,
+    },
+}
+
+
+@pytest.mark.parametrize("links", mostly_slow(LINKS, "apart"))
+def test_no_valid_layout_is_faster(links: str) -> None:
+    """Every layout, number of chunks, exchange, table and order that a run would take, against what is proposed; and what
+    is proposed is what a run would take.
+    """
+    settings = {"model.n_layers": 2, "data.micro_batches": 2, **LINKS[links]}
+    config, node_ranks = configured(settings), 2
+    found = compare_layouts(config, SLOW, ranks=4, node_ranks=node_ranks)
+    valid = list(every_valid(config, 4, node_ranks))
+    proposed = {cost.choice for cost in found.costs}
+    assert proposed <= set(valid)
+    for choice in proposed:
+        told = configured(settings | choice.settings | {"parallel.node_ranks": node_ranks})
+        assert layout_of(told.parallel, 4) == choice.ranks
+        check_combination(told, choice.ranks)
+    least = min(
+        layout_cost(list(stage_workloads(config, choice, SLOW, node_ranks, known))).step_s
+        for known in ({},)
+        for choice in valid
+    )
+    assert found.best.step_s <= least * (1 + 1e-9)
+    assert any(cost.choice.degree > 1 and cost.choice.ranks.tensor > 1 for cost in found.costs)
+    assert any(
+        cost.choice.head is RowPlacement.PARTITIONED for cost in found.costs if cost.choice.ranks.stages > 1
+    )
+
+
+def every_valid(config: TrainConfig, ranks: int, node_ranks: int) -> Iterator[LayoutChoice]:
+    """By trying all there is."""
+    places, modes = (
+        (RowPlacement.GATHERED, RowPlacement.PARTITIONED),
+        (ExchangeMode.FLAT, ExchangeMode.HIERARCHICAL),
+    )
+    orders, counts = (MicroOrder.MICRO, MicroOrder.LAYER), range(1, ranks + 1)
+    for stages, expert, tensor in itertools.product(counts, counts, counts):
+        for degree, mode, embedding, head, order in itertools.product(
+            range(1, config.model.experts + 1), modes, places, places, orders
+        ):
+            parallel = ParallelConfig(stages=stages, expert=expert, tensor=tensor, pipeline_degree=degree)
+            try:
+                layout = layout_of(parallel, ranks)
+            except ConfigError:
+                continue
+            choice = LayoutChoice(layout, degree, mode, embedding, head, order)
+            environment = RankEnvironment(world=ranks, local_world=node_ranks)
+            try:
+                check_exchange(choice.configure(config, node_ranks).parallel, environment)
+            except ConfigError:
+                continue
+            if obstacle(config, choice, node_ranks) is None:
+                yield choice
+
+
+def test_imported_models_are_laid_out_as_the_table_says(imported: TrainConfig) -> None:
+    """Nothing that the table of combinations refuses is proposed, and nothing is left out without its reason."""
+    found = compare_layouts(imported, ASSUMED, ranks=2, node_ranks=2)
+    every = {choice.ranks for choice in candidates(imported, 2, 2)}
+    assert {cost.choice.ranks for cost in found.costs} | {
+        choice.ranks for choice, _ in found.refused
+    } == every
+    for cost in found.costs:
+        check_combination(cost.choice.configure(imported, 2), cost.choice.ranks)
+        assert RowPlacement.PARTITIONED not in (cost.choice.embedding, cost.choice.head)
+    refused = pairing(Feature.STAGES, Feature.WRAPPED).verdict is Compatibility.REFUSED
+    assert any(cost.choice.ranks.stages == 2 for cost in found.costs) is not refused
+    reasons = " ".join(why for _, why in found.refused)
+    assert pairing(Feature.EMBEDDING, Feature.WRAPPED).why in reasons
+
+
+def test_the_numbers_of_chunks_that_can_be_best() -> None:
+    """Forward and backward passes have a best number each: these, all between, and one chunk are tried."""
+    config = configured({"model.experts": 32, "model.top_k": 4, **LINKS["apart"]})
+    works = list(stage_workloads(config, LayoutChoice(Layout(1, 1, 2, 1)), SLOW, 2))
+    moe = {item.phase: item for item in works[0].passes if item.moe_layer is not None}
+    best = [
+        min(range(1, 17), key=lambda degree, item=item: works[0].exposed_seconds(item, degree))  # type: ignore[misc]
+        for item in moe.values()
+    ]
+    assert degrees_of(works, 16) == sorted({1, *range(min(best), max(best) + 1)})
+    assert degrees_of(works, 1) == [1]
+    assert max(best) > 1
 
 
 def test_stages_take_the_time_of_one_forward_one_backward() -> None:
@@ -87,6 +233,14 @@ def test_stages_take_the_time_of_one_forward_one_backward() -> None:
     cost = layout_cost(works)
     assert longest <= cost.step_s <= 5 / 4 * longest * (1 + 1e-9)
     assert cost.bubble_ratio == pytest.approx(1 - longest / cost.step_s)
+
+
+def test_every_stage_has_its_experts() -> None:
+    """Four layers on two stages: layers 2 and 3 are the second one's, under their own numbers."""
+    works = stage_workloads(configured(), LayoutChoice(Layout(2, 1, 2, 1)), ASSUMED, 4)
+    for work, layers in zip(works, ({0, 1}, {2, 3}), strict=True):
+        assert {item.moe_layer for item in work.passes} - {None} == layers
+        assert all(work.rows(item).combine.amount > 0 for item in work.passes if item.moe_layer is not None)
 
 
 def test_passes_of_stages_by_hand() -> None:
@@ -140,7 +294,11 @@ def test_what_a_comparison_says() -> None:
     assert [cost.choice.ranks for cost in shown if cost is found.best] == [found.best.choice.ranks]
     assert {cost.choice.ranks for cost in shown} == set(layouts_of(2))
     plain = json.loads(json.dumps(found.as_json()))
-    assert plain["layouts"][0]["loses_ratio"] == 0
+    assert plain["layouts"][0]["loses_ratio"] == plain["layouts"][0]["loses_s"] == 0
+    for one, cost in zip(plain["layouts"], found.costs, strict=True):
+        assert one["loses_s"] == cost.step_s - found.best.step_s
+        assert one["sent_within_node_bytes"] + one["sent_across_nodes_bytes"] == one["sent_bytes"]
+    assert {cost.choice.ranks for cost in found.variants()} == {found.best.choice.ranks}
     assert plain["layouts"][0]["settings"] == found.best.choice.settings
     with pytest.raises(ConfigError, match="--node-ranks: expected a divisor of the 4 ranks, got 3"):
         compare_layouts(configured(), ASSUMED, ranks=4, node_ranks=3)

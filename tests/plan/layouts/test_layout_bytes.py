@@ -11,6 +11,7 @@ from traffic_cases import step_traffic_of
 
 from tierstore.config import load
 from tierstore.parallel import ExchangeMode
+from tierstore.parallel.config import RowPlacement
 from tierstore.parallel.layout import Layout
 from tierstore.plan import ASSUMED
 from tierstore.plan.layouts.candidates import LayoutChoice
@@ -53,6 +54,9 @@ AGREED, LOADS = 256, 704
         (Layout(2, 1, 1, 1), {"stages": 2}),
         (Layout(1, 2, 2, 1), {"expert": 2}),
         (Layout(1, 2, 2, 2), {"tensor": 2}),
+        (Layout(2, 1, 2, 1), {"stages": 2, "expert": 2}),
+        (Layout(1, 1, 2, 1), {"pipeline_degree": 2}),
+        (Layout(1, 1, 2, 2), {"tensor": 2, "pipeline_degree": 2}),
     ],
     ids=str,
 )
@@ -66,7 +70,8 @@ def test_ranks_send_what_the_plan_says(
         layout.world, step_traffic_of, laid_out, tmp_path / "store", exchange=ExchangeMode.FLAT, **parallel
     )
     config = load(TrainConfig, None, settings)
-    works = list(stage_workloads(config, LayoutChoice(layout), ASSUMED, layout.world))
+    choice = LayoutChoice(layout, parallel.get("pipeline_degree", 1))
+    works = list(stage_workloads(config, choice, ASSUMED, layout.world))
     each = layout.world // layout.stages
     for rank, sent in enumerate(found):
         planned = sent_bytes(works[rank // each])
@@ -76,3 +81,22 @@ def test_ranks_send_what_the_plan_says(
         assert sent["all_gather"] == pytest.approx(
             planned.gathers, rel=0.02, abs=AGREED + LOADS * (layout.data - 1)
         )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head", [RowPlacement.GATHERED, RowPlacement.PARTITIONED])
+def test_divided_tables_of_stages(ranks: Ranks, text: Path, tmp_path: Path, head: RowPlacement) -> None:
+    """Two stages of two data ranks: the first sends for the embedding, the last one for the head, and neither for the
+    other's; all bytes together, but for agreements, where ids are spread about evenly.
+    """
+    settings = {**SETTINGS, "data.paths": (str(text),)}
+    layout = Layout(2, 1, 2, 1)
+    choice = LayoutChoice(layout, embedding=RowPlacement.PARTITIONED, head=head)
+    told = settings | {"parallel.embedding": "partitioned", "parallel.head": head.value, "parallel.stages": 2}
+    found = ranks.run(4, step_traffic_of, told, tmp_path / "store", exchange=ExchangeMode.FLAT, stages=2)
+    works = list(stage_workloads(load(TrainConfig, None, settings), choice, ASSUMED, 4))
+    assert works[0].vocabulary_bytes > 0
+    assert (works[1].vocabulary_bytes > 0) is (head is RowPlacement.PARTITIONED)
+    for rank, sent in enumerate(found):
+        planned = sent_bytes(works[rank // 2])
+        assert sum(sent.values()) == pytest.approx(planned.total, rel=0.05, abs=2 * AGREED + 2 * LOADS)

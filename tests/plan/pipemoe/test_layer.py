@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from tierstore.cache.access import Phase
+from tierstore.machine_profile import ASSUMED, Cost, Profile
 from tierstore.parallel.pipeline_degree import PipelineCosts, Share, best_degree, pass_seconds
 from tierstore.plan.capacity import Setting, capacity
-from tierstore.plan.costs import ASSUMED, Cost, Profile
 from tierstore.plan.pipemoe.layer import LayerDegrees, layer_degrees
 from tierstore.plan.traffic import step_traffic
+from tierstore.plan.workload import StepWorkload
 
 Make = Callable[..., Setting]
 
@@ -27,7 +28,7 @@ PROFILE = replace(
 
 def _found(setting: Setting, profile: Profile = PROFILE) -> LayerDegrees | None:
     taken = capacity(setting)
-    return layer_degrees(setting, profile, taken, step_traffic(setting, taken))
+    return layer_degrees(StepWorkload(setting, taken, step_traffic(setting, taken), profile))
 
 
 def test_one_rank_sends_nothing(setting: Make) -> None:

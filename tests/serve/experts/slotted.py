@@ -13,7 +13,7 @@ import torch
 
 from tierstore._native import HugePages
 from tierstore.cache.config import CacheConfig
-from tierstore.plan.costs import Cost
+from tierstore.machine_profile import Cost
 from tierstore.plan.ring import ExpertMemorySizes, ServedLayers
 from tierstore.prefetch import PredictorName, Schedule, make_predictor
 from tierstore.prefetch.program import FrozenProgram

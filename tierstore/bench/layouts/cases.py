@@ -97,7 +97,7 @@ def _case(
     **size: int,
 ) -> LayoutCase:
     layout = Layout(stages, replicas, expert, tensor)
-    choice = LayoutChoice(layout, degree, exchange, rows)
+    choice = LayoutChoice(layout, degree, exchange, embedding=rows, head=rows)
     beside = [f"{nodes} nodes"] if nodes > 1 else []
     beside += [f"{count} {name.replace('_', '-')}" for name, count in size.items()]
     return LayoutCase(

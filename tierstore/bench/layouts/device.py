@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from tierstore.bench.pipemoe.device import DeviceSpeed, SleepingDevice, slow_weights
 from tierstore.bench.stages import taking
 from tierstore.dense.gates import PassListener
+from tierstore.machine_profile import Cost
 from tierstore.model.config import ModelConfig
 from tierstore.model.transformer import Block, Transformer
 from tierstore.moe.source import ExpertLease, ExpertSource, JointSource
-from tierstore.plan.costs import Cost
 
 #: Beside floating point operations, what starting a pass over a block, and over an expert's rows, takes.
 DENSE = Cost(1e-3, 2e8)

@@ -19,7 +19,7 @@ from tierstore.bench.layouts.cases import LayoutCase
 from tierstore.bench.layouts.device import DENSE, EXPERT
 from tierstore.bench.results.figures import Figures
 from tierstore.config import load
-from tierstore.plan.costs import ASSUMED, Cost, Profile
+from tierstore.machine_profile import ASSUMED, Cost, Profile
 from tierstore.plan.layouts.comparing import layout_cost
 from tierstore.plan.layouts.workload import LayoutWorkload, stage_workloads
 from tierstore.train.config import TrainConfig

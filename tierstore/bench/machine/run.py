@@ -3,7 +3,7 @@
 Disk: streams of transfers through the engine, past the page cache, of several sizes. Copies and AdamW: the engine's own
 kernels. Computation: a block of the model under autograd, and one expert's formulas, forward and backward, over several
 numbers of tokens. Collectives: the group's own, between local ranks on Gloo; all-to-alls also of fewer ranks. Each point is
-measured several times, in turns; lines go through the medians (``plan.costs.fit_cost``).
+measured several times, in turns; lines go through the medians (``machine_profile.fit_cost``).
 
 It is a benchmark and not part of ``plan``, which measures nothing and answers at once.
 """
@@ -32,8 +32,7 @@ from tierstore.capabilities import chosen_instruction_set
 from tierstore.config import as_dict
 from tierstore.errors import ConfigError
 from tierstore.links import LinksConfig
-from tierstore.plan.costs import ASSUMED, Cost, Profile, fit_cost, fit_errors
-from tierstore.plan.evidence import Evidence
+from tierstore.machine_profile import ASSUMED, Cost, Evidence, Profile, fit_cost, fit_errors
 from tierstore.store.config import IoConfig
 from tierstore.train.footprint import resident_bytes
 

@@ -22,10 +22,10 @@ from tierstore.bench.results.document import Better, Measurement, derived, measu
 from tierstore.bench.results.figures import INTERNAL, Figures, named
 from tierstore.cache.access import Phase
 from tierstore.links import LinkConfig, LinksConfig
+from tierstore.machine_profile import ASSUMED, Cost
 from tierstore.model.architecture import Architecture, DenseUnit
 from tierstore.model.config import ComputeDtype, ModelConfig
 from tierstore.plan.capacity import Capacity, Setting
-from tierstore.plan.costs import ASSUMED, Cost
 from tierstore.plan.simulate import SteadyState, outcome, simulate
 from tierstore.plan.traffic import Moved, StepWindow, Traffic, step_traffic
 from tierstore.prefetch.operations import Kind, Operation, PassSizes, operations

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from tierstore.bench.pipemoe.cases import ROW_BYTES
 from tierstore.bench.pipemoe.rank import LayerSamples
+from tierstore.machine_profile import Cost, fit_cost
 from tierstore.parallel.pipeline_degree import (
     Degree,
     LayerPass,
@@ -17,7 +18,6 @@ from tierstore.parallel.pipeline_degree import (
     forward_pass,
     pass_seconds,
 )
-from tierstore.plan.costs import Cost, fit_cost
 
 #: By which share more chunks than one must be faster.
 _WORTH = 0.02

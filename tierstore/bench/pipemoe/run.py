@@ -30,7 +30,7 @@ from tierstore.bench.processes.ranks import AskedRanks
 from tierstore.bench.results.document import Better, Measurement, derived, measured
 from tierstore.bench.results.figures import Figures, named
 from tierstore.links import LinkConfig
-from tierstore.plan.costs import Cost, fit_cost
+from tierstore.machine_profile import Cost, fit_cost
 from tierstore.stats import percentile
 
 #: How much longer than the best AUTO may take, and how many of the passes must keep that; how much longer than one chunk.

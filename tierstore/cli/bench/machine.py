@@ -41,7 +41,7 @@ def machine(
     --set links.gather... and links.exchange... limit the collectives.
     """
     from tierstore.bench.machine.run import MachineBench, measurements, result_of, rows, run
-    from tierstore.plan.costs import save_profile
+    from tierstore.machine_profile import save_profile
     from tierstore.train.config import TrainConfig
 
     for name in (setting.partition("=")[0] for setting in settings):

@@ -166,7 +166,7 @@ def machine_options(command: F) -> F:
 def _machine(profile: Path | None, run: Path | None, overlap: str, given: Mapping[str, Any]) -> Machine:
     from tierstore.config import load
     from tierstore.lab.costs import Machine, Overlap
-    from tierstore.plan.costs import ASSUMED, load_profile
+    from tierstore.machine_profile import ASSUMED, load_profile
     from tierstore.train.config import TrainConfig
 
     values = {name: None if value is None else float(value) for name, value in given.items()}

@@ -1,4 +1,10 @@
-"""The layouts that a number of ranks can take with a model, and which of them its configuration allows."""
+"""The layouts that a number of ranks can take with a model, and which of them its configuration allows.
+
+Candidates differ in what a run can be told: how ranks are divided, how rows travel, which tables are divided, and, where
+the configuration leaves it open (``data.micro_order = auto``), in which order micro-batches pass. Whether features go
+together is said by ``train.combinations`` alone: what a run refuses is refused here by the same check, with its reason. A
+setting that changes nothing in a layout (chunks where no rows travel, tables of a single data rank) is no further candidate.
+"""
 
 from __future__ import annotations
 
@@ -9,25 +15,29 @@ from tierstore.errors import ConfigError
 from tierstore.model.config import ModelConfig
 from tierstore.model.division import check_divisible
 from tierstore.parallel.config import ExchangeMode, RowPlacement
-from tierstore.parallel.layout import Layout
+from tierstore.parallel.layout import Layout, layout_of
+from tierstore.parallel.nodes import node_grid
 from tierstore.train.combinations import check_combination
 from tierstore.train.config import TrainConfig
+from tierstore.train.files import MicroOrder
 from tierstore.train.stages.spec import stage_config
+from tierstore.train.vocabulary import choose_vocabulary
 
-#: Into how many chunks an exchange is divided at most.
-MOST_CHUNKS = 8
+_PLACES = (RowPlacement.GATHERED, RowPlacement.PARTITIONED)
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutChoice:
-    """A layout of ranks, and how they exchange rows: in ``degree`` chunks, at once or in two steps, with the tables over the
-    vocabulary gathered or divided.
+    """A layout of ranks, and how they exchange rows: in ``degree`` chunks, at once or in two steps; ``embedding`` and
+    ``head`` gathered or divided; micro-batches in ``order``.
     """
 
     ranks: Layout
     degree: int = 1
     exchange: ExchangeMode = ExchangeMode.FLAT
-    rows: RowPlacement = RowPlacement.GATHERED
+    embedding: RowPlacement = RowPlacement.GATHERED
+    head: RowPlacement = RowPlacement.GATHERED
+    order: MicroOrder = MicroOrder.MICRO
 
     @property
     def name(self) -> str:
@@ -35,7 +45,13 @@ class LayoutChoice:
         ranks = self.ranks
         further = [f"r={self.degree}"] if self.degree > 1 else []
         further += [self.exchange.value] if self.exchange is not ExchangeMode.FLAT else []
-        further += ["divided tables"] if self.rows is RowPlacement.PARTITIONED else []
+        divided = [
+            name
+            for name, place in (("embedding", self.embedding), ("head", self.head))
+            if place is RowPlacement.PARTITIONED
+        ]
+        further += ["divided tables"] if len(divided) == 2 else [f"divided {name}" for name in divided]
+        further += ["layer order"] if self.order is MicroOrder.LAYER else []
         size = f"data {ranks.data}, expert {ranks.expert}, tensor {ranks.tensor}, stages {ranks.stages}"
         return ", ".join([size, *further])
 
@@ -49,8 +65,9 @@ class LayoutChoice:
             "parallel.stages": str(ranks.stages),
             "parallel.pipeline_degree": str(self.degree),
             "parallel.exchange": self.exchange.value,
-            "parallel.embedding": self.rows.value,
-            "parallel.head": self.rows.value,
+            "parallel.embedding": self.embedding.value,
+            "parallel.head": self.head.value,
+            "data.micro_order": self.order.value,
         }
 
     def configure(self, config: TrainConfig, node_ranks: int) -> TrainConfig:
@@ -61,12 +78,13 @@ class LayoutChoice:
             tensor=self.ranks.tensor,
             stages=self.ranks.stages,
             pipeline_degree=self.degree,
+            profile=None,  # which AUTO alone looks at
             exchange=self.exchange,
             node_ranks=node_ranks,
-            embedding=self.rows,
-            head=self.rows,
+            embedding=self.embedding,
+            head=self.head,
         )
-        return replace(config, parallel=parallel)
+        return replace(config, parallel=parallel, data=replace(config.data, micro_order=self.order))
 
 
 def layouts_of(ranks: int) -> Iterator[Layout]:
@@ -80,28 +98,40 @@ def layouts_of(ranks: int) -> Iterator[Layout]:
 
 
 def candidates(config: TrainConfig, ranks: int, node_ranks: int) -> Iterator[LayoutChoice]:
-    """What ``ranks`` ranks, ``node_ranks`` of them on each node, could do with ``config``, whether it is allowed or not."""
+    """What ``ranks`` ranks, ``node_ranks`` of them on each node, could do with ``config``, whether it is allowed or not; in
+    one chunk each: ``layouts.workload.degrees_of`` says how many could pay.
+    """
     for layout in layouts_of(ranks):
-        exchanges = layout.tensor == 1 and layout.expert > 1
         modes = [ExchangeMode.FLAT]
-        if exchanges and layout.expert > node_ranks > 1 and layout.expert % node_ranks == 0:
+        if layout.expert > 1 and not isinstance(node_grid(layout.rows("expert"), node_ranks), str):
             modes.append(ExchangeMode.HIERARCHICAL)
-        fewest = config.model.experts // layout.expert
-        degrees = [r for r in (1, 2, 4, 8) if r <= min(MOST_CHUNKS, fewest)] if exchanges else [1]
-        places = [RowPlacement.GATHERED]
-        if layout.data > 1 and layout.stages == 1 and isinstance(config.model, ModelConfig):
-            places.append(RowPlacement.PARTITIONED)
+        tables = [(embedding, head) for embedding in _PLACES for head in _PLACES]
         for mode in modes:
-            for degree in degrees:
-                for place in places:
-                    yield LayoutChoice(layout, degree, mode, place)
+            for embedding, head in tables if layout.data > 1 else tables[:1]:
+                for order in _orders(config):
+                    yield LayoutChoice(layout, 1, mode, embedding, head, order)
+
+
+def _orders(config: TrainConfig) -> list[MicroOrder]:
+    asked = config.data.micro_order
+    if config.data.micro_batches == 1:
+        return [MicroOrder.MICRO]
+    return [MicroOrder.MICRO, MicroOrder.LAYER] if asked is MicroOrder.AUTO else [asked]
+
+
+def most_degree(config: TrainConfig, layout: Layout) -> int:
+    """In how many chunks rows of ``layout`` can travel: the fewest experts that any rank owns; 1 where none travel."""
+    return max(config.model.experts // layout.expert, 1) if layout.expert > 1 else 1
 
 
 def obstacle(config: TrainConfig, choice: LayoutChoice, node_ranks: int) -> str | None:
     """Why a run of ``config`` cannot be laid out as ``choice``; None where it can."""
     laid_out, layout = choice.configure(config, node_ranks), choice.ranks
     try:
+        layout_of(laid_out.parallel, layout.world)
         check_combination(laid_out, layout)
+        laid_out.parallel.most_chunks(experts=config.model.experts, sharing=layout.expert)
+        choose_vocabulary(laid_out, ranks=layout.data)
         if layout.tensor > 1 and isinstance(config.model, ModelConfig):
             check_divisible(config.model, layout.tensor)
         stage_config(laid_out, 0, layout.stages)

@@ -15,12 +15,11 @@ from typing import Any
 
 from tierstore.cache.access import Phase
 from tierstore.errors import BudgetError, ConfigError
+from tierstore.machine_profile import Evidence, Profile
 from tierstore.parallel.layout import Layout
-from tierstore.plan.costs import Profile
-from tierstore.plan.evidence import Evidence
-from tierstore.plan.layouts.candidates import LayoutChoice, candidates, obstacle
-from tierstore.plan.layouts.workload import LayoutWorkload, stage_workloads
-from tierstore.plan.predict import issued_bytes, listed_operations, simulated
+from tierstore.plan.layouts.candidates import LayoutChoice, candidates, most_degree, obstacle
+from tierstore.plan.layouts.workload import KnownTraffic, LayoutWorkload, degrees_of, stage_workloads
+from tierstore.plan.predict import issued_bytes, simulated
 from tierstore.prefetch.operations import Kind, Resource
 from tierstore.stats import Tier
 from tierstore.train.config import TrainConfig
@@ -49,6 +48,11 @@ class LinkBytes:
     def total(self) -> int:
         sums = self.tensor_sums + self.expert_sums
         return self.gathers + self.reductions + self.rows + sums + self.stages + self.vocabulary
+
+    @property
+    def within(self) -> int:
+        """Those that stay on the node."""
+        return self.total - self.across
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +86,10 @@ class LayoutComparison:
         """By what part of the best one's time ``cost`` takes longer."""
         return cost.step_s / self.best.step_s - 1
 
+    def variants(self) -> list[LayoutCost]:
+        """What has the best one's arrangement of ranks, the fastest first."""
+        return [cost for cost in self.costs if cost.choice.ranks == self.best.choice.ranks]
+
     def as_json(self) -> dict[str, Any]:
         """Numbers by keys that say their unit."""
         return {
@@ -97,11 +105,13 @@ class LayoutComparison:
             "settings": cost.choice.settings,
             "step_s": cost.step_s,
             "tokens_per_s": self.tokens_per_step / cost.step_s,
+            "loses_s": cost.step_s - self.best.step_s,
             "loses_ratio": self.loses(cost),
             "bubble_ratio": cost.bubble_ratio,
             "memory_bytes": cost.memory_bytes,
             "disk_bytes": cost.disk_bytes,
             "sent_bytes": cost.sent.total,
+            "sent_within_node_bytes": cost.sent.within,
             "sent_across_nodes_bytes": cost.sent.across,
             "gather_bytes": cost.sent.gathers,
             "reduce_bytes": cost.sent.reductions,
@@ -128,18 +138,27 @@ def compare_layouts(
     costs: list[LayoutCost] = []
     refused: list[tuple[LayoutChoice, str]] = []
     listed = list(candidates(config, ranks, node_ranks))
-    works: dict[Layout, list[LayoutWorkload]] = {}  # the traffic of experts is the same however rows travel
-    for done, choice in enumerate(listed, start=1):
+    known: KnownTraffic = {}
+
+    def consider(choice: LayoutChoice) -> list[LayoutWorkload]:
+        """Adds the cost of ``choice``, or what stands against it; returns its stages."""
         why = obstacle(config, choice, node_ranks)
+        works: list[LayoutWorkload] = []
         if why is None:
             try:
-                if choice.ranks not in works:
-                    works[choice.ranks] = list(stage_workloads(config, choice, profile, node_ranks))
-                costs.append(layout_cost([replace(work, choice=choice) for work in works[choice.ranks]]))
+                works = list(stage_workloads(config, choice, profile, node_ranks, known))
             except BudgetError as error:
                 why = str(error)
-        if why is not None:
+        if why is None:
+            costs.append(layout_cost(works))
+        else:
             refused.append((choice, why))
+        return works
+
+    for done, choice in enumerate(listed, start=1):
+        works, most = consider(choice), most_degree(config, choice.ranks)
+        for degree in degrees_of(works, most)[1:] if works and most > 1 else []:
+            consider(replace(choice, degree=degree))
         progress(done, len(listed))
     if not costs:
         raise ConfigError(f"--layouts: no layout of {ranks} ranks can be: {refused[0][1]}")
@@ -201,7 +220,7 @@ def pipeline_seconds(
 def _passes_seconds(work: LayoutWorkload, both_s: float) -> tuple[float, float]:
     """The forward and the backward pass of a micro-batch, which take ``both_s`` together: as their computation does."""
     computed = {Phase.FORWARD: 0.0, Phase.BACKWARD: 0.0, Phase.OPTIMIZER: 0.0}
-    for operation in listed_operations(work):
+    for operation in work.operations:
         if operation.resource is Resource.COMPUTE:
             computed[work.passes[operation.position % len(work.passes)].phase] += work.seconds(operation)
     forward_s, backward_s = computed[Phase.FORWARD], computed[Phase.BACKWARD]
@@ -223,10 +242,9 @@ def sent_bytes(work: LayoutWorkload) -> LinkBytes:
         if item.moe_layer is not None and work.choice.ranks.expert > 1:
             moved = work.rows(item)
             rows += round(moved.dispatch.amount + moved.combine.amount)
-    table, gathers = work.vocabulary, issued_bytes(work, Kind.GATHER)
+    gathers, vocabulary = issued_bytes(work, Kind.GATHER), work.vocabulary_bytes
     micro = work.setting.config.data.micro_batches
     passed = micro * work.neighbours * _stage_bytes(work)
-    vocabulary = 0 if table is None else table.embedding_sent + table.head_sent
     across = {
         "data": gathers + reductions + vocabulary,
         "expert": rows + tensor,
@@ -274,7 +292,9 @@ def _numbers(choice: LayoutChoice) -> dict[str, object]:
         "stages": ranks.stages,
         "pipeline_degree": choice.degree,
         "exchange": choice.exchange.value,
-        "tables": choice.rows.value,
+        "embedding": choice.embedding.value,
+        "head": choice.head.value,
+        "micro_order": choice.order.value,
     }
 
 

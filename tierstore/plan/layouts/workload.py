@@ -7,35 +7,34 @@ experts, sum each divided pair of products over the group in both passes, and gi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from tierstore.cache.access import Phase
 from tierstore.links import LinkConfig
+from tierstore.machine_profile import Cost, Profile, over_link
 from tierstore.model.architecture import Architecture
 from tierstore.model.config import ModelConfig
-from tierstore.model.vocabulary.cost import VocabularyCost
-from tierstore.moe.config import SaveActivations
-from tierstore.parallel.config import ExchangeMode, RowPlacement
+from tierstore.parallel.config import ExchangeMode
+from tierstore.parallel.layout import Layout
 from tierstore.parallel.pipeline_degree import (
-    Inputs,
     LayerPass,
     PipelineCosts,
-    backward_pass,
-    forward_pass,
+    Share,
     pass_seconds,
 )
-from tierstore.parallel.rows import TableRows
 from tierstore.plan.capacity import Ranks, Setting, capacity
-from tierstore.plan.costs import Cost, Profile
+from tierstore.plan.foreign import as_configured
 from tierstore.plan.layouts.candidates import LayoutChoice
 from tierstore.plan.ppmoe import DivisionBytes, RowBytes
-from tierstore.plan.traffic import step_traffic
+from tierstore.plan.traffic import Traffic, step_traffic
 from tierstore.plan.workload import StepWorkload
 from tierstore.prefetch.operations import Kind, Operation, PassSizes
-from tierstore.prefetch.schedule import Pass
+from tierstore.prefetch.schedule import MicroPass, Pass
 from tierstore.train.config import TrainConfig
+from tierstore.train.files import MicroOrder
+from tierstore.train.stages.order import one_forward_one_backward
 from tierstore.train.stages.spec import StageSpec, stage_config, whole_model
 
 #: A row's weight, and its gradient, travel in fp32.
@@ -55,47 +54,47 @@ class LayoutWorkload(StepWorkload):
 
     def sizes(self, item: Pass) -> PassSizes:
         found = super().sizes(item)
-        vocabulary = item.unit in (0, len(self.layouts) - 1) and self.choice.rows is RowPlacement.PARTITIONED
-        if vocabulary:
+        choice = self.setting.vocabulary
+        divided = {0: choice.embedding.partitioned, len(self.layouts) - 1: choice.head.partitioned}
+        if divided.get(item.unit, False):
             found = replace(found, gather=0, reduce=0, rows=0 if self._apart else found.rows)
-        if item.moe_layer is None:
+        if item.moe_layer is None or self._queued:
             return found
-        queued = self._exchanges and not self._apart
-        return replace(found, all_to_all=round(self.rows(item).dispatch.amount) if queued else 0)
+        return replace(found, dispatch=0, combine=0)
 
     @property
     def _exchanges(self) -> bool:
-        return self.choice.ranks.expert > 1
+        """Whether rows travel to their experts, and back."""
+        return self.choice.ranks.expert > 1 and self.choice.ranks.tensor == 1
+
+    @property
+    def _queued(self) -> bool:
+        """Whether exchanges take turns with the gathers on one link."""
+        return self._exchanges and not self._apart
+
+    def degree(self, item: Pass) -> int:
+        return self.choice.degree if self._queued else 1
+
+    def exchange(self, item: Pass) -> LayerPass:
+        """As ``StepWorkload`` has it; tensor-parallel ranks have the rows of all their tokens, and send results alone."""
+        layout, model = self.choice.ranks, self.setting.config.model
+        if layout.tensor == 1:
+            return super().exchange(item)
+        sent = RowBytes(
+            tokens=self.setting.tokens,
+            width=model.d_model,
+            itemsize=model.compute_dtype.itemsize,
+            ranks=layout.tensor,
+            top_k=model.architecture.top_k,
+        ).rows
+        if item.phase is Phase.BACKWARD:  # and the gradient of each row's weight
+            sent += sent / (model.d_model * model.compute_dtype.itemsize) * _WEIGHT_BYTES
+        return LayerPass(Share(0, 0), Share(1, 0), Share(self.setting.together, sent))
 
     def rows(self, item: Pass) -> LayerPass:
         """The rows of a MoE layer's pass, sent by one rank: to the experts, their work, and back."""
-        layout, model = self.choice.ranks, self.setting.config.model
-        tokens, itemsize = self.setting.tokens, model.compute_dtype.itemsize
-        work = self.experts * self.expert_flops(replace(item, phase=Phase.FORWARD))
-        if layout.tensor > 1:
-            sent = RowBytes(
-                tokens=tokens,
-                width=model.d_model,
-                itemsize=itemsize,
-                ranks=layout.tensor,
-                top_k=model.architecture.top_k,
-            ).rows
-            if item.phase is Phase.BACKWARD:  # and the gradient of each row's weight
-                sent += sent / (model.d_model * itemsize) * _WEIGHT_BYTES
-            one = forward_pass(sent, work)
-            return replace(one, dispatch=replace(one.dispatch, starts=0, amount=0))
-        share = (layout.expert - 1) / layout.expert * tokens * self.setting.model.top_k
-        sent = share * model.d_model * itemsize
-        if item.phase is Phase.FORWARD:
-            return forward_pass(sent, work)
-        again = self._again or model.expert_activations is SaveActivations.RECOMPUTE
-        return backward_pass(
-            sent,
-            work,
-            weights_bytes=share * _WEIGHT_BYTES,
-            inputs=Inputs.SENT_AGAIN if again else Inputs.SAVED,
-            again=max(self.experts * self.expert_flops(item) - 2 * work, 0.0),
-        )
+        dispatch, combine = self._sent(item)
+        return LayerPass(dispatch, Share(1, self.experts * self.expert_flops(item)), combine)
 
     def tensor_bytes(self, item: Pass) -> float:
         """Sums over the tensor-parallel group in a pass, sent by one rank."""
@@ -114,10 +113,10 @@ class LayoutWorkload(StepWorkload):
 
     @property
     def replica_bytes(self) -> int:
-        """Gradients of experts in a step, summed over the copies of each, micro-batch by micro-batch, sent by one rank."""
+        """Gradients of experts in a step, summed over the copies of each, pass by pass, sent by one rank."""
         copies, config = self.choice.ranks.replicas, self.setting.config
         numel = self.setting.model.expert_numel * self.experts * len(config.model.moe_layers)
-        return 2 * (copies - 1) * numel * 4 // copies * config.data.micro_batches
+        return 2 * (copies - 1) * numel * 4 // copies * config.data.passes
 
     @property
     def neighbours(self) -> int:
@@ -129,17 +128,13 @@ class LayoutWorkload(StepWorkload):
         return (stage.layers.start > 0) + (stage.layers.stop < count)
 
     @property
-    def vocabulary(self) -> VocabularyCost | None:
-        """What divided tables send in a step; None where they are gathered."""
-        layout, model = self.choice.ranks, self.setting.config.model
-        if self.choice.rows is not RowPlacement.PARTITIONED:
-            return None
-        return VocabularyCost(
-            table=TableRows(model.vocab_size, model.d_model, layout.data),
-            tokens=self.setting.micro_tokens,
-            micro_batches=self.setting.config.data.micro_batches,
-            value_bytes=model.compute_dtype.itemsize,
-        )
+    def vocabulary_bytes(self) -> int:
+        """What divided tables send in a step."""
+        choice = self.setting.vocabulary
+        if choice.cost is None:
+            return 0
+        embedding = choice.cost.embedding_sent if choice.embedding.partitioned else 0
+        return embedding + (choice.cost.head_sent if choice.head.partitioned else 0)
 
     # Seconds ------------------------------------------------------------------------------------------------
 
@@ -159,9 +154,7 @@ class LayoutWorkload(StepWorkload):
         item = self.passes[operation.position % len(self.passes)]
         kind, links, profile = operation.kind, self.setting.config.links, self.profile
         if kind is Kind.ALL_TO_ALL:
-            if item.moe_layer is None:
-                return self._message(operation.nbytes)
-            return self._exposed(item) / 2  # one operation each way
+            return self._message(operation.nbytes)
         if kind is Kind.GATHER:
             return self._carried("data", operation.nbytes, profile.gather, links.gather)
         if kind is Kind.REDUCE:
@@ -174,18 +167,17 @@ class LayoutWorkload(StepWorkload):
     def _waited(self, item: Pass) -> float:
         """Seconds of a pass in which its computation waits for other ranks, exchanges of the schedule aside."""
         layout, forward = self.choice.ranks, item.phase is Phase.FORWARD
-        found = 2 * self._message(self.tensor_bytes(item) / 2, "tensor")
+        found = 2 * self._messages(self.tensor_bytes(item) / 2, "tensor")
         if item.moe_layer is not None:
-            if layout.tensor > 1:
-                found += self._message(self.rows(item).combine.amount, "tensor")
-            elif self._apart and self._exchanges:
-                found += self._exposed(item)
+            if not self._queued:
+                found += self.exposed_seconds(item, self.choice.degree)
             if layout.data > 1 and forward:  # each rank tells the others how many rows its experts get
-                found += self._message(_COUNT_BYTES * self.setting.config.model.experts * (layout.data - 1))
+                counts = _COUNT_BYTES * self.setting.config.model.experts * (layout.data - 1)
+                found += self._messages(counts * self.setting.together)
             if not forward:
                 found += self._replicas_seconds(item)
         elif self._apart:
-            found += self._message(self._divided_sent(item))
+            found += self._messages(self._divided_sent(item))
         if item.unit == len(self.layouts) - 1 and forward and layout.data > 1:  # the loss over all ranks
             found += self._message(_COUNT_BYTES * layout.data)
         return found
@@ -195,32 +187,41 @@ class LayoutWorkload(StepWorkload):
         """Whether exchanges have a link of their own, so that they never wait behind gathers."""
         return self.setting.config.links.exchange.on
 
-    def _exposed(self, item: Pass) -> float:
-        """Seconds that a MoE layer's pass takes beside its experts' computation."""
-        work, network, flops = self.rows(item), self._network, self.profile.expert_flops
-        costs = PipelineCosts(
-            network.latency_s, 1 / network.per_s, self.experts * flops.latency_s, 1 / flops.per_s
-        )
-        alone = costs.alpha_e + costs.beta_e * work.experts.amount
+    def exposed_seconds(self, item: Pass, degree: int) -> float:
+        """Seconds that a MoE layer's pass in ``degree`` chunks takes beside its experts' computation."""
+        cost, layout = self.expert_cost(item), self.choice.ranks
+        alone = self.experts * cost.seconds(self.expert_flops(item))
+        if layout.tensor > 1:
+            return self._returning_seconds(item, degree, alone)
+        if layout.expert == 1:
+            return 0.0
         # Each expert is leased once a pass, however many chunks and products there are.
-        once = replace(work, experts=replace(work.experts, starts=0))
-        costs = replace(costs, beta_e=alone / work.experts.amount if work.experts.amount else 0.0)
-        return max(pass_seconds(costs, once, self.choice.degree) - alone, 0.0)
+        starts = 1 if self._queued else 0
+        work = replace(self.rows(item), experts=Share(starts, alone))
+        costs = PipelineCosts(self.network.latency_s, 1 / self.network.per_s, cost.latency_s, 1.0)
+        return max(pass_seconds(costs, work, degree) - alone, 0.0)
+
+    def _returning_seconds(self, item: Pass, degree: int, alone: float) -> float:
+        """The same of tensor-parallel ranks, whose rows only come back: the first chunk's when it has been computed, and
+        the last one's behind all else.
+        """
+        each = self._messages(self.rows(item).combine.amount / degree, "tensor")
+        return max(each, alone / degree + degree * each - alone)
 
     @cached_property
-    def _network(self) -> Cost:
+    def network(self) -> Cost:
         """The slower of the machine and the links that are limited, for an exchange of rows."""
-        links, layout, real = self.setting.config.links, self.choice.ranks, self.profile.all_to_all
-        own, node = links.exchange if links.exchange.on else links.gather, links.node
+        links, layout = self.setting.config.links, self.choice.ranks
+        real, own, node = self.profile.exchange(layout.expert), links.rows, links.node
         elsewhere = layout.expert - self.node_ranks
         if not node.on or elsewhere <= 0:
-            return _slower(real, own)
+            return over_link(real, own)
         others, nodes = layout.expert - 1, layout.expert // self.node_ranks
         if self.choice.exchange is ExchangeMode.HIERARCHICAL:
             # Every row that is not in its place goes to a neighbour first; then all of a node's in one message.
             within = layout.expert * (self.node_ranks - 1) / (self.node_ranks * others)
             between = layout.expert * (nodes - 1) / (nodes * others)
-            first, second = _slower(real, own), _slower(real, node)
+            first, second = over_link(real, own), over_link(real, node)
             latency = first.latency_s + max(real.latency_s, (nodes - 1) * node.latency)
             return Cost(latency, 1 / (within / first.per_s + between / second.per_s))
         # Both links carry their parts at the same time.
@@ -233,15 +234,16 @@ class LayoutWorkload(StepWorkload):
     def _message(self, nbytes: float, dimension: str = "data") -> float:
         """What computation blocks on: ``nbytes`` that one rank sends to the others of its group."""
         links = self.setting.config.links
-        return self._carried(
-            dimension, nbytes, self.profile.all_to_all, links.exchange if links.exchange.on else links.gather
-        )
+        return self._carried(dimension, nbytes, self.profile.all_to_all, links.rows)
+
+    def _messages(self, nbytes: float, dimension: str = "data") -> float:
+        """``nbytes`` in as many messages as there are micro-batches that pass together."""
+        count = self.setting.together
+        return count * self._message(nbytes / count, dimension)
 
     def passing_seconds(self, nbytes: float) -> float:
         """A message of ``nbytes`` to the next stage, which no link between nodes carries."""
-        links = self.setting.config.links
-        own = links.exchange if links.exchange.on else links.gather
-        return _slower(self.profile.all_to_all, own).seconds(nbytes)
+        return over_link(self.profile.all_to_all, self.setting.config.links.rows).seconds(nbytes)
 
     def _carried(self, dimension: str, nbytes: float, cost: Cost, link: LinkConfig) -> float:
         """A collective in which a rank sends ``nbytes`` to the others of its group of ``dimension``, alike to each."""
@@ -274,19 +276,38 @@ class LayoutWorkload(StepWorkload):
         parts = 1 if copies == 2 else 2
         links, profile = self.setting.config.links, self.profile
         each = parts * self._carried("replica", nbytes / parts, profile.reduce_scatter, links.gather)
-        computing = self.experts * profile.expert_flops.seconds(self.expert_flops(item)) / batches
+        computing = self.experts * self.expert_cost(item).seconds(self.expert_flops(item)) / batches
         return each + (batches - 1) * max(each - computing, 0.0)
 
 
-def _slower(cost: Cost, link: LinkConfig) -> Cost:
-    """``cost`` over ``link``."""
-    return Cost(max(cost.latency_s, link.latency), min(cost.per_s, link.bandwidth or math.inf))
+def degrees_of(works: Sequence[LayoutWorkload], most: int) -> list[int]:
+    """In how many chunks, ``most`` at most, rows may travel in a layout whose stages are ``works``: in one, in as many as
+    are best for either pass of any stage, and between these. What a pass takes is convex in the number of chunks: with any
+    other number no pass takes less than with one of these.
+    """
+    best = {
+        min(range(1, most + 1), key=lambda degree: (work.exposed_seconds(item, degree), degree))
+        for work in works
+        for item in {item.phase: item for item in work.passes if item.moe_layer is not None}.values()
+    }
+    return sorted({1, *range(min(best, default=1), max(best, default=1) + 1)})
+
+
+#: What steps move by what it depends on: the layout, the order of micro-batches, whether rows travel in chunks, the stage.
+KnownTraffic = dict[tuple[Layout, MicroOrder, bool, int], Traffic]
 
 
 def stage_workloads(
-    config: TrainConfig, choice: LayoutChoice, profile: Profile, node_ranks: int
+    config: TrainConfig,
+    choice: LayoutChoice,
+    profile: Profile,
+    node_ranks: int,
+    known: KnownTraffic | None = None,
 ) -> Iterator[LayoutWorkload]:
-    """The work of a rank of each stage of ``choice``. Raises BudgetError where a budget is too small."""
+    """The work of a rank of each stage of ``choice``. ``known`` traffic is not worked out again. Raises BudgetError where a
+    budget is too small.
+    """
+    known = {} if known is None else known
     layout = choice.ranks
     laid_out = choice.configure(config, node_ranks)
     for stage in range(layout.stages):
@@ -295,9 +316,15 @@ def stage_workloads(
         if layout.tensor > 1:  # experts are divided over the group, whose ranks share a piece of the batch
             model = _part(model, config, layout.tensor)
         ranks = Ranks(count=layout.data, expert=1 if layout.tensor > 1 else layout.expert)
-        setting = Setting(config=own, model=model, ranks=ranks)
+        setting = as_configured(Setting(config=own, model=model, ranks=ranks))
         taken = capacity(setting)
-        yield LayoutWorkload(setting, taken, step_traffic(setting, taken), profile, choice, node_ranks)
+        key = (layout, choice.order, choice.degree > 1, stage)
+        if key not in known:
+            order: tuple[MicroPass, ...] = ()
+            if layout.stages > 1:
+                order = one_forward_one_backward(stage, layout.stages, own.data.micro_batches)
+            known[key] = step_traffic(setting, taken, order=order)
+        yield LayoutWorkload(setting, taken, known[key], profile, choice, node_ranks)
 
 
 def _part(model: Architecture, config: TrainConfig, ranks: int) -> Architecture:

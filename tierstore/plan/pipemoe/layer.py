@@ -9,37 +9,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from tierstore.cache.access import Phase
-from tierstore.hf.spec import HfSpec
-from tierstore.moe.config import SaveActivations
+from tierstore.machine_profile import Evidence
+from tierstore.parallel.config import AUTO_DEGREE
 from tierstore.parallel.pipeline_degree import (
-    Inputs,
     LayerPass,
     PipelineCosts,
     Share,
-    WeightGradients,
-    backward_pass,
     best_degree,
-    forward_pass,
     pass_seconds,
+    worthwhile_degree,
 )
-from tierstore.plan.capacity import Capacity, Setting
-from tierstore.plan.costs import Cost, Profile
-from tierstore.plan.evidence import Evidence
 from tierstore.plan.pipemoe.algorithm import algorithm_1
 from tierstore.plan.pipemoe.simulation import exhaustive_degree
-from tierstore.plan.traffic import Traffic
 from tierstore.plan.workload import StepWorkload
 from tierstore.prefetch.schedule import Pass
-from tierstore.train.stages.spec import whole_model
 
 #: The highest number of chunks that is simulated.
 _SIMULATED = 64
-#: Bytes of a router's weight.
-_WEIGHT_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -54,18 +44,48 @@ class SolvedDegree:
 
 @dataclass(frozen=True)
 class PassDegrees:
-    """One pass of one layer. ``one_s``: in one chunk; ``wanted``: the best number if no rank's experts capped it."""
+    """One pass of one layer, in ``most`` chunks at most. ``taken``: what a run takes: the number that is configured, or
+    AUTO's, which begins with one chunk.
+    """
 
     phase: Phase
     costs: PipelineCosts
     work: LayerPass
-    one_s: float
-    wanted: int
-    solved: tuple[SolvedDegree, ...]
+    most: int
+    taken: int
+
+    @cached_property
+    def solved(self) -> tuple[SolvedDegree, ...]:
+        """Each solver's number, the exact one's first."""
+        costs, work, most = self.costs, self.work, self.most
+        best = best_degree(costs, work, most=most)
+        seconds: Callable[[int], float] = partial(pass_seconds, costs, work)
+        chosen = {
+            "exact": best.degree,
+            "exhaustive simulation": exhaustive_degree(costs, work, most=min(most, _SIMULATED)).degree,
+            "Algorithm 1 as printed": min(algorithm_1(costs, work, seconds=seconds), most),
+            "one chunk": 1,
+        }
+        return tuple(
+            SolvedDegree(
+                name, degree, seconds(degree), seconds(degree) / best.seconds - 1 if best.seconds else 0.0
+            )
+            for name, degree in chosen.items()
+        )
 
     @property
     def exact(self) -> SolvedDegree:
         return self.solved[0]
+
+    @property
+    def wanted(self) -> int:
+        """The best number if no rank's experts capped it."""
+        return best_degree(self.costs, self.work, most=self.most).wanted
+
+    @property
+    def one_s(self) -> float:
+        """Seconds in one chunk."""
+        return pass_seconds(self.costs, self.work, 1)
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -73,6 +93,8 @@ class PassDegrees:
             "pass_s": self.exact.seconds,
             "one_chunk_s": self.one_s,
             "uncapped_chunks_count": self.wanted,
+            "taken_chunks_count": self.taken,
+            "taken_pass_s": pass_seconds(self.costs, self.work, self.taken),
             "solvers": [
                 {
                     "solver": one.solver,
@@ -87,101 +109,59 @@ class PassDegrees:
 
 @dataclass(frozen=True)
 class LayerDegrees:
-    """Every pass of a MoE layer. ``most``: the fewest experts that any rank owns, which cap the number of chunks."""
+    """Every pass of a MoE layer. ``most``: the fewest experts that any rank owns, which cap the number of chunks; ``auto``:
+    whether the run chooses.
+    """
 
     most: int
+    auto: bool
     passes: tuple[PassDegrees, ...]
     evidence: Evidence
+
+    @property
+    def taken(self) -> dict[Phase, int]:
+        """The number of chunks of a run's passes."""
+        return {one.phase: one.taken for one in self.passes}
 
     def as_json(self) -> dict[str, Any]:
         return {
             "most_chunks_count": self.most,
+            "chosen_by": "auto" if self.auto else "parallel.pipeline_degree",
             "evidence": self.evidence.value,
             **{one.phase.name.lower(): one.as_json() for one in self.passes},
         }
 
 
-def layer_degrees(
-    setting: Setting, profile: Profile, taken: Capacity, traffic: Traffic
-) -> LayerDegrees | None:
-    """The numbers of chunks of ``setting``'s passes; None where no tokens travel to experts."""
-    sharing = setting.ranks.sharing
-    if sharing == 1 or setting.config.parallel.tensor > 1:
+def layer_degrees(workload: StepWorkload) -> LayerDegrees | None:
+    """The numbers of chunks of a run's passes; None where no tokens travel to experts, or nothing is trained."""
+    setting = workload.setting
+    sharing, parallel = setting.ranks.sharing, setting.config.parallel
+    if sharing == 1 or parallel.tensor > 1 or not setting.usage.trains:
         return None
-    workload = StepWorkload(setting, taken, traffic, profile)
+    auto = parallel.pipeline_degree == AUTO_DEGREE
     most = max(setting.model.experts // sharing, 1)
     first: dict[Phase, Pass] = {}
     for item in workload.passes:
         if item.moe_layer is not None:
             first.setdefault(item.phase, item)
-    passes = tuple(
-        _solve(phase, *_modelled(workload, item, profile), most=most) for phase, item in first.items()
-    )
-    return LayerDegrees(most, passes, profile.evidence.weaker(traffic.evidence))
-
-
-def _modelled(workload: StepWorkload, item: Pass, profile: Profile) -> tuple[PipelineCosts, LayerPass]:
-    """The costs and the work of ``item``."""
-    setting = workload.setting
-    sharing = setting.ranks.sharing
-    link = setting.config.links.exchange
-    link = link if link.on else setting.config.links.gather
-    exchange = profile.exchange(sharing)
-    per_byte = 1 / exchange.per_s
-    if link.bandwidth:
-        per_byte = max(per_byte, 1 / link.bandwidth)
-    forward = item.phase is Phase.FORWARD
-    expert = (profile.expert_forward if forward else profile.expert_backward) or profile.expert_flops
-    costs = PipelineCosts(max(exchange.latency_s, link.latency), per_byte, expert.latency_s, 1.0)
-    sent = _sent(workload, item)
-    starts = setting.together  # every micro-batch has messages of its own
-    work = LayerPass(
-        replace(sent.dispatch, starts=sent.dispatch.starts * starts),
-        Share(1, workload.experts * _products(workload, item, expert)),
-        replace(sent.combine, starts=sent.combine.starts * starts),
-    )
-    return costs, work
-
-
-def _products(workload: StepWorkload, item: Pass, cost: Cost) -> float:
-    """Seconds of one expert."""
-    return cost.seconds(workload.expert_flops(item))
-
-
-def _sent(workload: StepWorkload, item: Pass) -> LayerPass:
-    """What ``item`` sends, without its products."""
-    setting = workload.setting
-    config, sharing = setting.config, setting.ranks.sharing
-    rows_bytes = float(workload.sizes(item).all_to_all)
-    if item.phase is Phase.FORWARD:
-        return forward_pass(rows_bytes, 0.0)
-    rows = setting.tokens * setting.model.top_k * (sharing - 1) / sharing
-    # Rows are kept with what feeds the activations, or not at all.
-    saves = config.model.expert_activations is SaveActivations.SAVE and not config.data.layer_major
-    outputs = isinstance(whole_model(config.model), HfSpec)
-    return backward_pass(
-        rows_bytes,
-        0.0,
-        weights_bytes=rows * _WEIGHT_BYTES,
-        inputs=Inputs.SAVED if saves else Inputs.SENT_AGAIN,
-        gradients=WeightGradients.AT_TOKENS if outputs else WeightGradients.AT_EXPERTS,
-    )
-
-
-def _solve(phase: Phase, costs: PipelineCosts, work: LayerPass, *, most: int) -> PassDegrees:
-    best = best_degree(costs, work, most=most)
-    seconds: Callable[[int], float] = partial(pass_seconds, costs, work)
-    simulated = exhaustive_degree(costs, work, most=min(most, _SIMULATED))
-    chosen = {
-        "exact": best.degree,
-        "exhaustive simulation": simulated.degree,
-        "Algorithm 1 as printed": min(algorithm_1(costs, work, seconds=seconds), most),
-        "one chunk": 1,
-    }
-    solved = tuple(
-        SolvedDegree(
-            name, degree, seconds(degree), seconds(degree) / best.seconds - 1 if best.seconds else 0.0
+    passes = []
+    for phase, item in first.items():
+        costs, work = modelled(workload, item)
+        taken = (
+            worthwhile_degree(costs, work, present=1, most=most).degree if auto else parallel.pipeline_degree
         )
-        for name, degree in chosen.items()
+        passes.append(PassDegrees(phase, costs, work, most, taken))
+    return LayerDegrees(
+        most, auto, tuple(passes), workload.profile.evidence.weaker(workload.traffic.evidence)
     )
-    return PassDegrees(phase, costs, work, seconds(1), best.wanted, solved)
+
+
+def modelled(workload: StepWorkload, item: Pass) -> tuple[PipelineCosts, LayerPass]:
+    """The costs and the work of ``item``, without the forward pass that it may repeat, which has chunks of its own."""
+    network, expert = workload.network, workload.expert_cost(item)
+    flops = workload.expert_flops(item)
+    if workload.repeats(item):
+        flops -= workload.expert_flops(replace(item, phase=Phase.FORWARD))
+    seconds = workload.experts * expert.seconds(flops)
+    costs = PipelineCosts(network.latency_s, 1 / network.per_s, expert.latency_s, 1.0)
+    return costs, replace(workload.exchange(item), experts=Share(1, seconds))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tierstore.errors import BudgetError
-from tierstore.plan.costs import ASSUMED, Cost, Profile
+from tierstore.machine_profile import ASSUMED, Cost, Profile
 from tierstore.plan.ring import ExpertMemorySizes, PassFacts, PassTimes, ServedLayers, pass_times
 from tierstore.serve.config import ExpertMemory
 from tierstore.serve.experts.interface import ServingPhase

@@ -11,9 +11,9 @@ from functools import partial
 import torch
 
 from tierstore._native import HugePages, Residency
+from tierstore.machine_profile import ASSUMED, Cost, load_profile
 from tierstore.model.spec import ModelSpec
 from tierstore.moe.source import ExpertLease
-from tierstore.plan.costs import ASSUMED, Cost, load_profile
 from tierstore.plan.ring import ExpertMemorySizes, ServedLayers
 from tierstore.prefetch.experts import FrozenExperts
 from tierstore.prefetch.lora import LoraExperts

@@ -11,15 +11,31 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
+from enum import StrEnum
 from pathlib import Path
 
 import numpy as np
 
 from tierstore.errors import DataError
-from tierstore.plan.evidence import Evidence
+from tierstore.links import LinkConfig
 from tierstore.stats import median_line
 
 PROFILE_VERSION = 1
+
+
+class Evidence(StrEnum):
+    """Where a number comes from: a plan shows no figure without it. ``FORMULA`` is exact arithmetic on the configuration,
+    ``ASSUMED`` a default that was not measured here.
+    """
+
+    MEASURED = "measured"
+    FORMULA = "formula"
+    ASSUMED = "assumed"
+
+    def weaker(self, other: Evidence) -> Evidence:
+        """What a figure made of both is worth: no more than the weaker of them."""
+        order = (Evidence.FORMULA, Evidence.MEASURED, Evidence.ASSUMED)
+        return max(self, other, key=order.index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +57,11 @@ class Cost:
     def slower(self, other: Cost, amount: float) -> float:
         """Seconds where both must have ended, as on a limited link."""
         return max(self.seconds(amount), other.seconds(amount))
+
+
+def over_link(cost: Cost, link: LinkConfig) -> Cost:
+    """``cost`` over ``link``: the larger latency, and the lower rate."""
+    return Cost(max(cost.latency_s, link.latency), min(cost.per_s, link.bandwidth or math.inf))
 
 
 def fit_cost(amounts: Sequence[float], seconds: Sequence[float]) -> Cost:

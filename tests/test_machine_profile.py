@@ -14,8 +14,15 @@ from hypothesis import strategies as st
 from scipy.stats import theilslopes
 
 from tierstore.errors import DataError
-from tierstore.plan.costs import ASSUMED, Cost, fit_cost, fit_errors, load_profile, save_profile
-from tierstore.plan.evidence import Evidence
+from tierstore.machine_profile import (
+    ASSUMED,
+    Cost,
+    Evidence,
+    fit_cost,
+    fit_errors,
+    load_profile,
+    save_profile,
+)
 
 
 def test_a_line_by_hand() -> None:

@@ -1,0 +1,135 @@
+"""A step whose rows travel to experts in chunks: by hand, and against the simulation of chunks alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import fields, replace
+
+import pytest
+
+from tierstore.cache.access import Phase
+from tierstore.errors import ConfigError
+from tierstore.machine_profile import ASSUMED, Cost, Profile
+from tierstore.parallel.pipeline_degree import PipelineCosts, best_degree
+from tierstore.plan.capacity import Setting
+from tierstore.plan.fitting import Limits
+from tierstore.plan.pipemoe.layer import modelled
+from tierstore.plan.pipemoe.simulation import ChunkTimes, simulate_chunks
+from tierstore.plan.predict import Prediction, predict
+from tierstore.plan.report import plan_run
+from tierstore.plan.workload import StepWorkload
+from tierstore.prefetch.schedule import Pass
+
+Make = Callable[..., Setting]
+_FREE = Cost(0.0, math.inf)
+_NAMES = [field.name for field in fields(Profile) if isinstance(getattr(ASSUMED, field.name), Cost)]
+#: Nothing takes time but exchanges and experts.
+ALONE = replace(ASSUMED, **dict.fromkeys(_NAMES, _FREE))
+ROOMY = Limits(1 << 40, 1 << 40)
+LAYERS = 2
+
+
+def _profile(exchange: Cost, forward: Cost, backward: Cost) -> Profile:
+    return replace(ALONE, exchanges={2: exchange}, expert_forward=forward, expert_backward=backward)
+
+
+def _chunked(found: Prediction) -> dict[Phase, int]:
+    assert found.degrees is not None
+    return found.degrees.taken
+
+
+def test_a_step_by_hand(setting: Make) -> None:
+    """One rank of two sends 96 rows of 64 bytes to the experts, 6,144 bytes, and back; 6 experts of 32 rows and 1,536
+    parameters take 98,304 operations each forward. At 1 kB/s after nothing a dispatch takes 6.144 s; at 9,600 operations a
+    second the experts 61.44 s. In 3 chunks the network is idle between dispatch and combine: 2.048 + 61.44 + 2.048 s,
+    instead of 6.144 + 61.44 + 6.144 s. The backward pass computes twice as much, and sends 96 weights of 4 bytes besides.
+    """
+    told = setting({"model.compute_dtype": "fp32", "parallel.pipeline_degree": 3}, ranks=2)
+    found = predict(told, _profile(Cost(0.0, 1e3), Cost(0.0, 9600.0), Cost(0.0, 9600.0)))
+    assert _chunked(found) == {Phase.FORWARD: 3, Phase.BACKWARD: 3}
+    back = (6144 + 4 * 96) / 1e3
+    assert found.step_s == pytest.approx(LAYERS * (61.44 + 2 * 6.144 / 3 + 2 * 61.44 + 2 * back / 3))
+    assert found.one_chunk_s == pytest.approx(LAYERS * (61.44 + 2 * 6.144 + 2 * 61.44 + 2 * back))
+    assert found.chunks_save_s == pytest.approx(LAYERS * 2 / 3 * (2 * 6.144 + 2 * back))
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 6])
+@pytest.mark.parametrize(
+    "exchange", [Cost(0.001, 1e6), Cost(0.05, 2e5), Cost(2.0, 1e9)], ids=["fast", "even", "dear to start"]
+)
+def test_a_step_is_its_passes_simulated_alone(setting: Make, chunks: int, exchange: Cost) -> None:
+    """A further chunk takes one more start of an expert."""
+    told = setting({"parallel.pipeline_degree": chunks}, ranks=2)
+    profile = _profile(exchange, Cost(0.002, 4e7), Cost(0.004, 4e7))
+    found = predict(told, profile)
+    assert found.degrees is not None
+    expected = 0.0
+    for one in found.degrees.passes:
+        computed = one.work.experts.amount + (chunks - 1) * one.costs.alpha_e
+        times = ChunkTimes(
+            one.work.dispatch.starts * exchange.latency_s
+            + one.work.dispatch.amount / chunks / exchange.per_s,
+            computed / chunks,
+            one.work.combine.starts * exchange.latency_s + one.work.combine.amount / chunks / exchange.per_s,
+        )
+        expected += LAYERS * simulate_chunks([times] * chunks).seconds
+    assert found.step_s == pytest.approx(expected, rel=1e-3)  # bytes are whole numbers
+
+
+def test_auto_takes_the_exact_solvers_numbers(setting: Make) -> None:
+    """Each pass its own; and one chunk where more save less than 2%."""
+    profile = _profile(Cost(1e-4, 1e6), Cost(0.0, 4e7), Cost(0.0, 1e9))
+    found = predict(setting(ranks=2), profile)
+    assert found.degrees is not None
+    for one in found.degrees.passes:
+        assert one.taken == best_degree(one.costs, one.work, most=6).degree
+    forward, backward = (one.taken for one in found.degrees.passes)
+    assert forward > backward > 1
+    assert found.chunks_save_s > 0
+    dear = predict(setting(ranks=2), _profile(Cost(10.0, 1e6), Cost(0.0, 4e7), Cost(0.0, 4e7)))
+    assert _chunked(dear) == {Phase.FORWARD: 1, Phase.BACKWARD: 1}
+    assert dear.chunks_save_s == 0
+    slight = predict(setting(ranks=2), _profile(Cost(0.0, 1e9), Cost(0.0, 1e6), Cost(0.0, 1e6)))
+    assert slight.degrees is not None
+    assert [one.exact.degree for one in slight.degrees.passes] == [6, 6]
+    assert _chunked(slight) == {Phase.FORWARD: 1, Phase.BACKWARD: 1}
+
+
+def test_what_the_plan_says(setting: Make) -> None:
+    profile = _profile(Cost(1e-4, 1e6), Cost(0.0, 4e7), Cost(0.0, 1e9))
+    made = plan_run(setting({"parallel.pipeline_degree": 2}).config, ROOMY, ranks=2, profile=profile)
+    assert made.prediction is not None
+    told = made.as_json()["pipeline_degree"]
+    assert told["chosen_by"] == "parallel.pipeline_degree"
+    assert told["forward"]["taken_chunks_count"] == told["backward"]["taken_chunks_count"] == 2
+    assert told["step_s"] == made.prediction.step_s
+    assert told["one_chunk_step_s"] - told["saved_s"] == pytest.approx(told["step_s"])
+    auto = plan_run(setting().config, ROOMY, ranks=2, profile=profile).as_json()["pipeline_degree"]
+    assert auto["chosen_by"] == "auto"
+    assert plan_run(setting().config, ROOMY, profile=profile).as_json()["pipeline_degree"] is None
+
+
+def test_more_chunks_than_experts_are_refused_as_by_a_run(setting: Make) -> None:
+    with pytest.raises(ConfigError, match="auto or at most 6, the fewest of the 12 experts"):
+        predict(setting({"parallel.pipeline_degree": 7}, ranks=2), ASSUMED)
+
+
+def test_a_repeated_forward_pass_sends_its_rows_once_more(setting: Make) -> None:
+    """With blocks computed again the backward pass sends what the forward one does, before its own, which AUTO weighs."""
+
+    def workload(changes: dict[str, str]) -> StepWorkload:
+        told = setting(changes, ranks=2)
+        made = plan_run(told.config, ROOMY, ranks=2)
+        assert made.verdict.capacity is not None
+        assert made.prediction is not None
+        return StepWorkload(told, made.verdict.capacity, made.prediction.traffic, ASSUMED)
+
+    kept, again = workload({}), workload({"model.checkpoint_activations": "block"})
+    forward, backward = Pass(Phase.FORWARD, 1, 0), Pass(Phase.BACKWARD, 1, 0)
+    assert again.sizes(forward).dispatch == kept.sizes(forward).dispatch
+    assert again.sizes(backward).dispatch == kept.sizes(backward).dispatch + kept.sizes(forward).dispatch
+    assert again.sizes(backward).combine == kept.sizes(backward).combine + kept.sizes(forward).combine
+    costs, work = modelled(again, backward)
+    assert (costs, work) == modelled(kept, backward)
+    assert isinstance(costs, PipelineCosts)
