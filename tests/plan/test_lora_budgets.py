@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from small_config import SMALL_QWEN3_MOE
 
 from tierstore.config import load
 from tierstore.hf.describing import describe_config
@@ -19,21 +20,6 @@ from tierstore.train.config import TrainConfig
 from tierstore.train.files import MicroOrder
 from tierstore.train.footprint import fixed_cost
 
-CONFIG = {
-    "model_type": "qwen3_moe",
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "moe_intermediate_size": 32,
-    "intermediate_size": 64,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": 64,
-}
-
 
 @pytest.mark.parametrize("compute", ComputeDtype)
 @pytest.mark.parametrize("device", DeviceKind)
@@ -42,7 +28,7 @@ CONFIG = {
 )
 def test_the_same_division(compute: ComputeDtype, device: DeviceKind, use: Use, targets: LoraTargets) -> None:
     lora = LoraConfig(rank=4, targets=targets)
-    spec = HfSpec(manifest=describe_config(CONFIG, compute), config=CONFIG)
+    spec = HfSpec(manifest=describe_config(SMALL_QWEN3_MOE, compute), config=SMALL_QWEN3_MOE)
     run = replace(load(TrainConfig, None, {"data.batch_size": 2}), model=replace(spec, lora=lora), lora=lora)
     usage = usage_of(spec, use, rank=4)
     setting = Setting(
@@ -70,7 +56,9 @@ def test_the_same_division(compute: ComputeDtype, device: DeviceKind, use: Use, 
 def test_layer_order_of_pairs() -> None:
     """A layer's pairs have gradients for each micro-batch; AUTO weighs the orders of the use that the run has."""
     lora = LoraConfig(rank=4)
-    spec = HfSpec(manifest=describe_config(CONFIG, ComputeDtype.FP32), config=CONFIG, lora=lora)
+    spec = HfSpec(
+        manifest=describe_config(SMALL_QWEN3_MOE, ComputeDtype.FP32), config=SMALL_QWEN3_MOE, lora=lora
+    )
     settings = {"data.batch_size": 2, "data.micro_batches": 3, "links.disk.bandwidth": "1KiB"}
     run = replace(load(TrainConfig, None, settings), model=spec, lora=lora)
     run = replace(run, host_budget=least_host_budget(run, DeviceKind.CPU))

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from slowness import mostly_slow
+from small_config import SMALL_QWEN3_MOE
 
 from tierstore.config import load
 from tierstore.errors import ConfigError
@@ -54,21 +55,7 @@ def configured(changes: dict[str, Any] | None = None) -> TrainConfig:
 @pytest.fixture
 def imported() -> TrainConfig:
     """A run of a small model of transformers, of three layers."""
-    config = {
-        "model_type": "qwen3_moe",
-        "vocab_size": 128,
-        "hidden_size": 64,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "moe_intermediate_size": 32,
-        "intermediate_size": 64,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "max_position_embeddings": 64,
-        "tie_word_embeddings": False,
-    }
+    config = {**SMALL_QWEN3_MOE, "tie_word_embeddings": False}
     spec = HfSpec(manifest=describe_config(config, ComputeDtype.FP32), config=config)
     settings = {"host_budget": 64 << 20, "data.batch_size": 4, "data.micro_batches": 2}
     return replace(load(TrainConfig, None, settings), model=spec)
