@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tierstore.bench.pipemoe.device import DeviceSpeed
+from tierstore.bench.pipemoe.rank import LayerRequest
 from tierstore.links import LinkConfig
 
 #: Experts that a rank owns. Their loads are drawn, so that chunks are not quite equal.
@@ -48,6 +49,17 @@ class EmulatedMachine:
     def speed(self) -> DeviceSpeed:
         seconds = 2 * _EXCHANGE_S * self.slowdown / self.ratio - EXPERTS * _EXPERT_START_S
         return DeviceSpeed(_EXPERT_START_S, seconds / ROWS[1])
+
+    def layer(self, rows: int, seed: int) -> LayerRequest:
+        """A layer of ``rows`` rows on every rank, whose experts' loads are drawn by ``seed``; no passes of it yet."""
+        return LayerRequest(
+            link=self.link,
+            speed=self.speed,
+            rows=rows,
+            experts=EXPERTS * self.ranks,
+            width=ROW_BYTES // 4,
+            seed=seed,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tierstore.bench.pipemoe.cases import ROW_BYTES
 from tierstore.bench.pipemoe.rank import LayerSamples
@@ -14,13 +14,11 @@ from tierstore.parallel.pipeline_degree import (
     PipelineCosts,
     Share,
     backward_pass,
-    best_degree,
     forward_pass,
     pass_seconds,
+    worthwhile_degree,
 )
 
-#: By which share more chunks than one must be faster.
-_WORTH = 0.02
 #: Bytes of a row's weight, which travels beside its gradient.
 _WEIGHT_BYTES = 4
 
@@ -77,11 +75,8 @@ class PredictedPass:
     work: LayerPass
 
     def auto(self, most: int) -> Degree:
-        """AUTO's choice at the beginning of a run: another number than 1 must be better by 2% (``train.pipelining``)."""
-        best = best_degree(self.costs, self.work, most=most)
-        if self.seconds(1) <= best.seconds * (1 + _WORTH):
-            return replace(best, degree=1, seconds=self.seconds(1))
-        return best
+        """AUTO's choice at the beginning of a run."""
+        return worthwhile_degree(self.costs, self.work, present=1, most=most)
 
     def seconds(self, degree: int) -> float:
         return pass_seconds(self.costs, self.work, degree)

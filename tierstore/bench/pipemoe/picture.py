@@ -10,13 +10,13 @@ from __future__ import annotations
 import itertools
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from tierstore.bench.checks import at_least, more_than_0
 from tierstore.bench.pictures.bars import Bar, BarPanel, BarRow, draw_bars, joined
 from tierstore.bench.pictures.slices import TimelineSlice, read_slices
-from tierstore.bench.pipemoe.cases import EXPERTS, ROW_BYTES, ROWS, EmulatedMachine
+from tierstore.bench.pipemoe.cases import ROWS, EmulatedMachine
 from tierstore.bench.pipemoe.rank import TURN, LayerRequest
 from tierstore.bench.processes.ranks import AskedRanks
 from tierstore.bench.results.document import Better, Measurement, measured
@@ -95,16 +95,7 @@ def measurements(result: ChunkPicture) -> Iterator[Measurement]:
 
 def _request(bench: ChunkPictureBench, chunks: int) -> LayerRequest:
     machine = EmulatedMachine(_RANKS, _LATENCY_S * bench.slowdown, 1.0, bench.slowdown)
-    return LayerRequest(
-        link=machine.link,
-        speed=machine.speed,
-        rows=ROWS[1],
-        experts=EXPERTS * _RANKS,
-        width=ROW_BYTES // 4,
-        seed=_SEED,
-        degrees=[(chunks, chunks)],
-        rounds=bench.rounds,
-    )
+    return replace(machine.layer(ROWS[1], _SEED), degrees=[(chunks, chunks)], rounds=bench.rounds)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass, field, replace
 from tierstore.bench.checks import at_least, more_than_0
 from tierstore.bench.pipemoe.cases import (
     DEGREES,
-    EXPERTS,
     FITTED_ROWS,
     ROW_BYTES,
     EmulatedMachine,
@@ -160,7 +159,7 @@ class _Measuring:
     def score(self, layer: ScoredLayer) -> list[PassScore]:
         """The forward and the backward pass of ``layer``."""
         fitted = self._fitted(layer.machine)
-        asked = self._request(layer.machine.link, layer.machine, layer.rows, layer.seed)
+        asked = layer.machine.layer(layer.rows, layer.seed)
         loads = self._ask(asked, [(1, 1)], rounds=0)
         predicted = fitted.forward_of(loads), fitted.backward_of(loads)
         auto = tuple(each.auto(max(DEGREES)).degree for each in predicted)
@@ -196,23 +195,13 @@ class _Measuring:
         # In turns, so that a machine whose speed drifts treats all sizes alike.
         for _ in range(_FITTED_TURNS):
             for seed, rows in enumerate(FITTED_ROWS, start=1000):
-                asked = self._request(LinkConfig(), machine, rows, seed)
+                asked = replace(machine.layer(rows, seed), link=LinkConfig())
                 found = self._ask(asked, [(r, r) for r in _FITTED_DEGREES], rounds=_FITTED_ROUNDS)
                 for samples, times in ((forward, found.forward_s), (backward, found.backward_s)):
                     pooled = samples.setdefault(found.computed, [[] for _ in _FITTED_DEGREES])
                     for kept, more in zip(pooled, times, strict=True):
                         kept += more
         return fit_pass(forward, _FITTED_DEGREES), fit_pass(backward, _FITTED_DEGREES)
-
-    def _request(self, link: LinkConfig, machine: EmulatedMachine, rows: int, seed: int) -> LayerRequest:
-        return LayerRequest(
-            link=link,
-            speed=machine.speed,
-            rows=rows,
-            experts=EXPERTS * self._count,
-            width=ROW_BYTES // 4,
-            seed=seed,
-        )
 
     def _ask(self, asked: LayerRequest, degrees: list[tuple[int, int]], *, rounds: int) -> LayerSamples:
         return self._answer(replace(asked, degrees=degrees, rounds=rounds))
