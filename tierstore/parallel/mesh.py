@@ -239,9 +239,8 @@ def build_mesh(
     as another. On Gloo each costs three threads that mostly sleep: one wakes 100 times a second to look at its sockets.
     """
     groups = _Groups(config, environment, device, make_group, blame)
-    world = groups.along(
-        "world"
-    )  # first, for the world's own communicator to be used by all that have its ranks
+    # First, for the world's own communicator to be used by all that have its ranks.
+    world = groups.along("world")
     expert = groups.along("expert")
     mesh = Mesh(
         environment=environment,

@@ -152,14 +152,12 @@ class StepWorkload:
         if item.phase is Phase.FORWARD:
             found = forward_pass(rows_bytes, 0.0)
         else:
-            # Rows are kept with what feeds the activations, or not at all.
-            saves = config.model.expert_activations is SaveActivations.SAVE and not config.data.layer_major
             outputs = isinstance(whole_model(config.model), HfSpec)
             found = backward_pass(
                 rows_bytes,
                 0.0,
                 weights_bytes=rows * _WEIGHT_BYTES,
-                inputs=Inputs.SAVED if saves else Inputs.SENT_AGAIN,
+                inputs=Inputs.SAVED if config.keeps_activations else Inputs.SENT_AGAIN,
                 gradients=WeightGradients.AT_TOKENS if outputs else WeightGradients.AT_EXPERTS,
             )
         dispatch, combine = (

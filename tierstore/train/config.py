@@ -147,6 +147,13 @@ class TrainConfig:
         return self.step_timing is StepTiming.DEFERRED or self.data.passes > 1
 
     @property
+    def keeps_activations(self) -> bool:
+        """Whether a forward pass over experts keeps their rows and what feeds their activations, or neither: in layer order
+        blocks are computed again.
+        """
+        return self.model.expert_activations is SaveActivations.SAVE and not self.data.layer_major
+
+    @property
     def tokens_per_micro_batch(self) -> int:
         return self.data.batch_size * self.model.seq_len
 

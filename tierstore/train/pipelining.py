@@ -18,7 +18,6 @@ from pathlib import Path
 import torch
 
 from tierstore.model.config import ModelConfig
-from tierstore.moe.config import SaveActivations
 from tierstore.moe.pipelining import PipelineDegrees, Pipelining
 from tierstore.parallel import Mesh
 from tierstore.parallel.config import AUTO_DEGREE
@@ -202,22 +201,16 @@ class PipelineControl:
         own, loads = costs.backward, self._loads
         if own is None:
             return [(priced, forward), (priced, backward)]
-        row = own.row + (0.0 if self._kept else own.row_again)
+        row = own.row + (0.0 if self._config.keeps_activations else own.row_again)
         seconds = loads.experts * own.expert + loads.computed * row
         return [
             (priced, forward),
             (replace(priced, alpha_e=own.expert), replace(backward, experts=Share(1, seconds))),
         ]
 
-    @property
-    def _kept(self) -> bool:
-        """Whether a forward pass keeps the rows and what feeds the activations."""
-        saved = self._config.model.expert_activations is SaveActivations.SAVE
-        return saved and not self._config.data.layer_major
-
     def _passes(self, costs: LayerCosts) -> tuple[LayerPass, LayerPass]:
         """A layer's forward and backward pass, of seconds of products; a backward pass computes as two forward ones."""
-        model, loads, kept = self._config.model, self._loads, self._kept
+        model, loads, kept = self._config.model, self._loads, self._config.keeps_activations
         rows_bytes = loads.travelling * model.d_model * model.compute_dtype.itemsize
         seconds = loads.experts * costs.expert + loads.computed * costs.row
         built_in = isinstance(whole_model(model), ModelConfig)

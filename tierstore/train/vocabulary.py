@@ -160,11 +160,10 @@ def choose_vocabulary(
 def _of_stage(choice: VocabularyChoice, stage: StageSpec) -> VocabularyChoice:
     """``choice`` as ``stage`` has it: the first one has the embedding, the last one the head."""
     elsewhere = TableChoice(RowPlacement.GATHERED, "of another stage")
-    blocks = len(stage.model.architecture.units) - 2
     return replace(
         choice,
-        embedding=choice.embedding if stage.layers.start == 0 else elsewhere,
-        head=choice.head if stage.layers.stop == blocks else elsewhere,
+        embedding=choice.embedding if stage.begins else elsewhere,
+        head=choice.head if stage.ends else elsewhere,
     )
 
 

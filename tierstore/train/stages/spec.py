@@ -79,14 +79,23 @@ class StageSpec:
     def adapter_units(self) -> tuple[int, ...]:
         return self.own(self.model.adapter_units, 0)
 
+    @property
+    def begins(self) -> bool:
+        """Whether it has the embedding."""
+        return self.layers.start == 0
+
+    @property
+    def ends(self) -> bool:
+        """Whether it has the head."""
+        return self.layers.stop == len(self.model.architecture.units) - 2
+
     def own(self, units: Sequence[Unit], nothing: Unit) -> tuple[Unit, ...]:
         """Of ``units`` of the whole model, if there are any, the stage's."""
         if not units:
             return ()
-        blocks = units[1:-1]
-        first = units[0] if self.layers.start == 0 else nothing
-        last = units[-1] if self.layers.stop == len(blocks) else nothing
-        return (first, *blocks[self.layers.start : self.layers.stop], last)
+        first = units[0] if self.begins else nothing
+        last = units[-1] if self.ends else nothing
+        return (first, *units[1:-1][self.layers.start : self.layers.stop], last)
 
     def check_stages(self) -> None:
         """Raises ConfigError: it is one already."""
