@@ -215,28 +215,28 @@ def test_bytes_of_slots(dtype: torch.dtype, weights: int, gradients: int, nbytes
     assert DeviceSlots(NUMEL, dtype, weights=weights, gradients=gradients).nbytes == nbytes
 
 
-def test_weights_in_place_are_those_of_the_source_until_their_release() -> None:
+def test_weights_in_place_are_those_of_their_source() -> None:
     slots = DeviceSlots(NUMEL, torch.float32, weights=1, gradients=1)
     values = torch.arange(NUMEL, dtype=torch.float32)
     with Engine() as engine:
         tier = open_device_tier(engine, slots, torch.device("cpu"), HugePages.OFF, loads=WeightLoads.IN_PLACE)
         whole = Buffer(Arena(16384, HugePages.OFF), [(0, 16384)], NUMEL * 4)
-        gate = engine.external()
-        ticket = tier.load(0, whole, [gate])
-        assert not engine.done(ticket)
+        held = tier.in_place(whole)
         whole.copy_from(values.view(torch.uint8).numpy())
-        engine.complete_external(gate)
-        engine.wait_all([ticket])
-        held = tier.weights(0)
+        assert isinstance(held, torch.Tensor)
         assert held.data_ptr() == whole.array().ctypes.data
         assert torch.equal(held, values)
-        tier.release_weights(0)
-        assert tier.weights(0).data_ptr() != whole.array().ctypes.data
         # What lies in several pieces is copied.
         scattered = Bench(engine, tier, slots).source(values + 1)
+        assert tier.in_place(scattered) is None
         engine.wait_all([tier.load(0, scattered, [])])
         assert torch.equal(tier.weights(0), values + 1)
         tier.close()
+
+
+def test_nothing_is_computed_with_in_place_where_weights_are_copied(bench: Bench) -> None:
+    whole = Buffer(Arena(16384, HugePages.OFF), [(0, 16384)], NUMEL * bench.slots.compute.itemsize)
+    assert bench.tier.in_place(whole) is None
 
 
 def test_weights_are_computed_with_in_place_where_the_cpu_computes() -> None:

@@ -12,6 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -61,6 +62,14 @@ class RowsHere:
         return self._rows_M[span]
 
 
+class PlacedLease(NamedTuple):
+    """A leased expert that has rows: ``span``, of chunk ``number``."""
+
+    lease: ExpertLease
+    number: int
+    span: slice
+
+
 class ExpertWalk(ABC):
     """A pass over the experts of one call: made, driven by a :class:`Travel`, and finished.
 
@@ -81,16 +90,20 @@ class ExpertWalk(ABC):
         """The rows of chunk ``number`` set off for the ranks of its experts."""
         return [rows.send(number) for rows in self.sent]
 
-    def compute(self, lease: ExpertLease) -> int:
-        """Computes the rows of the leased expert, if it has any; returns the number of its chunk."""
-        number = self._number[lease.expert]
-        span = self._rows.span(lease.expert)
-        if span.start < span.stop:
-            self._compute(lease, number, span)
-        else:  # only another replica's tokens reached it
-            lease.zero_gradients()
-        self._left[number] -= 1
-        return number
+    def compute(self, leases: Sequence[ExpertLease]) -> list[int]:
+        """Computes the rows of the leased experts, as far as they have any; returns the numbers of their chunks."""
+        placed = []
+        for lease in leases:
+            number, span = self._number[lease.expert], self._rows.span(lease.expert)
+            if span.start < span.stop:
+                placed.append(PlacedLease(lease, number, span))
+            else:  # only another replica's tokens reached it
+                lease.zero_gradients()
+        self._compute(placed)
+        numbers = [self._number[lease.expert] for lease in leases]
+        for number in numbers:
+            self._left[number] -= 1
+        return numbers
 
     def complete(self, number: int) -> bool:
         """Whether all experts of chunk ``number`` have been computed."""
@@ -111,8 +124,8 @@ class ExpertWalk(ABC):
             arrival.wait()
 
     @abstractmethod
-    def _compute(self, lease: ExpertLease, number: int, span: slice) -> None:
-        """Computes the leased expert's rows ``span``, of chunk ``number``. There is at least one."""
+    def _compute(self, placed: Sequence[PlacedLease]) -> None:
+        """Computes the leased experts' rows."""
 
 
 class Travel:
@@ -131,11 +144,11 @@ class Travel:
         for number, micro in self._due:
             self._draw("dispatch", number, micro, walks[micro].send(number))
 
-    def compute(self, lease: ExpertLease, micro: int = 0) -> None:
-        """Computes the leased expert for one of the walks, and sends what is complete."""
+    def compute(self, leases: Sequence[ExpertLease], micro: int = 0) -> None:
+        """Computes the leased experts for one of the walks, and sends what is complete."""
         started = time.monotonic_ns()
-        number = self._walks[micro].compute(lease)
-        self._begun.setdefault((number, micro), started)
+        for number in self._walks[micro].compute(leases):
+            self._begun.setdefault((number, micro), started)
         self._send_complete()
 
     def end(self) -> None:

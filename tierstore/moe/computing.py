@@ -12,6 +12,7 @@ which experts came.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tierstore.moe.chunks import ExpertWalk, RowsAtExperts, RowsHere, Travel
+from tierstore.moe.chunks import ExpertWalk, PlacedLease, RowsAtExperts, RowsHere, Travel
 from tierstore.moe.config import ExpertShape, SaveActivations
 from tierstore.moe.dispatch import (
     Dispatch,
@@ -32,14 +33,17 @@ from tierstore.moe.dispatch import (
 )
 from tierstore.moe.exchange import Rows
 from tierstore.moe.experts import (
+    ExpertRows,
     Scratch,
     Workspace,
     backward_expert,
     backward_weighted_expert,
     forward_expert,
+    forward_experts,
     recompute_inner,
+    rows_together,
 )
-from tierstore.moe.source import ExpertLease, ExpertSource, SourceSlot, pipelining_of
+from tierstore.moe.source import ExpertLease, ExpertSource, SourceSlot, pipelining_of, together
 
 
 class Weighting(Enum):
@@ -86,8 +90,8 @@ def _walk_forward(
 ) -> tuple[Tensor, ForwardWalk]:
     walk = ForwardWalk(x_TD, weight_TK, call, saving=saving)
     travel = Travel([walk], pipelining_of(call.source), f"forward {call.layer}")
-    for lease in call.source.forward(call.layer, walk.asked):
-        travel.compute(lease)
+    for leases in together(call.source.forward(call.layer, walk.asked)):
+        travel.compute(leases)
     travel.end()
     return walk.finish(), walk
 
@@ -109,7 +113,7 @@ class _Experts(torch.autograd.Function):
         walk = backward_walk(x_TD, weight_TK, grad_TD, call, Saved(*saved))
         travel = Travel([walk], pipelining_of(call.source), f"backward {call.layer}")
         for lease in call.source.backward(call.layer, walk.asked):
-            travel.compute(lease)
+            travel.compute([lease])
         travel.end()
         grad_x_TD, grad_weight_TK = walk.finish()
         return grad_x_TD, grad_weight_TK, None, None
@@ -146,17 +150,32 @@ class ForwardWalk(ExpertWalk):
         self._call, self._weight_TK, self._saving = call, weight_TK, saving
         self._arriving = RowsAtExperts(call.rows, self.chunks, x_TD.index_select(0, plan.token_N))
         self._inner_MP = x_TD.new_empty(rows.rows if saving else 0, call.shape.inner_rows)
-        self._work = Workspace(call.shape, rows.most_rows, x_TD, inner=0 if saving else 1, scratch=scratch)
+        #: Of experts that are computed together.
+        self._most_rows = rows.most_rows
+        if not saving:
+            self._most_rows = max(self._most_rows, min(rows.rows, rows_together(call.shape, x_TD.dtype)))
+        self._work = Workspace(call.shape, self._most_rows, x_TD, inner=0 if saving else 1, scratch=scratch)
         self._y_ND = _new_rows(x_TD, plan)
         self._y_MD = rows.at_experts(self._y_ND)
         self.sent = [self._arriving]
         self.returned = [(self._y_MD, self._y_ND)]
 
-    def _compute(self, lease: ExpertLease, number: int, span: slice) -> None:
-        call, work = self._call, self._work
-        x_MD = self._arriving.of(number, span)
-        inner = self._inner_MP[span] if self._saving else work.inner(0, span.stop - span.start)
-        forward_expert(call.shape, lease.weights, x_MD, inner, self._y_MD[span], work, lease.pair)
+    def _compute(self, placed: Sequence[PlacedLease]) -> None:
+        shape, work = self._call.shape, self._work
+        experts: list[ExpertRows] = []
+        count = 0
+        for lease, number, span in placed:
+            x_MD, y_MD, rows = self._arriving.of(number, span), self._y_MD[span], span.stop - span.start
+            if self._saving:
+                forward_expert(shape, lease.weights, x_MD, self._inner_MP[span], y_MD, work, lease.pair)
+                continue
+            if count + rows > self._most_rows:
+                forward_experts(shape, experts, work)
+                experts, count = [], 0
+            experts.append(ExpertRows(lease.weights, x_MD, y_MD, lease.pair))
+            count += rows
+        if experts:
+            forward_experts(shape, experts, work)
 
     def finish(self) -> Tensor:
         """The results, when all experts have been computed."""
@@ -189,6 +208,14 @@ class BackwardWalk(ExpertWalk):
             self._inputs = RowsHere(saved.rows_MD)
         else:
             self._inputs = RowsAtExperts(call.rows, self.chunks, x_TD.index_select(0, call.plan.token_N))
+
+    def _compute(self, placed: Sequence[PlacedLease]) -> None:
+        for lease, number, span in placed:
+            self._compute_one(lease, number, span)
+
+    @abstractmethod
+    def _compute_one(self, lease: ExpertLease, number: int, span: slice) -> None:
+        """Computes the leased expert's rows ``span``, of chunk ``number``."""
 
     @abstractmethod
     def finish(self) -> tuple[Tensor, Tensor]:
@@ -235,7 +262,7 @@ class _ByExpert(BackwardWalk):
         self.sent = [self._grads, self._weights, *_travelling(self._inputs)]
         self.returned = [(self._grad_x_MD, self._grad_x_ND), (self._grad_weight_M, self._grad_weight_N)]
 
-    def _compute(self, lease: ExpertLease, number: int, span: slice) -> None:
+    def _compute_one(self, lease: ExpertLease, number: int, span: slice) -> None:
         shape, work = self._call.shape, self._work
         x_MD = self._inputs.of(number, span)
         if self._saved.inner_MP is not None:
@@ -290,7 +317,7 @@ class _ByOutput(BackwardWalk):
         if self._y_MD is not None:
             self.returned.insert(0, (self._y_MD, self._y_ND))
 
-    def _compute(self, lease: ExpertLease, number: int, span: slice) -> None:
+    def _compute_one(self, lease: ExpertLease, number: int, span: slice) -> None:
         shape, work = self._call.shape, self._work
         x_MD = self._inputs.of(number, span)
         if self._y_MD is None:

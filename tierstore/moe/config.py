@@ -123,15 +123,25 @@ class ExpertShape:
             raise ValueError(
                 f"an expert is a flat tensor of {self.numel} elements, got shape {tuple(flat.shape)}"
             )
-        width, inner, d_ff = self.d_model, self.inner_rows, self.d_ff
-        split = inner * width
+        inner, inner_bias = self.inner_of(flat)
+        down, down_bias = self.down_of(flat)
+        return ExpertViews(inner, down, inner_bias, down_bias)
+
+    def inner_of(self, flat: Tensor) -> tuple[Tensor, Tensor | None]:
+        """``inner`` and its bias inside ``flat``, which is not checked."""
+        split = self.inner_rows * self.d_model
         if not self.activation.transposed:
-            return ExpertViews(flat[:split].view(inner, width), flat[split:].view(width, d_ff))
-        down = split + inner
-        end = down + d_ff * width
-        return ExpertViews(
-            flat[:split].view(width, inner), flat[down:end].view(d_ff, width), flat[split:down], flat[end:]
-        )
+            return flat[:split].view(self.inner_rows, self.d_model), None
+        return flat[:split].view(self.d_model, self.inner_rows), flat[split : split + self.inner_rows]
+
+    def down_of(self, flat: Tensor) -> tuple[Tensor, Tensor | None]:
+        """``down`` and its bias inside ``flat``, which is not checked."""
+        split = self.inner_rows * self.d_model
+        if not self.activation.transposed:
+            return flat[split:].view(self.d_model, self.d_ff), None
+        down = split + self.inner_rows
+        end = down + self.d_ff * self.d_model
+        return flat[down:end].view(self.d_ff, self.d_model), flat[end:]
 
 
 class RouterNoise(StrEnum):

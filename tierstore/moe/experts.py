@@ -21,6 +21,8 @@ are the same.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,6 +57,12 @@ def initial_expert(shape: ExpertShape, *, seed: int, layer: int, expert: int, la
 #: Elements of the longest vector loop of torch's kernels (two registers of bf16 in AVX-512). Past the last whole loop a
 #: kernel takes one element at a time, and its exp rounds otherwise: flat scratch is rounded up to whole loops.
 _LOOP = 64
+
+
+#: Elements from which on torch divides an operation among threads.
+_ONE_THREAD = 32768
+#: Bytes on whose multiple rows must start for products to choose the same kernels.
+_ALIGNED = 64
 
 
 class Scratch:
@@ -121,25 +129,50 @@ def forward_expert(
     """
     inner, down = terms(pair)
     hidden_MF = work.hidden(0, x_MD.shape[0])
-    if isinstance(weights, QuantizedWeights):
-        first, second = (0, 2) if shape.activation.transposed else (0, 1)
-        _project_quantized(shape, x_MD, weights, first, inner, inner_MP)
-        _activate(shape, inner_MP, hidden_MF)
-        _project_quantized(shape, hidden_MF, weights, second, down, out_MD)
-        return
-    views = shape.views(weights)
-    _project(shape, x_MD, views.inner, views.inner_bias, inner, inner_MP)
+    _project_in(shape, weights, x_MD, inner, inner_MP)
     _activate(shape, inner_MP, hidden_MF)
-    _project(shape, hidden_MF, views.down, views.down_bias, down, out_MD)
+    _project_out(shape, weights, hidden_MF, down, out_MD)
+
+
+class ExpertRows(NamedTuple):
+    """One of several experts that are computed together, its rows, and where their results go."""
+
+    weights: Weights
+    x_MD: Tensor
+    out_MD: Tensor
+    pair: PairLease | None = None
+
+
+def rows_together(shape: ExpertShape, dtype: torch.dtype) -> int:
+    """The most rows that :func:`forward_experts` may have of more than one expert; 0: each is computed by itself.
+
+    One activation serves them all, and each row must have the bits that it has alone: a row is one loop of the kernel where
+    the gate is a slice of the columns and one thread takes them all, and the rows that feed a product start as its own would.
+    """
+    gate_is_a_slice = shape.activation.gated and not shape.activation.transposed
+    if not gate_is_a_slice or shape.d_ff * dtype.itemsize % _ALIGNED:
+        return 0
+    return (_ONE_THREAD - 1) // shape.d_ff
+
+
+def forward_experts(shape: ExpertShape, experts: Sequence[ExpertRows], work: Workspace) -> None:
+    """:func:`forward_expert` for each of ``experts``, with the same bits; what the backward pass needs is not kept. Uses
+    inner and hidden scratch 0.
+    """
+    counts = [len(expert.x_MD) for expert in experts]
+    inner_MP, hidden_MF = work.inner(0, sum(counts)), work.hidden(0, sum(counts))
+    for expert, own_MP in zip(experts, inner_MP.split(counts), strict=True):
+        _project_in(shape, expert.weights, expert.x_MD, terms(expert.pair)[0], own_MP)
+    _activate(shape, inner_MP, hidden_MF)
+    for expert, own_MF in zip(experts, hidden_MF.split(counts), strict=True):
+        _project_out(shape, expert.weights, own_MF, terms(expert.pair)[1], expert.out_MD)
 
 
 def recompute_inner(
     shape: ExpertShape, flat: Tensor, x_MD: Tensor, inner_MP: Tensor, pair: PairLease | None = None
 ) -> None:
     """What :func:`forward_expert` wrote into ``inner_MP``, bit for bit: the same product, the same shape."""
-    views = shape.views(flat)
-    inner, _ = terms(pair)
-    _project(shape, x_MD, views.inner, views.inner_bias, inner, inner_MP)
+    _project_in(shape, flat, x_MD, terms(pair)[0], inner_MP)
 
 
 def backward_expert(
@@ -226,6 +259,25 @@ def _backward_from_hidden(
 
 
 # Projections ------------------------------------------------------------------------------------------------
+
+
+def _project_in(
+    shape: ExpertShape, weights: Weights, x: Tensor, term: LowRankTerm | None, out: Tensor
+) -> None:
+    """``inner`` of all activations."""
+    if isinstance(weights, QuantizedWeights):
+        _project_quantized(shape, x, weights, 0, term, out)
+    else:
+        _project(shape, x, *shape.inner_of(weights), term, out)
+
+
+def _project_out(
+    shape: ExpertShape, weights: Weights, hidden: Tensor, term: LowRankTerm | None, out: Tensor
+) -> None:
+    if isinstance(weights, QuantizedWeights):
+        _project_quantized(shape, hidden, weights, 2 if shape.activation.transposed else 1, term, out)
+    else:
+        _project(shape, hidden, *shape.down_of(weights), term, out)
 
 
 def _project(

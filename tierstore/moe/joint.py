@@ -27,7 +27,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from tierstore.moe.chunks import Travel
 from tierstore.moe.computing import BackwardWalk, ExpertPass, ForwardWalk, Saved, backward_walk
 from tierstore.moe.experts import Scratch
-from tierstore.moe.source import JointSource, pipelining_of, users_of
+from tierstore.moe.source import JointSource, pipelining_of, together, users_of
 
 
 def forward_together(source: JointSource, calls: Sequence[tuple[Tensor, Tensor, ExpertPass]]) -> list[Tensor]:
@@ -39,9 +39,13 @@ def forward_together(source: JointSource, calls: Sequence[tuple[Tensor, Tensor, 
     users = users_of([walk.asked for walk in walks])
     layer = _layer([call for _, _, call in calls])
     travel = Travel(walks, pipelining_of(source), f"forward {layer}")
-    for lease in source.forward(layer, list(users)):
-        for micro in users[lease.expert]:
-            travel.compute(lease, micro)
+    for leases in together(source.forward(layer, list(users))):
+        if len(walks) == 1:
+            travel.compute(leases)
+            continue
+        for lease in leases:  # one after another: the processor's caches hold it for all that use it
+            for micro in users[lease.expert]:
+                travel.compute([lease], micro)
     travel.end()
     return [walks.pop(0).finish() for _ in calls]
 
@@ -110,7 +114,7 @@ def backward_together(source: JointSource, pending: Sequence[tuple[PendingExpert
     layer = _layer(calls)
     travel = Travel(walks, pipelining_of(source), f"backward {layer}")
     for micro, lease in source.backward_each(layer, [walk.asked for walk in walks]):
-        travel.compute(lease, micro)
+        travel.compute([lease], micro)
     travel.end()
     for each, _ in pending:
         each.finish(walks.pop(0).finish())

@@ -7,7 +7,7 @@ all sources.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ExpertLease:
-    """One expert, for as long as the iterator that gave it has not advanced.
+    """One expert, for as long as the iterator that gave it has not advanced; with ``more``, beside those that follow up to
+    the first without it, as nothing is waited for in between (``together``).
 
     ``weights``: flat, in the compute type, read only; or quantised, for forward passes alone. ``gradients``: None in a
     forward pass, and for a frozen expert; in a backward pass a flat tensor of the same numel whose content is undefined
@@ -42,6 +43,7 @@ class ExpertLease:
     weights: Weights
     gradients: Tensor | None = None
     pair: PairLease | None = None
+    more: bool = False
 
     @property
     def flat(self) -> Tensor:
@@ -53,6 +55,16 @@ class ExpertLease:
         for gradients in (self.gradients, None if self.pair is None else self.pair.gradients):
             if gradients is not None:
                 gradients.zero_()
+
+
+def together(leases: Iterable[ExpertLease]) -> Iterator[list[ExpertLease]]:
+    """``leases`` in groups that are valid at the same time (``ExpertLease.more``)."""
+    group: list[ExpertLease] = []
+    for lease in leases:
+        group.append(lease)
+        if not lease.more:
+            yield group
+            group = []
 
 
 class ExpertSource(Protocol):

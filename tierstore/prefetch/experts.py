@@ -179,8 +179,8 @@ class TieredExperts:
         """
         accesses = self.program.forward(layer, experts)
         access = next(accesses)
-        for unit, slot, _ in self._walk.walk(access, self._bring_up):
-            yield ExpertLease(int(access.experts[unit]), self._device.weights(slot))
+        for unit, weights, *_ in self._walk.walk(access, self._bring_up):
+            yield ExpertLease(int(access.experts[unit]), weights)
             self._cache.end_unit(unit)
         for access in accesses:
             self.gradients.carry_out(access)
@@ -191,11 +191,11 @@ class TieredExperts:
         """
         accesses = self.program.backward(layer, experts)
         access = next(accesses)
-        for unit, slot, last in self._walk.walk(access):
+        for unit, weights, last, _ in self._walk.walk(access):
             taken, guards = self._device.allocate_gradient()
             self._walk.wait(guards, layer, Tier.HOST, Cause.OPTIMIZER)
             gradient = self._device.gradients(taken)
-            yield ExpertLease(int(access.experts[unit]), self._device.weights(slot), gradient)
+            yield ExpertLease(int(access.experts[unit]), weights, gradient)
             self._sums.add(gradient, partial(self._complete, access, unit, taken), layer=layer)
             if last:
                 self._sums.flush(layer=layer)
@@ -209,12 +209,12 @@ class TieredExperts:
         users = users_of(asked)
         accesses = self.program.backward(layer, list(users))
         access = next(accesses)
-        for unit, slot, _ in self._walk.walk(access):
+        for unit, weights, *_ in self._walk.walk(access):
             taken, guards = self._device.allocate_gradient()
             self._walk.wait(guards, layer, Tier.HOST, Cause.OPTIMIZER)
             expert, total = int(access.experts[unit]), self._device.gradients(taken)
             for micro, part in self._parts.add_up(users[expert], total, layer=layer):
-                yield micro, ExpertLease(expert, self._device.weights(slot), part)
+                yield micro, ExpertLease(expert, weights, part)
             self._complete(access, unit, taken)
         for access in accesses:
             self.gradients.carry_out(access)
@@ -249,8 +249,6 @@ class FrozenExperts:
         schedule: Schedule,
         ledger: StallLedger,
     ) -> None:
-        self._cache = store.cache
-        self._device = device
         self.program = FrozenProgram(schedule, predictor)
         self.gradients = NoGradients()
         self._walk = AccessWalk(
@@ -312,10 +310,10 @@ class FrozenExperts:
     def _leases(self, accesses: Iterator[Access]) -> Iterator[ExpertLease]:
         for access in accesses:
             # Closed with this: a walk that is left before its end must end its access before the next one begins.
+            experts = access.experts.tolist()
             with closing(self._walk.walk(access)) as walk:
-                for unit, slot, _ in walk:
-                    yield ExpertLease(int(access.experts[unit]), self._device.weights(slot))
-                    self._cache.end_unit(unit)
+                for unit, weights, _, more in walk:
+                    yield ExpertLease(experts[unit], weights, more=more)
 
 
 class _RecordSteps:

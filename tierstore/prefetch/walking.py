@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,7 @@ import numpy.typing as npt
 from tierstore.cache.access import Phase
 from tierstore.errors import StoreError
 from tierstore.prefetch.program import Access, PassProgram, Speculation
+from tierstore.quant.weights import Weights
 from tierstore.stats import Cause, StallLedger, Tier
 from tierstore.store.config import StoreAccess
 from tierstore.store.core import StoreCore
@@ -28,6 +30,32 @@ from tierstore.tiers.device import DeviceTier
 RecordsByExpert = Mapping[int, Mapping[int, CachedRecord]]
 #: What comes before an expert is computed with: the access, the place in it, the record.
 BringUp = Callable[[Access, int, CachedRecord], None]
+
+
+class Arrived(NamedTuple):
+    """An expert whose weights are there: its place in the access, and whether it is the last of its group.
+
+    ``more``: the next one is there too, and ``weights`` stay as they are beside it.
+    """
+
+    unit: int
+    weights: Weights
+    last: bool
+    more: bool
+
+
+class _Staged(NamedTuple):
+    """Weights on their way: the tickets that are to be waited for, and the slot that they are copied to. Without one they
+    are computed with in the host cache (``weights``).
+    """
+
+    after: Sequence[int]
+    slot: int | None = None
+    weights: Weights | None = None
+
+    @property
+    def at_hand(self) -> bool:
+        return self.slot is None and not self.after
 
 
 class AccessWalk:
@@ -53,11 +81,12 @@ class AccessWalk:
         #: Bytes that were on their way, but not there, when they were needed.
         self.late_prefetch_bytes = 0
 
-    def walk(self, access: Access, bring_up: BringUp | None = None) -> Generator[tuple[int, int, bool]]:
-        """Yields (place in the access, weight slot, last of its group) for each expert, in the order of its groups; the
-        slot is loaded when it is yielded. ``bring_up`` is called for the experts of a group of a forward pass before that.
+    def walk(self, access: Access, bring_up: BringUp | None = None) -> Generator[Arrived]:
+        """Yields each expert in the order of its groups, when its weights are there. ``bring_up`` is called for the experts
+        of a group of a forward pass before that.
 
-        The caller ends each request (``HostCache.end_unit``), at the latest when the last one of its group has been yielded.
+        The caller may end each request (``HostCache.end_unit``) when it has no use for the weights any more; those that it
+        has not ended end with their group.
 
         Left before its end (the computation raised, a read failed), the access of a store that is opened to write stays
         open: whoever drives this poisons the store, whose last commit stands. In a store opened to read it is ended, and the
@@ -65,8 +94,8 @@ class AccessWalk:
         """
         layer, records = access.layer, self._records_of(access)
         groups = self._store.begin_access(access.phase, layer, _numbers(records), access.flags)
-        #: What is in weight slots, or on its way there, in order.
-        staged: deque[tuple[int, int]] = deque()
+        #: What is on its way to the device, or there, in order.
+        staged: deque[_Staged] = deque()
         try:
             for group in range(groups):
                 units = self._cache.next_group()
@@ -77,12 +106,16 @@ class AccessWalk:
                         bring_up(access, unit, records[unit])
                 following = 0
                 for unit in units:
-                    while following < len(units) and self._free_slots:
-                        staged.append(self._stage(records[units[following]]))
+                    while (
+                        following < len(units)
+                        and (made := self._stage(records[units[following]])) is not None
+                    ):
+                        staged.append(made)
                         following += 1
-                    slot = self._arrive(records[unit], staged, layer)
-                    yield unit, slot, unit == units[-1]
-                    self._release(staged.popleft()[0])
+                    weights = self._arrive(records[unit], staged, layer)
+                    more = staged[0].slot is None and len(staged) > 1 and staged[1].at_hand
+                    yield Arrived(unit, weights, unit == units[-1], more)
+                    self._release(staged.popleft())
                 self._cache.end_group()
                 self._program.done(access, units)
         except BaseException:
@@ -105,57 +138,65 @@ class AccessWalk:
     def _records_of(self, asked: Access | Speculation) -> list[CachedRecord]:
         return [self._records[asked.layer][expert] for expert in asked.experts.tolist()]
 
-    def _stage(self, record: CachedRecord) -> tuple[int, int]:
-        slot = self._free_slots.popleft()
-        return slot, self._load(slot, record)
-
-    def _load(self, slot: int, record: CachedRecord) -> int:
+    def _stage(self, record: CachedRecord) -> _Staged | None:
+        """None: no slot is free."""
         entry = record.entry(Group.WEIGHTS)
-        source = self._cache.sections(entry)[0]
-        ticket = self._device.load(slot, source, self._cache.ready(entry))
-        if ticket:
-            self._cache.reads(entry, ticket)
-        return ticket
+        weights = self._device.in_place(self._cache.sections(entry)[0])
+        if weights is not None:
+            return _Staged(self._cache.ready(entry), weights=weights)
+        if not self._free_slots:
+            return None
+        return self._load(self._free_slots.popleft(), record)
 
-    def _arrive(self, record: CachedRecord, staged: deque[tuple[int, int]], layer: int) -> int:
-        """Waits for the first of ``staged``, the weights of ``record``; returns its slot. Raises ChecksumError, OSError."""
-        slot, ticket = staged[0]
-        if not ticket:
-            return slot
-        try:
-            self._wait_weights(record, ticket, layer)
+    def _load(self, slot: int, record: CachedRecord) -> _Staged:
+        entry = record.entry(Group.WEIGHTS)
+        ticket = self._device.load(slot, self._cache.sections(entry)[0], self._cache.ready(entry))
+        self._cache.reads(entry, ticket)
+        return _Staged([ticket], slot)
+
+    def _arrive(self, record: CachedRecord, staged: deque[_Staged], layer: int) -> Weights:
+        """Waits for the first of ``staged``, the weights of ``record``. Raises ChecksumError, OSError."""
+        coming = staged[0]
+        if coming.after:
+            try:
+                self._wait_weights(record, coming.after, layer)
+            except (StoreError, OSError):
+                if self._store.opened_to is StoreAccess.WRITE:
+                    raise
+                self._store.read_again(record)
+                if coming.slot is not None:
+                    staged[0] = self._load(coming.slot, record)
+                    self.wait(staged[0].after, layer, Tier.NVME, Cause.DEMAND_READ)
             self._cache.came(record.entry(Group.WEIGHTS))
-        except (StoreError, OSError):
-            if self._store.opened_to is StoreAccess.WRITE:
-                raise
-            self._store.read_again(record)
-            staged[0] = slot, self._load(slot, record)
-            self.wait([staged[0][1]], layer, Tier.NVME, Cause.DEMAND_READ)
-        return slot
+        if coming.weights is not None:
+            return coming.weights
+        assert coming.slot is not None
+        return self._device.weights(coming.slot)
 
-    def _release(self, slot: int) -> None:
-        self._device.release_weights(slot)
-        self._free_slots.append(slot)
+    def _release(self, done: _Staged) -> None:
+        if done.slot is not None:
+            self._device.release_weights(done.slot)
+            self._free_slots.append(done.slot)
 
-    def _abandon(self, staged: Sequence[tuple[int, int]]) -> None:
+    def _abandon(self, staged: Sequence[_Staged]) -> None:
         """Ends the access that is open: slots are free again, and its groups are gone through, those to come included, as
         the decisions of a whole access are what traces record.
         """
-        for slot, ticket in staged:
+        for coming in staged:
             with contextlib.suppress(StoreError, OSError, RuntimeError):  # one that failed has ended as well
-                self._store.wait([ticket])
-            self._release(slot)
+                self._store.wait(coming.after)
+            self._release(coming)
         residency = self._cache.residency
         while residency.access_open:
             if not residency.group_open:
                 self._cache.next_group()
             self._cache.end_group()
 
-    def _wait_weights(self, record: CachedRecord, ticket: int, layer: int) -> None:
-        if self._store.engine.done(ticket):
-            self._store.wait([ticket])
+    def _wait_weights(self, record: CachedRecord, tickets: Sequence[int], layer: int) -> None:
+        if all(map(self._store.engine.done, tickets)):
+            self._store.wait(tickets)
         else:
-            self.wait([ticket], layer, *self._reason(record))
+            self.wait(tickets, layer, *self._reason(record))
 
     def _reason(self, record: CachedRecord) -> tuple[Tier, Cause]:
         """What the weights of ``record`` are still waiting for."""

@@ -82,6 +82,10 @@ class CudaDeviceTier:
         self._up = _CopyThread(engine, device, "tierstore-h2d")
         self._down = _CopyThread(engine, device, "tierstore-d2h")
 
+    def in_place(self, source: Buffer) -> Weights | None:
+        """None: experts are computed with on the device."""
+        return None
+
     def load(self, slot: int, source: Buffer, after: Sequence[int]) -> int:
         target, idle = self._weights[slot], self._idle[slot]
 

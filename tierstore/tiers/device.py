@@ -2,8 +2,8 @@
 
 Weights are copied into a slot before an expert runs, and its gradient is made in a slot and leaves it as soon as it is
 complete. The CPU stands in for a GPU with slots of its own and real copies, so that there is one code path; its slots
-count against the host budget. Where it only computes, copies of weights are spared: a slot then refers to the memory of
-the host cache, which stays where it is until the slot is released (``WeightLoads.IN_PLACE``).
+count against the host budget. Where it only computes, copies of weights are spared: it computes with the memory of the
+host cache (``WeightLoads.IN_PLACE``).
 
 Everything is ordered by tickets of the engine. One caller at a time.
 """
@@ -26,7 +26,7 @@ class WeightLoads(Enum):
     """What loading weights means where the device's memory is the host's."""
 
     COPIED = "copied"
-    #: The slot refers to its source. Content in several pieces is copied all the same.
+    #: There is none: content in one piece is computed with where it is (``DeviceTier.in_place``). The rest is copied.
     IN_PLACE = "in place"
 
 
@@ -41,11 +41,14 @@ class DeviceTier(Protocol):
     @property
     def slots(self) -> DeviceSlots[torch.dtype]: ...
 
-    def load(self, slot: int, source: Buffer, after: Sequence[int]) -> int:
-        """Queues the copy of ``source`` into weight slot ``slot``; returns its ticket, 0 where there is nothing to wait for.
-
-        A tier that loads in place reads ``source`` itself: it stays as it is until the slot has been released.
+    def in_place(self, source: Buffer) -> Weights | None:
+        """The weights in ``source``, to compute with where they are, as long as it stays as it is. None: they are to be
+        loaded into a slot.
         """
+        ...
+
+    def load(self, slot: int, source: Buffer, after: Sequence[int]) -> int:
+        """Queues the copy of ``source`` into weight slot ``slot``; returns its ticket."""
         ...
 
     def weights(self, slot: int) -> Weights:
@@ -102,8 +105,6 @@ class HostDeviceTier:
         #: Computes with quantised weights, on as many threads as torch.
         self._products = None if slots.quantized is None else QuantProducts(torch.get_num_threads())
         self._slot_weights = [self._weights_in(buffer) for buffer in self._weights]
-        #: What each slot gives: its own memory, or the source of its last load.
-        self._given = list(self._slot_weights)
         self._gradient_tensors = [tensor_of(buffer, torch.float32) for buffer in self._gradients]
         self._free: deque[tuple[int, list[int]]] = deque((slot, []) for slot in range(slots.gradients))
 
@@ -116,19 +117,19 @@ class HostDeviceTier:
             return tensor_of(buffer, self.slots.compute)
         return QuantizedWeights(self.slots.quantized, tensor_of(buffer, torch.uint8), self._products)
 
+    def in_place(self, source: Buffer) -> Weights | None:
+        if self._loads is WeightLoads.COPIED or not source.contiguous:
+            return None
+        return self._weights_in(source)
+
     def load(self, slot: int, source: Buffer, after: Sequence[int]) -> int:
-        if self._loads is WeightLoads.IN_PLACE and source.contiguous:
-            self._given[slot] = self._weights_in(source)
-            return self._engine.barrier(after) if after else 0
-        self._given[slot] = self._slot_weights[slot]
         return self._engine.copy(self._weights[slot], source, after=after)
 
     def weights(self, slot: int) -> Weights:
-        return self._given[slot]
+        return self._slot_weights[slot]
 
     def release_weights(self, slot: int) -> None:
-        """The caller computes, and has finished."""
-        self._given[slot] = self._slot_weights[slot]
+        """Nothing: the caller computes, and has finished."""
 
     def allocate_gradient(self) -> tuple[int, list[int]]:
         return self._free.popleft()
@@ -144,7 +145,6 @@ class HostDeviceTier:
         self._free.append((slot, list(after)))
 
     def close(self) -> None:
-        self._given.clear()
         self._slot_weights.clear()
         self._gradient_tensors.clear()
         if self._products is not None:

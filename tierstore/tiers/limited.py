@@ -50,6 +50,9 @@ class LimitedTier:
     def slots(self) -> DeviceSlots[torch.dtype]:
         return self._tier.slots
 
+    def in_place(self, source: Buffer) -> Weights | None:
+        return self._tier.in_place(source)
+
     def load(self, slot: int, source: Buffer, after: Sequence[int]) -> int:
         ticket = self._tier.load(slot, source, after)
         before = [*after, *self._idle[slot]]
