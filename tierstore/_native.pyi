@@ -601,6 +601,47 @@ class QuantProducts:
     def close(self) -> None:
         """Joins the threads."""
 
+class TorchProducts:
+    """
+    Many products of small matrices in one call, with the bits of ``torch.mm``.
+
+    ``library``: the path of libtorch_cpu, which this process has loaded. RuntimeError where it is not, or does not offer what
+    this needs.
+    """
+
+    def __init__(self, library: str) -> None: ...
+    @overload
+    def multiply(
+        self,
+        out: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu")],
+        out_first: Sequence[int],
+        x: Annotated[
+            NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu", writable=False)
+        ],
+        x_first: Sequence[int],
+        rows: Sequence[int],
+        weights: Sequence[int],
+    ) -> None:
+        """
+        ``out[o:o + r] = x[f:f + r] W^T`` for each product: ``o``, ``f`` and ``r`` of ``out_first``, ``x_first`` and ``rows``.
+
+        x (.., K), out (.., N) in fp32, or bf16's bits as uint16. ``weights``: addresses of matrices W, (N, K) of the same type,
+        contiguous, which the caller keeps where they are. On the caller's torch threads. ValueError for rows outside.
+        """
+
+    @overload
+    def multiply(
+        self,
+        out: Annotated[NDArray[numpy.uint16], dict(shape=(None, None), order="C", device="cpu")],
+        out_first: Sequence[int],
+        x: Annotated[
+            NDArray[numpy.uint16], dict(shape=(None, None), order="C", device="cpu", writable=False)
+        ],
+        x_first: Sequence[int],
+        rows: Sequence[int],
+        weights: Sequence[int],
+    ) -> None: ...
+
 class Activity(enum.Enum):
     """What an operation does."""
 

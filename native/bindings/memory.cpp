@@ -119,7 +119,7 @@ views and operations in flight has gone.)")
              "A writable view of ``[offset, offset + nbytes)``, by default to the end. IndexError outside.");
 
     nb::class_<Buffer>(
-        m, "Buffer",
+        m, "Buffer", nb::is_weak_referenceable(),
         R"(An immutable run of ``nbytes`` bytes over spans ``(offset, capacity)`` of an arena, in bytes.
 
 Capacity beyond ``nbytes`` is room for the padding of direct I/O. IndexError for a span outside the arena,

@@ -11,6 +11,7 @@ NB_MODULE(_native, m) {
     bind_io(m);
     bind_optim(m);
     bind_quant(m);
+    bind_torch(m);
     bind_engine(m);
     bind_python_policy(m);
     bind_cache(m);

@@ -100,6 +100,17 @@ def test_leases_are_the_records(
         assert seen == EXPERTS
 
 
+def test_what_lies_in_memory_is_leased_together(make: Callable[..., FrozenExperts]) -> None:
+    """And first; what was read for this pass comes by itself, as it is waited for."""
+    experts = make(CodeFormat.INT8, WeightLoads.IN_PLACE, 2 * EXPERTS)
+    experts.begin_evaluation()
+    asked = range(1, EXPERTS)
+    assert [lease.more for lease in experts.forward(LAYERS[0], asked)] == [False] * len(asked)
+    assert [lease.more for lease in experts.forward(LAYERS[0], asked)] == [True] * (len(asked) - 1) + [False]
+    found = [(lease.expert, lease.more) for lease in experts.forward(LAYERS[0], range(EXPERTS))]
+    assert found == [*((expert, expert != asked[-1]) for expert in asked), (0, False)]
+
+
 def test_a_record_that_is_not_finite_is_named(tmp_path: Path) -> None:
     weights = initial(0, 0)
     weights[5] = np.nan

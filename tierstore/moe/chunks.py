@@ -28,27 +28,32 @@ class RowsAtExperts:
     def __init__(self, rows: Rows, chunks: Sequence[RowChunk], rows_N: Tensor) -> None:
         self._chunks = chunks
         self._rows_N: Tensor | None = rows_N
-        self._rows_M = rows.at_experts(rows_N)
+        #: All M, those included that have not arrived.
+        self.rows = rows.at_experts(rows_N)
         self._arrivals: list[Arrival] = []
 
     def send(self, number: int) -> Arrival:
         """Chunk ``number`` sets off; chunks do so in ascending order."""
         assert self._rows_N is not None
-        self._arrivals.append(self._chunks[number].to_experts(self._rows_N, self._rows_M))
+        self._arrivals.append(self._chunks[number].to_experts(self._rows_N, self.rows))
         if len(self._arrivals) == len(self._chunks):
             self._rows_N = None  # what a message reads is held by it
         return self._arrivals[-1]
 
     def of(self, number: int, span: slice) -> Tensor:
         """The rows ``span``, which lie in chunk ``number``, waited for. Raises PeerError."""
+        self.wait_for(number)
+        return self.rows[span]
+
+    def wait_for(self, number: int) -> None:
+        """Waits for those of chunk ``number``. Raises PeerError."""
         self._arrivals[number].wait()
-        return self._rows_M[span]
 
     def wait(self) -> Tensor:
         """All rows. Raises PeerError."""
         for arrival in self._arrivals:
             arrival.wait()
-        return self._rows_M
+        return self.rows
 
 
 class RowsHere:

@@ -150,32 +150,34 @@ class ForwardWalk(ExpertWalk):
         self._call, self._weight_TK, self._saving = call, weight_TK, saving
         self._arriving = RowsAtExperts(call.rows, self.chunks, x_TD.index_select(0, plan.token_N))
         self._inner_MP = x_TD.new_empty(rows.rows if saving else 0, call.shape.inner_rows)
-        #: Of experts that are computed together.
-        self._most_rows = rows.most_rows
-        if not saving:
-            self._most_rows = max(self._most_rows, min(rows.rows, rows_together(call.shape, x_TD.dtype)))
-        self._work = Workspace(call.shape, self._most_rows, x_TD, inner=0 if saving else 1, scratch=scratch)
+        #: The most rows of several experts that are computed together.
+        self._together = 0 if saving else rows_together(call.shape, x_TD.dtype)
+        most = max(rows.most_rows, min(rows.rows, self._together))
+        self._work = Workspace(call.shape, most, x_TD, inner=0 if saving else 1, scratch=scratch)
         self._y_ND = _new_rows(x_TD, plan)
         self._y_MD = rows.at_experts(self._y_ND)
         self.sent = [self._arriving]
         self.returned = [(self._y_MD, self._y_ND)]
 
     def _compute(self, placed: Sequence[PlacedLease]) -> None:
-        shape, work = self._call.shape, self._work
+        shape, work, y_MD = self._call.shape, self._work, self._y_MD
+        if self._saving:
+            for lease, number, span in placed:
+                x_MD = self._arriving.of(number, span)
+                forward_expert(shape, lease.weights, x_MD, self._inner_MP[span], y_MD[span], work, lease.pair)
+            return
         experts: list[ExpertRows] = []
         count = 0
         for lease, number, span in placed:
-            x_MD, y_MD, rows = self._arriving.of(number, span), self._y_MD[span], span.stop - span.start
-            if self._saving:
-                forward_expert(shape, lease.weights, x_MD, self._inner_MP[span], y_MD, work, lease.pair)
-                continue
-            if count + rows > self._most_rows:
-                forward_experts(shape, experts, work)
+            rows = span.stop - span.start
+            if experts and count + rows > self._together:
+                forward_experts(shape, experts, self._arriving.rows, y_MD, work)
                 experts, count = [], 0
-            experts.append(ExpertRows(lease.weights, x_MD, y_MD, lease.pair))
+            self._arriving.wait_for(number)
+            experts.append(ExpertRows(lease.weights, span, lease.pair))
             count += rows
         if experts:
-            forward_experts(shape, experts, work)
+            forward_experts(shape, experts, self._arriving.rows, y_MD, work)
 
     def finish(self) -> Tensor:
         """The results, when all experts have been computed."""

@@ -20,6 +20,7 @@ are the same.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -30,6 +31,7 @@ from torch.nn import functional as F
 
 from tierstore.moe.config import Activation, ExpertShape
 from tierstore.moe.low_rank import LowRankTerm, PairLease, terms
+from tierstore.moe.products import multiplies_at_once, multiply_at_once
 from tierstore.moe.seeds import keyed_generator
 from tierstore.quant.weights import QuantizedWeights, Weights
 
@@ -59,6 +61,8 @@ def initial_expert(shape: ExpertShape, *, seed: int, layer: int, expert: int, la
 _LOOP = 64
 
 
+#: Activations whose gate is a slice of the columns, with one kernel.
+_BY_ROW = (Activation.SWIGLU, Activation.REGLU)
 #: Elements from which on torch divides an operation among threads.
 _ONE_THREAD = 32768
 #: Bytes on whose multiple rows must start for products to choose the same kernels.
@@ -135,37 +139,68 @@ def forward_expert(
 
 
 class ExpertRows(NamedTuple):
-    """One of several experts that are computed together, its rows, and where their results go."""
+    """One of several experts that are computed together, and the rows that are its own."""
 
     weights: Weights
-    x_MD: Tensor
-    out_MD: Tensor
+    span: slice
     pair: PairLease | None = None
 
 
 def rows_together(shape: ExpertShape, dtype: torch.dtype) -> int:
     """The most rows that :func:`forward_experts` may have of more than one expert; 0: each is computed by itself.
 
-    One activation serves them all, and each row must have the bits that it has alone: a row is one loop of the kernel where
-    the gate is a slice of the columns and one thread takes them all, and the rows that feed a product start as its own would.
+    One activation serves them all, and each row must have the bits that it has alone: a row is one loop of the kernel
+    where the gate is a slice of the columns and one thread takes them all, and what feeds a product is aligned. (torch
+    has two kernels for GELU, and takes one for a single row and the other for several.)
     """
-    gate_is_a_slice = shape.activation.gated and not shape.activation.transposed
-    if not gate_is_a_slice or shape.d_ff * dtype.itemsize % _ALIGNED:
+    if shape.activation not in _BY_ROW or shape.d_ff * dtype.itemsize % _ALIGNED:
         return 0
     return (_ONE_THREAD - 1) // shape.d_ff
 
 
-def forward_experts(shape: ExpertShape, experts: Sequence[ExpertRows], work: Workspace) -> None:
+def forward_experts(
+    shape: ExpertShape, experts: Sequence[ExpertRows], x_MD: Tensor, out_MD: Tensor, work: Workspace
+) -> None:
     """:func:`forward_expert` for each of ``experts``, with the same bits; what the backward pass needs is not kept. Uses
     inner and hidden scratch 0.
     """
-    counts = [len(expert.x_MD) for expert in experts]
-    inner_MP, hidden_MF = work.inner(0, sum(counts)), work.hidden(0, sum(counts))
-    for expert, own_MP in zip(experts, inner_MP.split(counts), strict=True):
-        _project_in(shape, expert.weights, expert.x_MD, terms(expert.pair)[0], own_MP)
+    spans = [expert.span for expert in experts]
+    starts = list(itertools.accumulate((span.stop - span.start for span in spans), initial=0))
+    inner_MP, hidden_MF = work.inner(0, starts[-1]), work.hidden(0, starts[-1])
+    own = [slice(*pair) for pair in itertools.pairwise(starts)]
+    addresses = _addresses(shape, experts, x_MD)
+    if addresses is None:
+        for (weights, span, pair), at in zip(experts, own, strict=True):
+            _project_in(shape, weights, x_MD[span], terms(pair)[0], inner_MP[at])
+    else:
+        _multiply(inner_MP, own, x_MD, spans, addresses)
     _activate(shape, inner_MP, hidden_MF)
-    for expert, own_MF in zip(experts, hidden_MF.split(counts), strict=True):
-        _project_out(shape, expert.weights, own_MF, terms(expert.pair)[1], expert.out_MD)
+    if addresses is None:
+        for (weights, span, pair), at in zip(experts, own, strict=True):
+            _project_out(shape, weights, hidden_MF[at], terms(pair)[1], out_MD[span])
+    else:
+        before = shape.inner_rows * shape.d_model * x_MD.element_size()
+        _multiply(out_MD, spans, hidden_MF, own, [address + before for address in addresses])
+
+
+def _addresses(shape: ExpertShape, experts: Sequence[ExpertRows], x_MD: Tensor) -> list[int] | None:
+    """Where the weights of ``experts`` begin; None: their products are made one by one."""
+    if shape.activation.transposed or not multiplies_at_once(x_MD):
+        return None
+    addresses = []
+    for weights, _, pair in experts:
+        if pair is not None or isinstance(weights, QuantizedWeights) or weights.dtype != x_MD.dtype:
+            return None
+        addresses.append(weights.data_ptr())
+    return addresses
+
+
+def _multiply(
+    out: Tensor, out_spans: Sequence[slice], x: Tensor, x_spans: Sequence[slice], addresses: Sequence[int]
+) -> None:
+    rows = [span.stop - span.start for span in x_spans]
+    out_first, x_first = [span.start for span in out_spans], [span.start for span in x_spans]
+    multiply_at_once(out, out_first, x, x_first, rows, addresses)
 
 
 def recompute_inner(

@@ -252,7 +252,13 @@ class FrozenExperts:
         self.program = FrozenProgram(schedule, predictor)
         self.gradients = NoGradients()
         self._walk = AccessWalk(
-            store, device, records, self.program, weight_slots=weight_slots, ledger=ledger
+            store,
+            device,
+            records,
+            self.program,
+            weight_slots=weight_slots,
+            ledger=ledger,
+            nearest_first=True,
         )
 
     @property

@@ -59,7 +59,11 @@ class _Staged(NamedTuple):
 
 
 class AccessWalk:
-    """Walks the accesses of ``program`` over ``records``; ``weight_slots`` slots of ``device`` are its own."""
+    """Walks the accesses of ``program`` over ``records``; ``weight_slots`` slots of ``device`` are its own.
+
+    ``nearest_first``: a group's experts come in the order in which they will be there, as nothing else depends on their
+    order: those in memory, those that were read ahead, those that this access reads.
+    """
 
     def __init__(
         self,
@@ -70,6 +74,7 @@ class AccessWalk:
         *,
         weight_slots: int,
         ledger: StallLedger,
+        nearest_first: bool = False,
     ) -> None:
         self._store = store
         self._cache = store.cache
@@ -77,12 +82,13 @@ class AccessWalk:
         self._records = records
         self._program = program
         self._ledger = ledger
+        self._nearest_first = nearest_first
         self._free_slots = deque(range(weight_slots))
         #: Bytes that were on their way, but not there, when they were needed.
         self.late_prefetch_bytes = 0
 
     def walk(self, access: Access, bring_up: BringUp | None = None) -> Generator[Arrived]:
-        """Yields each expert in the order of its groups, when its weights are there. ``bring_up`` is called for the experts
+        """Yields each expert, group by group, when its weights are there. ``bring_up`` is called for the experts
         of a group of a forward pass before that.
 
         The caller may end each request (``HostCache.end_unit``) when it has no use for the weights any more; those that it
@@ -99,6 +105,8 @@ class AccessWalk:
         try:
             for group in range(groups):
                 units = self._cache.next_group()
+                if self._nearest_first:
+                    units.sort(key=lambda unit: self._distance(records[unit]))
                 if group == groups - 1:
                     self._program.speculate(access, self._prefetch, self._cache.residency.cancel_prefetch)
                 if access.phase is Phase.FORWARD and bring_up is not None:
@@ -137,6 +145,14 @@ class AccessWalk:
 
     def _records_of(self, asked: Access | Speculation) -> list[CachedRecord]:
         return [self._records[asked.layer][expert] for expert in asked.experts.tolist()]
+
+    def _distance(self, record: CachedRecord) -> int:
+        """0 in memory, 1 read ahead, 2 read by the access that is open: it follows from the program's order alone."""
+        entry = record.entry(Group.WEIGHTS)
+        if not self._cache.ready(entry):
+            return 0
+        fetched = self._cache.fetched(entry)
+        return 1 if fetched is not None and fetched.speculative else 2
 
     def _stage(self, record: CachedRecord) -> _Staged | None:
         """None: no slot is free."""

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 from enum import Enum
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -105,6 +106,8 @@ class HostDeviceTier:
         #: Computes with quantised weights, on as many threads as torch.
         self._products = None if slots.quantized is None else QuantProducts(torch.get_num_threads())
         self._slot_weights = [self._weights_in(buffer) for buffer in self._weights]
+        #: Made once for each source.
+        self._in_place: WeakKeyDictionary[Buffer, Weights] = WeakKeyDictionary()
         self._gradient_tensors = [tensor_of(buffer, torch.float32) for buffer in self._gradients]
         self._free: deque[tuple[int, list[int]]] = deque((slot, []) for slot in range(slots.gradients))
 
@@ -118,9 +121,10 @@ class HostDeviceTier:
         return QuantizedWeights(self.slots.quantized, tensor_of(buffer, torch.uint8), self._products)
 
     def in_place(self, source: Buffer) -> Weights | None:
-        if self._loads is WeightLoads.COPIED or not source.contiguous:
-            return None
-        return self._weights_in(source)
+        found = self._in_place.get(source)
+        if found is None and self._loads is WeightLoads.IN_PLACE and source.contiguous:
+            found = self._in_place[source] = self._weights_in(source)
+        return found
 
     def load(self, slot: int, source: Buffer, after: Sequence[int]) -> int:
         return self._engine.copy(self._weights[slot], source, after=after)
@@ -146,6 +150,7 @@ class HostDeviceTier:
 
     def close(self) -> None:
         self._slot_weights.clear()
+        self._in_place.clear()
         self._gradient_tensors.clear()
         if self._products is not None:
             self._products.close()

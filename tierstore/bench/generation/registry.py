@@ -20,7 +20,7 @@ CONTESTANTS: Mapping[str, Entry] = MappingProxyType(
     {
         OURS: Entry("tierstore", "generation.tiered:open_tiered", needs="transformers", extra="hf"),
         OURS_IN_RAM: Entry(
-            "tierstore, all in memory", "generation.tiered:open_tiered", needs="transformers", extra="hf"
+            "tierstore, all in memory", "generation.tiered:open_in_ram", needs="transformers", extra="hf"
         ),
         IN_RAM: Entry(
             "transformers, all in memory", "generation.plain:open_in_memory", needs="transformers", extra="hf"

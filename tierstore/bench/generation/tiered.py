@@ -20,6 +20,7 @@ from tierstore.config import load
 from tierstore.serve.batch.interface import BatchRunner
 from tierstore.serve.batch.opening import open_runner
 from tierstore.serve.config import ServeConfig
+from tierstore.serve.experts.interface import ServingPhase
 from tierstore.serve.opening import ServedParts, open_served
 from tierstore.units import format_bytes
 
@@ -92,6 +93,23 @@ class _Tiered(Contestant):
 @contextlib.contextmanager
 def open_tiered(task: ContestantTask) -> Iterator[Contestant]:
     """The task's store within its budget."""
+    with _open(task) as parts:
+        yield _Tiered(parts)
+
+
+@contextlib.contextmanager
+def open_in_ram(task: ContestantTask) -> Iterator[Contestant]:
+    """The same with a budget for all experts, which are read before anything is timed."""
+    with _open(task) as parts:
+        parts.experts.begin(ServingPhase.PREFILL, 0)
+        for layer in parts.spec.moe_layers:
+            for _ in parts.experts.forward(layer, range(parts.spec.experts)):
+                continue
+        yield _Tiered(parts)
+
+
+@contextlib.contextmanager
+def _open(task: ContestantTask) -> Iterator[ServedParts]:
     given: dict[str, object] = dict(setting.partition("=")[::2] for setting in task.settings)
     overrides: dict[str, object] = {
         "store": task.store,
@@ -101,4 +119,4 @@ def open_tiered(task: ContestantTask) -> Iterator[Contestant]:
         "batch.context": task.context,
     }
     with open_served(load(ServeConfig, None, overrides | given), trace=task.trace) as parts:
-        yield _Tiered(parts)
+        yield parts

@@ -1,0 +1,48 @@
+// Many products of small matrices in one call, computed by torch's own CPU kernel: the bits are those of torch.mm.
+//
+// torch exports a C interface for compiled models (torch/csrc/inductor/aoti_torch/c/shim.h), which it keeps compatible.
+// Its functions are looked up in the library that this process has loaded, so nothing here is built against torch.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+
+namespace tierstore {
+
+enum class TorchType : std::uint8_t { FP32, BF16 };
+
+// out (rows, n) = x (rows, k) w^T with w (n, k); all row-major and contiguous.
+struct TorchProduct {
+    void* out;
+    void* x;
+    void* w;
+    std::int64_t rows;
+};
+
+class TorchProducts {
+public:
+    // `library`: the path of libtorch_cpu. Throws std::runtime_error where it is not loaded, or lacks a function.
+    explicit TorchProducts(const std::string& library);
+
+    // Computes `products` in turn, on the threads of torch. Throws std::runtime_error where torch refuses one.
+    void multiply(TorchType type, std::int64_t n, std::int64_t k,
+                  std::span<const TorchProduct> products) const;
+
+private:
+    // An at::Tensor, which the interface hides.
+    using Handle = void*;
+    using Error = std::int32_t;
+
+    // A tensor over memory of somebody else, until the end of its scope.
+    class View;
+
+    Error (*from_blob_)(void*, std::int64_t, const std::int64_t*, const std::int64_t*, std::int64_t,
+                        std::int32_t, std::int32_t, std::int32_t, Handle*) = nullptr;
+    Error (*free_)(Handle) = nullptr;
+    Error (*mm_out_)(Handle, Handle, Handle) = nullptr;
+    std::int32_t types_[2] = {};  // by TorchType
+    std::int32_t cpu_ = 0;
+};
+
+}  // namespace tierstore
