@@ -174,7 +174,7 @@ class TieredExperts:
     # The expert source -------------------------------------------------------------------------------------
 
     def forward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
-        """Leases of ``experts`` (ascending) for a forward pass, those in memory first. Their weights are caught up with the
+        """Leases of ``experts`` (ascending) for a forward pass, in the cache's order. Their weights are caught up with the
         optimizer, and gradients that wait for their step are stepped first.
         """
         accesses = self.program.forward(layer, experts)
