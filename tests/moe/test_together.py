@@ -111,6 +111,15 @@ def test_experts_together_have_the_bits_of_each_alone(
     assert found.any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_weights_of_another_size_are_refused(dtype: torch.dtype) -> None:
+    """Also where products are made by address."""
+    shape, x = ExpertShape(32, 64), torch.ones(1, 32, dtype=dtype)
+    short = ExpertRows(torch.ones(shape.numel - 1, dtype=dtype), slice(0, 1))
+    with pytest.raises(ValueError, match=f"a flat tensor of {shape.numel} elements"):
+        forward_experts(shape, [short], x, x.clone(), Workspace(shape, 1, x))
+
+
 class _Source:
     """Leases in groups of ``size``."""
 

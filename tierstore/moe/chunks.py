@@ -97,15 +97,14 @@ class ExpertWalk(ABC):
 
     def compute(self, leases: Sequence[ExpertLease]) -> list[int]:
         """Computes the rows of the leased experts, as far as they have any; returns the numbers of their chunks."""
-        placed = []
-        for lease in leases:
-            number, span = self._number[lease.expert], self._rows.span(lease.expert)
+        placed, numbers = [], [self._number[lease.expert] for lease in leases]
+        for lease, number in zip(leases, numbers, strict=True):
+            span = self._rows.span(lease.expert)
             if span.start < span.stop:
                 placed.append(PlacedLease(lease, number, span))
             else:  # only another replica's tokens reached it
                 lease.zero_gradients()
         self._compute(placed)
-        numbers = [self._number[lease.expert] for lease in leases]
         for number in numbers:
             self._left[number] -= 1
         return numbers

@@ -119,13 +119,17 @@ class ExpertShape:
 
     def views(self, flat: Tensor) -> ExpertViews:
         """The matrices inside ``flat``. Raises ValueError unless it is 1-D of ``numel``."""
+        self.check(flat)
+        inner, inner_bias = self.inner_of(flat)
+        down, down_bias = self.down_of(flat)
+        return ExpertViews(inner, down, inner_bias, down_bias)
+
+    def check(self, flat: Tensor) -> None:
+        """Raises ValueError unless ``flat`` is 1-D of ``numel``."""
         if flat.dim() != 1 or flat.numel() != self.numel:
             raise ValueError(
                 f"an expert is a flat tensor of {self.numel} elements, got shape {tuple(flat.shape)}"
             )
-        inner, inner_bias = self.inner_of(flat)
-        down, down_bias = self.down_of(flat)
-        return ExpertViews(inner, down, inner_bias, down_bias)
 
     def inner_of(self, flat: Tensor) -> tuple[Tensor, Tensor | None]:
         """``inner`` and its bias inside ``flat``, which is not checked."""

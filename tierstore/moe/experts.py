@@ -184,13 +184,18 @@ def forward_experts(
 
 
 def _addresses(shape: ExpertShape, experts: Sequence[ExpertRows], x_MD: Tensor) -> list[int] | None:
-    """Where the weights of ``experts`` begin; None: their products are made one by one."""
+    """Where the weights of ``experts`` begin; None: their products are made one by one. Raises ValueError for weights of
+    another size: an address would tell nobody.
+    """
     if shape.activation.transposed or not multiplies_at_once(x_MD):
         return None
     addresses = []
     for weights, _, pair in experts:
-        if pair is not None or isinstance(weights, QuantizedWeights) or weights.dtype != x_MD.dtype:
+        if pair is not None or isinstance(weights, QuantizedWeights):
             return None
+        if weights.dtype != x_MD.dtype or not weights.is_contiguous():
+            return None
+        shape.check(weights)
         addresses.append(weights.data_ptr())
     return addresses
 
@@ -299,10 +304,11 @@ def _backward_from_hidden(
 def _project_in(
     shape: ExpertShape, weights: Weights, x: Tensor, term: LowRankTerm | None, out: Tensor
 ) -> None:
-    """``inner`` of all activations."""
+    """``inner`` of all activations. Raises ValueError for weights of another size."""
     if isinstance(weights, QuantizedWeights):
         _project_quantized(shape, x, weights, 0, term, out)
     else:
+        shape.check(weights)
         _project(shape, x, *shape.inner_of(weights), term, out)
 
 
