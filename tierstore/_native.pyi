@@ -641,6 +641,13 @@ class TorchProducts:
         rows: Sequence[int],
         weights: Sequence[int],
     ) -> None: ...
+    def run(self, rows: int, n: int, k: int) -> int:
+        """
+        Columns that a kernel of tierstore adds up at a time in a product in bf16, to have torch's bits.
+
+        0 where torch computes it: more rows than a few, another shape than whole tiles, or a processor without AVX512_BF16. For
+        the threads that the caller has now; torch is asked the first time.
+        """
 
 class Activity(enum.Enum):
     """What an operation does."""

@@ -63,4 +63,9 @@ bool supports_vpclmul() {
     return supports_pclmul() && supports(InstructionSet::Avx512) && __builtin_cpu_supports("vpclmulqdq");
 }
 
+bool supports_avx512_bf16() {
+    __builtin_cpu_init();
+    return supports(InstructionSet::Avx512) && __builtin_cpu_supports("avx512bf16");
+}
+
 }  // namespace tierstore

@@ -21,4 +21,7 @@ std::string_view name(InstructionSet isa);
 bool supports_pclmul();
 bool supports_vpclmul();
 
+// Products of bf16 that are added up in fp32 (AVX512_BF16).
+bool supports_avx512_bf16();
+
 }  // namespace tierstore

@@ -44,7 +44,7 @@ void place(const Matrix<T>& matrix, const char* name, const std::vector<std::siz
 }
 
 template <class T, TorchType type>
-void multiply(const TorchProducts& self, const Matrix<T>& out, const std::vector<std::size_t>& out_first,
+void multiply(TorchProducts& self, const Matrix<T>& out, const std::vector<std::size_t>& out_first,
               const Matrix<const T>& x, const std::vector<std::size_t>& x_first,
               const std::vector<std::size_t>& rows, const std::vector<std::uintptr_t>& weights) {
     if (weights.size() != rows.size()) throw std::invalid_argument("weights: expected one for each product");
@@ -77,5 +77,11 @@ this needs.)")
 x (.., K), out (.., N) in fp32, or bf16's bits as uint16. ``weights``: addresses of matrices W, (N, K) of the same type,
 contiguous, which the caller keeps where they are. On the caller's torch threads. ValueError for rows outside.)")
         .def("multiply", multiply<std::uint16_t, TorchType::BF16>, "out"_a.noconvert(), "out_first"_a,
-             "x"_a.noconvert(), "x_first"_a, "rows"_a, "weights"_a);
+             "x"_a.noconvert(), "x_first"_a, "rows"_a, "weights"_a)
+        .def(
+            "run", &TorchProducts::run, "rows"_a, "n"_a, "k"_a, nb::call_guard<nb::gil_scoped_release>(),
+            R"(Columns that a kernel of tierstore adds up at a time in a product in bf16, to have torch's bits.
+
+0 where torch computes it: more rows than a few, another shape than whole tiles, or a processor without AVX512_BF16. For
+the threads that the caller has now; torch is asked the first time.)");
 }

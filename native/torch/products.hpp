@@ -2,11 +2,19 @@
 //
 // torch exports a C interface for compiled models (torch/csrc/inductor/aoti_torch/c/shim.h), which it keeps compatible.
 // Its functions are looked up in the library that this process has loaded, so nothing here is built against torch.
+//
+// Products of a few rows in bf16 are computed by few_rows.hpp, where its bits were found to be torch's: the first time
+// that a shape comes, torch is asked (sum_order.hpp).
 #pragma once
 
 #include <cstdint>
+#include <map>
+#include <mutex>
 #include <span>
 #include <string>
+#include <tuple>
+
+#include "native/torch/few_rows.hpp"
 
 namespace tierstore {
 
@@ -25,9 +33,12 @@ public:
     // `library`: the path of libtorch_cpu. Throws std::runtime_error where it is not loaded, or lacks a function.
     explicit TorchProducts(const std::string& library);
 
-    // Computes `products` in turn, on the threads of torch. Throws std::runtime_error where torch refuses one.
-    void multiply(TorchType type, std::int64_t n, std::int64_t k,
-                  std::span<const TorchProduct> products) const;
+    // Computes `products` on the threads of torch. Throws std::runtime_error where torch refuses one.
+    void multiply(TorchType type, std::int64_t n, std::int64_t k, std::span<const TorchProduct> products);
+
+    // The run of columns with which few_rows.hpp has torch's bits for such a product in bf16, with as many threads as
+    // the caller has now; 0: torch computes it.
+    std::size_t run(std::int64_t rows, std::int64_t n, std::int64_t k);
 
 private:
     // An at::Tensor, which the interface hides.
@@ -37,12 +48,21 @@ private:
     // A tensor over memory of somebody else, until the end of its scope.
     class View;
 
+    void by_torch(TorchType type, std::int64_t n, std::int64_t k, const TorchProduct& product) const;
+
     Error (*from_blob_)(void*, std::int64_t, const std::int64_t*, const std::int64_t*, std::int64_t,
                         std::int32_t, std::int32_t, std::int32_t, Handle*) = nullptr;
     Error (*free_)(Handle) = nullptr;
     Error (*mm_out_)(Handle, Handle, Handle) = nullptr;
     std::int32_t types_[2] = {};  // by TorchType
     std::int32_t cpu_ = 0;
+    // torch's OpenMP: null where it has another.
+    Parallel parallel_ = nullptr;
+    int (*max_threads_)() = nullptr;
+
+    std::mutex mutex_;  // guards runs_
+    std::map<std::tuple<int, std::int64_t, std::int64_t, std::int64_t>, std::size_t>
+        runs_;  // threads, rows, n, k
 };
 
 }  // namespace tierstore

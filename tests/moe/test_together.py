@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tierstore import _native
 from tierstore.moe import experts as formulas
 from tierstore.moe.computing import ExpertPass, Weighting, compute_experts
 from tierstore.moe.config import Activation, ExpertShape, SaveActivations
@@ -17,7 +16,6 @@ from tierstore.moe.exchange import LocalRows
 from tierstore.moe.experts import ExpertRows, Workspace, forward_expert, forward_experts, rows_together
 from tierstore.moe.lora import LoraConfig, PairShape
 from tierstore.moe.low_rank import PairLease
-from tierstore.moe.products import multiplies_at_once, multiply_at_once
 from tierstore.moe.source import ExpertLease, together
 
 TYPES = (torch.float32, torch.bfloat16)
@@ -27,46 +25,6 @@ BY_ROW = [Activation.SWIGLU, Activation.REGLU]
 def _random(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator).mul_(0.3).to(dtype)
-
-
-# Products in one call ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize(("n", "k"), [(64, 32), (96, 160), (33, 7), (1, 1)])
-def test_products_at_once_have_the_bits_of_mm(dtype: torch.dtype, n: int, k: int) -> None:
-    assert multiplies_at_once(torch.empty(1, dtype=dtype))
-    rows = [1, 3, 0, 17, 2]
-    x, out = _random(40, k, dtype=dtype, seed=1), torch.full((50, n), -1.0, dtype=dtype)
-    x_first, out_first = [5, 0, 3, 22, 39 - 2], [0, 1, 4, 10, 30]
-    weights = [_random(n, k, dtype=dtype, seed=10 + i) for i in range(len(rows))]
-    multiply_at_once(out, out_first, x, x_first, rows, [w.data_ptr() for w in weights])
-    expected = torch.full((50, n), -1.0, dtype=dtype)
-    for w, o, f, r in zip(weights, out_first, x_first, rows, strict=True):
-        torch.mm(x[f : f + r], w.t(), out=expected[o : o + r])
-    assert torch.equal(out, expected)
-
-
-def test_products_outside_of_their_matrices_are_refused() -> None:
-    x, out, w = torch.ones(4, 8), torch.ones(4, 8), torch.ones(8, 8)
-    for out_first, x_first, rows in (([3], [0], [2]), ([0], [4], [1]), ([5], [0], [0]), ([0], [0], [5])):
-        with pytest.raises(ValueError, match="expected rows below 4"):
-            multiply_at_once(out, out_first, x, x_first, rows, [w.data_ptr()])
-    with pytest.raises(ValueError, match="a first row for each product"):
-        multiply_at_once(out, [0, 1], x, [0], [1], [w.data_ptr()])
-    with pytest.raises(ValueError, match="weights: expected one for each product"):
-        multiply_at_once(out, [0], x, [0], [1], [])
-    assert torch.equal(out, torch.ones(4, 8))
-
-
-def test_a_library_that_is_not_there_offers_nothing() -> None:
-    with pytest.raises(RuntimeError, match=r"/nowhere/libtorch_cpu\.so is not loaded"):
-        _native.TorchProducts("/nowhere/libtorch_cpu.so")
-
-
-def test_other_types_are_multiplied_one_by_one() -> None:
-    assert not multiplies_at_once(torch.empty(1, dtype=torch.float64))
-    assert not multiplies_at_once(torch.empty(1, device="meta"))
 
 
 # Experts together -------------------------------------------------------------------------------------------
