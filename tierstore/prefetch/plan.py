@@ -46,7 +46,10 @@ class PrefetchConfig:
     )
     guesses: int = field(
         default=0,
-        metadata={"help": "experts of a layer that may be guessed at once (0: all that are likely)"},
+        metadata={
+            "help": "experts of a layer that may be guessed at once (0: all that are likely, and in serving three for "
+            "each that a token chooses)"
+        },
     )
 
     def __post_init__(self) -> None:

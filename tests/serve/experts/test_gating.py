@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
-from tierstore.prefetch.predictor import AllExperts
-from tierstore.serve.experts.gating import GatedPredictor, Settled
+import numpy as np
+import pytest
+
+from tierstore.model.config import ModelConfig
+from tierstore.prefetch.plan import PrefetchConfig
+from tierstore.prefetch.predictor import AllExperts, PredictorName
+from tierstore.serve.config import ServeConfig
+from tierstore.serve.experts.gating import GatedPredictor, Settled, served_predictor
 
 
 def test_by_hand() -> None:
@@ -51,3 +58,19 @@ def test_a_pass_that_follows_one_without_reads_goes_without_guesses() -> None:
     gate.begin(read=True)
     assert not gate.closed
     assert gate.predict(0) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("predictor", "guesses", "most"),
+    [("router", 0, 6), ("router", 5, 5), ("history", 0, 8), ("history", 5, 5), ("all", 0, 8), ("none", 0, 0)],
+)
+def test_routers_guess_three_experts_for_each_that_a_token_chooses(
+    predictor: str, guesses: int, most: int
+) -> None:
+    prefetch = PrefetchConfig(predictor=PredictorName(predictor), guesses=guesses)
+    made = served_predictor(
+        ServeConfig(store=Path("unopened"), prefetch=prefetch), ModelConfig(experts=8, top_k=2)
+    )
+    made.observe(0, range(8))
+    made.offer(0, 1, np.full(8, 3))
+    assert len(made.predict(1)) == most

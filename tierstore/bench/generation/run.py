@@ -62,7 +62,7 @@ class GenerationBench:
 
     contestants: tuple[str, ...] = tuple(CONTESTANTS)
     memory: int = 1240 << 20
-    host_budget: int = 560 << 20
+    host_budget: int = 512 << 20
     batches: tuple[int, ...] = (1, 8)
     prompt_tokens: int = 32
     new_tokens: int = 16

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 @click.option("--imported", type=EXISTING_DIRECTORY, help="A store of MODEL_DIR that is there already.")
 @click.option("--gguf", type=FILE, help="A GGUF file of the same weights (default: made, for Qwen3-MoE).")
 @click.option("--memory", type=SIZE, default="1240MiB", help="Memory of each confined process (0: no limit).")
-@click.option("--host-budget", type=SIZE, default="560MiB", help="Of that, tierstore's memory for experts.")
+@click.option("--host-budget", type=SIZE, default="512MiB", help="Of that, tierstore's memory for experts.")
 @click.option("--batch", default="1,8", show_default=True, help="Sequences of a batch, several with commas.")
 @click.option("--prompt-tokens", type=int, default=32, show_default=True)
 @click.option("--new-tokens", type=int, default=16, show_default=True)

@@ -12,9 +12,9 @@ from tierstore.model.spec import ModelSpec
 from tierstore.moe.lora import LoraConfig, PairShape
 from tierstore.prefetch.experts import FrozenExperts
 from tierstore.prefetch.lora import LoraExperts
-from tierstore.prefetch.predictor import make_predictor
 from tierstore.prefetch.schedule import Schedule
 from tierstore.serve.config import ServeConfig
+from tierstore.serve.experts.gating import served_predictor
 from tierstore.serve.experts.opening import CachedExperts
 from tierstore.serve.footprint import ServedBudgets
 from tierstore.serve.weights import served_records
@@ -59,9 +59,7 @@ def open_adapted(
             tier(slots),
             served_records(spec, store, key),
             weight_slots=slots.weights,
-            predictor=make_predictor(
-                config.prefetch.predictor, range(spec.experts), most=config.prefetch.guesses
-            ),
+            predictor=served_predictor(config, spec),
             schedule=Schedule.of_layers(spec.moe_layers, depth=config.prefetch.depth),
             ledger=ledger,
         )

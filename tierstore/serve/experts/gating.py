@@ -11,10 +11,24 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tierstore.prefetch.predictor import Counts, Predictor
+from tierstore.model.spec import ModelSpec
+from tierstore.prefetch.predictor import Counts, Predictor, PredictorName, make_predictor
+from tierstore.serve.config import ServeConfig
 
 #: The share of speculated bytes that must be used: a wasted read costs what a used one saves.
 LEAST_USED = 0.5
+#: Experts that routers guess of a layer at once, for each that a token chooses: those that most sequences are expected to
+#: choose. A batch that reaches most experts of a layer keeps the disk busy anyway; more guesses only take the places of
+#: experts that the next step would have found in memory.
+GUESSED_PER_CHOSEN = 3
+
+
+def served_predictor(config: ServeConfig, spec: ModelSpec) -> Predictor:
+    """The predictor that ``config`` names, for all experts of a layer of ``spec``."""
+    most = config.prefetch.guesses
+    if not most and config.prefetch.predictor is PredictorName.ROUTER:
+        most = GUESSED_PER_CHOSEN * spec.architecture.top_k
+    return make_predictor(config.prefetch.predictor, range(spec.experts), most=most)
 
 
 @dataclass(frozen=True, slots=True)

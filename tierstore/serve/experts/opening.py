@@ -17,13 +17,13 @@ from tierstore.moe.source import ExpertLease
 from tierstore.plan.ring import ExpertMemorySizes, ServedLayers
 from tierstore.prefetch.experts import FrozenExperts
 from tierstore.prefetch.lora import LoraExperts
-from tierstore.prefetch.predictor import Counts, Predictor, make_predictor
+from tierstore.prefetch.predictor import Counts, Predictor
 from tierstore.prefetch.program import FrozenProgram, GuessCounts
 from tierstore.prefetch.schedule import Schedule
 from tierstore.prefetch.walking import RecordsByExpert
 from tierstore.serve.config import ExpertMemory, ServeConfig
 from tierstore.serve.experts.choosing import MemoryChooser
-from tierstore.serve.experts.gating import GatedPredictor, Settled
+from tierstore.serve.experts.gating import GatedPredictor, Settled, served_predictor
 from tierstore.serve.experts.interface import ServedExperts, ServingPhase
 from tierstore.serve.experts.ring import Ring
 from tierstore.serve.experts.sizes import copies_weights, ring_layers
@@ -61,7 +61,7 @@ def open_experts(
     schema = store.extents.schemas[store.records.schema_index(EXPERT_SCHEMA)]
     budgets = served_budgets(config, spec, schema, kind, scratch=store.scratch_bytes)
     slots = DeviceSlots(schema.numel, spec.compute_dtype.torch, budgets.slots.weights, 0, schema.quantized)
-    predictor = make_predictor(config.prefetch.predictor, range(spec.experts), most=config.prefetch.guesses)
+    predictor = served_predictor(config, spec)
     schedule = Schedule.of_layers(spec.moe_layers, depth=config.prefetch.depth)
     copied = copies_weights(config, kind)
     if not copied:
