@@ -228,7 +228,8 @@ def test_the_end_of_draining_and_a_second_signal() -> None:
         program(0.05) as (process, url),
         httpx.stream("POST", f"{url}/v1/completions", json=body(stream=True), timeout=PATIENCE_S) as answer,
     ):
-        next(answer.iter_lines())
+        lines = answer.iter_lines()  # kept: where it goes, the client does
+        next(lines)
         process.send_signal(signal.SIGTERM)
         time.sleep(0.2)  # two of one number at the same time are one signal
         process.send_signal(signal.SIGTERM)

@@ -35,6 +35,7 @@ from tierstore.serve.footprint import (
     served_footprint,
 )
 from tierstore.serve.graphs import compiled_blocks
+from tierstore.serve.linears import quicken_linears
 from tierstore.serve.weights import load_dense, served_lora, served_records, served_spec
 from tierstore.stats import StallLedger
 from tierstore.store.config import StoreAccess, StoreConfig
@@ -106,6 +107,8 @@ def open_served(
         stack.callback(store.close)
         load_dense(store, model, stored.state, compute=spec.compute_dtype.torch, device=device)
         model.module.requires_grad_(False).eval()
+        if config.graphs.compile is Capability.OFF:
+            quicken_linears(model.module)  # the compiler makes products of its own
         return_freed_memory()
         experts = _open_experts(
             stack, config, stored, budgets, store=store, device=device, ledger=ledger, timeline=timeline

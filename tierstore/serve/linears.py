@@ -1,0 +1,42 @@
+"""Dense products of few rows: each matrix is read once, at the speed of memory, with the bits of torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tierstore.moe.products import MOST_FEW_ROWS, multiplies_at_once, multiply_at_once
+
+
+class FewRowsLinear(nn.Linear):
+    """``nn.Linear`` in bf16 on a CPU, without bias and without gradients."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``input`` (.., inputs) -> (.., outputs)."""
+        rows = input.numel() // self.in_features
+        few = 0 < rows <= MOST_FEW_ROWS and input.dtype == self.weight.dtype
+        # Of rows that lie apart torch may make a product for each sequence.
+        if not few or not input.is_contiguous():
+            return super().forward(input)
+        out = input.new_empty(*input.shape[:-1], self.out_features)
+        x_RK, out_RN = input.view(rows, self.in_features), out.view(rows, self.out_features)
+        multiply_at_once(out_RN, (0,), x_RK, (0,), (rows,), (self.weight.data_ptr(),))
+        return out
+
+
+def quicken_linears(module: nn.Module) -> int:
+    """Makes what can be of ``module``'s linear layers ``FewRowsLinear``, for passes without gradients; returns how many.
+    Their parameters, names and hooks stay.
+    """
+    found = [
+        linear
+        for linear in module.modules()
+        if type(linear) is nn.Linear
+        and [name for name, _ in linear.named_parameters()] == ["weight"]
+        and linear.weight.dtype == torch.bfloat16
+        and linear.weight.is_contiguous()
+        and multiplies_at_once(linear.weight)
+    ]
+    for linear in found:
+        linear.__class__ = FewRowsLinear
+    return len(found)
