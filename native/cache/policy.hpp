@@ -35,7 +35,7 @@ struct AccessInfo {
     std::uint32_t layer;
     std::span<const EntryId> entries;
     std::span<const std::uint8_t>
-        askers;  // of each entry, the sequences that ask for it, a bit each; or empty
+        askers;  // of each entry, the sequences that go on from it, a bit each; or empty: nobody says
 };
 
 // What a policy may know of entries when it chooses: their size, and whether they can go at all.

@@ -128,12 +128,12 @@ class NaiveLearnedUse(NaiveNextUse):
             sizes = {of: len(self.entries(of)) for of in set(self.layers.values()) if self.entries(of)}
             self.model = NaiveModel(sizes, **self.options)
         used = {}
-        for place, e in enumerate(mine):
-            if e in self.pending:
-                asked = self.askers.get(e, 0)
-                self.told = self.told or asked > 0
-                for sequence in [s for s in range(7) if asked >> s & 1] or [ALONE]:
-                    used.setdefault(sequence, []).append(place)
+        said = any(self.askers.values())
+        asked = {place: self.askers.get(e, 0) for place, e in enumerate(mine) if e in self.pending}
+        self.told = self.told or (said and all(asked.values()))
+        for place, who in asked.items():
+            for sequence in [s for s in range(7) if who >> s & 1] if said else [ALONE]:
+                used.setdefault(sequence, []).append(place)
         none, never = np.ones(len(mine)), np.ones(len(mine))
         for sequence in sorted(used):
             if self.heard.get(sequence, 0) + 1 < self.turns:

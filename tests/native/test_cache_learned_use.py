@@ -135,6 +135,19 @@ def test_prompts_between_two_tokens_end_nobody():
             batch.ask(layer, {0: {2, 3}, NOBODY: {1, 0}})
 
 
+def test_what_nobody_goes_on_from_goes_first():
+    # A prompt asks for all six experts of both layers, and its last token for expert 5 of each. Seven frames hold both of
+    # those in the end, and nothing was learned of the others: a sequence's next token finds what its last one used.
+    batch = Batch(7, 2, 6)
+    for layer in range(2):
+        batch.ask(layer, {NOBODY: {0, 1, 2, 3, 4}, 0: {5}})
+    assert batch.naive.model.known[0, 0]["used"] == [5]
+    misses = batch.misses
+    for layer in range(2):
+        assert batch.ask(layer, {0: {5}}) == []
+    assert batch.misses == misses
+
+
 def test_askers_belong_to_accesses():
     core = _native.Residency(4, policy="learned-use", lookahead_frames=2)
     core.add_record(0, [1, 0, 0], [1, 0, 0], 1)

@@ -90,28 +90,29 @@ class _Batch:
 
 
 def _alone(served: Served, prompt: Sequence[int], steps: int) -> list[tuple[int, ...]]:
-    """The experts of each pass over a layer, in ``steps`` steps of a sequence alone."""
-    batch = _Batch(served.runner(InvariantRunner))
-    batch.join(prompt)
+    """The experts of each pass over a layer by the last token of ``prompt``, and in ``steps`` steps, of a sequence alone."""
+    runner = served.runner(InvariantRunner)
+    (joined,) = runner.join([prompt[:-1]])
     served.experts.asked.clear()
-    for _ in range(steps):
-        batch.step()
+    token = prompt[-1]
+    for _ in range(1 + steps):
+        token = int(runner.step({joined.number: token})[joined.number].argmax())
     return [experts for _, experts in served.experts.asked]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_source_is_told_what_each_sequence_asks_for(kind: type[GroupedRunner]) -> None:
     """Sequence i has the bit 2 to the i, also the last, since 1 was given back just before. In a step of two layers each
-    asks for what it asks for alone; prompts tell nothing.
+    asks for what it asks for alone, and in a prompt for what its last token asks for.
     """
     _, served = built_in()
     prompts = drawn((5, 3, 6, 4), vocabulary=61)
-    first_step = (0, 0, 2, 4)  # of each sequence
-    steps = (4, 6, 4, 2)
-    alone = [_alone(served, prompt, count) for prompt, count in zip(prompts, steps, strict=True)]
-    expected: list[dict[int, int]] = [{} for _ in range(2 * 6)]
-    for number, passes in enumerate(alone):
-        for place, experts in enumerate(passes, start=2 * first_step[number]):
+    # Of nine passes (two prompts, two steps, a prompt, two steps, a prompt, two steps) those that each takes part in.
+    passes = ((0, 1, 2, 4, 5), (0, 1, 2, 4, 5, 7, 8), (3, 4, 5, 7, 8), (6, 7, 8))
+    expected: list[dict[int, int]] = [{} for _ in range(2 * 9)]
+    for number, (prompt, own) in enumerate(zip(prompts, passes, strict=True)):
+        places = [2 * at + layer for at in own for layer in range(2)]
+        for place, experts in zip(places, _alone(served, prompt, len(own) - 1), strict=True):
             for expert in experts:
                 expected[place][expert] = expected[place].get(expert, 0) | 1 << number
     runner = kind(served.model, served.experts, served.passes, sequences=4, askers=AskerBits())
@@ -121,16 +122,17 @@ def test_the_source_is_told_what_each_sequence_asks_for(kind: type[GroupedRunner
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_sequence_alone_tells_nothing(kind: type[GroupedRunner]) -> None:
+def test_a_sequence_alone_is_told_too(kind: type[GroupedRunner]) -> None:
     _, served = built_in()
     runner = kind(served.model, served.experts, served.passes, sequences=4, askers=AskerBits())
     batch = _Batch(runner)
     batch.join(*drawn((3, 4), vocabulary=61))
     batch.step()
-    assert len(served.experts.told) == 2
     runner.leave(0)
+    before = len(served.experts.told)
     batch.step()
-    assert len(served.experts.told) == 2
+    told = served.experts.told[before:]
+    assert [set(each.values()) for each in told] == [{2}, {2}]
 
 
 def test_nobody_is_told_where_nobody_asked() -> None:

@@ -33,7 +33,8 @@ class Need(IntFlag):
     DIRTY_GRADIENTS = 1 << 5
     DROP_GRADIENTS = 1 << 8
 
-    #: In an access: that the first sequence of a batch asks for the record; the bits above it are the next six's.
+    #: In an access: that the first sequence of a batch asks for the record (in a prompt: with its last token); the bits
+    #: above it are the next six's.
     FIRST_ASKER = 1 << 9
 
     STEP = WEIGHTS | MOMENTS | DIRTY_WEIGHTS | DIRTY_MOMENTS

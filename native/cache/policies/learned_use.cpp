@@ -53,16 +53,18 @@ void LearnedUse::announce(const AccessInfo& info) {
 
 void LearnedUse::pass(std::uint32_t number, const AccessInfo& info) {
     for (auto& used : used_) used.clear();
+    bool goes_on = !info.askers.empty();  // with all of it, as a step of decoding does
     for (std::size_t i = 0; i < info.entries.size(); ++i) {
         const EntryId entry = info.entries[i];
         if (entry >= entries_.size() || !entries_[entry].real || entries_[entry].layer != number) continue;
         const std::uint32_t askers = info.askers.empty() ? 0 : info.askers[i];
-        if (askers == 0) used_[kAlone].push_back(entries_[entry].place);
-        told_ = told_ || askers != 0;
+        if (info.askers.empty()) used_[kAlone].push_back(entries_[entry].place);
+        goes_on = goes_on && askers != 0;
         for (std::uint32_t sequence = 0; sequence < kAlone; ++sequence) {
             if ((askers >> sequence & 1) != 0) used_[sequence].push_back(entries_[entry].place);
         }
     }
+    told_ = told_ || goes_on;
     const std::vector<EntryId>& layer = layers_[number];
     std::vector<double> none(layer.size(), 1.0);  // chances that nobody uses it in the next pass
     std::vector<double> never(layer.size(), 1.0);

@@ -18,7 +18,8 @@ struct LearnedUseOptions {
 };
 
 // For decoding: several sequences, a token each, walk through the layers together. An access may say which of them asked
-// for which entry (AccessInfo::askers); without that all are one. A pass of layer l teaches an ActivationModel what each
+// for which entry (AccessInfo::askers); without that all are one. A prompt's access says it of each sequence's last token:
+// what its other tokens ask for, it does not take with it, and nothing is learned of it. A pass of layer l teaches an ActivationModel what each
 // sequence used, and an entry e of the layer then has, over the sequences s that took part,
 //     p = 1 - prod_s (1 - P_s(e))      a use in the next pass of l
 //     q = 1 - prod_s (1 - f_s(e))      a use in any one pass, by decayed frequency
@@ -31,8 +32,8 @@ struct LearnedUseOptions {
 // were known at its beginning, evictions would hardly be better (docs/STUDY.md), since what is not resident must be
 // read anyway.
 //
-// A sequence that a whole cycle did not hear of has ended: its number may be another's. Cycles in which nobody said who
-// asks do not count: those of prompts, say, between two tokens of the others.
+// A sequence that a whole cycle did not hear of has ended: its number may be another's. Cycles do not count in which
+// nobody asks for some entries of each access: those of prompts, between two tokens of the others.
 class LearnedUse final : public Policy {
 public:
     explicit LearnedUse(const LearnedUseOptions& options);

@@ -38,7 +38,9 @@ class AskerBits:
 
 
 def askers_of(calls: Sequence[ExpertPass], bits: Sequence[Sequence[int]]) -> dict[int, int]:
-    """The sequences that ask for each expert, a bit each: ``bits[i][t]`` is that of token t of ``calls[i]``."""
+    """The sequences that ask for each expert, a bit each: ``bits[i][t]`` is that of token t of ``calls[i]``, 0 for nobody's.
+    Experts that nobody asks for are left out.
+    """
     found: dict[int, int] = {}
     for call, own in zip(calls, bits, strict=True):
         plan = call.plan
@@ -49,5 +51,6 @@ def askers_of(calls: Sequence[ExpertPass], bits: Sequence[Sequence[int]]) -> dic
         tokens = plan.token_N.tolist()
         for expert in plan.experts:
             for token in tokens[plan.span(expert)]:
-                found[expert] = found.get(expert, 0) | own[token]
+                if own[token]:
+                    found[expert] = found.get(expert, 0) | own[token]
     return found

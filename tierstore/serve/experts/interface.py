@@ -29,7 +29,7 @@ class ServedExperts(ExpertSource, GuessListener, Protocol):
 
     def tell_askers(self, askers: Mapping[int, int]) -> None:
         """Of the layer that comes next: the sequences that ask for each expert, a bit each (``Need.FIRST_ASKER``), for the
-        cache policy. Nobody has to say it.
+        cache policy; in a prompt those whose last token does. Nobody has to say it.
         """
         ...
 
