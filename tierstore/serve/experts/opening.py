@@ -40,7 +40,7 @@ from tierstore.train.budgets import EXPERT_SCHEMA, DeviceKind
 
 _LOG = logging.getLogger("tierstore.serve")
 #: Guesses are judged by the bytes of so many experts that were read for them.
-_GATE_EXPERTS = 32
+_GATE_EXPERTS = 16
 
 
 def open_experts(
