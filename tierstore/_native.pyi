@@ -601,8 +601,6 @@ class QuantProducts:
     def close(self) -> None:
         """Joins the threads."""
 
-MOST_FEW_ROWS: int = 32
-
 class TorchProducts:
     """
     Many products of small matrices in one call, with the bits of ``torch.mm``.

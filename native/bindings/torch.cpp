@@ -63,7 +63,6 @@ void multiply(TorchProducts& self, const Matrix<T>& out, const std::vector<std::
 }  // namespace
 
 void bind_torch(nb::module_& m) {
-    m.attr("MOST_FEW_ROWS") = tierstore::few_rows_most;
     nb::class_<TorchProducts>(m, "TorchProducts",
                               R"(Many products of small matrices in one call, with the bits of ``torch.mm``.
 

@@ -8,7 +8,8 @@
 namespace tierstore {
 namespace {
 
-// Rows of w in a part: long enough to be read in a stream, short enough that a thread which wakes late finds less to do.
+// Rows of w in a part: long enough to be read in a stream, short enough that a thread which wakes late finds less to
+// do.
 constexpr std::size_t kPartRows = 64;
 // Below this many bytes of matrices, waking a thread costs more than it saves.
 constexpr std::size_t kWorthWaking = 128 << 10;

@@ -7,7 +7,6 @@
 #include <cerrno>
 #include <numeric>
 #include <random>
-#include <utility>
 #include <vector>
 
 #include "native/base/error.hpp"

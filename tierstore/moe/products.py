@@ -13,8 +13,6 @@ from torch import Tensor
 from tierstore import _native
 
 _TYPES = (torch.float32, torch.bfloat16)
-#: Rows of a product in bf16 up to which a matrix is read once, and not laid out anew.
-MOST_FEW_ROWS = _native.MOST_FEW_ROWS
 
 
 def multiplies_at_once(like: Tensor) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from tierstore.moe.products import MOST_FEW_ROWS, multiplies_at_once, multiply_at_once
+from tierstore.moe.products import multiplies_at_once, multiply_at_once
 
 
 class FewRowsLinear(nn.Linear):
@@ -13,11 +13,10 @@ class FewRowsLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """``input`` (.., inputs) -> (.., outputs)."""
-        rows = input.numel() // self.in_features
-        few = 0 < rows <= MOST_FEW_ROWS and input.dtype == self.weight.dtype
-        # Of rows that lie apart torch may make a product for each sequence.
-        if not few or not input.is_contiguous():
+        # Of rows that lie apart torch may make a product for each sequence; another type it refuses.
+        if input.dtype != self.weight.dtype or not input.is_contiguous():
             return super().forward(input)
+        rows = input.numel() // self.in_features
         out = input.new_empty(*input.shape[:-1], self.out_features)
         x_RK, out_RN = input.view(rows, self.in_features), out.view(rows, self.out_features)
         multiply_at_once(out_RN, (0,), x_RK, (0,), (rows,), (self.weight.data_ptr(),))

@@ -53,12 +53,16 @@ void LearnedUse::announce(const AccessInfo& info) {
 
 void LearnedUse::pass(std::uint32_t number, const AccessInfo& info) {
     for (auto& used : used_) used.clear();
-    bool goes_on = !info.askers.empty();  // with all of it, as a step of decoding does
+    const bool told = !info.askers.empty();
+    bool goes_on = told;  // somebody from each entry, as in a step of decoding
     for (std::size_t i = 0; i < info.entries.size(); ++i) {
         const EntryId entry = info.entries[i];
         if (entry >= entries_.size() || !entries_[entry].real || entries_[entry].layer != number) continue;
-        const std::uint32_t askers = info.askers.empty() ? 0 : info.askers[i];
-        if (info.askers.empty()) used_[kAlone].push_back(entries_[entry].place);
+        if (!told) {
+            used_[kAlone].push_back(entries_[entry].place);
+            continue;
+        }
+        const std::uint32_t askers = info.askers[i];
         goes_on = goes_on && askers != 0;
         for (std::uint32_t sequence = 0; sequence < kAlone; ++sequence) {
             if ((askers >> sequence & 1) != 0) used_[sequence].push_back(entries_[entry].place);

@@ -17,10 +17,10 @@ struct LearnedUseOptions {
     double later = 0.4;    // what a use after the next pass counts
 };
 
-// For decoding: several sequences, a token each, walk through the layers together. An access may say which of them asked
-// for which entry (AccessInfo::askers); without that all are one. A prompt's access says it of each sequence's last token:
-// what its other tokens ask for, it does not take with it, and nothing is learned of it. A pass of layer l teaches an ActivationModel what each
-// sequence used, and an entry e of the layer then has, over the sequences s that took part,
+// For decoding: several sequences, a token each, walk through the layers together. An access may say which of them
+// asked for which entry (AccessInfo::askers); without that all are one. A prompt's access says it of each sequence's
+// last token: of what its other tokens ask for nothing is learned. A pass of layer l teaches an ActivationModel what
+// each sequence used, and an entry e of the layer then has, over the sequences s that took part,
 //     p = 1 - prod_s (1 - P_s(e))      a use in the next pass of l
 //     q = 1 - prod_s (1 - f_s(e))      a use in any one pass, by decayed frequency
 // With D passes to come until l is passed again, its worth is

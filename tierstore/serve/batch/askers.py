@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
@@ -38,19 +39,18 @@ class AskerBits:
 
 
 def askers_of(calls: Sequence[ExpertPass], bits: Sequence[Sequence[int]]) -> dict[int, int]:
-    """The sequences that ask for each expert, a bit each: ``bits[i][t]`` is that of token t of ``calls[i]``, 0 for nobody's.
-    Experts that nobody asks for are left out.
+    """The sequences that ask for each expert, a bit each; experts that nobody asks for are left out.
+
+    ``bits[i]``: of the sequences of ``calls[i]``, whose tokens lie there one sequence after another, as many of each. A
+    sequence asks with its last token, from which it goes on.
     """
     found: dict[int, int] = {}
     for call, own in zip(calls, bits, strict=True):
         plan = call.plan
-        if len(own) == 1:
-            for expert in plan.experts:
-                found[expert] = found.get(expert, 0) | own[0]
-            continue
-        tokens = plan.token_N.tolist()
-        for expert in plan.experts:
-            for token in tokens[plan.span(expert)]:
-                if own[token]:
-                    found[expert] = found.get(expert, 0) | own[token]
+        each = len(plan.place_TK) // len(own)
+        for bit, places in zip(own, plan.place_TK[each - 1 :: each].tolist(), strict=True):
+            for place in places:
+                if place < plan.rows:  # not dropped
+                    expert = bisect_right(plan.offsets, place) - 1
+                    found[expert] = found.get(expert, 0) | bit
     return found

@@ -108,7 +108,7 @@ class GroupedRunner(ABC):
             group, tokens_BT = self._new_group([first + row for row in part], [prompts[row] for row in part])
             groups.append(group)
             tokens.append(tokens_BT)
-        telling = self._telling(groups, tokens, [*self._lengths, *range(first, first + len(prompts))])
+        telling = self._telling(groups, [*self._lengths, *range(first, first + len(prompts))])
         logits = self._forward(ServingPhase.PREFILL, groups, tokens, telling)
         self._joined += len(prompts)
         self._groups += groups
@@ -135,7 +135,7 @@ class GroupedRunner(ABC):
             group.mask_BS = torch.cat((group.mask_BS, group.mask_BS.new_ones(len(group.numbers), 1)), dim=1)
             tokens_B = [tokens[number] for number in group.numbers]
             passes.append(torch.tensor(tokens_B, device=self._device).unsqueeze(1))
-        logits = self._forward(ServingPhase.DECODE, groups, passes, self._telling(groups, passes, lengths))
+        logits = self._forward(ServingPhase.DECODE, groups, passes, self._telling(groups, lengths))
         self._groups += groups
         self._lengths = lengths
         return logits
@@ -153,20 +153,12 @@ class GroupedRunner(ABC):
                     self._groups.remove(group)
                 return
 
-    def _telling(
-        self, groups: Sequence[SequenceGroup], tokens: Sequence[Tensor], batch: Collection[int]
-    ) -> Telling | None:
-        """Who asks, in passes of ``groups`` over ``tokens``, each (B, T): a sequence goes on from its last token."""
+    def _telling(self, groups: Sequence[SequenceGroup], batch: Collection[int]) -> Telling | None:
+        """Who asks, in passes of ``groups``."""
         if self._askers is None:
             return None
         self._askers.update(batch)
-        return Telling(
-            self._experts,
-            [
-                [mask for bit in self._askers.of(group.numbers) for mask in (*[0] * (each.shape[1] - 1), bit)]
-                for group, each in zip(groups, tokens, strict=True)
-            ],
-        )
+        return Telling(self._experts, [self._askers.of(group.numbers) for group in groups])
 
     def _forward(
         self,

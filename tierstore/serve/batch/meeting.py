@@ -26,9 +26,7 @@ ExpertCall = tuple[Tensor, Tensor, ExpertPass]
 
 @dataclass(frozen=True, slots=True)
 class Telling:
-    """Who is told which sequences ask for which expert. ``bits[i][t]``: that of the sequence of token t of pass i,
-    0 where it does not go on from this token.
-    """
+    """Who is told which sequences ask for which expert. ``bits[i]``: those of pass i (``askers_of``)."""
 
     experts: ServedExperts
     bits: Sequence[Sequence[int]]
