@@ -14,6 +14,7 @@ from tierstore.model.interface import Batch
 from tierstore.model.transformer import Block, Transformer
 from tierstore.moe import InMemoryExperts, MoELayer
 from tierstore.moe.config import RouterNoise
+from tierstore.moe.drift import PASS_DRIFT, StreamDrift
 from tierstore.moe.guessing import RouterGuesses
 
 LAYERS, EXPERTS = 4, 8
@@ -167,3 +168,44 @@ def test_a_layer_that_is_computed_again_offers_nothing() -> None:
     listener.recomputes = True
     model.run(batch())
     assert not listener.offers
+
+
+def test_frozen_routers_guess_from_one_matrix_each() -> None:
+    model, listener = make(), Listener(2)
+    plain = Listener(2)
+    guesses = RouterGuesses(model.routers(), listener, frozen=True)
+    RouterGuesses(model.routers(), plain)
+    with torch.no_grad():
+        model.run(batch())
+        model.run(batch())
+    assert listener.offers == plain.offers
+    assert guesses.nbytes == 4 * (LAYERS - 1) * EXPERTS * 16
+
+
+def test_what_earlier_tokens_were_given_on_their_way_is_expected_of_the_next_one() -> None:
+    """Layers that add the same to every token: from the second pass on each guess is right."""
+    model, listener = make(), Listener(2)
+    guesses = RouterGuesses(model.routers(), listener, frozen=True)
+    generator = torch.Generator().manual_seed(5)
+    adds = torch.randn(LAYERS, 16, generator=generator)
+    blocks = list(blocks_of(model))
+
+    def one_pass(drift: StreamDrift | None, tokens: int) -> list[bool]:
+        """Whether each guess is what the layer chooses then."""
+        stream = torch.randn(2, tokens, 16, generator=generator)
+        listener.offers.clear()
+        token = PASS_DRIFT.set(drift)
+        chosen = {}
+        for layer in range(LAYERS):
+            stream = stream + adds[layer]
+            guesses.offer(layer, stream)
+            chosen[layer] = counts_of(model, layer, stream.flatten(0, 1))
+        PASS_DRIFT.reset(token)
+        return [counts == chosen[layer] for (_, layer), counts in listener.offers.items()]
+
+    assert len(blocks) == LAYERS
+    assert one_pass(drift := StreamDrift(), 6) == [], "no router has been seen"
+    assert one_pass(drift, 1) == [True] * 5
+    assert not all(one_pass(None, 1)), "without the average"
+    assert not all(one_pass(StreamDrift(), 1)), "sequences that have just joined"
+    assert one_pass(drift, 1) == [True] * 5

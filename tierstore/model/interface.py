@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from tierstore.moe.guessing import LayerRouter
+from tierstore.moe.layer_router import LayerRouter
 from tierstore.parallel.division import Division
 
 #: A target that does not count.

@@ -36,7 +36,7 @@ from tierstore.model.sampling import sample_tokens
 from tierstore.model.vocabulary import DividedTable, VocabularyPartition
 from tierstore.moe import ExpertSource, FeedForward, MoELayer, NoiseKey, Router, Routing
 from tierstore.moe.exchange import Charge
-from tierstore.moe.guessing import LayerRouter
+from tierstore.moe.layer_router import LayerRouter
 from tierstore.moe.seeds import keyed_generator
 from tierstore.parallel import Mesh, TensorRanks
 from tierstore.parallel.division import Division

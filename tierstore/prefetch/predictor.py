@@ -91,26 +91,24 @@ class HistoryPredictor:
         self._frequency: dict[int, np.ndarray[tuple[int], np.dtype[np.float64]]] = {}
 
     def observe(self, layer: int, experts: Sequence[int]) -> None:
-        used = np.zeros(len(self._experts))
-        used[[self._experts.index(expert) for expert in experts]] = 1.0
-        old = self._frequency.get(layer)
-        before = np.full(len(self._experts), self.THRESHOLD) if old is None else old
-        self._frequency[layer] = self._decay * before + (1 - self._decay) * used
+        after = self._decay * self.frequency(layer)
+        after[np.asarray(experts, np.intp) - self._experts.start] += 1 - self._decay
+        self._frequency[layer] = after
 
     def offer(self, source: int, layer: int, chosen_E: Counts) -> None:
         return
 
     def frequency(self, layer: int) -> npt.NDArray[np.float64]:
         """Of each of the experts; one half before anything was seen."""
-        return self._frequency.get(layer, np.full(len(self._experts), self.THRESHOLD))
+        known = self._frequency.get(layer)
+        return np.full(len(self._experts), self.THRESHOLD) if known is None else known
 
     def predict(self, layer: int) -> list[int]:
         if layer not in self._frequency:
             return list(self._experts)[: self._most]
         frequency = self._frequency[layer]
         surest = np.argsort(-frequency, kind="stable")[: self._most]
-        likely = np.sort(surest[frequency[surest] >= self.THRESHOLD])
-        return [self._experts[int(place)] for place in likely]
+        return _named(self._experts, np.sort(surest[frequency[surest] >= self.THRESHOLD]))
 
 
 @dataclass(slots=True)
@@ -155,9 +153,16 @@ class RouterPredictor:
         if offer is None:
             return self._history.predict(layer)
         frequency = self._history.frequency(layer)
-        surest = np.lexsort((-frequency, -offer.chosen))
-        likely = surest[(offer.chosen[surest] > 0) | (frequency[surest] >= self.CERTAIN)]
-        return [self._experts[int(place)] for place in np.sort(likely[: self._most])]
+        likely = np.flatnonzero((offer.chosen > 0) | (frequency >= self.CERTAIN))
+        if self._most is not None and len(likely) > self._most:
+            surest = np.lexsort((-frequency[likely], -offer.chosen[likely]))[: self._most]
+            likely = np.sort(likely[surest])
+        return _named(self._experts, likely)
+
+
+def _named(experts: range, places: npt.NDArray[np.intp]) -> list[int]:
+    named: list[int] = (places + experts.start).tolist()
+    return named
 
 
 def make_predictor(name: PredictorName, experts: range, *, most: int = 0) -> Predictor:

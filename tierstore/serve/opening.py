@@ -115,7 +115,7 @@ def open_served(
         )
         source.target = experts
         if config.prefetch.predictor is PredictorName.ROUTER and config.prefetch.depth:
-            guesses = RouterGuesses(model.routers(), experts, ledger=ledger, training=_never)
+            guesses = RouterGuesses(model.routers(), experts, frozen=True)
             stack.callback(guesses.remove)
         if config.graphs.compile is not Capability.OFF:
             stack.enter_context(compiled_blocks(model, config))
@@ -229,7 +229,3 @@ def _open_experts(
         budgets=budgets,
         ledger=ledger,
     )
-
-
-def _never() -> bool:
-    return False

@@ -17,22 +17,33 @@ from tierstore.serve.experts.gating import GatedPredictor, Settled, served_predi
 
 def test_by_hand() -> None:
     counts = [Settled()]
-    gate = GatedPredictor(AllExperts(range(2)), lambda: counts[-1], window=10, pause=3)
-    assert gate.predict(0) == [0, 1]
+    gate = GatedPredictor(AllExperts(range(2)), lambda: counts[-1], window=10, pause=2)
+
+    def one_pass(*, read: bool = True) -> list[list[int]]:
+        gate.begin(read=read)
+        return [gate.predict(layer) for layer in range(2)]
+
+    assert gate.closed
+    assert one_pass() == [[], []]
+    assert not gate.closed, "the first pass listens"
     counts.append(Settled(used=4, wasted=5))  # nine bytes: too few to judge
-    assert gate.predict(1) == [0, 1]
+    assert one_pass() == [[0, 1], [0, 1]]
     counts.append(Settled(used=5, wasted=5))  # half is enough
+    assert one_pass() == [[0, 1], [0, 1]]
+    gate.begin(read=True)
     assert gate.predict(0) == [0, 1]
-    assert not gate.closed
     counts.append(Settled(used=9, wasted=11))  # 4 of the last 10
     assert gate.predict(1) == []
-    assert gate.closed
-    counts.append(Settled(used=9, wasted=99))  # what comes to its end meanwhile is not held against it
-    assert [gate.predict(0), gate.predict(1)] == [[], []]
-    assert gate.predict(0) == [0, 1]
-    assert not gate.closed
+    assert gate.closed, "the rest of the pass"
+    for _ in range(2):
+        assert one_pass() == [[], []]
+        assert gate.closed
+    counts.append(Settled(used=9, wasted=99))  # what came to its end meanwhile is not held against it
+    assert one_pass() == [[], []]
+    assert not gate.closed, "it listens again"
+    assert one_pass() == [[0, 1], [0, 1]]
     counts.append(Settled(used=19, wasted=99))
-    assert gate.predict(1) == [0, 1]
+    assert one_pass() == [[0, 1], [0, 1]]
 
 
 def test_what_it_learns_from_goes_on_while_it_is_closed() -> None:
@@ -42,22 +53,21 @@ def test_what_it_learns_from_goes_on_while_it_is_closed() -> None:
         def observe(self, layer: int, experts: Sequence[int]) -> None:
             seen.append((layer, list(experts)))
 
-    counts = [Settled()]
-    gate = GatedPredictor(Listening(range(2)), lambda: counts[-1], window=1, pause=2)
-    counts.append(Settled(wasted=1))
-    assert gate.predict(0) == []
+    gate = GatedPredictor(Listening(range(2)), Settled, window=1, pause=2)
+    gate.begin(read=False)
+    assert gate.closed
     gate.observe(3, [1])
     assert seen == [(3, [1])]
 
 
 def test_a_pass_that_follows_one_without_reads_goes_without_guesses() -> None:
     gate = GatedPredictor(AllExperts(range(2)), Settled, window=10, pause=3)
-    gate.begin(read=False)
-    assert gate.closed
-    assert gate.predict(0) == []
-    gate.begin(read=True)
-    assert not gate.closed
-    assert gate.predict(0) == [0, 1]
+    passes = []
+    for read in (True, True, False, False, True, True):
+        gate.begin(read=read)
+        passes.append((gate.closed, gate.predict(0)))
+    listens, guesses, closed = (False, []), (False, [0, 1]), (True, [])
+    assert passes == [listens, guesses, closed, closed, listens, guesses]
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from tierstore.errors import BudgetError
+from tierstore.moe.drift import PASS_DRIFT, StreamDrift
 from tierstore.serve.batch.askers import AskerBits
 from tierstore.serve.batch.interface import Joined
 from tierstore.serve.batch.meeting import MeetingPasses, Telling
@@ -29,16 +30,22 @@ class SequenceGroup:
     numbers: list[int]
     cache: LayeredCache
     mask_BS: Tensor
+    drift: StreamDrift = field(default_factory=StreamDrift)
 
     def forward(self, model: ServedModel, tokens_BT: Tensor) -> Tensor:
         """Logits (B, V) of what follows ``tokens_BT``, of which the last columns of ``mask_BS`` tell."""
         positions_BS = (self.mask_BS.cumsum(-1) - 1).masked_fill(self.mask_BS == 0, 0)
         positions_BT = positions_BS[:, -tokens_BT.shape[1] :]
-        return model.forward(tokens_BT, self.cache, mask_BS=self.mask_BS, positions_BT=positions_BT)
+        token = PASS_DRIFT.set(self.drift)
+        try:
+            return model.forward(tokens_BT, self.cache, mask_BS=self.mask_BS, positions_BT=positions_BT)
+        finally:
+            PASS_DRIFT.reset(token)
 
     def keep(self, rows: Sequence[int]) -> None:
         """The other sequences leave; columns that are padding for all that stay go with them where they can."""
         select_rows(self.cache, rows)
+        self.drift = self.drift.select(rows)
         self.numbers = [self.numbers[row] for row in rows]
         self.mask_BS = self.mask_BS[list(rows)]
         columns = int(self.mask_BS.argmax(dim=-1).min())
@@ -51,7 +58,10 @@ class SequenceGroup:
         rows = [row for row, number in enumerate(self.numbers) if number in numbers]
         others = [row for row, number in enumerate(self.numbers) if number not in numbers]
         taken = SequenceGroup(
-            [self.numbers[row] for row in rows], copied_rows(self.cache, rows), self.mask_BS[rows]
+            [self.numbers[row] for row in rows],
+            copied_rows(self.cache, rows),
+            self.mask_BS[rows],
+            self.drift.select(rows),
         )
         self.keep(others)
         return taken

@@ -15,6 +15,7 @@ from functools import cached_property
 
 import torch
 
+from tierstore.moe.drift import StreamDrift
 from tierstore.serve.batch.grouped import GroupedRunner, SequenceGroup
 from tierstore.serve.batch.interface import Joined
 from tierstore.serve.model.caches import move, why_apart
@@ -55,4 +56,6 @@ class PaddedRunner(GroupedRunner):
                 for group, columns in zip(groups, padding, strict=True)
             ]
         )
-        return [SequenceGroup([number for group in groups for number in group.numbers], cache, mask_BS)]
+        numbers = [number for group in groups for number in group.numbers]
+        drift = StreamDrift.joined([(group.drift, len(group.numbers)) for group in groups])
+        return [SequenceGroup(numbers, cache, mask_BS, drift)]

@@ -48,28 +48,37 @@ class Settled:
 
 class GatedPredictor:
     """``inner``, or no guess (``Predictor``). ``settled`` counts; after ``window`` bytes they are judged, and where they
-    fall short the next ``pause`` predictions are passed over.
+    fall short the rest of the pass and ``pause`` more have no guesses.
+
+    The first pass that may guess again only listens: what a stream will be is expected of the pass before it.
     """
 
     def __init__(
-        self, inner: Predictor, settled: Callable[[], Settled], *, window: int, pause: int = 256
+        self, inner: Predictor, settled: Callable[[], Settled], *, window: int, pause: int = 16
     ) -> None:
         self._inner, self._settled = inner, settled
         self._window, self._pause = window, pause
         self._since = settled()
+        #: Passes that are left of a pause, with the present one.
         self._left = 0
-        self._idle = False
+        #: Of the present pass: whether nobody listens, and whether nothing is guessed.
+        self._closed = self._silent = True
 
     @property
     def closed(self) -> bool:
-        """Whether guesses are passed over now."""
-        return self._idle or self._left > 0
+        """Whether the present pass is neither guessed nor listened to."""
+        return self._closed
 
     def begin(self, *, read: bool) -> None:
         """A forward pass begins. Where nothing was ``read`` in the one before, all that is used lies in memory: this one
         goes without guesses, which cost a router's product in each layer.
         """
-        self._idle = not read
+        self._silent = self._closed
+        self._left = max(self._left - 1, 0)
+        self._closed = not read or self._left > 0
+        if self._silent and not self._closed:
+            self._since = self._settled()
+        self._silent |= self._closed
 
     def observe(self, layer: int, experts: Sequence[int]) -> None:
         self._inner.observe(layer, experts)
@@ -79,17 +88,13 @@ class GatedPredictor:
 
     def predict(self, layer: int) -> list[int]:
         """What ``inner`` predicts, unless nothing has to be read, or too little of it is used."""
-        if self._idle:
+        if self._silent:
             return []
-        if self._left:
-            self._left -= 1
-            if self._left:
-                return []
-            self._since = self._settled()
         now = self._settled() - self._since
         if now.total >= self._window:
             self._since = self._settled()
             if now.used < LEAST_USED * now.total:
-                self._left = self._pause
+                self._left = self._pause + 1
+                self._closed = self._silent = True
                 return []
         return self._inner.predict(layer)

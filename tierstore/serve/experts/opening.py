@@ -189,11 +189,11 @@ class CachedExperts:
         self._end()
         if self._begun:
             self._residency.end_step()  # to policies and in traces each pass is a step
-        self._begun = True
         if self._gate is not None:
             read_bytes = self._residency.stats().read_bytes
-            self._gate.begin(read=read_bytes != self._read_bytes)
+            self._gate.begin(read=not self._begun or read_bytes != self._read_bytes)
             self._read_bytes = read_bytes
+        self._begun = True
         self._frozen.begin_evaluation()
 
     def tell_askers(self, askers: Mapping[int, int]) -> None:

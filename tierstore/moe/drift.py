@@ -1,0 +1,67 @@
+"""What the layers between add to the residual stream, expected from the tokens before.
+
+Shapes: B sequences, T tokens of a pass, D width of the model.
+
+A router that is to guess for a coming layer sees the stream without what the layers between will add. From one token of a
+sequence to the next that changes little: attention reads nearly the same context, and most experts are the same ones. So the
+decayed average of what they added to the sequence's last tokens is added to the stream before the router guesses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor
+
+
+class StreamDrift:
+    """Of B sequences that are one batch: how their streams change from one layer to a later one, on average."""
+
+    #: The share of the average that stays when a token is added. Between .5 and .9 guesses are equally good.
+    DECAY = 0.75
+
+    def __init__(self) -> None:
+        #: By the two layers, (B, 1, D).
+        self._mean: dict[tuple[int, int], Tensor] = {}
+        #: Last tokens of the present pass (B, 1, D), by the layer that is to come and the one that they were seen at.
+        self._seen: dict[int, dict[int, Tensor]] = {}
+
+    def ahead(self, layer: int, target: int, stream_BTD: Tensor) -> Tensor:
+        """What the stream that ``layer`` starts from is expected to be where ``target``, which comes later, starts."""
+        self._seen.setdefault(target, {})[layer] = _last(stream_BTD)
+        mean = self._mean.get((layer, target))
+        return stream_BTD if mean is None else stream_BTD + mean
+
+    def arrive(self, layer: int, stream_BTD: Tensor) -> None:
+        """``layer`` starts from ``stream_BTD``: what was added since layers looked ahead to it joins the average."""
+        for source, seen in self._seen.pop(layer, {}).items():
+            added = _last(stream_BTD) - seen
+            mean = self._mean.get((source, layer))
+            self._mean[source, layer] = added if mean is None else torch.lerp(added, mean, self.DECAY)
+
+    def select(self, rows: Sequence[int]) -> StreamDrift:
+        """That of the sequences ``rows`` alone, in this order."""
+        made = StreamDrift()
+        made._mean = {pair: mean[list(rows)] for pair, mean in self._mean.items()}
+        return made
+
+    @staticmethod
+    def joined(parts: Sequence[tuple[StreamDrift, int]]) -> StreamDrift:
+        """Those of several batches, of so many sequences each, as one; where one knows nothing, nothing is expected."""
+        made = StreamDrift()
+        for pair in {pair: None for drift, _ in parts for pair in drift._mean}:
+            known = next(drift._mean[pair] for drift, _ in parts if pair in drift._mean)
+            made._mean[pair] = torch.cat(
+                [drift._mean.get(pair, known.new_zeros(rows, *known.shape[1:])) for drift, rows in parts]
+            )
+        return made
+
+
+def _last(stream_BTD: Tensor) -> Tensor:
+    return stream_BTD if stream_BTD.shape[1] == 1 else stream_BTD[:, -1:]
+
+
+#: Of the batch whose pass is under way, where a batch keeps one.
+PASS_DRIFT: ContextVar[StreamDrift | None] = ContextVar("pass_drift", default=None)
