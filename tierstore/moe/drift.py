@@ -19,7 +19,7 @@ from torch import Tensor
 class StreamDrift:
     """Of B sequences that are one batch: how their streams change from one layer to a later one, on average."""
 
-    #: The share of the average that stays when a token is added. Between .5 and .9 guesses are equally good.
+    #: The share of the average that stays when a token is added. Between .5 and .75 guesses are equally good.
     DECAY = 0.75
 
     def __init__(self) -> None:
