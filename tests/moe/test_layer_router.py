@@ -60,7 +60,7 @@ def half(router: nn.Module, x_TD: Tensor) -> Tensor:
 def made(
     router: nn.Module, norm: nn.Module, choose: Callable[[nn.Module, Tensor], Tensor] = top
 ) -> LayerRouter:
-    torch.nn.init.uniform_(next(norm.parameters()), 0.5, 1.5)
+    torch.nn.init.uniform_(next(norm.parameters()), 0.5, 1.5, generator=torch.Generator().manual_seed(4))
     return LayerRouter(0, norm, router, choose, EXPERTS)
 
 
@@ -94,7 +94,7 @@ def test_it_chooses_what_the_modules_choose(norm: nn.Module, dtype: torch.dtype)
 )
 def test_modules_that_choose_otherwise_have_none(router: LayerRouter) -> None:
     if isinstance(router.norm, nn.LayerNorm):
-        torch.nn.init.normal_(router.norm.bias)
+        torch.nn.init.normal_(router.norm.bias, generator=torch.Generator().manual_seed(6))
     with torch.no_grad():
         assert router.folded(torch.float32) is None
 
