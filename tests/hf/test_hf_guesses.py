@@ -100,3 +100,21 @@ def test_no_bit_changes_and_what_is_computed_again_offers_nothing(family: str) -
         found.append([objective, *(parameter.grad for parameter in model.module.parameters())])
     for plain, guessed in zip(*found, strict=True):
         assert (plain is None and guessed is None) or torch.equal(plain, guessed)
+
+
+#: Families whose routers choose by a bias, in groups, or behind a norm that takes the mean out.
+UNFOLDED = {"deepseek_v3", "glm4_moe", "phimoe", "gpt_oss"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_frozen_routers_become_one_matrix_where_that_chooses_as_they_do(
+    family: str, dtype: torch.dtype
+) -> None:
+    routers = wrapped(family, still=False).routers()
+    with torch.no_grad():
+        for router in routers:
+            router.norm.to(dtype)
+            router.router.to(dtype)
+            assert (router.folded(dtype) is None) == (family in UNFOLDED)
+    assert len(UNFOLDED) == len(FAMILIES) - 7

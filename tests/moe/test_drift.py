@@ -59,12 +59,21 @@ def test_each_layer_that_looks_ahead_has_an_average_of_its_own() -> None:
     assert one_pass() == [[1, 3], [3], []]
 
 
-def test_a_pass_that_nobody_looked_ahead_in_changes_nothing() -> None:
+def test_an_average_ends_with_a_pass_that_nobody_looked_ahead_in() -> None:
     drift = StreamDrift()
     one_pass(drift, streams(0), streams(2))
     for layer in range(2):
         drift.arrive(layer, streams(100))
-    assert added(drift, 1) == [2]
+    assert added(drift, 1) == [0]
+    one_pass(drift, streams(0), streams(8))
+    assert added(drift, 1) == [8], "nothing of the old one"
+
+
+def test_a_prompt_is_not_kept() -> None:
+    drift, prompt = StreamDrift(), streams(1, tokens=4096)
+    assert drift.ahead(0, 1, prompt) is prompt
+    (seen,) = drift._seen[1].values()
+    assert seen.untyped_storage().nbytes() == 4 * WIDTH
 
 
 def test_rows_follow_their_sequences() -> None:
@@ -74,8 +83,12 @@ def test_rows_follow_their_sequences() -> None:
     left = drift.select([2, 0])
     assert added(left, 2) == [3, 1]
     assert added(drift, 3) == [1, 2, 3]
-    both = StreamDrift.joined([(left, 2), (StreamDrift(), 1), (other, 1)])
-    assert added(both, 4) == [3, 1, 0, 4]
-    one_pass(both, streams(0, 0, 0, 0), streams(3, 1, 8, 4))
-    assert added(both, 4) == [3, 1, 2, 4]
+    both = StreamDrift.joined([left, other])
+    assert added(both, 3) == [3, 1, 4]
+    one_pass(both, streams(0, 0, 0), streams(3, 5, 4))
+    assert added(both, 3) == [3, 2, 4]
     assert added(left, 2) == [3, 1]
+    strange = StreamDrift.joined([left, StreamDrift()])
+    assert added(strange, 3) == [0, 0, 0], "a batch that knows nothing"
+    one_pass(strange, streams(0, 0, 0), streams(1, 2, 3))
+    assert added(strange, 3) == [1, 2, 3]

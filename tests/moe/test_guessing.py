@@ -188,7 +188,6 @@ def test_what_earlier_tokens_were_given_on_their_way_is_expected_of_the_next_one
     guesses = RouterGuesses(model.routers(), listener, frozen=True)
     generator = torch.Generator().manual_seed(5)
     adds = torch.randn(LAYERS, 16, generator=generator)
-    blocks = list(blocks_of(model))
 
     def one_pass(drift: StreamDrift | None, tokens: int) -> list[bool]:
         """Whether each guess is what the layer chooses then."""
@@ -196,14 +195,15 @@ def test_what_earlier_tokens_were_given_on_their_way_is_expected_of_the_next_one
         listener.offers.clear()
         token = PASS_DRIFT.set(drift)
         chosen = {}
-        for layer in range(LAYERS):
-            stream = stream + adds[layer]
-            guesses.offer(layer, stream)
-            chosen[layer] = counts_of(model, layer, stream.flatten(0, 1))
-        PASS_DRIFT.reset(token)
+        try:
+            for layer in range(LAYERS):
+                stream = stream + adds[layer]
+                guesses.offer(layer, stream)
+                chosen[layer] = counts_of(model, layer, stream.flatten(0, 1))
+        finally:
+            PASS_DRIFT.reset(token)
         return [counts == chosen[layer] for (_, layer), counts in listener.offers.items()]
 
-    assert len(blocks) == LAYERS
     assert one_pass(drift := StreamDrift(), 6) == [], "no router has been seen"
     assert one_pass(drift, 1) == [True] * 5
     assert not all(one_pass(None, 1)), "without the average"

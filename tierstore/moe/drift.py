@@ -23,44 +23,56 @@ class StreamDrift:
     DECAY = 0.75
 
     def __init__(self) -> None:
-        #: By the two layers, (B, 1, D).
-        self._mean: dict[tuple[int, int], Tensor] = {}
-        #: Last tokens of the present pass (B, 1, D), by the layer that is to come and the one that they were seen at.
+        #: Averages (B, 1, D), by the layer that is to come and the one that looks ahead to it.
+        self._mean: dict[int, dict[int, Tensor]] = {}
+        #: Last tokens of the present pass (B, 1, D), in the same order.
         self._seen: dict[int, dict[int, Tensor]] = {}
 
     def ahead(self, layer: int, target: int, stream_BTD: Tensor) -> Tensor:
         """What the stream that ``layer`` starts from is expected to be where ``target``, which comes later, starts."""
         self._seen.setdefault(target, {})[layer] = _last(stream_BTD)
-        mean = self._mean.get((layer, target))
+        mean = self._mean.get(target, {}).get(layer)
         return stream_BTD if mean is None else stream_BTD + mean
 
     def arrive(self, layer: int, stream_BTD: Tensor) -> None:
-        """``layer`` starts from ``stream_BTD``: what was added since layers looked ahead to it joins the average."""
+        """``layer`` starts from ``stream_BTD``: what was added since layers looked ahead to it joins their averages.
+
+        An average that this pass has nothing for ends: when it is asked for again, its tokens will be long past.
+        """
+        known = self._mean.pop(layer, {})
         for source, seen in self._seen.pop(layer, {}).items():
-            added = _last(stream_BTD) - seen
-            mean = self._mean.get((source, layer))
-            self._mean[source, layer] = added if mean is None else torch.lerp(added, mean, self.DECAY)
+            added, mean = _last(stream_BTD) - seen, known.get(source)
+            self._mean.setdefault(layer, {})[source] = (
+                added if mean is None else torch.lerp(added, mean, self.DECAY)
+            )
 
     def select(self, rows: Sequence[int]) -> StreamDrift:
         """That of the sequences ``rows`` alone, in this order."""
         made = StreamDrift()
-        made._mean = {pair: mean[list(rows)] for pair, mean in self._mean.items()}
+        made._mean = {
+            target: {source: mean[list(rows)] for source, mean in means.items()}
+            for target, means in self._mean.items()
+        }
         return made
 
     @staticmethod
-    def joined(parts: Sequence[tuple[StreamDrift, int]]) -> StreamDrift:
-        """Those of several batches, of so many sequences each, as one; where one knows nothing, nothing is expected."""
+    def joined(parts: Sequence[StreamDrift]) -> StreamDrift:
+        """Those of several batches as one batch: what all of them know."""
         made = StreamDrift()
-        for pair in {pair: None for drift, _ in parts for pair in drift._mean}:
-            known = next(drift._mean[pair] for drift, _ in parts if pair in drift._mean)
-            made._mean[pair] = torch.cat(
-                [drift._mean.get(pair, known.new_zeros(rows, *known.shape[1:])) for drift, rows in parts]
-            )
+        first, *others = parts
+        for target, means in first._mean.items():
+            shared = [
+                source for source in means if all(source in each._mean.get(target, {}) for each in others)
+            ]
+            made._mean[target] = {
+                source: torch.cat([each._mean[target][source] for each in parts]) for source in shared
+            }
         return made
 
 
 def _last(stream_BTD: Tensor) -> Tensor:
-    return stream_BTD if stream_BTD.shape[1] == 1 else stream_BTD[:, -1:]
+    """The last tokens; of several, a copy that does not keep the others."""
+    return stream_BTD if stream_BTD.shape[1] == 1 else stream_BTD[:, -1:].clone()
 
 
 #: Of the batch whose pass is under way, where a batch keeps one.

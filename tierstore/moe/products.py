@@ -37,7 +37,9 @@ def multiply_at_once(
 
 
 def product(x_RK: Tensor, w_NK: Tensor) -> Tensor:
-    """``x W^T`` (R, N) of contiguous matrices of one type, bit for bit as by ``torch.mm``, as fast as there is a way to."""
+    """``x W^T`` (R, N) of contiguous matrices of one type, bit for bit as by ``torch.mm``, without
+    gradients, as fast as there is a way to.
+    """
     if not multiplies_at_once(w_NK):
         return x_RK @ w_NK.T
     out_RN = x_RK.new_empty(len(x_RK), len(w_NK))

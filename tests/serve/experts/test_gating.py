@@ -17,7 +17,7 @@ from tierstore.serve.experts.gating import GatedPredictor, Settled, served_predi
 
 def test_by_hand() -> None:
     counts = [Settled()]
-    gate = GatedPredictor(AllExperts(range(2)), lambda: counts[-1], window=10, pause=2)
+    gate = GatedPredictor(AllExperts(range(2)), lambda: counts[-1], window=10, pause=2, listens=True)
 
     def one_pass(*, read: bool = True) -> list[list[int]]:
         gate.begin(read=read)
@@ -60,14 +60,29 @@ def test_what_it_learns_from_goes_on_while_it_is_closed() -> None:
     assert seen == [(3, [1])]
 
 
-def test_a_pass_that_follows_one_without_reads_goes_without_guesses() -> None:
-    gate = GatedPredictor(AllExperts(range(2)), Settled, window=10, pause=3)
+@pytest.mark.parametrize("listens", [True, False])
+def test_a_pass_that_follows_one_without_reads_goes_without_guesses(listens: bool) -> None:
+    gate = GatedPredictor(AllExperts(range(2)), Settled, window=10, pause=3, listens=listens)
     passes = []
     for read in (True, True, False, False, True, True):
         gate.begin(read=read)
         passes.append((gate.closed, gate.predict(0)))
-    listens, guesses, closed = (False, []), (False, [0, 1]), (True, [])
-    assert passes == [listens, guesses, closed, closed, listens, guesses]
+    guesses, closed = (False, [0, 1]), (True, [])
+    first = (False, []) if listens else guesses
+    assert passes == [first, guesses, closed, closed, first, guesses]
+
+
+def test_what_was_wasted_counts_across_passes_without_reads() -> None:
+    wasted = 0
+    gate = GatedPredictor(AllExperts(range(2)), lambda: Settled(wasted=wasted), window=10, pause=3)
+    guessed = 0
+    for step in range(8):
+        gate.begin(read=step % 2 == 0)
+        if gate.predict(0):
+            guessed += 1
+            wasted += 6
+    assert guessed == 2
+    assert gate.closed
 
 
 @pytest.mark.parametrize(

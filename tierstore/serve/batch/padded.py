@@ -57,5 +57,5 @@ class PaddedRunner(GroupedRunner):
             ]
         )
         numbers = [number for group in groups for number in group.numbers]
-        drift = StreamDrift.joined([(group.drift, len(group.numbers)) for group in groups])
+        drift = StreamDrift.joined([group.drift for group in groups])
         return [SequenceGroup(numbers, cache, mask_BS, drift)]

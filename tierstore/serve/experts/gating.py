@@ -50,14 +50,22 @@ class GatedPredictor:
     """``inner``, or no guess (``Predictor``). ``settled`` counts; after ``window`` bytes they are judged, and where they
     fall short the rest of the pass and ``pause`` more have no guesses.
 
-    The first pass that may guess again only listens: what a stream will be is expected of the pass before it.
+    ``listens``: the first pass that may guess again only listens, as ``inner`` goes by what is offered in passes, and that
+    is expected of streams that the pass before it has shown.
     """
 
     def __init__(
-        self, inner: Predictor, settled: Callable[[], Settled], *, window: int, pause: int = 16
+        self,
+        inner: Predictor,
+        settled: Callable[[], Settled],
+        *,
+        window: int,
+        pause: int = 16,
+        listens: bool = False,
     ) -> None:
         self._inner, self._settled = inner, settled
         self._window, self._pause = window, pause
+        self._listens = listens
         self._since = settled()
         #: Passes that are left of a pause, with the present one.
         self._left = 0
@@ -73,12 +81,13 @@ class GatedPredictor:
         """A forward pass begins. Where nothing was ``read`` in the one before, all that is used lies in memory: this one
         goes without guesses, which cost a router's product in each layer.
         """
-        self._silent = self._closed
-        self._left = max(self._left - 1, 0)
+        was_closed = self._closed
+        if self._left:
+            self._left -= 1
+            if not self._left:
+                self._since = self._settled()
         self._closed = not read or self._left > 0
-        if self._silent and not self._closed:
-            self._since = self._settled()
-        self._silent |= self._closed
+        self._silent = self._closed or (was_closed and self._listens)
 
     def observe(self, layer: int, experts: Sequence[int]) -> None:
         self._inner.observe(layer, experts)
