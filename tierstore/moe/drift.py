@@ -39,12 +39,13 @@ class StreamDrift:
 
         An average that this pass has nothing for ends: when it is asked for again, its tokens will be long past.
         """
-        known = self._mean.pop(layer, {})
+        known, last = self._mean.pop(layer, {}), _last(stream_BTD)
+        means = {}
         for source, seen in self._seen.pop(layer, {}).items():
-            added, mean = _last(stream_BTD) - seen, known.get(source)
-            self._mean.setdefault(layer, {})[source] = (
-                added if mean is None else torch.lerp(added, mean, self.DECAY)
-            )
+            added, mean = last - seen, known.get(source)
+            means[source] = added if mean is None else torch.lerp(added, mean, self.DECAY)
+        if means:
+            self._mean[layer] = means
 
     def select(self, rows: Sequence[int]) -> StreamDrift:
         """That of the sequences ``rows`` alone, in this order."""

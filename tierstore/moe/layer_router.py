@@ -81,11 +81,13 @@ class LayerRouter:
         generator = torch.Generator().manual_seed(self.layer)
         x_TD = torch.randn(_TRIED, width, generator=generator).to(weight_ED.device, dtype)
         expert_TK = self.chosen(x_TD)
-        made = FoldedRouter(folded_ED, expert_TK.shape[1])
-        asked, given = (_one_hot(each, self.experts) for each in (expert_TK, made.chosen(x_TD)))
-        if expert_TK.min() < 0 or int((asked & given).sum()) < _AGREED * expert_TK.numel():
+        if expert_TK.min() < 0:
             return None
-        return made
+        made = FoldedRouter(folded_ED, expert_TK.shape[1])
+        asked_TE, given_TE = (
+            F.one_hot(each, self.experts).sum(dim=1) for each in (expert_TK, made.chosen(x_TD))
+        )
+        return made if int((asked_TE * given_TE).sum()) >= _AGREED * expert_TK.numel() else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,10 +110,6 @@ class FoldedRouter:
     def count(self, stream_TD: Tensor) -> Tensor:
         """How often each expert (E,) is chosen for ``stream_TD``."""
         return torch.bincount(self.chosen(stream_TD).flatten(), minlength=self.weight_ED.shape[0])
-
-
-def _one_hot(expert_TK: Tensor, experts: int) -> Tensor:
-    return F.one_hot(expert_TK.clamp(min=0), experts).sum(dim=1).bool()
 
 
 def _tensors(module: nn.Module) -> list[Tensor]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 from tierstore.model.spec import ModelSpec
 from tierstore.prefetch.predictor import Counts, Predictor, PredictorName, make_predictor
@@ -46,6 +47,14 @@ class Settled:
         return self.used + self.wasted
 
 
+class _Pass(Enum):
+    """What becomes of guesses in a pass."""
+
+    CLOSED = "closed"  # nobody listens
+    LISTENING = "listening"  # offers are heard, and nothing is guessed
+    OPEN = "open"
+
+
 class GatedPredictor:
     """``inner``, or no guess (``Predictor``). ``settled`` counts; after ``window`` bytes they are judged, and where they
     fall short the rest of the pass and ``pause`` more have no guesses.
@@ -69,25 +78,27 @@ class GatedPredictor:
         self._since = settled()
         #: Passes that are left of a pause, with the present one.
         self._left = 0
-        #: Of the present pass: whether nobody listens, and whether nothing is guessed.
-        self._closed = self._silent = True
+        self._pass = _Pass.CLOSED
 
     @property
     def closed(self) -> bool:
         """Whether the present pass is neither guessed nor listened to."""
-        return self._closed
+        return self._pass is _Pass.CLOSED
 
     def begin(self, *, read: bool) -> None:
         """A forward pass begins. Where nothing was ``read`` in the one before, all that is used lies in memory: this one
         goes without guesses, which cost a router's product in each layer.
         """
-        was_closed = self._closed
         if self._left:
             self._left -= 1
             if not self._left:
                 self._since = self._settled()
-        self._closed = not read or self._left > 0
-        self._silent = self._closed or (was_closed and self._listens)
+        if not read or self._left:
+            self._pass = _Pass.CLOSED
+        elif self._listens and self.closed:
+            self._pass = _Pass.LISTENING
+        else:
+            self._pass = _Pass.OPEN
 
     def observe(self, layer: int, experts: Sequence[int]) -> None:
         self._inner.observe(layer, experts)
@@ -97,13 +108,13 @@ class GatedPredictor:
 
     def predict(self, layer: int) -> list[int]:
         """What ``inner`` predicts, unless nothing has to be read, or too little of it is used."""
-        if self._silent:
+        if self._pass is not _Pass.OPEN:
             return []
         now = self._settled() - self._since
         if now.total >= self._window:
             self._since = self._settled()
             if now.used < LEAST_USED * now.total:
                 self._left = self._pause + 1
-                self._closed = self._silent = True
+                self._pass = _Pass.CLOSED
                 return []
         return self._inner.predict(layer)

@@ -172,8 +172,8 @@ class CachedExperts:
         self._begun = False
         #: The leases of the layer that was asked for last.
         self._leases: Iterator[ExpertLease] | None = None
-        #: What had been read when the last pass began.
-        self._read_bytes = 0
+        #: What had been read when the last pass began; None before the first.
+        self._read_bytes: int | None = None
 
     @property
     def guesses(self) -> GuessCounts:
@@ -190,11 +190,11 @@ class CachedExperts:
         self._end()
         if self._begun:
             self._residency.end_step()  # to policies and in traces each pass is a step
+        self._begun = True
         if self._gate is not None:
             read_bytes = self._residency.stats().read_bytes
-            self._gate.begin(read=not self._begun or read_bytes != self._read_bytes)
+            self._gate.begin(read=read_bytes != self._read_bytes)
             self._read_bytes = read_bytes
-        self._begun = True
         self._frozen.begin_evaluation()
 
     def tell_askers(self, askers: Mapping[int, int]) -> None:
