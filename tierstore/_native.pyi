@@ -649,6 +649,31 @@ class TorchProducts:
         the threads that the caller has now; torch is asked the first time.
         """
 
+    def count_chosen(
+        self,
+        bf16: bool,
+        rows: int,
+        k: int,
+        now: int,
+        added: int,
+        weight: int,
+        top_k: int,
+        counts: Annotated[NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu")],
+    ) -> None:
+        """
+        Adds to ``counts`` (N,) how often each row of ``weight`` has one of the ``top_k`` largest products.
+
+        With each row of ``now + added``; of equal ones the first counts. ``now``, ``added`` (0: nothing) and ``weight``: addresses of
+        contiguous matrices (rows, k), (rows, k) and (N, k), in bf16 or fp32, which the caller keeps where they are.
+        """
+
+def fade_towards(bf16: bool, count: int, decay: float, mean: int, now: int, before: int) -> None:
+    """
+    ``mean = decay mean + (1 - decay) (now - before)``, each of ``count`` numbers in bf16 or fp32.
+
+    ``mean``, ``now``, ``before``: their addresses; the caller keeps them where they are.
+    """
+
 class Activity(enum.Enum):
     """What an operation does."""
 

@@ -11,7 +11,9 @@
 #include <type_traits>
 #include <vector>
 
+#include "native/bindings/arrays.hpp"
 #include "native/bindings/bindings.hpp"
+#include "native/torch/choices.hpp"
 #include "native/torch/products.hpp"
 
 namespace nb = nanobind;
@@ -60,6 +62,27 @@ void multiply(TorchProducts& self, const Matrix<T>& out, const std::vector<std::
     self.multiply(type, n, k, products);
 }
 
+TorchType type_of(bool bf16) { return bf16 ? TorchType::BF16 : TorchType::FP32; }
+
+const void* at(std::uintptr_t address) { return reinterpret_cast<const void*>(address); }
+
+void count_chosen(TorchProducts& self, bool bf16, std::int64_t rows, std::int64_t k, std::uintptr_t now,
+                  std::uintptr_t added, std::uintptr_t w, std::int64_t top_k,
+                  nb::ndarray<std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> counts) {
+    if (rows < 0 || k < 1 || top_k < 0) {
+        throw std::invalid_argument("rows, k, top_k: expected at least 0, 1 and 0");
+    }
+    const tierstore::Streams streams{type_of(bf16), rows, k, at(now), at(added)};
+    const std::span<std::int64_t> into(counts.data(), counts.shape(0));
+    const nb::gil_scoped_release release;
+    tierstore::count_chosen(self, streams, at(w), top_k, into);
+}
+
+void fade_towards(bool bf16, std::size_t count, float decay, std::uintptr_t mean, std::uintptr_t now,
+                  std::uintptr_t before) {
+    tierstore::fade_towards(type_of(bf16), count, decay, reinterpret_cast<void*>(mean), at(now), at(before));
+}
+
 }  // namespace
 
 void bind_torch(nb::module_& m) {
@@ -83,5 +106,16 @@ contiguous, which the caller keeps where they are. On the caller's torch threads
             R"(Columns that a kernel of tierstore adds up at a time in a product in bf16, to have torch's bits.
 
 0 where torch computes it: more rows than a few, another shape than whole tiles, or a processor without AVX512_BF16. For
-the threads that the caller has now; torch is asked the first time.)");
+the threads that the caller has now; torch is asked the first time.)")
+        .def(
+            "count_chosen", count_chosen, "bf16"_a, "rows"_a, "k"_a, "now"_a, "added"_a, "weight"_a,
+            "top_k"_a, "counts"_a.noconvert(),
+            R"(Adds to ``counts`` (N,) how often each row of ``weight`` has one of the ``top_k`` largest products.
+
+With each row of ``now + added``; of equal ones the first counts. ``now``, ``added`` (0: nothing) and ``weight``: addresses of
+contiguous matrices (rows, k), (rows, k) and (N, k), in bf16 or fp32, which the caller keeps where they are.)");
+    m.def("fade_towards", fade_towards, "bf16"_a, "count"_a, "decay"_a, "mean"_a, "now"_a, "before"_a,
+          R"(``mean = decay mean + (1 - decay) (now - before)``, each of ``count`` numbers in bf16 or fp32.
+
+``mean``, ``now``, ``before``: their addresses; the caller keeps them where they are.)");
 }

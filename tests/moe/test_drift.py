@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -17,65 +18,89 @@ def streams(*rows: float, tokens: int = 1) -> Tensor:
     return made
 
 
-def one_pass(drift: StreamDrift, first: Tensor, second: Tensor) -> Tensor:
-    """Layer 0 looks ahead to layer 1, which then starts; what had been expected of its stream."""
+def one_pass(drift: StreamDrift, first: Tensor, second: Tensor) -> list[float] | None:
+    """Layer 0 looks ahead to layer 1, which then starts; what was expected of each row's stream meanwhile."""
     drift.arrive(0, first)
-    expected = drift.ahead(0, 1, first)
+    expected = listed(drift.ahead(0, 1, first))
     drift.arrive(1, second)
     return expected
 
 
-def added(drift: StreamDrift, rows: int) -> list[float]:
-    """What each row is expected to be given on its way."""
-    expected = drift.ahead(0, 1, torch.zeros(rows, 1, WIDTH))
+def listed(expected: Tensor | None) -> list[float] | None:
+    """By row, as all features are alike."""
+    if expected is None:
+        return None
     assert torch.equal(expected, expected[:, :, :1].expand_as(expected))
-    return expected[:, 0, 0].tolist()
+    rows: list[float] = expected[:, 0, 0].tolist()
+    return rows
 
 
+def added(drift: StreamDrift, rows: int) -> list[float] | None:
+    """What each row is expected to be given on its way."""
+    return listed(drift.ahead(0, 1, torch.zeros(rows, 1, WIDTH)))
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Averages are given from the first token on."""
+    monkeypatch.setattr(StreamDrift, "TOKENS", 1)
+
+
+@pytest.mark.usefixtures("at_once")
 def test_by_hand() -> None:
     drift = StreamDrift()
-    prompt = streams(1, 10, tokens=5)
-    assert torch.equal(one_pass(drift, prompt, streams(2, 14, tokens=5)), prompt), "nothing is known yet"
+    assert one_pass(drift, streams(1, 10, tokens=5), streams(2, 14, tokens=5)) is None
     assert added(drift, 2) == [1, 4], "of the last tokens"
-    assert torch.equal(one_pass(drift, streams(0, 0), streams(5, 4)), streams(1, 4))
+    assert one_pass(drift, streams(0, 0), streams(5, 4)) == [1, 4]
     assert added(drift, 2) == [0.75 * 1 + 0.25 * 5, 4]
 
 
+@pytest.mark.parametrize(("rows", "passes"), [(1, 3), (2, 2), (3, 1), (8, 1)])
+def test_a_few_tokens_must_have_been_seen(rows: int, passes: int) -> None:
+    drift = StreamDrift()
+    for _ in range(passes):
+        assert one_pass(drift, streams(*range(rows)), streams(*range(2, rows + 2))) is None
+    assert one_pass(drift, streams(*range(rows)), streams(*range(2, rows + 2))) == [2] * rows
+
+
+@pytest.mark.usefixtures("at_once")
 def test_each_layer_that_looks_ahead_has_an_average_of_its_own() -> None:
     drift = StreamDrift()
     values = (0.0, 1.0, 3.0)
 
-    def one_pass() -> list[list[float]]:
+    def one_pass() -> list[list[list[float] | None]]:
         """What each layer expects of the later ones."""
         found = []
         for layer, value in enumerate(values):
             drift.arrive(layer, streams(value))
             found.append(
-                [drift.ahead(layer, target, streams(value))[0, 0, 0].item() for target in range(layer + 1, 3)]
+                [listed(drift.ahead(layer, target, streams(value))) for target in range(layer + 1, 3)]
             )
         return found
 
-    assert one_pass() == [[0, 0], [1], []]
-    assert one_pass() == [[1, 3], [3], []]
+    assert one_pass() == [[None, None], [None], []]
+    assert one_pass() == [[[1], [3]], [[2]], []]
 
 
+@pytest.mark.usefixtures("at_once")
 def test_an_average_ends_with_a_pass_that_nobody_looked_ahead_in() -> None:
     drift = StreamDrift()
     one_pass(drift, streams(0), streams(2))
     for layer in range(2):
         drift.arrive(layer, streams(100))
-    assert added(drift, 1) == [0]
+    assert added(drift, 1) is None
     one_pass(drift, streams(0), streams(8))
     assert added(drift, 1) == [8], "nothing of the old one"
 
 
 def test_a_prompt_is_not_kept() -> None:
     drift, prompt = StreamDrift(), streams(1, tokens=4096)
-    assert drift.ahead(0, 1, prompt) is prompt
+    assert drift.ahead(0, 1, prompt) is None
     (seen,) = drift._seen[1].values()
     assert seen.untyped_storage().nbytes() == 4 * WIDTH
 
 
+@pytest.mark.usefixtures("at_once")
 def test_rows_follow_their_sequences() -> None:
     drift, other = StreamDrift(), StreamDrift()
     one_pass(drift, streams(0, 0, 0), streams(1, 2, 3))
@@ -89,6 +114,18 @@ def test_rows_follow_their_sequences() -> None:
     assert added(both, 3) == [3, 2, 4]
     assert added(left, 2) == [3, 1]
     strange = StreamDrift.joined([left, StreamDrift()])
-    assert added(strange, 3) == [0, 0, 0], "a batch that knows nothing"
+    assert added(strange, 3) is None, "a batch that knows nothing"
     one_pass(strange, streams(0, 0, 0), streams(1, 2, 3))
     assert added(strange, 3) == [1, 2, 3]
+
+
+def test_of_joined_batches_the_youngest_tells_what_is_known() -> None:
+    old, new = StreamDrift(), StreamDrift()
+    for _ in range(3):
+        one_pass(old, streams(0), streams(4))
+    one_pass(new, streams(0), streams(6))
+    assert added(old, 1) == [4]
+    assert added(StreamDrift.joined([old, new]), 2) is None
+    one_pass(new, streams(0), streams(6))
+    assert added(StreamDrift.joined([old, new]), 2) == [4, 6]
+    assert added(StreamDrift.joined([old, new]).select([0]), 1) is None

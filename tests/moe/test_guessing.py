@@ -173,19 +173,21 @@ def test_a_layer_that_is_computed_again_offers_nothing() -> None:
 def test_frozen_routers_guess_from_one_matrix_each() -> None:
     model, listener = make(), Listener(2)
     plain = Listener(2)
-    guesses = RouterGuesses(model.routers(), listener, frozen=True)
+    guesses = RouterGuesses(model.routers(), listener, frozen=torch.float32)
     RouterGuesses(model.routers(), plain)
     with torch.no_grad():
         model.run(batch())
+        assert listener.offers
+        assert not plain.offers, "no router has been passed"
         model.run(batch())
     assert listener.offers == plain.offers
     assert guesses.nbytes == 4 * (LAYERS - 1) * EXPERTS * 16
 
 
 def test_what_earlier_tokens_were_given_on_their_way_is_expected_of_the_next_one() -> None:
-    """Layers that add the same to every token: from the second pass on each guess is right."""
+    """Layers that add the same to every token: each guess is right once two sequences have shown two tokens each."""
     model, listener = make(), Listener(2)
-    guesses = RouterGuesses(model.routers(), listener, frozen=True)
+    guesses = RouterGuesses(model.routers(), listener, frozen=torch.float32)
     generator = torch.Generator().manual_seed(5)
     adds = torch.randn(LAYERS, 16, generator=generator)
 
@@ -204,8 +206,13 @@ def test_what_earlier_tokens_were_given_on_their_way_is_expected_of_the_next_one
             PASS_DRIFT.reset(token)
         return [counts == chosen[layer] for (_, layer), counts in listener.offers.items()]
 
-    assert one_pass(drift := StreamDrift(), 6) == [], "no router has been seen"
+    drift = StreamDrift()
+    assert not all(one_pass(drift, 6)), "a prompt is guessed from its plain streams"
+    assert any(any(counts) for counts in listener.offers.values())
+    one_pass(drift, 1)
+    assert not any(any(counts) for counts in listener.offers.values()), "of two tokens nothing is guessed"
     assert one_pass(drift, 1) == [True] * 5
     assert not all(one_pass(None, 1)), "without the average"
-    assert not all(one_pass(StreamDrift(), 1)), "sequences that have just joined"
+    one_pass(StreamDrift(), 1)
+    assert not any(any(counts) for counts in listener.offers.values()), "sequences that have just joined"
     assert one_pass(drift, 1) == [True] * 5

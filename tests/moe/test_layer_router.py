@@ -82,6 +82,23 @@ def test_it_chooses_what_the_modules_choose(norm: nn.Module, dtype: torch.dtype)
     assert sorted(folded.chosen(x_TD)[0].tolist()) == folded.count(x_TD).nonzero().flatten().tolist()
 
 
+def test_what_is_expected_is_added_wherever_streams_lie() -> None:
+    router = made(Linear(), RMSNorm(WIDTH, 1e-6))
+    generator = torch.Generator().manual_seed(9)
+    x_BTD, prompt_BTD = (torch.randn(6, tokens, WIDTH, generator=generator) for tokens in (1, 5))
+    added_B1D = torch.randn(6, 1, WIDTH, generator=generator)
+    strided_B1D = added_B1D.transpose(0, 2).contiguous().transpose(0, 2)
+    with torch.no_grad():
+        folded = router.folded(torch.float32)
+        assert folded is not None
+        for stream_BTD in (x_BTD, prompt_BTD):
+            expected = router.count(stream_BTD + added_B1D)
+            assert not torch.equal(expected, router.count(stream_BTD))
+            for one in (router, folded):
+                assert torch.equal(one.count(stream_BTD, added_B1D), expected)
+                assert torch.equal(one.count(stream_BTD, strided_B1D), expected)
+
+
 @pytest.mark.parametrize(
     "router",
     [

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tierstore import _native
-from tierstore.moe.products import multiplies_at_once, multiply_at_once
+from tierstore.moe.products import count_chosen, fade_towards, multiplies_at_once, multiply_at_once
 
 TYPES = (torch.float32, torch.bfloat16)
 TORCH = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
@@ -143,3 +143,58 @@ def test_an_instruction_set_that_is_not_to_be_used_is_not() -> None:
         [sys.executable, "-c", code, str(TORCH)], env=isa, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "0"
+
+
+# Guesses ----------------------------------------------------------------------------------------------------
+
+
+def test_the_largest_products_are_counted_by_hand() -> None:
+    weight = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [-1.0, 2.0]])
+    x = torch.tensor([[[2.0, 1.0]], [[0.0, 3.0]]])  # scores 2 1 2 0 and 0 3 0 6
+    assert count_chosen(x, None, weight, 1).tolist() == [1, 0, 0, 1], "of equal ones the first"
+    assert count_chosen(x, None, weight, 2).tolist() == [1, 1, 1, 1]
+    assert count_chosen(x, None, weight, 9).tolist() == [2, 2, 2, 2]
+    assert count_chosen(x, None, weight, 0).tolist() == [0, 0, 0, 0]
+    added = torch.tensor([[[0.0, 9.0]], [[5.0, -3.0]]])  # 2 10 2 18 and 5 0 5 -5
+    assert count_chosen(x, added, weight, 2).tolist() == [1, 1, 1, 1]
+    assert count_chosen(x, added, weight, 1).tolist() == [1, 0, 0, 1]
+    assert count_chosen(x[:0], None, weight, 2).tolist() == [0, 0, 0, 0]
+    lost = torch.full((1, 1, 2), float("nan"))
+    assert count_chosen(lost, None, weight, 2).sum() == 2
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@given(
+    rows=st.integers(1, 40),
+    experts=st.integers(1, 70),
+    width=st.integers(1, 70),
+    top_k=st.integers(1, 9),
+    expects=st.booleans(),
+    seed=st.integers(0, 2**20),
+)
+def test_what_is_counted_is_what_torch_chooses(
+    dtype: torch.dtype, rows: int, experts: int, width: int, top_k: int, expects: bool, seed: int
+) -> None:
+    x, weight = (_random(n, width, dtype=dtype, seed=seed + i) for i, n in enumerate((rows, experts)))
+    added = _random(rows, width, dtype=dtype, seed=seed + 2) if expects else None
+    found = count_chosen(x, added, weight, top_k)
+    expected = x if added is None else (x.float() + added.float()).to(dtype)
+    scores = torch.mm(expected, weight.t()).float()
+    kept = min(top_k, experts)
+    assert found.sum() == rows * kept
+    least = scores.topk(kept, dim=1).values[:, -1:]
+    # Scores of one type are often equal, and so are sums that one of two roundings makes.
+    slack = 0.02 if dtype == torch.bfloat16 else 0.0
+    assert (found >= (scores > least + slack).sum(dim=0)).all()
+    assert (found <= (scores >= least - slack).sum(dim=0)).all()
+
+
+@pytest.mark.parametrize("dtype", [*TYPES, torch.float64])
+def test_averages_fade_towards_what_was_added(dtype: torch.dtype) -> None:
+    mean, now, before = (_random(3, 1, 50, dtype=dtype, seed=seed) for seed in range(3))
+    expected = 0.75 * mean.double() + 0.25 * (now.double() - before.double())
+    strided = mean.repeat_interleave(2, dim=2)[:, :, ::2]
+    for each in (mean, strided):
+        fade_towards(each, now, before, 0.75)
+        tolerance = 0.01 if dtype == torch.bfloat16 else 1e-6
+        assert torch.allclose(each.double(), expected, rtol=tolerance, atol=tolerance)

@@ -88,6 +88,10 @@ def test_router_guesses_by_hand() -> None:
     predictor.observe(1, [2])
     predictor.offer(0, 1, np.array([0, 0, 0, 0, 1, 0, 0, 0]))
     assert predictor.predict(1) == [2, 4], "2 at .72 is nearly certain, 3 at .47 is not"
+    predictor.offer(0, 1, np.zeros(8, np.int64))
+    assert predictor.predict(1) == [2, 4], "a micro-batch without tokens"
+    predictor.offer(-1, 1, np.zeros(8, np.int64))
+    assert predictor.predict(1) == [], "nothing can be said"
 
 
 def test_the_surest_guesses_of_a_router() -> None:
@@ -118,7 +122,7 @@ def test_router_guesses_are_what_was_chosen_and_what_is_nearly_certain(
         predictor.observe(3, sorted(experts))
         frequency = [0.75 * old + 0.25 * (each in experts) for each, old in enumerate(frequency)]
     predictor.offer(2, 3, np.array(counts))
-    likely = [each for each in range(6) if counts[each] or frequency[each] >= 0.7]
+    likely = [each for each in range(6) if any(counts) and (counts[each] or frequency[each] >= 0.7)]
     found = predictor.predict(3)
     assert found == sorted(found)
     assert set(found) <= set(likely)

@@ -38,13 +38,10 @@ class Listener:
 
 @pytest.fixture
 def listened() -> Iterator[tuple[Served, Listener]]:
-    """A model whose routers have been copied."""
     torch.manual_seed(0)
     model, served = built_in()
     listener = Listener()
-    guesses = RouterGuesses(model.routers(), listener, frozen=True)
-    served.runner(PaddedRunner).join(drawn((2,), vocabulary=61))
-    listener.take()
+    guesses = RouterGuesses(model.routers(), listener, frozen=torch.float32)
     yield served, listener
     guesses.remove()
 
@@ -55,6 +52,7 @@ def test_each_sequence_is_guessed_as_it_is_alone(
 ) -> None:
     """Sequences join, wait, and leave: each step's guesses are the sum of those that its sequences have alone."""
     served, listener = listened
+    monkeypatch.setattr(StreamDrift, "TOKENS", 1)  # with more, what few sequences have shown tells nothing
     prompts, tokens = drawn((5, 3, 7), vocabulary=61), drawn((6, 6, 6), vocabulary=61, seed=1)
 
     def alone(number: int) -> list[np.ndarray]:  # type: ignore[type-arg]
@@ -68,7 +66,7 @@ def test_each_sequence_is_guessed_as_it_is_alone(
         return found
 
     with monkeypatch.context() as patched:
-        patched.setattr(StreamDrift, "ahead", lambda self, layer, target, stream: stream)
+        patched.setattr(StreamDrift, "ahead", lambda self, layer, target, stream: torch.zeros_like(stream))
         plain = [alone(number) for number in range(3)]
     expected = [alone(number) for number in range(3)]
     assert not np.array_equal(plain, expected), "what is expected makes no difference"

@@ -4,16 +4,29 @@ Shapes: B sequences, T tokens of a pass, D width of the model.
 
 A router that is to guess for a coming layer sees the stream without what the layers between will add. From one token of a
 sequence to the next that changes little: attention reads nearly the same context, and most experts are the same ones. So the
-decayed average of what they added to the sequence's last tokens is added to the stream before the router guesses.
+decayed average of what they added to the sequence's last tokens is added to the stream before the router guesses. A single
+sequence must have shown a few tokens first: until then half of what is read on guesses is read for nothing. Of a batch, what
+few tokens show is true of enough sequences.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from tierstore.moe.products import fade_towards
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Average:
+    """Over the last ``tokens`` of each sequence."""
+
+    mean_B1D: Tensor
+    tokens: int
 
 
 class StreamDrift:
@@ -21,38 +34,51 @@ class StreamDrift:
 
     #: The share of the average that stays when a token is added. Between .5 and .75 guesses are equally good.
     DECAY = 0.75
+    #: Tokens, of all sequences, from which on averages are given.
+    TOKENS = 3
 
     def __init__(self) -> None:
-        #: Averages (B, 1, D), by the layer that is to come and the one that looks ahead to it.
-        self._mean: dict[int, dict[int, Tensor]] = {}
+        #: By the layer that is to come and the one that looks ahead to it.
+        self._known: dict[int, dict[int, _Average]] = {}
         #: Last tokens of the present pass (B, 1, D), in the same order.
         self._seen: dict[int, dict[int, Tensor]] = {}
 
-    def ahead(self, layer: int, target: int, stream_BTD: Tensor) -> Tensor:
-        """What the stream that ``layer`` starts from is expected to be where ``target``, which comes later, starts."""
+    def ahead(self, layer: int, target: int, stream_BTD: Tensor) -> Tensor | None:
+        """What is expected to be added (B, 1, D) to the stream of ``layer`` until ``target`` starts; None where
+        too little is known. It changes when ``target`` starts.
+        """
         self._seen.setdefault(target, {})[layer] = _last(stream_BTD)
-        mean = self._mean.get(target, {}).get(layer)
-        return stream_BTD if mean is None else stream_BTD + mean
+        known = self._known.get(target, {}).get(layer)
+        if known is None or known.tokens * len(known.mean_B1D) < self.TOKENS:
+            return None
+        return known.mean_B1D
 
     def arrive(self, layer: int, stream_BTD: Tensor) -> None:
         """``layer`` starts from ``stream_BTD``: what was added since layers looked ahead to it joins their averages.
 
         An average that this pass has nothing for ends: when it is asked for again, its tokens will be long past.
         """
-        known, last = self._mean.pop(layer, {}), _last(stream_BTD)
-        means = {}
-        for source, seen in self._seen.pop(layer, {}).items():
-            added, mean = last - seen, known.get(source)
-            means[source] = added if mean is None else torch.lerp(added, mean, self.DECAY)
-        if means:
-            self._mean[layer] = means
+        before, last = self._known.pop(layer, {}), _last(stream_BTD)
+        seen = self._seen.pop(layer, {})
+        if seen:
+            self._known[layer] = {
+                source: self._extended(before.get(source), last, start) for source, start in seen.items()
+            }
+
+    def _extended(self, known: _Average | None, now: Tensor, before: Tensor) -> _Average:
+        if known is None:
+            return _Average(now - before, 1)
+        fade_towards(known.mean_B1D, now, before, self.DECAY)
+        return _Average(known.mean_B1D, known.tokens + 1)
 
     def select(self, rows: Sequence[int]) -> StreamDrift:
         """That of the sequences ``rows`` alone, in this order."""
         made = StreamDrift()
-        made._mean = {
-            target: {source: mean[list(rows)] for source, mean in means.items()}
-            for target, means in self._mean.items()
+        made._known = {
+            target: {
+                source: _Average(each.mean_B1D[list(rows)], each.tokens) for source, each in known.items()
+            }
+            for target, known in self._known.items()
         }
         return made
 
@@ -61,13 +87,15 @@ class StreamDrift:
         """Those of several batches as one batch: what all of them know."""
         made = StreamDrift()
         first, *others = parts
-        for target, means in first._mean.items():
-            shared = [
-                source for source in means if all(source in each._mean.get(target, {}) for each in others)
-            ]
-            made._mean[target] = {
-                source: torch.cat([each._mean[target][source] for each in parts]) for source in shared
-            }
+        for target, known in first._known.items():
+            made._known[target] = {}
+            for source, own in known.items():
+                each = [own, *(part._known.get(target, {}).get(source) for part in others)]
+                shared = [one for one in each if one is not None]
+                if len(shared) == len(each):
+                    made._known[target][source] = _Average(
+                        torch.cat([one.mean_B1D for one in shared]), min(one.tokens for one in shared)
+                    )
         return made
 
 

@@ -10,11 +10,13 @@ own norm: that guesses better than the present one's does.
 The coming router's parameters may lie in slices when they are needed. So a copy of each router and its norm is kept, taken
 when the layer itself is passed: in each training pass, and in the first pass without gradients behind one. A guess in the
 first micro-batch of a step is thus one step old, and in the first pass of all there is none. Of parameters that never
-change the copy is one matrix, where that chooses as they do (``LayerRouter.folded``): a product instead of a dozen small
-operations (a third of a millisecond on two cores). Routers choose as they do in evaluation: noise and jitter are not
-guessed. The guess is computed on the calling thread, depends on the passes alone, and no result depends on it.
+change the copy is taken at once, and is one matrix, where that chooses as they do (``LayerRouter.folded``): one call instead
+of a dozen small operations (a third of a millisecond on two cores). Routers choose as they do in evaluation: noise and
+jitter are not guessed. The guess is computed on the calling thread, depends on the passes alone, and no result depends on
+it.
 
-In decoding, where the batch keeps a ``StreamDrift``, what the layers between will add is expected from the tokens before.
+In decoding, where the batch keeps a ``StreamDrift``, what the layers between will add is expected from the tokens before;
+while that is not known, nothing is guessed.
 
 On several ranks an expert is reached by tokens of others, too: the ranks add up what they count, in one small exchange a
 pass.
@@ -31,7 +33,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from tierstore.moe.drift import PASS_DRIFT
+from tierstore.moe.drift import PASS_DRIFT, StreamDrift
 from tierstore.moe.exchange import gather_counts
 from tierstore.moe.layer_router import FoldedRouter, LayerRouter
 from tierstore.parallel import Mesh
@@ -55,7 +57,7 @@ class RouterGuesses:
 
     ``mesh``: the ranks whose tokens make up the global batch; with more than one, each pass is a collective, and
     waiting for the others is charged to ``ledger``. ``training``: whether the present pass asks for experts as
-    training does. ``frozen``: the parameters of ``routers`` never change.
+    training does. ``frozen``: the parameters of ``routers`` never change, and streams are of this type.
     """
 
     def __init__(
@@ -66,18 +68,24 @@ class RouterGuesses:
         mesh: Mesh | None = None,
         ledger: StallLedger | None = None,
         training: Callable[[], bool] = torch.is_grad_enabled,
-        frozen: bool = False,
+        frozen: torch.dtype | None = None,
     ) -> None:
         self._routers = {router.layer: router for router in routers}
         self._listener = listener
         self._mesh = mesh if mesh is not None and mesh.data.size > 1 else None
         self._ledger = ledger or StallLedger()
         self._training = training
-        self._frozen = frozen
-        self._first = min(self._routers)
+        self._frozen = frozen is not None
+        self._first = min(self._routers)  # of which no layer guesses
         self._copies: dict[int, LayerRouter | FoldedRouter] = {}
         #: Layers whose copy may be older than their parameters.
-        self._stale: set[int] = set(self._routers)
+        self._stale = set(self._routers) - {self._first} if frozen is None else set()
+        if frozen is not None:
+            with torch.no_grad():
+                for router in routers:
+                    if router.layer != self._first:
+                        copied = router.copied()
+                        self._copies[router.layer] = copied.folded(frozen) or copied
         self._handles = [
             router.norm.register_forward_pre_hook(partial(self._begin, router.layer)) for router in routers
         ]
@@ -101,28 +109,38 @@ class RouterGuesses:
         """The pass of ``layer`` begins with ``stream``; its parameters are whole. On several ranks a collective.
         Raises PeerError.
         """
-        drift = PASS_DRIFT.get()
         graph, training = torch.is_grad_enabled(), self._training()
+        if graph:
+            with torch.no_grad():
+                self._offer(layer, stream, graph=True, training=training)
+        else:
+            self._offer(layer, stream, graph=False, training=training)
+
+    def _offer(self, layer: int, stream: Tensor, *, graph: bool, training: bool) -> None:
+        drift = PASS_DRIFT.get()
         reach = self._listener.reach(layer)
-        with torch.no_grad():
-            if layer != self._first:  # of which no layer guesses
-                self._take(layer, stream.dtype, graph)
-            if drift is not None:
-                drift.arrive(layer, stream)
-            expected = {
-                target: stream if drift is None else drift.ahead(layer, target, stream) for target in reach
-            }
-            targets = [target for target in reach if target in self._copies]
-            if not targets:
-                return
-            counts = [
-                self._copies[target].count(expected[target].reshape(-1, stream.shape[-1]))
-                for target in targets
-            ]
-            if self._mesh is not None:
-                counts = self._of_all(torch.stack(counts), self._mesh, layer, training)
+        if not self._frozen and layer != self._first:
+            self._take(layer, graph)
+        if drift is not None:
+            drift.arrive(layer, stream)
+        targets = [target for target in reach if target in self._copies]
+        if not targets:
+            return
+        counts = [self._count(layer, target, stream, drift) for target in targets]
+        if self._mesh is not None:
+            counts = self._of_all(torch.stack(counts), self._mesh, layer, training)
         for target, chosen_E in zip(targets, counts, strict=True):
             self._listener.offer(layer, target, chosen_E.cpu().numpy())
+
+    def _count(self, layer: int, target: int, stream: Tensor, drift: StreamDrift | None) -> Tensor:
+        """How often ``target`` is guessed to choose each expert (E,) for the stream that ``layer`` starts from."""
+        added = None
+        if drift is not None:
+            added = drift.ahead(layer, target, stream)
+            if added is None and stream.shape[1] == 1:
+                # None, and not no offer at all: then a predictor would go by how often experts were used before.
+                return torch.zeros(self._routers[target].experts, dtype=torch.int64)
+        return self._copies[target].count(stream, added)
 
     def _of_all(self, own: Tensor, mesh: Mesh, layer: int, training: bool) -> list[Tensor]:
         """The sums of ``own`` over the ranks whose tokens come to this rank's experts; in training, all ranks, as what one
@@ -133,18 +151,15 @@ class RouterGuesses:
         ranks = list(range(mesh.data.size) if training else mesh.expert_sources)
         return list(all_Rn[ranks].sum(dim=0).view_as(own))
 
-    def _take(self, layer: int, dtype: torch.dtype, graph: bool) -> None:
-        """Copies the parameters of ``layer``, unless the copy is as they are. ``graph``: the pass has one;
-        ``dtype``: of its stream.
-        """
+    def _take(self, layer: int, graph: bool) -> None:
+        """Copies the parameters of ``layer``, unless the copy is as they are. ``graph``: the pass has one."""
         router = self._routers[layer]
         if layer in self._stale:
             held = self._copies.get(layer)
             if isinstance(held, LayerRouter):
                 held.take(router)
             else:
-                copied = router.copied()
-                self._copies[layer] = (copied.folded(dtype) if self._frozen else None) or copied
+                self._copies[layer] = router.copied()
             self._stale.discard(layer)
-        if graph and not self._frozen and any(tensor.requires_grad for tensor in router.tensors):
+        if graph and any(tensor.requires_grad for tensor in router.tensors):
             self._stale.add(layer)  # it may be stepped before its next pass

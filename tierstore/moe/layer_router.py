@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tierstore.moe.products import product
+from tierstore.moe.products import count_chosen, multiplies_at_once, product
 
 #: Tokens that a folded router is tried with, and the share of their experts that it must choose as the router does: what is
 #: left are neighbours that a type's rounding puts in another order.
@@ -50,9 +50,9 @@ class LayerRouter:
         """The experts (T, K) of each token, -1 for none."""
         return self.choose(self.router, self.norm(stream_TD))
 
-    def count(self, stream_TD: Tensor) -> Tensor:
-        """How often each expert (E,) is chosen for ``stream_TD``."""
-        expert_TK = self.chosen(stream_TD)
+    def count(self, stream_BTD: Tensor, added_B1D: Tensor | None = None) -> Tensor:
+        """How often each expert (E,) is chosen for ``stream_BTD``, to which ``added_B1D`` is added."""
+        expert_TK = self.chosen(_expected(stream_BTD, added_B1D))
         return torch.bincount(expert_TK[expert_TK >= 0], minlength=self.experts)
 
     def copied(self) -> LayerRouter:
@@ -107,9 +107,23 @@ class FoldedRouter:
         score_TE = product(stream_TD.contiguous(), self.weight_ED)
         return score_TE.topk(self.top_k, dim=-1, sorted=False).indices
 
-    def count(self, stream_TD: Tensor) -> Tensor:
-        """How often each expert (E,) is chosen for ``stream_TD``."""
-        return torch.bincount(self.chosen(stream_TD).flatten(), minlength=self.weight_ED.shape[0])
+    def count(self, stream_BTD: Tensor, added_B1D: Tensor | None = None) -> Tensor:
+        """How often each expert (E,) is chosen for ``stream_BTD``, to which ``added_B1D`` is added."""
+        weight_ED = self.weight_ED
+        streams = [stream_BTD] if added_B1D is None else [stream_BTD, added_B1D]
+        alike = all(
+            each.is_contiguous() and (each.shape, each.dtype) == (stream_BTD.shape, weight_ED.dtype)
+            for each in streams
+        )
+        if alike and multiplies_at_once(weight_ED):
+            return count_chosen(stream_BTD, added_B1D, weight_ED, self.top_k)
+        expert_TK = self.chosen(_expected(stream_BTD, added_B1D))
+        return torch.bincount(expert_TK.flatten(), minlength=len(weight_ED))
+
+
+def _expected(stream_BTD: Tensor, added_B1D: Tensor | None) -> Tensor:
+    expected_BTD = stream_BTD if added_B1D is None else stream_BTD + added_B1D
+    return expected_BTD.reshape(-1, expected_BTD.shape[-1])
 
 
 def _tensors(module: nn.Module) -> list[Tensor]:

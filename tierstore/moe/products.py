@@ -1,4 +1,6 @@
-"""Products of several experts in one call: torch's own kernel, without a call of torch's for each (``native/torch``)."""
+"""What torch needs many calls for, in one (``native/torch``): products of several experts, by torch's own kernel, and what
+routers guess.
+"""
 
 from __future__ import annotations
 
@@ -45,6 +47,30 @@ def product(x_RK: Tensor, w_NK: Tensor) -> Tensor:
     out_RN = x_RK.new_empty(len(x_RK), len(w_NK))
     multiply_at_once(out_RN, (0,), x_RK, (0,), (len(x_RK),), (w_NK.data_ptr(),))
     return out_RN
+
+
+def count_chosen(x: Tensor, added: Tensor | None, w_NK: Tensor, top_k: int) -> Tensor:
+    """How often (N,) each row of ``w_NK`` has one of the ``top_k`` largest products with a row of ``x + added`` (.., K), of
+    equal ones the first. All of one type, contiguous and without gradients, where ``multiplies_at_once``.
+    """
+    products = _products()
+    assert products is not None
+    counts_N = torch.zeros(len(w_NK), dtype=torch.int64)
+    width = w_NK.shape[1]
+    addresses = x.data_ptr(), 0 if added is None else added.data_ptr(), w_NK.data_ptr()
+    is_bf16 = x.dtype == torch.bfloat16
+    products.count_chosen(is_bf16, x.numel() // width, width, *addresses, top_k, counts_N.numpy())
+    return counts_N
+
+
+def fade_towards(mean: Tensor, now: Tensor, before: Tensor, decay: float) -> None:
+    """``mean`` becomes ``decay * mean + (1 - decay) * (now - before)``, all of one shape."""
+    plain = mean.device.type == "cpu" and mean.dtype in _TYPES
+    if plain and all(each.is_contiguous() and each.dtype == mean.dtype for each in (mean, now, before)):
+        addresses = mean.data_ptr(), now.data_ptr(), before.data_ptr()
+        _native.fade_towards(mean.dtype == torch.bfloat16, mean.numel(), decay, *addresses)
+    else:
+        mean.lerp_(now - before, 1 - decay)
 
 
 @functools.cache

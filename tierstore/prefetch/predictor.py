@@ -122,7 +122,8 @@ class _Offer:
 class RouterPredictor:
     """Experts that a layer's own router chooses for hidden states of an earlier layer, and those whose decayed activation
     frequency is at least ``CERTAIN``; with ``most``, no more than so many: the most often chosen, of equal ones the most
-    frequent, of these the first. Where no offer was made it predicts what ``HistoryPredictor`` does.
+    frequent, of these the first. Where no offer was made it predicts what ``HistoryPredictor`` does, and where no expert was
+    offered, nothing.
 
     Of several sources the one that offered last counts: it is the nearest.
     """
@@ -152,6 +153,8 @@ class RouterPredictor:
         offer = self._offers.get(layer)
         if offer is None:
             return self._history.predict(layer)
+        if not offer.chosen.any():
+            return []
         frequency = self._history.frequency(layer)
         likely = np.flatnonzero((offer.chosen > 0) | (frequency >= self.CERTAIN))
         if self._most is not None and len(likely) > self._most:

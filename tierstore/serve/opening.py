@@ -115,7 +115,7 @@ def open_served(
         )
         source.target = experts
         if config.prefetch.predictor is PredictorName.ROUTER and config.prefetch.depth:
-            guesses = RouterGuesses(model.routers(), experts, frozen=True)
+            guesses = RouterGuesses(model.routers(), experts, frozen=spec.compute_dtype.torch)
             stack.callback(guesses.remove)
         if config.graphs.compile is not Capability.OFF:
             stack.enter_context(compiled_blocks(model, config))

@@ -17,15 +17,13 @@ from tierstore.serve.experts.gating import GatedPredictor, Settled, served_predi
 
 def test_by_hand() -> None:
     counts = [Settled()]
-    gate = GatedPredictor(AllExperts(range(2)), lambda: counts[-1], window=10, pause=2, listens=True)
+    gate = GatedPredictor(AllExperts(range(2)), lambda: counts[-1], window=10, pause=2)
 
     def one_pass(*, read: bool = True) -> list[list[int]]:
         gate.begin(read=read)
         return [gate.predict(layer) for layer in range(2)]
 
     assert gate.closed
-    assert one_pass() == [[], []]
-    assert not gate.closed, "the first pass listens"
     counts.append(Settled(used=4, wasted=5))  # nine bytes: too few to judge
     assert one_pass() == [[0, 1], [0, 1]]
     counts.append(Settled(used=5, wasted=5))  # half is enough
@@ -39,8 +37,6 @@ def test_by_hand() -> None:
         assert one_pass() == [[], []]
         assert gate.closed
     counts.append(Settled(used=9, wasted=99))  # what came to its end meanwhile is not held against it
-    assert one_pass() == [[], []]
-    assert not gate.closed, "it listens again"
     assert one_pass() == [[0, 1], [0, 1]]
     counts.append(Settled(used=19, wasted=99))
     assert one_pass() == [[0, 1], [0, 1]]
@@ -60,16 +56,14 @@ def test_what_it_learns_from_goes_on_while_it_is_closed() -> None:
     assert seen == [(3, [1])]
 
 
-@pytest.mark.parametrize("listens", [True, False])
-def test_a_pass_that_follows_one_without_reads_goes_without_guesses(listens: bool) -> None:
-    gate = GatedPredictor(AllExperts(range(2)), Settled, window=10, pause=3, listens=listens)
+def test_a_pass_that_follows_one_without_reads_goes_without_guesses() -> None:
+    gate = GatedPredictor(AllExperts(range(2)), Settled, window=10, pause=3)
     passes = []
     for read in (True, True, False, False, True, True):
         gate.begin(read=read)
         passes.append((gate.closed, gate.predict(0)))
     guesses, closed = (False, [0, 1]), (True, [])
-    first = (False, []) if listens else guesses
-    assert passes == [first, guesses, closed, closed, first, guesses]
+    assert passes == [guesses, guesses, closed, closed, guesses, guesses]
 
 
 def test_what_was_wasted_counts_across_passes_without_reads() -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 from tierstore.model.spec import ModelSpec
 from tierstore.prefetch.predictor import Counts, Predictor, PredictorName, make_predictor
@@ -47,43 +46,21 @@ class Settled:
         return self.used + self.wasted
 
 
-class _Pass(Enum):
-    """What becomes of guesses in a pass."""
-
-    CLOSED = "closed"  # nobody listens
-    LISTENING = "listening"  # offers are heard, and nothing is guessed
-    OPEN = "open"
-
-
 class GatedPredictor:
     """``inner``, or no guess (``Predictor``). ``settled`` counts; after ``window`` bytes they are judged, and where they
     fall short the rest of the pass and ``pause`` more have no guesses.
-
-    ``listens``: the first pass that may guess again only listens, as ``inner`` goes by what is offered in passes, and that
-    is expected of streams that the pass before it has shown.
     """
 
     def __init__(
-        self,
-        inner: Predictor,
-        settled: Callable[[], Settled],
-        *,
-        window: int,
-        pause: int = 16,
-        listens: bool = False,
+        self, inner: Predictor, settled: Callable[[], Settled], *, window: int, pause: int = 16
     ) -> None:
         self._inner, self._settled = inner, settled
         self._window, self._pause = window, pause
-        self._listens = listens
         self._since = settled()
         #: Passes that are left of a pause, with the present one.
         self._left = 0
-        self._pass = _Pass.CLOSED
-
-    @property
-    def closed(self) -> bool:
-        """Whether the present pass is neither guessed nor listened to."""
-        return self._pass is _Pass.CLOSED
+        #: Whether the present pass goes without guesses.
+        self.closed = True
 
     def begin(self, *, read: bool) -> None:
         """A forward pass begins. Where nothing was ``read`` in the one before, all that is used lies in memory: this one
@@ -93,12 +70,7 @@ class GatedPredictor:
             self._left -= 1
             if not self._left:
                 self._since = self._settled()
-        if not read or self._left:
-            self._pass = _Pass.CLOSED
-        elif self._listens and self.closed:
-            self._pass = _Pass.LISTENING
-        else:
-            self._pass = _Pass.OPEN
+        self.closed = not read or self._left > 0
 
     def observe(self, layer: int, experts: Sequence[int]) -> None:
         self._inner.observe(layer, experts)
@@ -108,13 +80,13 @@ class GatedPredictor:
 
     def predict(self, layer: int) -> list[int]:
         """What ``inner`` predicts, unless nothing has to be read, or too little of it is used."""
-        if self._pass is not _Pass.OPEN:
+        if self.closed:
             return []
         now = self._settled() - self._since
         if now.total >= self._window:
             self._since = self._settled()
             if now.used < LEAST_USED * now.total:
                 self._left = self._pause + 1
-                self._pass = _Pass.CLOSED
+                self.closed = True
                 return []
         return self._inner.predict(layer)

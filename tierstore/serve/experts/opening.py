@@ -17,7 +17,7 @@ from tierstore.moe.source import ExpertLease
 from tierstore.plan.ring import ExpertMemorySizes, ServedLayers
 from tierstore.prefetch.experts import FrozenExperts
 from tierstore.prefetch.lora import LoraExperts
-from tierstore.prefetch.predictor import Counts, Predictor, PredictorName
+from tierstore.prefetch.predictor import Counts, Predictor
 from tierstore.prefetch.program import FrozenProgram, GuessCounts
 from tierstore.prefetch.schedule import Schedule
 from tierstore.prefetch.walking import RecordsByExpert
@@ -75,7 +75,6 @@ def open_experts(
             predictor,
             partial(_settled, store),
             window=_GATE_EXPERTS * schema.layout(Group.WEIGHTS).slot_bytes,
-            listens=config.prefetch.predictor is PredictorName.ROUTER,
         )
         frozen = FrozenExperts(
             store,
