@@ -6,12 +6,12 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
 #include <vector>
 
-#include "native/bindings/arrays.hpp"
 #include "native/bindings/bindings.hpp"
 #include "native/torch/choices.hpp"
 #include "native/torch/products.hpp"

@@ -97,6 +97,8 @@ def test_what_is_expected_is_added_wherever_streams_lie() -> None:
             for one in (router, folded):
                 assert torch.equal(one.count(stream_BTD, added_B1D), expected)
                 assert torch.equal(one.count(stream_BTD, strided_B1D), expected)
+        with pytest.raises(RuntimeError, match="shape"):
+            folded.count(x_BTD[:, :, 1:].contiguous())
 
 
 @pytest.mark.parametrize(

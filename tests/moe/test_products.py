@@ -198,3 +198,10 @@ def test_averages_fade_towards_what_was_added(dtype: torch.dtype) -> None:
         fade_towards(each, now, before, 0.75)
         tolerance = 0.01 if dtype == torch.bfloat16 else 1e-6
         assert torch.allclose(each.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_averages_of_another_shape_are_refused() -> None:
+    mean = torch.zeros(2, 1, 4)
+    with pytest.raises(RuntimeError, match="size"):
+        fade_towards(mean, torch.ones(3, 1, 4), torch.ones(3, 1, 4), 0.5)
+    assert not mean.any()

@@ -138,7 +138,7 @@ class RouterGuesses:
         if drift is not None:
             added = drift.ahead(layer, target, stream)
             if added is None and stream.shape[1] == 1:
-                # None, and not no offer at all: then a predictor would go by how often experts were used before.
+                # An offer of no expert. Without any offer a predictor goes by how often experts were used before.
                 return torch.zeros(self._routers[target].experts, dtype=torch.int64)
         return self._copies[target].count(stream, added)
 

@@ -115,7 +115,7 @@ class FoldedRouter:
             each.is_contiguous() and (each.shape, each.dtype) == (stream_BTD.shape, weight_ED.dtype)
             for each in streams
         )
-        if alike and multiplies_at_once(weight_ED):
+        if alike and stream_BTD.shape[-1] == weight_ED.shape[1] and multiplies_at_once(weight_ED):
             return count_chosen(stream_BTD, added_B1D, weight_ED, self.top_k)
         expert_TK = self.chosen(_expected(stream_BTD, added_B1D))
         return torch.bincount(expert_TK.flatten(), minlength=len(weight_ED))

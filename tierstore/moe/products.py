@@ -42,8 +42,8 @@ def product(x_RK: Tensor, w_NK: Tensor) -> Tensor:
     """``x W^T`` (R, N) of contiguous matrices of one type, bit for bit as by ``torch.mm``, without
     gradients, as fast as there is a way to.
     """
-    if not multiplies_at_once(w_NK):
-        return x_RK @ w_NK.T
+    if not multiplies_at_once(w_NK) or x_RK.shape[1] != w_NK.shape[1]:
+        return x_RK @ w_NK.T  # which refuses other widths
     out_RN = x_RK.new_empty(len(x_RK), len(w_NK))
     multiply_at_once(out_RN, (0,), x_RK, (0,), (len(x_RK),), (w_NK.data_ptr(),))
     return out_RN
@@ -65,8 +65,11 @@ def count_chosen(x: Tensor, added: Tensor | None, w_NK: Tensor, top_k: int) -> T
 
 def fade_towards(mean: Tensor, now: Tensor, before: Tensor, decay: float) -> None:
     """``mean`` becomes ``decay * mean + (1 - decay) * (now - before)``, all of one shape."""
+    kind = mean.shape, mean.dtype
     plain = mean.device.type == "cpu" and mean.dtype in _TYPES
-    if plain and all(each.is_contiguous() and each.dtype == mean.dtype for each in (mean, now, before)):
+    if plain and all(
+        each.is_contiguous() and (each.shape, each.dtype) == kind for each in (mean, now, before)
+    ):
         addresses = mean.data_ptr(), now.data_ptr(), before.data_ptr()
         _native.fade_towards(mean.dtype == torch.bfloat16, mean.numel(), decay, *addresses)
     else:
