@@ -123,8 +123,10 @@ class _Plain:
         return total
 
 
-#: Families that make much of the last bit of a bf16 weight: the recurrence of linear attention, and a router that drops
-#: experts below a threshold.
+#: How far losses in bf16 drift apart, relative to them, once one bit of a weight differs (on a processor without AVX-512 by
+#: up to 1.6e-3, with it by less than 1e-3), and in families that make much of it: the recurrence of linear attention, and a
+#: router that drops experts below a threshold.
+_BF16_ANY = 3e-3
 _BF16 = {"qwen3_next": 2e-2, "phimoe": 5e-3}
 
 
@@ -145,7 +147,7 @@ def test_fifty_steps_beside_plain_transformers(
             theirs.append(plain.step(step, [data.batch(step, micro) for micro in range(2)]))
         assert trainer.store.cache.residency.stats().evictions > 0
     fp32 = dtype is ComputeDtype.FP32
-    bound = 1e-3 if fp32 else _BF16.get(family, 1e-3)
+    bound = 1e-3 if fp32 else _BF16.get(family, _BF16_ANY)
     np.testing.assert_allclose(ours[:10], theirs[:10], rtol=1e-5 if fp32 else bound)
     np.testing.assert_allclose(ours, theirs, rtol=bound)
     assert min(ours[-5:]) < ours[0] - 0.3
