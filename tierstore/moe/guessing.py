@@ -78,8 +78,8 @@ class RouterGuesses:
         self._frozen = frozen is not None
         self._first = min(self._routers)  # of which no layer guesses
         self._copies: dict[int, LayerRouter | FoldedRouter] = {}
-        #: Layers whose copy may be older than their parameters.
-        self._stale = set(self._routers) - {self._first} if frozen is None else set()
+        #: Layers whose copy may be older than their parameters, where these change.
+        self._stale: set[int] = set(self._routers)
         if frozen is not None:
             with torch.no_grad():
                 for router in routers:
