@@ -45,7 +45,8 @@ void multiply_few_rows(std::span<const FewRowsProduct> products, std::size_t n, 
         .products = products, .n = n, .k = k, .parts_each = (n + kPartRows - 1) / kPartRows, .parts = 0};
     shared.parts = shared.parts_each * products.size();
     const auto body = [](void* data) { static_cast<Shared*>(data)->take_parts(); };
-    if (threads == 1 || products.size() * n * k * sizeof(std::uint16_t) < kWorthWaking) {
+    // Never on some of the threads: libgomp ends those that a region leaves out, and starts them again for the next.
+    if (threads == 1 || shared.parts == 1 || products.size() * n * k * sizeof(std::uint16_t) < kWorthWaking) {
         body(&shared);
     } else {
         parallel(body, &shared, threads, 0);

@@ -126,7 +126,7 @@ class _Plain:
 #: How far losses in bf16 drift apart, relative to them, once one bit of a weight differs: torch's other kernels, without
 #: AVX-512, let them go up to 1.6e-3.
 _BF16_ANY = 1e-3 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 3e-3
-#: Families that make much of that bit: the recurrence of linear attention, and a router that drops experts below a threshold.
+#: Families that make much of that bit: the recurrence of linear attention, a router that drops experts below a threshold.
 _BF16 = {"qwen3_next": 2e-2, "phimoe": 5e-3}
 
 
