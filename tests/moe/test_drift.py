@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,11 +13,14 @@ from tierstore.moe.drift import StreamDrift
 WIDTH = 3
 
 
-def streams(*rows: float, tokens: int = 1) -> Tensor:
-    """(B, T, D): the last token of each row is so much in every feature, the ones before it are noise."""
-    made = torch.randn(len(rows), tokens, WIDTH, generator=torch.Generator().manual_seed(1))
-    made[:, -1] = torch.tensor(rows).unsqueeze(1)
-    return made
+def streams(*rows: float) -> Tensor:
+    """(B, 1, D): a token of each row is so much in every feature."""
+    return torch.tensor(rows, dtype=torch.float32).view(-1, 1, 1).expand(-1, 1, WIDTH).contiguous()
+
+
+def prompt(*tokens: Sequence[float]) -> Tensor:
+    """(B, T, D): each of ``tokens`` has that of each row."""
+    return torch.cat([streams(*rows) for rows in tokens], dim=1)
 
 
 def one_pass(drift: StreamDrift, first: Tensor, second: Tensor) -> list[float] | None:
@@ -49,10 +54,40 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("at_once")
 def test_by_hand() -> None:
     drift = StreamDrift()
-    assert one_pass(drift, streams(1, 10, tokens=5), streams(2, 14, tokens=5)) is None
-    assert added(drift, 2) == [1, 4], "of the last tokens"
+    assert one_pass(drift, streams(1, 10), streams(2, 14)) is None
+    assert added(drift, 2) == [1, 4]
     assert one_pass(drift, streams(0, 0), streams(5, 4)) == [1, 4]
     assert added(drift, 2) == [0.75 * 1 + 0.25 * 5, 4]
+
+
+@pytest.mark.parametrize("lengths", [(20, 20, 20), (20, 3, 1), (6, 7, 8), (9, 8, 2)])
+def test_a_prompt_is_its_last_tokens_one_after_another(
+    lengths: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Padding precedes the shorter ones, and tells nothing."""
+    monkeypatch.setattr(StreamDrift, "TOKENS", 1)
+    generator = torch.Generator().manual_seed(1)
+    before, after = torch.randint(0, 100, (2, 3, max(lengths)), generator=generator).tolist()
+    drift = StreamDrift(lengths)
+    one_pass(drift, prompt(*zip(*before, strict=True)), prompt(*zip(*after, strict=True)))
+    expected = []
+    for row, length in enumerate(lengths):
+        in_turn = StreamDrift()
+        for token in range(-min(length, StreamDrift.PROMPT_TOKENS), 0):
+            one_pass(in_turn, streams(before[row][token]), streams(after[row][token]))
+        expected += added(in_turn, 1) or []
+    assert added(drift, 3) == pytest.approx(expected, rel=1e-5)
+    one_pass(drift, streams(0, 0, 0), streams(8, 8, -8))
+    expected = [0.75 * old + 0.25 * new for old, new in zip(expected, (8, 8, -8), strict=True)]
+    assert added(drift, 3) == pytest.approx(expected, rel=1e-5)
+
+
+def test_of_prompts_the_shortest_tells_how_much_is_known() -> None:
+    for lengths, known in (((9, 3), True), ((9, 2), True), ((2,), False), ((3,), True)):
+        drift = StreamDrift(lengths)
+        token = [0.0] * len(lengths)
+        one_pass(drift, prompt(*[token] * max(lengths)), prompt(*[token] * max(lengths)))
+        assert (added(drift, len(lengths)) is not None) == known
 
 
 @pytest.mark.parametrize(("rows", "passes"), [(1, 3), (2, 2), (3, 1), (8, 1)])
@@ -94,10 +129,10 @@ def test_an_average_ends_with_a_pass_that_nobody_looked_ahead_in() -> None:
 
 
 def test_a_prompt_is_not_kept() -> None:
-    drift, prompt = StreamDrift(), streams(1, tokens=4096)
-    assert drift.ahead(0, 1, prompt) is None
+    drift = StreamDrift()
+    assert drift.ahead(0, 1, torch.ones(1, 4096, WIDTH)) is None
     (seen,) = drift._seen[1].values()
-    assert seen.untyped_storage().nbytes() == 4 * WIDTH
+    assert seen.untyped_storage().nbytes() == StreamDrift.PROMPT_TOKENS * 4 * WIDTH
 
 
 @pytest.mark.usefixtures("at_once")

@@ -120,16 +120,16 @@ class _Offer:
 
 
 class RouterPredictor:
-    """Experts that a layer's own router chooses for hidden states of an earlier layer, and those whose decayed activation
-    frequency is at least ``CERTAIN``; with ``most``, no more than so many: the most often chosen, of equal ones the most
-    frequent, of these the first. Where no offer was made it predicts what ``HistoryPredictor`` does, and where no expert was
-    offered, nothing.
+    """Experts that a layer's own router chooses for hidden states of an earlier layer, and where it makes more choices than
+    there are experts, those whose decayed activation frequency is at least ``CERTAIN``; with ``most``, no more than so many:
+    the most often chosen, of equal ones the most frequent, of these the first. Where no offer was made it predicts what
+    ``HistoryPredictor`` does, and where no expert was offered, nothing.
 
     Of several sources the one that offered last counts: it is the nearest.
     """
 
-    #: With fewer tokens than experts nearly nothing is so frequent, and routers decide alone; with many, routers miss
-    #: some of what is always used, and frequency has it. Between .6 and .8 both recall and precision are above history's.
+    #: With many tokens routers miss some of what is always used, and frequency has it; between .6 and .8 both recall and
+    #: precision are above history's. With few, what is frequent is what the prompt before them used, and they will not.
     CERTAIN = 0.7
 
     def __init__(self, experts: range, *, most: int = 0) -> None:
@@ -153,11 +153,11 @@ class RouterPredictor:
         offer = self._offers.get(layer)
         if offer is None:
             return self._history.predict(layer)
-        if not offer.chosen.any():
-            return []
-        frequency = self._history.frequency(layer)
-        likely = np.flatnonzero((offer.chosen > 0) | (frequency >= self.CERTAIN))
+        likely = np.flatnonzero(offer.chosen)
+        if offer.chosen.sum() > len(self._experts):
+            likely = np.union1d(likely, np.flatnonzero(self._history.frequency(layer) >= self.CERTAIN))
         if self._most is not None and len(likely) > self._most:
+            frequency = self._history.frequency(layer)
             surest = np.lexsort((-frequency[likely], -offer.chosen[likely]))[: self._most]
             likely = np.sort(likely[surest])
         return _named(self._experts, likely)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -30,7 +30,7 @@ class SequenceGroup:
     numbers: list[int]
     cache: LayeredCache
     mask_BS: Tensor
-    drift: StreamDrift = field(default_factory=StreamDrift)
+    drift: StreamDrift
 
     def forward(self, model: ServedModel, tokens_BT: Tensor) -> Tensor:
         """Logits (B, V) of what follows ``tokens_BT``, of which the last columns of ``mask_BS`` tell."""
@@ -201,7 +201,12 @@ class GroupedRunner(ABC):
         pad = self.model.pad_token
         tokens = [[pad] * before + list(prompt) for before, prompt in zip(padding, prompts, strict=True)]
         mask = [[0] * before + [1] * len(prompt) for before, prompt in zip(padding, prompts, strict=True)]
-        group = SequenceGroup(numbers, self.model.new_cache(), torch.tensor(mask, device=self._device))
+        group = SequenceGroup(
+            numbers,
+            self.model.new_cache(),
+            torch.tensor(mask, device=self._device),
+            StreamDrift([len(prompt) for prompt in prompts]),
+        )
         return group, torch.tensor(tokens, device=self._device)
 
     def _take(self, numbers: set[int]) -> list[SequenceGroup]:
