@@ -7,12 +7,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tierstore import _native
+from tierstore.quant.weights import native_array
 
 _TYPES = (torch.float32, torch.bfloat16)
 
@@ -35,7 +35,7 @@ def multiply_at_once(
     """
     products = _products()
     assert products is not None
-    products.multiply(_array(out_RN), out_first, _array(x_RK), x_first, rows, weights)
+    products.multiply(native_array(out_RN), out_first, native_array(x_RK), x_first, rows, weights)
 
 
 def product(x_RK: Tensor, w_NK: Tensor) -> Tensor:
@@ -83,9 +83,3 @@ def _products() -> _native.TorchProducts | None:
         return _native.TorchProducts(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
     except RuntimeError:
         return None
-
-
-def _array(matrix: Tensor) -> Any:
-    """bf16's bits, or fp32: which of both, mypy cannot know."""
-    plain = matrix.detach()
-    return (plain.view(torch.uint16) if plain.dtype == torch.bfloat16 else plain).numpy()

@@ -261,11 +261,11 @@ def capacity(setting: Setting) -> Capacity:
     return Capacity(tuple(term for term in terms if term.nbytes), divided)
 
 
-def _device_terms(setting: Setting, divided: Budgets) -> Iterable[Term]:
+def _dense_terms(setting: Setting) -> Iterable[Term]:
+    """Dense parameters, whole and in slices."""
     config, model, ranks = setting.config, setting.model, setting.ranks
     layouts, on_cpu = setting.layouts, setting.device is DeviceKind.CPU
-    fixed = setting.fixed
-    dense = fixed.dense
+    dense = setting.fixed.dense
     on_host = config.dense.optimizer_state is not OptimizerState.DEVICE and not on_cpu
     own = sum(layout.slice_numel for layout in layouts)
     resident = 8 if config.dense.optimizer_state is OptimizerState.NVME else 16
@@ -293,7 +293,11 @@ def _device_terms(setting: Setting, divided: Budgets) -> Iterable[Term]:
         if setting.usage.frozen
         else f"4 B x 2 (own, other ranks') x the larger end and {config.dense.gradient_buffers} blocks",
     )
-    slots = divided.slots
+
+
+def _device_terms(setting: Setting, divided: Budgets) -> Iterable[Term]:
+    config, fixed, slots = setting.config, setting.fixed, divided.slots
+    yield from _dense_terms(setting)
     yield Term(
         Tier.DEVICE,
         "expert slots",
@@ -323,7 +327,7 @@ def _device_terms(setting: Setting, divided: Budgets) -> Iterable[Term]:
         f"upper estimate of a forward pass of {setting.tokens} tokens"
         if not setting.usage.trains
         else f"upper estimate for the graphs of one block, {setting.together} micro-batches of {setting.micro_tokens} tokens"
-        if setting.config.data.layer_major
+        if config.data.layer_major
         else f"upper estimate for {setting.tokens} tokens, checkpoint_activations = "
         f"{config.model.checkpoint_activations.value}, expert_activations = "
         f"{config.model.expert_activations.value}",
@@ -379,7 +383,7 @@ def _host_terms(setting: Setting, divided: Budgets) -> Iterable[Term]:
 
 
 def _disk_terms(setting: Setting) -> Iterable[Term]:
-    config, schema, retain = setting.config, setting.schema, setting.config.retain
+    schema, retain = setting.schema, setting.config.retain
     slot_bytes = extent_bytes(schema, 1, 0) // schema_copies(schema, copies(0))  # padding included
     each = f"{schema.record_bytes / schema.numel:.4g}"
     of = f"x {copies(retain)} copies (the live one, the last commit's, {retain} snapshots)"
@@ -424,7 +428,12 @@ def _disk_terms(setting: Setting) -> Iterable[Term]:
     yield Term(
         Tier.NVME, "index", index_bytes(records, retain), f"{records} entries, written anew twice over"
     )
-    trained = pairs if schema.frozen else schema
+    yield from _scratch_terms(setting)
+
+
+def _scratch_terms(setting: Setting) -> Iterable[Term]:
+    """What a step writes and reads again."""
+    trained = setting.usage.pairs if setting.schema.frozen else setting.schema
     kept = setting.boundaries
     if kept is not None:
         yield Term(
@@ -433,7 +442,7 @@ def _disk_terms(setting: Setting) -> Iterable[Term]:
             kept.spilled_bytes,
             f"{kept.count - kept.slots} x {kept.slot_bytes} B, written and read once a step",
         )
-    if config.keeps_gradients and trained is not None and setting.usage.trains:
+    if setting.config.keeps_gradients and trained is not None and setting.usage.trains:
         yield Term(
             Tier.NVME,
             "gradient scratch",

@@ -7,9 +7,9 @@ compute type.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -54,8 +54,8 @@ class QuantizedWeights:
             if out_MN.is_contiguous()
             else torch.empty_like(out_MN, memory_format=torch.contiguous_format)
         )
-        x = x_MK.detach().contiguous()
-        self.products.multiply(self.layout.codes.native, _array(out), _array(x), codes, scales)  # type: ignore[arg-type]
+        x = x_MK.contiguous()
+        self.products.multiply(self.layout.codes.native, native_array(out), native_array(x), codes, scales)
         if out is not out_MN:
             out_MN.copy_(out)
 
@@ -96,12 +96,11 @@ def plain_weights(weights: Weights) -> Tensor:
     return weights
 
 
-def _array(matrix: Tensor) -> npt.NDArray[np.generic]:
-    """A view that the kernels take: fp32, or bf16's bits. Raises ValueError for another type."""
-    if matrix.dtype == torch.float32:
-        fp32: npt.NDArray[np.generic] = matrix.numpy()
-        return fp32
-    if matrix.dtype == torch.bfloat16:
-        bits: npt.NDArray[np.generic] = matrix.view(torch.uint16).numpy()
-        return bits
-    raise ValueError(f"products with quantised weights: expected fp32 or bf16, got {matrix.dtype}")
+def native_array(matrix: Tensor) -> Any:
+    """A view that native products take: fp32, or bf16's bits; which, mypy cannot know. Raises ValueError for others."""
+    plain = matrix.detach()
+    if plain.dtype == torch.bfloat16:
+        return plain.view(torch.uint16).numpy()
+    if plain.dtype != torch.float32:
+        raise ValueError(f"native products: expected fp32 or bf16, got {plain.dtype}")
+    return plain.numpy()
