@@ -69,6 +69,9 @@ def test_a_prompt_is_its_last_tokens_one_after_another(
     generator = torch.Generator().manual_seed(1)
     before, after = torch.randint(0, 100, (2, 3, max(lengths)), generator=generator).tolist()
     drift = StreamDrift(lengths)
+    for row, length in enumerate(lengths):
+        padding = max(lengths) - length
+        before[row][:padding] = [float("nan")] * padding
     one_pass(drift, prompt(*zip(*before, strict=True)), prompt(*zip(*after, strict=True)))
     expected = []
     for row, length in enumerate(lengths):

@@ -83,12 +83,13 @@ class StreamDrift:
         """As if its tokens had come one after another."""
         rows, tokens, _ = added_BTD.shape
         counted = [min(length, tokens) for length in self._lengths or [tokens] * rows]
-        age_T = torch.arange(tokens - 1, -1, -1, device=added_BTD.device)
-        first_B1 = torch.tensor(counted, device=added_BTD.device).unsqueeze(1) - 1
-        weight_T = self.DECAY**age_T
-        weight_BT = torch.where(age_T < first_B1, (1 - self.DECAY) * weight_T, weight_T) * (age_T <= first_B1)
-        mean_B1D = (added_BTD * weight_BT.unsqueeze(2)).sum(dim=1, keepdim=True)
-        return _Average(mean_B1D.to(dtype), min(counted))
+        age_T1 = torch.arange(tokens - 1, -1, -1, device=added_BTD.device).unsqueeze(1)
+        oldest_B11 = torch.tensor(counted, device=added_BTD.device).view(-1, 1, 1) - 1
+        weight_T1 = self.DECAY**age_T1
+        weight_BT1 = torch.where(age_T1 < oldest_B11, (1 - self.DECAY) * weight_T1, weight_T1)
+        # What padding holds may be no number.
+        weighted_BTD = (added_BTD * weight_BT1).masked_fill_(age_T1 > oldest_B11, 0)
+        return _Average(weighted_BTD.sum(dim=1, keepdim=True).to(dtype), min(counted))
 
     def _last(self, stream_BTD: Tensor) -> Tensor:
         """The last tokens; of many, a copy that does not keep the others."""
