@@ -72,6 +72,11 @@ def notes_of(store: Path) -> Path:
     return store.with_name(f"{store.name}.notes")
 
 
+def steps_note(store: Path) -> Path:
+    """Is there once ``train`` has committed steps in ``store``."""
+    return store.with_name(f"{store.name}.steps")
+
+
 def train(
     mesh: Mesh, settings: Settings, steps: int, opening: Opening, *, commit_every: int = 0
 ) -> tuple[list[float], list[float], int]:
@@ -86,6 +91,7 @@ def train(
             norms.append(result.grad_norm)
             if commit_every and trainer.state.position % commit_every == 0:
                 trainer.commit()
+                steps_note(config.store).touch()
         trainer.commit()
         return losses, norms, trainer.store.records_crc32c()
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from launcher import Ranks, World
-from rank_cases import TINY, Settings, ahead, attempt, notes_of, train
+from rank_cases import TINY, Settings, ahead, attempt, steps_note, train
 
 from tierstore.config import load
 from tierstore.parallel import Mesh, ParallelConfig
@@ -91,9 +91,9 @@ def test_kills_of_random_ranks_change_no_bit(
         with ranks.fresh(2, quick(**layout), tmp_path / "stderr") as world:
             for rank in range(2):
                 world.send(rank, _commit_often, store, LAP)
-            if kills == wanted - 1:  # of few kills all could come before a first commit
-                acknowledged = notes_of(store["store"]) / "acknowledged"
-                while not acknowledged.exists() and not any(c.poll(0.01) for c in world.connections):
+            if kills == wanted - 1:  # of few kills all could come before the first steps are committed
+                committed = steps_note(store["store"])
+                while not committed.exists() and not any(c.poll(0.01) for c in world.connections):
                     pass
             deadline = time.monotonic() + random_.uniform(0.02, longest)
             done = all(c.poll(max(deadline - time.monotonic(), 0)) for c in world.connections)
