@@ -60,12 +60,10 @@ def test_by_hand() -> None:
     assert added(drift, 2) == [0.75 * 1 + 0.25 * 5, 4]
 
 
+@pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize("lengths", [(20, 20, 20), (20, 3, 1), (6, 7, 8), (9, 8, 2)])
-def test_a_prompt_is_its_last_tokens_one_after_another(
-    lengths: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_is_its_last_tokens_one_after_another(lengths: tuple[int, int, int]) -> None:
     """Padding precedes the shorter ones, and tells nothing."""
-    monkeypatch.setattr(StreamDrift, "TOKENS", 1)
     generator = torch.Generator().manual_seed(1)
     before, after = torch.randint(0, 100, (2, 3, max(lengths)), generator=generator).tolist()
     drift = StreamDrift(lengths)

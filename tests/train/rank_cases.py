@@ -64,12 +64,7 @@ class FileJobStore:
 
 def attempt(mesh: Mesh, store: Path) -> Mesh:
     """``mesh`` as one attempt of the job that trains into ``store``."""
-    return replace(mesh, job_store=FileJobStore(notes_of(store)))
-
-
-def notes_of(store: Path) -> Path:
-    """What ``FileJobStore`` keeps of the job that trains into ``store``."""
-    return store.with_name(f"{store.name}.notes")
+    return replace(mesh, job_store=FileJobStore(store.with_name(f"{store.name}.notes")))
 
 
 def steps_note(store: Path) -> Path:

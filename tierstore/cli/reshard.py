@@ -69,7 +69,7 @@ def reshard(
 
     if ranks is None and moments is None and embedding is None and head is None:
         raise click.UsageError("expected --ranks, --moments, --embedding or --head")
-    _check_ranks(ranks, (expert, tensor, stages), stage_blocks)
+    _check_ranks(ranks, expert, tensor, stages, stage_blocks)
     blocks = _numbers(stage_blocks)
     wanted = ParallelConfig(expert=expert, tensor=tensor, stages=stages, stage_blocks=blocks)
     start = time.monotonic()
@@ -106,11 +106,11 @@ def reshard(
     )
 
 
-def _check_ranks(ranks: int | None, divisions: tuple[int, int, int], stage_blocks: str | None) -> None:
-    """``divisions``: --expert, --tensor and --stages. Raises UsageError."""
-    if ranks is None and divisions != (0, 1, 1):
+def _check_ranks(ranks: int | None, expert: int, tensor: int, stages: int, stage_blocks: str | None) -> None:
+    """Raises UsageError."""
+    if ranks is None and (expert, tensor, stages) != (0, 1, 1):
         raise click.UsageError("--expert, --tensor and --stages need --ranks")
-    if stage_blocks is not None and divisions[2] == 1:
+    if stage_blocks is not None and stages == 1:
         raise click.UsageError("--stage-blocks needs --stages")
     if ranks is not None and ranks < 1:
         raise click.UsageError(f"--ranks: expected at least 1, got {ranks}")
