@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 
 import pytest
+from pipemoe_solvers import ChunkTimes, simulate_chunks
 
 from tierstore.cache.access import Phase
 from tierstore.errors import ConfigError
@@ -14,8 +15,7 @@ from tierstore.machine_profile import ASSUMED, Cost, Profile
 from tierstore.parallel.pipeline_degree import PipelineCosts, best_degree
 from tierstore.plan.capacity import Setting
 from tierstore.plan.fitting import Limits
-from tierstore.plan.pipemoe.layer import modelled
-from tierstore.plan.pipemoe.simulation import ChunkTimes, simulate_chunks
+from tierstore.plan.layer_degrees import modelled
 from tierstore.plan.predict import Prediction, predict
 from tierstore.plan.report import plan_run
 from tierstore.plan.workload import StepWorkload
@@ -92,7 +92,7 @@ def test_auto_takes_the_exact_solvers_numbers(setting: Make) -> None:
     assert dear.chunks_save_s == 0
     slight = predict(setting(ranks=2), _profile(Cost(0.0, 1e9), Cost(0.0, 1e6), Cost(0.0, 1e6)))
     assert slight.degrees is not None
-    assert [one.exact.degree for one in slight.degrees.passes] == [6, 6]
+    assert [one.best.degree for one in slight.degrees.passes] == [6, 6]
     assert _chunked(slight) == {Phase.FORWARD: 1, Phase.BACKWARD: 1}
 
 

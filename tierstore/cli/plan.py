@@ -374,34 +374,31 @@ def _show_order(made: Plan, output: Output) -> None:
 
 
 def _show_degrees(made: Plan, output: Output) -> None:
-    """Each solver's number of chunks, forward and backward."""
+    """In how many chunks rows travel to experts, forward and backward."""
     prediction = made.prediction
     if prediction is None or prediction.degrees is None:
         return
     degrees = prediction.degrees
-    rows = [
-        (
-            one.phase.name.lower(),
-            solved.solver,
-            str(solved.degree),
-            format_seconds(solved.seconds),
-            f"{solved.loss_ratio:.1%}",
-        )
-        for one in degrees.passes
-        for solved in one.solved
-    ]
     output.table(
         f"Chunks of a MoE layer's pass, at most {degrees.most} ({degrees.evidence.value})",
-        ("pass", "solver", "chunks", "a pass", "loses"),
-        rows,
+        ("pass", "best", "a pass", "in one chunk"),
+        [
+            (
+                one.phase.name.lower(),
+                one.best.degree,
+                format_seconds(one.best.seconds),
+                format_seconds(one.one_s),
+            )
+            for one in degrees.passes
+        ],
     )
     for one in degrees.passes:
-        if one.wanted > one.exact.degree:
+        if one.best.wanted > one.best.degree:
             output.line(
-                f"{one.phase.name.lower()}: {one.wanted} chunks would be best; a rank owns {degrees.most} experts"
+                f"{one.phase.name.lower()}: {one.best.wanted} chunks would be best; a rank owns {degrees.most} experts"
             )
     taken = ", ".join(f"{count} {phase.name.lower()}" for phase, count in degrees.taken.items())
-    why = "auto: the exact solver's, where they save 2%" if degrees.auto else "parallel.pipeline_degree"
+    why = "auto: the best number, where it saves 2%" if degrees.auto else "parallel.pipeline_degree"
     line, saved = f"chunks of a step: {taken} ({why})", prediction.chunks_save_s
     if max(degrees.taken.values()) > 1:
         line += (

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from tierstore.machine_profile import Evidence, Profile
 from tierstore.plan.capacity import Capacity, Setting, capacity
-from tierstore.plan.pipemoe.layer import LayerDegrees, layer_degrees
+from tierstore.plan.layer_degrees import LayerDegrees, layer_degrees
 from tierstore.plan.simulate import SteadyState, outcome, simulate
 from tierstore.plan.traffic import Traffic, step_traffic
 from tierstore.plan.workload import SETTLED, STEPS, StepWorkload

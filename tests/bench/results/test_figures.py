@@ -16,10 +16,9 @@ from pathlib import Path
 import pytest
 
 import tierstore.bench
-from tierstore.bench import adamw, cache, collectives, commit
+from tierstore.bench import adamw, cache, commit
 from tierstore.bench.io.run import IoResult
 from tierstore.bench.machine.run import MachineResult
-from tierstore.bench.overlap.prediction import PredictionResult
 from tierstore.bench.overlap.run import OverlapResult
 from tierstore.bench.results.figures import IF_ANY, INTERNAL, Figures, named, prefixed, ratios, to_json
 from tierstore.bench.soak.run import SoakResult
@@ -142,12 +141,10 @@ SINCE: dict[str, dict[str, object]] = {
 RESULTS = {
     "adamw": adamw.AdamWResult,
     "cache": cache.CacheResult,
-    "collectives": collectives.CollectivesResult,
     "commit": commit.CommitResult,
     "io": IoResult,
     "machine": MachineResult,
     "overlap": OverlapResult,
-    "prediction": PredictionResult,
     "soak": SoakResult,
     "tiers": TiersResult,
     "train": TrainResult,

@@ -8,29 +8,17 @@ from typing import TYPE_CHECKING
 import click
 
 from tierstore.cli.bench.generate import generate
-from tierstore.cli.bench.guesses import guesses
 from tierstore.cli.bench.io import io
 from tierstore.cli.bench.machine import machine
 from tierstore.cli.bench.order import order
-from tierstore.cli.bench.quant import quant
-from tierstore.cli.bench.ranks.embedding import embedding
-from tierstore.cli.bench.ranks.exchange import exchange
-from tierstore.cli.bench.ranks.layouts import layouts
-from tierstore.cli.bench.ranks.overlap import overlap, prediction
-from tierstore.cli.bench.ranks.pipemoe import pipemoe
-from tierstore.cli.bench.ranks.ppmoe import ppmoe
-from tierstore.cli.bench.ranks.stages import stages
-from tierstore.cli.bench.ranks.tasks import tasks
+from tierstore.cli.bench.overlap import overlap
 from tierstore.cli.bench.report import compare, report
 from tierstore.cli.bench.results import (
-    CHECK_FAILED,
     WORK_DIRECTORY,
     Reporting,
-    namespace_option,
     results_options,
     work_directory_option,
 )
-from tierstore.cli.bench.ring import ring
 from tierstore.cli.bench.rivals import rivals
 from tierstore.cli.bench.scale import scale
 from tierstore.cli.bench.tiers import tiers
@@ -44,7 +32,6 @@ from tierstore.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from tierstore.bench.adamw import AdamWResult
     from tierstore.bench.cache import CacheResult, ReplayRate
-    from tierstore.bench.collectives import CollectivesResult
 
 
 @click.group(cls=CommandGroup)
@@ -61,23 +48,12 @@ for _command in (
     io,
     tiers,
     train,
-    embedding,
     order,
-    stages,
-    guesses,
-    quant,
-    ring,
-    ppmoe,
     rivals,
     generate,
     overlap,
-    prediction,
-    pipemoe,
-    exchange,
-    layouts,
     machine,
     scale,
-    tasks,
     report,
     compare,
 ):
@@ -177,49 +153,6 @@ def commit(records: int, record_bytes: int, rounds: int, store: Path | None, rep
     )
     session.output.line(f"commit / write {result.commit_to_write_ratio:.3f}")
     session.end(result, measurements(result))
-
-
-@bench.command()
-@click.option("--ranks", type=int, default=2)
-@click.option("--layers", type=int, default=8, help="Dense blocks.")
-@click.option("--d-model", type=int, default=128, help="Their width.")
-@click.option("--tokens", type=int, default=64, help="Tokens of a step on each rank.")
-@click.option("--rounds", type=int, default=7)
-@namespace_option
-@results_options()
-def collectives(reporting: Reporting, **sizes: int) -> int:
-    """Fused gathers and gradient buckets against a message a parameter, over ranks on Gloo.
-
-    Exit status 1: they differ in a bit.
-    """
-    from tierstore.bench.collectives import CollectivesBench, measurements, run
-
-    session = reporting.begin()
-    result = run(CollectivesBench(**sizes))
-    show_collectives(result, session.output)
-    session.end(result, measurements(result))
-    return 0 if result.same_bits else CHECK_FAILED
-
-
-def show_collectives(result: CollectivesResult, output: Output) -> None:
-    """The environment, a table and what was saved, for people."""
-    asked, modes = result.asked, (result.fused, result.apart)
-    output.table(
-        f"{asked.ranks} ranks on {result.backend}, {asked.layers} dense blocks of width "
-        f"{asked.d_model}, {result.parameters:,} parameters, {asked.rounds} rounds",
-        ("", "fused", "a message a parameter"),
-        [
-            ("collectives a step", *(mode.collectives_count for mode in modes)),
-            ("sent a step by a rank", *(format_bytes(mode.sent_bytes) for mode in modes)),
-            ("step, median", *(format_seconds(mode.step_s) for mode in modes)),
-            ("step, fastest", *(format_seconds(mode.step_min_s) for mode in modes)),
-            ("step, slowest", *(format_seconds(mode.step_max_s) for mode in modes)),
-        ],
-    )
-    output.line(
-        f"{result.messages_ratio:.1f} x fewer messages; a step is {format_seconds(abs(result.saved_s))} "
-        f"{'shorter' if result.saved_s >= 0 else 'longer'}"
-    )
 
 
 @bench.command()

@@ -1,0 +1,233 @@
+"""What experiments share: real ranks on this machine, an emulated device, and how findings are printed.
+
+A rank is a process of its own; ranks meet on the loopback, or in network namespaces. The emulated device is the calling
+thread asleep: what is computed, sent and waited for is what a training run does, and only products with an expert's
+weights, or whole passes, take the time that they would take on such a device. So figures hold on a machine that others
+use, and with fewer cores than ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import multiprocessing
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import Tensor
+
+from tierstore.bench.processes.namespaces import RankNamespace
+from tierstore.cli.output import Output
+from tierstore.errors import TierstoreError
+from tierstore.links import wait_until
+from tierstore.moe.config import ExpertShape
+from tierstore.moe.source import ExpertLease
+
+T = TypeVar("T")
+TIMEOUT_S = 600.0
+_CLONE_NEWNET = 0x40000000
+#: Products with its weights that an expert has in a pass: two either way.
+_PRODUCTS = 2
+
+
+def run_ranks(
+    function: Callable[..., T], count: int, *arguments: object, namespaces: Sequence[RankNamespace] = ()
+) -> list[T]:
+    """``function(*arguments)`` on each of ``count`` ranks at once; what each returned, in rank order. With ``namespaces``
+    each rank lives in its own.
+
+    ``function`` is of a module; it finds its rank as ``tierstore.parallel.launch`` does. Raises RuntimeError, naming the
+    rank, when one fails or gives no answer within ``TIMEOUT_S`` seconds; the others are ended.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    context = multiprocessing.get_context("spawn")
+    ranks = []
+    for rank in range(count):
+        ours, theirs = context.Pipe(duplex=False)
+        environ = {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_WAIT_POLICY": "passive",
+            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+        }  # fmt: skip
+        inside = namespaces[rank] if namespaces else None
+        process = context.Process(
+            target=_as_rank, args=(theirs, environ, inside, function, arguments), daemon=True
+        )
+        process.start()
+        theirs.close()
+        ranks.append((process, ours))
+    try:
+        until = time.monotonic() + TIMEOUT_S
+        return [_answer(rank, ours, until) for rank, (_, ours) in enumerate(ranks)]
+    finally:
+        for process, _ in ranks:
+            process.kill()
+            process.join()
+
+
+def _answer(rank: int, pipe: Connection, until: float) -> Any:
+    if not pipe.poll(max(0.0, until - time.monotonic())):
+        raise RuntimeError(f"rank {rank}: no answer in time")
+    try:
+        failed, answer = pipe.recv()
+    except EOFError:
+        raise RuntimeError(f"rank {rank}: ended without an answer") from None
+    if failed:
+        raise RuntimeError(f"rank {rank}: {answer}")
+    return answer
+
+
+def _as_rank(
+    pipe: Connection,
+    environ: Mapping[str, str],
+    inside: RankNamespace | None,
+    function: Callable[..., object],
+    arguments: Sequence[Any],
+) -> None:
+    os.environ.update(environ)
+    if inside is not None:
+        # This thread alone enters it; those of Gloo are made from this one.
+        with open(f"/run/netns/{inside.name}") as namespace:
+            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET) != 0:
+                raise OSError(ctypes.get_errno(), "setns", namespace.name)
+        os.environ.update(inside.environment)
+    torch.set_num_threads(1)
+    try:
+        pipe.send((False, function(*arguments)))
+    except Exception as error:
+        pipe.send((True, f"{type(error).__name__}: {error}"))
+    pipe.close()
+    # Gloo's threads have aborted processes whose interpreter was being taken apart; the answer is out.
+    os._exit(0)
+
+
+# The emulated device ----------------------------------------------------------------------------------------
+
+
+def taking(x: Tensor, forward_s: float, backward_s: float) -> Tensor:
+    """``x``, whose forward and backward pass take these seconds on a device that the rank waits for."""
+
+    class Passing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            wait_until(time.monotonic_ns() + round(forward_s * 1e9))
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            wait_until(time.monotonic_ns() + round(backward_s * 1e9))
+            return gradient
+
+    apply: Any = Passing.apply
+    passed: Tensor = apply(x)
+    return passed
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSpeed:
+    """Seconds of one expert's forward pass: ``start_s + rows * row_s``. A backward pass takes twice that."""
+
+    start_s: float = 0.0
+    row_s: float = 0.0
+
+    def seconds(self, rows: int) -> float:
+        return self.start_s + rows * self.row_s
+
+
+class SleepingDevice:
+    """A device that computes for given times, one after another, while the thread that launches waits."""
+
+    def __init__(self, speed: DeviceSpeed | None = None) -> None:
+        self.speed = speed or DeviceSpeed()
+        #: What is launched takes this many times as long as a forward pass.
+        self.times = 1
+
+    def product(self, rows: int) -> None:
+        """Returns when one of an expert's products over ``rows`` rows is done."""
+        spent = self.times * self.speed.seconds(rows) / _PRODUCTS
+        if spent > 0:
+            wait_until(time.monotonic_ns() + round(spent * 1e9))
+
+
+def slow_weights(flat: Tensor, product: Callable[[int], None]) -> Tensor:
+    """``flat`` as weights whose products, and those of its views, call ``product`` with their number of rows."""
+
+    class SlowWeights(Tensor):
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+        ) -> Any:
+            made = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+            if func is torch.mm:
+                product(args[0].shape[0])
+            return made
+
+    return flat.as_subclass(SlowWeights)
+
+
+class SleepingExperts:
+    """An expert source whose experts all have the same weights and lie on ``device``."""
+
+    def __init__(self, shape: ExpertShape, device: SleepingDevice) -> None:
+        self._device = device
+        self._weights = slow_weights(torch.full((shape.numel,), 1e-3), device.product)
+        self._gradients = torch.empty(shape.numel)
+
+    def forward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
+        self._device.times = 1
+        for expert in experts:
+            yield ExpertLease(expert, self._weights)
+
+    def backward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
+        self._device.times = 2
+        for expert in experts:
+            yield ExpertLease(expert, self._weights, self._gradients)
+
+
+# Options and findings ---------------------------------------------------------------------------------------
+
+
+def options(description: str | None, **defaults: Any) -> argparse.Namespace:
+    """The options of an experiment: ``--name`` for each of ``defaults``, of its type; several values for a tuple."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, default in defaults.items():
+        kind = type(default[0]) if isinstance(default, tuple) else str if default is None else type(default)
+        several = "+" if isinstance(default, tuple) else None
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, type=kind, nargs=several, default=default, help=f"default: {default}")
+    return parser.parse_args()
+
+
+def finish(findings: Mapping[str, object], failures: Sequence[str] = ()) -> None:
+    """Prints ``findings`` as one line of JSON, and ends: with status 1 where there are ``failures``, which it names."""
+    print(json.dumps(findings), flush=True)
+    for failure in failures:
+        print(failure, file=sys.stderr)
+    sys.exit(1 if failures else 0)
+
+
+def start(main: Callable[[], None]) -> NoReturn:
+    """Runs an experiment. What cannot be measured here ends it with one line and status 2."""
+    try:
+        main()
+    except (TierstoreError, OSError) as error:
+        print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    sys.exit(0)
+
+
+#: Where experiments print their tables.
+OUTPUT = Output.for_option(False)

@@ -1,1 +1,0 @@
-"""Rows exchanged at once and in two steps, over emulated nodes."""

@@ -1,1 +1,0 @@
-"""Benchmarks of several real ranks, on links that are limited where time counts; one file a command."""
