@@ -337,6 +337,11 @@ class File:
     def path(self) -> str: ...
     @property
     def size(self) -> int: ...
+    def fileno(self) -> int:
+        """
+        The descriptor through the page cache, which closes with the file. OSError (EBADF) once closed.
+        """
+
     @property
     def direct(self) -> bool: ...
     @property
@@ -758,7 +763,7 @@ class Engine:
         queue_depth: int = 32,
         chunk_bytes: int = 1048576,
         compute_threads: int = 1,
-        lease_fd: int = -1,
+        lease_fds: Sequence[int] = (),
         map_sync: MapSync = MapSync.AUTO,
         log_path: str | os.PathLike[str] | None = None,
         kept_errors: int = 4096,

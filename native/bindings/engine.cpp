@@ -92,11 +92,11 @@ nb::dict stats(Engine& self) {
 }
 
 void init(Engine* self, IoBackend backend, size_t io_threads, size_t queue_depth, size_t chunk_bytes,
-          size_t compute_threads, int lease_fd, MapSync map_sync, const nb::object& log_path,
-          size_t kept_errors, size_t kept_failures) {
+          size_t compute_threads, const std::vector<int>& lease_fds, MapSync map_sync,
+          const nb::object& log_path, size_t kept_errors, size_t kept_failures) {
     EngineOptions options;
     options.backend = backend;
-    options.io = {io_threads, queue_depth, chunk_bytes, lease_fd, map_sync};
+    options.io = {io_threads, queue_depth, chunk_bytes, lease_fds, map_sync};
     options.compute_threads = compute_threads;
     options.failures = FailedTickets(kept_errors, kept_failures);
     if (!log_path.is_none())
@@ -363,13 +363,13 @@ ValueError at once. After a failed write or sync no later one is tried (``poison
 The newest ``kept_errors`` failures keep their error, and ``kept_failures`` before them their ticket: a very old
 result is a failure (ResultForgotten) rather than a wrong success.)");
     engine.def("__init__", init, nb::kw_only(), "backend"_a = IoBackend::Auto, "io_threads"_a = 4,
-               "queue_depth"_a = 32, "chunk_bytes"_a = 1 << 20, "compute_threads"_a = 1, "lease_fd"_a = -1,
-               "map_sync"_a = MapSync::Auto, "log_path"_a = nb::none(), "kept_errors"_a = 4096,
-               "kept_failures"_a = 1 << 20,
+               "queue_depth"_a = 32, "chunk_bytes"_a = 1 << 20, "compute_threads"_a = 1,
+               "lease_fds"_a = std::vector<int>{}, "map_sync"_a = MapSync::Auto, "log_path"_a = nb::none(),
+               "kept_errors"_a = 4096, "kept_failures"_a = 1 << 20,
                nb::sig("def __init__(self, *, backend: IoBackend = tierstore._native.IoBackend.AUTO, "
                        "io_threads: int = 4, "
                        "queue_depth: int = 32, chunk_bytes: int = 1048576, compute_threads: int = 1, "
-                       "lease_fd: int = -1, map_sync: MapSync = tierstore._native.MapSync.AUTO, "
+                       "lease_fds: Sequence[int] = (), map_sync: MapSync = tierstore._native.MapSync.AUTO, "
                        "log_path: str | os.PathLike[str] | None = None, kept_errors: int = 4096, "
                        "kept_failures: int = 1048576) -> None"));
     bind_transfers(engine);

@@ -95,6 +95,9 @@ Its transfers and syncs are counted by ``meter``, if any.)")
                     "None"))
         .def_prop_ro("path", [](const Held<File>& self) { return self.ptr->path(); })
         .def_prop_ro("size", [](const Held<File>& self) { return self.ptr->size(); })
+        .def(
+            "fileno", [](const Held<File>& self) { return self.ptr->open()->buffered_fd; },
+            "The descriptor through the page cache, which closes with the file. OSError (EBADF) once closed.")
         .def_prop_ro("direct", [](const Held<File>& self) { return self.ptr->open()->direct_fd >= 0; })
         .def_prop_ro(
             "direct_reason", [](const Held<File>& self) { return self.ptr->open()->direct_reason; },

@@ -62,16 +62,16 @@ struct BackendOptions {
     size_t threads = 4;                // of the threads and pmem backends: so many chunks in flight
     size_t queue_depth = 32;           // of the uring backend: so many chunks in flight
     size_t chunk_bytes = 1 << 20;      // a larger request is cut into chunks of this
-    int lease_fd = -1;                 // see make_uring_backend
+    std::vector<int> lease_fds;        // see make_uring_backend
     MapSync map_sync = MapSync::Auto;  // of the pmem backend
 };
 
 std::unique_ptr<Backend> make_threads_backend(const BackendOptions& options);
 
-// Throws SyscallError (ENOSYS, EPERM, EMFILE, ENOMEM, ...) where the kernel grants no ring. `lease_fd` (-1:
-// none) is registered in the ring: after SIGKILL the kernel tears a ring down asynchronously, and its direct
-// writes may still land; the ring holds the lock's open file until then, so that a flock on it cannot pass to
-// another process before. (Blocking writes of the threads backend end before their dead process's files are
+// Throws SyscallError (ENOSYS, EPERM, EMFILE, ENOMEM, ...) where the kernel grants no ring. `lease_fds` are
+// registered in the ring: after SIGKILL the kernel tears a ring down asynchronously, and its direct writes may
+// still land; the ring holds the locks' open files until then, so that a flock on them cannot pass to another
+// process before. (Blocking writes of the threads backend end before their dead process's files are
 // closed.)
 std::unique_ptr<Backend> make_uring_backend(const BackendOptions& options);
 

@@ -81,9 +81,9 @@ void Ring::unmap() {
     ::close(fd_);
 }
 
-void Ring::hold(int fd) {
-    if (syscall(SYS_io_uring_register, fd_, IORING_REGISTER_FILES, &fd, 1) != 0)
-        throw SyscallError(errno, "registering the lease in the io_uring");
+void Ring::hold(const std::vector<int>& fds) {
+    if (syscall(SYS_io_uring_register, fd_, IORING_REGISTER_FILES, fds.data(), fds.size()) != 0)
+        throw SyscallError(errno, "registering the locks of the store in the io_uring");
     holding_ = true;
 }
 

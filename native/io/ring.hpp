@@ -28,11 +28,11 @@ public:
     Ring(const Ring&) = delete;
     Ring& operator=(const Ring&) = delete;
 
-    // The ring holds the open file behind `fd` until its last operation has ended, whatever becomes of the
-    // process.
-    void hold(int fd);
+    // The ring holds the open files behind `fds` until its last operation has ended, whatever becomes of the
+    // process. Called once.
+    void hold(const std::vector<int>& fds);
 
-    // Lets go of that file now, with nothing in flight. A destroyed ring does too, but the kernel takes its
+    // Lets go of those files now, with nothing in flight. A destroyed ring does too, but the kernel takes its
     // time.
     void let_go();
 

@@ -41,7 +41,7 @@ class UringBackend final : public Backend {
 public:
     explicit UringBackend(const BackendOptions& options)
         : depth_(options.queue_depth), ring_(checked_entries(options)), queue_(options.chunk_bytes) {
-        if (options.lease_fd >= 0) ring_.hold(options.lease_fd);
+        if (!options.lease_fds.empty()) ring_.hold(options.lease_fds);
         thread_ = std::thread([this] { work(); });
     }
     ~UringBackend() override { close(); }

@@ -331,21 +331,28 @@ def test_auto_falls_back_and_says_why(tmp_path: Path) -> None:
     assert (run.returncode, run.stdout) == (0, "fell back\n"), run.stderr
 
 
-def test_a_ring_holds_the_lease(arena: native.Arena, file: native.File, tmp_path: Path) -> None:
-    """A flock that the ring shares lasts until its engine has closed, even when its descriptor has gone."""
-    path = tmp_path / "lease"
-    lease = os.open(path, os.O_RDWR | os.O_CREAT)
-    fcntl.flock(lease, fcntl.LOCK_EX)
+def test_a_ring_holds_the_locks(arena: native.Arena, file: native.File, tmp_path: Path) -> None:
+    """A flock that the ring shares, of a file or a directory, lasts until its engine has closed, even when its descriptor
+    has gone.
+    """
+    (tmp_path / "lease").touch()
+    paths = [tmp_path / "lease", tmp_path]
+    locks = [os.open(path, os.O_RDONLY) for path in paths]
+    for lock in locks:
+        fcntl.flock(lock, fcntl.LOCK_EX)
     try:
-        engine = native.Engine(backend=native.IoBackend.URING, lease_fd=lease)
+        engine = native.Engine(backend=native.IoBackend.URING, lease_fds=locks)
     except OSError as error:
-        os.close(lease)
         pytest.skip(f"no uring here: {error}")
-    os.close(lease)
+    finally:
+        for lock in locks:
+            os.close(lock)
     engine.wait(engine.write(file, 0, [scattered(arena, [1], 4096)]))
-    second = os.open(path, os.O_RDWR)
-    with pytest.raises(BlockingIOError):
-        fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    others = [os.open(path, os.O_RDONLY) for path in paths]
+    for other in others:
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
     engine.close()
-    fcntl.flock(second, fcntl.LOCK_EX)
-    os.close(second)
+    for other in others:
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(other)

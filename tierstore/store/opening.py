@@ -424,7 +424,7 @@ def _assemble(
 ) -> Parts:
     """The rest of the parts; what fails takes back, through ``stack``, what was made."""
     tuning = tune(config.io, drives.home.directory)
-    engine = make_engine(config.io, tuning, lease_fd=lease.fd, log_path=io_log)
+    engine = make_engine(config.io, tuning, lease_fds=[lease.fd] if lease.fd >= 0 else [], log_path=io_log)
     stack.callback(engine.close)
     frame = record_frame_bytes(schemas, access)
     scratch = sum(replay_scratch_bytes(schema) for schema in missed)
@@ -492,7 +492,7 @@ def make_residency(config: StoreConfig, frames: int, frame_bytes: int) -> Reside
 
 
 def make_engine(
-    io: IoConfig, tuning: TransferTuning, *, lease_fd: int = -1, log_path: Path | None = None
+    io: IoConfig, tuning: TransferTuning, *, lease_fds: Sequence[int] = (), log_path: Path | None = None
 ) -> Engine:
     """An engine as ``io`` and ``tuning`` say. Raises OSError when a backend that is ON is refused."""
     return Engine(
@@ -501,7 +501,7 @@ def make_engine(
         queue_depth=tuning.queue_depth,
         chunk_bytes=tuning.chunk_bytes,
         compute_threads=io.compute_threads or min(cores(), 4),
-        lease_fd=lease_fd,
+        lease_fds=lease_fds,
         map_sync=_MAP_SYNC[io.map_sync],
         log_path=None if log_path is None else str(log_path),
     )
