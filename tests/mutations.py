@@ -21,6 +21,7 @@ STORE = "tests/faults/test_store_faults.py::"
 PROCESSES = "tests/faults/test_processes.py::"
 POWER = "tests/faults/test_power_loss.py::"
 CRASH = "tests/store/test_crash_replay.py::"
+LEASE = "tests/store/disk/test_lease.py::"
 TRAIN = "tests/faults/test_train_faults.py::"
 
 
@@ -92,8 +93,8 @@ MUTATIONS = [
     Mutation(
         "a lease cannot be released where its drive is gone",
         "tierstore/store/disk/lease.py",
-        "            with contextlib.suppress(OSError):\n                os.close(self._fd)\n",
-        "            os.close(self._fd)\n",
+        "            with contextlib.suppress(OSError):\n                os.close(fd)\n",
+        "            os.close(fd)\n",
         STORE + "test_a_drive_that_is_pulled_out_stops_the_run[write-s/extents/*-commit-threads]",
     ),
     Mutation(
@@ -226,8 +227,8 @@ MUTATIONS = [
     Mutation(
         "an opening that fails keeps its lease",
         "tierstore/store/opening.py",
-        "        lease = stack.enter_context(DirectoryLease(directory, access=access))\n        index =",
-        "        lease = DirectoryLease(directory, access=access)\n        index =",
+        "        home.lease = lease = stack.enter_context(DirectoryLease(directory, access=access))\n",
+        "        home.lease = lease = DirectoryLease(directory, access=access)\n",
         PROCESSES + "test_memory_that_is_not_to_be_had_is_one_clear_error",
     ),
     Mutation(
@@ -240,7 +241,7 @@ MUTATIONS = [
     Mutation(
         "files that have grown are not synced by their directory",
         "tierstore/store/committing.py",
-        "                fsync_directory(directory)\n",
+        '                fsync_directory(self._parts.drives[number].path / "extents")\n',
         "                pass\n",
         STORE + "test_a_failed_sync_of_a_directory_poisons[0]",
     ),
@@ -268,10 +269,25 @@ MUTATIONS = [
     Mutation(
         "a lease is not locked",
         "tierstore/store/disk/lease.py",
-        "                fcntl.flock(fd, kind | fcntl.LOCK_NB)\n",
-        "",
+        "        fcntl.flock(fd, kind | fcntl.LOCK_NB)\n",
+        "        pass\n",
         PROCESSES + "test_of_two_that_race_one_wins[open]",
         (PROCESSES + "test_of_two_that_race_one_wins[create]",),
+    ),
+    Mutation(
+        "files of a store are not compared with their names before a commit",
+        "tierstore/store/committing.py",
+        "        parts.drives.check()  # what was written to a file without a name is lost\n",
+        "",
+        LEASE + "test_no_commit_is_acknowledged_once_a_file_of_the_store_has_gone[False]",
+        (LEASE + "test_where_directories_cannot_be_locked_the_lease_is_compared",),
+    ),
+    Mutation(
+        "the ring does not keep the lock of a directory",
+        "tierstore/store/disk/lease.py",
+        "(self._fd, self._directory_fd) if",
+        "(self._fd,) if",
+        LEASE + "test_the_ring_keeps_every_lock_of_a_writer[False]",
     ),
     Mutation(
         "the age of snapshots is of the clock",
@@ -283,8 +299,8 @@ MUTATIONS = [
     Mutation(
         "a closed lease keeps its descriptor",
         "tierstore/store/disk/lease.py",
-        "                os.close(self._fd)\n            self._fd = -1\n",
-        "                pass\n            self._fd = -1\n",
+        "                os.close(fd)\n        self._kept.clear()\n",
+        "                pass\n        self._kept.clear()\n",
         PROCESSES + "test_opening_a_thousand_times_leaves_nothing[threads-1000]",
     ),
     Mutation(

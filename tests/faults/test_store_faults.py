@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from faultfs import Action, FaultFs, Rule, unavailable
 from slowness import mostly_slow
 
 from tierstore import _native
-from tierstore.errors import ChecksumError, StoreFormatError, StorePoisonedError
+from tierstore.errors import ChecksumError, StoreFormatError, StoreInUseError, StorePoisonedError
 from tierstore.store import Group, OpenAt, ParameterStore, RecordSchema
 from tierstore.store.committing import Keep
 
@@ -375,3 +376,44 @@ def test_a_file_that_is_cut_short_is_an_error_and_no_signal(
         with pytest.raises(OSError, match="'e3', section weight") as caught:
             store.fetch(["e3"])
         assert caught.value.errno == errno.EIO
+
+
+# A process that is killed -----------------------------------------------------------------------------------
+
+
+def opened_in_time(path: Path) -> ParameterStore:
+    """The store, as soon as nobody has it any more."""
+    until = time.monotonic() + 20
+    while True:
+        try:
+            return ParameterStore.open(path, config("uring"))
+        except StoreInUseError:
+            assert time.monotonic() < until
+
+
+@pytest.mark.parametrize("backend", mostly_slow(DIRECT, "uring"))
+def test_no_other_opens_before_a_killed_ones_writes_have_ended(fs: FaultFs, backend: str) -> None:
+    """Also where its lease has been removed: the directory is locked until then. Each write takes most of a second."""
+    path = made(fs)
+    command = [sys.executable, str(Path(__file__).with_name("fault_store.py")), str(path), backend]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([*command, "update", "commit"], text=True, **pipes) as process:  # type: ignore[call-overload]
+        try:
+            assert '"open"' in process.stdout.readline()
+            fs.add(Rule(op="write", action=Action.DELAY, path=EXTENTS, seconds=0.8))
+            process.stdin.write("\n")
+            process.stdin.flush()
+            assert '"update"' in process.stdout.readline()
+            while not fs.fired[0]:
+                time.sleep(0.01)
+            (path / "lease").unlink()
+            process.kill()
+            with opened_in_time(path) as store:
+                before = {file.name: file.read_bytes() for file in (fs.behind / "s/extents").iterdir()}
+                time.sleep(1)
+                assert {
+                    file.name: file.read_bytes() for file in (fs.behind / "s/extents").iterdir()
+                } == before
+                assert (store.last_commit.generation, store.verify().failures) == (1, [])
+        finally:
+            process.kill()

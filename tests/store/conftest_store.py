@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
 import shutil
 import subprocess
@@ -60,6 +62,41 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("no loop-mounted ext4 here; the tests with a limited file size run everywhere")
     yield mount
     subprocess.run(["umount", mount], check=True)
+
+
+def fingerprint(store: Path) -> dict[str, object]:
+    """Of every file and directory: what it is, when it was changed, and what is in it."""
+    found: dict[str, object] = {}
+    for path in [store, *sorted(store.rglob("*"))]:
+        status = path.stat()
+        content = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+        where = (status.st_ino, status.st_mode, status.st_size, status.st_blocks)
+        found[str(path.relative_to(store))] = (*where, status.st_mtime_ns, status.st_ctime_ns, content)
+    return found
+
+
+@contextlib.contextmanager
+def read_only(path: Path) -> Iterator[None]:
+    """``path`` and what is below it, mounted read-only where we may mount, without permission to write elsewhere."""
+    below = {file: file.stat().st_mode for file in [path, *path.rglob("*")]}
+    mounted = os.geteuid() == 0 and not _run("mount", "--bind", path, path)
+    try:
+        if mounted and _run("mount", "-o", "remount,ro,bind", path):
+            raise OSError(f"{path}: the mount cannot be made read-only")
+        if not mounted:
+            for file, mode in below.items():
+                file.chmod(mode & ~0o222)
+        yield
+    finally:
+        if mounted:
+            _run("umount", path)
+        else:
+            for file, mode in below.items():
+                file.chmod(mode)
+
+
+def _run(*command: object) -> int:
+    return subprocess.run([str(part) for part in command], capture_output=True, check=False).returncode
 
 
 def weights(count: int, numel: int, seed: int = 0) -> dict[str, Array]:

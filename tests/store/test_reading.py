@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import signal
 import subprocess
@@ -13,14 +12,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest_store import small_store, weights
+from conftest_store import fingerprint, read_only, small_store, weights
 
-from tierstore.errors import BudgetError, ConfigError, StoreError, StoreFormatError, StoreInUseError
-from tierstore.store import Group, ParameterStore, StoreConfig, StripeConfig
+from tierstore.bench.soak.audit import committed_generation
+from tierstore.errors import BudgetError, ConfigError, StoreError, StoreInUseError
+from tierstore.store import Group, ParameterStore, RecordSchema, StoreConfig, StripeConfig, verify_store
+from tierstore.store.committing import Keep
 from tierstore.store.config import StoreAccess
 from tierstore.store.disk import lease
 from tierstore.store.gc import Mode, collect
-from tierstore.store.opening import OpenAt, minimum_host_budget, read_schemas
+from tierstore.store.opening import OpenAt, minimum_host_budget, read_drives, read_schemas, read_states
+from tierstore.store.parameter_store import open_to_read
 from tierstore.store.summary import read_summary
 
 READ = StoreAccess.READ
@@ -36,17 +38,6 @@ with ParameterStore.open(Path(sys.argv[1]), StoreConfig(host_budget=1 << 20), ac
         print("open", float(sum(lease[key].view("weight").sum() for key in lease)), flush=True)
     sys.stdin.read()
 """
-
-
-def fingerprint(store: Path) -> dict[str, object]:
-    """Of every file and directory: what it is, when it was changed, and what is in it."""
-    found: dict[str, object] = {}
-    for path in [store, *sorted(store.rglob("*"))]:
-        status = path.stat()
-        content = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
-        where = (status.st_ino, status.st_mode, status.st_size, status.st_blocks)
-        found[str(path.relative_to(store))] = (*where, status.st_mtime_ns, status.st_ctime_ns, content)
-    return found
 
 
 @contextmanager
@@ -151,12 +142,88 @@ def test_whatever_would_change_it_is_refused_by_one_error(store: Path) -> None:
 
 
 def test_only_its_last_commit_as_it_is(store: Path) -> None:
-    with pytest.raises(StoreError, match="opened at its last commit, as it is"):
+    with pytest.raises(StoreError, match="there is no prepared commit to go back from"):
         ParameterStore.open(store, CONFIG, access=READ, at=OpenAt.PREVIOUS)
-    (store / "lease").unlink()
-    with pytest.raises(StoreFormatError, match="the lease is missing"):
-        ParameterStore.open(store, CONFIG, access=READ)
-    assert not (store / "lease").exists()
+    with pytest.raises(StoreError, match="opened as it is, with no new schema"):
+        ParameterStore.open(store, CONFIG, access=READ, further=[RecordSchema("other", 100)])
+
+
+def test_a_prepared_commit_is_read_around_and_stays(store: Path) -> None:
+    """What ``OpenAt.PREVIOUS`` reads is what a writer who goes back finds."""
+    with ParameterStore.open(store, CONFIG) as opened:
+        opened.update({"e0": np.ones(3000, np.float32)}, lr=0.1)
+        opened.core.committer.commit(keep=Keep.PREVIOUS)
+        prepared = opened.records_crc32c()
+    before = fingerprint(store)
+    found = []
+    for at in (OpenAt.PREVIOUS, OpenAt.LAST):
+        with open_to_read(store, at) as opened:
+            assert opened.verify().failures == []
+            found.append((opened.last_commit.generation, opened.records_crc32c()))
+            with opened.fetch(["e0"]) as held:
+                unchanged = held["e0"].view("weight").tolist() == weights(4, 3000)["e0"].tolist()
+            assert unchanged is (at is OpenAt.PREVIOUS)
+    assert fingerprint(store) == before
+    with ParameterStore.open(store, CONFIG, at=OpenAt.PREVIOUS) as back:
+        assert found == [(1, back.records_crc32c()), (2, prepared)]
+
+
+def whatever_reads(store: Path) -> list[object]:
+    """The results of all that only reads a store, but for what needs a model."""
+    verified = verify_store(store)
+    assert verified.failures == []
+    return [
+        verified.records,
+        read_schemas(store),
+        read_states(store, "name"),
+        [(drive.path, drive.used_bytes) for drive in read_drives(store)],
+        read_summary(store),
+        collect(store, Mode.DRY_RUN).nbytes,
+        committed_generation(store),
+    ]
+
+
+@pytest.mark.parametrize("leased", [True, False])
+def test_whatever_only_reads_writes_nothing(tmp_path: Path, leased: bool) -> None:
+    """On a read-only volume, beside a reader, and where the lease is missing."""
+    stripe = StripeConfig(directories=(tmp_path / "disk/b",))
+    with small_store(tmp_path / "disk/store", count=8, stripe=stripe) as made:
+        made.update({"e0": np.ones(3000, np.float32)}, lr=0.1)  # the others miss it
+        made.commit({"name": b"value"})
+    if not leased:
+        (tmp_path / "disk/store/lease").unlink()
+        (tmp_path / "disk/b/lease").unlink()
+    store = tmp_path / "disk/store"
+    with read_only(tmp_path / "disk"):
+        before = fingerprint(tmp_path / "disk")
+        found = whatever_reads(store)
+        with ParameterStore.open(store, CONFIG, access=READ):
+            assert whatever_reads(store) == found
+        assert fingerprint(tmp_path / "disk") == before
+    assert found[:1] + found[2:3] + found[6:] == [8, {OpenAt.LAST: b"value"}, 2]
+
+
+_NOT_A_BYTE = """
+import resource, sys
+from pathlib import Path
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # no byte of a file can be written
+from tierstore.store import verify_store
+from tierstore.store.gc import Mode, collect
+store = Path(sys.argv[1])
+print(verify_store(store).failures, collect(store, Mode.REMOVE).nbytes > 0, verify_store(store).failures)
+"""
+
+
+def test_a_full_disk_can_be_verified_and_freed(store: Path) -> None:
+    """Real errors of system calls: EFBIG, as ENOSPC would be."""
+    with ParameterStore.open(store, CONFIG) as opened:
+        opened.reserve({"expert": 100})
+    used = sum(file.stat().st_blocks for file in (store / "extents").iterdir())
+    done = subprocess.run(
+        [sys.executable, "-c", _NOT_A_BYTE, str(store)], capture_output=True, text=True, check=False
+    )
+    assert (done.stdout, done.stderr) == ("[] True []\n", "")
+    assert sum(file.stat().st_blocks for file in (store / "extents").iterdir()) * 10 < used
 
 
 def test_all_of_its_directories_are_read_and_none_is_added(tmp_path: Path) -> None:

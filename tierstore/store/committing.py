@@ -22,7 +22,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from enum import Enum
-from pathlib import Path
 
 from tierstore.errors import StoreError, StoreFormatError
 from tierstore.store.adamw import HISTORY_KEY, StepHistory
@@ -59,7 +58,7 @@ class Committer:
         #: Writes, syncs and names of files that the next commit waits for, besides what the host cache has queued.
         self.writes: list[int] = []
         self._syncs: list[int] = []
-        self._directories: list[Path] = []
+        self._directories: list[int] = []
         self.state: dict[str, bytes] = {}
         self.snapshots: dict[str, Commit] = {}
         #: A prepared commit has added a snapshot: the one whose place it takes goes when it is acknowledged.
@@ -182,8 +181,8 @@ class Committer:
         with self._failures.poisoning("a commit failed"):
             self._failures.wait([*self.writes, *self._syncs])
             self.writes, self._syncs = [], []
-            for directory in dict.fromkeys(self._directories):
-                fsync_directory(directory)
+            for number in dict.fromkeys(self._directories):
+                fsync_directory(self._parts.drives[number].path / "extents")
             self._directories = []
             # A frozen record replays nothing, so it keeps no steps alive.
             self._history.forget_before(self._history.oldest(self._records.trained_steps()))
@@ -200,6 +199,7 @@ class Committer:
         if not dropped:
             return
         with self._failures.poisoning("acknowledging a commit failed"), self._counted():
+            self._parts.drives.check()
             self._parts.index.drop_snapshots(dropped)
         self._parts.engine.log_mark(f"acknowledge {self._parts.live.generation}")
         for name in dropped:
@@ -240,6 +240,7 @@ class Committer:
             added[PREVIOUS] = Commit(live.generation, live.table.copy(), self.state)
         else:
             dropped = self._superseded(len(added))
+        parts.drives.check()  # what was written to a file without a name is lost
         # What it may refer to comes first; the weights of what comes after it are part of it.
         parts.drives.publish()
         parts.drives.reweigh()

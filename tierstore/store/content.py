@@ -1,6 +1,6 @@
-"""Checksums over what records hold, wherever their bytes lie.
+"""What records hold, wherever their bytes lie.
 
-They change nothing: no cache decision, no record, no file. What is not resident is read into memory of its own, one
+Reading it changes nothing: no cache decision, no record, no file. What is not resident is read into memory of its own, one
 record's beside the host budget, and missed steps are replayed there and forgotten.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tierstore import _native
 from tierstore._native import Buffer, Priority
 from tierstore.cache.host_cache import HostCache
 from tierstore.store.config import StoreAccess
@@ -17,17 +16,16 @@ from tierstore.store.optimizer import CachedRecord, RecordOptimizer
 from tierstore.store.scratch import scratch_buffers
 
 
-def record_crc32c(
+def record_sections(
     live: LiveRecord,
     cached: CachedRecord | None,
-    crc: int,
     *,
     cache: HostCache,
     optimizer: RecordOptimizer,
     wait: Callable[[Sequence[int]], None],
     opened_to: StoreAccess,
-) -> int:
-    """``crc`` continued over the sections of ``live``, caught up to the last applied step.
+) -> list[Buffer]:
+    """The sections of ``live``, caught up to the last applied step: the cache's memory, or copies.
 
     ``cached`` is the record in ``cache``, None where the cache does not hold it. Raises ChecksumError, OSError.
     """
@@ -53,7 +51,4 @@ def record_crc32c(
     if cached is not None and behind:
         tickets = [optimizer.replay_copy(cached, sections, after=tickets)]
     wait(tickets)
-    for section in sections:
-        for piece in section.arrays():
-            crc = _native.crc32c(piece, crc)
-    return crc
+    return sections

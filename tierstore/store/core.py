@@ -19,7 +19,7 @@ from tierstore.cache.host_cache import HostCache
 from tierstore.errors import BudgetError, StoreError
 from tierstore.store.adamw import StepHistory
 from tierstore.store.committing import Committer
-from tierstore.store.content import record_crc32c
+from tierstore.store.content import record_sections
 from tierstore.store.disk.space import copies
 from tierstore.store.failures import Failures
 from tierstore.store.format import Group
@@ -194,21 +194,29 @@ class StoreCore:
 
     def records_crc32c(self, progress: Callable[[int, int], None] | None = None) -> int:
         """As ``ParameterStore.records_crc32c``."""
-        self.failures.check()
         crc, keys = 0, self.records.keys
         for done, key in enumerate(keys, start=1):
-            crc = record_crc32c(
-                self.records.live(key),
-                self.records.cached.get(key),
-                crc,
-                cache=self.cache,
-                optimizer=self.optimizer,
-                wait=self.wait,
-                opened_to=self.opened_to,
-            )
+            for section in self.sections(key):
+                for piece in section.arrays():
+                    crc = _native.crc32c(piece, crc)
             if progress is not None:
                 progress(done, len(keys))
         return crc
+
+    def sections(self, key: str) -> list[_native.Buffer]:
+        """All committed sections of record ``key``, caught up to the last applied step, until the store is used again.
+
+        Changes nothing, whatever the store was opened to. Raises KeyError, ChecksumError, OSError.
+        """
+        self.failures.check()
+        return record_sections(
+            self.records.live(key),
+            self.records.cached.get(key),
+            cache=self.cache,
+            optimizer=self.optimizer,
+            wait=self.wait,
+            opened_to=self.opened_to,
+        )
 
     def describe(self) -> list[str]:
         """One line for each capability: what is in effect, and why where AUTO fell back."""
@@ -225,6 +233,10 @@ class StoreCore:
             f"I/O: {engine.backend}" + (f" ({engine.backend_reason})" if engine.backend_reason else ""),
             f"transfers: {self._parts.tuning}",
             past_cache,
+            *(
+                f"locks: `lease` alone counts in {where} ({why})"
+                for where, why in self._parts.drives.unlocked
+            ),
             f"host cache: {format_bytes(arena.nbytes)}, {format_bytes(arena.huge_bytes)} of it in huge pages",
             *([f"drives: {shares} of new records"] if len(drives) > 1 else []),
             self.extents.discarding.describe(),

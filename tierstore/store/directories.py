@@ -13,6 +13,7 @@ from tierstore.errors import StoreInUseError
 from tierstore.store.config import StripeConfig
 from tierstore.store.disk.drives import DriveReport
 from tierstore.store.disk.home import IDENTITY
+from tierstore.store.disk.lease import try_lock
 from tierstore.store.opening import read_drives
 from tierstore.store.parameter_store import verify_store
 from tierstore.store.verify import VerifyReport
@@ -42,10 +43,8 @@ def building(directory: Path) -> Iterator[None]:
     """Holds ``directory``, in which a store is built. Raises StoreInUseError when another process does."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise StoreInUseError(f"{directory}: another process is building a store here") from error
+        if not try_lock(fd, fcntl.LOCK_EX, directory):
+            raise StoreInUseError(f"{directory}: another process is building a store here")
         yield
     finally:
         os.close(fd)

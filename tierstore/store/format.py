@@ -5,7 +5,7 @@
 A store directory holds::
 
     tierstore.json            identity: format version, uuid, which of the store's directories this is
-    lease                     flock()ed by the one process that has the store open; holds its pid
+    lease                     flock()ed, as the directory is, by the one process that has the store open; holds its pid
     index/data.mdb            LMDB: databases `meta`, `records`, `state`, `snapshots`
     extents/<schema>.<group>  equal slots, slot i at byte i * slot_bytes
 

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from tierstore._native import DirectIo, File
 from tierstore.errors import StoreFormatError, StoreMissingError
+from tierstore.store.config import StoreAccess
 from tierstore.store.directories import building, building_directory
 from tierstore.store.disk.home import (
     IDENTITY,
@@ -79,7 +80,8 @@ _Used = Mapping[tuple[int, int, int], set[int]]
 def collect(store: Path, mode: Mode) -> GcReport:
     """Collects the garbage of ``store``, of all ranks if it has several, and of an interrupted reshard to that name.
 
-    Raises StoreMissingError, StoreInUseError, StoreFormatError (a truncated extent, say), OSError.
+    Nothing is written before there is something to remove: a disk may be full, and a dry run's read-only. Raises
+    StoreMissingError, StoreInUseError, StoreFormatError (a truncated extent, say), OSError.
     """
     collector = _Collector(mode)
     partial = building_directory(store)
@@ -106,6 +108,7 @@ def _looks_like_one(store: Path) -> bool:
 class _Collector:
     def __init__(self, mode: Mode) -> None:
         self._mode = mode
+        self._access = StoreAccess.READ if mode is Mode.DRY_RUN else StoreAccess.WRITE
         self.report = GcReport()
 
     def _found(self, path: Path, what: str, nbytes: int, remove: Callable[[], None]) -> None:
@@ -134,7 +137,7 @@ class _Collector:
         if IDENTITY in names:
             self._store(directory, ranks)
         elif "lease" in names and names <= OWN_NAMES | ranks:
-            with DirectoryLease(directory):
+            with DirectoryLease(directory, access=self._access):
                 if not (directory / IDENTITY).exists():  # it became a store meanwhile
                     self._creation(directory)
         else:
@@ -170,8 +173,10 @@ class _Collector:
     def _store(self, directory: Path, ranks: set[str]) -> None:
         home = Home(directory, read_identity(directory), published=True)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(DirectoryLease(directory))
-            index = stack.enter_context(contextlib.closing(Index(directory / "index")))
+            stack.enter_context(DirectoryLease(directory, access=self._access))
+            index = stack.enter_context(
+                contextlib.closing(Index(directory / "index", access=StoreAccess.READ))
+            )
             schemas, _, known = read_meta(home, index)
             if PREVIOUS in index.snapshots():
                 self.report.left.append(f"{directory}: a prepared commit that not every rank may have")
@@ -191,7 +196,7 @@ class _Collector:
                 except StoreFormatError as error:
                     self.report.left.append(str(error))
                     continue
-                stack.enter_context(DirectoryLease(stripe))
+                stack.enter_context(DirectoryLease(stripe, access=self._access))
                 self._one_directory(stripe, number, schemas, used, {IDENTITY})
 
     def _one_directory(

@@ -7,7 +7,7 @@ import errno
 import math
 import uuid
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -31,6 +31,7 @@ from tierstore.store.adamw import HISTORY_KEY, AdamWConfig, Inactive, StepHistor
 from tierstore.store.config import IoConfig, StoreAccess, StoreConfig
 from tierstore.store.disk.drives import DriveReport, Drives
 from tierstore.store.disk.home import (
+    IDENTITY,
     Home,
     make_directories,
     read_identity,
@@ -147,7 +148,7 @@ def create(
     with contextlib.ExitStack() as stack:
         home = Home(directory, str(uuid.uuid4()), make_directories(directory))
         stack.callback(home.remove_made)
-        lease = stack.enter_context(DirectoryLease(directory))
+        home.lease = lease = stack.enter_context(DirectoryLease(directory))
         refuse_foreign(directory)  # another process may have claimed it meanwhile
         home.sync_names()
         abandoned = unfinished_creation(directory)
@@ -160,6 +161,7 @@ def create(
         remove_content(directory)
         index = Index.create(directory / "index")
         stack.callback(index.close)
+        lease.watch("index/data.mdb", index.fileno())
         parts = _assemble(stack, drives, schemas, config, adamw, lease, index, trace, io_log)
         stack.pop_all()
         return parts
@@ -176,29 +178,31 @@ def open_existing(
     access: StoreAccess = StoreAccess.WRITE,
 ) -> Parts:
     """The store in ``directory``; without ``adamw``, the defaults with the store's own ``inactive``. ``further``: schemas
-    that it is to have from its next commit on, if it does not yet. With ``StoreAccess.READ`` it is opened at its last
-    commit, under a shared lease, and the budget holds weights alone.
+    that it is to have from its next commit on, if it does not yet. With ``StoreAccess.READ`` it is opened as it is, under a
+    shared lease, and the budget holds weights alone.
     """
-    if access is StoreAccess.READ and (at is not OpenAt.LAST or further):
+    if access is StoreAccess.READ and further:
         raise StoreError(
-            f"{directory}: a store that is opened to read is opened at its last commit, as it is"
+            f"{directory}: a store that is opened to read is opened as it is, with no new schema"
         )
     home = Home(directory, read_identity(directory), published=True)
     with contextlib.ExitStack() as stack:
-        lease = stack.enter_context(DirectoryLease(directory, access=access))
+        home.lease = lease = stack.enter_context(DirectoryLease(directory, access=access))
+        lease.watch(IDENTITY)
         index = stack.enter_context(contextlib.closing(Index(directory / "index", access=access)))
+        lease.watch("index/data.mdb", index.fileno())
         own, inactive, known = read_meta(home, index)
         schemas = [*own, *_added(directory, own, further)]
         if adamw is not None and adamw.inactive is not inactive:
             raise StoreFormatError(
                 f"{directory}: made with inactive = {inactive.value}, not {adamw.inactive.value}"
             )
-        if at is OpenAt.PREVIOUS:
-            try:
-                index.roll_back(PREVIOUS)
-            except KeyError as error:
-                raise StoreError(f"{directory}: there is no prepared commit to go back from") from error
-        commit = index.read_commit() if access is StoreAccess.READ else None
+        name = PREVIOUS if at is OpenAt.PREVIOUS else None
+        if name is not None and name not in index.snapshots():
+            raise StoreError(f"{directory}: there is no prepared commit to go back from")
+        if name is not None and access is StoreAccess.WRITE:
+            index.roll_back(name)
+        commit = index.read_commit(name) if access is StoreAccess.READ else None
         missed = [] if commit is None else [schemas[i] for i in missed_records(schemas, commit, inactive)]
         layers = config.layers or index.layers()
         check_budget(config, schemas, layers, access, missed)
@@ -230,20 +234,29 @@ def _added(
     return [schema for schema in further if schema.name not in known]
 
 
+@contextlib.contextmanager
+def reading(directory: Path) -> Iterator[tuple[Home, Index]]:
+    """The index of the store in ``directory``, which no process may have open to write. Nothing is written.
+
+    Raises StoreMissingError, StoreInUseError, StoreFormatError, OSError.
+    """
+    home, access = Home(directory, read_identity(directory), published=True), StoreAccess.READ
+    with (
+        DirectoryLease(directory, access=access),
+        contextlib.closing(Index(directory / "index", access=access)) as index,
+    ):
+        yield home, index
+
+
 def read_schemas(directory: Path) -> list[RecordSchema]:
-    """The record schemas of the store in ``directory``, which no process may have open."""
-    home = Home(directory, read_identity(directory), published=True)
-    with DirectoryLease(directory), contextlib.closing(Index(directory / "index")) as index:
+    """The record schemas of the store in ``directory``, as ``reading`` finds it."""
+    with reading(directory) as (home, index):
         return read_meta(home, index)[0]
 
 
 def read_states(directory: Path, name: str) -> dict[OpenAt, bytes]:
-    """State ``name`` at each commit that the store in ``directory`` can be opened at. No process may have it open.
-
-    Raises StoreMissingError, StoreInUseError, StoreFormatError.
-    """
-    home = Home(directory, read_identity(directory), published=True)
-    with DirectoryLease(directory), contextlib.closing(Index(directory / "index")) as index:
+    """State ``name`` at each commit that the store in ``directory``, as ``reading`` finds it, can be opened at."""
+    with reading(directory) as (home, index):
         read_meta(home, index)
         states = {OpenAt.LAST: index.read_state(name)}
         if PREVIOUS in index.snapshots():
@@ -252,12 +265,10 @@ def read_states(directory: Path, name: str) -> dict[OpenAt, bytes]:
 
 
 def read_drives(store: Path) -> list[DriveReport]:
-    """The directories of the store in ``store``, which no process may have open, as of its last commit.
-
-    Raises StoreMissingError, StoreInUseError, StoreFormatError; a stripe directory that is missing is no error.
+    """The directories of the store in ``store``, as ``reading`` finds it, as of its last commit; a stripe directory that is
+    missing is no error.
     """
-    home = Home(store, read_identity(store), published=True)
-    with DirectoryLease(store), contextlib.closing(Index(store / "index")) as index:
+    with reading(store) as (home, index):
         schemas, _, known = read_meta(home, index)
         commits = [index.read_commit(name) for name in (None, *index.snapshots())]
     paths = [store.absolute(), *(Path(str(entry["path"])) for entry in known[1:])]
@@ -365,6 +376,12 @@ def minimum_host_budget(
     return frames * frame
 
 
+def minimum_reading_budget(schemas: Sequence[RecordSchema]) -> int:
+    """Fewest bytes of host cache in which a store of ``schemas`` can be opened to read, whatever steps were missed."""
+    scratch = sum(replay_scratch_bytes(schema) for schema in schemas if replays(schema))
+    return minimum_host_budget(schemas, access=StoreAccess.READ) + scratch
+
+
 def check_budget(
     config: StoreConfig,
     schemas: Sequence[RecordSchema],
@@ -424,7 +441,8 @@ def _assemble(
 ) -> Parts:
     """The rest of the parts; what fails takes back, through ``stack``, what was made."""
     tuning = tune(config.io, drives.home.directory)
-    engine = make_engine(config.io, tuning, lease_fds=[lease.fd] if lease.fd >= 0 else [], log_path=io_log)
+    fds = [fd for drive in drives if drive.lease is not None for fd in drive.lease.fds]
+    engine = make_engine(config.io, tuning, lease_fds=fds, log_path=io_log)
     stack.callback(engine.close)
     frame = record_frame_bytes(schemas, access)
     scratch = sum(replay_scratch_bytes(schema) for schema in missed)

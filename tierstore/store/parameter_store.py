@@ -114,7 +114,8 @@ class ParameterStore:
         did not acknowledge is undone, and the store opens at the one before it.
 
         With ``StoreAccess.READ`` not a byte of its directories is written, several processes may read it at once while
-        none writes, and whatever would change it raises StoreError. Its host cache is for weights.
+        none writes, and whatever would change it raises StoreError. Its host cache is for weights. ``OpenAt.PREVIOUS`` then
+        undoes nothing.
 
         ``adamw`` may differ from the last time, except for ``inactive``; None means the defaults with the store's own
         ``inactive``. ``further``: schemas for records to come, which the store has from its next commit on. Raises
@@ -262,7 +263,8 @@ class ParameterStore:
         With ``snapshot`` the commit is also kept under that name, which costs the dirty bytes, not a copy of the store;
         the oldest snapshots beyond ``retain`` are dropped. When this returns the commit is acknowledged. StoreError and
         ValueError leave all as it was (a lease holds what must be written, say); after any other error the store is
-        poisoned, and reopens at this commit or the one before.
+        poisoned, and reopens at this commit or the one before. OSError (ESTALE) names a file of the store that was removed
+        or replaced.
         """
         return self.core.committer.commit(state, snapshot=snapshot)
 
@@ -308,11 +310,15 @@ class ParameterStore:
 
 
 def verify_store(directory: Path | str, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
-    """Verifies the store in ``directory``; ``progress`` is called with the section groups done and in all.
+    """Verifies the store in ``directory``; ``progress`` is called with the section groups done and in all. Writes nothing.
 
     Raises StoreMissingError, StoreInUseError, StoreFormatError (a truncated file, say).
     """
-    directory = Path(directory)
-    budget = opening.minimum_host_budget(opening.read_schemas(directory))
-    with ParameterStore.open(directory, StoreConfig(host_budget=budget)) as store:
+    with open_to_read(Path(directory)) as store:
         return store.verify(progress)
+
+
+def open_to_read(directory: Path, at: opening.OpenAt = opening.OpenAt.LAST) -> ParameterStore:
+    """The store in ``directory``, opened to read in the least memory. Raises as ``ParameterStore.open`` does."""
+    config = StoreConfig(host_budget=opening.minimum_reading_budget(opening.read_schemas(directory)))
+    return ParameterStore.open(directory, config, at=at, access=StoreAccess.READ)

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tierstore.store.config import StoreAccess
-from tierstore.store.disk.home import Home, read_identity
-from tierstore.store.disk.lease import DirectoryLease
 from tierstore.store.format import RecordSchema
-from tierstore.store.index.database import Index
-from tierstore.store.opening import missed_records, read_meta
+from tierstore.store.opening import missed_records, read_meta, reading
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,12 +32,7 @@ def read_summary(directory: Path) -> StoreSummary:
 
     Raises StoreMissingError, StoreInUseError (one writes it), StoreFormatError.
     """
-    home = Home(directory, read_identity(directory), published=True)
-    access = StoreAccess.READ
-    with (
-        DirectoryLease(directory, access=access),
-        contextlib.closing(Index(directory / "index", access=access)) as index,
-    ):
+    with reading(directory) as (home, index):
         schemas, inactive, _ = read_meta(home, index)
         commit = index.read_commit()
     counts = Counter(commit.records.rows["schema"].tolist())

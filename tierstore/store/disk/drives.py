@@ -74,7 +74,7 @@ class Drive:
     """One directory. Number 0 is the store's own, which has the store's identity and lease."""
 
     number: int
-    path: Path
+    given: Path
     own: str = ""
     published: bool = True
     made: tuple[Path, ...] = ()
@@ -85,6 +85,11 @@ class Drive:
     meter: Meter = field(default_factory=Meter)
     extents: list[Extent] = field(default_factory=list)
     _seen: tuple[int, float] = (0, 0.0)
+
+    @property
+    def path(self) -> Path:
+        """Where it is now: an open store's directory may have been renamed."""
+        return self.given if self.lease is None else self.lease.directory
 
     @property
     def create(self) -> FileCreate:
@@ -102,7 +107,7 @@ class Drive:
                 stack.callback(remove_directories, self.made)
             if self.lease is not None:
                 stack.callback(self.lease.close)
-                if not self.published:
+                if not self.published and self.lease.is_at(self.path):
                     remove_unfinished(self.path)
 
     def totals(self) -> tuple[int, int, float]:
@@ -127,7 +132,7 @@ class Drives:
     def __init__(self, home: Home, config: StripeConfig) -> None:
         self.home = home
         self._config = config
-        self._drives = [Drive(0, home.directory, published=home.published)]
+        self._drives = [Drive(0, home.directory, published=home.published, lease=home.lease)]
         self.estimator = BandwidthEstimator([0.0])
 
     @classmethod
@@ -189,7 +194,8 @@ class Drives:
         """Adds a directory that commits refer to; whoever writes records in its identity where the store is now."""
         number = len(self._drives)
         self._recognise(path, number, own)
-        self._drives.append(Drive(number, path.absolute(), own, lease=DirectoryLease(path, access=access)))
+        lease = DirectoryLease(path.absolute(), access=access)
+        self._drives.append(Drive(number, path.absolute(), own, lease=lease))
         identity = self._recognise(path, number, own)  # the lease keeps it so
         refuse_shared(self.home, path, identity)
         if access is StoreAccess.READ:
@@ -197,6 +203,7 @@ class Drives:
         here = replace(identity, home=str(self.home.directory.absolute()), path=str(path.absolute()))
         if here != identity:
             _put_identity(path, here)
+        lease.watch(IDENTITY)
 
     def _recognise(self, path: Path, number: int, own: str) -> Identity:
         """The identity of what must be directory ``number``. Raises StoreMissingError or StoreFormatError."""
@@ -232,7 +239,7 @@ class Drives:
         )
         self._drives.append(drive)
         with contextlib.ExitStack() as stack:
-            lease = stack.enter_context(DirectoryLease(path))
+            lease = stack.enter_context(DirectoryLease(path.absolute()))
             identity = self._check_free(
                 path, number, abandoned
             )  # another process may have claimed it meanwhile
@@ -330,6 +337,18 @@ class Drives:
 
     # Becoming and ceasing -----------------------------------------------------------------------------------
 
+    @property
+    def unlocked(self) -> list[tuple[Path, str]]:
+        """The directories that the file system could not lock, where the lease alone counts, and why."""
+        leases = [drive.lease for drive in self if drive.lease is not None]
+        return [(lease.directory, lease.directory_reason) for lease in leases if lease.directory_reason]
+
+    def check(self) -> None:
+        """Raises OSError (ESTALE) naming the first file of the store that was removed or replaced since it was opened."""
+        for drive in self:
+            if drive.lease is not None:
+                drive.lease.check()
+
     def publish(self) -> None:
         """Before a commit that may refer to new directories: each gets its identity, durably."""
         new = [drive for drive in self if drive.number and not drive.published]
@@ -347,6 +366,8 @@ class Drives:
             )
             for made in drive.made:
                 fsync_directory(made.parent)
+            if drive.lease is not None:
+                drive.lease.watch(IDENTITY)
             # An older store's commit may be durable though it failed: nothing is removed any more.
             drive.published = self.home.published
         if self.home.published:

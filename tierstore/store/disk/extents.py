@@ -10,7 +10,6 @@ A slot is *shared* while a durable table of the index refers to it: shared slots
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 from array import array
@@ -131,7 +130,7 @@ class Extent:
             if error.errno not in NO_SPACE:
                 raise
             self._undo_partial_growth()
-            free = os.statvfs(self.path.parent)
+            free = os.fstatvfs(self.file.fileno())
             message = (
                 f"{os.strerror(error.errno)}: {len(missing) * self.slot_bytes} more bytes are needed and "
                 f"{free.f_bavail * free.f_frsize} are free"
@@ -148,8 +147,7 @@ class Extent:
 
     def _undo_partial_growth(self) -> None:
         """A refused fallocate leaves what it got so far, and a later opening would take it for slots."""
-        with contextlib.suppress(FileNotFoundError):  # scratch has no name
-            os.truncate(self.path, self.slots * self.slot_bytes)
+        os.ftruncate(self.file.fileno(), self.slots * self.slot_bytes)
 
     def recover(self) -> None:
         """After opening: every slot that no durable table refers to is free."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tierstore.errors import StoreExistsError, StoreFormatError, StoreMissingError
+from tierstore.store.disk.lease import DirectoryLease
 from tierstore.store.format import FORMAT_VERSION
 
 IDENTITY = "tierstore.json"
@@ -46,13 +47,20 @@ class Identity:
 class Home:
     """The directory of a store. ``made``: directories that its creation made, the outermost last."""
 
-    directory: Path
+    given: Path
     uuid: str
     made: tuple[Path, ...] = ()
     #: Whether it has an identity. Before the first commit it has none, and is no store.
     published: bool = False
+    #: Of an open store.
+    lease: DirectoryLease | None = None
     #: How many directories the announced identity names; 0 without one.
     _announced: int = field(default=0, init=False)
+
+    @property
+    def directory(self) -> Path:
+        """Where it is now: an open store's may have been renamed."""
+        return self.given if self.lease is None else self.lease.directory
 
     def sync_names(self) -> None:
         """Makes the names of the directory and its lease durable: after a power cut they mark an unfinished creation."""
@@ -74,13 +82,15 @@ class Home:
         fsync_directory(self.directory / "extents")
         fsync_directory(self.directory)
         (self.directory / f"{IDENTITY}.new").rename(self.directory / IDENTITY)
+        if self.lease is not None:
+            self.lease.watch(IDENTITY)
         self._announced = 0
         fsync_directory(self.directory)
         self.published = True
 
     def remove_unpublished(self) -> None:
         """Removes a creation that never had a commit. The caller has the lease."""
-        if not self.published:
+        if not self.published and (self.lease is None or self.lease.is_at(self.directory)):
             remove_unfinished(self.directory)
 
     def remove_made(self) -> None:

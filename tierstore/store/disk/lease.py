@@ -1,15 +1,20 @@
-"""One process at a time has a store open to write, or several have it open to read.
+"""One process at a time has a store's directory open to write, or several have it open to read.
 
-The lease is a ``flock`` on the file ``lease``: exclusive for whoever writes, shared for readers. A flock lives as long as
-its open file description, so a writer's descriptor is also registered in the engine's ring: after SIGKILL the ring, torn
-down by the kernel only when its last direct write has landed, keeps the lock until then. (With the thread backend the
-process's threads, and with them the descriptor table, end only after their last system call has.) A reader leaves nothing
-in flight that anybody could find, and nothing in the file.
+The lease is a ``flock``, exclusive for whoever writes, shared for readers, on two things: the directory itself, and the
+file ``lease`` in it. Cleaners of temporary directories remove old files, and a lock on a file that is gone keeps nobody
+out; a directory that is not empty they leave (``systemd-tmpfiles`` even leaves alone what is below a locked one). The file
+holds the writer's pid, and is what counts where a file system cannot lock directories, or does so on this machine alone
+(NFS). Readers lock the directory alone where there is no such file.
 
-A writer's pid stands in the file. Readers may not write there, so theirs are looked up in ``/proc/locks``; a holder in
+A flock lives as long as its open file description, so a writer's descriptors are also registered in the engine's ring:
+after SIGKILL the ring, torn down by the kernel only when its last direct write has landed, keeps the locks until then.
+(With the thread backend the process's threads, and with them the descriptor table, end only after their last system call
+has.) A reader leaves nothing in flight that anybody could find, and nothing in the file.
+
+Readers may not write their pids, and a full disk takes no writer's: such holders are looked up in ``/proc/locks``; one in
 another container is not named there.
 
-A forked child shares the description, and so the lock: there ``close`` must not unlock it under its parent.
+A forked child shares the descriptions, and so the locks: there ``close`` must not unlock them under its parent.
 """
 
 from __future__ import annotations
@@ -25,102 +30,203 @@ from tierstore.errors import StoreFormatError, StoreInUseError
 from tierstore.store.config import StoreAccess
 
 _LOCKS = Path("/proc/locks")
+#: Errors of a drive that takes no new file.
+_NO_FILE = (errno.ENOSPC, errno.EDQUOT)
+
+
+def try_lock(fd: int, kind: int, path: Path) -> bool:
+    """Whether a ``flock`` of ``kind`` on ``fd``, which is ``path``, was granted; False where another one excludes it. Raises
+    OSError naming ``path`` where its file system has no such locks.
+    """
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            return False
+        message = (
+            f"{os.strerror(error.errno or 0)}: flock failed, which keeps other processes out: the file system needs locks "
+            "(NFS needs its lock service, or the mount option local_lock=flock where no other machine uses the directory)"
+        )
+        raise OSError(error.errno, message, str(path)) from error
+    return True
 
 
 class DirectoryLease:
     """A hold on the store in ``directory``, exclusive or, with ``StoreAccess.READ``, shared; a context manager.
 
     Raises StoreInUseError naming the holder's pid when another process holds it, or when a killed holder's
-    does not end within ``patience_s`` seconds (its last I/O may take a moment to land). A reader changes no byte, and
-    raises StoreFormatError where there is no file to lock.
+    does not end within ``patience_s`` seconds (its last I/O may take a moment to land). A reader changes no byte. Raises
+    OSError naming what cannot be locked, and StoreFormatError where a reader finds nothing that it can lock.
     """
 
     def __init__(
         self, directory: Path, *, access: StoreAccess = StoreAccess.WRITE, patience_s: float = 2.0
     ) -> None:
-        self._path = directory / "lease"
+        self._given = directory
         self._access = access
+        self._kind = fcntl.LOCK_EX if access is StoreAccess.WRITE else fcntl.LOCK_SH
         self._owner = os.getpid()
-        self._fd = -1
+        self._fd = self._directory_fd = -1
+        #: Why the file alone is locked; empty where the directory is.
+        self.directory_reason = ""
+        #: Why there is no file to lock in a directory that is locked, for a writer to be told at its first commit.
+        self._no_file: OSError | None = None
+        # By name in the directory: device and inode.
+        self._files: dict[str, tuple[int, int]] = {}
+        self._kept: list[int] = []
         deadline = time.monotonic() + patience_s
-        while self._fd < 0:
-            fd = self._open()
-            try:
-                self._acquire(fd, deadline)
-                if self._is_current(fd):
-                    if access is StoreAccess.WRITE:
-                        os.ftruncate(fd, 0)
-                        os.pwrite(fd, f"{self._owner}\n".encode(), 0)
-                    self._fd = fd
-            finally:
-                if self._fd != fd:
-                    os.close(fd)
-
-    def _open(self) -> int:
-        if self._access is StoreAccess.WRITE:
-            return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            return os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError as error:
-            raise StoreFormatError(
-                f"{self._path}: the lease is missing: opening the store to write (tierstore verify does) makes it"
-            ) from error
+            while not self._take(deadline):
+                self._release()
+        except BaseException:
+            self._release()
+            raise
+        if access is StoreAccess.WRITE and self._fd >= 0:
+            self.watch("lease", self._fd)
+            with contextlib.suppress(OSError):  # no more than a courtesy, for which a disk may be full
+                os.ftruncate(self._fd, 0)
+                os.pwrite(self._fd, f"{self._owner}\n".encode(), 0)
 
-    def _acquire(self, fd: int, deadline: float) -> None:
-        kind = fcntl.LOCK_EX if self._access is StoreAccess.WRITE else fcntl.LOCK_SH
-        while True:
-            try:
-                fcntl.flock(fd, kind | fcntl.LOCK_NB)
-                return
-            except OSError as error:
-                if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                    raise
-            written = os.pread(fd, 32, 0).decode(errors="replace").strip()
-            readers = [] if self._access is StoreAccess.READ else _readers(fd)
+    def _take(self, deadline: float) -> bool:
+        """Locks what there is; False where it is not what is there any more: a creation taken back removes it."""
+        self._directory_fd = os.open(self._given, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            self._acquire(self._directory_fd, self._given, deadline)
+        except OSError as error:
+            self.directory_reason = os.strerror(error.errno or 0)
+        path = self._given / "lease"
+        found = path.exists()
+        self._open(path)
+        if self._fd < 0:
+            return self.is_at(self._given)
+        try:
+            self._acquire(self._fd, path, deadline)
+        except OSError:  # where nothing can be locked nothing is left
+            if not found and self._access is StoreAccess.WRITE:
+                path.unlink(missing_ok=True)
+            raise
+        try:
+            current = os.stat("lease", dir_fd=self._directory_fd)
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(os.fstat(self._fd), current) and self.is_at(self._given)
+
+    def _open(self, path: Path) -> None:
+        """Opens the file to lock. In a directory that is locked there may be none, for a reader or on a full disk."""
+        writes = self._access is StoreAccess.WRITE
+        try:
+            flags = os.O_RDWR | os.O_CREAT if writes else os.O_RDONLY
+            self._fd = os.open(path, flags | os.O_CLOEXEC, 0o644)
+        except FileNotFoundError as error:
+            if writes:
+                raise
+            if self.directory_reason:
+                raise StoreFormatError(
+                    f"{path}: the lease is missing, and the file system cannot lock the directory instead: opening the "
+                    "store to write makes it"
+                ) from error
+        except OSError as error:
+            if not writes or self.directory_reason or error.errno not in _NO_FILE:
+                raise
+            self._no_file = error
+
+    def _acquire(self, fd: int, path: Path, deadline: float) -> None:
+        while not try_lock(fd, self._kind, path):
+            written = ""
+            with contextlib.suppress(OSError):
+                written = (self._given / "lease").read_text(errors="replace")[:32].strip()
+            readers = [] if self._access is StoreAccess.READ else _holders(fd, "READ")
             if readers:
                 raise StoreInUseError(
-                    f"{self._path.parent}: the store is open to read in another process (pid {readers[0]})"
+                    f"{self._given}: the store is open to read in another process (pid {readers[0]})"
                 )
-            if _runs(written):
-                raise StoreInUseError(
-                    f"{self._path.parent}: the store is open in another process (pid {written})"
-                )
+            for pid in (written, *_holders(fd, "WRITE")):
+                if _runs(pid):
+                    raise StoreInUseError(f"{self._given}: the store is open in another process (pid {pid})")
             if time.monotonic() > deadline:
                 raise StoreInUseError(
-                    f"{self._path.parent}: the store is held for pid {written}, which has "
+                    f"{self._given}: the store is held for pid {written}, which has "
                     "ended: its I/O, or a process that it forked, has not"
                     if written
-                    else f"{self._path.parent}: the store is open in a process that the kernel does not name here "
+                    else f"{self._given}: the store is open in a process that the kernel does not name here "
                     "(one that reads it in another container, say)"
                 )
             time.sleep(0.02)
 
-    def _is_current(self, fd: int) -> bool:
-        """Whether the locked file is still the one at the path: a creation taken back removes it."""
+    def is_at(self, path: Path) -> bool:
+        """Whether the directory that was opened is at ``path``."""
         try:
-            return os.path.samestat(os.fstat(fd), self._path.stat())
-        except FileNotFoundError:
+            return self._directory_fd >= 0 and os.path.samestat(os.fstat(self._directory_fd), path.stat())
+        except OSError:
             return False
 
     @property
-    def fd(self) -> int:
-        """The locked descriptor, to be registered where the lock must outlive this process's I/O: a writer's. Of a reader
-        -1.
+    def directory(self) -> Path:
+        """Where the directory is now, which may have been renamed since it was opened; where it was, if it is gone."""
+        if self._directory_fd >= 0 and not self.is_at(self._given):
+            with contextlib.suppress(OSError):
+                moved = Path(os.readlink(f"/proc/self/fd/{self._directory_fd}"))
+                if self.is_at(moved):
+                    return moved
+        return self._given
+
+    @property
+    def fds(self) -> list[int]:
+        """The locked descriptors, to be registered where the locks must outlive this process's I/O: a writer's. Of a reader
+        none.
         """
-        return self._fd if self._access is StoreAccess.WRITE else -1
+        held = (self._fd, self._directory_fd) if self._access is StoreAccess.WRITE else ()
+        return [fd for fd in held if fd >= 0]
+
+    def watch(self, name: str, fd: int | None = None) -> None:
+        """From now on ``check`` expects the file ``name`` of the directory to be the one that ``fd`` has open, as long as it
+        has, or the one that is there now.
+        """
+        if fd is None:  # kept open: the number of an inode that is gone soon belongs to another file
+            fd = os.open(self.directory / name, os.O_RDONLY | os.O_CLOEXEC)
+            self._kept.append(fd)
+        status = os.fstat(fd)
+        self._files[name] = (status.st_dev, status.st_ino)
+
+    def check(self) -> None:
+        """Raises OSError (ESTALE) naming the first file that was removed or replaced: what is written to it is lost."""
+        if self._no_file is not None:
+            raise self._no_file
+        for name, known in self._files.items():
+            try:
+                status = os.stat(name, dir_fd=self._directory_fd)
+            except (FileNotFoundError, NotADirectoryError):
+                what = "removed"
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(self._given / name)) from error
+            else:
+                if (status.st_dev, status.st_ino) == known:
+                    continue
+                what = "replaced"
+            raise OSError(
+                errno.ESTALE, f"the file was {what} while the store was open", str(self.directory / name)
+            )
 
     def close(self) -> None:
-        if self._fd >= 0 and self._owner == os.getpid():
-            if self._access is StoreAccess.WRITE:
+        if self._owner == os.getpid():
+            if self._access is StoreAccess.WRITE and self._fd >= 0:
                 with contextlib.suppress(OSError):
                     os.ftruncate(self._fd, 0)
-            # Nothing is in flight any more: unlock at once, for a ring may still have the descriptor registered.
-            # A file system that is gone has released the lock by itself.
+            self._release()
+
+    def _release(self) -> None:
+        for fd in (self._fd, self._directory_fd):
+            if fd >= 0:
+                # Nothing is in flight any more: unlock at once, for a ring may still have the descriptor registered.
+                # A file system that is gone has released the lock by itself.
+                with contextlib.suppress(OSError):
+                    fcntl.flock(fd, fcntl.LOCK_UN)
+                self._kept.append(fd)
+        for fd in self._kept:
             with contextlib.suppress(OSError):
-                fcntl.flock(self._fd, fcntl.LOCK_UN)
-            with contextlib.suppress(OSError):
-                os.close(self._fd)
-            self._fd = -1
+                os.close(fd)
+        self._kept.clear()
+        self._fd = self._directory_fd = -1
 
     def __enter__(self) -> DirectoryLease:
         return self
@@ -129,8 +235,10 @@ class DirectoryLease:
         self.close()
 
 
-def _readers(fd: int) -> list[str]:
-    """Pids of the processes that run and hold a shared flock on the file behind ``fd``, as far as the kernel shows them."""
+def _holders(fd: int, kind: str) -> list[str]:
+    """Pids of the processes that run and hold a flock of ``kind`` (READ or WRITE) on what is behind ``fd``, as far as the
+    kernel shows them.
+    """
     inode = str(os.fstat(fd).st_ino)
     try:
         lines = _LOCKS.read_text().splitlines()
@@ -143,7 +251,7 @@ def _readers(fd: int) -> list[str]:
         row[4]
         for row in fields
         if len(row) >= 6
-        and (row[1], row[3]) == ("FLOCK", "READ")
+        and (row[1], row[3]) == ("FLOCK", kind)
         and row[5].rpartition(":")[2] == inode
         and _runs(row[4])
     ]

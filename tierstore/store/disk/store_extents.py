@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from tierstore._native import DirectIo, Engine, FileAccess, FileCreate, Link
 from tierstore.capabilities import Capability
@@ -79,6 +78,8 @@ class _Opener:
         scratch = layout.group is Group.GRADIENTS
         path = drive.path / ("scratch" if scratch else "extents") / name
         new = scratch or create is FileCreate.YES
+        if scratch:  # cleaners of temporary directories remove empty ones
+            path.parent.mkdir(exist_ok=True)
         if new:  # a process that was killed before its commit may have left one
             path.unlink(missing_ok=True)
         try:
@@ -102,6 +103,8 @@ class _Opener:
         if scratch:
             # Nothing resumes from gradients: without a name their space is free however the process ends.
             path.unlink()
+        elif drive.lease is not None:
+            drive.lease.watch(f"extents/{name}", extent.file.fileno())
         return extent
 
 
@@ -237,12 +240,12 @@ class StoreExtents:
         tickets = [extent.sync(waits) for extent in self._committed]
         return [ticket for ticket in tickets if ticket is not None]
 
-    def take_unsynced_directories(self) -> list[Path]:
-        """Directories with extents that are new or have grown since the last commit."""
+    def take_unsynced_directories(self) -> list[int]:
+        """Numbers of the directories with extents that are new or have grown since the last commit."""
         grown = [extent for extent in self._committed if extent.unsynced_directory]
         for extent in grown:
             extent.unsynced_directory = False
-        return list(dict.fromkeys(extent.path.parent for extent in grown))
+        return list(dict.fromkeys(extent.directory for extent in grown))
 
     def committed(self) -> None:
         """After a commit: transfers before it have finished, and the drives' shares may have changed."""

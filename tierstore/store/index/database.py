@@ -69,11 +69,19 @@ class Index:
 
     def __init__(self, directory: Path, *, access: StoreAccess = StoreAccess.WRITE) -> None:
         self._data = directory / "data.mdb"
+        mode = os.O_RDONLY if access is StoreAccess.READ else os.O_RDWR
         try:
-            size = self._data.stat().st_size
+            self._fd = os.open(self._data, mode | os.O_CLOEXEC)
         except FileNotFoundError as error:
             raise StoreFormatError(f"{self._data}: the index is missing") from error
-        self._map_bytes = max(size, _FIRST_BYTES)
+        try:
+            self._open(directory, access)
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def _open(self, directory: Path, access: StoreAccess) -> None:
+        self._map_bytes = max(os.fstat(self._fd).st_size, _FIRST_BYTES)
         check_pages(self._data)
         try:
             # lock=False: the store's lease already admits one process that writes, or those that read, and one thread
@@ -113,20 +121,28 @@ class Index:
         except lmdb.Error as error:
             code = _system_errno(error) or errno.EIO
             raise OSError(code, str(error), str(directory / "data.mdb")) from error
-        _allocate(directory / "data.mdb", _FIRST_BYTES)
-        return cls(directory)
+        index = cls(directory)
+        try:
+            _allocate(index.fileno(), _FIRST_BYTES, index._data)
+        except BaseException:
+            index.close()
+            raise
+        return index
+
+    def fileno(self) -> int:
+        """A descriptor of the file."""
+        return self._fd
 
     def _touch(self) -> None:
         """Brings the pages in use into the page cache. Raises OSError naming the file."""
         used = (int(self._env.info()["last_pgno"]) + 1) * _PAGE
         buffer = bytearray(min(used, _TOUCH_BYTES))
-        with open(self._data, "rb", buffering=0) as file:
-            try:
-                for offset in range(0, used, _TOUCH_BYTES):
-                    os.preadv(file.fileno(), [buffer], offset)
-            except OSError as error:
-                message = f"reading the index: {os.strerror(error.errno or 0)}"
-                raise OSError(error.errno, message, str(self._data)) from error
+        try:
+            for offset in range(0, used, _TOUCH_BYTES):
+                os.preadv(self._fd, [buffer], offset)
+        except OSError as error:
+            message = f"reading the index: {os.strerror(error.errno or 0)}"
+            raise OSError(error.errno, message, str(self._data)) from error
 
     def _check_entries(self) -> None:
         """Raises StoreFormatError unless the entries are those that were written."""
@@ -150,7 +166,7 @@ class Index:
         """Reserves ``nbytes`` in all. Raises OSError (ENOSPC) naming the file and the bytes needed."""
         nbytes = -(-nbytes // _FIRST_BYTES) * _FIRST_BYTES
         if nbytes > self._map_bytes:
-            _allocate(self._data, nbytes)
+            _allocate(self._fd, nbytes, self._data)
             self._env.set_mapsize(nbytes)
             self._map_bytes = nbytes
 
@@ -292,6 +308,10 @@ class Index:
 
     def close(self) -> None:
         self._env.close()
+        if self._fd >= 0:
+            with contextlib.suppress(OSError):  # of a drive that is gone
+                os.close(self._fd)
+        self._fd = -1
 
 
 class _Changes:
@@ -350,16 +370,12 @@ def _pack_snapshot(commit: Commit) -> bytes:
     return pack_table(table)
 
 
-def _allocate(path: Path, nbytes: int) -> None:
-    """Makes the file at ``path`` ``nbytes`` long, with blocks; what it holds stays."""
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+def _allocate(fd: int, nbytes: int, path: Path) -> None:
+    """Makes the file behind ``fd``, which is ``path``, ``nbytes`` long, with blocks; what it holds stays."""
+    size = os.fstat(fd).st_size
     try:
-        size = os.fstat(fd).st_size
-        try:
-            os.posix_fallocate(fd, size, nbytes - size)
-        except OSError as error:
-            os.ftruncate(fd, size)
-            message = f"{os.strerror(error.errno or 0)}: the index needs {nbytes - size} more bytes"
-            raise OSError(error.errno, message, str(path)) from error
-    finally:
-        os.close(fd)
+        os.posix_fallocate(fd, size, nbytes - size)
+    except OSError as error:
+        os.ftruncate(fd, size)
+        message = f"{os.strerror(error.errno or 0)}: the index needs {nbytes - size} more bytes"
+        raise OSError(error.errno, message, str(path)) from error

@@ -117,11 +117,13 @@ def reshard(
         stack.callback(shutil.rmtree, partial, ignore_errors=True)
         stack.enter_context(building(partial))
         cut = old.cut_as(layout, blocks, conditions)
-        written = _Writer(old, cut, conditions, moments, partial, progress).run()
-        _copy_model(source, partial)
-        for path in (partial, *rank_directories(partial)):
+        # A store locks its directory, as ``building`` does: that of one rank is not made in ``partial`` itself.
+        made = partial if layout.world > 1 else partial / "rank-0000"
+        written = _Writer(old, cut, conditions, moments, made, progress).run()
+        _copy_model(source, made)
+        for path in (made, *rank_directories(made)):
             fsync_directory(path)
-        partial.rename(target)
+        made.rename(target)
         fsync_directory(target.absolute().parent)
     return Resharded(old.layout, layout, old.state.position, *written, moments)
 

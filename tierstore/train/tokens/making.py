@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tierstore.errors import DataError, StoreInUseError
+from tierstore.store.disk.lease import try_lock
 from tierstore.train.files import DataConfig, DataFormat
 from tierstore.train.tokens.documents import Chat, Document, TextPiece, documents, file_format
 from tierstore.train.tokens.token_files import (
@@ -251,10 +252,8 @@ def _locked(directory: Path) -> Iterator[None]:
     lock = directory / "lock"
     try:
         with lock.open("wb") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise StoreInUseError(f"{directory}: another process is tokenising here") from error
+            if not try_lock(file.fileno(), fcntl.LOCK_EX, lock):
+                raise StoreInUseError(f"{directory}: another process is tokenising here")
             yield
     except BaseException:
         if created:  # nothing was here: nothing stays
