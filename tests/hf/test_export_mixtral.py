@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest_store import fingerprint, read_only
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -25,6 +26,8 @@ from tierstore.parallel.config import RowPlacement
 from tierstore.parallel.layout import Layout
 from tierstore.store import ParameterStore, StoreConfig
 from tierstore.store.directories import verify_all
+from tierstore.store.summary import read_summary
+from tierstore.train.budgets import EXPERT_SCHEMA
 from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening
 from tierstore.train.resharding import VocabularyPlacement, reshard
@@ -112,6 +115,27 @@ def test_a_mixtral_computes_the_same(changes: dict[str, Any], tmp_path: Path) ->
     assert (done.model_type, done.step, done.ranks, done.experts) == ("mixtral", 5, 1, 12)
     tied, noise = "model.tie_embeddings" in changes, "model.router_noise" in changes
     assert len(done.notes) == tied + noise
+
+
+def test_from_a_read_only_volume(tmp_path: Path) -> None:
+    """Nothing of the source is written, by an export or a reshard: missed steps are replayed elsewhere."""
+    trained(tmp_path, **{"model.experts": 32})
+    summary = read_summary(tmp_path / "s")
+    assert summary.missed[EXPERT_SCHEMA] > 0
+    with read_only(tmp_path / "s"):
+        before = fingerprint(tmp_path / "s")
+        export(tmp_path / "s", tmp_path / "m")
+        reshard(tmp_path / "s", tmp_path / "r", Layout(1, 1, 1, 1))
+        assert fingerprint(tmp_path / "s") == before
+    with ParameterStore.open(tmp_path / "s", StoreConfig(host_budget=1 << 20)) as source:
+        kept = load_file(tmp_path / "m/model.safetensors")
+        for number in range(32):  # caught up by a writer: what an update or a fetch of a trained store sees
+            with source.fetch([f"expert.0001.{number:05}"]) as lease:
+                down = kept[f"model.layers.1.block_sparse_moe.experts.{number}.w2.weight"].numpy()
+                flat = lease[f"expert.0001.{number:05}"].view("weight")
+                assert (flat[-down.size :].reshape(down.shape) == down).all()
+        with ParameterStore.open(tmp_path / "r", StoreConfig(host_budget=1 << 20)) as made:
+            assert made.records_crc32c() == source.records_crc32c()
 
 
 def test_the_weights_are_those_of_the_store(tmp_path: Path) -> None:

@@ -7,10 +7,8 @@ from pathlib import Path
 
 from tierstore.errors import ChecksumError, StoreFormatError
 from tierstore.hf.manifest import Manifest, Weights
-from tierstore.store.config import StoreConfig
 from tierstore.store.directories import rank_directories
-from tierstore.store.opening import minimum_host_budget, read_schemas
-from tierstore.store.parameter_store import ParameterStore
+from tierstore.store.parameter_store import open_to_read
 
 
 def store_checks(store: Path) -> dict[str, object]:
@@ -24,8 +22,7 @@ def store_checks(store: Path) -> dict[str, object]:
     directories = rank_directories(store) or [store]
     records, sums = 0, []
     for directory in directories:
-        budget = minimum_host_budget(read_schemas(directory))
-        with ParameterStore.open(directory, StoreConfig(host_budget=budget)) as opened:
+        with open_to_read(directory) as opened:
             records += len(opened.keys)
             sums.append(f"{opened.records_crc32c():08x}")
     units = sum(1 for layout in manifest.unit_layouts(len(directories)) if not layout.empty)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,9 +16,9 @@ import numpy as np
 from tierstore.bench.soak.model import StoreModel, content, wrong_bytes
 from tierstore.bench.soak.plan import SoakShape, key_of
 from tierstore.store import Group
-from tierstore.store.disk.lease import DirectoryLease
-from tierstore.store.index.database import Commit, Index
+from tierstore.store.index.database import Commit
 from tierstore.store.index.entries import RecordEntry
+from tierstore.store.opening import reading
 
 
 @dataclass
@@ -36,19 +35,20 @@ class Audit:
 
 
 def committed_generation(directory: Path) -> int:
-    """The generation of the last commit of the store in ``directory``, which no process may have open."""
-    with DirectoryLease(directory), closing(Index(directory / "index")) as index:
+    """The generation of the last commit of the store in ``directory``, which no process may have open to write."""
+    with reading(directory) as (_, index):
         return index.read_commit().generation
 
 
 def audit(directory: Path, shape: SoakShape, model: StoreModel, *, further: Sequence[Path] = ()) -> Audit:
-    """Compares the last commit with ``model.committed`` and the snapshots with its own. No process may have it open.
+    """Compares the last commit with ``model.committed`` and the snapshots with its own. No process may have it open to
+    write.
 
     ``further`` are its other directories, in their order.
     """
     roots = (directory, *further)
     result = Audit()
-    with DirectoryLease(directory), closing(Index(directory / "index")) as index:
+    with reading(directory) as (_, index):
         names = list(index.snapshots())
         if names != list(model.snapshots):
             result.complain(f"snapshots {names}, expected {list(model.snapshots)}", 0)

@@ -21,12 +21,10 @@ from tierstore.errors import StoreFormatError
 from tierstore.model.buffers import with_all_buffers
 from tierstore.parallel import ExpertBlocks
 from tierstore.quant.values import dequantize
-from tierstore.store.config import StoreConfig
 from tierstore.store.core import StoreCore
 from tierstore.store.directories import rank_directories
 from tierstore.store.format import Group, RecordSchema, WeightFormat
-from tierstore.store.opening import minimum_host_budget, read_schemas
-from tierstore.store.parameter_store import ParameterStore
+from tierstore.store.parameter_store import open_to_read
 from tierstore.store.scratch import scratch_buffers
 from tierstore.train.experts import expert_key
 from tierstore.train.ranks import newest_common
@@ -200,8 +198,7 @@ def open_weights(source: Path) -> Iterator[StoredWeights]:
     with contextlib.ExitStack() as stack:
         stores: list[StoreCore] = []
         for directory, opened_at in zip(directories, at, strict=True):
-            budget = minimum_host_budget(read_schemas(directory))
-            store = ParameterStore.open(directory, StoreConfig(host_budget=budget), at=opened_at)
+            store = open_to_read(directory, opened_at)
             stack.callback(store.close)
             stores.append(store.core)
         state = TrainState.unpack(stores[0].committer.state, where=str(directories[0]))

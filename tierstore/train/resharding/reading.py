@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tierstore._native import Buffer, Priority
 from tierstore.config import from_dict
 from tierstore.dense import Fusion
 from tierstore.dense.layout import Narrow
@@ -23,13 +22,9 @@ from tierstore.model.spec import ModelSpec
 from tierstore.moe.source import InMemoryExperts
 from tierstore.parallel.layout import Layout
 from tierstore.store.committing import OWN_STATE
-from tierstore.store.config import StoreConfig
-from tierstore.store.core import StoreCore
 from tierstore.store.directories import rank_directories
 from tierstore.store.format import RecordSchema
-from tierstore.store.opening import minimum_host_budget, read_schemas
-from tierstore.store.parameter_store import ParameterStore
-from tierstore.store.scratch import scratch_buffers
+from tierstore.store.parameter_store import ParameterStore, open_to_read
 from tierstore.tiers.device import tensor_of
 from tierstore.train.budgets import EXPERT_SCHEMA
 from tierstore.train.experts import expert_key
@@ -84,7 +79,7 @@ class StoredModel:
     def unit(self, number: int) -> Iterator[WholeArray]:
         """The arrays of unit ``number``, in the order of its record's sections."""
         key = self.cut.record(number).key
-        held = {rank: read_sections(self.stores[rank].core, key) for rank in self.cut.holders(number)}
+        held = {rank: self.stores[rank].core.sections(key) for rank in self.cut.holders(number)}
         for section in range(len(next(iter(held.values())))):
 
             def read(rank: int, section: int = section) -> torch.Tensor:
@@ -98,8 +93,14 @@ class StoredModel:
         store = next((store for store in self.stores if key in store.core.records), None)
         if store is None:
             raise StoreFormatError(f"record {key!r} is in none of the {len(self.stores)} stores")
-        with store.fetch([key], store.info(key).schema.groups) as lease:
-            return [lease[key].copy(name) for name in lease[key].sections], store.info(key).step
+        core, schema = store.core, store.info(key).schema
+        sections = [section for group in schema.groups for section in schema.layout(group).sections]
+        arrays = [
+            buffer.array().view(section.dtype)
+            for buffer, section in zip(core.sections(key), sections, strict=True)
+        ]
+        behind = core.optimizer.behind(core.record(key)) > 0
+        return arrays, core.history.applied if behind else store.info(key).step
 
     def small_state(self) -> dict[str, bytes]:
         """What a commit keeps beside the records, but for what is a store's own and where training stands."""
@@ -152,8 +153,7 @@ def open_stored(source: Path, model: ModelSpec | None = None) -> Iterator[Stored
     with contextlib.ExitStack() as stack:
         stores: list[ParameterStore] = []
         for directory, opened_at in zip(directories, at, strict=True):
-            budget = 2 * minimum_host_budget(read_schemas(directory))
-            stores.append(ParameterStore.open(directory, StoreConfig(host_budget=budget), at=opened_at))
+            stores.append(open_to_read(directory, opened_at))
             stack.callback(stores[-1].close)
         state = TrainState.unpack(stores[0].last_commit.state, where=str(directories[0]))
         try:
@@ -227,16 +227,3 @@ def _check_records(source: Path, stored: StoredModel) -> None:
         missing = next((key for key in sorted(dense) if key not in store.core.records), None)
         if missing is not None:
             raise StoreFormatError(f"{source}: rank {rank} has no record {missing!r}")
-
-
-def read_sections(core: StoreCore, key: str) -> list[Buffer]:
-    """All sections of a dense record, in memory of their own."""
-    live = core.records.direct(key)
-    sections: list[Buffer] = []
-    tickets: list[int] = []
-    for group in live.schema.groups:
-        buffers = scratch_buffers(live.schema.layout(group))
-        sections += buffers
-        tickets.append(live.read(group, buffers, (), Priority.DEMAND))
-    core.wait(tickets)
-    return sections
