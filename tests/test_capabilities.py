@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
+import stat
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,9 +23,11 @@ from tierstore.capabilities import (
     probe_direct_io,
     probe_huge_pages,
     probe_io_uring,
+    probe_locks,
     resolve,
 )
 from tierstore.errors import CapabilityError
+from tierstore.store.disk.lease import DirectoryLease
 
 
 def here() -> Finding:
@@ -65,6 +72,66 @@ def test_io_uring_leaves_no_descriptor_behind() -> None:
 def test_direct_io_leaves_no_file_behind(tmp_path: Path) -> None:
     assert probe_direct_io(tmp_path).reason
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.ENOSPC])
+def test_direct_io_where_no_file_can_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def refused(**options: object) -> tuple[int, str]:
+        raise OSError(code, os.strerror(code), str(tmp_path))
+
+    monkeypatch.setattr(tempfile, "mkstemp", refused)
+    found = probe_direct_io(tmp_path)
+    assert not found.available
+    assert found.reason.startswith(f"{errno.errorcode[code]} from ")
+    assert found.reason.endswith("no file can be made to try it")
+
+
+def test_direct_io_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int, content: object, offset: int) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    assert "the disk is full" in probe_direct_io(tmp_path).reason
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("refused", "reason"),
+    [
+        ((), ""),
+        ((stat.S_ISDIR,), "do not remove `lease` while a store is open there"),
+        ((stat.S_ISDIR, stat.S_ISREG), "no store can be opened there"),
+        ((stat.S_ISREG,), "no store can be opened there"),
+    ],
+)
+def test_locks(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    refused: tuple[Callable[[int], bool], ...],
+    reason: str,
+) -> None:
+    flock = fcntl.flock
+
+    def lock(fd: int, kind: int) -> None:
+        if any(of(os.fstat(fd).st_mode) for of in refused):
+            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+        flock(fd, kind)
+
+    monkeypatch.setattr(fcntl, "flock", lock)
+    found = probe_locks(tmp_path)
+    assert found.available is not bool(refused)
+    assert found.reason.endswith(reason)
+    assert found.reason.startswith("ENOLCK from ") is bool(refused)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_locks_beside_an_open_store(tmp_path: Path) -> None:
+    with DirectoryLease(tmp_path):
+        assert probe_locks(tmp_path).available
+    with pytest.raises(FileNotFoundError):
+        probe_locks(tmp_path / "nowhere")
 
 
 def test_direct_io_where_no_file_can_be(tmp_path: Path) -> None:

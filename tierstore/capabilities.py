@@ -7,8 +7,10 @@ direct write), since a kernel's version says little about what a container may d
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
+import fcntl
 import importlib
 import importlib.util
 import mmap
@@ -27,6 +29,10 @@ _SYS = Path("/sys")
 _IO_URING_SETUP = 425  # one number on every architecture
 _IO_URING_PARAMS_BYTES = 120
 _PAGE_BYTES = 4096
+_PROBE = ".tierstore-probe-"
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+#: Errors of a place that takes no new file.
+_NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, *_FULL)
 
 
 class Capability(Enum):
@@ -87,9 +93,16 @@ def probe_io_uring(proc: Path = _PROC) -> Finding:
 def probe_direct_io(directory: Path) -> Finding:
     """Whether files in ``directory`` take O_DIRECT: it writes a page to one, and removes it.
 
-    Raises OSError, naming the directory, when no file can be made there at all.
+    Raises OSError, naming the directory, where there is none.
     """
-    fd, name = tempfile.mkstemp(prefix=".tierstore-probe-", dir=directory)
+    try:
+        fd, name = tempfile.mkstemp(prefix=_PROBE, dir=directory)
+    except OSError as exc:
+        if exc.errno not in _NOT_WRITABLE:
+            raise
+        return Finding(
+            False, f"{_name_of(exc)} from {filesystem_type(directory)}: no file can be made to try it"
+        )
     os.close(fd)
     try:
         with mmap.mmap(-1, _PAGE_BYTES) as page:
@@ -101,11 +114,50 @@ def probe_direct_io(directory: Path) -> Finding:
         if written != _PAGE_BYTES:
             return Finding(False, f"a direct write of {_PAGE_BYTES} bytes wrote {written}")
     except OSError as exc:
-        failure = errno.errorcode.get(exc.errno or 0, str(exc.errno))
-        return Finding(False, f"{failure} from {filesystem_type(directory)}: buffered I/O instead")
+        instead = "the disk is full" if exc.errno in _FULL else "buffered I/O instead"
+        return Finding(False, f"{_name_of(exc)} from {filesystem_type(directory)}: {instead}")
     finally:
         os.unlink(name)
     return Finding(True, f"{filesystem_type(directory)} took a direct write")
+
+
+def probe_locks(directory: Path) -> Finding:
+    """Whether a directory like ``directory`` can be locked (``flock``), and a file in it, where one can be made.
+
+    Raises OSError, naming the directory, where there is none.
+    """
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError), tempfile.TemporaryFile(prefix=_PROBE, dir=directory) as file:
+            refused = _refused(file.fileno())
+            if refused:
+                return Finding(
+                    False, f"{refused} from {filesystem_type(directory)}: no store can be opened there"
+                )
+        refused = _refused(fd)
+    finally:
+        os.close(fd)
+    if refused:
+        return Finding(
+            False,
+            f"{refused} from {filesystem_type(directory)}: do not remove `lease` while a store is open there",
+        )
+    return Finding(True, f"{filesystem_type(directory)} locked the directory")
+
+
+def _refused(fd: int) -> str:
+    """The error of a shared ``flock``; empty where it is granted, or was to another."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return ""
+    except OSError as exc:
+        return _name_of(exc)
+    return ""
+
+
+def _name_of(error: OSError) -> str:
+    return errno.errorcode.get(error.errno or 0, str(error.errno))
 
 
 def probe_huge_pages(sys: Path = _SYS) -> Finding:

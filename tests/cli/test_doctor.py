@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from click.testing import CliRunner
+from conftest_store import fingerprint, read_only, small_store
 
 from tierstore.cli.doctor import CHECKS, rank_exchanges
 from tierstore.cli.main import cli
@@ -73,6 +74,21 @@ def test_on_fails_where_it_is_lacking(tmp_path: Path) -> None:
     assert (result.exit_code, result.stdout) == (2, "")
     expected = f"{name} is set to on, and this machine lacks it: {lacking[0]['reason']}"
     assert result.stderr == f"tierstore: error: {expected}\n"
+
+
+def test_a_read_only_volume_is_read(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    small_store(disk / "s").close()
+    with read_only(disk):
+        before = fingerprint(disk)
+        for command in (
+            ["doctor", "--dir", str(disk), "--store", str(disk / "s")],
+            ["verify", str(disk / "s")],
+            ["gc", str(disk / "s"), "--dry-run"],
+        ):
+            result = CliRunner().invoke(cli, command)
+            assert (result.exit_code, result.stderr) == (0, "")
+        assert fingerprint(disk) == before
 
 
 def test_the_drives_of_a_store(tmp_path: Path) -> None:

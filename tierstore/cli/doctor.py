@@ -23,6 +23,7 @@ from tierstore.capabilities import (
     probe_direct_io,
     probe_huge_pages,
     probe_io_uring,
+    probe_locks,
     resolve,
 )
 from tierstore.cli.options import PATH, json_option
@@ -50,6 +51,7 @@ class Check:
 CHECKS: Mapping[str, Check] = {
     "io_uring": Check(lambda _: probe_io_uring(), "io_uring", "threads"),
     "direct_io": Check(probe_direct_io, "O_DIRECT", "buffered"),
+    "locks": Check(probe_locks, "directory and lease", "lease alone"),
     "huge_pages": Check(lambda _: probe_huge_pages(), "huge pages", "4 KiB pages"),
     "avx512": Check(lambda _: probe_avx512(), "AVX-512", "AVX2 or scalar"),
     "avx2": Check(lambda _: probe_avx2(), "AVX2", "scalar"),
@@ -67,7 +69,7 @@ CHECKS: Mapping[str, Check] = {
     help="Probe the disk under this directory.",
 )
 @click.option(
-    "--store", type=PATH, help="Show the drives of this store, too (of all ranks; it must not be open)."
+    "--store", type=PATH, help="Show the drives of this store, too (of all ranks; no process may write it)."
 )
 @click.option(
     "--capability",
