@@ -24,7 +24,7 @@ def main(store: Path, prompts: list[str]) -> None:
         language, runner = open_language(parts.spec), open_runner(parts)
         tokens = [language.encode(prompt) for prompt in prompts]
         samplers = [TokenSampler(language.defaults, prompt) for prompt in tokens]
-        texts = [language.text() for _ in prompts]
+        texts = [language.text(prompt=prompt, context=prompt) for prompt in tokens]
 
         joined = runner.join(tokens)  # prefill: each layer once for all prompts
         place = {each.number: at for at, each in enumerate(joined)}

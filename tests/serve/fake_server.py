@@ -9,8 +9,8 @@ import asyncio
 import socket
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields
 
 import fake_model
@@ -22,6 +22,7 @@ from tierstore.serve.api.receiving import Keys
 from tierstore.serve.api.server import ApiServer, listen, url
 from tierstore.serve.config import LimitsConfig
 from tierstore.serve.scheduler.engine import ServingEngine
+from tierstore.serve.scheduler.interface import Running
 
 MODEL = "fake"
 
@@ -42,13 +43,20 @@ class Fake:
 
 
 @contextmanager
-def prepared(*, room: int, pass_s: float, limits: LimitsConfig, keys: tuple[str, ...] = ()) -> Iterator[Fake]:
-    """A server that is about to run, on a port of its own."""
+def prepared(
+    *,
+    room: int,
+    pass_s: float,
+    limits: LimitsConfig,
+    keys: tuple[str, ...] = (),
+    opened: Callable[[], AbstractContextManager[Running]] | None = None,
+) -> Iterator[Fake]:
+    """A server that is about to run, on a port of its own. ``opened``: another model than the fake."""
     runner, metrics = FakeRunner(room=room, pass_s=pass_s), ServerMetrics()
     with (
         listen("127.0.0.1", 0) as bound,
         ServingEngine(
-            lambda: fake_model.opened(runner), sequences=room, limits=limits, watcher=metrics
+            opened or (lambda: fake_model.opened(runner)), sequences=room, limits=limits, watcher=metrics
         ) as engine,
     ):
         metrics.show(engine)
@@ -69,10 +77,11 @@ def serving(
     pass_s: float = 0.0,
     limits: LimitsConfig | None = None,
     keys: tuple[str, ...] = (),
+    opened: Callable[[], AbstractContextManager[Running]] | None = None,
 ) -> Iterator[Fake]:
     """A server in a thread of this process."""
     limits = LimitsConfig() if limits is None else limits
-    with prepared(room=room, pass_s=pass_s, limits=limits, keys=keys) as fake:
+    with prepared(room=room, pass_s=pass_s, limits=limits, keys=keys, opened=opened) as fake:
         thread = threading.Thread(target=fake.run)
         thread.start()
         try:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_families import make_config, plain_model
 
 from tierstore.errors import ConfigError
-from tierstore.serve.text.sampling import SamplingOptions, TokenSampler
+from tierstore.serve.text.language import sampling_defaults
+from tierstore.serve.text.sampling import PROCESSED, SamplingOptions, TokenSampler
 
 
 def _probability(logits: torch.Tensor, options: SamplingOptions, prompt: list[int]) -> torch.Tensor:
@@ -56,6 +59,86 @@ def test_the_tokens_that_transformers_would_allow(
         assert allowed[token] > 0
     if (allowed > 0).sum() == 1:
         assert token == int(allowed.argmax())
+
+
+#: A value of each key that transformers' processors apply, which changes what follows.
+_PROCESSED: dict[str, Any] = {
+    "no_repeat_ngram_size": 1,
+    "bad_words_ids": [[9], [8, 3]],
+    "min_length": 9,
+    "min_new_tokens": 7,
+    "exponential_decay_length_penalty": [2, 1.5],
+    "suppress_tokens": [3, 4, 5],
+    "begin_suppress_tokens": [6, 7],
+    "min_p": 0.3,
+    "typical_p": 0.4,
+    "epsilon_cutoff": 0.04,
+    "eta_cutoff": 0.09,
+}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{key: value} for key, value in _PROCESSED.items()]
+    + [{}, {"top_k": 0}, {"top_p": 0.7}, {"repetition_penalty": 1.4, "temperature": 0.5}, _PROCESSED],
+    ids=lambda values: ",".join(values),
+)
+def test_generation_config_as_generate_has_it(
+    values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oracle: transformers' ``generate``, its logits before and its scores behind all processors, step by step."""
+    plain = plain_model(make_config("mixtral", vocab_size=90), torch.float32).eval()
+    with torch.no_grad():
+        plain.lm_head.weight *= 60  # probabilities that differ
+    values = {"do_sample": True, "eos_token_id": [1, 2], **values}
+    prompt = [5, 9, 5]
+    torch.manual_seed(0)
+    made = plain.generate(
+        torch.tensor([prompt]),
+        **values,
+        max_new_tokens=10,
+        return_dict_in_generate=True,
+        output_logits=True,
+        output_scores=True,
+    )
+    tokens = made.sequences[0, len(prompt) :].tolist()
+    sampler = TokenSampler(
+        sampling_defaults(values, where="m", vocabulary=90, ends=frozenset({1, 2})), prompt
+    )
+    drawn: list[torch.Tensor] = []
+    monkeypatch.setattr(
+        torch, "multinomial", lambda probability, *_, **__: drawn.append(probability) or chosen
+    )
+    for logits, token in zip(made.logits, tokens, strict=True):
+        chosen = torch.tensor([token])
+        assert sampler(logits[0]) == token
+    for probability, scores in zip(drawn, made.scores, strict=True):
+        expected = scores[0].softmax(dim=-1)
+        torch.testing.assert_close(probability / probability.sum(), expected, rtol=1e-4, atol=1e-7)
+
+
+def test_every_processed_key_is_compared() -> None:
+    assert set(PROCESSED) == set(_PROCESSED)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"no_repeat_ngram_size": "three"}, "no_repeat_ngram_size"),
+        ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size"),
+        ({"bad_words_ids": [3]}, "bad_words_ids"),
+        ({"bad_words_ids": [[300]]}, "bad_words_ids"),
+        ({"suppress_tokens": "a"}, "suppress_tokens"),
+        ({"begin_suppress_tokens": "b"}, "begin_suppress_tokens"),
+        ({"exponential_decay_length_penalty": 2}, "exponential_decay_length_penalty"),
+        ({"min_new_tokens": -2}, "min_new_tokens"),
+        ({"do_sample": True, "min_p": 7}, "min_p"),
+        ({"do_sample": True, "top_k": -1}, "top_k"),
+    ],
+)
+def test_values_that_no_processor_takes(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^m/generation_config\.json: .*{message}"):
+        sampling_defaults(values, where="m/generation_config.json", vocabulary=90)
 
 
 def _fields(options: SamplingOptions) -> dict[str, float]:

@@ -132,6 +132,8 @@ def _run(
         open_served(config, trace=trace, timeline=sink) as parts,
     ):
         language = open_language(parts.spec)
+        for line in language.lines:
+            output.line(line)
         requests = _requests(asked, language)
         runner = open_runner(parts)
         _announce(parts, runner, output)
@@ -141,6 +143,8 @@ def _run(
         )
         texts = generator.run(requests)
         shown.end(texts)
+        if any(made.reasoning and not made.text for made in texts):
+            output.line("a text without an answer: its tokens went into reasoning, which --json shows")
         parts.store.end_trace()
         _table(parts, generator.totals, texts, output)
         output.emit(_result(parts, generator.totals, requests, texts))
@@ -167,7 +171,7 @@ def _requests(asked: _Asked, language: Language) -> list[TextRequest]:
                 prompt=prompt,
                 most=asked.max_tokens,
                 sampler=TokenSampler(sampling, prompt),
-                text=language.text(asked.stop),
+                text=language.text(asked.stop, prompt=prompt, context=() if asked.chat else prompt),
             )
         )
     return requests
@@ -202,7 +206,7 @@ class _Shown:
     def add(self, index: int, piece: str) -> None:
         """A piece of text ``index``."""
         if self._streams:
-            self._output.console.print(piece, end="", soft_wrap=True)
+            self._write(piece)
 
     def end(self, texts: Sequence[GeneratedText]) -> None:
         """All have ended."""
@@ -210,7 +214,12 @@ class _Shown:
             self._output.line()
             return
         for number, made in enumerate(texts):
-            self._output.line(f"[{number}] {made.text}")
+            self._write(f"[{number}] {made.text}\n")
+
+    def _write(self, text: str) -> None:
+        """As it is: the console would make blanks of tabs."""
+        self._output.console.file.write(text)
+        self._output.console.file.flush()
 
 
 def _table(
@@ -257,6 +266,7 @@ def _result(
         "texts": [
             {
                 "text": made.text,
+                "reasoning": made.reasoning,
                 "tokens": made.tokens,
                 "prompt_tokens": len(request.prompt),
                 "ending": made.ending.value,

@@ -47,10 +47,13 @@ class TextRequest:
 
 @dataclass(slots=True, eq=False)
 class GeneratedText:
-    """What became of a request. ``first_s``: seconds from its start to its first token."""
+    """What became of a request. ``reasoning``: what the model wrote beside the answer ``text``. ``first_s``: seconds from
+    its start to its first token.
+    """
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""
+    reasoning: str = ""
     ending: Ending = Ending.INTERRUPTED
     first_s: float | None = None
 
@@ -170,7 +173,8 @@ class TextGenerator:
 
     def _end(self, number: int, ending: Ending, piece: str) -> None:
         each = self._running.pop(number)
-        each.made.ending = ending
+        each.made.ending = Ending.STOP if each.request.text.stopped else ending  # also in what was held
+        each.made.reasoning = each.request.text.reasoning()
         self._add(each, piece)
         self._runner.leave(number)
 

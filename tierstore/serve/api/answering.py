@@ -60,11 +60,12 @@ class Answering:
 
     async def whole(self) -> Response:
         """The answer as one object."""
-        texts: list[str] = []
+        text = reasoning = ""
         async for update in self.updates():
-            texts.append(update.text)
+            text, reasoning = text + update.text, reasoning + update.reasoning
         assert update.finish is not None
-        return JSONResponse(self._shape.whole("".join(texts), update.finish, self.usage(update.tokens)))
+        usage = self.usage(update.tokens)
+        return JSONResponse(self._shape.whole(text, update.finish, usage, reasoning=reasoning))
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The answer as events. Where it ends early, the last is the error."""
@@ -74,8 +75,8 @@ class Answering:
         updates = self.updates()
         try:
             async for update in updates:
-                if update.text:
-                    yield self._shape.added(update.text)
+                if update.text or update.reasoning:
+                    yield self._shape.added(update.text, update.reasoning)
                 if update.finish is not None:
                     tokens, finish = update.tokens, update.finish
         except ApiError as error:

@@ -19,7 +19,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from tierstore.errors import DataError
 from tierstore.serve.api.answering import Answering, EventStream
 from tierstore.serve.api.calls import Call, chat_call, completion_call
-from tierstore.serve.api.errors import ApiError
+from tierstore.serve.api.errors import ApiError, bad
 from tierstore.serve.api.fields import parse_object, shown
 from tierstore.serve.api.metrics import ServerMetrics
 from tierstore.serve.api.receiving import Keys, read_body, while_there
@@ -181,6 +181,8 @@ class _Routes:
                 param=field,
                 code="context_length_exceeded",
             )
+        if any(token >= running.language.vocabulary for token in parameters.stop_tokens):
+            raise bad("stop_token_ids", f"tokens of this model are below {running.language.vocabulary}")
         most = min(left, limits.tokens or left)
         asked = parameters.max_tokens
         if asked is not None and asked > most:
@@ -195,7 +197,11 @@ class _Routes:
             prompt=tuple(prompt),
             max_tokens=min(most, limits.default_tokens) if asked is None else asked,
             sampler=TokenSampler(parameters.sampled(running.language.defaults), prompt),
-            text=running.language.text(parameters.stop),
+            # A completion goes on with its prompt; a chat's answer is a text of its own.
+            text=running.language.text(
+                parameters.stop, prompt=prompt, context=prompt if call.messages is None else ()
+            ),
+            stop_tokens=parameters.stop_tokens,
         )
         try:
             return service.engine.submit(generation)

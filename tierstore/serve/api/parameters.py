@@ -39,6 +39,7 @@ class Parameters:
     sampling: dict[str, float]
     max_tokens: int | None
     stop: tuple[str, ...]
+    stop_tokens: frozenset[int]
     stream: bool
     include_usage: bool
 
@@ -56,6 +57,7 @@ def take_parameters(fields: Fields, *, limit: str = "max_tokens") -> Parameters:
         sampling=_sampling(fields),
         max_tokens=_limit(fields, limit),
         stop=_stops(fields),
+        stop_tokens=_stop_tokens(fields),
         stream=stream,
         include_usage=_usage(fields, stream),
     )
@@ -101,6 +103,16 @@ def _stops(fields: Fields) -> tuple[str, ...]:
         if not 1 <= len(stop) <= _LONGEST_STOP:
             raise bad(name, f"expected strings of 1 to {_LONGEST_STOP} characters, got one of {len(stop)}")
     return stops
+
+
+def _stop_tokens(fields: Fields) -> frozenset[int]:
+    value = fields.take("stop_token_ids")
+    tokens = [] if value is None else value
+    if not isinstance(tokens, list) or any(type(token) is not int or token < 0 for token in tokens):
+        raise bad(
+            fields.name("stop_token_ids"), "expected an array of tokens, which are whole numbers from 0"
+        )
+    return frozenset(tokens)
 
 
 def _usage(fields: Fields, stream: bool) -> bool:

@@ -44,11 +44,14 @@ class Shape:
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, text: str, finish: Finish, usage: TokenUsage) -> dict[str, object]:
-        """The answer as one object."""
+    def whole(
+        self, text: str, finish: Finish, usage: TokenUsage, *, reasoning: str = ""
+    ) -> dict[str, object]:
+        """The answer as one object. A chat has its reasoning, where there is any."""
         if self.style is RequestKind.CHAT:
             message = {"role": "assistant", "content": text, "refusal": None}
-            return self._object("chat.completion", [_choice(finish, message=message)]) | {
+            thought = {"reasoning_content": reasoning} if reasoning else {}
+            return self._object("chat.completion", [_choice(finish, message=message | thought)]) | {
                 "usage": usage.body()
             }
         return self._object("text_completion", [_choice(finish, text=text)]) | {"usage": usage.body()}
@@ -59,10 +62,11 @@ class Shape:
             return None
         return self._chunk([_choice(None, delta={"role": "assistant", "content": ""})])
 
-    def added(self, text: str) -> bytes:
-        """The event of more text."""
+    def added(self, text: str, reasoning: str = "") -> bytes:
+        """The event of more text. A chat has its reasoning, too."""
         if self.style is RequestKind.CHAT:
-            return self._chunk([_choice(None, delta={"content": text})])
+            named = {"reasoning_content": reasoning, "content": text}
+            return self._chunk([_choice(None, delta={name: value for name, value in named.items() if value})])
         return self._chunk([_choice(None, text=text)])
 
     def closing(self, finish: Finish, usage: TokenUsage) -> bytes:

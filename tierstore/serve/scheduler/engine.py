@@ -239,15 +239,13 @@ class ServingEngine:
         generation, answer = sequence.waiting.generation, sequence.waiting.answer
         try:
             token = generation.sampler(logits_V)
-            ends = token in running.language.end_tokens
-            text = generation.text.finish() if ends else generation.text.push(token)
-            if ends or generation.text.stopped:
-                finish = Finish.STOP
-            elif len(sequence.tokens) + 1 == generation.max_tokens:
-                finish = Finish.LENGTH
-                text += generation.text.finish()
-            else:
-                finish = None
+            ends = token in running.language.end_tokens | generation.stop_tokens
+            last = len(sequence.tokens) + 1 == generation.max_tokens
+            text = "" if ends else generation.text.push(token)
+            if ends or last:
+                text += generation.text.finish()  # a stop string may be in what was held
+            stopped = ends or generation.text.stopped
+            finish = Finish.STOP if stopped else Finish.LENGTH if last else None
         except Exception as error:  # logits that are not finite; it disturbs no other request
             self._leave(running, number)
             self._fail(sequence.waiting, _sentence(error))
@@ -260,7 +258,7 @@ class ServingEngine:
             self._leave(running, number)
             if answer.settle():
                 self._watcher.ended(RequestOutcome(finish.value))
-        answer.put(text, len(sequence.tokens), finish)
+        answer.put(text, len(sequence.tokens), finish, reasoning=generation.text.reasoning())
 
     def _leave(self, running: Running, number: int) -> None:
         del self._batch[number]

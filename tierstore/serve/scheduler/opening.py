@@ -23,13 +23,13 @@ def open_running(
     ``open_served`` does.
     """
     with open_timeline(timeline) as sink, open_served(config, trace=trace, timeline=sink) as parts:
-        runner = open_runner(parts)
+        runner, language = open_runner(parts), open_language(parts.spec)
         yield Running(
             runner=runner,
-            language=open_language(parts.spec),
+            language=language,
             context=runner.model.context,
             counts=lambda: _counts(parts),
-            lines=_lines(parts),
+            lines=(*_lines(parts), *language.lines),
         )
         parts.store.end_trace()
 

@@ -14,12 +14,15 @@ from tierstore.serve.text.streaming import StreamedText
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """What a client asks for: at most ``max_tokens`` tokens after ``prompt``."""
+    """What a client asks for: at most ``max_tokens`` tokens after ``prompt``, and none after one of ``stop_tokens``, which
+    end it besides the model's own.
+    """
 
     prompt: tuple[int, ...]
     max_tokens: int
     sampler: TokenSampler
     text: StreamedText
+    stop_tokens: frozenset[int] = frozenset()
 
     @property
     def tokens(self) -> int:
@@ -29,13 +32,14 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """``text``: what has been added since the last update; ``tokens``: the tokens of the answer up to here. ``finish`` comes
-    with the last one.
+    """``text`` and ``reasoning``: what has been added since the last update; ``tokens``: the tokens of the answer so far.
+    ``finish`` comes with the last one.
     """
 
     text: str
     tokens: int
     finish: Finish | None
+    reasoning: str = ""
 
 
 class AnswerError(Exception):
@@ -50,8 +54,9 @@ class Answer:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._ready = asyncio.Event()
-        self._lock = threading.Lock()  # guards the five below
+        self._lock = threading.Lock()  # guards the six below
         self._text: list[str] = []
+        self._reasoning: list[str] = []
         self._tokens = 0
         self._finish: Finish | None = None
         self._error: AnswerError | None = None
@@ -65,14 +70,14 @@ class Answer:
             first, self._settled = not self._settled, True
         return first
 
-    def put(self, text: str, tokens: int, finish: Finish | None = None) -> None:
-        """Add ``text``; the answer has ``tokens`` tokens now."""
+    def put(self, text: str, tokens: int, finish: Finish | None = None, *, reasoning: str = "") -> None:
+        """Add ``text`` and ``reasoning``; the answer has ``tokens`` tokens now."""
         with self._lock:
-            if text:
-                self._text.append(text)
+            self._text.append(text)
+            self._reasoning.append(reasoning)
             self._tokens = tokens
             self._finish = finish
-        if text or finish is not None:
+        if text or reasoning or finish is not None:
             self._wake()
 
     def fail(self, message: str) -> None:
@@ -92,8 +97,9 @@ class Answer:
         self._ready.clear()
         with self._lock:
             text, self._text = "".join(self._text), []
-            if self._error is not None and not text:
+            reasoning, self._reasoning = "".join(self._reasoning), []
+            if self._error is not None and not (text or reasoning):
                 raise self._error
             if self._error is not None:
                 self._ready.set()
-            return Update(text, self._tokens, self._finish)
+            return Update(text, self._tokens, self._finish, reasoning)

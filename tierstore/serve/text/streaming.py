@@ -1,17 +1,30 @@
-"""Text as its tokens come: whole characters, and nothing that may become a stop string."""
+"""Text as its tokens come: whole characters, nothing that may become a stop string, and the answer apart from its reasoning.
+
+Models of OpenAI's harmony format (gpt-oss) write messages, each in a channel:
+``<|start|>assistant<|channel|>analysis<|message|>...<|end|>``. A message in the channel ``final``, or in none, is the
+answer; all others are its reasoning.
+"""
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from typing import Protocol
 
 from tierstore.errors import ConfigError
 
 #: What decoders put for bytes that are no character, or not yet.
 _REPLACED = "\ufffd"
-#: Tokens after which bytes that are no character are taken as such.
-_LONGEST_CHARACTER = 16
+#: Tokens after which a text that may still change is given; one that ends in bytes that are no character, four later.
+_LONGEST_HELD = 16
+#: The end of a text in which transformers' clean-up of blanks changes with what follows: " n" before "'t".
+_CLEANED_LATER = re.compile(r"[ '][ n'vr]*\Z")
+#: The special tokens of the harmony format: those that no other format has together, and all of them.
+_HARMONY = frozenset({"<|start|>", "<|channel|>", "<|message|>"})
+_MARKS = _HARMONY | {"<|constrain|>", "<|end|>", "<|return|>", "<|call|>"}
+_ROLE = "assistant"
 
 
 class PieceDecoder(Protocol):
@@ -22,15 +35,17 @@ class PieceDecoder(Protocol):
         ...
 
     def finish(self) -> str:
-        """No token follows: the text of what was incomplete."""
+        """No token follows, or none of the same message: the text of what was incomplete."""
         ...
 
 
 class BytePieces:
-    """Of a model that reads bytes."""
+    """Of a model that reads bytes. ``context``: those before the text, which may end within a character."""
 
-    def __init__(self) -> None:
+    def __init__(self, context: Sequence[int] = ()) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        for token in context:
+            self.push(token)
 
     def push(self, token: int) -> str:
         return self._decoder.decode(bytes([token % 256]))
@@ -40,47 +55,118 @@ class BytePieces:
 
 
 class TokenPieces:
-    """Of a model with a tokenizer, by its ``decode``.
+    """Of a model with a tokenizer: the pieces together are what ``decode`` of all tokens adds to that of ``context``.
 
-    A token's text can depend on those before it (a blank, a character of several tokens): the last tokens are decoded with
-    the new one, and what is new in the text is the piece.
+    A token's text can depend on those before it (a blank, a character of several tokens) and on those behind it. So the last
+    tokens are decoded with each new one, and what can no longer change is given. ``stray``: the token of a byte that is no
+    character, where a run of bytes is decoded as a whole. ``cleans``: the tokenizer cleans up blanks.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        context: Sequence[int] = (),
+        *,
+        stray: int | None = None,
+        cleans: bool = False,
+    ) -> None:
         self._decode = decode
-        #: The last tokens whose text has been given, and the new ones behind them, which begin at ``_given``.
-        self._window: list[int] = []
-        self._given = 0
+        self._stray = [] if stray is None else [stray]
+        self._cleans = cleans
+        #: The last tokens, and what is given of their text.
+        tail = context[-8 * _LONGEST_HELD :]
+        self._window = list(tail if decode(tail) else context)
+        self._given = decode(self._window)
+        self._held = 0  # tokens since some of the text is not given
+        self._longest = 0  # of the window
+        self._shorten()
 
     def push(self, token: int) -> str:
         self._window.append(token)
+        self._held += 1
         text = self._decode(self._window)
-        new = len(self._window) - self._given
-        if text.endswith(_REPLACED) and new < _LONGEST_CHARACTER:
-            return ""
-        return self._give(text)
+        overdue = self._held >= _LONGEST_HELD + 4 * text.endswith(_REPLACED)
+        piece = self._give(text if overdue else self._certain(text))
+        if self._given == text:
+            self._held = 0
+            self._shorten()
+        return piece
 
     def finish(self) -> str:
         return self._give(self._decode(self._window))
 
+    def _certain(self, text: str) -> str:
+        if self._stray:
+            text = text[: _common(text, self._decode(self._window + self._stray))]
+        text = text.rstrip(_REPLACED)
+        return _CLEANED_LATER.sub("", text) if self._cleans else text
+
     def _give(self, text: str) -> str:
-        before = len(self._decode(self._window[: self._given]))
-        self._window = self._window[self._given :]
-        self._given = len(self._window)
-        return text[before:]
+        same = _common(self._given, text)
+        if same < len(text):
+            self._given = text
+        return text[same:]
+
+    def _shorten(self) -> None:
+        """Drops the first tokens of a long window. Those that stay have text, since decoders omit the blank that begins one,
+        and it does not begin within a character or with what is cleaned up.
+        """
+        if len(self._window) < self._longest:
+            return
+        for count in range(_LONGEST_HELD, 2 * _LONGEST_HELD):
+            text = self._decode(self._window[-count:])
+            within = text[:1] in (" n'vr" if self._cleans else "") or text[:1] in ("", _REPLACED)
+            if not within and self._given.endswith(text):
+                self._window, self._given = self._window[-count:], text
+                break
+        self._longest = 2 * max(_LONGEST_HELD, len(self._window))
+
+
+class _Part(Enum):
+    """What a text is part of."""
+
+    ANSWER = "answer"
+    REASONING = "reasoning"
+    HIDDEN = "hidden"  # what only stop strings see: special tokens
 
 
 class StreamedText:
-    """The text of one answer, which ends before the first of ``stop``. Raises ConfigError for an empty stop string."""
+    """The text of one answer, which ends before the first of ``stop``. Raises ConfigError for an empty stop string.
 
-    def __init__(self, pieces: PieceDecoder, stop: Sequence[str] = ()) -> None:
+    ``specials``: tokens that decoding leaves out, and what stop strings, and the harmony format, call them. ``prompt``: the
+    tokens before the answer, whose last message the answer may go on with.
+    """
+
+    def __init__(
+        self,
+        pieces: PieceDecoder,
+        stop: Sequence[str] = (),
+        *,
+        specials: Mapping[int, str] | None = None,
+        prompt: Sequence[int] = (),
+    ) -> None:
         if not all(stop):
             raise ConfigError("stop: expected strings of at least one character")
         self._pieces = pieces
-        self._stop = tuple(stop)
-        #: The text that is not given yet: a stop string may begin in it.
+        self._stop: tuple[str, ...] = ()
+        self._specials = specials or {}
+        self._channels = set(self._specials.values()) >= _HARMONY
+        #: Of the header of a message that has begun: its role, and its channel.
+        self._role: str | None = None
+        self._channel: str | None = None
+        self._part = _Part.ANSWER
+        self._given = dict.fromkeys(_Part, "")  # until it is taken
+        self._begun: set[_Part] = set()
+        #: The text that is not given yet (a stop string may begin in it), and the part of each character.
         self._held = ""
+        self._parts: list[_Part] = []
         self._stopped = False
+        if self._channels:
+            starts = [at for at, token in enumerate(prompt) if self._specials.get(token) == "<|start|>"]
+            for token in prompt[starts[-1] :] if starts else ():
+                self.push(token)
+            self._given, self._begun = dict.fromkeys(_Part, ""), set()
+        self._stop = tuple(stop)
 
     @property
     def stopped(self) -> bool:
@@ -91,28 +177,98 @@ class StreamedText:
         """The text that is certain now; nothing once it has stopped."""
         if self._stopped:
             return ""
-        return self._certain(self._pieces.push(token))
+        special = self._specials.get(token)
+        named = special is not None and any(special in stop for stop in self._stop)
+        if not named and not (self._channels and special in _MARKS):
+            self._write(self._pieces.push(token))
+        elif special is not None:
+            self._write(self._pieces.finish())
+            if named:
+                self._hold(special, _Part.HIDDEN)
+            else:
+                self._give(len(self._held))
+            if self._channels:
+                self._mark(special)
+        return self._take(_Part.ANSWER)
 
     def finish(self) -> str:
         """No token follows: the rest of the text."""
+        self._write(self._pieces.finish())
+        role = self._role or ""
+        if role.startswith(_ROLE) and self._channel is None and not self._recipient().startswith("to="):
+            self._hold(role.removeprefix(_ROLE), _Part.ANSWER)
+        self._give(len(self._held))
+        return self._take(_Part.ANSWER)
+
+    def reasoning(self) -> str:
+        """The text beside the answer that is certain, since the last call."""
+        return self._take(_Part.REASONING)
+
+    def _mark(self, mark: str) -> None:
+        """A special token of the harmony format."""
+        if mark == "<|message|>":
+            final = self._channel is None or self._channel.split()[:1] == ["final"]
+            self._part = _Part.ANSWER if final else _Part.REASONING
+            self._role = self._channel = None
+            if self._part in self._begun:
+                self._given[self._part] += "\n"
+        elif mark == "<|channel|>":
+            self._channel = ""
+        elif mark == "<|constrain|>" and self._channel is not None:
+            self._channel += " "
+        elif mark in _MARKS:
+            self._role, self._channel = "", None
+
+    def _write(self, text: str) -> None:
+        """Text of a header, or of a message. Behind a role, what can be no header is a message without one."""
+        if self._channel is not None:
+            self._channel += text
+        elif self._role is not None:
+            self._role += text
+            recipient = self._recipient()
+            if not (
+                _ROLE.startswith(self._role) or recipient.startswith("to=") or "to=".startswith(recipient)
+            ):
+                text, self._role = self._role.removeprefix(_ROLE), None
+                self._part = _Part.ANSWER
+        if self._channel is None and self._role is None:
+            self._hold(text, self._part)
+        elif self._held:  # a stop string that began with a special token may go on in the header
+            self._hold(text, _Part.HIDDEN)
+
+    def _recipient(self) -> str:
+        return (self._role or "").removeprefix(_ROLE).strip()
+
+    def _hold(self, text: str, part: _Part) -> None:
+        """Adds ``text`` and gives what is certain."""
         if self._stopped:
-            return ""
-        text = self._certain(self._pieces.finish()) + self._held
-        self._held = ""
-        return text
-
-    def _certain(self, piece: str) -> str:
-        self._held += piece
-        found = [at for at in map(self._held.find, self._stop) if at >= 0]
+            return
+        self._held += text
+        self._parts += [part] * len(text)
+        # The stop string that ends first, whatever pieces the text comes in; then the one that begins first.
+        found = [(at + len(stop), at) for stop in self._stop if (at := self._held.find(stop)) >= 0]
         if found:
-            self._stopped = True
-            return self._take(min(found), rest="")
-        certain = len(self._held) - max((_overlap(self._held, stop) for stop in self._stop), default=0)
-        return self._take(certain, rest=self._held[certain:])
+            self._give(min(found)[1])
+            self._held, self._stopped = "", True
+        else:
+            self._give(len(self._held) - max((_overlap(self._held, stop) for stop in self._stop), default=0))
 
-    def _take(self, count: int, *, rest: str) -> str:
-        text, self._held = self._held[:count], rest
+    def _give(self, count: int) -> None:
+        for letter, part in zip(self._held[:count], self._parts, strict=False):
+            self._given[part] += letter
+            self._begun.add(part)
+        self._held, self._parts = self._held[count:], self._parts[count:]
+
+    def _take(self, part: _Part) -> str:
+        text, self._given[part] = self._given[part], ""
         return text
+
+
+def _common(one: str, other: str) -> int:
+    """How many characters both begin with."""
+    return next(
+        (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+    )
 
 
 def _overlap(text: str, stop: str) -> int:

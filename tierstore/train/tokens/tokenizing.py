@@ -74,8 +74,16 @@ class DocumentTokenizer:
         self._template: ChatTemplate | None = None
         end = tokenizer.eos_token_id
         pad = tokenizer.pad_token_id
+        known = tokenizer.get_vocab()
+        #: The tokens that ``decode`` leaves out, and their names; the token of a byte that is no character, where bytes are
+        #: tokens; and whether ``decode`` removes blanks before punctuation.
+        self.specials = {
+            token: str(added) for token, added in tokenizer.added_tokens_decoder.items() if added.special
+        }
+        self.stray: int | None = known.get("<0xFF>")
+        self.cleans = bool(tokenizer.clean_up_tokenization_spaces)
         self.vocabulary = Vocabulary(
-            size=max([len(tokenizer) - 1, *tokenizer.get_vocab().values()]) + 1,
+            size=max([len(tokenizer) - 1, *known.values()]) + 1,
             pad=next((token for token in (pad, end) if token is not None), 0),
         )
 
