@@ -31,6 +31,7 @@ class _Chain:
     tokenizer: Any
     store: Path
     client: httpx.Client
+    lines: tuple[str, ...]
 
     def written(self, prompt: str, **options: Any) -> str:
         """What transformers adds to a prompt: text of all tokens less that of the prompt's."""
@@ -74,7 +75,7 @@ def _opened(directory: Path, tokenizer: Any, *scripts: list[int], **generation: 
             serving(opened=lambda: open_running(serve_config(store, host_budget=64 << 20))) as server,
             httpx.Client(base_url=server.url, timeout=60) as client,
         ):
-            yield _Chain(plain, tokenizer, store, client)
+            yield _Chain(plain, tokenizer, store, client, server.service.engine.running.lines)
     finally:
         torch.set_num_threads(threads)
 
@@ -98,7 +99,11 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Chain]:
         "!",
     ]
     emoji = [f"<0x{byte:02X}>" for byte in "🚗\u2028\t".encode()]
-    scripts = known([*words, "</s>"]), known(["▁a", *emoji, "▁b", "STO", "P", "▁do", "▁n", "'t", "</s>"])
+    scripts = (
+        known([*words, "</s>"]),
+        known(["v", "e", "r", "v"]),
+        known(["▁a", *emoji, "▁b", "STO", "P", "▁do", "▁n", "'t", "</s>"]),
+    )
     yield from _opened(
         tmp_path_factory.mktemp("words"), tokenizer, *scripts, no_repeat_ngram_size=2, num_beams=2
     )
@@ -131,6 +136,16 @@ def test_the_text_of_all_tokens(words: _Chain) -> None:
     choice, streamed = words.ask("chat/completions", messages=[{"role": "user", "content": "The capital of"}])
     assert choice["message"]["content"] == streamed["content"] == text.strip()  # a text of its own
     assert "reasoning_content" not in {**choice["message"], **streamed}
+
+
+def test_generation_config(words: _Chain) -> None:
+    """No pair of tokens comes twice: ``v e r v e r ...`` ends with the second ``v``."""
+    text = words.written("v")
+    assert text == "erv"
+    assert (
+        words.generate("--prompt", "v")[1]["text"] == words.ask("completions", prompt="v")[1]["text"] == text
+    )
+    assert words.lines[-1] == "generation_config.json: not applied: num_beams = 2"
 
 
 def test_characters_of_several_tokens(words: _Chain) -> None:

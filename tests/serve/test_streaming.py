@@ -286,6 +286,7 @@ _CALL = "<|channel|>commentary to=functions.x <|constrain|>json<|message|>{}<|ca
         (_THOUGHT + "<|channel|>fin", "", "The user greets"),
         (_THOUGHT + "<|channel|>final", "", "The user greets"),
         (_THOUGHT + "<|channel|>commentary to=functions.x <|constrain|>js", "", "The user greets"),
+        (" to", "", ""),
         (" to=functions.x", "", ""),
         ("<|channel|>", "", ""),
     ],

@@ -24,7 +24,9 @@ _CLEANED_LATER = re.compile(r"[ '][ n'vr]*\Z")
 #: The special tokens of the harmony format: those that no other format has together, and all of them.
 _HARMONY = frozenset({"<|start|>", "<|channel|>", "<|message|>"})
 _MARKS = _HARMONY | {"<|constrain|>", "<|end|>", "<|return|>", "<|call|>"}
+#: The role in a header of ours, and what may follow it: the recipient of a call.
 _ROLE = "assistant"
+_RECIPIENT = f"{_ROLE} to="
 
 
 class PieceDecoder(Protocol):
@@ -194,9 +196,6 @@ class StreamedText:
     def finish(self) -> str:
         """No token follows: the rest of the text."""
         self._write(self._pieces.finish())
-        role = self._role or ""
-        if role.startswith(_ROLE) and self._channel is None and not self._recipient().startswith("to="):
-            self._hold(role.removeprefix(_ROLE), _Part.ANSWER)
         self._give(len(self._held))
         return self._take(_Part.ANSWER)
 
@@ -225,19 +224,13 @@ class StreamedText:
             self._channel += text
         elif self._role is not None:
             self._role += text
-            recipient = self._recipient()
-            if not (
-                _ROLE.startswith(self._role) or recipient.startswith("to=") or "to=".startswith(recipient)
-            ):
+            if not (self._role.startswith(_RECIPIENT) or _RECIPIENT.startswith(self._role)):
                 text, self._role = self._role.removeprefix(_ROLE), None
                 self._part = _Part.ANSWER
         if self._channel is None and self._role is None:
             self._hold(text, self._part)
         elif self._held:  # a stop string that began with a special token may go on in the header
             self._hold(text, _Part.HIDDEN)
-
-    def _recipient(self) -> str:
-        return (self._role or "").removeprefix(_ROLE).strip()
 
     def _hold(self, text: str, part: _Part) -> None:
         """Adds ``text`` and gives what is certain."""
