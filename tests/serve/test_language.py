@@ -161,6 +161,18 @@ def test_generation_in_the_model_s_configuration(tmp_path: Path) -> None:
     assert language.lines == ["config.json: not applied: num_beams = 3"]
 
 
+@pytest.mark.parametrize("content", ["", "{", "[]", "\x00"])
+def test_a_generation_config_that_cannot_be_read(content: str, tmp_path: Path) -> None:
+    """As in transformers, it is as if there were none; a line says so."""
+    language = _language(tmp_path, {"generation_config.json": content})
+    assert language.defaults == SamplingOptions(temperature=0, top_k=50, ends=frozenset({2}))
+    (line,) = language.lines
+    assert line.startswith(str(tmp_path))
+    assert line.endswith("; ignored")
+    assert "\n" not in line
+    assert "generation_config.json: " in line
+
+
 def test_stop_strings_of_the_model(tmp_path: Path) -> None:
     language = _language(tmp_path, {"generation_config.json": {"stop_strings": ["<e", "b"]}})
     text = language.text(["c"])

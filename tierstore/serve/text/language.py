@@ -65,7 +65,7 @@ class Codec(Protocol):
 class Language:
     """The text side of a model: ``codec``; ``end_tokens`` and the strings ``stop`` end a text and are no part of it;
     ``defaults`` sample it where nobody says otherwise. ``vocabulary``: tokens are below it. ``lines``: what of the model's
-    generation_config.json is not applied.
+    generation_config.json cannot be read, or is not applied.
     """
 
     codec: Codec
@@ -102,15 +102,15 @@ def open_language(spec: ModelSpec) -> Language:
     codec: Codec = ByteCodec() if spec.tokenizer is None else TokenizerCodec(spec.tokenizer)
     if not isinstance(spec, HfSpec):
         return Language(codec, vocabulary=spec.vocab_size, end_tokens=frozenset(), defaults=SamplingOptions())
-    values, where = _generation_values(spec)
+    values, where, ignored = _generation_values(spec)
     ends = _end_tokens(values, spec.config, where=str(spec.directory))
     return Language(
         codec,
         vocabulary=spec.vocab_size,
         end_tokens=ends,
-        defaults=sampling_defaults(values, where=where, vocabulary=spec.vocab_size, ends=ends),
-        stop=_stop_strings(values, where=where),
-        lines=not_applied(values, where=Path(where).name),
+        defaults=sampling_defaults(values, where=str(where), vocabulary=spec.vocab_size, ends=ends),
+        stop=_stop_strings(values, where=str(where)),
+        lines=[*ignored, *not_applied(values, where=where.name)],
     )
 
 
@@ -203,13 +203,19 @@ def _number(values: Mapping[str, Any], key: str, *, default: float = 1.0) -> flo
     return float(value)
 
 
-def _generation_values(spec: HfSpec) -> tuple[dict[str, Any], str]:
-    """What the model says of generation, and where: in config.json, as older models have it, where it has no other file."""
-    directory = spec.directory
-    if directory is not None and (directory / GENERATION_NAME).exists():
-        return read_config(directory / GENERATION_NAME), f"{directory}/{GENERATION_NAME}"
+def _generation_values(spec: HfSpec) -> tuple[dict[str, Any], Path, list[str]]:
+    """What the model says of generation, and where: in config.json, as older models have it, where it has no other file, or
+    one that cannot be read, of which a line tells.
+    """
+    file, ignored = (spec.directory or Path()) / GENERATION_NAME, []
+    if spec.directory is not None and file.exists():
+        try:
+            return read_config(file), file, []
+        except ConfigError as error:
+            ignored = [f"{error}; ignored"]
     keys = transformers().GenerationConfig().to_dict()
-    return {key: value for key, value in spec.config.items() if key in keys}, f"{directory}/{CONFIG_NAME}"
+    values = {key: value for key, value in spec.config.items() if key in keys}
+    return values, file.with_name(CONFIG_NAME), ignored
 
 
 def _stop_strings(values: Mapping[str, Any], *, where: str) -> Sequence[str]:
