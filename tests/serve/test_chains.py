@@ -190,8 +190,9 @@ def test_what_ends_a_text(words: _Chain) -> None:
         choice, streamed = words.ask("completions", prompt="The capital of", **fields)
         assert (choice["text"], choice["finish_reason"]) == (left, "stop")
         assert streamed["text"] == left
-        message = [{"role": "user", "content": "The capital of"}]
-        assert words.ask("chat/completions", messages=message, **fields)[0]["finish_reason"] == "stop"
+    message = [{"role": "user", "content": "The capital of"}]
+    choice, streamed = words.ask("chat/completions", messages=message, stop_token_ids=[end], stop=["<|s|>"])
+    assert choice["message"]["content"] == streamed["content"] == before.strip()
 
 
 @pytest.mark.parametrize(
