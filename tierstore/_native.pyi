@@ -27,11 +27,14 @@ class SimulationResult(TypedDict):
     missed_bytes: int
     written_bytes: int
     starved: int
+    not_admitted: int
     step_requests: NDArray[numpy.uint64]
     step_misses: NDArray[numpy.uint64]
     step_write_backs: NDArray[numpy.uint64]
     event_missed_bytes: NDArray[numpy.uint64]
     event_written_bytes: NDArray[numpy.uint64]
+    event_misses: NDArray[numpy.uint32]
+    event_write_backs: NDArray[numpy.uint32]
     layer_hits: NDArray[numpy.uint64]
     layer_misses: NDArray[numpy.uint64]
 
@@ -1018,6 +1021,18 @@ class GroupOrder(enum.Enum):
 
     KEY = 1
 
+class StepClock(enum.Enum):
+    """
+    What a step is to policies: what ``end_step`` ends, or, until the first one, each access (but those of the phases
+    INIT and OPTIMIZER, and with LATE_ACCESSES the first of them, as many as there are records).
+    """
+
+    STEPS = 0
+
+    ACCESSES = 1
+
+    LATE_ACCESSES = 2
+
 def policy_names() -> list[str]:
     """The names that a cache policy may have."""
 
@@ -1094,6 +1109,8 @@ class ResidencyStats:
     @property
     def written_bytes(self) -> int: ...
     @property
+    def prefetch_reads(self) -> int: ...
+    @property
     def prefetch_read_bytes(self) -> int: ...
     @property
     def useful_prefetch_bytes(self) -> int: ...
@@ -1164,6 +1181,7 @@ class Residency:
         lookahead_frames: int = 0,
         layer_quotas: Sequence[int] = [],
         group_order: GroupOrder = GroupOrder.RESIDENT_FIRST,
+        clock: StepClock = StepClock.STEPS,
     ) -> None: ...
     def observe(self, observer: ResidencyObserver | None) -> None:
         """
@@ -1286,6 +1304,14 @@ class Residency:
     @property
     def policy_failed(self) -> bool: ...
     @property
+    def clock(self) -> StepClock:
+        """What a step is now."""
+
+    @property
+    def recorded_clock(self) -> StepClock:
+        """STEPS, unless accesses have been steps."""
+
+    @property
     def capacity_frames(self) -> int: ...
     @property
     def lookahead_frames(self) -> int: ...
@@ -1360,8 +1386,19 @@ class Detail(enum.Enum):
 
     EVENTS = 1
 
+class Oversized(enum.Enum):
+    """
+    What is done with an entry that the cache cannot hold: CapacityError, or a miss that is not admitted.
+    """
+
+    REFUSE = 0
+
+    BYPASS = 1
+
 def bound_names() -> list[str]:
-    """The bounds that simulate() takes in the place of a policy."""
+    """
+    What knows the future, which simulate() takes in the place of a policy.
+    """
 
 def simulate(
     offsets: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)],
@@ -1400,16 +1437,18 @@ def simulate(
     warmup_events: int = 0,
     detail: Detail = Detail.STEPS,
     group_order: GroupOrder = GroupOrder.RESIDENT_FIRST,
+    oversized: Oversized = Oversized.REFUSE,
 ) -> SimulationResult:
     """
-    A policy (or a bound: Belady 1966) over columns: event i asks for ``entries[offsets[i]:offsets[i + 1]]``.
+    A policy (or one that knows the future: Belady 1966) over columns: event i asks for ``entries[offsets[i]:offsets[i + 1]]``.
 
     ``writes`` and ``askers`` (which sequences ask, a bit each) are by request; ``layers``, ``phases`` and ``steps`` (non-decreasing) are by event; ``sizes``
     (frames; 1 each), ``entry_layers``, ``records`` (which entries are of one record; each of its own), ``groups``
     (which of its record's an entry is; its place among neighbours), ``bytes`` (1 a frame) and ``pinned`` (never
     leaves once resident) are by entry, entries being numbered from 0. Counts exactly what a Residency of this
     policy counts. The first ``warmup_events`` are carried out and not counted. ValueError, naming the column, for
-    what does not fit together; CapacityError when what must be resident at once does not.
+    what does not fit together; CapacityError when what must be resident at once does not, unless ``oversized`` lets it
+    pass: ``not_admitted`` of the misses.
     """
 
 def stack_distances(

@@ -45,6 +45,7 @@ constexpr std::pair<const char*, std::uint64_t ResidencyStats::*> kCounts[] = {
     {"starved", &ResidencyStats::starved},
     {"read_bytes", &ResidencyStats::read_bytes},
     {"written_bytes", &ResidencyStats::written_bytes},
+    {"prefetch_reads", &ResidencyStats::prefetch_reads},
     {"prefetch_read_bytes", &ResidencyStats::prefetch_read_bytes},
     {"useful_prefetch_bytes", &ResidencyStats::useful_prefetch_bytes},
     {"wasted_prefetch_bytes", &ResidencyStats::wasted_prefetch_bytes},
@@ -112,6 +113,14 @@ void bind_cache(nb::module_& m) {
     nb::enum_<GroupOrder>(m, "GroupOrder")
         .value("RESIDENT_FIRST", GroupOrder::RESIDENT_FIRST)
         .value("KEY", GroupOrder::KEY);
+    nb::enum_<StepClock>(
+        m, "StepClock",
+        "What a step is to policies: what ``end_step`` ends, or, until the first one, each access (but those "
+        "of the phases\n"
+        "INIT and OPTIMIZER, and with LATE_ACCESSES the first of them, as many as there are records).")
+        .value("STEPS", StepClock::STEPS)
+        .value("ACCESSES", StepClock::ACCESSES)
+        .value("LATE_ACCESSES", StepClock::LATE_ACCESSES);
 
     m.def("policy_names", &policy_names, "The names that a cache policy may have.");
     m.def(
@@ -200,19 +209,21 @@ follows, with nothing changed.)")
             "__init__",
             [](Residency* self, std::uint64_t capacity, const std::string& policy,
                const PolicyOptions& options, Scope scope, std::uint64_t lookahead,
-               const std::vector<std::uint64_t>& quotas, GroupOrder order) {
+               const std::vector<std::uint64_t>& quotas, GroupOrder order, StepClock clock) {
                 new (self) Residency(ResidencyOptions{.capacity_frames = capacity,
                                                       .lookahead_frames = lookahead,
                                                       .scope = scope,
                                                       .layer_quotas = quotas,
                                                       .order = order,
+                                                      .clock = clock,
                                                       .policy = policy,
                                                       .policy_options = options,
                                                       .make = &make_any_policy});
             },
             "capacity_frames"_a, nb::kw_only(), "policy"_a = "lfu-decay",
             "policy_options"_a = PolicyOptions{}, "scope"_a = Scope::GLOBAL, "lookahead_frames"_a = 0,
-            "layer_quotas"_a = std::vector<std::uint64_t>{}, "group_order"_a = GroupOrder::RESIDENT_FIRST)
+            "layer_quotas"_a = std::vector<std::uint64_t>{}, "group_order"_a = GroupOrder::RESIDENT_FIRST,
+            "clock"_a = StepClock::STEPS)
         .def("observe", &Residency::observe, "observer"_a.none(),
              "From now on ``observer`` sees what the core is asked; None: nobody does. Before there are "
              "records.")
@@ -318,6 +329,8 @@ follows, with nothing changed.)")
         .def("dirty_entries", [](const Residency& self) { return numpy(self.dirty_entries()); })
         .def_prop_ro("used_frames", &Residency::used_frames)
         .def_prop_ro("policy_failed", &Residency::policy_failed)
+        .def_prop_ro("clock", &Residency::clock, "What a step is now.")
+        .def_prop_ro("recorded_clock", &Residency::recorded_clock, "STEPS, unless accesses have been steps.")
         .def_prop_ro("capacity_frames", [](const Residency& self) { return self.options().capacity_frames; })
         .def_prop_ro("lookahead_frames",
                      [](const Residency& self) { return self.options().lookahead_frames; })

@@ -56,11 +56,14 @@ SimulationDict result_dict(SimulationResult&& result) {
     out["missed_bytes"] = counts.missed_bytes;
     out["written_bytes"] = counts.written_bytes;
     out["starved"] = counts.starved;
+    out["not_admitted"] = counts.not_admitted;
     out["step_requests"] = numpy(std::move(result.step_requests));
     out["step_misses"] = numpy(std::move(result.step_misses));
     out["step_write_backs"] = numpy(std::move(result.step_write_backs));
     out["event_missed_bytes"] = numpy(std::move(result.event_missed_bytes));
     out["event_written_bytes"] = numpy(std::move(result.event_written_bytes));
+    out["event_misses"] = numpy(std::move(result.event_misses));
+    out["event_write_backs"] = numpy(std::move(result.event_write_backs));
     out["layer_hits"] = numpy(std::move(result.layer_hits));
     out["layer_misses"] = numpy(std::move(result.layer_misses));
     return out;
@@ -130,7 +133,14 @@ void bind_sim(nb::module_& m) {
                       "What is counted beside the totals: by step and layer, or by event as well.")
         .value("STEPS", Detail::STEPS)
         .value("EVENTS", Detail::EVENTS);
-    m.def("bound_names", &bound_names, "The bounds that simulate() takes in the place of a policy.");
+    nb::enum_<Oversized>(
+        m, "Oversized",
+        "What is done with an entry that the cache cannot hold: CapacityError, or a miss that is not "
+        "admitted.")
+        .value("REFUSE", Oversized::REFUSE)
+        .value("BYPASS", Oversized::BYPASS);
+    m.def("bound_names", &bound_names,
+          "What knows the future, which simulate() takes in the place of a policy.");
     using Bytes = std::optional<Column<std::uint8_t>>;
     using Words = std::optional<Column<std::uint32_t>>;
     m.def(
@@ -140,7 +150,7 @@ void bind_sim(nb::module_& m) {
            std::optional<Column<std::uint64_t>> bytes, Bytes pinned, Bytes askers, const std::string& policy,
            const PolicyOptions& policy_options, std::uint64_t capacity, Scope scope,
            const std::vector<std::uint64_t>& quotas, Contract contract, std::uint64_t warmup, Detail detail,
-           GroupOrder order) {
+           GroupOrder order, Oversized oversized) {
             const std::size_t asked = entries.shape(0);
             const RequestColumns requests{.offsets = span_of(offsets),
                                           .entries = span_of(entries),
@@ -163,6 +173,7 @@ void bind_sim(nb::module_& m) {
                                             .layer_quotas = quotas,
                                             .contract = contract,
                                             .order = order,
+                                            .oversized = oversized,
                                             .warmup_events = warmup,
                                             .detail = detail};
             SimulationResult result;
@@ -181,14 +192,16 @@ void bind_sim(nb::module_& m) {
         "policy"_a, "options"_a = PolicyOptions{}, "capacity_frames"_a, "scope"_a = Scope::GLOBAL,
         "layer_quotas"_a = std::vector<std::uint64_t>{}, "contract"_a = Contract::ATOMIC,
         "warmup_events"_a = 0, "detail"_a = Detail::STEPS, "group_order"_a = GroupOrder::RESIDENT_FIRST,
-        R"(A policy (or a bound: Belady 1966) over columns: event i asks for ``entries[offsets[i]:offsets[i + 1]]``.
+        "oversized"_a = Oversized::REFUSE,
+        R"(A policy (or one that knows the future: Belady 1966) over columns: event i asks for ``entries[offsets[i]:offsets[i + 1]]``.
 
 ``writes`` and ``askers`` (which sequences ask, a bit each) are by request; ``layers``, ``phases`` and ``steps`` (non-decreasing) are by event; ``sizes``
 (frames; 1 each), ``entry_layers``, ``records`` (which entries are of one record; each of its own), ``groups``
 (which of its record's an entry is; its place among neighbours), ``bytes`` (1 a frame) and ``pinned`` (never
 leaves once resident) are by entry, entries being numbered from 0. Counts exactly what a Residency of this
 policy counts. The first ``warmup_events`` are carried out and not counted. ValueError, naming the column, for
-what does not fit together; CapacityError when what must be resident at once does not.)");
+what does not fit together; CapacityError when what must be resident at once does not, unless ``oversized`` lets it
+pass: ``not_admitted`` of the misses.)");
     m.def(
         "stack_distances",
         [](Column<std::uint64_t> offsets, Column<std::uint32_t> entries, Bytes writes, Contract contract,

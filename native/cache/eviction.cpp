@@ -108,6 +108,7 @@ bool Residency::hold(Domain& domain, EntryId entry, Decided& decided) {
         flags_[entry] |= RESIDENT | FRESH;
         stats_.read_bytes += bytes_[entry];
         stats_.prefetch_read_bytes += bytes_[entry];
+        ++stats_.prefetch_reads;
         decided.add(Decision::FETCH, entry);
     }
     if (busy_[entry] == 0) domain.busy += frames_[entry];

@@ -69,7 +69,9 @@ public:
     virtual void insert(EntryId entry) = 0;  // became resident (a request, or a prefetch nobody has used)
     virtual void hit(EntryId entry) = 0;     // requested while resident
     virtual void remove(EntryId entry) = 0;  // no longer resident
-    virtual void tick(Clock clock) = 0;      // after each request, and at the end of each training step
+    // Requested and too large to be admitted: neither miss() nor insert() comes. Live caches refuse it instead.
+    virtual void bypass(EntryId entry) { (void)entry; }
+    virtual void tick(Clock clock) = 0;  // after each request, and at the end of each step
     // Appends evictable entries, in the order in which they should go, until their frames sum to at least
     // `frames` or none is left. Evicts nothing: whoever does calls remove() for each, and that is where ghosts
     // and counts belong; hands may move and marks may be cleared.

@@ -161,6 +161,12 @@ const std::vector<std::uint32_t>& Residency::begin_access(Phase phase, std::uint
     groups_begun_ = 0;
     access_open_ = !records_.empty();
     ++stats_.accesses;
+    counts_access_ = false;
+    if (clock() != StepClock::STEPS && !records.empty() && phase != Phase::INIT &&
+        phase != Phase::OPTIMIZER) {
+        counts_access_ = options_.clock == StepClock::ACCESSES || clocked_ >= record_count();
+        ++clocked_;
+    }
     if (domains_.front().policy->follows_accesses()) announce(phase, records, flags);
     tell(EventKind::ACCESS, records, flags, phase, layer);
     return bounds_;
@@ -334,6 +340,9 @@ void Residency::end_group(Decided& decided) {
     group_open_ = false;
     access_open_ = groups_begun_ < group_count();
     ended_.clear();
+    if (access_open_ || !counts_access_) return;
+    counted_accesses_ = true;
+    tick_step();
 }
 
 void Residency::finish(std::uint32_t record, std::uint16_t unit, Decided& decided) {
@@ -416,10 +425,14 @@ void Residency::end_step() {
     if (access_open_) throw std::logic_error("an access is open");
     if (observer_) observer_->before_event();
     release_holds();
-    for (Domain& domain : domains_) domain.policy->tick(Clock::STEP);
+    tick_step();
     ++stats_.steps;
     ++step_;
     tell(EventKind::END_STEP);
+}
+
+void Residency::tick_step() {
+    for (Domain& domain : domains_) domain.policy->tick(Clock::STEP);
 }
 
 // ---- looking at it

@@ -41,6 +41,12 @@ enum class Scope : std::uint8_t { GLOBAL, LAYER };
 // depends on nothing that the cache holds.
 enum class GroupOrder : std::uint8_t { RESIDENT_FIRST, KEY };
 
+// What a step is to the policies. STEPS: what ends with end_step(). ACCESSES: until the first end_step() each access is
+// one, when its last group ends, but for those of Phase::INIT and Phase::OPTIMIZER: nothing else would let time pass where
+// no step is taken. LATE_ACCESSES: the same, but for the first of them, as many as there are records, so that a program
+// that takes steps is none the wiser.
+enum class StepClock : std::uint8_t { STEPS, ACCESSES, LATE_ACCESSES };
+
 // Flags of a unit: what an access does with one record. `dirty` and `drop` only what it needs.
 inline constexpr std::uint16_t kNeedShift = 0, kDirtyShift = 3, kDropShift = 6;
 // Above them, of an access: which sequences of a batch ask for the record, a bit each (the numbers are the caller's).
@@ -80,6 +86,7 @@ struct ResidencyStats {
     std::uint64_t hits = 0, misses = 0, creates = 0, evictions = 0, write_backs = 0, drops = 0;
     std::uint64_t read_bytes = 0, written_bytes = 0;  // read_bytes counts prefetched bytes too
     std::uint64_t prefetch_read_bytes = 0, useful_prefetch_bytes = 0, wasted_prefetch_bytes = 0;
+    std::uint64_t prefetch_reads = 0;  // entries; the misses are the other reads
     std::uint64_t starved = 0, groups = 0, accesses = 0, steps = 0;
     std::array<HitCounts, kGroups> by_group{};
     std::vector<HitCounts> by_layer;
@@ -92,6 +99,7 @@ struct ResidencyOptions {
     Scope scope = Scope::GLOBAL;
     std::vector<std::uint64_t> layer_quotas;  // with LAYER: frames of each layer, at most the capacity in sum
     GroupOrder order = GroupOrder::RESIDENT_FIRST;
+    StepClock clock = StepClock::STEPS;
     std::string policy = "lfu-decay";
     PolicyOptions policy_options;
     PolicyFactory make = &make_policy;
@@ -153,6 +161,9 @@ public:
     std::vector<EntryId> dirty_entries() const;
     std::uint64_t used_frames() const;
     bool policy_failed() const;
+    // What a step is now; and of the accesses until now.
+    StepClock clock() const { return stats_.steps == 0 ? options_.clock : StepClock::STEPS; }
+    StepClock recorded_clock() const { return counted_accesses_ ? options_.clock : StepClock::STEPS; }
     const ResidencyOptions& options() const { return options_; }
     std::uint32_t record_count() const { return static_cast<std::uint32_t>(layer_of_.size()); }
     // The open access, for whoever drives it: groups begun, groups in all, whether one is open now.
@@ -208,6 +219,7 @@ private:
         if (observer_) tell_observer(Event{kind, phase, layer, 0, step_, records, flags, nullptr});
     }
     void tell_observer(Event event);
+    void tick_step();
     void announce(Phase phase, std::span<const std::uint32_t> records, std::span<const std::uint16_t> flags);
     [[noreturn]] void refuse_capacity(const Domain& domain, std::uint64_t added) const;
     void request(Domain& domain, EntryId entry, Decided& decided);
@@ -251,6 +263,9 @@ private:
     bool access_open_ = false;
     bool group_open_ = false;
     std::uint32_t access_layer_ = 0;
+    bool counts_access_ = false;  // the open one, as a step
+    bool counted_accesses_ = false;
+    std::uint64_t clocked_ = 0;  // accesses that may be steps
     std::uint32_t groups_begun_ = 0;
     // By place in the order in which its units are served.
     std::vector<std::uint32_t> records_;

@@ -1,4 +1,4 @@
-// Belady's MIN (1966): what is asked for furthest in the future goes. A bound, not a policy: it must know all
+// Belady's MIN (1966): what is asked for furthest in the future goes. Not a policy that could run: it must know all
 // of the requests beforehand.
 #pragma once
 
@@ -20,13 +20,16 @@ namespace tierstore {
 // entry from one request to the next saves a miss and occupies a frame at every event between, and of those
 // that cannot all be kept the one that ends last stands in the way of most. With optional admission (room is
 // made after a request, see simulation.hpp) it is the fewest of all. With unequal sizes both are heuristics,
-// and neither minimises write-backs.
+// and neither minimises write-backs. A warm-up has no limit (see simulation.hpp), so that no policy misses less after it,
+// whatever it did before.
 class Belady final : public Policy {
 public:
+    static constexpr bool kKnowsFuture = true;
     Belady(std::span<const EntryId> requests, std::uint32_t entry_count);
     void insert(EntryId entry) override { advance(entry); }
     void hit(EntryId entry) override;
     void remove(EntryId entry) override;
+    void bypass(EntryId entry) override { next_[entry] = after_[next_[entry]]; }
     void tick(Clock) override {}
     std::uint64_t select(const Candidates& candidates, std::uint64_t frames,
                          std::vector<EntryId>& victims) override;

@@ -17,6 +17,10 @@ namespace tierstore {
 // one record. SEQUENTIAL: each entry is a request of its own.
 enum class Contract : std::uint8_t { ATOMIC, SEQUENTIAL };
 
+// An entry that no cache of this size can hold, or not beside the rest of its record that is asked for at once: REFUSE
+// throws CapacityError, as a live store does; BYPASS counts a miss that is not admitted, and is written through.
+enum class Oversized : std::uint8_t { REFUSE, BYPASS };
+
 // What is counted beside the totals: by step and layer, or by event as well.
 enum class Detail : std::uint8_t { STEPS, EVENTS };
 
@@ -49,6 +53,7 @@ struct SimulationOptions {
     std::vector<std::uint64_t> layer_quotas{};  // with LAYER: frames of each, at most the capacity in sum
     Contract contract = Contract::ATOMIC;
     GroupOrder order = GroupOrder::RESIDENT_FIRST;
+    Oversized oversized = Oversized::REFUSE;
     std::uint64_t warmup_events = 0;  // carried out, and not counted anywhere
     Detail detail = Detail::STEPS;
 };
@@ -56,6 +61,7 @@ struct SimulationOptions {
 struct SimulationCounts {
     std::uint64_t requests = 0, hits = 0, misses = 0, evictions = 0, write_backs = 0;
     std::uint64_t missed_frames = 0, written_frames = 0, missed_bytes = 0, written_bytes = 0, starved = 0;
+    std::uint64_t not_admitted = 0;  // of the misses: too large, see Oversized
 };
 
 struct SimulationResult {
@@ -64,17 +70,19 @@ struct SimulationResult {
     std::vector<std::uint64_t> step_requests, step_misses, step_write_backs;
     // By event; empty unless the detail is EVENTS.
     std::vector<std::uint64_t> event_missed_bytes, event_written_bytes;
+    std::vector<std::uint32_t> event_misses, event_write_backs;
     // By layer; empty when nothing says which layer anything belongs to.
     std::vector<std::uint64_t> layer_hits, layer_misses;
 };
 
-// What no policy can beat: "belady" (everything that is asked for is admitted), "belady-bypass" (it need not
-// be), see belady.hpp, and "unbounded" (each entry misses once, whatever the capacity). They take no options.
+// What knows the requests to come: "belady" (everything that is asked for is admitted), "belady-bypass" (it need not
+// be), see belady.hpp, and "unbounded" (each entry misses once, whatever the capacity). They take no options. No policy
+// misses less than "unbounded", nor than the others with entries of one size (and sets that fit, for "belady").
 std::vector<std::string> bound_names();
 
 // Throws std::invalid_argument, naming the column, for columns that do not fit together, for an entry twice
-// in one atomic event, and for whatever make_policy refuses; CapacityError when what must be resident at once
-// does not fit.
+// in one atomic event, and for whatever make_policy refuses; CapacityError when what is pinned, or (see Oversized)
+// what must be resident at once, does not fit.
 SimulationResult simulate(const RequestColumns& requests, const SimulationOptions& options);
 
 }  // namespace tierstore

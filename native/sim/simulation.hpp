@@ -40,6 +40,7 @@ public:
           layer_of_(layer_of),
           caches_(std::move(caches)),
           room_(room),
+          bypasses_(room == Room::AFTER || options.oversized == Oversized::BYPASS),
           unit_sizes_(requests.sizes.empty()),
           flags_(entry_count, 0),
           frames_(requests.sizes.begin(), requests.sizes.end()),
@@ -57,6 +58,8 @@ public:
         if (options.detail == Detail::EVENTS) {
             result_.event_missed_bytes.assign(requests.events(), 0);
             result_.event_written_bytes.assign(requests.events(), 0);
+            result_.event_misses.assign(requests.events(), 0);
+            result_.event_write_backs.assign(requests.events(), 0);
         }
     }
 
@@ -65,6 +68,7 @@ public:
         const auto& steps = requests_.steps;
         const std::size_t events = requests_.events();
         const std::size_t warm = std::min<std::uint64_t>(options_.warmup_events, events);
+        unlimited_ = kClairvoyant && warm > 0;
         for (std::size_t begin = 0; begin < events;) {
             std::size_t step_end = events;
             if (!steps.empty()) {
@@ -72,7 +76,7 @@ public:
             }
             const std::size_t end = begin < warm ? std::min(warm, step_end) : step_end;
             run_events(begin, end);
-            if (end == warm) forget_counts();
+            if (end == warm) end_warmup();
             if (end == step_end) close_step();
             begin = end;
         }
@@ -81,8 +85,10 @@ public:
     }
 
 private:
-    // Of an entry. IN_SET: asked for by the open group. FRESH: fetched by it, and not admitted yet.
-    enum Flag : std::uint8_t { RESIDENT = 1, DIRTY = 2, IN_SET = 4, FRESH = 8, STAYS = 16 };
+    // Of an entry. IN_SET: asked for by the open group. FRESH: fetched by it, and not admitted yet. BYPASS: too large to
+    // be admitted for the request that comes next.
+    enum Flag : std::uint8_t { RESIDENT = 1, DIRTY = 2, IN_SET = 4, FRESH = 8, STAYS = 16, BYPASS = 32 };
+    static constexpr bool kClairvoyant = requires { P::kKnowsFuture; };
     static constexpr std::uint64_t kAhead = 16;  // requests between a prefetch and its use
 
     std::uint32_t size_of(EntryId entry) const { return unit_sizes_ ? 1 : frames_[entry]; }
@@ -129,6 +135,9 @@ private:
     void close_event() {
         result_.event_missed_bytes[event_] = counts_.missed_bytes - event_began_.missed_bytes;
         result_.event_written_bytes[event_] = counts_.written_bytes - event_began_.written_bytes;
+        result_.event_misses[event_] = static_cast<std::uint32_t>(counts_.misses - event_began_.misses);
+        result_.event_write_backs[event_] =
+            static_cast<std::uint32_t>(counts_.write_backs - event_began_.write_backs);
         event_began_ = counts_;
     }
 
@@ -139,10 +148,11 @@ private:
         const EntryId entry = requests_.entries[at];
         if (follows_accesses_) announce(at, at + 1);
         if ((flags_[entry] & RESIDENT) == 0) {
-            cache.policy->miss(entry);
-            if (room_ == Room::BEFORE) {
-                if (size_of(entry) + cache.pinned > cache.limit) refuse_capacity(cache, size_of(entry));
-                make_room(cache, size_of(entry));
+            if (size_of(entry) > room_of(cache)) {
+                bypass(cache, entry, size_of(entry));
+            } else {
+                cache.policy->miss(entry);
+                if (room_ == Room::BEFORE) make_room(cache, size_of(entry));
             }
         }
         request(cache, at);
@@ -156,7 +166,7 @@ private:
         Cache& cache = cache_for(layer_);
         if (follows_accesses_) announce(begin, end);
         const auto as_given = [begin](std::uint64_t place) { return begin + place; };
-        if (room_ == Room::AFTER || group_end(cache, 0, end - begin, as_given) == end - begin) {
+        if (group_end(cache, 0, end - begin, as_given) == end - begin) {
             run_group(cache, 0, end - begin, as_given);
             return;
         }
@@ -192,14 +202,21 @@ private:
         });
     }
 
+    // Frames that are not pinned.
+    static std::uint64_t room_of(const Cache& cache) {
+        return cache.limit > cache.pinned ? cache.limit - cache.pinned : 0;
+    }
+
     // Places [begin, end) of an event; request_at: which request stands there. What is pinned already stays anyway: a
     // group adds the frames of the rest. All that an event asks for of one record is used at once, so that no group
-    // ends within it.
+    // ends within it. Marks what is too large to be admitted. A set that competes for room afterwards, or that no
+    // limit holds for, is one group.
     template <typename RequestAt>
     std::uint64_t group_end(const Cache& cache, std::uint64_t begin, std::uint64_t end,
                             RequestAt request_at) {
-        const std::uint64_t room = cache.limit > cache.pinned ? cache.limit - cache.pinned : 0;
+        const std::uint64_t room = room_of(cache);
         if (unit_sizes_ && end - begin <= room) return end;
+        const bool whole = room_ == Room::AFTER || unlimited_;
         std::uint64_t filled = 0;
         for (std::uint64_t place = begin; place < end;) {
             const std::uint32_t record = record_of(requests_.entries[request_at(place)]);
@@ -207,15 +224,46 @@ private:
             std::uint64_t next = place;
             for (; next < end; ++next) {
                 const EntryId entry = requests_.entries[request_at(next)];
-                if (record_of(entry) != record) break;
+                if (record_of(entry) != record || (room_ == Room::AFTER && next > place)) break;
+                flags_[entry] &= static_cast<std::uint8_t>(~BYPASS);
                 if (busy_[entry] == 0) added += size_of(entry);
             }
-            if (added > room) refuse_capacity(cache, added);
-            if (filled + added > room) return place;
+            if (added > room) {
+                added = admitted(cache, added, [&](auto visit) {
+                    for (std::uint64_t each = place; each < next; ++each)
+                        visit(requests_.entries[request_at(each)]);
+                });
+            }
+            if (!whole && filled + added > room) return place;
             filled += added;
             place = next;
         }
         return end;
+    }
+
+    // Of entries of one record that need `added` frames at once, which are too many: what is resident stays, what fits
+    // beside it in order is admitted, the rest is not. Returns the frames of those that are.
+    template <typename Each>
+    std::uint64_t admitted(const Cache& cache, std::uint64_t added, Each each) {
+        std::uint64_t frames = 0;
+        each([&](EntryId entry) {
+            if (busy_[entry] == 0 && (flags_[entry] & RESIDENT) != 0) frames += size_of(entry);
+        });
+        each([&](EntryId entry) {
+            if ((flags_[entry] & RESIDENT) != 0) return;
+            if (frames + size_of(entry) > room_of(cache)) {
+                bypass(cache, entry, added);
+            } else {
+                frames += size_of(entry);
+            }
+        });
+        return frames;
+    }
+
+    // For the entry's next request. `needed`: frames at once, which are more than there can be.
+    void bypass(const Cache& cache, EntryId entry, std::uint64_t needed) {
+        if (!bypasses_ || (flags_[entry] & STAYS) != 0) refuse_capacity(cache, needed);
+        flags_[entry] |= BYPASS;
     }
 
     std::uint32_t record_of(EntryId entry) const {
@@ -235,7 +283,7 @@ private:
             const EntryId entry = requests_.entries[at];
             const std::uint8_t flags = flags_[entry];
             if ((flags & IN_SET) != 0) refuse_twice(entry);
-            if ((flags & RESIDENT) == 0) {
+            if ((flags & (RESIDENT | BYPASS)) == 0) {
                 missing += size_of(entry);
                 cache.policy->miss(entry);
             }
@@ -256,8 +304,9 @@ private:
 
     void request(Cache& cache, std::uint64_t at) {
         const EntryId entry = requests_.entries[at];
-        std::uint8_t flags = flags_[entry] & static_cast<std::uint8_t>(~IN_SET);
+        std::uint8_t flags = flags_[entry] & static_cast<std::uint8_t>(~(IN_SET | BYPASS));
         const bool hit = (flags & RESIDENT) != 0;
+        const bool admitted = (flags_[entry] & BYPASS) == 0;
         if (hit) {
             ++counts_.hits;
             cache.policy->hit(entry);
@@ -265,12 +314,23 @@ private:
             ++counts_.misses;
             counts_.missed_frames += size_of(entry);
             counts_.missed_bytes += bytes_of(entry);
-            cache.used += size_of(entry);
-            flags |= room_ == Room::AFTER ? RESIDENT | FRESH : RESIDENT;
-            if ((flags & STAYS) != 0) keep(cache, entry);
-            cache.policy->insert(entry);
+            if (admitted) {
+                cache.used += size_of(entry);
+                flags |= room_ == Room::AFTER ? RESIDENT | FRESH : RESIDENT;
+                if ((flags & STAYS) != 0) keep(cache, entry);
+                cache.policy->insert(entry);
+            } else {
+                ++counts_.not_admitted;
+                cache.policy->bypass(entry);
+            }
         }
-        if (!requests_.writes.empty() && requests_.writes[at] != 0) flags |= DIRTY;
+        if (!requests_.writes.empty() && requests_.writes[at] != 0) {
+            if (admitted) {
+                flags |= DIRTY;
+            } else {
+                count_write_back(entry);
+            }
+        }
         flags_[entry] = flags;
         if (!result_.layer_hits.empty()) {
             const std::uint32_t layer = requests_.layers.empty() ? layer_of_[entry] : layer_;
@@ -286,7 +346,7 @@ private:
     }
 
     void make_room(Cache& cache, std::uint64_t frames) {
-        if (cache.used + frames <= cache.limit) return;
+        if (unlimited_ || cache.used + frames <= cache.limit) return;
         victims_.clear();
         const Candidates candidates{frames_.data(), busy_.data()};
         counts_.starved += cache.policy->select(candidates, cache.used + frames - cache.limit, victims_);
@@ -300,11 +360,13 @@ private:
         flags_[entry] = flags & (STAYS | IN_SET);
         cache.used -= size_of(entry);
         counts_.evictions += (flags & FRESH) == 0 ? 1 : 0;
-        if ((flags & DIRTY) != 0) {
-            ++counts_.write_backs;
-            counts_.written_frames += size_of(entry);
-            counts_.written_bytes += bytes_of(entry);
-        }
+        if ((flags & DIRTY) != 0) count_write_back(entry);
+    }
+
+    void count_write_back(EntryId entry) {
+        ++counts_.write_backs;
+        counts_.written_frames += size_of(entry);
+        counts_.written_bytes += bytes_of(entry);
     }
 
     void announce(std::uint64_t begin, std::uint64_t end) {
@@ -324,8 +386,16 @@ private:
         step_began_ = counts_;
     }
 
-    void forget_counts() {
+    // Who knows the future begins with the best of all that any cache of this size could hold by now.
+    void end_warmup() {
+        if (unlimited_) {
+            unlimited_ = false;
+            for (Cache& cache : caches_) make_room(cache, 0);
+        }
         counts_ = step_began_ = event_began_ = SimulationCounts{};
+        for (auto* column : {&result_.event_misses, &result_.event_write_backs}) {
+            std::fill(column->begin(), column->end(), 0);
+        }
         for (auto* column : {&result_.event_missed_bytes, &result_.event_written_bytes}) {
             std::fill(column->begin(), column->end(), 0);
         }
@@ -375,6 +445,8 @@ private:
     std::span<const std::uint32_t> layer_of_;
     std::vector<Cache> caches_;
     Room room_;
+    bool bypasses_;           // what is too large, instead of refusing it
+    bool unlimited_ = false;  // until the warm-up ends
     bool unit_sizes_;
     bool follows_accesses_ = false;
     std::size_t event_ = 0;  // under way

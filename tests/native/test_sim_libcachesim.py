@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import compare_libcachesim
+import libcachesim
 import numpy as np
 import pytest
 from compare_libcachesim import PAIRS, open_reader, our_misses, their_misses, write_oracle_general
 from sim_columns import singles, zipf
+
+from tierstore import _native
+from tierstore._native import Oversized
 
 
 def mixed(length, seed):
@@ -48,6 +52,30 @@ def test_misses_are_those_of_libcachesim(name, tmp_path):
     capacities = [1, 2, 7, 40, 229, 300, 1200]
     ours = {(p, c): our_misses(p, *columns, c) for p in PAIRS for c in capacities}
     assert ours == {(p, c): their_misses(p, reader, len(keys), c) for p in PAIRS for c in capacities}
+
+
+@pytest.mark.parametrize("policy", [policy for policy in PAIRS if policy != "belady"])
+def test_sizes_and_what_is_larger_than_the_cache_are_those_of_libcachesim(policy):
+    random = np.random.default_rng(0)
+    keys = zipf(60, 3000, 0.7, 1)
+    sizes = random.integers(1, 9, 60).astype(np.uint32)
+    sizes[[3, 7]] = 100, 45
+    for capacity in (44, 45, 99, 100):
+        theirs, missed = PAIRS[policy](capacity), 0
+        for key in keys.tolist():
+            request = libcachesim.Request()
+            request.obj_id, request.obj_size = key + 1, int(sizes[key])
+            missed += not theirs.get(request)
+        ours = _native.simulate(
+            np.arange(len(keys) + 1, dtype=np.uint64),
+            keys,
+            sizes=sizes,
+            policy=policy,
+            capacity_frames=capacity,
+            oversized=Oversized.BYPASS,
+        )
+        assert ours["misses"] == missed
+        assert ours["not_admitted"] == int((sizes[keys] > capacity).sum())
 
 
 def test_the_comparison_prints_a_row_for_each_policy_and_capacity(capsys):

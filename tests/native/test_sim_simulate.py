@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from sim_columns import columns, zipf
 
 from tierstore import _native
-from tierstore._native import Contract, Scope
+from tierstore._native import Contract, Detail, GroupOrder, Oversized, Scope
 
 
 def run(events, capacity, policy="lru", **keywords):
@@ -266,3 +268,68 @@ def test_one_entry_that_does_not_fit_says_what_it_needs():
     with pytest.raises(_native.CapacityError) as error:
         run([[0]], 4, "lfu-decay", options={"variant": "paper"}, sizes=[4])
     assert error.value.needed_frames == 5  # one stays empty
+
+
+EVENTS = st.lists(st.lists(st.integers(0, 6), max_size=4, unique=True), min_size=1, max_size=25)
+COUNTS = ("misses", "evictions", "write_backs", "missed_bytes", "written_bytes", "starved")
+
+
+@settings(deadline=None, max_examples=120)
+@given(
+    events=EVENTS,
+    sizes=st.lists(st.integers(1, 9), min_size=7, max_size=7),
+    capacity=st.integers(1, 8),
+    policy=st.sampled_from([*_native.policy_names(), *_native.bound_names()]),
+    contract=st.sampled_from(Contract),
+    order=st.sampled_from(GroupOrder),
+)
+def test_what_is_larger_than_the_cache_is_as_if_it_were_not_asked_for(
+    events, sizes, capacity, policy, contract, order
+):
+    """A miss each, written through where it is dirty; all others are what they are without it."""
+    keywords = {"policy": policy, "sizes": sizes, "contract": contract, "group_order": order}
+    large = {entry for entry in range(7) if sizes[entry] > capacity and policy != "unbounded"}
+    if policy in ("next-use", "learned-use"):  # they learn from all that is asked for
+        events = [[entry for entry in event if entry not in large] for event in events]
+    writes = [entry % 2 for event in events for entry in event]
+    found = run(events, capacity, writes=writes, oversized=Oversized.BYPASS, detail=Detail.EVENTS, **keywords)
+    rest = [[entry for entry in event if entry not in large] for event in events]
+    kept = run(rest, capacity, writes=[entry % 2 for event in rest for entry in event], **keywords)
+    passed = [entry for event in events for entry in event if entry in large]
+    written = [entry for entry in passed if entry % 2]
+    expected = {name: kept[name] for name in COUNTS}
+    expected["misses"] += len(passed)
+    expected["missed_bytes"] += sum(sizes[entry] for entry in passed)
+    expected["write_backs"] += len(written)
+    expected["written_bytes"] += sum(sizes[entry] for entry in written)
+    assert {name: found[name] for name in COUNTS} == expected
+    assert found["not_admitted"] == len(passed)
+    assert int(found["event_misses"].sum()) == found["misses"]
+    assert int(found["event_write_backs"].sum()) == found["write_backs"]
+
+
+def test_what_does_not_fit_beside_the_rest_of_its_record_is_not_admitted():
+    # Record 0 has entries 0 and 1 of 1 and 2 frames, which a cache of 2 cannot hold at once.
+    keywords = {"records": [0, 0, 1], "sizes": [1, 2, 1], "oversized": Oversized.BYPASS}
+    found = run([[0], [0, 1], [2], [0, 1]], 2, **keywords)
+    # 0 comes and stays beside 2; 1 passes by, twice.
+    assert (found["hits"], found["misses"], found["not_admitted"], found["evictions"]) == (2, 4, 2, 0)
+    # Where 1 is there already, 0 is what passes by.
+    found = run([[1], [0, 1]], 2, **keywords)
+    assert (found["hits"], found["misses"], found["not_admitted"]) == (1, 2, 1)
+
+
+def test_a_quota_may_be_too_small_for_what_another_would_hold():
+    keywords = {"layers": [0, 1, 0, 1], "scope": Scope.LAYER, "sizes": [2, 2]}
+    found = run([[0], [1]] * 2, 3, layer_quotas=[2, 1], oversized=Oversized.BYPASS, **keywords)
+    assert (found["hits"], found["not_admitted"]) == (1, 2)
+    assert (found["layer_hits"].tolist(), found["layer_misses"].tolist()) == ([1, 0], [1, 2])
+    with pytest.raises(_native.CapacityError):
+        run([[0], [1]] * 2, 3, layer_quotas=[2, 1], **keywords)
+
+
+def test_a_pin_that_does_not_fit_is_refused_even_so():
+    with pytest.raises(_native.CapacityError):
+        run([[0], [1]], 2, sizes=[3, 1], pinned=[1, 0], oversized=Oversized.BYPASS)
+    found = run([[0], [1]] * 2, 2, sizes=[1, 2], pinned=[1, 0], oversized=Oversized.BYPASS)
+    assert (found["hits"], found["not_admitted"]) == (1, 2)
