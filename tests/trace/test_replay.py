@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierstore._native import GroupOrder, Residency, Scope
+from tierstore._native import GroupOrder, Residency, Scope, StepClock
 from tierstore.errors import BudgetError, ConfigError, DataError
 from tierstore.lab.requests import load_requests
 from tierstore.trace.format import TraceHeader, TraceKind
@@ -84,12 +84,13 @@ SETTINGS = [
     by_layer=st.booleans(),
     tangled=st.booleans(),
     order=st.sampled_from(GroupOrder),
+    clock=st.sampled_from(StepClock),
 )
 def test_a_replay_decides_as_the_live_run_did(
-    tmp_path_factory, setting, seed, capacity, lookahead, by_layer, tangled, order
+    tmp_path_factory, setting, seed, capacity, lookahead, by_layer, tangled, order, clock
 ):
     path = tmp_path_factory.mktemp("trace") / "run.trace"
-    scope = {"group_order": order}
+    scope = {"group_order": order, "clock": clock}
     if by_layer:
         scope |= {"scope": Scope.LAYER, "layer_quotas": [capacity] * LAYERS}
         capacity *= LAYERS

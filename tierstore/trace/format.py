@@ -1,6 +1,6 @@
 """What a trace is, in memory and as bytes: events in columns, chunks of them, and what describes them.
 
-The file (versions 2 to 4) is laid out in docs/TRACES.md. ``tierstore.trace.writer`` and ``reader`` write and read
+The file (versions 2 to 5) is laid out in docs/TRACES.md. ``tierstore.trace.writer`` and ``reader`` write and read
 it, ``replay`` drives a residency core through it.
 """
 
@@ -18,10 +18,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from tierstore._native import StepClock
 from tierstore.trace.records import RecordTable, TraceRecord
 
 MAGIC = b"tsrtrace"
-VERSIONS = (2, 3, 4)  # 3 has records that were added after the first event, 4 has notes
+VERSIONS = (
+    2,
+    3,
+    4,
+    5,
+)  # 3 has records that were added after the first event, 4 notes, 5 accesses that are steps
 PREAMBLE = struct.Struct("<8sIIQ")  # magic, version, 0, byte of the description (0: not completed)
 CHUNK = struct.Struct("<4sIIIIBBH")  # tag, events, units, bytes, crc32, coding, constant columns, 0
 DESCRIPTION = struct.Struct(
@@ -72,6 +78,7 @@ class TraceHeader:
     Of an imported or generated trace: a core in which everything fits. ``origin`` says in words where the
     trace comes from. ``records`` is a RecordTable, whatever sequence was given; the last ``late_records`` of them
     were added after the first event, each by an ADD. ``notes`` say in words what was decided beside the core, and when.
+    ``clock`` is what a step was to the policy: the name of a ``StepClock``, in lower case.
     """
 
     capacity_frames: int
@@ -85,8 +92,11 @@ class TraceHeader:
     origin: str = ""
     late_records: int = 0
     notes: tuple[str, ...] = ()
+    clock: str = "steps"
 
     def __post_init__(self) -> None:
+        if self.clock.upper() not in StepClock.__members__:
+            raise ValueError(f"clock {self.clock!r}: expected steps, accesses or late_accesses")
         if self.group_order not in ("resident-first", "key"):
             raise ValueError(f"group_order {self.group_order!r}: expected resident-first or key")
         object.__setattr__(self, "records", RecordTable.of(self.records))
@@ -96,7 +106,7 @@ class TraceHeader:
     @property
     def version(self) -> int:
         """Of the file: the oldest that can say it."""
-        return VERSIONS[2 if self.notes else self.late_records > 0]
+        return VERSIONS[3 if self.clock != "steps" else 2 if self.notes else self.late_records > 0]
 
     @property
     def table(self) -> RecordTable:
@@ -111,6 +121,8 @@ class TraceHeader:
             del plain["late_records"]
         if not self.notes:
             del plain["notes"]
+        if self.clock == "steps":
+            del plain["clock"]
         return json.dumps(plain, separators=(",", ":"), sort_keys=True)
 
     @staticmethod

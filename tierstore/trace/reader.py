@@ -90,7 +90,9 @@ def read_summary(file: BinaryIO) -> TraceSummary:
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise _refuse(file, start + DESCRIPTION.size, "a header", f"JSON that is none ({error})") from error
     if header.version != version:
-        raise _refuse(file, 8, f"version {header.version} (by its notes and the records added late)", version)
+        raise _refuse(
+            file, 8, f"version {header.version} (by its clock, notes and the records added late)", version
+        )
     file.seek(PREAMBLE.size)
     return TraceSummary(header, events, units, sha256.hex())
 

@@ -52,6 +52,7 @@ class TraceRecorder:
                 records=RecordTable.of_columns(layers, *triples, stored, count=len(layers)),
                 late_records=self._events.late_records,
                 notes=tuple(self._notes),
+                clock=self._residency.recorded_clock.name.lower(),
             )
 
     def __enter__(self) -> Self:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore._native import CapacityError, GroupOrder, Replay, Residency, ResidencyStats, Scope
+from tierstore._native import CapacityError, GroupOrder, Replay, Residency, ResidencyStats, Scope, StepClock
 from tierstore.errors import BudgetError, ConfigError, DataError
 from tierstore.trace.format import EventColumns, TraceHeader, TraceKind
 from tierstore.trace.quotas import quotas_by_layer
@@ -19,6 +19,7 @@ from tierstore.trace.reader import read_chunks, read_header, read_summary
 
 STEP_COUNTS = (
     *("hits", "misses", "creates", "evictions", "write_backs", "starved", "read_bytes", "written_bytes"),
+    "prefetch_reads",
 )
 """What ``replay_steps`` says of each step, of ``ResidencyStats``: reads ahead are among ``read_bytes``."""
 
@@ -36,6 +37,7 @@ def make_replay(header: TraceHeader) -> tuple[Residency, Replay]:
             lookahead_frames=header.lookahead_frames,
             layer_quotas=list(header.layer_quotas),
             group_order=_ORDERS[header.group_order],
+            clock=StepClock[header.clock.upper()],
         )
         table, first_late = header.table, len(header.records) - header.late_records
         for record in islice(table, first_late):
