@@ -155,6 +155,7 @@ def _run(store: Path, trace: Path, policy: str, **changes: object) -> tuple[dict
     replayed = replay(trace)
     assert replayed == live  # hits, misses, bytes, and the rest
     events = load_trace(trace)
+    assert events.header.clock == "steps"  # a pass is one
     accesses = np.repeat(events.kinds == TraceKind.ACCESS, events.counts.astype(np.int64))
     askers = set((events.flags[accesses] // int(Need.FIRST_ASKER)).tolist())
     return {number: torch.stack(logits) for number, logits in batch.logits.items()}, askers

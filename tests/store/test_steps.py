@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest_store import ArrayModel, small_store, weights
 
+from tierstore.cache.config import CacheConfig
 from tierstore.errors import BudgetError, StoreError, StorePoisonedError
-from tierstore.store import AdamWConfig, ParameterStore, StoreConfig
+from tierstore.store import AdamWConfig, ParameterStore, RecordSchema, StoreConfig
 
 NUMEL = 3000
 LR = 0.1
@@ -114,3 +116,23 @@ def test_steps_out_of_order_are_refused(tmp_path: Path) -> None:
                 second.update(ones("e1"))
         assert store.status().steps == 2
         assert store.commit() == 2
+
+
+def test_dirty_entries_are_written_back_after_so_many_steps(tmp_path: Path) -> None:
+    config = StoreConfig(host_budget=1 << 20, cache=CacheConfig(write_back_every=2))
+    with ParameterStore.create(tmp_path / "store", [RecordSchema("expert", NUMEL)], config) as store:
+        store.register("e0", "expert")
+        store.register("e1", "expert")
+        store.commit()
+        residency = store.core.cache.residency
+        written = []
+        for number in range(4):
+            if number == 1:
+                with store.optimizer_step(LR) as step:
+                    step.abandon()  # no step
+            store.update(ones("e0"), lr=LR)
+            written.append((residency.stats().write_backs, len(residency.dirty_entries())))
+        before = written[0][0]  # weights and moments of e0, after the second step and the fourth
+        assert written == [(before, 2), (before + 2, 0), (before + 2, 2), (before + 4, 0)]
+        asyncio.run(store.update_async(ones("e1"), lr=LR))
+        assert len(residency.dirty_entries()) == 2

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tierstore._native import StepClock
 from tierstore.errors import StoreFormatError
 from tierstore.moe.config import Activation, ExpertShape
 from tierstore.moe.experts import feed_forward, initial_expert
@@ -113,6 +114,10 @@ def test_it_is_there_again(tmp_path: Path) -> None:
     with open_experts(tmp_path / "e", SHAPE, **options) as tiered, torch.no_grad():
         assert tiered.store.last_commit.state["step"] == b"1"
         assert torch.equal(make(tiered)(batch(1)), expected)
+        for _ in range(LAYERS * EXPERTS):
+            make(tiered)(batch(1))
+        # Without a step, what is not asked for any more decays by accesses.
+        assert tiered.store.core.cache.residency.recorded_clock is StepClock.LATE_ACCESSES
     for shape, experts in ((ExpertShape(8, 16), EXPERTS), (SHAPE, EXPERTS + 1)):
         with (
             pytest.raises(StoreFormatError),

@@ -75,8 +75,15 @@ class CacheConfig:
         return self.policy == _LEARNED_USE
 
     @property
+    def counts_steps(self) -> bool:
+        """Whether the policy hears of steps: LFU-decay but for the paper's variant, and one of your own."""
+        if self.policy != _LFU_DECAY:
+            return ":" in self.policy
+        return _native.lfu_decay_options(dict(self.options)).variant != "paper"
+
+    @property
     def half_life(self) -> float | None:
-        """LFU-decay: training steps (requests, for the paper variant) after which a hit counts half."""
+        """LFU-decay: steps (requests, for the paper variant) after which a hit counts half."""
         if self.policy != _LFU_DECAY:
             return None
         return _native.lfu_decay_options(dict(self.options)).half_life

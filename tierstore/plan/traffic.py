@@ -17,7 +17,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from tierstore._native import CapacityError, Decision, Residency
+from tierstore._native import CapacityError, Decision, Residency, StepClock
 from tierstore.cache.access import GROUP_STRIDE, Need, Phase
 from tierstore.cache.frames import frames_of
 from tierstore.errors import BudgetError
@@ -173,6 +173,7 @@ class _Drive:
                     experts=setting.model.experts, sharing=setting.ranks.sharing
                 ),
             ),
+            clock=StepClock.STEPS,
         )
         residency = make_residency(store, max(taken.divided.cache // frame, 1), frame)
         for schema in setting.schemas:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from tierstore._native import StepClock
 from tierstore.capabilities import Capability
 from tierstore.errors import ConfigError, StoreError
 from tierstore.machine import memory
@@ -191,6 +192,7 @@ def _open_store(
         cache=config.cache,
         io=config.io,
         disk=config.links.disk,
+        clock=StepClock.STEPS,
     )
     return ParameterStore.open(config.store, store_config, access=StoreAccess.READ, trace=trace).core
 

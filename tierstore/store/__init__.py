@@ -1,5 +1,6 @@
 """The parameter store: record format, extents, index, commits and snapshots. Imports no torch."""
 
+from tierstore._native import StepClock
 from tierstore.cache.config import CacheConfig, GroupOrder, Scope
 from tierstore.capabilities import Capability
 from tierstore.links import LinkConfig
@@ -49,6 +50,7 @@ __all__ = [
     "RecordView",
     "Scope",
     "Section",
+    "StepClock",
     "StoreAccess",
     "StoreConfig",
     "StoreStatus",

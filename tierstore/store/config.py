@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
+from tierstore._native import StepClock
 from tierstore.cache.config import CacheConfig, GroupOrder
 from tierstore.capabilities import Capability
 from tierstore.errors import ConfigError
@@ -129,7 +130,8 @@ class StoreConfig:
     ``Scope.LAYER`` the budget is divided equally among them (a store that is opened knows its own).
     ``disk`` limits the speed of reads and write-backs (not of syncs). ``group_order``: how an access that does not
     fit is cut into groups; ``KEY`` where several ranks must work on the same experts in the same order.
-    ``stripe`` spreads records over more drives; ``wear`` bounds what is written to them.
+    ``stripe`` spreads records over more drives; ``wear`` bounds what is written to them. ``clock``: what a step is to the
+    cache's policy; in a store that is opened to read ``ACCESSES`` take the place of ``LATE_ACCESSES``.
     """
 
     host_budget: int = 256 << 20
@@ -142,6 +144,7 @@ class StoreConfig:
     group_order: GroupOrder = GroupOrder.RESIDENT_FIRST
     stripe: StripeConfig = field(default_factory=StripeConfig)
     wear: WearConfig = field(default_factory=WearConfig)
+    clock: StepClock = StepClock.LATE_ACCESSES
 
     def __post_init__(self) -> None:
         if self.host_budget < 1:

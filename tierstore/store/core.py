@@ -220,7 +220,7 @@ class StoreCore:
 
     def describe(self) -> list[str]:
         """One line for each capability: what is in effect, and why where AUTO fell back."""
-        engine, arena = self.engine, self._parts.arena
+        engine, arena, cache = self.engine, self._parts.arena, self.config.cache
         if engine.backend == "pmem":
             reason = self.extents.map_sync_reason
             past_cache = "MAP_SYNC: " + (f"off, extents are synced by msync ({reason})" if reason else "on")
@@ -238,6 +238,11 @@ class StoreCore:
                 for where, why in self._parts.drives.unlocked
             ),
             f"host cache: {format_bytes(arena.nbytes)}, {format_bytes(arena.huge_bytes)} of it in huge pages",
+            *(
+                [f"clock of {cache.policy}: {self.cache.residency.clock.name.lower()}"]
+                if cache.counts_steps
+                else []
+            ),
             *([f"drives: {shares} of new records"] if len(drives) > 1 else []),
             self.extents.discarding.describe(),
             *([] if self.write_budget is None else [self.write_budget.describe()]),

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tierstore import _native
-from tierstore._native import Arena, DirectIo, Engine, HugePages, IoBackend, MapSync, Residency
+from tierstore._native import Arena, DirectIo, Engine, HugePages, IoBackend, MapSync, Residency, StepClock
 from tierstore.cache.config import CacheConfig, GroupOrder, Scope
 from tierstore.cache.frames import choose_frame_bytes_beside, frames_of
 from tierstore.cache.host_cache import HostCache
@@ -460,6 +460,8 @@ def _assemble(
         access=access,
     )
     stack.callback(extents.close)
+    if access is StoreAccess.READ and config.clock is StepClock.LATE_ACCESSES:
+        config = replace(config, clock=StepClock.ACCESSES)  # no step is taken for certain
     residency = make_residency(config, frames, frame)
     recording = None if trace is None else stack.enter_context(TraceRecorder(trace, residency))
     live = LiveIndex(extents)
@@ -503,6 +505,7 @@ def make_residency(config: StoreConfig, frames: int, frame_bytes: int) -> Reside
         "scope": _SCOPES[config.cache.scope],
         "lookahead_frames": min(config.lookahead // frame_bytes, frames),
         "group_order": _ORDERS[config.group_order],
+        "clock": config.clock,
     }
     if config.cache.scope is Scope.LAYER:
         settings["layer_quotas"] = quotas_by_layer(config.layers, frames, config.cache.layer_shares)

@@ -19,8 +19,8 @@ store.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -226,16 +226,17 @@ class ParameterStore:
         StoreError (a record is leased), OSError (ENOSPC) and BudgetError with nothing changed; when it is
         interrupted later the store is poisoned.
         """
-        with self.core.optimizer_step(lr) as step:
+        with self.optimizer_step(lr) as step:
             step.update(gradients)
 
     async def update_async(self, gradients: Mapping[str, npt.NDArray[np.float32]], *, lr: float) -> None:
         """``update``, then awaits the steps. Cancelling stops the waiting, not the update."""
-        with self.core.optimizer_step(lr) as step:
+        with self.optimizer_step(lr) as step:
             tickets = step.update(gradients)
         await self._wait(tickets)
 
-    def optimizer_step(self, lr: float) -> AbstractContextManager[OptimizerStep]:
+    @contextlib.contextmanager
+    def optimizer_step(self, lr: float) -> Iterator[OptimizerStep]:
         """``update`` in parts, for gradients that come one after another::
 
             with store.optimizer_step(lr) as step:
@@ -245,8 +246,15 @@ class ParameterStore:
         The end of the block completes the step, unless ``step.abandon()`` was called. If the block raises, the step is
         not taken. If a record has been stepped by then, the store is also poisoned: every later call raises
         StorePoisonedError, and only the last commit can be opened. Raises StoreError if a step is open.
+
+        After each ``cache.write_back_every`` steps of the store the write-back of what is dirty is queued.
         """
-        return self.core.optimizer_step(lr)
+        history, every = self.core.history, self.config.cache.write_back_every
+        before = history.applied
+        with self.core.optimizer_step(lr) as step:
+            yield step
+        if every and before < history.applied and history.applied % every == 0:
+            self.core.cache.clean()
 
     # Commits ------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from tierstore._native import StepClock
 from tierstore.dense import DenseSlices, GatherDtype, UnitLayout, dense_schemas, unit_layouts
 from tierstore.dense.frozen import load_frozen
 from tierstore.dense.gates import Gates, PassListener
@@ -388,6 +389,7 @@ def _open_store(setup: _Setup, shell: _Shell, *, trace: Path | None, io_log: Pat
         group_order=group_order(replicas=setup.mesh.replicas, chunks=most_chunks(config, setup.mesh)),
         stripe=rank_stripe(config.stripe, world.rank, world.size),
         wear=config.wear,
+        clock=StepClock.STEPS,
     )
     if agreed.opening is Opening.CREATE:
         schemas = [expert_schema(config), *dense_schemas(shell.layouts)]
