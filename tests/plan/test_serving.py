@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,6 +61,17 @@ def test_even_routing_by_hand(spec: HfSpec) -> None:
     assert made.evidence is Evidence.ASSUMED
     assert made.memory(one) == half + made.dense + made.keys_and_values + 1000
     assert made.as_json()["budgets"][0]["decode"]["pass_s"] == seconds
+
+
+def test_each_expert_that_is_read_takes_a_latency(spec: HfSpec) -> None:
+    model, latency = spec.architecture, 1e9
+    half = 8 * 4 * model.expert_numel
+    profile = replace(SLOW, disk_read=Cost(latency, math.inf))
+    (one,) = plan_serving(spec, ServedWork(prompt_tokens=2, context=10), profile, budgets=[half]).budgets
+    assert one.prefill is not None
+    # 3.5 of a pass's seven experts are missed, and two of a decode pass's four.
+    assert one.prefill.seconds == 4 * model.dense + 3.5 * latency
+    assert one.decode.seconds == 4 * model.dense + 2 * latency
 
 
 def test_a_larger_budget_is_never_slower(spec: HfSpec) -> None:

@@ -235,15 +235,16 @@ def _mean(counts: np.ndarray[Any, np.dtype[np.int64]]) -> PassCounts | None:
 
 def _timed(spec: HfSpec, counts: PassCounts, tokens: int, profile: Profile) -> PassPlan:
     model, width = spec.architecture, spec.compute_dtype.itemsize
-    layers = len(model.moe_layers)
+    layers, expert_bytes = len(model.moe_layers), expert_weight_bytes(spec)
     dense_s = max(
         profile.dense_flops.seconds(2.0 * model.dense * tokens), model.dense * width / profile.copy.per_s
     )
     compute_s = max(
         2.0 * model.expert_numel * model.top_k * tokens / profile.expert_flops.per_s,
-        counts.asked / layers * expert_weight_bytes(spec) / profile.copy.per_s,
+        counts.asked / layers * expert_bytes / profile.copy.per_s,
     )
-    read_s = profile.disk_read.seconds(counts.read_bytes / layers)
+    reads = counts.read_bytes / layers / expert_bytes  # ahead or on demand, a latency each
+    read_s = reads * profile.disk_read.seconds(expert_bytes)
     seconds = dense_s + layers * max(compute_s, read_s)
     return PassPlan(
         asked=counts.asked,
