@@ -33,7 +33,7 @@ COUNTS = frozenset(
         *("creates", "depth", "disk_transfers", "drive_life_years", "drive_writes_per_day", "events"),
         *("evictions", "expert_ranks", "expert_ranks_before", "experts", "frames", "generation"),
         *("half_life_steps", "hits", "intervals", "keys", "layer", "layer_quotas", "layer_records"),
-        *("layers", "left_out", "lookahead_frames", "loss", "misses", "parameters", "points"),
+        *("layers", "left_out", "lookahead_frames", "loss", "misses", "not_admitted", "parameters", "points"),
         *("policy_options", "rank", "ranks", "ranks_before", "record_parameters", "records", "repeats"),
         *("replayed", "replayed_steps", "requests", "resized", "rounds", "s_per_parameter", "sections"),
         *("seed", "snapshots", "stalled_rank", "starved", "step", "steps", "threads", "tokens"),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from cases import NaiveLru, requests_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tierstore._native import Oversized
 from tierstore.cache.config import Scope
 from tierstore.errors import BudgetError
 from tierstore.lab.costs import Machine
@@ -105,10 +108,47 @@ def test_where_one_pass_does_not_hold():
 
 def test_all_policies_have_one_bound_and_suit():
     keys = requests_of([[entry] for entry in range(20)])
-    assert [spec.name for spec in all_policies(keys) if spec.role is Role.BOUND] == ["belady"]
+    assert [spec.name for spec in all_policies(keys) if not spec.runs] == ["belady"]
     assert "next-use" not in [spec.name for spec in all_policies(keys)]
     passes = requests_of([[0, 1], [2, 3]], layers=[0, 1])
     assert {spec.name for spec in all_policies(passes)} == {*known_policies(bounds=False), "belady"}
     # Two layers of 5000 entries, of which a pass asks for one: 5000 looked at for each request.
     sparse = requests_of([[entry] for entry in range(10_000)], layers=[entry % 2 for entry in range(10_000)])
     assert not suits(sparse, "next-use")
+
+
+def test_a_curve_goes_below_what_an_imported_entry_takes():
+    """One entry of half of the footprint: it passes by below, and the others are as without it."""
+    rng = np.random.default_rng(0)
+    keys = rng.integers(0, 9, 400).tolist()
+    sizes = [*[1] * 8, 8]
+    imported = replace(requests_of([[key] for key in keys], sizes=sizes), oversized=Oversized.BYPASS)
+    assert curve_capacities(imported, 8) == [2, 4, 6, 8, 10, 12, 14, 16]
+    assert curve_capacities(replace(imported, oversized=Oversized.REFUSE), 8) == [10, 12, 14, 16]
+    large = keys.count(8)
+    (found,) = curves(imported, ["lru"], [2, 4, 6, 8])
+    (alone,) = curves(requests_of([[key] for key in keys if key != 8]), ["lru"], [2, 4, 6])
+    assert [one.not_admitted for one in found.points] == [large] * 3 + [0]
+    assert [one.misses - large for one in found.points[:3]] == [one.misses for one in alone.points]
+
+
+@pytest.mark.parametrize("contract", Contract)
+def test_one_pass_is_for_caches_that_hold_an_entry(contract):
+    """Entries of three frames in two: nothing is ever admitted, or evicted."""
+    imported = replace(
+        requests_of([[0], [1], [0]], sizes=[3, 3], writes=[[1], [0], [1]]), oversized=Oversized.BYPASS
+    )
+    assert not has_one_pass(imported, 2, contract=contract)
+    (found,) = curves(imported, ["lru"], [2, 3], contract=contract)
+    below, at = found.points
+    assert (below.misses, below.not_admitted, below.evictions, below.write_backs) == (3, 3, 0, 2)
+    assert (at.misses, at.not_admitted, at.evictions) == (3, 0, 2)
+
+
+def test_a_curve_is_a_bound_where_all_of_its_points_are():
+    sets = requests_of([[0, 1, 2], [3], [0, 1], [4]] * 3)
+    (whole,) = curves(sets, ["belady"], [3, 4])
+    (cut,) = curves(sets, ["belady"], [2, 4])
+    assert whole.role is Role.BOUND
+    assert [point.role for point in cut.points] == [Role.CLAIRVOYANT, Role.BOUND]
+    assert cut.role is Role.CLAIRVOYANT

@@ -7,6 +7,7 @@ import pytest
 from cases import requests_of
 
 from tierstore.lab.regime import Worth, survey
+from tierstore.lab.results import Role
 
 LAYERS, EXPERTS = 3, 16
 
@@ -61,3 +62,15 @@ def test_a_long_trace_is_sampled():
     assert steps.tail(3).entries.tolist() == [2, 3]
     assert steps.head(1).entries.tolist() == [0, 1]
     assert steps.tail(1).entries.tolist() == [2, 3]
+
+
+def test_where_there_is_no_bound_nothing_is_said_of_what_a_policy_may_gain():
+    """Entries of several sizes, of which all sensible policies miss as many as the clairvoyant one; others miss less."""
+    wide = requests_of([[2], [2], [1], [0], [1], [2]], sizes=[3, 2, 1], steps=[0] * 6)
+    found = survey(wide, 4)
+    assert (found.role, found.worth) == (Role.CLAIRVOYANT, Worth.TUNE)
+    assert "misses: clairvoyant 0.8333, lru 0.8333, lfu-decay 0.6667. Tuning may be worth it" in found.advice
+    assert "no bound here" in found.advice
+    assert "the bound" not in found.advice
+    assert survey(training(2), 16).role is Role.BOUND
+    assert survey(training(8), 7).role is Role.CLAIRVOYANT  # a pass is split

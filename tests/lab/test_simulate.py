@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from cases import NaiveLru, requests_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierstore._native import Detail
+from tierstore._native import Detail, Oversized
 from tierstore.cache.config import Scope
 from tierstore.errors import BudgetError, ConfigError
 from tierstore.lab.importing import import_trace
 from tierstore.lab.miss_curves import curves
-from tierstore.lab.requests import load_requests
+from tierstore.lab.pins import pin
+from tierstore.lab.requests import load_requests, trace_requests
 from tierstore.lab.results import Role
 from tierstore.lab.simulate import (
     Contract,
@@ -24,6 +27,8 @@ from tierstore.lab.simulate import (
     replay_one,
     simulate,
 )
+from tierstore.trace.format import EventColumns, Trace, TraceHeader
+from tierstore.trace.records import TraceRecord
 
 LRU = PolicySpec("lru")
 
@@ -153,11 +158,68 @@ def test_what_cannot_be():
         PolicySpec.parse("lfu-decay:half_life")
     with pytest.raises(ConfigError, match="half_life is given twice"):
         PolicySpec.parse("lfu-decay:half_life=1,half_life=2")
-    with pytest.raises(ConfigError, match="a bound has no options"):
+    with pytest.raises(ConfigError, match="what knows the future has no options"):
         PolicySpec.parse("belady:half_life=1")
     wide = requests_of([[0], [1]], sizes=[1, 5])
     with pytest.raises(BudgetError, match="capacity: 4 frames"):
         simulate(wide, ["lru"], [4])
+
+
+SIX = [[2], [2], [1], [0], [1], [2]]  # sizes 3, 2, 1 in 4 frames: Belady misses 5 of them, LFU 4
+
+
+def test_only_what_no_policy_beats_is_a_bound():
+    wide = requests_of(SIX, sizes=[3, 2, 1])
+    belady, lfu, unbounded = simulate(wide, ["belady", "lfu", "unbounded"], [4])
+    assert (belady.misses, lfu.misses, unbounded.misses) == (5, 4, 3)
+    assert (belady.role, lfu.role, unbounded.role) == (Role.CLAIRVOYANT, Role.POLICY, Role.BOUND)
+    # Sets that do not fit are split, residents first, and then FIFO may miss less.
+    sets = requests_of([[1, 2, 4, 5, 6], [1, 2, 3, 4, 5, 6], [1, 3]])
+    belady, bypass, fifo = simulate(sets, ["belady", "belady-bypass", "fifo"], [3])
+    assert (belady.misses, fifo.misses) == (9, 8)
+    assert (belady.role, bypass.role) == (Role.CLAIRVOYANT, Role.BOUND)
+    assert simulate(sets, ["belady"], [6])[0].role is Role.BOUND
+    assert simulate(sets, ["belady"], [3], contract=Contract.SEQUENTIAL)[0].role is Role.BOUND
+    pinned = pin(sets, [(0, 0)])
+    assert [one.role for one in simulate(pinned, ["belady"], [6, 7])] == [Role.CLAIRVOYANT, Role.BOUND]
+    # With a quota for each layer the sets of each layer must fit its own.
+    layered = requests_of([[0, 1, 2], [3], [0, 1], [4]], layers=[0, 1, 0, 1])
+    for quotas, role in (((3, 1), Role.BOUND), ((2, 2), Role.CLAIRVOYANT)):
+        assert ReplaySetting(PolicySpec("belady"), 4, Scope.LAYER, layer_quotas=quotas).role(layered) is role
+
+
+EVENTS = st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=4, unique=True), min_size=2, max_size=14)
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    events=EVENTS,
+    sizes=st.one_of(st.just([2] * 7), st.lists(st.integers(1, 3), min_size=7, max_size=7)),
+    capacity=st.integers(3, 12),
+    contract=st.sampled_from(Contract),
+    warmup=st.integers(0, 1),
+)
+def test_no_policy_misses_less_than_what_is_called_a_bound(events, sizes, capacity, contract, warmup):
+    asked = replace(requests_of(events, sizes=sizes), oversized=Oversized.BYPASS)
+    found = simulate(asked, known_policies(), [capacity], contract=contract, warmup_steps=warmup, threads=1)
+    bounds = [one for one in found if one.role is Role.BOUND]
+    assert {one.policy for one in bounds} >= {"unbounded"}
+    least = min(one.misses for one in found if one.role is Role.POLICY)
+    assert all(one.misses <= least for one in bounds)
+
+
+def test_an_imported_entry_larger_than_the_cache_is_a_miss_and_a_live_one_is_refused():
+    records = [TraceRecord(0, (size, 0, 0), (size, 0, 0), 1) for size in (2, 1, 5)]
+    columns = EventColumns.build([1] * 6, [0, 1, 2, 0, 1, 2], steps=range(6))
+    for origin in ("imported from a.csv (csv)", ""):
+        header = TraceHeader(8, policy="lru", records=records, origin=origin)
+        requests = trace_requests(Trace(header=header, **vars(columns)))
+        if origin:
+            (found,) = simulate(requests, ["lru"], ["4f"])
+            assert (found.hits, found.misses, found.not_admitted) == (2, 4, 2)
+        else:
+            with pytest.raises(BudgetError, match="capacity: 4 frames of 1 bytes are too small for lru"):
+                simulate(requests, ["lru"], ["4f"])
 
 
 def test_every_policy_that_is_known_runs():

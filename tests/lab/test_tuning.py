@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cases import requests_of
 
-from tierstore._native import lfu_decay_options
+from tierstore._native import Oversized, lfu_decay_options
 from tierstore.cache.config import CacheConfig, Scope
 from tierstore.config import load
 from tierstore.errors import BudgetError, ConfigError, DataError
@@ -199,6 +199,40 @@ def test_what_cannot_be():
     records = replace(records, table=replace(records.table, record_frames=np.full(2, 3, np.uint32)))
     with pytest.raises(BudgetError, match="2 frames are too small: the largest record takes 3"):
         tune(records, "2f")
+
+
+def test_an_imported_trace_is_tuned_below_its_largest_entry():
+    """A cache that holds all but the largest: what is chosen keeps the others, and the largest passes by."""
+    events = [[0], [1], [2]] * 40
+    imported = replace(requests_of(events, sizes=[1, 1, 9]), oversized=Oversized.BYPASS)
+    found = tune(imported, "2f", TuneOptions(policies=("lru", "fifo"), scopes=(Scope.GLOBAL,)))
+    assert all(
+        (outcome.hits, outcome.misses, outcome.not_admitted) == (40, 20, 20) for _, outcome in found.ranked
+    )
+
+
+def test_stalls_are_chosen_by_the_latency_of_each_read():
+    """LFU misses a third less than FIFO here, and reads more bytes, as it keeps the small entries."""
+    rng = np.random.default_rng(24)
+    chances, keys = rng.random(14), []
+    chances /= chances.sum()
+    while len(keys) < 4000:
+        large = rng.random() < 0.3
+        keys += [*range(10, 14)][: rng.integers(1, 5)] if large else rng.choice(14, 8, p=chances).tolist()
+    requests = requests_of(
+        [[key] for key in keys[:4000]], sizes=[*[1] * 10, *[5] * 4], steps=np.repeat(np.arange(400), 10)
+    )
+    options = {
+        "policies": ("fifo", "lfu"),
+        "scopes": (Scope.GLOBAL,),
+        "baseline": Candidate(PolicySpec("fifo")),
+    }
+    by_bytes = tune(requests, "12f", TuneOptions(objective=Objective.BYTES, **options))
+    assert by_bytes.chosen.policy.name == "fifo"
+    by_stall = tune(requests, "12f", TuneOptions(objective=Objective.STALL, **options))
+    assert (by_stall.chosen.policy.name, by_stall.result.verdict) == ("lfu", TuneVerdict.BETTER)
+    for _, outcome in by_stall.ranked:  # at 100 us a read; the bytes take next to nothing
+        assert outcome.stall_s_per_step == pytest.approx(100e-6 * outcome.misses / outcome.steps, rel=1e-3)
 
 
 # Candidates --------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tierstore.lab.miss_curves import curves
     from tierstore.lab.reports.report import write_report
     from tierstore.lab.requests import Requests, load_requests, trace_requests
-    from tierstore.lab.results import Curve, Outcome, Study, TraceInfo, TuneResult
+    from tierstore.lab.results import Curve, Outcome, Role, Study, TraceInfo, TuneResult
     from tierstore.lab.routing import Passes, Sections
     from tierstore.lab.simulate import Contract, PolicySpec, Replayed, ReplaySetting, known_policies
     from tierstore.lab.study import StudyOptions, run_study
@@ -59,6 +59,7 @@ __all__ = [
     "ReplaySetting",
     "Replayed",
     "Requests",
+    "Role",
     "RoutingWorkload",
     "Scan",
     "Scope",

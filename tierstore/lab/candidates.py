@@ -15,7 +15,6 @@ import numpy as np
 from tierstore.cache.config import CacheConfig, Scope
 from tierstore.lab.quotas import layer_shares, least_quotas
 from tierstore.lab.requests import Requests
-from tierstore.lab.results import Role
 from tierstore.lab.simulate import Contract, PolicySpec, ReplaySetting, known_policies, suits
 from tierstore.train.config import TrainConfig
 from tierstore.units import format_bytes
@@ -151,8 +150,8 @@ def _half_life(options: Mapping[str, float | str]) -> float:
 
 
 def cache_configuration(candidate: Candidate) -> CacheConfig | None:
-    """The candidate as ``tierstore train`` takes it, or None for what it does not run (a bound)."""
-    if candidate.policy.role is Role.BOUND:
+    """The candidate as ``tierstore train`` takes it, or None for what it does not run."""
+    if not candidate.policy.runs:
         return None
     return CacheConfig(
         policy=candidate.policy.name,

@@ -2,9 +2,9 @@
 
 A machine is a profile, as ``tierstore bench machine`` measures it and ``tierstore plan`` predicts from (without one
 its assumed figures), and what is given instead. One transfer of that profile is one entry, so that a layer pass
-(one event) that reads and writes entries of ``m`` bytes, the mean, takes
+(one event) takes
 
-    fetch = read bytes / m x (latency + m / read bandwidth) + the same of what is written
+    fetch = entries read x latency + bytes read / bandwidth + the same of what is written
 
 on the tier below or, where the pass both reads and writes and a line of mixed traffic is known, all bytes by that.
 The computation of a step is given, or predicted by ``plan`` from a run's configuration. It is split over its
@@ -172,13 +172,12 @@ class Machine:
 
     def stalls(self, requests: Requests, replayed: Replayed) -> NDArray[np.float64]:
         """Seconds that each event waits [events]; 0 in the warm-up."""
-        read = replayed.event_read_bytes.astype(np.float64)
-        written = replayed.event_written_bytes.astype(np.float64)
-        entry = requests.mean_bytes
-        fetch = read / entry * self.read.seconds(entry) + written / entry * self.write.seconds(entry)
+        reads, read = replayed.event_reads, replayed.event_read_bytes
+        writes, written = replayed.event_writes, replayed.event_written_bytes
+        fetch = _seconds(self.read, reads, read) + _seconds(self.write, writes, written)
         if self.mixed is not None:
-            both = (read + written) / entry * self.mixed.seconds(entry)
-            fetch = np.where((read > 0) & (written > 0), both, fetch)
+            both = _seconds(self.mixed, reads + writes, read + written)
+            fetch = np.where((reads > 0) & (writes > 0), both, fetch)
         if self.overlap is Overlap.LOOKAHEAD:
             before = np.concatenate(([0.0], self._compute(requests)[:-1]))
             fetch = np.maximum(0.0, fetch - before)
@@ -196,6 +195,11 @@ class Machine:
         written_per_s = outcome.written_per_step / step_s if step_s > 0 else 0.0
         life = drive_life_s(self._endurance, written_per_s, 1.0) / _YEAR_S
         return written_per_s * DAY_S / self._drive, life
+
+
+def _seconds(each: Cost, entries: NDArray[np.uint32], nbytes: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """Of so many transfers of so many bytes in all [events]."""
+    return each.latency_s * entries + nbytes / each.per_s
 
 
 def _line(bytes_per_s: float | None) -> Cost | None:

@@ -38,6 +38,11 @@ class EntryTable:
         return len(self.keys)
 
     @cached_property
+    def one_size(self) -> bool:
+        """Whether all entries take equally many frames."""
+        return bool((self.frames == self.frames[:1]).all())
+
+    @cached_property
     def records(self) -> NDArray[np.uint32]:
         """Which record each entry is a section group of."""
         return self.keys // np.uint32(SECTION_GROUPS)

@@ -3,7 +3,7 @@
 A run holds a part of its frames for what it fetches ahead, splits sets by what is left, and asks for entries
 before they are needed. That changes which policy is better, so a recorded run is tuned on this. A prefetched
 entry is a hit when it is asked for; what it cost was its read. So misses are counted here as reads, ahead or
-on demand, by bytes: in requests of the trace's mean size.
+on demand.
 """
 
 from __future__ import annotations
@@ -42,13 +42,17 @@ class Recording:
 
 
 def recording_of(path: str | os.PathLike[str], requests: Requests) -> Recording | None:
-    """The trace at ``path`` that ``requests`` were read from, or None if its run did not prefetch.
+    """The trace at ``path`` that ``requests`` were read from, or None if its run did not prefetch, or took no steps.
 
     Raises DataError or OSError.
     """
     with Path(path).open("rb") as file:
         header = read_header(file)
-    if not header.lookahead_frames or not requests.left_out.get(TraceKind.PREFETCH.name.lower()):
+    if (
+        header.clock != "steps"
+        or not header.lookahead_frames
+        or not requests.left_out.get(TraceKind.PREFETCH.name.lower())
+    ):
         return None
     layers = 1 + int(header.table.layers.max(initial=0))
     return Recording(Path(path), header.capacity_frames, header.lookahead_frames, layers)
@@ -70,15 +74,16 @@ class LiveReplay:
     def step_requests(self) -> NDArray[np.int64]:
         return self.column("hits") + self.column("misses") + self.column("creates")
 
-    def step_misses(self, requests: Requests) -> NDArray[np.float64]:
-        """Reads by step, ahead or on demand, in requests of mean size."""
-        return self.column("read_bytes") / requests.mean_bytes
+    @property
+    def step_misses(self) -> NDArray[np.int64]:
+        """Reads by step, ahead or on demand."""
+        return self.column("misses") + self.column("prefetch_reads")
 
     def outcome(self, requests: Requests, steps: slice) -> Outcome:
         """What it came to over ``steps``."""
         total = dict(zip(STEP_COUNTS, self.counts[steps].sum(axis=0).tolist(), strict=True))
         asked = total["hits"] + total["misses"] + total["creates"]
-        misses = min(round(total["read_bytes"] / requests.mean_bytes), asked - total["creates"])
+        misses = min(total["misses"] + total.pop("prefetch_reads"), asked - total["creates"])
         return self.setting.outcome(
             requests,
             lookahead_frames=self.lookahead_frames,
@@ -86,7 +91,7 @@ class LiveReplay:
             requests=asked,
             hits=asked - total["creates"] - misses,
             misses=misses,
-            **{name: total[name] for name in STEP_COUNTS if name not in ("hits", "misses")},
+            **{name: count for name, count in total.items() if name not in ("hits", "misses")},
         )
 
 

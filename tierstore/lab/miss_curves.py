@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore import _native
-from tierstore._native import Detail
+from tierstore._native import Detail, Oversized
 from tierstore.cache.config import Scope
 from tierstore.errors import BudgetError
 from tierstore.lab.costs import Machine, with_costs
@@ -40,7 +40,7 @@ _ONE_PASS = 10.0  # beside a replay of FIFO
 
 
 def all_policies(requests: Requests) -> list[PolicySpec]:
-    """Every policy that suits ``requests``, with its defaults, and the bound that admits as a live cache does."""
+    """Every policy that suits ``requests``, with its defaults, and the clairvoyant one that admits as a live cache does."""
     names = [name for name in known_policies(bounds=False) if suits(requests, name)]
     return [PolicySpec(name) for name in (*names, "belady")]
 
@@ -51,7 +51,8 @@ def keep_ratio(requests: Requests, capacity_frames: int) -> float:
 
 
 def curve_capacities(requests: Requests, points: int, *, scope: Scope = Scope.GLOBAL) -> list[int]:
-    """``points`` equally spaced capacities up to the footprint, frames; without those that fit no record.
+    """``points`` equally spaced capacities up to the footprint, frames; of a live store's trace without those that fit
+    no record.
 
     Raises ValueError for no points.
     """
@@ -63,6 +64,8 @@ def curve_capacities(requests: Requests, points: int, *, scope: Scope = Scope.GL
 
 
 def _least_capacity(requests: Requests, scope: Scope) -> int:
+    if requests.oversized is Oversized.BYPASS:
+        return len(requests.table.present_layers) if scope is Scope.LAYER else 1
     if scope is Scope.GLOBAL:
         return requests.table.largest_record_frames + 1
     return int(least_quotas(requests, headroom=1).sum())
@@ -76,12 +79,11 @@ def has_one_pass(
     contract: Contract = Contract.ATOMIC,
 ) -> bool:
     """Whether ``lru_curve`` holds for this capacity (and larger ones)."""
-    alike = bool(
-        (requests.table.frames == requests.table.frames[0]).all()
-        and (requests.table.nbytes == requests.table.nbytes[0]).all()
-    )
-    whole = contract is Contract.SEQUENTIAL or capacity_frames >= requests.largest_event_frames
-    return scope is Scope.GLOBAL and alike and whole and not requests.table.pins
+    table = requests.table
+    alike = table.one_size and bool((table.nbytes == table.nbytes[0]).all())
+    atomic = contract is Contract.ATOMIC
+    held = requests.largest_event_frames if atomic else int(table.frames.max(initial=0))
+    return scope is Scope.GLOBAL and alike and capacity_frames >= held and not table.pins
 
 
 def lru_curve(

@@ -1,9 +1,10 @@
 """Whether tuning a policy is worth anything, before any is tuned.
 
 Where a pass asks for most of a layer's records, every sensible policy keeps a part and misses the rest: the
-miss ratio is close to 1 - C/N and to the clairvoyant bound. (On real routing of 64 experts a layer that is so
+miss ratio is close to 1 - C/N and to the clairvoyant choice. (On real routing of 64 experts a layer that is so
 from about 512 tokens a step.) There the time is won with fewer bytes written back, earlier fetches, or more
-memory. It is measured here, not assumed: sensible policies and the bound are replayed on a part of the trace.
+memory. It is measured here, not assumed: sensible policies and Belady's choice are replayed on a part of the trace.
+Where that is no bound (``ReplaySetting.role``), it does not say what a policy may gain.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ import numpy as np
 
 from tierstore._native import Detail
 from tierstore.lab.requests import Requests
+from tierstore.lab.results import Role
 from tierstore.lab.simulate import Contract, PolicySpec, ReplaySetting, replay_each
 
 #: In the order of preference among equals.
 SENSIBLE = ("lru", "lfu-decay")
-BOUND = "belady"
 _AT_BOUND = 1e-3  # of miss ratio: a policy this close to the bound has nothing left to gain
 _MOST_REQUESTS = 2_000_000
 
@@ -30,7 +31,7 @@ class Worth(enum.Enum):
     FITS = "fits"  # nothing is ever evicted
     AT_BOUND = "at bound"  # every sensible policy is
     CHOICE = "choice"  # a sensible policy is, but not every one
-    TUNE = "tune"  # the best of them is above the bound
+    TUNE = "tune"  # the best of them is above the bound, or no bound is known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +44,8 @@ class Regime:
     active_records: float
     layer_records: float
     miss_ratios: dict[str, float]  # of the sensible policies
-    bound: float
+    bound: float  # Belady's, which ``role`` says whether it is one
+    role: Role
     worth: Worth
 
     @property
@@ -57,7 +59,7 @@ class Regime:
             return f"{asked}: everything fits, and no policy has anything to choose."
         best = min(self.miss_ratios, key=lambda name: self.miss_ratios[name])
         worst = max(self.miss_ratios, key=lambda name: self.miss_ratios[name])
-        said = f"{asked}; misses: bound {self.bound:.4f}, " + ", ".join(
+        said = f"{asked}; misses: {self.role.value} {self.bound:.4f}, " + ", ".join(
             f"{name} {ratio:.4f}" for name, ratio in self.miss_ratios.items()
         )
         if self.worth is Worth.AT_BOUND:
@@ -67,6 +69,11 @@ class Regime:
             )
         if self.worth is Worth.CHOICE:
             return f"{said}. Choose {best} over {worst}; beyond that there is nothing to tune."
+        if self.role is not Role.BOUND:
+            return (
+                f"{said}. Tuning may be worth it: the clairvoyant choice is no bound here (entries differ in size, or an "
+                "access is split), so what a policy may gain is not known."
+            )
         gap = self.miss_ratios[best] - self.bound
         return (
             f"{said}. Tuning may be worth it: at most {gap:.4f} of the requests "
@@ -82,9 +89,13 @@ def survey(
     Raises BudgetError for a capacity that an entry does not fit.
     """
     part = requests.head(_MOST_REQUESTS)
+    settings = [
+        ReplaySetting(PolicySpec(name), capacity_frames, contract=contract) for name in (*SENSIBLE, "belady")
+    ]
+    role = settings[-1].role(part)
     *found, bound = replay_each(
         part,
-        [ReplaySetting(PolicySpec(name), capacity_frames, contract=contract) for name in (*SENSIBLE, BOUND)],
+        settings,
         lambda replayed: replayed.miss_ratio,
         warmup_steps=part.step_count // 4,
         detail=Detail.STEPS,
@@ -101,7 +112,8 @@ def survey(
         layer_records=info.records / layers,
         miss_ratios=ratios,
         bound=bound,
-        worth=_worth(requests, capacity_frames, ratios, bound),
+        role=role,
+        worth=_worth(requests, capacity_frames, ratios, bound if role is Role.BOUND else 0.0),
     )
 
 

@@ -19,6 +19,8 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from tierstore._native import Oversized
+from tierstore.cache.access import Phase
 from tierstore.errors import DataError
 from tierstore.lab.entries import SECTION_GROUPS, EntryTable
 from tierstore.lab.results import TraceInfo
@@ -63,6 +65,10 @@ class Requests:
     left_out: Mapping[str, int] = field(default_factory=dict)
     #: [requests]: which sequences of a batch ask, a bit each; or empty, where nobody says.
     askers: NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))
+    #: What becomes of an entry that a cache cannot hold. A live store refuses it, and so does what one recorded.
+    oversized: Oversized = Oversized.REFUSE
+    #: What a step was to the policy of the run (``tierstore.trace.format.CLOCKS``).
+    clock: str = "steps"
 
     def __post_init__(self) -> None:
         events = len(self.layers)
@@ -132,18 +138,21 @@ class Requests:
     def step_count(self) -> int:
         return int(self.steps[-1]) + 1 if len(self.steps) else 0
 
-    @cached_property
-    def mean_bytes(self) -> float:
-        """Bytes of a request, the mean."""
-        return float(self.table.nbytes[self.entries].mean()) if len(self.entries) else 1.0
-
-    @cached_property
+    @property
     def largest_event_frames(self) -> int:
         """Frames of the largest event: below this capacity an event is split."""
-        if not len(self.entries):
-            return 0
-        starts = self.offsets[:-1][np.diff(self.offsets) > 0].astype(np.int64)
-        return int(np.add.reduceat(self.table.frames[self.entries].astype(np.uint64), starts).max())
+        return int(self.layer_event_frames.max(initial=0))
+
+    @cached_property
+    def layer_event_frames(self) -> NDArray[np.uint64]:
+        """Frames of the largest event of each layer [layers]: below this quota one of its events is split."""
+        asked = np.diff(self.offsets) > 0
+        largest = np.zeros(int(self.layers.max(initial=0)) + 1, np.uint64)
+        if asked.any():
+            starts = self.offsets[:-1][asked].astype(np.int64)
+            frames = np.add.reduceat(self.table.frames[self.entries].astype(np.uint64), starts)
+            np.maximum.at(largest, self.layers[asked], frames)
+        return largest
 
     @cached_property
     def creations(self) -> Creations:
@@ -170,6 +179,7 @@ class Requests:
             layers=len(np.unique(self.table.layers)),
             total_frames=self.table.total_frames,
             total_bytes=self.table.total_bytes,
+            clock=self.clock,
         )
 
     @cached_property
@@ -248,6 +258,11 @@ class _Reader:
 
     def __init__(self, header: TraceHeader) -> None:
         self._table = header.table
+        self._oversized = Oversized.BYPASS if header.origin else Oversized.REFUSE
+        self._clock = header.clock
+        self._counting = header.clock != "steps"  # until the first step ends
+        self._present = len(header.records) - header.late_records
+        self._accesses = self._counted = 0  # that may have been steps, and that were
         self._dropped = np.zeros(len(self._table) * SECTION_GROUPS, np.bool_)
         self._keys: list[NDArray[np.uint32]] = []
         self._writes: list[NDArray[np.uint8]] = []
@@ -282,7 +297,26 @@ class _Reader:
         self._counts.append(np.diff(ends[bounds]).astype(np.uint32))
         self._layers.append(chunk.layers[accesses])
         self._phases.append(chunk.phases[accesses])
-        self._steps.append(chunk.steps[accesses])
+        self._steps.append((chunk.steps + self._steps_before(chunk))[accesses])
+
+    def _steps_before(self, chunk: Trace) -> NDArray[np.uint32]:
+        """How many accesses were steps before each event of ``chunk`` [events]."""
+        counted = (chunk.kinds == TraceKind.ACCESS) & (chunk.counts > 0) & self._counting
+        counted &= ~np.isin(chunk.phases, (Phase.INIT, Phase.OPTIMIZER))
+        ends = chunk.kinds == TraceKind.END_STEP
+        if ends.any():
+            counted[int(np.argmax(ends)) :] = False
+            self._counting = False
+        if self._clock == "late_accesses":
+            present = self._present + np.cumsum(np.where(chunk.kinds == TraceKind.ADD, chunk.counts, 0))
+            self._present = int(present[-1]) if len(present) else self._present
+            earlier = self._accesses + np.cumsum(counted) - counted
+            self._accesses += int(counted.sum())
+            counted &= earlier >= present
+        before = np.cumsum(counted, dtype=np.uint32)
+        before += np.uint32(self._counted) - counted
+        self._counted += int(counted.sum())
+        return before
 
     def finish(self, *, name: str, sha256: str, path: str) -> Requests:
         """The whole, with entries numbered densely. Raises DataError if nothing was asked for."""
@@ -332,6 +366,8 @@ class _Reader:
                 record_indices=_record_indices(self._table.layers)[records],
             ),
             left_out=self._left_out(discarded),
+            oversized=self._oversized,
+            clock=self._clock,
         )
 
     def _stored(self, keys: NDArray[np.uint32]) -> NDArray[np.bool_]:

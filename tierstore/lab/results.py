@@ -5,7 +5,7 @@
     Study                 one report: where it comes from, and its regimes
     └── RegimeStudy       one trace under one replay contract and scope
         ├── TraceInfo     what was replayed, by hash
-        ├── Curve         one policy (or bound) over capacities
+        ├── Curve         one policy (or what knows the future) over capacities
         │   └── Outcome   one replay: counts, traffic, costs, by layer, over time
         ├── HalfLifeMap   miss ratios of LFU-decay over half-life and capacity
         └── TuneResult    a choice on a prefix, scored on the rest
@@ -33,10 +33,13 @@ class OutcomeEvidence(enum.Enum):
 
 
 class Role(enum.Enum):
-    """A policy that could run, or a bound that knows the future."""
+    """A policy that could run, or what knows the future: a bound, if no policy can miss less."""
 
     POLICY = "policy"
     BOUND = "bound"
+    CLAIRVOYANT = (
+        "clairvoyant"  # with entries of several sizes, or sets that are split: policies may miss less
+    )
 
 
 class TuneVerdict(enum.Enum):
@@ -70,8 +73,7 @@ class Outcome:
     """One replay. Capacities in frames (records, where all are equal), sizes in bytes, times in seconds.
 
     ``requests`` is ``hits + misses + creates``: a created entry had no backing copy and was not read. With a
-    lookahead, ``misses`` are all reads, ahead or on demand, counted by their bytes in requests of mean size.
-    What a replay did not ask for is None or empty.
+    lookahead, ``misses`` are all reads, ahead or on demand. What a replay did not ask for is None or empty.
     """
 
     policy: str
@@ -89,6 +91,7 @@ class Outcome:
     creates: int = 0
     evictions: int = 0
     starved: int = 0  # evictions for which the policy had no victim, and the fallback's was taken
+    not_admitted: int = 0  # requests that did not hit, for entries larger than the cache
     write_backs: int = 0
     read_bytes: int = 0
     written_bytes: int = 0
@@ -122,6 +125,11 @@ class Outcome:
         return f"{self.policy}({shown})"
 
 
+def marked(label: str, role: Role) -> str:
+    """``label``, and what it is where it is no policy: ``belady (bound)``."""
+    return label if role is Role.POLICY else f"{label} ({role.value})"
+
+
 def _plain(value: float | str) -> str:
     return f"{value:g}" if isinstance(value, int | float) else value
 
@@ -149,7 +157,9 @@ class Curve:
 
     @property
     def role(self) -> Role:
-        return self.points[0].role
+        """A bound, if it is one at all capacities."""
+        roles = {point.role for point in self.points}
+        return roles.pop() if len(roles) == 1 else Role.CLAIRVOYANT
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +253,7 @@ class TraceInfo:
     layers: int
     total_frames: int  # of all entries that the trace asks for
     total_bytes: int
+    clock: str = "steps"  # what a step was to the policy of the run, see docs/TRACES.md
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

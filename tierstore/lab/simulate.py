@@ -42,6 +42,7 @@ class Contract(enum.Enum):
 
 
 BOUNDS = tuple(_native.bound_names())
+"""What knows the future: bounds of the misses of all policies, where ``ReplaySetting.role`` says so."""
 
 _MOST_LOOKED_AT = 100  # entries for each request
 
@@ -57,7 +58,7 @@ _SCOPES = {Scope.GLOBAL: _native.Scope.GLOBAL, Scope.LAYER: _native.Scope.LAYER}
 
 
 def known_policies(*, bounds: bool = True) -> list[str]:
-    """Names of all policies, and of the bounds, that can be simulated."""
+    """Names of all policies, and of what knows the future, that can be simulated."""
     return [*_native.policy_names(), *(BOUNDS if bounds else ())]
 
 
@@ -90,7 +91,7 @@ class PolicySpec:
         if self.name in BOUNDS:
             if self.options:
                 raise ConfigError(
-                    f"policy {self.name!r}: a bound has no options, got {', '.join(self.options)}"
+                    f"policy {self.name!r}: what knows the future has no options, got {', '.join(self.options)}"
                 )
             return
         try:
@@ -104,8 +105,9 @@ class PolicySpec:
         return ":" in self.name
 
     @property
-    def role(self) -> Role:
-        return Role.BOUND if self.name in BOUNDS else Role.POLICY
+    def runs(self) -> bool:
+        """Whether a live cache could run it: it knows nothing of the future."""
+        return self.name not in BOUNDS
 
     @staticmethod
     def parse(text: str) -> PolicySpec:
@@ -156,12 +158,33 @@ class ReplaySetting:
             return self.layer_quotas
         return tuple(quotas_by_layer(requests.table.present_layers, self.capacity_frames))
 
+    def role(self, requests: Requests) -> Role:
+        """What this setting's misses are to those of all policies on ``requests``.
+
+        Belady's choice is the fewest misses with entries of one size. With forced admission that holds for sets of which
+        none is split: where residents come first, what is kept decides how a set is split.
+        """
+        if self.policy.runs:
+            return Role.POLICY
+        bound = requests.table.one_size and (
+            self.policy.name != "belady" or self.contract is Contract.SEQUENTIAL or self._holds_sets(requests)
+        )
+        return Role.BOUND if bound or self.policy.name == "unbounded" else Role.CLAIRVOYANT
+
+    def _holds_sets(self, requests: Requests) -> bool:
+        """Whether every event fits at once, beside all that is pinned."""
+        table, quotas = requests.table, self.quotas(requests)
+        pinned = int(table.frames[np.flatnonzero(table.pinned)].sum(dtype=np.uint64))
+        largest = requests.layer_event_frames.tolist() if quotas else [requests.largest_event_frames]
+        rooms = quotas or (self.capacity_frames,)
+        return all(frames + pinned <= room for frames, room in zip(largest, rooms, strict=False))
+
     def outcome(self, requests: Requests, /, **counts: Any) -> Outcome:
         """What this setting came to on ``requests``: ``counts`` are the other fields of ``Outcome``."""
         return Outcome(
             policy=self.policy.name,
             policy_options=self.policy.options,
-            role=self.policy.role,
+            role=self.role(requests),
             capacity_frames=self.capacity_frames,
             capacity_fraction=self.capacity_frames / requests.table.total_frames,
             scope=self.scope.value,
@@ -184,6 +207,7 @@ class Replayed:
     evictions: int
     write_backs: int
     starved: int
+    not_admitted: int  # of the requests that did not hit: their entries are larger than the cache
     read_bytes: int
     written_bytes: int
     step_requests: NDArray[np.uint64]  # [steps]
@@ -191,6 +215,8 @@ class Replayed:
     step_creations: NDArray[np.int64]  # [steps]
     event_read_bytes: NDArray[np.uint64]  # [events], or empty without that detail
     event_written_bytes: NDArray[np.uint64]  # [events], or empty
+    event_reads: NDArray[np.uint32]  # [events]: entries, or empty
+    event_writes: NDArray[np.uint32]  # [events]: entries, or empty
     layer_requests: NDArray[np.uint64]  # [layers]
     layer_misses: NDArray[np.int64]  # [layers]: without creations
     policy_s: float  # CPU time of the replay, measured
@@ -216,7 +242,8 @@ def replay_each(
     The first ``warmup_steps`` steps are carried out and not counted. Without the detail of events a replay is
     faster, and no stall can be estimated from it. ``reduce`` runs where the replay did, so that no columns wait, and
     the longest replays go first. ``progress`` gets how many of how many are done. Raises ConfigError (an option
-    that the policy does not have) or BudgetError (a capacity that the largest request does not fit).
+    that the policy does not have) or BudgetError (a capacity that what is pinned, or without ``Oversized.BYPASS`` the
+    largest request, does not fit).
     """
     warmup = requests.events_before(warmup_steps)
 
@@ -264,6 +291,7 @@ def replay_one(requests: Requests, setting: ReplaySetting, warmup_events: int, d
             contract=NATIVE_CONTRACTS[setting.contract],
             warmup_events=warmup_events,
             detail=detail,
+            oversized=requests.oversized,
         )
     except _native.CapacityError as error:
         raise BudgetError(
@@ -288,9 +316,10 @@ def _replayed(
 ) -> Replayed:
     """What the native loop ``found``, with creations told from misses."""
     created_bytes = requests.table.nbytes[created.entries]
-    event_read_bytes = found["event_missed_bytes"]
+    event_read_bytes, event_reads = found["event_missed_bytes"], found["event_misses"]
     if len(event_read_bytes):
         np.subtract.at(event_read_bytes, created.events, created_bytes)
+        np.subtract.at(event_reads, created.events, 1)
     layer_misses = found["layer_misses"].astype(np.int64)
     np.subtract.at(layer_misses, requests.layers[created.events], 1)
     step_creations = np.bincount(requests.steps[created.events], minlength=requests.step_count)
@@ -302,6 +331,7 @@ def _replayed(
         evictions=found["evictions"],
         write_backs=found["write_backs"],
         starved=found["starved"],
+        not_admitted=found["not_admitted"],
         read_bytes=found["missed_bytes"] - int(created_bytes.sum()),
         written_bytes=found["written_bytes"],
         step_requests=found["step_requests"],
@@ -309,6 +339,8 @@ def _replayed(
         step_creations=step_creations,
         event_read_bytes=event_read_bytes,
         event_written_bytes=found["event_written_bytes"],
+        event_reads=event_reads,
+        event_writes=found["event_write_backs"],
         layer_requests=found["layer_hits"] + found["layer_misses"],
         layer_misses=layer_misses,
         policy_s=elapsed_s,
@@ -361,6 +393,7 @@ def outcome(requests: Requests, replayed: Replayed, *, windows: int = 0) -> Outc
         creates=replayed.requests - replayed.hits - replayed.misses,
         evictions=replayed.evictions,
         starved=replayed.starved,
+        not_admitted=replayed.not_admitted,
         write_backs=replayed.write_backs,
         read_bytes=replayed.read_bytes,
         written_bytes=replayed.written_bytes,

@@ -1,6 +1,6 @@
 """A study: one routing trace in several regimes, recorded traces as they are, every policy, tuned and bounded.
 
-For each regime: curves of all policies and bounds over capacity; at the focus also with a quota for each
+For each regime: curves of all policies and of Belady's choice over capacity; at the focus also with a quota for each
 layer; LFU-decay over half-lives; the tuner's choice on the first half, scored on the second against the best
 of everything tried; and LFU-decay tuned alone against LRU.
 """

@@ -26,7 +26,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore._native import Detail
+from tierstore._native import Detail, Oversized
 from tierstore.cache.config import Scope
 from tierstore.errors import BudgetError, ConfigError, DataError
 from tierstore.lab.bootstrap import Interval, paired_interval
@@ -114,8 +114,8 @@ def tune(
 
     ``machine`` is what stalls are estimated from. With ``recording`` (``recording_of``) the finalists are
     scored with its prefetches; without, and for stalls or the sequential contract, without lookahead.
-    Raises ConfigError, BudgetError (a capacity that the largest record does not fit), or DataError for a trace
-    of fewer than four steps.
+    Raises ConfigError, BudgetError (a capacity that the largest record of a live store does not fit), or DataError for a
+    trace of fewer than four steps.
     """
     chosen_options = options or TuneOptions()
     if requests.step_count < LEAST_STEPS:
@@ -128,7 +128,7 @@ def tune(
             f"{requests.name}: {requests.table.pins}: a live cache pins nothing, so there is nothing to tune"
         )
     capacity_frames = requests.table.frames_of(capacity)
-    if capacity_frames < requests.table.largest_record_frames:
+    if requests.oversized is Oversized.REFUSE and capacity_frames < requests.table.largest_record_frames:
         raise BudgetError(
             f"capacity: {capacity_frames} frames are too small: the largest record takes "
             f"{requests.table.largest_record_frames} with all of its groups"
@@ -238,7 +238,7 @@ class _Tuner:
 
     def _scored_live(self, candidate: Candidate, replayed: LiveReplay, steps: slice) -> _Scored:
         if self._options.objective is Objective.MISSES:
-            costs = replayed.step_misses(self._requests)
+            costs = replayed.step_misses.astype(np.float64)
         else:
             costs = (replayed.column("read_bytes") + replayed.column("written_bytes")).astype(np.float64)
         full = replayed.outcome(self._requests, steps)

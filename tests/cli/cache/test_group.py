@@ -16,6 +16,7 @@ from click.testing import CliRunner, Result
 from tierstore.cli.main import cli
 from tierstore.machine_profile import ASSUMED, Cost, Evidence, save_profile
 from tierstore.trace.format import TraceHeader, TraceKind, TraceRecord
+from tierstore.trace.reader import read_header
 from tierstore.trace.writer import TraceWriter
 
 LAYERS, EXPERTS, STEPS = 3, 8, 60
@@ -187,6 +188,47 @@ def test_import_then_simulate(tmp_path: Path) -> None:
     assert "120 requests for 3 records" in done("import", source, tmp_path / "again").stdout
 
 
+def test_unequal_sizes_have_no_bound_and_what_is_too_large_passes(tmp_path: Path) -> None:
+    source, trace = tmp_path / "sizes.csv", tmp_path / "sizes.trace"
+    source.write_text("2,1\n2,1\n1,2\n0,3\n1,2\n2,1\n")
+    done("import", source, trace, "--kind", "csv", "--set", "size=2", "--set", "frame_bytes=1")
+    arguments = (trace, "--policy", "lfu", "--policy", "belady", "--capacity")
+    six = found("simulate", *arguments, "4")["outcomes"]
+    assert [(one["role"], one["misses"], one["not_admitted"]) for one in six] == [
+        ("policy", 4, 0),
+        ("clairvoyant", 5, 0),
+    ]
+    shown = done("simulate", *arguments, "4").stdout
+    assert "belady (clairvoyant)" in shown
+    assert "not admitted" not in shown
+    # In 2 bytes the one of 3 is a miss; the others are as if it were not there: 2 hits, 1 and then 2 again do not.
+    two = found("simulate", trace, "--policy", "lru", "--capacity", "2")["outcomes"]
+    assert [(one["hits"], one["misses"], one["not_admitted"]) for one in two] == [(2, 4, 1)]
+    shown = done("simulate", trace, "--policy", "lru", "--capacity", "2").stdout
+    assert "0.6667, 1 not admitted" in shown
+    assert "are misses that are not admitted: 1 at 33.3%" in shown
+    curves = found("curve", trace, "--points", "6", "--policy", "lru", "--policy", "belady")["curves"]
+    assert [curve["role"] for curve in curves] == ["policy", "clairvoyant"]
+    assert [one["not_admitted"] for one in curves[0]["points"]] == [3, 1, 0, 0, 0, 0]
+    shown = done("curve", trace, "--points", "6", "--policy", "lru", "--policy", "belady").stdout
+    assert "belady (clairvoyant)" in shown
+    assert "are misses that are not admitted: 3 at 16.7%, 1 at 33.3%" in shown
+    assert "(bound)" not in shown
+    source.write_text("".join(f"{key},{size}\n" for key, size in ((0, 9), (1, 1), (2, 1))) * 20)
+    done(
+        "import",
+        source,
+        trace,
+        "--kind",
+        "csv",
+        *["--set", "size=2", "--set", "frame_bytes=1", "--set", "requests_per_step=3"],
+    )
+    tuned = found("tune", trace, "--capacity", "2")
+    assert "clairvoyant" in tuned["advice"]
+    assert {(one["hits"], one["not_admitted"]) for one in tuned["ranked"]} == {(20, 10)}
+    assert "not admitted" in done("tune", trace, "--capacity", "2").stdout
+
+
 def test_the_layers_of_a_log_are_imported_together(tmp_path: Path) -> None:
     parts = []
     for layer in (1, 0):
@@ -321,6 +363,8 @@ def test_record_tune_paste_and_train_again(tmp_path: Path) -> None:
     second = json.loads(result.stdout)
     assert isinstance(first["records_crc32c"], int)
     assert second["records_crc32c"] == first["records_crc32c"]
+    with trace.open("rb") as file:
+        assert read_header(file).clock == "steps"
     assert f"cache policy: {tuned['chosen']['policy']}" in result.stderr
 
 

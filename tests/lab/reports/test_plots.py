@@ -36,10 +36,10 @@ def test_plots_name_what_they_draw(regime):
     focused = regime.focused()
     styles = styles_of([(curve.label, curve.role) for curve in regime.curves])
     shown = texts(curves_plot(regime.curves, styles))
-    assert {"lru", "lfu-decay", "belady", "1 - C/N", "miss ratio"} <= set(shown)
+    assert {"lru", "lfu-decay", "belady (bound)", "1 - C/N", "miss ratio"} <= set(shown)
     shown = texts(pareto_plot(focused, styles))
     assert "stall, ms a step (estimated)" in shown
-    assert {"lru", "lfu-decay", "belady", "best of both"} <= set(shown)
+    assert {"lru", "lfu-decay", "belady (bound)", "best of both"} <= set(shown)
     shown = texts(windows_plot(focused, styles))
     assert {"lru", "step", "hit ratio"} <= set(shown)
     shown = texts(half_life_plot(regime.half_lives))

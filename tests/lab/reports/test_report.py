@@ -11,6 +11,7 @@ from studies import small_study
 
 from tierstore.errors import CapabilityError
 from tierstore.lab.reports.report import render_report, write_report
+from tierstore.lab.results import Role
 
 VOID = {"meta", "br", "path", "use", "rect", "image", "link"}
 
@@ -89,6 +90,19 @@ def test_what_it_says(text):
         assert said in words, said
     for mark in ("measured", "simulated", "estimated"):
         assert f'<span class="mark {mark}">{mark}</span>' in text
+
+
+def test_what_is_no_bound_is_not_called_one():
+    study = small_study()
+    *policies, belady = study.regimes[0].curves
+    points = tuple(replace(point, role=Role.CLAIRVOYANT, not_admitted=7) for point in belady.points)
+    regime = replace(study.regimes[0], curves=(*policies, replace(belady, points=points)))
+    text = render_report(replace(study, regimes=(regime,)))
+    words = re.sub(r"\s+", " ", " ".join(Page(text).words))
+    for said in ("belady (clairvoyant)", "0.3000 (clairvoyant)", "above the clairvoyant", "not admitted"):
+        assert said in words, said
+    assert "bound" not in words
+    assert "not admitted" not in render_report(study)
 
 
 @pytest.mark.parametrize(

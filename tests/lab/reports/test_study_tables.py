@@ -69,6 +69,21 @@ def test_every_table_by_hand():
     ]
 
 
+def test_what_is_no_bound_is_not_called_one():
+    regime = small_study().regimes[0]
+    *policies, belady = regime.curves
+    points = [replace(point, role=Role.CLAIRVOYANT) for point in belady.points[:2]]
+    wide = replace(belady, points=(*points, belady.points[2]))
+    text = study_markdown(Study(title="", regimes=(replace(regime, curves=(*policies, wide)),)))
+    found = tables(text)
+    assert found["Miss ratio, one cache for all layers"][-1] == ["belady (clairvoyant)", ".3000"]
+    assert found["Distance from the bound"][1][1:4] == ["no bound; clairvoyant .3000", "lfu-decay", "+0.1500"]
+    assert found["Miss ratio over capacity"][4:] == [
+        ["training, <16> tokens: bound", "-", "-", ".1000"],
+        ["training, <16> tokens: clairvoyant", ".5000", ".3000", "-"],
+    ]
+
+
 def test_what_was_not_asked_for_has_no_table():
     regime = replace(small_study(writes=0).regimes[0], tuned=None, half_lives=None)
     found = tables(study_markdown(Study(title="", regimes=(regime,))))

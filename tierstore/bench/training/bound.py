@@ -3,9 +3,9 @@ bandwidth.
 
 Compulsory bytes come from the trace of a run, its capacity and its sections, not from what the run happened
 to move: the trace is replayed without its speculation, through every native policy (with its default options, or
-as recorded), and the least is taken. ``clairvoyant`` is lower still: what an eviction that knows the whole future would move
-(Belady's rule for entries of several sizes, demanded entries admitted, one record pinned at a
-time). It is shown beside the bound and does not enter it: no policy can know the future.
+as recorded), and the least is taken. ``clairvoyant`` is what an eviction that knows the whole future would move (Belady's
+rule, a heuristic for entries of several sizes; demanded entries admitted, one record pinned at a time): less, as a rule.
+It is shown beside the bound and does not enter it: no policy can know the future.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ def import_(
 
 @cache.command()
 @click.argument("trace", type=EXISTING_FILE)
-@policy_option("lru, lfu-decay and the bound belady")
+@policy_option("lru, lfu-decay and belady")
 @capacity_option(multiple=True)
 @click.option(
     "--lookahead",
@@ -196,7 +196,7 @@ def simulate(
 @cache.command()
 @click.argument("trace", type=EXISTING_FILE)
 @click.option("--points", type=click.IntRange(min=1), default=10, help="Capacities, equally spaced.")
-@policy_option("every policy, and the bound belady")
+@policy_option("every policy, and belady")
 @pin_option
 @replay_options
 @machine_options
@@ -212,7 +212,8 @@ def curve(
     html: Path | None,
     output: Output,
 ) -> None:
-    """Miss-ratio curves of TRACE over capacity, with the bound and the line 1 - C/N."""
+    """Miss-ratio curves of TRACE over capacity, with the clairvoyant choice (a bound, where entries are of one size) and the
+    line 1 - C/N."""
     from tierstore.lab.miss_curves import curve_capacities, curves, keep_ratio
     from tierstore.lab.simulate import contract_name
 

@@ -26,7 +26,7 @@ def policy_option(default: str) -> Callable[[F], F]:
         "policies",
         multiple=True,
         metavar="NAME[:OPTION=VALUE,..]",
-        help=f"A policy or bound, any number of times; default: {default}. Or 'all'.",
+        help=f"A policy (or belady, belady-bypass, unbounded), any number of times; default: {default}. Or 'all'.",
     )
 
 

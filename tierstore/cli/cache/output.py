@@ -34,13 +34,15 @@ def show_trace(requests: Requests, output: Output) -> None:
         f"records of {info.layers} layers, {format_bytes(info.total_bytes)} in {info.total_frames} frames; "
         f"sha256 {info.sha256[:16] or '-'}"
     )
+    if requests.clock != "steps":
+        output.line(f"clock: {requests.clock} (until the run's first step accesses are steps to its policy)")
     if requests.left_out:
         said = ", ".join(f"{count} {name}" for name, count in requests.left_out.items())
         output.line(f"left out: {said}")
 
 
 _COUNTED = (
-    *("hits", "misses", "creates", "miss_ratio", "evictions", "starved", "write_backs"),
+    *("hits", "misses", "creates", "miss_ratio", "not_admitted", "evictions", "starved", "write_backs"),
     *("read_bytes", "written_bytes"),
 )
 _ESTIMATED = ("step_stall_s", "drive_writes_per_day", "drive_life_years")
@@ -82,11 +84,21 @@ def show_outcomes(outcomes: Sequence[Outcome], frame_bytes: int, output: Output)
         for outcome in outcomes
     ]
     output.table("", ("policy", "capacity", *_COSTS), rows)
-    _show_starved(outcomes, output)
+    _show_remarks(outcomes, output)
 
 
-def _show_starved(outcomes: Sequence[Outcome], output: Output) -> None:
-    """A line for each outcome whose policy found no victim in a full cache."""
+def _show_remarks(outcomes: Sequence[Outcome], output: Output) -> None:
+    """A line on what is too large to be admitted, and one for each outcome whose policy found no victim in a full cache."""
+    most: dict[float, int] = {}
+    for one in outcomes:
+        if one.not_admitted:
+            most[one.capacity_fraction] = max(one.not_admitted, most.get(one.capacity_fraction, 0))
+    if most:
+        said = ", ".join(f"{count} at {fraction:.1%}" for fraction, count in sorted(most.items()))
+        output.line(
+            "warning: requests for what is larger than the cache (or its part for a layer) are misses that are not "
+            f"admitted: {said}"
+        )
     for one in outcomes:
         if one.starved:
             output.line(
@@ -97,7 +109,8 @@ def _show_starved(outcomes: Sequence[Outcome], output: Output) -> None:
 
 def _costs(outcome: Outcome) -> tuple[str, ...]:
     return (
-        f"{outcome.miss_ratio:.4f}",
+        f"{outcome.miss_ratio:.4f}"
+        + (f", {outcome.not_admitted} not admitted" if outcome.not_admitted else ""),
         format_bytes(outcome.read_bytes),
         format_bytes(outcome.written_bytes),
         "-" if outcome.stall_s_per_step is None else format_seconds(outcome.stall_s_per_step),
@@ -143,9 +156,14 @@ def show_curves(found: Sequence[Curve], keep: Sequence[float], output: Output) -
     columns = ("miss ratio at", *(f"{point.capacity_fraction:.0%}" for point in found[0].points))
     rows = [("1 - C/N", *(f"{line:.4f}" for line in keep))]
     rows += [
-        (_label(curve.points[0]), *(f"{point.miss_ratio:.4f}" for point in curve.points)) for curve in found
+        (
+            _label(replace(curve.points[0], role=curve.role)),
+            *(f"{point.miss_ratio:.4f}" for point in curve.points),
+        )
+        for curve in found
     ]
     output.table("", columns, rows)
+    _show_remarks([point for curve in found for point in curve.points], output)
 
 
 def _label(outcome: Outcome) -> str:
@@ -153,8 +171,9 @@ def _label(outcome: Outcome) -> str:
     options = dict(outcome.policy_options)
     if "half_life" in options:
         options.pop("interval", None)
-    label = replace(outcome, policy_options=options).label
-    return label if outcome.role.value == "policy" else f"{label} (bound)"
+    from tierstore.lab.results import marked
+
+    return marked(replace(outcome, policy_options=options).label, outcome.role)
 
 
 def gain_json(result: TuneResult) -> dict[str, object]:
@@ -218,7 +237,7 @@ def show_tuning(tuning: Tuning, frame_bytes: int, output: Output) -> None:
         f"{result.tuned_steps}, {_replayed_with(result.scored)}; best first"
     )
     output.table(title, ("policy", "scope", *_COSTS, ""), rows)
-    _show_starved([outcome for _, outcome in tuning.ranked], output)
+    _show_remarks([outcome for _, outcome in tuning.ranked], output)
     said = {
         "better": "better than the baseline",
         "tie": "a tie with the baseline",

@@ -45,19 +45,18 @@ def recorded_outcomes(
 ) -> list[Outcome]:
     """Outcomes with the prefetches of the recorded run. Raises ConfigError naming the option, or BudgetError."""
     from tierstore.lab.live import recording_of, replay_recorded
-    from tierstore.lab.results import Role
     from tierstore.lab.simulate import Contract, ReplaySetting
 
     recording = recording_of(trace, requests)
     if recording is None:
-        raise ConfigError(f"--lookahead recorded: {trace} has no prefetches")
+        raise ConfigError(f"--lookahead recorded: {trace} has no prefetches of a run that takes steps")
     if requests.table.pins:
         raise ConfigError("--pin: expected --lookahead none: a live cache pins nothing")
     if replay["contract"] is not Contract.ATOMIC:
         raise ConfigError("--lookahead recorded: expected --contract event-atomic, as a run replays")
-    bounds = [spec.name for spec in specs if spec.role is Role.BOUND]
-    if bounds:
-        raise ConfigError(f"--lookahead recorded: expected policies, got the bound {bounds[0]}")
+    others = [spec.name for spec in specs if not spec.runs]
+    if others:
+        raise ConfigError(f"--lookahead recorded: expected policies, got {others[0]}, which knows the future")
     settings = [ReplaySetting(spec, size, replay["scope"]) for spec in specs for size in frames]
     found = []
     replays = replay_recorded(requests, recording, settings, threads=replay["threads"])

@@ -21,17 +21,17 @@ from tierstore.lab.reports.drawing import (
     style,
     svg_of,
 )
-from tierstore.lab.results import Curve, HalfLifeMap, Outcome, Role
+from tierstore.lab.results import Curve, HalfLifeMap, Outcome, Role, marked
 
 
 def styles_of(labels: Sequence[tuple[str, Role]]) -> dict[str, PlotStyle]:
-    """A style for each label, in the order given; bounds in the page's ink, without a marker."""
+    """A style for each label, in the order given; what knows the future in the page's ink, without a marker."""
     styles: dict[str, PlotStyle] = {}
     number = 0
     for label, role in labels:
         if label in styles:
             continue
-        if role is Role.BOUND:
+        if role is not Role.POLICY:
             styles[label] = PlotStyle(INK, "", "-", 2.0)
             continue
         styles[label] = style(number)
@@ -46,7 +46,7 @@ def curves_plot(curves: Sequence[Curve], styles: dict[str, PlotStyle]) -> str:
         for curve in curves:
             xs = [point.capacity_fraction for point in curve.points]
             ys = [point.miss_ratio for point in curve.points]
-            line(axes, xs, ys, curve.label, styles[curve.label])
+            line(axes, xs, ys, marked(curve.label, curve.role), styles[curve.label])
         axes.plot([0, 1], [1, 0], color="#888888", linestyle=(0, (2, 2)), linewidth=1.2, label="1 - C/N")
         axes.set(
             xlim=(0, 1), ylim=(0, 1.03), xlabel="capacity (of all that is asked for)", ylabel="miss ratio"
@@ -80,8 +80,8 @@ def pareto_plot(outcomes: Sequence[Outcome], styles: dict[str, PlotStyle]) -> st
                 marker=look.marker or "o",
                 markersize=8,
                 color=look.colour,
-                markerfacecolor="none" if one.role is Role.BOUND else look.colour,
-                label=one.label,
+                markerfacecolor=look.colour if one.role is Role.POLICY else "none",
+                label=marked(one.label, one.role),
             )
         front = _front(
             [point for one, point in zip(outcomes, points, strict=True) if one.role is Role.POLICY]
@@ -170,7 +170,7 @@ def windows_plot(outcomes: Sequence[Outcome], styles: dict[str, PlotStyle]) -> s
             shown = [window for window in one.windows if window.requests]
             xs = [window.first_step for window in shown]
             ys = [window.hits / window.requests for window in shown]
-            line(axes, xs, ys, one.label, styles[one.label])
+            line(axes, xs, ys, marked(one.label, one.role), styles[one.label])
         axes.set(xlabel="step", ylabel="hit ratio")
         axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tierstore import __version__
 from tierstore.lab.reports.page import Cell, Column, Table, check_report, own_ids, render_page
-from tierstore.lab.results import Outcome, OutcomeEvidence, RegimeStudy, Role, Study, TuneResult
+from tierstore.lab.results import Outcome, OutcomeEvidence, RegimeStudy, Role, Study, TuneResult, marked
 from tierstore.units import format_bytes, format_seconds
 
 _LAYER_COLUMNS = 6  # policies of the table by layer
@@ -63,12 +63,12 @@ def _summary(outcomes: Sequence[Outcome], tuned: TuneResult | None) -> dict[str,
     policies = [one for one in outcomes if one.role is Role.POLICY]
     best = min(policies, key=lambda one: one.miss_ratio)
     lru = next((one for one in policies if one.policy == "lru"), None)
-    bound = next((one for one in outcomes if one.role is Role.BOUND), None)
+    least = next((one for one in outcomes if one.role is not Role.POLICY), None)
     return {
         "best": best.label,
         "best_ratio": _ratio(best.miss_ratio),
         "lru": "" if lru is None else _ratio(lru.miss_ratio),
-        "bound": "" if bound is None else _ratio(bound.miss_ratio),
+        "least": "" if least is None else f"{_ratio(least.miss_ratio)} ({least.role.value})",
         "tuned": "" if tuned is None else tuned.verdict.value,
     }
 
@@ -92,8 +92,8 @@ def _plots(regime: RegimeStudy, outcomes: Sequence[Outcome], numbers: count[int]
 
 
 def _readable(outcomes: Sequence[Outcome], most: int = 7) -> list[Outcome]:
-    """The bounds, LRU, LFU-decay and the best of the others: more lines than that hide each other."""
-    kept = [one for one in outcomes if one.role is Role.BOUND or one.policy in ("lru", "lfu-decay")]
+    """What knows the future, LRU, LFU-decay and the best of the others: more lines than that hide each other."""
+    kept = [one for one in outcomes if one.role is not Role.POLICY or one.policy in ("lru", "lfu-decay")]
     others = sorted((one for one in outcomes if one not in kept), key=lambda one: one.miss_ratio)
     shown = [*kept, *others[: max(0, most - len(kept))]]
     return [one for one in outcomes if one in shown]
@@ -101,10 +101,13 @@ def _readable(outcomes: Sequence[Outcome], most: int = 7) -> list[Outcome]:
 
 def _outcome_table(outcomes: Sequence[Outcome]) -> Table:
     counted = outcomes[0].evidence
+    least = [one for one in outcomes if one.role is not Role.POLICY]
+    bounded = all(one.role is Role.BOUND for one in least)
     columns = [
         Column("policy"),
         Column("miss ratio", counted),
-        Column("above the bound", counted),
+        Column("above the bound" if bounded else "above the clairvoyant", counted),
+        Column("not admitted", counted),
         Column("read a step", counted),
         Column("write-backs", counted),
         Column("written a step", counted),
@@ -113,16 +116,16 @@ def _outcome_table(outcomes: Sequence[Outcome]) -> Table:
         Column("drive life", OutcomeEvidence.ESTIMATED),
         Column("own time a request", OutcomeEvidence.MEASURED),
     ]
-    bounds = [one.miss_ratio for one in outcomes if one.role is Role.BOUND]
     policies = [one.miss_ratio for one in outcomes if one.role is Role.POLICY]
     rows = []
     for one in sorted(outcomes, key=lambda one: (one.role is Role.POLICY, one.miss_ratio)):
         best = one.role is Role.POLICY and one.miss_ratio == min(policies)
         rows.append(
             [
-                Cell(one.label + (" (bound)" if one.role is Role.BOUND else "")),
+                Cell(marked(one.label, one.role)),
                 Cell(_ratio(one.miss_ratio), "best" if best else ""),
-                Cell(f"{one.miss_ratio - min(bounds):+.4f}" if bounds else "-"),
+                Cell(f"{one.miss_ratio - min(each.miss_ratio for each in least):+.4f}" if least else "-"),
+                Cell(f"{one.not_admitted:,}" if one.not_admitted else "-"),
                 Cell(format_bytes(one.read_per_step)),
                 Cell(f"{one.write_backs:,}"),
                 Cell(format_bytes(one.written_per_step)),

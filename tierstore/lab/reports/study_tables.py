@@ -105,7 +105,16 @@ def _by_policy(
         least = min(policies, key=lambda one: float(shown(one).replace(",", "")))
         return f"**{text}**" if outcomes[label] in policies and text == shown(least) else text
 
-    rows = [[label, *(cell(outcomes, label) for _, outcomes in found)] for label in labels]
+    no_bound = {
+        one.label for _, outcomes in found for one in outcomes.values() if one.role is Role.CLAIRVOYANT
+    }
+    rows = [
+        [
+            f"{label} (clairvoyant)" if label in no_bound else label,
+            *(cell(outcomes, label) for _, outcomes in found),
+        ]
+        for label in labels
+    ]
     return _table(["policy", *(name for name, _ in found)], rows)
 
 
@@ -114,18 +123,18 @@ def _distances(regimes: Sequence[RegimeStudy]) -> str:
     for regime in regimes:
         outcomes = regime.focused()
         policies = [one for one in outcomes if one.role is Role.POLICY]
-        bounds = [one.miss_ratio for one in outcomes if one.role is Role.BOUND]
-        if not bounds:
+        least = next((one for one in outcomes if one.role is not Role.POLICY), None)
+        if least is None:
             continue
+        bound = least.miss_ratio
+        shown = _ratio(bound) if least.role is Role.BOUND else f"no bound; clairvoyant {_ratio(bound)}"
         best = min(policies, key=lambda one: one.miss_ratio)
         named = {one.policy: one for one in policies}
         above = [
-            f"{named[name].miss_ratio - bounds[0]:+.4f}" if name in named else "-"
+            f"{named[name].miss_ratio - bound:+.4f}" if name in named else "-"
             for name in ("lru", "lfu-decay", "next-use")
         ]
-        rows.append(
-            (regime.name, _ratio(bounds[0]), best.label, f"{best.miss_ratio - bounds[0]:+.4f}", *above)
-        )
+        rows.append((regime.name, shown, best.label, f"{best.miss_ratio - bound:+.4f}", *above))
     columns = ("regime", "bound", "best policy", "best above it", "LRU above it", "LFU-decay", "next-use")
     return _table(columns, rows)
 
@@ -199,14 +208,14 @@ def _tunings(regime: RegimeStudy) -> list[TuneResult]:
 
 
 def _over_capacity(regimes: Sequence[RegimeStudy]) -> str:
-    """LRU, LFU-decay, the best policy of each capacity, and the bound."""
+    """LRU, LFU-decay, the best policy of each capacity, and the bound or what is clairvoyant."""
     columns = sorted({_percent(point) for regime in regimes for point in regime.curves[0].points})
     rows = []
     for regime in regimes:
         points = {
             _percent(each[0]): each for each in zip(*(curve.points for curve in regime.curves), strict=True)
         }
-        for name in ("lru", "lfu-decay", "best", "bound"):
+        for name in ("lru", "lfu-decay", "best", Role.BOUND.value, Role.CLAIRVOYANT.value):
             cells = [_chosen(name, points[percent]) if percent in points else "" for percent in columns]
             if any(cells):
                 rows.append((f"{regime.name}: {name}", *(cell or "-" for cell in cells)))
@@ -218,6 +227,6 @@ def _percent(one: Outcome) -> int:
 
 
 def _chosen(name: str, outcomes: Sequence[Outcome]) -> str:
-    role = Role.BOUND if name == "bound" else Role.POLICY
-    among = [one for one in outcomes if one.role is role and name in ("best", "bound", one.policy)]
+    role = Role.POLICY if name in ("lru", "lfu-decay", "best") else Role(name)
+    among = [one for one in outcomes if one.role is role and name in ("best", role.value, one.policy)]
     return _ratio(min(one.miss_ratio for one in among)) if among else ""
