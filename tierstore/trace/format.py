@@ -22,12 +22,8 @@ from tierstore._native import StepClock
 from tierstore.trace.records import RecordTable, TraceRecord
 
 MAGIC = b"tsrtrace"
-VERSIONS = (
-    2,
-    3,
-    4,
-    5,
-)  # 3 has records that were added after the first event, 4 notes, 5 accesses that are steps
+#: 3 has records that were added after the first event, 4 notes, 5 accesses that are steps.
+VERSIONS = (2, 3, 4, 5)
 PREAMBLE = struct.Struct("<8sIIQ")  # magic, version, 0, byte of the description (0: not completed)
 CHUNK = struct.Struct("<4sIIIIBBH")  # tag, events, units, bytes, crc32, coding, constant columns, 0
 DESCRIPTION = struct.Struct(
