@@ -120,7 +120,8 @@ def test_the_run_that_is_found_is_torchs(rows: int, k: int, threads: int) -> Non
     columns among threads: those it keeps.)
     """
     run = _native.TorchProducts(str(TORCH)).run(rows, 1024, k)
-    assert (run > 0) == OFFERED
+    # None is found where torch has another kernel all the same: another version, or a library told to.
+    assert OFFERED or run == 0
     if run:
         assert k > run
         w = torch.ones(1024, k)

@@ -7,7 +7,6 @@ import gc
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -352,9 +351,7 @@ def test_random_graphs_of_copies_match_numpy(make_engine: MakeEngine, data: st.D
 
 def test_submitting_does_not_wait(engine: native.Engine, arena: native.Arena, file: native.File) -> None:
     gate = engine.external()
-    started = time.monotonic()
     tickets = [engine.write(file, 0, [frame(arena, 0)], after=[gate]) for _ in range(1000)]
-    assert time.monotonic() - started < 5  # it would be for ever
     assert not engine.done(tickets[0])
     engine.complete_external(gate)
     engine.wait_all(tickets)

@@ -96,12 +96,10 @@ def test_an_abort_that_does_not_return_delays_no_end(ranks: Ranks, tmp_path: Pat
     """As NCCL's can, which waits for its device."""
     config = ParallelConfig(timeout_s=30.0, grace_s=0.2)
     with ranks.fresh(2, config, tmp_path / "stderr") as world:
-        started = time.monotonic()
-        world.send(1, _sleep_and_never_abort, 20.0)
+        world.send(1, _sleep_and_never_abort, 600.0)
         time.sleep(0.2)
         world.send(0, _kill_myself)
-        assert ranks.exit_code(world.pids[1]) == 1
-        assert time.monotonic() - started < 10
+        assert ranks.exit_code(world.pids[1]) == 1  # which waits for a minute at most
     assert "rank 1: not ended within 0.2 s of the failure" in (tmp_path / "stderr").read_text()
 
 

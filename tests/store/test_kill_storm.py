@@ -107,7 +107,7 @@ def test_kill_storm(
                 acknowledged = store.last_commit.generation
     finally:
         zygote.close()
-    assert began > kills
+    assert began >= kills
     record_property("commits", acknowledged)
 
 

@@ -58,7 +58,9 @@ def one_process(found: list[dict[str, Any]], vocab: int) -> torch.Tensor:
 def test_the_table_is_that_of_one_process(
     ranks: Ranks, settings: Callable[..., dict[str, Any]], size: int
 ) -> None:
-    """Given the gradients of the embedding's rows, bit for bit, micro-batches too; a gathered table differs."""
+    """Given the gradients of the embedding's rows, bit for bit, micro-batches too. A gathered table is near it: it is summed
+    by rank, and which bits that gives is up to the processor.
+    """
     torch.set_num_threads(1)
     changes = {"data.micro_batches": 2, "data.batch_size": 4}
     divided = ranks.run(
@@ -69,7 +71,7 @@ def test_the_table_is_that_of_one_process(
         assert torch.equal(rank["after"], expected)
     gathered = ranks.run(size, embedding_gradients, settings(changes), 3)
     assert torch.equal(gathered[0]["before"], divided[0]["before"])
-    assert not torch.equal(gathered[0]["after"], one_process(gathered, 256)), "sums by rank have other bits"
+    torch.testing.assert_close(gathered[0]["after"], one_process(gathered, 256), rtol=1e-5, atol=1e-6)
     # The first forward passes read the same table.
     assert gathered[0]["losses"][0] == divided[0]["losses"][0]
 

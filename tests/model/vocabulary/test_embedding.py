@@ -95,21 +95,18 @@ def test_bits_of_one_process(ranks: Ranks, size: int) -> None:
         drawn(3, 300, 24, 2400, scale=24**0.5),
         (lambda whole, ids, back, scale: (whole, ids, back.bfloat16(), scale))(*drawn(4, 50, 16, 400)),
         (torch.randn(9, 16), torch.full((16,), 4), torch.randn(16, 16), 1.0),  # one owner has everything
+        # Beside 2^24 a 1 is lost when it is added alone, and ones that were added up before are not: summed by rank, as
+        # ZeRO-3 gradients are, this has other bits on every processor.
+        (
+            torch.randn(9, 16),
+            torch.full((16,), 4),
+            torch.cat([torch.full((1, 16), 2.0**24), torch.ones(15, 16)]),
+            1.0,
+        ),
     ]
     found = ranks.run(size, look_up_many, cases)
     for number, case in enumerate(cases):
         assert_bits(case, [rank[number] for rank in found])
-
-
-def test_sums_by_rank_have_other_bits() -> None:
-    """What reducing ZeRO-3 gradients does: the reason why owners sum in the order of tokens."""
-    torch.set_num_threads(1)
-    table_VD, ids_T, back_TD, scale = drawn(1, 40, 16, 240)
-    _, whole = one_process(table_VD, ids_T, back_TD, scale)
-    halves = [
-        one_process(table_VD, ids_T[part], back_TD[part], scale)[1] for part in (slice(120), slice(120, None))
-    ]
-    assert not torch.equal(halves[0] + halves[1], whole)
 
 
 @settings(deadline=None, max_examples=15)
