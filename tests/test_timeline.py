@@ -145,6 +145,26 @@ def test_errors_name_the_file(tmp_path: Path) -> None:
         full.close()
 
 
+def test_a_full_disk_fails_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is recorded goes on, the first error is kept, and an error of that work itself comes before it."""
+    monkeypatch.setattr("tierstore.timeline._BUFFER_BYTES", 1)
+
+    def record(work: Exception | None) -> None:
+        with Timeline(Path("/dev/full")) as full:
+            for _ in range(3):
+                with full.span(Track.COMPUTE, "a"):
+                    pass
+            assert full.failure is not None
+            if work is not None:
+                raise work
+
+    with pytest.raises(OSError, match="No space left") as caught:
+        record(None)
+    assert caught.value.filename == "/dev/full"
+    with pytest.raises(KeyError, match="of the work"):
+        record(KeyError("of the work"))
+
+
 def test_off_is_the_same_interface(tmp_path: Path) -> None:
     sinks: list[TimelineSink] = [open_timeline(None), open_timeline(tmp_path / "t.json")]
     assert [sink.enabled for sink in sinks] == [False, True]

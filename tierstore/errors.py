@@ -21,6 +21,13 @@ Failures of the operating system stay what they are: ``OSError`` with errno and 
 
 from __future__ import annotations
 
+import os
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 __all__ = [
     "BudgetError",
     "CapabilityError",
@@ -96,3 +103,14 @@ class StorePoisonedError(StoreError):
 
 class ChecksumError(StoreError):
     """A section read from disk does not match the checksum that was written with it."""
+
+
+@contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """An OSError of the block that names no file, as those of writing and closing one, names ``path``."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = os.fspath(path)
+        raise

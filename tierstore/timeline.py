@@ -20,12 +20,13 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
 
 from tierstore._native import Activity, Engine
+from tierstore.errors import naming
 
 Args = Mapping[str, str | int | float | bool | None]
 
@@ -67,6 +68,8 @@ class TimelineSink(AbstractContextManager["TimelineSink"]):
 
     #: Whether anything is recorded: lets a caller skip gathering what only a timeline would show.
     enabled = False
+    #: Why the file ends early, if it does; closing raises it.
+    failure: OSError | None = None
 
     def span(self, track: Track, name: str, args: Args | None = None) -> AbstractContextManager[None]:
         """Record the time inside the context, also when it raises. Spans of one track must nest."""
@@ -95,7 +98,8 @@ class Timeline(TimelineSink):
     """Writes the trace to ``path``, which it replaces. A context manager; it closes on exceptions too.
 
     A context that an exception leaves before anything was recorded leaves the file as it was, or none: what is refused
-    changes nothing. Raises OSError, naming ``path``, when the file cannot be written.
+    changes nothing. Raises OSError, naming ``path``, when the file cannot be opened. One that cannot be written fails no
+    work that is recorded: no more is recorded (``failure``), and closing raises.
     """
 
     enabled = True
@@ -149,13 +153,16 @@ class Timeline(TimelineSink):
             finally:
                 fd, self._fd = self._fd, -1
                 os.close(fd)
+        if self.failure is not None:
+            raise self.failure
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and not self._recorded:
             self._discard()
-        self.close()
+        with nullcontext() if error is None else suppress(OSError):
+            self.close()
 
     def _discard(self) -> None:
         with self._lock:
@@ -194,6 +201,8 @@ class Timeline(TimelineSink):
     def _event(self, event: dict[str, object]) -> None:
         if self._fd < 0:
             raise ValueError(f"{self._path}: the timeline is closed")
+        if self.failure is not None:
+            return
         self._recorded = self._recorded or event["ph"] != "M"
         event["pid"] = self._pid
         text = self._separator + json.dumps(event, separators=(",", ":")).encode()
@@ -204,19 +213,19 @@ class Timeline(TimelineSink):
             self._flush()
 
     def _flush(self) -> None:
-        # An unbuffered descriptor and not a file object: its errors name the path, and none waits for a
-        # destructor.
-        if not self._replaced:
-            os.ftruncate(self._fd, 0)
-            self._replaced = True
+        # An unbuffered descriptor and not a file object: no error waits for a destructor.
         data = memoryview(b"".join(self._buffer))
         self._buffer.clear()
         self._buffered = 0
-        while data:
-            try:
-                data = data[os.write(self._fd, data) :]
-            except OSError as exc:
-                raise OSError(exc.errno, exc.strerror, str(self._path)) from exc
+        try:
+            with naming(self._path):
+                if not self._replaced:
+                    os.ftruncate(self._fd, 0)
+                    self._replaced = True
+                while data:
+                    data = data[os.write(self._fd, data) :]
+        except OSError as error:
+            self.failure = self.failure or error
 
 
 class _Span:

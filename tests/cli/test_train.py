@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+import os
 import re
 import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -21,6 +25,8 @@ from tierstore.devices import Disk, Health
 from tierstore.store import ParameterStore, StoreConfig
 from tierstore.store.core import StoreCore
 from tierstore.trace.replay import replay
+from tierstore.trace.writer import TraceWriter
+from tierstore.train.report import MetricsLog
 
 TINY = """
 steps = 6
@@ -175,6 +181,66 @@ def test_a_timeline_and_a_trace(run: Run, tmp_path: Path) -> None:
     for name in ("hits", "misses", "evictions", "read_bytes", "written_bytes"):
         assert getattr(stats, name) == summary[name], name
     assert stats.steps == 6
+
+
+@pytest.mark.parametrize("what", ["--metrics", "--timeline", "--record-trace", "standard error"])
+def test_a_full_disk_beside_the_store_loses_no_step(
+    run: Run, tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps end at the one whose output could not be written, which is committed. The rest is as if nothing had been."""
+    expected = run.json("--checksum", store=tmp_path / "whole")
+    monkeypatch.setattr("tierstore.timeline._BUFFER_BYTES", 1)
+    monkeypatch.setattr("tierstore.trace.recording._BUFFER_ROWS", 4)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    path = tmp_path / "run.trace" if what == "--record-trace" else Path("/dev/full")
+    arguments = ["train", str(tmp_path / "run.toml"), "--store", str(run.store), "--json"]
+    with monkeypatch.context() as patched:
+        if what == "--record-trace":
+            patched.setattr(TraceWriter, "extend", Mock(side_effect=full))
+        elif what == "standard error":
+            patched.setattr(train_command.ProgressBar, "update", Mock(side_effect=full))
+        given = [what, str(path)] if what.startswith("--") else []
+        result = CliRunner().invoke(cli, [*arguments, "--set", "commit_every=0", *given])
+    assert (result.exit_code, result.stdout) == (2, "")
+    named = path if given else what
+    *_, ended, error = result.stderr.splitlines()
+    assert error == f"tierstore: error: {named}: No space left on device"
+    assert ended == "ended after step 1, committed; --resume goes on"
+    assert not (tmp_path / "run.trace").exists()
+    resumed = run.json("--resume", "--checksum")
+    assert resumed["records_crc32c"] == expected["records_crc32c"]
+    assert resumed["train_loss"] == expected["train_loss"]
+
+
+def test_a_line_of_metrics_is_whole_or_not_there(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that takes half of the third line."""
+    path = tmp_path / "metrics.jsonl"
+    lines: list[Any] = []
+
+    class Full(io.FileIO):
+        def write(self, data: Any, /) -> int:
+            lines.append(data)
+            if len(lines) < 3:
+                return super().write(data)
+            if len(lines) == 3:
+                return super().write(data[: len(data) // 2])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    original = MetricsLog.__init__
+
+    def opened(log: MetricsLog, path: Path | None) -> None:
+        original(log, path)
+        if log._file is not None:
+            log._file.close()
+            log._file = Full(log._file.name, "a")
+
+    monkeypatch.setattr(MetricsLog, "__init__", opened)
+    arguments = ["train", str(tmp_path / "run.toml"), "--store", str(run.store), "--metrics", str(path)]
+    result = CliRunner().invoke(cli, arguments)
+    assert (result.exit_code, result.stderr) == (2, f"tierstore: error: {path}: No space left on device\n")
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
 
 
 def test_a_refused_run_touches_no_file(run: Run, tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import errno
+import os
 
 import numpy as np
 import pytest
@@ -288,24 +289,34 @@ def test_a_trace_begins_with_the_first_record(tmp_path):
     assert not (tmp_path / "trace").exists()
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is full")
-def test_a_trace_that_cannot_be_written_refuses_the_next_access(monkeypatch):
+def test_a_trace_that_cannot_be_written_fails_no_access_and_is_not_left(monkeypatch, tmp_path):
+    """The first access misses, the other 19 hit, though the disk is full from the second chunk on."""
     monkeypatch.setattr("tierstore.trace.recording._BUFFER_ROWS", 4)
+    extend = TraceWriter.extend
+
+    def full(writer, columns):
+        if len(columns) and columns.records[0] == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        extend(writer, columns)
+
+    monkeypatch.setattr(TraceWriter, "extend", full)
     core = Residency(2, policy="lru")
-    recorder = TraceRecorder("/dev/full", core)
+    path = tmp_path / "run.trace"
+    recorder = TraceRecorder(path, core)
     one_frame(core)
-    before = []
-
-    def run():
-        while True:
-            before.append(core.stats())
-            ask(core, 0)
-
-    with pytest.raises(OSError, match="No space left"):
-        run()
-    assert core.stats() == before[-1]
-    with pytest.raises(OSError, match="No space left"):
+    one_frame(core)
+    for _ in range(10):
+        ask(core, 0)
+    assert recorder.failure is None
+    for _ in range(10):
+        ask(core, 1)
+    assert (core.stats().misses, core.stats().hits) == (2, 18)
+    assert not path.exists()
+    with pytest.raises(OSError, match="No space left") as caught:
         recorder.close()
+    assert caught.value.filename == str(path)
+    recorder.close()
+    assert not path.exists()
 
 
 def test_layers_without_records_get_no_quota(tmp_path):

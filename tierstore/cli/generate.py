@@ -145,9 +145,9 @@ def _run(
         shown.end(texts)
         if any(made.reasoning and not made.text for made in texts):
             output.line("a text without an answer: its tokens went into reasoning, which --json shows")
-        parts.store.end_trace()
         _table(parts, generator.totals, texts, output)
         output.emit(_result(parts, generator.totals, requests, texts))
+        parts.store.end_trace()
     return _INTERRUPTED if interrupts.asked else 0
 
 

@@ -10,6 +10,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from enum import Enum
 from types import TracebackType
 
@@ -18,6 +19,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as RichProgress
 from rich.table import Table
+
+from tierstore.errors import naming
 
 _PLAIN_WIDTH = 120  # columns for tables where there is no terminal to ask
 _PLAIN_INTERVAL_S = 5.0
@@ -53,7 +56,12 @@ class Output:
 
     def line(self, text: str = "") -> None:
         """One line for people; it is not wrapped."""
-        self.console.print(text, soft_wrap=True)
+        with self.named():
+            self.console.print(text, soft_wrap=True)
+
+    def named(self) -> AbstractContextManager[None]:
+        """An OSError of what the block prints names the stream: a log on a full disk, say."""
+        return naming("standard error" if self.console.stderr else "standard output")
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         """A table for people. Columns of numbers, and of numbers with units, are set to the right."""
@@ -66,12 +74,14 @@ class Output:
             table.add_row(*(str(cell) for cell in row))
         if title:
             self.line(title)  # rich would wrap it to the width of the table
-        self.console.print(table)
+        with self.named():
+            self.console.print(table)
 
     def emit(self, result: Mapping[str, object]) -> None:
         """The command's JSON object, in JSON mode: the last line of stdout. Numbers not finite become null."""
         if self.mode is OutputMode.JSON:
-            click.echo(json.dumps(finite(result), allow_nan=False))
+            with naming("standard output"):
+                click.echo(json.dumps(finite(result), allow_nan=False))
 
     def progress(self, total: int, *, label: str) -> ProgressBar:
         """A ProgressBar of ``total`` steps, for people."""

@@ -31,7 +31,7 @@ from tierstore.cli.output import Output, OutputMode, ProgressBar
 from tierstore.config import load
 from tierstore.devices import disk_health, disks_under
 from tierstore.machine import disk, existing_parent
-from tierstore.timeline import open_timeline
+from tierstore.timeline import TimelineSink, open_timeline
 from tierstore.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:  # at run time these import torch, which listing the commands must not
@@ -145,7 +145,8 @@ def _run(config: TrainConfig, files: _Files, *, resume: bool, checksum: bool, ou
             output.emit(summary.as_json())
     if not stopped:
         return 0
-    output.line(f"stopped by a signal after step {summary.steps}, committed; --resume goes on")
+    why = "by a signal" if interrupts.asked else "with another rank"
+    output.line(f"stopped {why} after step {summary.steps}, committed; --resume goes on")
     # To torchrun any other status is a failure, and it would start the ranks again.
     return 0 if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" else _INTERRUPTED
 
@@ -198,17 +199,24 @@ def _train(
         _describe_opened(trainer, output)
         log.start(trainer)
         first, begun = trainer.state.position, Instant.now(trainer)
-        stopped = _steps(config, output, trainer, log, interrupts)
+        stopped, failure = _steps(config, output, trainer, log, sink, interrupts)
         if not stopped:
             trainer.evaluate()
         trainer.commit()
-        trainer.store.end_trace()
+        try:
+            trainer.store.end_trace()
+        except OSError as error:
+            failure = error
         ended = totals(trainer, begun)
         crc = _checksum(output, trainer, interrupts) if checksum and not stopped else None
         stopped = stopped or (checksum and crc is None)
         summary = _summary(config, trainer, order, first=first, fixed=fixed, ended=ended, crc=crc)
         if config.sample_tokens and not stopped:
             output.line(f"sample: {_PROMPT}{trainer.sample(_PROMPT, config.sample_tokens)}")
+        if failure is not None:
+            with contextlib.suppress(OSError):
+                output.line(f"ended after step {summary.steps}, committed; --resume goes on")
+            raise failure
     return summary, stopped
 
 
@@ -291,35 +299,49 @@ def _checksum(output: Output, trainer: Trainer, interrupts: Interrupts) -> int |
 
 
 def _steps(
-    config: TrainConfig, output: Output, trainer: Trainer, log: MetricsLog, interrupts: Interrupts
-) -> bool:
-    """Steps to the end, or until a signal reaches any rank: then True."""
+    config: TrainConfig,
+    output: Output,
+    trainer: Trainer,
+    log: MetricsLog,
+    sink: TimelineSink,
+    interrupts: Interrupts,
+) -> tuple[bool, OSError | None]:
+    """Steps to the end, or until a signal reaches any rank, or one cannot write what a run writes besides its store.
+
+    Returns whether the steps ended early, and the error of this rank.
+    """
     from tierstore.train.report import counters
 
     begun, first = time.monotonic(), trainer.state.position
+    failure: OSError | None = None
     with output.progress(config.steps, label="train") as progress:
         while trainer.state.position < config.steps:
-            if trainer.mesh.world.any(interrupts.asked):
-                return True
+            if trainer.mesh.world.any(interrupts.asked or failure is not None):
+                return True, failure
             result = trainer.step()
             done = trainer.state.position
             val_loss = None
             if config.eval_every and done % config.eval_every == 0 and done < config.steps:
                 val_loss = trainer.evaluate()
             counts = counters(trainer)
-            progress.update(
-                done,
-                config.steps,
-                {
-                    "loss": result.loss,
-                    "val": trainer.state.val_loss if trainer.state.val_loss is not None else "-",
-                    "tokens/s": config.tokens_per_step * (done - first) / (time.monotonic() - begun),
-                    "hits": f"{counts['hits'] / max(counts['hits'] + counts['misses'], 1):.0%}",
-                    "read": format_bytes(counts["read_bytes"]),
-                    "written": format_bytes(counts["written_bytes"]),
-                },
-            )
-            log.record(trainer, result, val_loss)
+            try:
+                with output.named():
+                    progress.update(
+                        done,
+                        config.steps,
+                        {
+                            "loss": result.loss,
+                            "val": trainer.state.val_loss if trainer.state.val_loss is not None else "-",
+                            "tokens/s": config.tokens_per_step * (done - first) / (time.monotonic() - begun),
+                            "hits": f"{counts['hits'] / max(counts['hits'] + counts['misses'], 1):.0%}",
+                            "read": format_bytes(counts["read_bytes"]),
+                            "written": format_bytes(counts["written_bytes"]),
+                        },
+                    )
+                log.record(trainer, result, val_loss)
+            except OSError as error:
+                failure = error
+            failure = failure or sink.failure or trainer.store.trace_failure
             chunks = trainer.pipeline.chosen
             if config.snapshot_every and done % config.snapshot_every == 0:
                 trainer.commit(snapshot=f"step-{done}")
@@ -328,7 +350,7 @@ def _steps(
             chosen = trainer.pipeline.chosen
             if chosen is not None and chunks is not None and chosen.degrees != chunks.degrees:
                 output.line(f"step {done}: {chosen.describe()}")
-    return False
+    return False, failure
 
 
 def _announce(config: TrainConfig, placed: TrainConfig, output: Output, fixed: int, mesh: Mesh) -> None:

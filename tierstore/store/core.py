@@ -248,8 +248,13 @@ class StoreCore:
             *([] if self.write_budget is None else [self.write_budget.describe()]),
         ]
 
+    @property
+    def trace_failure(self) -> OSError | None:
+        """Why the trace that is recorded cannot be completed, if so; ``end_trace`` raises it."""
+        return None if self._parts.recording is None else self._parts.recording.failure
+
     def end_trace(self) -> None:
-        """Completes the recorded trace, if there is one; what follows is not part of it."""
+        """Completes the recorded trace, if there is one; what follows is not part of it. Raises OSError."""
         if self._parts.recording is not None:
             self._parts.recording.close()
 

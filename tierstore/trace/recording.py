@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from tierstore._native import EventBuffer, GroupOrder, Residency, Scope
+from tierstore.errors import naming
 from tierstore.trace.format import EventColumns, TraceHeader
 from tierstore.trace.records import RecordTable
 from tierstore.trace.writer import TraceWriter
@@ -18,19 +20,34 @@ _BUFFER_ROWS = 1 << 15  # events or units that are written at once: half of the 
 class TraceRecorder:
     """Records what ``residency`` is asked in a trace at ``path`` (a context manager).
 
-    It comes before the core's first record. ``close()`` completes the trace; the core goes on unrecorded. An OSError
-    of the file refuses an access, a prefetch or the end of a step, with nothing changed.
+    It comes before the core's first record. ``close()`` completes the trace; the core goes on unrecorded. A file that
+    cannot be written fails nothing that the core is asked: no more is recorded (``failure``), no trace is left, and
+    ``close()`` raises the OSError.
     """
 
     def __init__(self, path: str | os.PathLike[str], residency: Residency) -> None:
         if residency.record_count:
             raise ValueError("a trace is recorded from the first record on")
         self._residency = residency
-        self._writer = writer = TraceWriter(path, _header(residency))
-        self._events = EventBuffer(_BUFFER_ROWS, lambda *columns: writer.extend(EventColumns(*columns)))
+        self._path = path
+        self._writer = TraceWriter(path, _header(residency))
+        self._events = EventBuffer(_BUFFER_ROWS, self._write)
+        #: Why there will be no trace.
+        self.failure: OSError | None = None
         residency.observe(self._events)
         self._notes: list[str] = []
         self._closed = False
+
+    def _write(self, *columns: Any) -> None:
+        if self.failure is not None:
+            return
+        try:
+            with naming(self._path):
+                self._writer.extend(EventColumns(*columns))
+        except OSError as error:
+            self.failure = error
+            with suppress(OSError):  # of what is still buffered
+                self._writer.__exit__(OSError, error, None)
 
     def note(self, text: str) -> None:
         """Adds a note to the header."""
@@ -42,8 +59,10 @@ class TraceRecorder:
             return
         self._closed = True
         self._residency.observe(None)
-        with self._writer as writer:
+        with naming(self._path), self._writer as writer:
             self._events.flush()
+            if self.failure is not None:
+                raise self.failure
             # Frames and sizes lie one after another, three a record.
             layers, frames, sizes, stored = self._events.records()
             triples = frames.reshape(-1, 3), sizes.reshape(-1, 3)

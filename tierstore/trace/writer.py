@@ -30,8 +30,9 @@ _CHUNK_ROWS = 1 << 16  # a chunk is written when it has this many units or event
 class TraceWriter:
     """Writes a trace as its events happen, a chunk at a time (a context manager).
 
-    A trace that was not closed lacks its description and is refused when it is read. ``header`` is written
-    last: it may be replaced up to then by assigning it, as an importer does that meets records as it reads.
+    One that fails leaves no trace; one that was not closed lacks its description and is refused when it is read.
+    ``header`` is written last: it may be replaced up to then by assigning it, as an importer does that meets records as
+    it reads.
     """
 
     def __init__(
@@ -39,7 +40,8 @@ class TraceWriter:
     ) -> None:
         self.header = header
         self._coding = coding
-        self._file: BinaryIO = Path(path).open("wb")  # noqa: SIM115 - closed by close()
+        self._path = Path(path)
+        self._file: BinaryIO = self._path.open("wb")
         self._file.write(PREAMBLE.pack(MAGIC, VERSIONS[0], 0, 0))
         self._digest = EventDigest()
         self._events: list[tuple[int, int, int, int, int, int]] = []
@@ -122,8 +124,10 @@ class TraceWriter:
             self._file.write(text + runs)
             self._file.seek(0)
             self._file.write(PREAMBLE.pack(MAGIC, self.header.version, 0, start))
-        finally:
             self._file.close()
+        except BaseException:
+            self._discard()
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -134,4 +138,12 @@ class TraceWriter:
         if error is None:
             self.close()
         else:
-            self._file.close()  # half a trace is none: without its description it is refused
+            self._discard()
+
+    def _discard(self) -> None:
+        # Half a trace is none.
+        try:
+            self._file.close()
+        finally:
+            if self._path.is_file():
+                self._path.resolve().unlink()

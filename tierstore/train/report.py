@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
 from tierstore.endurance import DAY_S, drive_life_s
+from tierstore.errors import naming
 from tierstore.parallel import CollectiveTraffic
 from tierstore.stats import delta
 from tierstore.store.disk.drives import DriveReport
@@ -311,7 +314,7 @@ class MetricsLog:
         self._refused = (
             None if path is None or path.exists() else path
         )  # to be removed, unless the run starts
-        self._file = None if path is None else path.open("a")
+        self._file = None if path is None else path.open("ab", buffering=0)
         self._before: dict[str, int] = {}
 
     def start(self, trainer: Trainer) -> None:
@@ -319,6 +322,7 @@ class MetricsLog:
         self._before = counters(trainer)
 
     def record(self, trainer: Trainer, result: StepResult, val_loss: float | None) -> None:
+        """Appends the line of a step, whole or not at all. Raises OSError naming the file."""
         if self._file is None:
             return
         now = counters(trainer)
@@ -336,8 +340,16 @@ class MetricsLog:
             **delta(self._before, now),
         }
         self._before = now
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        data = memoryview(json.dumps(line).encode() + b"\n")
+        whole_bytes = os.fstat(self._file.fileno()).st_size
+        try:
+            with naming(self._file.name):
+                while data:
+                    data = data[self._file.write(data) :]
+        except OSError:
+            with suppress(OSError):  # of a device, which has no length
+                self._file.truncate(whole_bytes)
+            raise
 
     def __enter__(self) -> MetricsLog:
         return self
