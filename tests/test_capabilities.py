@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import stat
 import tempfile
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from denied_calls import NUMBERS, run_without
 
 from tierstore.capabilities import (
     Capability,
@@ -21,6 +23,7 @@ from tierstore.capabilities import (
     probe_avx512,
     probe_dax,
     probe_direct_io,
+    probe_fallocate,
     probe_huge_pages,
     probe_io_uring,
     probe_locks,
@@ -69,8 +72,53 @@ def test_io_uring_leaves_no_descriptor_behind() -> None:
     assert os.listdir("/proc/self/fd") == before
 
 
-def test_direct_io_leaves_no_file_behind(tmp_path: Path) -> None:
-    assert probe_direct_io(tmp_path).reason
+@pytest.mark.parametrize("call", ["io_uring_setup", "io_uring_enter", "io_uring_register"])
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EACCES, errno.ENOSYS])
+def test_io_uring_where_a_call_of_it_is_refused(call: str, code: int) -> None:
+    """The probe says so; a store's engine falls back and says why; one that is to be io_uring is an OSError. Each names the
+    call. (That the kernel lets a ring be set up here makes the test no stronger: without, all three are its refusal.)
+    """
+    probe, backend, reason, refused, refusal = json.loads(run_without({call: code}, TRY_URING))
+    name = errno.errorcode[code]
+    assert probe[0] is False
+    assert probe[1].startswith(f"{name}: ")
+    assert backend == "threads"
+    assert refused == code
+    assert os.strerror(code) in reason
+    assert reason == refusal
+    if probe_io_uring().available:
+        told = {"io_uring_register": "enabling the io_uring"}.get(call, call)
+        assert reason == f"{told}: {os.strerror(code)}"
+
+
+TRY_URING = """
+import json
+from tierstore import _native as native
+from tierstore.capabilities import probe_io_uring
+found = probe_io_uring()
+with native.Engine() as engine:
+    chosen = [engine.backend, engine.backend_reason]
+try:
+    native.Engine(backend=native.IoBackend.URING)
+except OSError as error:
+    print(json.dumps([[found.available, found.reason], *chosen, error.errno, error.strerror]))
+"""
+
+
+@pytest.mark.skipif(
+    NUMBERS["fallocate"] < 0, reason="the number of fallocate is not known on this architecture"
+)
+@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.ENOSYS])
+def test_a_file_system_without_fallocate_is_named(code: int, tmp_path: Path) -> None:
+    """As ext2's, and those of NFS before 4.2: the probe says so, doctor too, and a store is refused and not left."""
+    found = json.loads(run_without({"fallocate": code}, TRY_FALLOCATE, str(tmp_path)))
+    name, kind = errno.errorcode[code], filesystem_type(tmp_path)
+    reason = f"{name} from {kind}: a store cannot reserve its space here, and is refused"
+    assert found["probe"] == [False, reason]
+    assert found["doctor"] == {
+        "name": "fallocate", "setting": "auto", "effective": "off", "backend": "no store", "reason": reason,
+    }  # fmt: skip
+    assert found["refused"] == code
     assert list(tmp_path.iterdir()) == []
 
 
@@ -134,9 +182,38 @@ def test_locks_beside_an_open_store(tmp_path: Path) -> None:
         probe_locks(tmp_path / "nowhere")
 
 
-def test_direct_io_where_no_file_can_be(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        probe_direct_io(tmp_path / "nowhere")
+TRY_FALLOCATE = """
+import json, sys
+from dataclasses import astuple
+from pathlib import Path
+from click.testing import CliRunner
+from tierstore.capabilities import probe_fallocate
+from tierstore.cli.main import cli
+from tierstore.store import ParameterStore, RecordSchema, StoreConfig
+folder = Path(sys.argv[1])
+said = CliRunner().invoke(cli, ["doctor", "--json", "--dir", str(folder)]).stdout.splitlines()[-1]
+found = {"probe": astuple(probe_fallocate(folder))}
+found["doctor"] = next(each for each in json.loads(said)["capabilities"] if each["name"] == "fallocate")
+try:
+    with ParameterStore.create(folder / "s", [RecordSchema("r", 4096)], StoreConfig(host_budget=1 << 20)) as store:
+        store.register("a", "r")
+        store.commit()
+except OSError as error:
+    found["refused"] = error.errno
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize("probe", [probe_direct_io, probe_fallocate])
+def test_probes_of_a_directory_leave_no_file_behind(probe: Callable[[Path], Finding], tmp_path: Path) -> None:
+    assert probe(tmp_path).reason
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("probe", [probe_direct_io, probe_fallocate])
+def test_probes_of_a_directory_that_is_not_there(probe: Callable[[Path], Finding], tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        probe(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize(

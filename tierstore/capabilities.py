@@ -8,7 +8,6 @@ direct write), since a kernel's version says little about what a container may d
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import importlib
@@ -26,8 +25,6 @@ from tierstore.errors import CapabilityError
 
 _PROC = Path("/proc")
 _SYS = Path("/sys")
-_IO_URING_SETUP = 425  # one number on every architecture
-_IO_URING_PARAMS_BYTES = 120
 _PAGE_BYTES = 4096
 _PROBE = ".tierstore-probe-"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -76,18 +73,20 @@ def resolve(name: str, setting: Capability, probe: Callable[[], Finding]) -> Res
 
 
 def probe_io_uring(proc: Path = _PROC) -> Finding:
-    """Whether this process may set up a ring: it sets one up, and closes it."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    params = (ctypes.c_char * _IO_URING_PARAMS_BYTES)()
-    fd = int(libc.syscall(_IO_URING_SETUP, 2, ctypes.byref(params)))
-    if fd >= 0:
-        os.close(fd)
-        return Finding(True, "a ring was set up")
-    failure = errno.errorcode.get(ctypes.get_errno(), str(ctypes.get_errno()))
-    disabled = _read(proc / "sys/kernel/io_uring_disabled")
-    if disabled in ("1", "2"):
-        return Finding(False, f"{failure}: kernel.io_uring_disabled is {disabled}")
-    return Finding(False, f"{failure}: {os.strerror(ctypes.get_errno())} (old kernel, or a seccomp filter)")
+    """Whether this process may use a ring: the native engine sets one up, and sends an operation through it."""
+    if importlib.util.find_spec("tierstore._native") is None:
+        return Finding(False, "the native core is not built")
+    from tierstore import _native
+
+    try:
+        _native.Engine(backend=_native.IoBackend.URING).close()
+    except OSError as error:
+        failure = _name_of(error)
+        disabled = _read(proc / "sys/kernel/io_uring_disabled")
+        if disabled in ("1", "2"):
+            return Finding(False, f"{failure}: kernel.io_uring_disabled is {disabled}")
+        return Finding(False, f"{failure}: {error.strerror} (old kernel, or a seccomp filter)")
+    return Finding(True, "an operation went through a ring")
 
 
 def probe_direct_io(directory: Path) -> Finding:
@@ -119,6 +118,35 @@ def probe_direct_io(directory: Path) -> Finding:
     finally:
         os.unlink(name)
     return Finding(True, f"{filesystem_type(directory)} took a direct write")
+
+
+def probe_fallocate(directory: Path) -> Finding:
+    """Whether files in ``directory`` can reserve their space, without which there is no store: one reserves a page.
+
+    Raises OSError, naming the directory, where there is none.
+    """
+    if importlib.util.find_spec("tierstore._native") is None:
+        return Finding(False, "the native core is not built")
+    from tierstore import _native
+
+    kind = filesystem_type(directory)
+    try:
+        with (
+            tempfile.NamedTemporaryFile(prefix=_PROBE, dir=directory) as made,
+            _native.File(made.name) as file,
+        ):
+            file.allocate(0, _PAGE_BYTES)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        tried = error.errno not in _NOT_WRITABLE
+        what = (
+            "a store cannot reserve its space here, and is refused"
+            if tried
+            else "no file can be made to try it"
+        )
+        return Finding(False, f"{_name_of(error)} from {kind}: {what}")
+    return Finding(True, f"{kind} reserved a page")
 
 
 def probe_locks(directory: Path) -> Finding:

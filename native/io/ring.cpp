@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <string>
 
 #include "native/base/error.hpp"
 
@@ -95,6 +96,19 @@ void Ring::let_go() {
 void Ring::enable() {
     if (disabled_ && syscall(SYS_io_uring_register, fd_, IORING_REGISTER_ENABLE_RINGS, nullptr, 0) != 0)
         throw SyscallError(errno, "enabling the io_uring");
+}
+
+void Ring::require(std::initializer_list<unsigned> opcodes) {
+    constexpr unsigned kMost = 256;
+    std::vector<std::byte> raw(sizeof(io_uring_probe) + kMost * sizeof(io_uring_probe_op));
+    if (syscall(SYS_io_uring_register, fd_, IORING_REGISTER_PROBE, raw.data(), kMost) != 0) {
+        if (errno != EINVAL) throw SyscallError(errno, "asking the io_uring for its operations");
+        return;
+    }
+    const auto* known = reinterpret_cast<const io_uring_probe*>(raw.data());
+    for (const unsigned opcode : opcodes)
+        if (opcode >= known->ops_len || !(known->ops[opcode].flags & IO_URING_OP_SUPPORTED))
+            throw SyscallError(ENOSYS, "io_uring, operation " + std::to_string(opcode));
 }
 
 io_uring_sqe& Ring::prepare() {

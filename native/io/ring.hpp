@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 #include <vector>
 
 namespace tierstore {
@@ -37,6 +38,8 @@ public:
     void let_go();
 
     void enable();
+    // Throws SyscallError (ENOSYS) where the kernel lacks one of `opcodes`. Kernels before 5.6 do not tell.
+    void require(std::initializer_list<unsigned> opcodes);
     // A zeroed entry. There is room: at most `entries` are prepared between two calls of enter().
     io_uring_sqe& prepare();
     // Submits what was prepared and waits for at least one completion. Throws SyscallError.

@@ -18,6 +18,8 @@
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
+#include <exception>
+#include <future>
 #include <mutex>
 #include <stdexcept>
 #include <thread>
@@ -43,6 +45,12 @@ public:
         : depth_(options.queue_depth), ring_(checked_entries(options)), queue_(options.chunk_bytes) {
         if (!options.lease_fds.empty()) ring_.hold(options.lease_fds);
         thread_ = std::thread([this] { work(); });
+        try {
+            started_.get_future().get();
+        } catch (...) {
+            thread_.join();
+            throw;
+        }
     }
     ~UringBackend() override { close(); }
 
@@ -97,7 +105,13 @@ private:
     void work() {
         prepare_thread("tierstore-ring");
         try {
-            ring_.enable();
+            start();
+        } catch (...) {
+            started_.set_exception(std::current_exception());
+            return;
+        }
+        started_.set_value();
+        try {
             while (fill()) {
                 ring_.enter();
                 reap();
@@ -109,6 +123,19 @@ private:
             std::fprintf(stderr, "tierstore: %s\n", error.what());
             std::abort();
         }
+    }
+
+    // An operation that does nothing goes through the ring: what may set one up may still not enter it (a
+    // seccomp filter). Throws SyscallError, with nothing in flight.
+    void start() {
+        ring_.enable();
+        ring_.require(
+            {IORING_OP_READV, IORING_OP_WRITEV, IORING_OP_FSYNC, IORING_OP_FALLOCATE, IORING_OP_POLL_ADD});
+        ring_.prepare().opcode = IORING_OP_NOP;
+        ring_.enter();
+        ring_.reap(completions_);
+        for (const Completion& completion : completions_)
+            if (completion.result < 0) throw SyscallError(-completion.result, "a NOP in the io_uring");
     }
 
     // Prepares what may start, and the wake. False when there is nothing left to do for good.
@@ -214,6 +241,7 @@ private:
     bool asleep_ = false;
     bool closing_ = false;
 
+    std::promise<void> started_;
     std::thread thread_;
 };
 
