@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # Before torch is imported. Many tests start processes of their own: one thread each, and no spinning.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -23,6 +24,10 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 # A shell starts what it puts in the background with interrupts ignored, and so would be what tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# How long an example takes, or how long it takes to draw one, is the machine's.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 if TYPE_CHECKING:
     from launcher import Ranks

@@ -38,7 +38,11 @@ def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-@settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None,
+    max_examples=20,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(point=POINTS)
 def test_a_point_comes_back(profile: Path, tmp_path: Path, point: IoPoint) -> None:
     assert save_io_point(tmp_path, point) == profile

@@ -14,8 +14,10 @@ import importlib
 import importlib.util
 import mmap
 import os
+import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -82,7 +84,7 @@ def probe_io_uring(proc: Path = _PROC) -> Finding:
         _native.Engine(backend=_native.IoBackend.URING).close()
     except OSError as error:
         failure = _name_of(error)
-        disabled = _read(proc / "sys/kernel/io_uring_disabled")
+        disabled = kernel_text(proc / "sys/kernel/io_uring_disabled")
         if disabled in ("1", "2"):
             return Finding(False, f"{failure}: kernel.io_uring_disabled is {disabled}")
         return Finding(False, f"{failure}: {error.strerror} (old kernel, or a seccomp filter)")
@@ -190,7 +192,7 @@ def _name_of(error: OSError) -> str:
 
 def probe_huge_pages(sys: Path = _SYS) -> Finding:
     """Whether memory can be asked to be of transparent huge pages."""
-    text = _read(sys / "kernel/mm/transparent_hugepage/enabled")
+    text = kernel_text(sys / "kernel/mm/transparent_hugepage/enabled")
     if not text:
         return Finding(False, "the kernel has no transparent huge pages")
     chosen = text.partition("[")[2].partition("]")[0]
@@ -200,7 +202,7 @@ def probe_huge_pages(sys: Path = _SYS) -> Finding:
 def instruction_sets(proc: Path = _PROC) -> list[str]:
     """Those of the optimizer's instruction sets that the processor has, best first; ``scalar`` always."""
     flags: set[str] = set()
-    for line in _read(proc / "cpuinfo").splitlines():
+    for line in kernel_text(proc / "cpuinfo").splitlines():
         if line.startswith("flags"):
             flags.update(line.partition(":")[2].split())
             break
@@ -284,13 +286,13 @@ def filesystem_type(directory: Path, proc: Path = _PROC) -> str:
 def _mount_of(directory: Path, proc: Path) -> _Mount | None:
     resolved = directory.resolve()
     best: _Mount | None = None
-    for line in _read(proc / "self/mountinfo").splitlines():
+    for line in kernel_text(proc / "self/mountinfo").split("\n"):
         # "22 27 0:21 / /proc rw,relatime shared:1 - proc proc rw": any number of fields before the dash.
         before, _, after = line.partition(" - ")
         fields, rest = before.split(), after.split()
         if len(fields) < 6 or len(rest) < 1:
             continue
-        point = Path(fields[4].encode().decode("unicode_escape"))
+        point = Path(unescaped(fields[4]))
         options = (*fields[5].split(","), *(rest[2].split(",") if len(rest) > 2 else ()))
         # The last of equals: a later mount covers an earlier one.
         if resolved.is_relative_to(point) and (best is None or len(point.parts) >= len(best.point.parts)):
@@ -298,12 +300,19 @@ def _mount_of(directory: Path, proc: Path) -> _Mount | None:
     return best
 
 
-def _read(path: Path) -> str:
-    """The text of a kernel file without its end of line, or nothing where the kernel does not have it."""
+def kernel_text(path: Path) -> str:
+    """The text of a kernel file without its end of line, or nothing where the kernel does not have it. Names in it are as
+    ``os.fsdecode`` has them.
+    """
     try:
-        return path.read_text().strip()
+        return os.fsdecode(path.read_bytes()).strip()
     except OSError:
         return ""
+
+
+def unescaped(name: str) -> str:
+    """A name in mountinfo, which has blanks and backslashes as three octal digits."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), name)
 
 
 def require_package(name: str, purpose: str, *, extra: str = "hf") -> Any:
@@ -316,3 +325,19 @@ def require_package(name: str, purpose: str, *, extra: str = "hf") -> Any:
         raise CapabilityError(
             f'{purpose} needs the package {name} ({error}): pip install "tierstore[{extra}]"'
         ) from error
+
+
+@contextmanager
+def package_path(path: str | os.PathLike[str]) -> Iterator[str]:
+    """``path`` for packages that take UTF-8 alone (tokenizers, pyarrow): where it is not, another name of it, good
+    within the block.
+    """
+    name = os.fspath(path)
+    if os.fsencode(name).decode(errors="replace") == name:
+        yield name
+        return
+    fd = os.open(name, os.O_PATH | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{fd}"
+    finally:
+        os.close(fd)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from tierstore.capabilities import filesystem_type
+from tierstore.capabilities import filesystem_type, kernel_text
 
 _PROC = Path("/proc")
 _SYS = Path("/sys")
@@ -83,11 +83,7 @@ def cgroup_limit_bytes(proc: Path = _PROC, root: Path = _CGROUPS) -> int | None:
     that is not there is taken from the root.
     """
     limits: list[int] = []
-    try:
-        lines = (proc / "self/cgroup").read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
+    for line in filter(None, kernel_text(proc / "self/cgroup").split("\n")):
         _, controllers, path = line.split(":", 2)
         if controllers == "":
             bases, name = [root, root / "unified"], "memory.max"

@@ -72,3 +72,8 @@ def format_seconds(seconds: float) -> str:
         return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest:02d} s"
+
+
+def printable(text: str) -> str:
+    """``text`` in UTF-8: what it has no character for, as the names of files may, is escaped."""
+    return text.encode(errors="backslashreplace").decode()

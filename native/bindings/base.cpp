@@ -20,8 +20,9 @@ struct Types {
 
 void set_os_error(const SyscallError& error) {
     const std::string message = error.operation + ": " + std::generic_category().message(error.err);
-    const nb::object args = error.path.empty() ? nb::object(nb::make_tuple(error.err, message))
-                                               : nb::object(nb::make_tuple(error.err, message, error.path));
+    const nb::object args = error.path.empty()
+                                ? nb::object(nb::make_tuple(error.err, message))
+                                : nb::object(nb::make_tuple(error.err, message, text_of(error.path)));
     nb::object exception = nb::steal(PyObject_Call(PyExc_OSError, args.ptr(), nullptr));
     if (!exception.is_valid()) return;  // Python has set its own
     if (error.file_offset >= 0) exception.attr("file_offset") = error.file_offset;
@@ -29,8 +30,10 @@ void set_os_error(const SyscallError& error) {
 }
 
 void set_checksum_mismatch(const ChecksumMismatch& error, PyObject* type) {
-    nb::object exception = nb::borrow(type)(error.what(), error.path, error.file_offset, error.section_index);
-    exception.attr("path") = error.path;
+    const nb::str path = text_of(error.path);
+    nb::object exception =
+        nb::borrow(type)(text_of(error.what()), path, error.file_offset, error.section_index);
+    exception.attr("path") = path;
     exception.attr("file_offset") = error.file_offset;
     exception.attr("section_index") = error.section_index;
     exception.attr("expected") = error.expected;
@@ -47,11 +50,11 @@ void translate(const std::exception_ptr& pointer, void* payload) {
     } catch (const ChecksumMismatch& error) {
         set_checksum_mismatch(error, types.checksum_mismatch);
     } catch (const Cancelled& error) {
-        PyErr_SetString(types.cancelled, error.what());
+        PyErr_SetObject(types.cancelled, text_of(error.what()).ptr());
     } catch (const EngineClosed& error) {
-        PyErr_SetString(types.closed, error.what());
+        PyErr_SetObject(types.closed, text_of(error.what()).ptr());
     } catch (const ResultForgotten& error) {
-        PyErr_SetString(types.forgotten, error.what());
+        PyErr_SetObject(types.forgotten, text_of(error.what()).ptr());
     }
 }
 
@@ -64,6 +67,16 @@ PyObject* new_type(nb::module_& m, const char* name, const char* doc, PyObject* 
 }
 
 }  // namespace
+
+std::string path_of(const nb::object& path) {
+    const nb::object bytes = nb::module_::import_("os").attr("fsencode")(path);
+    return {nb::cast<nb::bytes>(bytes).c_str(), nb::len(bytes)};
+}
+
+nb::str text_of(const std::string& text) {
+    return nb::steal<nb::str>(
+        PyUnicode_DecodeFSDefaultAndSize(text.data(), static_cast<Py_ssize_t>(text.size())));
+}
 
 void bind_base(nb::module_& m) {
     static Types types;

@@ -3,6 +3,13 @@
 
 #include <nanobind/nanobind.h>
 
+#include <string>
+
+// Names of files are bytes, and Python's text of them need not be UTF-8 (PEP 383): every path, and every
+// message that may hold one, crosses by these.
+std::string path_of(const nanobind::object& path);
+nanobind::str text_of(const std::string& text);
+
 void bind_base(nanobind::module_& m);
 void bind_memory(nanobind::module_& m);
 void bind_tables(nanobind::module_& m);

@@ -99,8 +99,7 @@ void init(Engine* self, IoBackend backend, size_t io_threads, size_t queue_depth
     options.io = {io_threads, queue_depth, chunk_bytes, lease_fds, map_sync};
     options.compute_threads = compute_threads;
     options.failures = FailedTickets(kept_errors, kept_failures);
-    if (!log_path.is_none())
-        options.log_path = nb::cast<std::string>(nb::module_::import_("os").attr("fsdecode")(log_path));
+    if (!log_path.is_none()) options.log_path = path_of(log_path);
     nb::gil_scoped_release release;
     new (self) Engine(options);
 }
@@ -385,9 +384,9 @@ result is a failure (ResultForgotten) rather than a wrong success.)");
             "Why AUTO fell back; empty when it did not.")
         .def_prop_ro(
             "poisoned",
-            [](Engine& self) -> std::optional<std::string> {
+            [](Engine& self) -> std::optional<nb::str> {
                 const FailurePtr failure = self.poisoned();
-                return failure ? std::optional(failure->message()) : std::nullopt;
+                return failure ? std::optional(text_of(failure->message())) : std::nullopt;
             },
             "The error of the first write or sync that failed.")
         .def("record_spans", &Engine::record_spans, "capacity"_a,

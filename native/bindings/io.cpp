@@ -12,14 +12,6 @@ namespace nb = nanobind;
 using namespace nb::literals;
 using namespace tierstore;
 
-namespace {
-
-std::string fs_path(const nb::object& path) {
-    return nb::cast<std::string>(nb::module_::import_("os").attr("fsdecode")(path));
-}
-
-}  // namespace
-
 void bind_io(nb::module_& m) {
     nb::enum_<FileAccess>(m, "FileAccess")
         .value("READ_WRITE", FileAccess::ReadWrite)
@@ -80,7 +72,7 @@ Its transfers and syncs are counted by ``meter``, if any.)")
             "__init__",
             [](Held<File>* self, const nb::object& path, FileCreate create, DirectIo direct,
                FileAccess access, const Held<Meter>* meter) {
-                const std::string name = fs_path(path);
+                const std::string name = path_of(path);
                 const std::shared_ptr<Meter> counted = meter ? meter->ptr : nullptr;
                 nb::gil_scoped_release release;
                 new (self) Held(Held<File>::make(name, create, direct, access, counted));
@@ -93,7 +85,7 @@ Its transfers and syncs are counted by ``meter``, if any.)")
                     "access: FileAccess = tierstore._native.FileAccess.READ_WRITE, meter: Meter | None = "
                     "None) -> "
                     "None"))
-        .def_prop_ro("path", [](const Held<File>& self) { return self.ptr->path(); })
+        .def_prop_ro("path", [](const Held<File>& self) { return text_of(self.ptr->path()); })
         .def_prop_ro("size", [](const Held<File>& self) { return self.ptr->size(); })
         .def(
             "fileno", [](const Held<File>& self) { return self.ptr->open()->buffered_fd; },

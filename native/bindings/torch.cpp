@@ -91,7 +91,12 @@ void bind_torch(nb::module_& m) {
 
 ``library``: the path of libtorch_cpu, which this process has loaded. RuntimeError where it is not, or does not offer what
 this needs.)")
-        .def(nb::init<const std::string&>(), "library"_a)
+        .def(
+            "__init__",
+            [](TorchProducts* self, const nb::object& library) {
+                new (self) TorchProducts(path_of(library));
+            },
+            "library"_a, nb::sig("def __init__(self, library: str) -> None"))
         .def(
             "multiply", multiply<float, TorchType::FP32>, "out"_a.noconvert(), "out_first"_a,
             "x"_a.noconvert(), "x_first"_a, "rows"_a, "weights"_a,

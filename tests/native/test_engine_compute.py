@@ -160,7 +160,11 @@ def test_read_step_write_read(
         np.testing.assert_allclose(content(part, np.float32), expected, rtol=2e-6, atol=2e-7)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=30,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(data=st.data())
 def test_copies_between_spans_of_any_shape(engine: native.Engine, data: st.DataObject) -> None:
     arena = native.Arena(1 << 16, native.HugePages.OFF)

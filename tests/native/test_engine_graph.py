@@ -315,7 +315,11 @@ def test_finished_tickets_cost_no_memory(engine: native.Engine) -> None:
     assert resident() - before < 4 << 20
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(data=st.data())
 def test_random_graphs_of_copies_match_numpy(make_engine: MakeEngine, data: st.DataObject) -> None:
     """Every copy follows the last ones that touched its two frames: the result is that of program order."""

@@ -96,7 +96,11 @@ def content(buffer: native.Buffer) -> bytes:
     return out.tobytes()
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(data=st.data())
 def test_spans_of_any_shape(engine: native.Engine, data: st.DataObject) -> None:
     form = data.draw(st.sampled_from(list(DTYPES)))

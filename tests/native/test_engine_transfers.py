@@ -135,7 +135,11 @@ def test_long_vectors_are_continued(
     assert np.array_equal(content_of(source), content)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(data=st.data())
 def test_any_offset_size_and_memory_goes_round(
     make_engine: MakeEngine, tmp_path: Path, data: st.DataObject

@@ -31,7 +31,11 @@ def buffer(nbytes: int, values: bytes | None = None) -> native.Buffer:
     return made
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None,
+    max_examples=40,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(
     transfers=st.lists(
         st.tuples(st.booleans(), st.integers(0, 30_000), st.integers(1, 9000)), min_size=1, max_size=12

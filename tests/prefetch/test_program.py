@@ -260,7 +260,11 @@ steps = st.tuples(st.lists(micros, min_size=1, max_size=3), st.sampled_from(["ap
 
 
 @pytest.mark.parametrize("timing", StepTiming)
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=12,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(
     run=st.lists(steps, min_size=1, max_size=4),
     inactive=st.sampled_from(Inactive),

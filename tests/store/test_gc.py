@@ -261,7 +261,11 @@ def test_killed_at_any_moment_the_next_one_finishes(
     assert moment > 5
 
 
-@settings(deadline=None, max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None,
+    max_examples=8,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(
     st.lists(
         st.tuples(st.lists(st.integers(0, COUNT - 1), max_size=4), st.booleans()), min_size=1, max_size=6

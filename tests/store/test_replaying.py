@@ -156,7 +156,11 @@ def test_moments_that_are_damaged_are_named(tmp_path: Path) -> None:
                 pass
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=20,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(
     order=st.lists(st.integers(0, COUNT - 1), min_size=1, max_size=30),
     frames=st.integers(1, COUNT),

@@ -7,6 +7,7 @@ Exit statuses: 0 done; 1 a check failed; 2 bad usage or input, with one line on 
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 import warnings
@@ -88,6 +89,10 @@ class LazyGroup(CommandGroup):
         **extra: Any,
     ) -> NoReturn:
         """Run, and exit. Errors in the program itself keep their traceback."""
+        if isinstance(
+            sys.stdout, io.TextIOWrapper
+        ):  # names of files need not be UTF-8; stderr escapes them by itself
+            sys.stdout.reconfigure(errors="backslashreplace")
         words = sys.argv[1:] if args is None else args
         if next((word for word in words if not word.startswith("-")), "") not in _SPINNING:
             # Before torch is imported: OpenMP's idle workers spin by default, on the cores that the engine needs.

@@ -31,7 +31,7 @@ from tierstore.cli.options import (
 )
 from tierstore.cli.output import Output
 from tierstore.config import load
-from tierstore.units import format_seconds
+from tierstore.units import format_seconds, printable
 
 if TYPE_CHECKING:
     from tierstore.serve.api.metrics import ServerMetrics
@@ -151,7 +151,7 @@ def _run(config: ServeConfig, listening: Listening, output: Output) -> None:
         )
         stack.enter_context(engine)
         metrics.show(engine)
-        name = listening.name or config.store.resolve().name
+        name = printable(listening.name or config.store.resolve().name)
         for line in engine.running.lines:
             output.line(line)
         output.line(f"opened in {format_seconds(time.monotonic() - begun_s)}")

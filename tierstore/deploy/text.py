@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tierstore.capabilities import package_path
 from tierstore.errors import DataError
 from tierstore.hf.packages import quiet_transformers
 from tierstore.moe.seeds import derive_seed
@@ -69,8 +70,8 @@ def read_windows(paths: Sequence[Path], tokenizer: Path | None, *, length: int, 
 def _tokens(text: str, tokenizer: Path | None) -> Tensor:
     if tokenizer is None:
         return torch.tensor(list(text.encode()), dtype=torch.long)
-    with quiet_transformers():
+    with quiet_transformers(), package_path(tokenizer) as path:
         from transformers import AutoTokenizer
 
-        made: Any = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
+        made: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
         return torch.tensor(made(text, add_special_tokens=False)["input_ids"], dtype=torch.long)

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
+
+from tierstore.capabilities import kernel_text, unescaped
 
 _PROC = Path("/proc")
 _SYS = Path("/sys")
@@ -67,18 +68,12 @@ def _entry(number: str, proc: Path, sys: Path) -> Path | None:
 
 def _source(number: str, proc: Path) -> str | None:
     """What was mounted as device ``number``, if it is a path under /dev."""
-    with contextlib.suppress(OSError):
-        for line in (proc / "self/mountinfo").read_text().splitlines():
-            mount, _, origin = line.partition(" - ")
-            fields, parts = mount.split(), origin.split()
-            if len(fields) > 2 and len(parts) > 1 and fields[2] == number and parts[1].startswith("/dev/"):
-                return _unescaped(parts[1])
+    for line in kernel_text(proc / "self/mountinfo").split("\n"):
+        mount, _, origin = line.partition(" - ")
+        fields, parts = mount.split(), origin.split()
+        if len(fields) > 2 and len(parts) > 1 and fields[2] == number and parts[1].startswith("/dev/"):
+            return unescaped(parts[1])
     return None
-
-
-def _unescaped(text: str) -> str:
-    """mountinfo writes blanks and backslashes as three octal digits."""
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
 
 def _disks(entry: Path, through: tuple[str, ...], proc: Path, sys: Path) -> list[Disk]:
@@ -88,7 +83,7 @@ def _disks(entry: Path, through: tuple[str, ...], proc: Path, sys: Path) -> list
     if slaves:
         inner = (*through, entry.name)
         return [disk for slave in slaves for disk in _disks(slave.resolve(), inner, proc, sys)]
-    backing = _text(entry / "loop/backing_file")
+    backing = kernel_text(entry / "loop/backing_file")
     if backing:
         with contextlib.suppress(OSError):
             number = os.stat(backing).st_dev
@@ -99,21 +94,14 @@ def _disks(entry: Path, through: tuple[str, ...], proc: Path, sys: Path) -> list
 
 
 def _disk(entry: Path, through: tuple[str, ...]) -> Disk:
-    rotational = _text(entry / "queue/rotational")
-    sectors = _text(entry / "size")
+    rotational = kernel_text(entry / "queue/rotational")
+    sectors = kernel_text(entry / "size")
     pieces = str(entry)
     return Disk(
         name=entry.name,
         through=through,
-        model=" ".join(_text(entry / "device/model").split()),
+        model=" ".join(kernel_text(entry / "device/model").split()),
         rotational=rotational == "1" if rotational in ("0", "1") else None,
         size_bytes=int(sectors) * _SECTOR if sectors.isdigit() else 0,
         bus=next((bus for bus in _BUSES if f"/{bus}" in pieces), ""),
     )
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tierstore.capabilities import package_path
 from tierstore.errors import ConfigError
 from tierstore.hf.describing import CONFIG_NAME, read_config
 from tierstore.hf.experts import IMPLEMENTATION, expert_shape_of, experts_modules, is_experts, register
@@ -136,9 +137,9 @@ def load_module(path: Path | str, dtype: torch.dtype | None = None, **options: A
     config = parse_config(read_config(Path(path)), where=str(path))
     kind = class_of(config)
     known: dict[nn.Module, tuple[ExpertShape, int]] = {}
-    with _LOADING, _without_experts(kind, known):
+    with _LOADING, _without_experts(kind, known), package_path(path) as name:
         module = kind.from_pretrained(
-            path,
+            name,
             config=config,
             dtype="auto" if dtype is None else dtype,
             experts_implementation=IMPLEMENTATION,

@@ -26,6 +26,7 @@ from tierstore.lab.entries import SECTION_GROUPS, EntryTable
 from tierstore.lab.results import TraceInfo
 from tierstore.trace.format import Trace, TraceHeader, TraceKind
 from tierstore.trace.reader import read_chunks, read_summary
+from tierstore.units import printable
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
@@ -241,9 +242,8 @@ def load_requests(path: str | os.PathLike[str], *, name: str | None = None) -> R
         reader = _Reader(summary.header)
         for chunk in read_chunks(file, summary):
             reader.add(chunk, shown)
-    return reader.finish(
-        name=name if name is not None else Path(path).name, sha256=summary.sha256, path=shown
-    )
+    called = printable(name if name is not None else Path(path).name)
+    return reader.finish(name=called, sha256=summary.sha256, path=shown)
 
 
 def trace_requests(trace: Trace, *, name: str = "trace") -> Requests:

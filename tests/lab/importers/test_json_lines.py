@@ -274,7 +274,11 @@ def test_files_of_no_common_log(merged, tmp_path, other, message):
     assert not (tmp_path / "trace").exists()
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None,
+    max_examples=60,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(
     st.lists(  # steps, of tokens, of layers, of experts
         st.integers(1, 3).flatmap(

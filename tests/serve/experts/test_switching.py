@@ -62,7 +62,11 @@ def passes(draw: st.DrawFn) -> list[tuple[ServingPhase, int, list[tuple[int, lis
     return made
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(
     asked=passes(),
     ring=st.integers(0, 4),

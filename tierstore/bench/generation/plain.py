@@ -17,6 +17,7 @@ from tierstore.bench.generation.contestant import (
     timed,
 )
 from tierstore.bench.generation.workload import GenerationWorkload
+from tierstore.capabilities import package_path
 from tierstore.hf.packages import quiet_transformers, transformers
 
 _EXPERTS = "grouped_mm"
@@ -62,9 +63,9 @@ def _load(task: ContestantTask, **options: Any) -> Any:
     package = transformers()
     torch.set_num_threads(task.threads)
     package.utils.logging.disable_progress_bar()
-    with quiet_transformers():
+    with quiet_transformers(), package_path(str(task.checkpoint)) as path:
         model = package.AutoModelForCausalLM.from_pretrained(
-            task.checkpoint, dtype=torch.bfloat16, experts_implementation=_EXPERTS, **options
+            path, dtype=torch.bfloat16, experts_implementation=_EXPERTS, **options
         )
     return model.eval()
 
@@ -87,7 +88,8 @@ def open_offloaded(task: ContestantTask) -> Iterator[Contestant]:
 def layer_map(task: ContestantTask) -> Mapping[str, str]:
     """Where each module of the model lies."""
     package = transformers()
-    config = package.AutoConfig.from_pretrained(task.checkpoint)
+    with package_path(str(task.checkpoint)) as path:
+        config = package.AutoConfig.from_pretrained(path)
     with torch.device("meta"):
         model = package.AutoModelForCausalLM.from_config(config)
     body = model.base_model_prefix

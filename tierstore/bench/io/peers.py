@@ -171,7 +171,7 @@ class _Lmdb(Peer):
 
         self._nbytes, self._path = records.nbytes, directory / "lmdb"
         size = records.count * (records.nbytes + (1 << 20)) + (16 << 20)
-        with lmdb.open(str(self._path), map_size=size) as environment:
+        with lmdb.open(os.fsencode(self._path), map_size=size) as environment:
             for number in range(records.count):
                 with environment.begin(write=True) as transaction:
                     transaction.put(self._key(number), records.content(number).data)
@@ -188,7 +188,7 @@ class _Lmdb(Peer):
         buffer = np.empty(self._nbytes, np.uint8)
         # Opened anew: the kernel does not drop pages that are mapped.
         with (
-            lmdb.open(str(self._path), readonly=True, lock=False) as environment,
+            lmdb.open(os.fsencode(self._path), readonly=True, lock=False) as environment,
             environment.begin(buffers=True) as transaction,
         ):
             for number in order:

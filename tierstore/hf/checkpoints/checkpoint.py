@@ -243,7 +243,7 @@ class Checkpoint:
             with open(path, "rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no reading ahead
-                digest.update(f"{path.name} {size}\n".encode())
+                digest.update(os.fsencode(path.name) + f" {size}\n".encode())
                 header = 8 + int.from_bytes(file.read(8), "little")
                 file.seek(0)
                 digest.update(file.read(header))

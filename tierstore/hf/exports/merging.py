@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tierstore.capabilities import require_package
+from tierstore.capabilities import package_path, require_package
 from tierstore.errors import ConfigError, DataError
 from tierstore.hf.checkpoints.checkpoint import read_header
 from tierstore.hf.checkpoints.weights import PLAIN
@@ -90,7 +90,8 @@ def load_adapter(directory: Path, store: Path) -> Adapter:
         raise DataError(
             f"{directory / ADAPTER_FILE}: {strange.name}: expected {' or '.join(PLAIN)}, found {strange.dtype}"
         )
-    tensors = require_package("safetensors.torch", "an adapter").load_file(directory / ADAPTER_FILE)
+    with package_path(directory) as path:
+        tensors = require_package("safetensors.torch", "an adapter").load_file(f"{path}/{ADAPTER_FILE}")
     wide = {name: value.to(torch.float32) for name, value in tensors.items()}
     for name, value in wide.items():
         if not torch.isfinite(value).all():

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from importlib import resources
 
 from tierstore.errors import CapabilityError
+from tierstore.units import printable
 
 _NEEDED = ("matplotlib", "jinja2")
 _SHARED = ("page.html", "macros.html")
@@ -39,7 +40,7 @@ def render_page(package: str, template: str, **values: object) -> str:
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
     )
-    return environment.get_template(template).render(**values)
+    return printable(environment.get_template(template).render(**values))  # names of files may be in it
 
 
 def _source(package: str, name: str) -> str:

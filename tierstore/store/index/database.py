@@ -87,7 +87,7 @@ class Index:
             # lock=False: the store's lease already admits one process that writes, or those that read, and one thread
             # commits. LMDB's own lock file would also be written by readers.
             self._env = lmdb.open(
-                str(directory),
+                os.fsencode(directory),  # a str must be UTF-8
                 map_size=self._map_bytes,
                 max_dbs=4,
                 lock=False,
@@ -114,7 +114,7 @@ class Index:
         """A new index. Raises OSError (ENOSPC) when its space is not to be had."""
         directory.mkdir()
         try:
-            with lmdb.open(str(directory), map_size=_FIRST_BYTES, max_dbs=4, lock=False) as env:
+            with lmdb.open(os.fsencode(directory), map_size=_FIRST_BYTES, max_dbs=4, lock=False) as env:
                 databases = [env.open_db(name) for name in _DATABASES]
                 with env.begin(write=True) as txn:
                     txn.put(_CHECKSUM, bytes(8), db=databases[0])

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from tierstore.capabilities import require_package
+from tierstore.capabilities import package_path, require_package
 from tierstore.errors import ConfigError, DataError
 from tierstore.train.files import DataConfig, DataFormat
 
@@ -187,7 +187,8 @@ def _lines(path: Path, column: str, read: Read) -> Iterator[Document]:
 def _rows(path: Path, column: str, read: Read) -> Iterator[Document]:
     parquet = require_package("pyarrow.parquet", "reading Parquet")
     try:
-        file = parquet.ParquetFile(path, memory_map=False)
+        with package_path(path) as name:
+            file = parquet.ParquetFile(name, memory_map=False)
     except _ARROW as error:
         raise DataError(f"{path}: cannot be read as Parquet: {first_line(error)}") from error
     with file:

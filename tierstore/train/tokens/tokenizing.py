@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.capabilities import require_package
+from tierstore.capabilities import package_path, require_package
 from tierstore.errors import ConfigError, DataError
 from tierstore.train.tokens.chats import ChatTemplate, Span
 from tierstore.train.tokens.documents import Chat, Message, first_line
@@ -150,10 +150,10 @@ class DocumentTokenizer:
 def _load(directory: Path) -> Any:
     transformers = require_package("transformers", "a model's tokenizer")
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), package_path(directory) as path:
             warnings.simplefilter("ignore")  # about its own ways to be loaded
             return transformers.AutoTokenizer.from_pretrained(
-                str(directory), local_files_only=True, trust_remote_code=False
+                path, local_files_only=True, trust_remote_code=False
             )
     except Exception as error:  # a damaged file raises anything: KeyError, Exception of the part in Rust
         raise ConfigError(f"{directory}: the tokenizer cannot be loaded: {first_line(error)}") from error
