@@ -38,6 +38,7 @@ from tierstore.lab.simulate import (
 )
 from tierstore.lab.tuning import LEAST_STEPS, Hindsight, TuneOptions, Tuning, tune
 from tierstore.trace.format import MAGIC
+from tierstore.units import printable
 
 _WINDOWS = 50
 
@@ -193,7 +194,7 @@ def _regimes(source: Path, options: StudyOptions, heard: OnRegime) -> Iterator[t
     with source.open("rb") as file:
         recorded = file.read(len(MAGIC)) == MAGIC
     if recorded:
-        yield source.stem, load_requests(source)
+        yield printable(source.stem), load_requests(source)
         return
     if detect_kind(source) is not SourceKind.NPZ:
         raise ConfigError(f"{source}: expected a trace or an npz with topk; import it first")
