@@ -248,16 +248,18 @@ def test_instruction_sets(tmp_path: Path, flags: str, sets: list[str]) -> None:
 
 def test_mounts(tmp_path: Path) -> None:
     (tmp_path / "self").mkdir()
-    (tmp_path / "self/mountinfo").write_text(
-        "22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw\n"
-        "23 22 259:0 / /pmem rw,relatime - xfs /dev/pmem0 rw,attr2,dax=always\n"
-        "24 22 8:2 / /pm rw - tmpfs tmpfs rw\n"
-        "25 22 8:3 / /with\\040space rw - btrfs /dev/sdb rw\n"
-        "a line that is cut\n"
+    (tmp_path / "self/mountinfo").write_bytes(
+        b"22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw\n"
+        b"23 22 259:0 / /pmem rw,relatime - xfs /dev/pmem0 rw,attr2,dax=always\n"
+        b"24 22 8:2 / /pm rw - tmpfs tmpfs rw\n"
+        b"25 22 8:3 / /with\\040space rw - btrfs /dev/sdb rw\n"
+        b"26 22 8:4 / /\xff rw - f2fs /dev/sdc rw\n"
+        b"a line that is cut\n"
     )
     assert filesystem_type(Path("/pmem/store"), tmp_path) == "xfs"
     assert filesystem_type(Path("/pmemory"), tmp_path) == "ext4"
     assert filesystem_type(Path("/with space/x"), tmp_path) == "btrfs"
+    assert filesystem_type(Path(os.fsdecode(b"/\xff/x")), tmp_path) == "f2fs"
     assert probe_dax(Path("/pmem/store"), tmp_path).available
     assert probe_dax(Path("/home"), tmp_path) == Finding(False, "/ (ext4) is not mounted with dax")
     assert filesystem_type(Path("/home"), tmp_path / "none") == "unknown"
