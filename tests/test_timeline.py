@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierstore._native import Activity, Arena, Buffer, Engine, File, FileCreate, HugePages, Link
+from tierstore.errors import ConfigError
 from tierstore.timeline import NullTimeline, OperationSpans, Timeline, TimelineSink, Track, open_timeline
 
 
@@ -81,7 +82,7 @@ def test_valid_after_an_exception(tmp_path: Path) -> None:
 
 def test_empty_and_replaced(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    path.write_text("something longer that was here before " * 100)
+    path.write_text('[\n{"ph":"M"},' + "\n" * 9000)
     timeline = Timeline(path)
     timeline.close()
     timeline.close()
@@ -90,7 +91,7 @@ def test_empty_and_replaced(tmp_path: Path) -> None:
         timeline.add(Track.COMPUTE, "late", 0, 1)
 
 
-@pytest.mark.parametrize("before", [None, "somebody's"])
+@pytest.mark.parametrize("before", [None, "[\n]\n"])
 def test_what_is_refused_before_it_starts_changes_nothing(tmp_path: Path, before: str | None) -> None:
     path = tmp_path / "trace.json"
     if before is not None:
@@ -137,9 +138,8 @@ def test_an_end_before_its_start_is_refused(tmp_path: Path) -> None:
 
 
 def test_errors_name_the_file(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError) as caught:
+    with pytest.raises(ConfigError, match=f"no directory {tmp_path / 'nowhere'}"):
         Timeline(tmp_path / "nowhere" / "t.json")
-    assert "nowhere" in str(caught.value.filename)
     full = Timeline(Path("/dev/full"))
     with pytest.raises(OSError, match="/dev/full"):
         full.close()

@@ -11,13 +11,13 @@ from __future__ import annotations
 import json
 import os
 import platform
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from tierstore.errors import DataError
 from tierstore.machine import block_device, disk
+from tierstore.outputs import OutputKind, write_output
 
 IO_PROFILE_VERSION = 1
 _FORMAT = "tierstore-io-profile"
@@ -97,16 +97,7 @@ def save_io_point(directory: Path, point: IoPoint) -> Path | None:
     devices[device_name(directory)] = asdict(point)
     text = json.dumps({"format": _FORMAT, "version": IO_PROFILE_VERSION, "devices": devices}, indent=1)
     path.parent.mkdir(parents=True, exist_ok=True)
-    fd, partial = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(fd, "w") as file:
-            file.write(text + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except BaseException:
-        os.unlink(partial)
-        raise
+    write_output(path, OutputKind.IO_PROFILE, text + "\n")
     return path
 
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from tierstore.errors import DataError
 from tierstore.links import LinkConfig
+from tierstore.outputs import OutputKind, write_output
 from tierstore.stats import median_line
 
 PROFILE_VERSION = 1
@@ -153,7 +154,7 @@ def save_profile(profile: Profile, path: Path) -> None:
             if isinstance(cost, dict) and not math.isfinite(cost.get("per_s", 0.0)):
                 cost["per_s"] = None
     text = json.dumps({"profile_version": PROFILE_VERSION, **plain}, indent=2, allow_nan=False)
-    path.write_text(text + "\n")
+    write_output(path, OutputKind.PROFILE, text + "\n")
 
 
 def load_profile(path: Path) -> Profile:

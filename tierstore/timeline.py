@@ -27,6 +27,7 @@ from types import TracebackType
 
 from tierstore._native import Activity, Engine
 from tierstore.errors import naming
+from tierstore.outputs import OutputKind, check_output
 
 Args = Mapping[str, str | int | float | bool | None]
 
@@ -95,17 +96,17 @@ class NullTimeline(TimelineSink):
 
 
 class Timeline(TimelineSink):
-    """Writes the trace to ``path``, which it replaces. A context manager; it closes on exceptions too.
+    """Writes the trace to ``path``, in the place of an earlier one. A context manager; it closes on exceptions too.
 
     A context that an exception leaves before anything was recorded leaves the file as it was, or none: what is refused
-    changes nothing. Raises OSError, naming ``path``, when the file cannot be opened. One that cannot be written fails no
-    work that is recorded: no more is recorded (``failure``), and closing raises.
+    changes nothing. Raises as ``check_output`` does, and OSError, naming ``path``, when the file cannot be opened. One that
+    cannot be written fails no work that is recorded: no more is recorded (``failure``), and closing raises.
     """
 
     enabled = True
 
     def __init__(self, path: Path, *, clock: Callable[[], int] = time.monotonic_ns) -> None:
-        self._path = path
+        self._path = path = check_output(path, OutputKind.TIMELINE)
         self._clock = clock
         self._lock = threading.Lock()  # guards everything below
         self._made = not path.exists()

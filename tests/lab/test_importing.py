@@ -56,11 +56,11 @@ def test_what_is_like_nothing_known(tmp_path):
 
 def test_a_target_is_whole_or_as_it_was(tmp_path):
     source, target = tmp_path / "source", tmp_path / "trace"
-    target.write_text("what was there")
+    target.write_bytes(b"tsrtrace, what was there")
     source.write_bytes(b"1\n2\n3 4\n")
     with pytest.raises(DataError, match="line 3"):
         import_trace(source, target, kind=SourceKind.TEXT)
-    assert target.read_text() == "what was there"
+    assert target.read_bytes() == b"tsrtrace, what was there"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source", "trace"]
 
 

@@ -16,17 +16,18 @@ from tierstore.cli.interrupts import Interrupts
 from tierstore.cli.models import deployed_settings, describe_settings
 from tierstore.cli.options import (
     EXISTING_DIRECTORY,
-    FILE,
     SIZE,
     bundled,
     config_overrides,
     help_config_option,
     json_option,
     options,
+    output_file,
     set_option,
 )
 from tierstore.cli.output import Output
 from tierstore.config import load
+from tierstore.outputs import OutputKind
 from tierstore.prefetch.predictor import PredictorName
 from tierstore.serve.config import ServeConfig
 from tierstore.timeline import open_timeline
@@ -80,8 +81,10 @@ class _Asked:
     type=click.Choice([name.value for name in PredictorName]),
     help="What guesses the experts of coming layers (prefetch.predictor).",
 )
-@click.option("--timeline", type=FILE, help="Write a Chrome trace for Perfetto.")
-@click.option("--record-trace", type=FILE, help="Record every cache decision's input.")
+@click.option("--timeline", type=output_file(OutputKind.TIMELINE), help="Write a Chrome trace for Perfetto.")
+@click.option(
+    "--record-trace", type=output_file(OutputKind.TRACE), help="Record every cache decision's input."
+)
 @set_option()
 @json_option
 @help_config_option(lambda: ServeConfig)

@@ -13,6 +13,7 @@ import click
 from tierstore.cli.output import Output
 from tierstore.config import dotted_fields
 from tierstore.errors import ConfigError
+from tierstore.outputs import OutputKind, check_output, refuse_same
 from tierstore.units import format_bytes, parse_size
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -24,8 +25,10 @@ _ANY_WHOLE = 2**62
 if TYPE_CHECKING:
     _IntType = click.ParamType[int]
     _TextType = click.ParamType[str]
+    _PathType = click.Path[Path]
 else:
     _IntType = _TextType = click.ParamType
+    _PathType = click.Path
 
 
 class _Size(_IntType):
@@ -63,12 +66,43 @@ def _name(param: click.Parameter | None) -> str:
     return next((option for option in param.opts if option.startswith("-")), param.human_readable_name)
 
 
+class _Path(_PathType):
+    """A path to read or, with ``output``, a file to write: one that it may replace, and that the command reads or writes
+    for nothing else.
+    """
+
+    def __init__(self, output: OutputKind | None = None, **checks: bool) -> None:
+        super().__init__(path_type=Path, **checks)
+        self.output = output
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        path: Path = super().convert(value, param, ctx)
+        if ctx is None or ctx.resilient_parsing:
+            return path
+        # Every path of the command, and the file that an output would replace.
+        known: list[tuple[Path, bool]] = ctx.meta.setdefault("tierstore.paths", [])
+        try:
+            target = path if self.output is None else check_output(path, self.output)
+            others = [other for other, output in known if output or self.output is not None]
+            if target.is_file() or not target.exists():
+                refuse_same(target, others)
+        except ConfigError as exc:
+            raise click.UsageError(f"{_name(param)}: {exc}", ctx) from exc
+        known.append((target, self.output is not None))
+        return path
+
+
+def output_file(kind: OutputKind) -> _Path:
+    """A file that the command writes."""
+    return _Path(kind, dir_okay=False)
+
+
 SIZE = _Size()
 FRACTION = _Fraction()
-PATH = click.Path(path_type=Path)
-FILE = click.Path(path_type=Path, dir_okay=False)
-EXISTING_FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
-EXISTING_DIRECTORY = click.Path(path_type=Path, exists=True, file_okay=False)
+PATH = _Path()
+FILE = _Path(dir_okay=False)
+EXISTING_FILE = _Path(exists=True, dir_okay=False)
+EXISTING_DIRECTORY = _Path(exists=True, file_okay=False)
 
 
 def options(*decorators: Callable[[Any], Any]) -> Callable[[F], F]:

@@ -27,10 +27,12 @@ from tierstore.cli.options import (
     help_config_option,
     json_option,
     options,
+    output_file,
     set_option,
 )
 from tierstore.cli.output import Output
 from tierstore.config import load
+from tierstore.outputs import OutputKind
 from tierstore.units import format_seconds, printable
 
 if TYPE_CHECKING:
@@ -65,8 +67,12 @@ _listening_options = options(
     ),
     click.option("--api-keys", type=EXISTING_FILE, help="File of keys, one a line; a request must bear one."),
     click.option("--name", help="The model's name in requests (default: the store's directory)."),
-    click.option("--record-trace", type=PATH, help="Record every cache decision's input."),
-    click.option("--timeline", type=PATH, help="Write a Chrome trace for Perfetto."),
+    click.option(
+        "--record-trace", type=output_file(OutputKind.TRACE), help="Record every cache decision's input."
+    ),
+    click.option(
+        "--timeline", type=output_file(OutputKind.TIMELINE), help="Write a Chrome trace for Perfetto."
+    ),
 )
 
 

@@ -25,12 +25,14 @@ from tierstore.cli.options import (
     config_overrides,
     help_config_option,
     json_option,
+    output_file,
     set_option,
 )
 from tierstore.cli.output import Output, OutputMode, ProgressBar
 from tierstore.config import load
 from tierstore.devices import disk_health, disks_under
 from tierstore.machine import disk, existing_parent
+from tierstore.outputs import OutputKind
 from tierstore.timeline import TimelineSink, open_timeline
 from tierstore.units import format_bytes, format_seconds
 
@@ -62,9 +64,13 @@ _INTERRUPTED = 130
 @click.option("--resume", is_flag=True, help="Go on from the store's last commit.")
 @click.option("--commit-every", type=int, help="Steps between commits (0: only at the end).")
 @checksum_option
-@click.option("--metrics", type=PATH, help="Append one JSON line a step to this file.")
-@click.option("--timeline", type=PATH, help="Write a Chrome trace for Perfetto.")
-@click.option("--record-trace", type=PATH, help="Record every cache decision's input.")
+@click.option(
+    "--metrics", type=output_file(OutputKind.METRICS), help="Append one JSON line a step to this file."
+)
+@click.option("--timeline", type=output_file(OutputKind.TIMELINE), help="Write a Chrome trace for Perfetto.")
+@click.option(
+    "--record-trace", type=output_file(OutputKind.TRACE), help="Record every cache decision's input."
+)
 @set_option()
 @json_option
 @help_config_option()

@@ -9,7 +9,6 @@ import enum
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from tierstore.lab.importers.oracle_general import ORACLE_RECORD, oracle_general
 from tierstore.lab.importers.source import Importer, open_source
 from tierstore.lab.importers.text import TextOptions, text_requests
 from tierstore.lab.importers.topk_npz import TopkImporter, TopkOptions
+from tierstore.outputs import OutputKind, check_output, replacing
 from tierstore.trace.format import EventColumns, TraceHeader, TraceKind
 from tierstore.trace.reader import read_summary
 from tierstore.trace.records import RecordTable
@@ -96,11 +96,12 @@ def import_trace(
     importer = _importer(paths, chosen, config.load(_OPTIONS[chosen], None, options))
     more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
     origin = f"imported from {paths[0].name}{more} ({chosen.value})"
-    with _replacing(Path(target)) as partial:
-        summary = _written(partial, importer, chosen, origin)
     if keys is not None:
-        with Path(keys).open("w", encoding="utf-8", errors="surrogateescape") as file:
-            file.writelines(f"{name}\n" for name in importer.names())
+        check_output(keys, OutputKind.NAMES, sources=[*paths, target])
+    summary = _written(Path(target), importer, chosen, origin, paths)
+    if keys is not None:
+        with replacing(keys, OutputKind.NAMES, sources=paths) as file:
+            file.writelines(_line(name) for name in importer.names())
     return summary
 
 
@@ -132,9 +133,17 @@ def _importer(paths: Sequence[Path], kind: SourceKind, options: Any) -> Importer
             return KeyTrace(options, text_requests(path, options))
 
 
-def _written(partial: Path, importer: Importer, kind: SourceKind, origin: str) -> ImportSummary:
+def _line(name: str) -> bytes:
+    """A name as a line of its own: a backslash, and what would end the line, as escapes."""
+    escaped = name.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r")
+    return f"{escaped}\n".encode(errors="surrogateescape")
+
+
+def _written(
+    target: Path, importer: Importer, kind: SourceKind, origin: str, sources: Sequence[Path]
+) -> ImportSummary:
     requests = steps = 0
-    with TraceWriter(partial, TraceHeader(0, policy="lru", origin=origin)) as writer:
+    with TraceWriter(target, TraceHeader(0, policy="lru", origin=origin), sources=sources) as writer:
         for chunk in importer.chunks():
             writer.extend(chunk)
             requests += len(chunk.records)
@@ -143,7 +152,7 @@ def _written(partial: Path, importer: Importer, kind: SourceKind, origin: str) -
             raise DataError(f"{origin}: expected at least one request, found none")
         table = importer.table()
         writer.header = replace(writer.header, capacity_frames=table.total_frames, records=table)
-    with partial.open("rb") as file:
+    with target.open("rb") as file:
         summary = read_summary(file)
     return ImportSummary(
         kind=kind,
@@ -162,22 +171,10 @@ def write_trace(
     target: str | os.PathLike[str], table: RecordTable, chunks: Iterator[EventColumns], *, origin: str
 ) -> None:
     """Writes events to ``target``, as a trace in which everything fits."""
-    with _replacing(Path(target)) as partial:
-        header = TraceHeader(table.total_frames, policy="lru", records=table, origin=origin)
-        with TraceWriter(partial, header) as writer:
-            for chunk in chunks:
-                writer.extend(chunk)
-
-
-@contextmanager
-def _replacing(target: Path) -> Iterator[Path]:
-    """A path beside ``target`` that takes its name when the block ends, and is removed if it fails."""
-    partial = target.with_name(f"{target.name}.partial")
-    try:
-        yield partial
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
+    header = TraceHeader(table.total_frames, policy="lru", records=table, origin=origin)
+    with TraceWriter(target, header) as writer:
+        for chunk in chunks:
+            writer.extend(chunk)
 
 
 def detect_kind(source: str | os.PathLike[str]) -> SourceKind:

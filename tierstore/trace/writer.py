@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import zlib
-from pathlib import Path
+from collections.abc import Iterable
+from contextlib import ExitStack
 from types import TracebackType
-from typing import BinaryIO, Self
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tierstore.outputs import OutputKind, replacing
 from tierstore.trace.format import (
     DESCRIPTION,
     MAGIC,
@@ -30,18 +32,23 @@ _CHUNK_ROWS = 1 << 16  # a chunk is written when it has this many units or event
 class TraceWriter:
     """Writes a trace as its events happen, a chunk at a time (a context manager).
 
-    One that fails leaves no trace; one that was not closed lacks its description and is refused when it is read.
-    ``header`` is written last: it may be replaced up to then by assigning it, as an importer does that meets records as
-    it reads.
+    The trace appears at ``path`` when it is closed; what was not completed does not. ``header`` is written last: it may be
+    replaced up to then by assigning it, as an importer does that meets records as it reads. Raises as
+    ``tierstore.outputs.check_output`` does, which is passed ``sources``.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], header: TraceHeader, *, coding: Coding = Coding.ZLIB
+        self,
+        path: str | os.PathLike[str],
+        header: TraceHeader,
+        *,
+        coding: Coding = Coding.ZLIB,
+        sources: Iterable[str | os.PathLike[str]] = (),
     ) -> None:
         self.header = header
         self._coding = coding
-        self._path = Path(path)
-        self._file: BinaryIO = self._path.open("wb")
+        self._output = ExitStack()
+        self._file = self._output.enter_context(replacing(path, OutputKind.TRACE, sources=sources))
         self._file.write(PREAMBLE.pack(MAGIC, VERSIONS[0], 0, 0))
         self._digest = EventDigest()
         self._events: list[tuple[int, int, int, int, int, int]] = []
@@ -105,7 +112,7 @@ class TraceWriter:
         """Writes what is buffered and the description, which completes the trace."""
         if self._file.closed:
             return
-        try:
+        with self._output:
             self._flush()
             start = self._file.tell()
             text, table = self.header.to_json().encode(), self.header.table
@@ -124,10 +131,6 @@ class TraceWriter:
             self._file.write(text + runs)
             self._file.seek(0)
             self._file.write(PREAMBLE.pack(MAGIC, self.header.version, 0, start))
-            self._file.close()
-        except BaseException:
-            self._discard()
-            raise
 
     def __enter__(self) -> Self:
         return self
@@ -138,12 +141,4 @@ class TraceWriter:
         if error is None:
             self.close()
         else:
-            self._discard()
-
-    def _discard(self) -> None:
-        # Half a trace is none.
-        try:
-            self._file.close()
-        finally:
-            if self._path.is_file():
-                self._path.resolve().unlink()
+            self._output.__exit__(kind, error, trace)  # half a trace is none

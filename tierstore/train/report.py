@@ -13,6 +13,7 @@ from types import TracebackType
 
 from tierstore.endurance import DAY_S, drive_life_s
 from tierstore.errors import naming
+from tierstore.outputs import OutputKind, check_output
 from tierstore.parallel import CollectiveTraffic
 from tierstore.stats import delta
 from tierstore.store.disk.drives import DriveReport
@@ -311,9 +312,9 @@ class MetricsLog:
     """
 
     def __init__(self, path: Path | None) -> None:
-        self._refused = (
-            None if path is None or path.exists() else path
-        )  # to be removed, unless the run starts
+        path = None if path is None else check_output(path, OutputKind.METRICS)
+        # To be removed, unless the run starts.
+        self._refused = None if path is None or path.exists() else path
         self._file = None if path is None else path.open("ab", buffering=0)
         self._before: dict[str, int] = {}
 

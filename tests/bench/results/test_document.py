@@ -135,6 +135,7 @@ def test_what_is_no_document(tmp_path: Path) -> None:
         path.write_bytes(text.encode("latin-1"))
         with pytest.raises(DataError, match=said):
             load_document(path)
+    path.unlink()
     save_document(document(small()), path)
     plain = json.loads(path.read_text())
     del plain["options"]

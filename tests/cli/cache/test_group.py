@@ -285,8 +285,11 @@ def test_refusals(trace: Path, tmp_path: Path) -> None:
         (("simulate", trace, "--steps-per-s", "0"), "--steps-per-s: expected more than 0"),
         (("curve", trace, "--points", "0"), "--points"),
         (("curve", trace, "--html", missing / "deep.html"), "--html"),
-        (("tune", trace, "--out", missing / "cache.toml"), f"--out: {missing} is no directory"),
-        (("study", trace, "--markdown", missing / "study.md"), f"--markdown: {missing} is no directory"),
+        (("tune", trace, "--out", missing / "cache.toml"), f"--out: there is no directory {missing}"),
+        (
+            ("study", trace, "--markdown", missing / "study.md"),
+            f"--markdown: there is no directory {missing}",
+        ),
         (("tune", trace, "--prefix", "1"), "--prefix: expected a fraction"),
         (("tune", trace, "--confidence", "0"), "--confidence: expected"),
         (("tune", trace, "--objective", "joy"), "--objective"),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tierstore.bench.pictures.bars import Bar, BarPanel, BarRow, draw_bars, joined
 from tierstore.bench.pictures.slices import TimelineSlice, read_slices
+from tierstore.outputs import OutputKind, write_output
 from tierstore.timeline import Track
 
 #: Rows from the top: title, track, whether only the turns on its link are drawn, colour.
@@ -38,7 +39,8 @@ def draw(timeline: Path, svg: Path) -> None:
             spans = joined([(bar.begin, bar.end) for bar in bars], (end - begin) / 1e6)
             bars = [Bar(*span, colour) for span in spans]
         rows.append(BarRow(title=title, bars=bars))
-    svg.write_text(draw_bars([BarPanel(rows=rows)], length=(end - begin) / 1e3, caption=_CAPTION))
+    drawn = draw_bars([BarPanel(rows=rows)], length=(end - begin) / 1e3, caption=_CAPTION)
+    write_output(svg, OutputKind.PICTURE, drawn)
 
 
 def last_step(

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -27,6 +26,7 @@ from types import MappingProxyType
 from tierstore import __version__, machine
 from tierstore.config import as_dict, from_dict
 from tierstore.errors import ConfigError, DataError
+from tierstore.outputs import OutputKind, write_output
 from tierstore.stats import percentile
 from tierstore.units import format_bytes, format_seconds
 
@@ -214,9 +214,7 @@ def save_document(document: Document, path: Path) -> None:
         "machine": as_dict(document.machine),
         "measurements": [{**as_dict(one), "met": one.met} for one in document.measurements],
     }
-    beside = path.with_name(f"{path.name}.partial")
-    beside.write_text(json.dumps(plain, indent=1, allow_nan=False) + "\n")
-    os.replace(beside, path)
+    write_output(path, OutputKind.DOCUMENT, json.dumps(plain, indent=1, allow_nan=False) + "\n")
 
 
 def load_document(path: Path) -> Document:

@@ -16,6 +16,7 @@ from tierstore.bench.results.comparing import Comparison
 from tierstore.bench.results.comparing import table as comparison_rows
 from tierstore.bench.results.document import Document, Measurement, Origin, shown
 from tierstore.lab.reports.page import Cell, Column, Table, check_report, own_ids, render_page
+from tierstore.outputs import OutputKind, write_output
 from tierstore.units import format_bytes
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def write_report(
     documents: Sequence[Document], path: Path, *, comparisons: Sequence[Comparison] = ()
 ) -> None:
     """Writes the page of ``documents`` to ``path``. Raises CapabilityError if the extra is not installed, or OSError."""
-    path.write_text(render_report(documents, comparisons=comparisons), encoding="utf-8")
+    write_output(path, OutputKind.PAGE, render_report(documents, comparisons=comparisons))
 
 
 def render_report(documents: Sequence[Document], *, comparisons: Sequence[Comparison] = ()) -> str:

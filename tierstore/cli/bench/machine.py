@@ -9,9 +9,10 @@ from pathlib import Path
 import click
 
 from tierstore.cli.bench.results import Reporting, results_options
-from tierstore.cli.options import EXISTING_DIRECTORY, FILE, SIZE, config_overrides, set_option
+from tierstore.cli.options import EXISTING_DIRECTORY, SIZE, config_overrides, output_file, set_option
 from tierstore.config import load
 from tierstore.errors import ConfigError
+from tierstore.outputs import OutputKind
 from tierstore.units import format_bytes, format_seconds
 
 #: Ends of the names of costs whose amounts are operations.
@@ -19,7 +20,7 @@ _COMPUTING = ("flops", "forward", "backward")
 
 
 @click.command()
-@click.argument("profile", type=FILE)
+@click.argument("profile", type=output_file(OutputKind.PROFILE))
 @click.option("--ranks", type=int, default=2, help="Local ranks for the collectives.")
 @click.option("--repeats", type=int, default=5, help="Measurements of each point.")
 @click.option("--threads", type=int, default=0, help="torch's threads (0: as they are).")
@@ -49,7 +50,7 @@ def machine(
             raise ConfigError(f"--set {name}: expected links.gather or links.exchange, nothing else is used")
     links = load(TrainConfig, None, config_overrides(settings, {})).links
 
-    session = reporting.begin(directory=directory, files={"PROFILE": profile})
+    session = reporting.begin(directory=directory)
     found = run(MachineBench(directory=directory, links=links, **sizes), session.output.line)
     measured = found.profile
     save_profile(measured, profile)

@@ -15,14 +15,15 @@ from tierstore.cli.bench.results import (
     work_directory_option,
 )
 from tierstore.cli.options import (
-    FILE,
     PATH,
     config_overrides,
     help_config_option,
+    output_file,
     set_option,
 )
 from tierstore.cli.output import Output
 from tierstore.config import load
+from tierstore.outputs import OutputKind
 from tierstore.units import format_seconds
 
 if TYPE_CHECKING:
@@ -48,8 +49,10 @@ if TYPE_CHECKING:
     help="On the processor, or as a device would: a time in which the processor is free.",
 )
 @work_directory_option
-@click.option("--timeline", type=FILE, help="Rank 0's Chrome trace of the balanced run.")
-@click.option("--svg", type=FILE, help="A picture of one of its steps.")
+@click.option(
+    "--timeline", type=output_file(OutputKind.TIMELINE), help="Rank 0's Chrome trace of the balanced run."
+)
+@click.option("--svg", type=output_file(OutputKind.PICTURE), help="A picture of one of its steps.")
 @namespace_option
 @set_option()
 @results_options()
@@ -91,7 +94,7 @@ def overlap(
         train=load(TrainConfig, config, config_overrides(settings, {"threads": 1})),
         **sizes,
     )
-    session = reporting.begin(directory=directory, files={"--timeline": timeline, "--svg": svg})
+    session = reporting.begin(directory=directory)
     result = run(plan, session.output.line)
     _show(result, session.output)
     session.end(result, measurements(result))

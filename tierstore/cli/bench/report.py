@@ -7,13 +7,16 @@ from pathlib import Path
 import click
 
 from tierstore.cli.bench.results import comparison_json, show_comparison
-from tierstore.cli.options import FILE, json_option
+from tierstore.cli.options import FILE, json_option, output_file
 from tierstore.cli.output import Output
+from tierstore.outputs import OutputKind
 
 
 @click.command()
 @click.argument("documents", nargs=-1, required=True, type=FILE)
-@click.option("--html", metavar="FILE", type=FILE, required=True, help="The page to write.")
+@click.option(
+    "--html", metavar="FILE", type=output_file(OutputKind.PAGE), required=True, help="The page to write."
+)
 @json_option
 def report(documents: tuple[Path, ...], html: Path, output: Output) -> None:
     """One HTML page of DOCUMENTS, which any benchmarks saved with --save: targets, plots, tables, machines."""

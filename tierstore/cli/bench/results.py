@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tierstore.cli.options import FILE, PATH, SIZE, F, bundled, json_option, options
+from tierstore.cli.options import FILE, PATH, SIZE, F, bundled, json_option, options, output_file
 from tierstore.cli.output import Output, finite
-from tierstore.errors import ConfigError, DataError
+from tierstore.errors import DataError
+from tierstore.outputs import OutputKind
 
 if TYPE_CHECKING:
     from tierstore.bench.results.comparing import Comparison
@@ -56,9 +57,17 @@ def results_options() -> Callable[[F], F]:
 
     return options(
         json_option,
-        click.option("--save", metavar="FILE.json", type=FILE, help="Write everything, with all samples."),
         click.option(
-            "--html", metavar="FILE", type=FILE, help="Write a report with plots (see bench report)."
+            "--save",
+            metavar="FILE.json",
+            type=output_file(OutputKind.DOCUMENT),
+            help="Write everything, with all samples.",
+        ),
+        click.option(
+            "--html",
+            metavar="FILE",
+            type=output_file(OutputKind.PAGE),
+            help="Write a report with plots (see bench report).",
         ),
         click.option(
             "--compare",
@@ -79,22 +88,17 @@ class Reporting:
     html: Path | None
     compare: Path | None
 
-    def begin(
-        self, *, directory: Path | None = None, files: Mapping[str, Path | None] | None = None
-    ) -> Session:
+    def begin(self, *, directory: Path | None = None) -> Session:
         """Call it before the work. ``directory``: where the benchmark measures; the document names its file system and
-        device. ``files``: further files to be written at the end, by the option that names them.
+        device.
 
         Raises errors that would otherwise come after the work: DataError for a document that cannot be compared with,
-        CapabilityError without the report's libraries, ConfigError for a file that cannot be written.
+        CapabilityError without the report's libraries.
         """
         from tierstore.bench.results.document import load_document, now
 
         context = click.get_current_context()
         bench = str(context.info_name)
-        for option, path in {"--save": self.save, "--html": self.html, **(files or {})}.items():
-            if path is not None and not path.absolute().parent.is_dir():
-                raise ConfigError(f"{option}: there is no directory {path.absolute().parent}")
         if self.html is not None:
             from tierstore.lab.reports.page import check_report
 

@@ -47,9 +47,11 @@ from tierstore.cli.options import (
     help_config_option,
     json_option,
     options_json,
+    output_file,
     set_option,
 )
 from tierstore.cli.output import Output
+from tierstore.outputs import OutputKind
 from tierstore.units import format_bytes
 
 if TYPE_CHECKING:
@@ -64,7 +66,7 @@ def cache() -> None:
 
 
 @cache.command()
-@click.argument("trace", type=FILE)
+@click.argument("trace", type=output_file(OutputKind.TRACE))
 @click.argument("config", required=False, type=PATH)
 @click.option("--data", multiple=True, help="Text file or directory (any number).")
 @click.option("--store", type=PATH, help="Store directory.")
@@ -86,7 +88,7 @@ def record(ctx: click.Context, /, trace: Path, **options: Any) -> None:
 @click.argument("source", nargs=-1, type=EXISTING_FILE)
 @click.argument("trace", required=False, type=FILE)
 @click.option("--kind", type=click.Choice(_KINDS), help="What SOURCE is (default: what it looks like).")
-@click.option("--keys", type=FILE, help="Write each record's name here.")
+@click.option("--keys", type=output_file(OutputKind.NAMES), help="Write each record's name here.")
 @click.option("--list-options", is_flag=True, help="List what --set takes for --kind, and exit.")
 @set_option("Set an option of the kind (see --list-options).")
 @json_option

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tierstore.cli.options import FILE, FRACTION, PATH, SIZE, F, options
+from tierstore.cli.options import FRACTION, PATH, SIZE, F, options, output_file
 from tierstore.errors import ConfigError
+from tierstore.outputs import OutputKind
 
 if TYPE_CHECKING:
     from tierstore.lab.costs import Machine
@@ -44,7 +45,9 @@ def capacity_option(*, multiple: bool) -> Callable[[F], F]:
 
 def html_option(command: F) -> F:
     """``--html FILE``: a report for a browser."""
-    return click.option("--html", type=FILE, help="Write a report for a browser.")(command)
+    return click.option("--html", type=output_file(OutputKind.PAGE), help="Write a report for a browser.")(
+        command
+    )
 
 
 def replay_options(command: F) -> F:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -78,24 +77,12 @@ def stage_progress(output: Output, label: str) -> Iterator[Callable[[str, int, i
 
 
 def check_html(html: Path | None) -> None:
-    """Before the work: a report that cannot be written is refused."""
+    """Before the work: a report that cannot be made is refused."""
     if html is None:
         return
     from tierstore.lab.reports.page import check_report
 
     check_report()
-    check_target("--html", html)
-
-
-def check_target(option: str, path: Path | None) -> None:
-    """Before the work: a file that cannot be written is refused. Raises ConfigError naming ``option``."""
-    if path is None:
-        return
-    folder = path.absolute().parent
-    if not folder.is_dir():
-        raise ConfigError(f"{option}: {folder} is no directory")
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        raise ConfigError(f"{option}: {path} cannot be written")
 
 
 def write_html(html: Path, study: Study, output: Output) -> None:

@@ -24,16 +24,16 @@ from tierstore.cli.cache.output import (
 )
 from tierstore.cli.cache.shared import (
     check_html,
-    check_target,
     load_trace_requests,
     stage_progress,
     study_of,
     write_html,
 )
 from tierstore.cli.cache.study import regimes_json
-from tierstore.cli.options import EXISTING_FILE, FILE, json_option
+from tierstore.cli.options import EXISTING_FILE, json_option, output_file
 from tierstore.cli.output import Output
 from tierstore.errors import ConfigError
+from tierstore.outputs import OutputKind, write_output
 
 if TYPE_CHECKING:
     from tierstore.lab.costs import Machine
@@ -62,7 +62,9 @@ if TYPE_CHECKING:
 @click.option("--prefix", type=float, default=0.5, help="Part of the steps to tune on.")
 @click.option("--confidence", type=float, default=0.95, help="Of the interval of the gain.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, help="Of the bootstrap.")
-@click.option("--out", type=FILE, help="Write the configuration to this file.")
+@click.option(
+    "--out", type=output_file(OutputKind.CONFIGURATION), help="Write the configuration to this file."
+)
 @contract_option
 @threads_option
 @machine_options
@@ -80,13 +82,12 @@ def tune(
     """Choose a policy for TRACE on its first part, and score it on the rest."""
     options = _tune_options(search)
     check_html(html)
-    check_target("--out", out)
     output.emit(_decide(trace, capacity, options, machine, output, html=html, out=out))
 
 
 @click.command()
 @click.argument("trace", type=EXISTING_FILE)
-@click.option("--html", type=FILE, required=True, help="The file to write.")
+@click.option("--html", type=output_file(OutputKind.PAGE), required=True, help="The file to write.")
 @capacity_option(multiple=False)
 @click.option("--points", type=click.IntRange(min=1), default=10, help="Of the curves.")
 @contract_option
@@ -112,7 +113,7 @@ def report(
 
 @click.command()
 @click.argument("sources", nargs=-1, required=True, type=EXISTING_FILE)
-@click.option("--markdown", type=FILE, help="Write the tables here.")
+@click.option("--markdown", type=output_file(OutputKind.TABLES), help="Write the tables here.")
 @contract_option
 @threads_option
 @machine_options
@@ -133,14 +134,13 @@ def study(
     from tierstore.lab.study import StudyOptions, run_study
 
     check_html(html)
-    check_target("--markdown", markdown)
     options = StudyOptions(contract=Contract(contract), threads=threads, machine=machine)
     found = run_study(sources, options, progress=lambda regime, what: output.line(f"{regime}: {what}"))
     tables = study_markdown(found)
     output.line(tables)
     output.line(f"{contract}, {NO_LOOKAHEAD}")
     if markdown is not None:
-        markdown.write_text(tables)
+        write_output(markdown, OutputKind.TABLES, tables)
     if html is not None:
         write_html(html, found, output)
     output.emit({"title": found.title, "assumptions": found.assumptions, "regimes": regimes_json(found)})
@@ -203,7 +203,7 @@ def _decide(
     show_tuning(found, requests.table.frame_bytes, output)
     show_assumptions(machine, f"{options.contract.value}, {found.result.scored}", output)
     if out is not None:
-        out.write_text(found.result.configuration)
+        write_output(out, OutputKind.CONFIGURATION, found.result.configuration)
     if html is not None:
         _report(requests, points, options, machine, found, html, output)
     return {

@@ -14,6 +14,8 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
+from tierstore.outputs import OutputKind, write_output
+
 SETTINGS: dict[Any, Any] = {
     "svg.hashsalt": "tierstore",
     "svg.fonttype": "none",
@@ -37,4 +39,5 @@ def picture(target: Path, panels: int, size: tuple[float, float], **layout: Any)
         yield figure.subplots(1, panels, **layout)
         drawn = io.StringIO()
         figure.savefig(drawn, format="svg", metadata={"Date": None, "Creator": None})
-    target.write_text(drawn.getvalue().replace(" \n", " "))  # a path a line, not a point a line
+    # A path a line, not a point a line.
+    write_output(target, OutputKind.PICTURE, drawn.getvalue().replace(" \n", " "))

@@ -10,11 +10,11 @@ import math
 import os
 from collections.abc import Sequence
 from itertools import count
-from pathlib import Path
 
 from tierstore import __version__
 from tierstore.lab.reports.page import Cell, Column, Table, check_report, own_ids, render_page
 from tierstore.lab.results import Outcome, OutcomeEvidence, RegimeStudy, Role, Study, TuneResult, marked
+from tierstore.outputs import OutputKind, write_output
 from tierstore.units import format_bytes, format_seconds
 
 _LAYER_COLUMNS = 6  # policies of the table by layer
@@ -22,7 +22,7 @@ _LAYER_COLUMNS = 6  # policies of the table by layer
 
 def write_report(study: Study, path: str | os.PathLike[str]) -> None:
     """Writes ``study`` to ``path``. Raises CapabilityError if the extra is not installed, or OSError."""
-    Path(path).write_text(render_report(study), encoding="utf-8")
+    write_output(path, OutputKind.PAGE, render_report(study))
 
 
 def render_report(study: Study) -> str:

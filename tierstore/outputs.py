@@ -1,0 +1,155 @@
+"""Files that commands write: what each of them may replace, and how it takes its place.
+
+An output replaces an earlier output of its own kind, or an empty file, and nothing else: no source, no store, no model.
+It is written beside its place and renamed once it is whole. A link is followed. A pipe, a device or an open descriptor
+(``/dev/stdout``) is written directly, or refused where the format needs a file to seek in.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import secrets
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+from tierstore.errors import ConfigError
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer as Buffer
+
+_HEAD_BYTES = 1 << 16
+_STORE = (
+    "tierstore.json"  # as ``tierstore.store.disk.home`` has it: an empty file of a store is its lock, say
+)
+_DESCRIPTOR = re.compile(r"/(?:proc/(?:self|\d+)|dev)/fd/(\d+)")
+
+
+class OutputKind(Enum):
+    """What an output holds: its name in errors, and how such a file begins."""
+
+    TRACE = "a trace", rb"tsrtrace"
+    TIMELINE = "a timeline", rb'\[\s*(\{"ph"|\])'
+    METRICS = "metrics of a run", rb'\{"step": '
+    PAGE = "an HTML page", rb"(?i)\s*<(!doctype )?html"
+    PICTURE = "an SVG picture", rb"(?s)\s*(<\?xml.*)?<svg"
+    DOCUMENT = "a benchmark's document", rb'\{\s*"format": "tierstore-bench"'
+    PROFILE = "a machine profile", rb'\{\s*"profile_version"'
+    IO_PROFILE = "an I/O profile", rb'\{\s*"format": "tierstore-io-profile"'
+    TABLES = "tables of a study", rb"All miss ratios and bytes are simulated"
+    CONFIGURATION = "a tuned configuration", rb"# for a cache of "
+    NAMES = "names of records, none twice", rb"([^\s,{\0]+\n)+([^\s,{\0]+)?\Z"
+
+    def begins(self, head: bytes) -> bool:
+        """Whether ``head`` can be the start of such a file."""
+        lines = head.splitlines() if self is OutputKind.NAMES else []
+        return re.match(self.value[1], head) is not None and len(set(lines)) == len(lines)
+
+
+def check_output(
+    path: str | os.PathLike[str], kind: OutputKind, *, sources: Iterable[str | os.PathLike[str]] = ()
+) -> Path:
+    """The regular file that ``path`` stands for, or ``path`` itself where it is written directly.
+
+    Raises ConfigError where it may not be written: it is one of ``sources`` by any name, holds something else than
+    ``kind``, cannot seek, or its directory is missing or takes no file; OSError.
+    """
+    target = Path(os.path.realpath(path))
+    if target.is_dir():
+        raise ConfigError(f"{path}: expected a file, found a directory")
+    if _is_direct(path):
+        if kind is OutputKind.TRACE:
+            raise ConfigError(f"{path}: {kind.value[0]} needs a regular file, not a pipe or a device")
+        return Path(path)
+    if not target.parent.is_dir():
+        raise ConfigError(f"there is no directory {target.parent}")
+    if not os.access(target.parent, os.W_OK):
+        raise ConfigError(f"{path} cannot be written: {target.parent} takes no file")
+    refuse_same(target, sources)
+    if not target.exists():
+        return target
+    with target.open("rb") as file:
+        head = file.read(_HEAD_BYTES)
+    in_store = any((folder / _STORE).exists() for folder in target.parents)
+    if not kind.begins(head) if head else in_store:
+        raise ConfigError(f"{path}: a file that is not {kind.value[0]}, and is not overwritten")
+    return target
+
+
+def refuse_same(path: str | os.PathLike[str], others: Iterable[str | os.PathLike[str]]) -> None:
+    """Raises ConfigError where ``path`` is one of ``others``, by whatever name."""
+    for other in others:
+        if os.path.realpath(other) == os.path.realpath(path) or (
+            os.path.exists(other) and os.path.exists(path) and os.path.samefile(other, path)
+        ):
+            raise ConfigError(f"{path}: the same file as {other}, which would be lost")
+
+
+def _is_direct(path: str | os.PathLike[str]) -> bool:
+    return os.path.exists(path) and (not os.path.isfile(path) or _descriptor(path) is not None)
+
+
+def _descriptor(path: str | os.PathLike[str]) -> int | None:
+    """The open descriptor that ``path`` is a name of, as ``/dev/stdout`` is."""
+    name = os.fspath(path)
+    for _ in range(40):  # links, as many as the kernel follows
+        if match := _DESCRIPTOR.fullmatch(name):
+            return int(match[1])
+        if not os.path.islink(name):
+            break
+        name = os.path.join(os.path.dirname(name), os.readlink(name))
+    return None
+
+
+class _NamedFile(io.FileIO):
+    """A file whose failures to write name the output that it becomes."""
+
+    def __init__(self, fd: int, path: str | os.PathLike[str]) -> None:
+        super().__init__(fd, "wb")
+        self._path = os.fspath(path)
+
+    def write(self, data: Buffer, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, self._path) from error
+
+
+@contextmanager
+def replacing(
+    path: str | os.PathLike[str], kind: OutputKind, *, sources: Iterable[str | os.PathLike[str]] = ()
+) -> Iterator[BinaryIO]:
+    """A file to write in the block, which is at ``path`` when the block ends. If the block raises, ``path`` stays as it was.
+
+    Raises as ``check_output`` does, and OSError naming ``path``.
+    """
+    target = check_output(path, kind, sources=sources)
+    if _is_direct(path):
+        number = _descriptor(path)
+        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC) if number is None else os.dup(number)
+        with io.BufferedWriter(_NamedFile(fd, path)) as file:
+            yield file
+        return
+    partial = target.with_name(f"{target.name[:50]}.{secrets.token_hex(4)}.partial")
+    mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o666
+    fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    try:
+        with io.BufferedWriter(_NamedFile(fd, path)) as file:
+            yield file
+            file.flush()
+            os.fsync(fd)
+        partial.replace(target)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def write_output(path: str | os.PathLike[str], kind: OutputKind, text: str) -> None:
+    """Writes ``text`` as UTF-8 to ``path``, whole or not at all. Raises as ``replacing`` does."""
+    with replacing(path, kind) as file:
+        file.write(text.encode(errors="surrogateescape"))
