@@ -295,6 +295,8 @@ def _override(cls: type[object], values: dict[str, object], name: str, value: ob
             break
     if name in leaves:
         info = leaves[name]
+        if isinstance(value, str) and info.kind is not str:
+            value = value.strip()
         values[name] = _converted(info, _listed(info, value) if info.repeated else value, typed=True)
         return
     inside = [known for known in leaves if known.startswith(f"{name}.")]

@@ -18,6 +18,7 @@ _UNITS = {
     "gib": 2**30,
     "tib": 2**40,
 }
+_MOST_BYTES = 2**63  # a size is less: what signed integers of 64 bits hold
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*|%)\s*")
 
 
@@ -30,7 +31,7 @@ def parse_size(text: str | int, *, whole: int | None = None, name: str = "size")
     if isinstance(text, int) and not isinstance(text, bool):
         if text < 0:
             raise ConfigError(f"{name}: expected a size of at least 0 bytes, got {text}")
-        return text
+        return _checked(text, name)
     match = _SIZE.fullmatch(str(text))
     expected = "a size such as 512MiB, 4GB" + (", 25% or 0.25" if whole is not None else "")
     if match is None:
@@ -43,7 +44,13 @@ def parse_size(text: str | int, *, whole: int | None = None, name: str = "size")
         return int(fraction * whole)
     if unit.lower() not in _UNITS:
         raise ConfigError(f"{name}: unknown unit {unit!r} in {text!r}; expected {expected}")
-    return int(float(number) * _UNITS[unit.lower()])
+    return _checked(float(number) * _UNITS[unit.lower()], name)
+
+
+def _checked(size: float, name: str) -> int:
+    if size >= _MOST_BYTES:
+        raise ConfigError(f"{name}: expected a size of less than 2^63 bytes, got {size:.20g}")
+    return int(size)
 
 
 def format_bytes(count: float) -> str:

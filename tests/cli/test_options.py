@@ -99,6 +99,21 @@ def test_a_value_may_hold_an_equals_sign() -> None:
     assert config_overrides(("note=a=b",), {"steps": None}) == {"note": "a=b"}
 
 
+def test_blanks_are_the_value_of_text() -> None:
+    """``KEY = VALUE`` has blanks for the eye, and ``KEY=VALUE`` has none; nothing but text has blanks of its own."""
+    for setting, value in (
+        ("note= ", " "),
+        ("note=\t", "\t"),
+        ("note= a ", " a "),
+        ("note = a ", "a"),
+        ("note = ", " "),
+    ):
+        assert load(Config, None, config_overrides((setting,), {})).note == value
+    for setting in ("steps= 7 ", "steps = 7", "steps=7"):
+        assert load(Config, None, config_overrides((setting,), {})).steps == 7
+    assert load(Config, None, config_overrides(("device= cuda",), {})).device is Device.CUDA
+
+
 def test_every_key_of_a_run_says_what_it_is() -> None:
     assert [key.name for key in dotted_fields(train_config()) if not key.help] == []
 

@@ -10,12 +10,17 @@ import numpy as np
 import pytest
 
 from tierstore.config import dotted_fields
-from tierstore.errors import CapabilityError, DataError
+from tierstore.errors import CapabilityError, ConfigError, DataError
 from tierstore.lab.importing import SourceKind, detect_kind, import_trace, options_of, write_trace
 from tierstore.trace.format import EventColumns
 from tierstore.trace.reader import load_trace
 from tierstore.trace.records import RecordTable
 from tierstore.trace.replay import replay
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
 
 
 def npz():
@@ -78,6 +83,80 @@ def test_sizes_that_change_are_counted(tmp_path):
     assert (found.resized, found.total_bytes) == (2, 15)
     (tmp_path / "keys.txt").write_text("a\nb\na\n")
     assert import_trace(tmp_path / "keys.txt", tmp_path / "keys.trace").resized == 0
+
+
+MARK = b"\xef\xbb\xbf"
+TEXTS = (SourceKind.VLLM, SourceKind.MEGATRON, SourceKind.CSV, SourceKind.TEXT)
+
+
+@pytest.mark.parametrize("kind", TEXTS)
+def test_a_byte_order_mark_is_not_read(tmp_path, packed, kind):
+    assert set(SourceKind) - set(TEXTS) == {SourceKind.NPZ, SourceKind.ORACLE_GENERAL}, "which are no text"
+    plain, marked = tmp_path / "plain", tmp_path / "marked"
+    plain.write_bytes(SOURCES[kind])
+    marked.write_bytes(packed(MARK + SOURCES[kind]))
+    for chosen in (None, kind):
+        found = import_trace(marked, tmp_path / "trace", kind=chosen, keys=tmp_path / "keys")
+        assert found == import_trace(plain, tmp_path / "other", keys=tmp_path / "other-keys")
+        assert (tmp_path / "keys").read_bytes() == (tmp_path / "other-keys").read_bytes()
+    for encoding in ("utf-16", "utf-16-be", "utf-32", "utf-32-be"):
+        marked.write_bytes(packed(("\ufeff" * encoding.endswith("be") + "a\nb\n").encode(encoding)))
+        for chosen in (None, kind):
+            with pytest.raises(DataError, match=r"UTF-16 or UTF-32, .*; expected UTF-8"):
+                import_trace(marked, tmp_path / "trace", kind=chosen)
+
+
+@pytest.mark.parametrize("kind", SourceKind)
+def test_skippable_and_several_frames_of_zstd(tmp_path, kind):
+    """As pzstd writes them; the format has 16 magic numbers for frames to skip."""
+    data = SOURCES[kind]
+    (tmp_path / "plain").write_bytes(data)
+    wanted = import_trace(tmp_path / "plain", tmp_path / "trace").sha256
+    for number in range(16):
+        skip = struct.pack("<II", 0x184D2A50 + number, 5) + b"\0\1\2\3\4"
+        parts = [skip, zstd.compress(data[:5]), skip, skip, zstd.compress(data[5:]), skip]
+        (tmp_path / "packed").write_bytes(b"".join(parts))
+        assert import_trace(tmp_path / "packed", tmp_path / "trace").sha256 == wanted
+
+
+@pytest.mark.parametrize("kind", SourceKind)
+def test_a_large_window_is_allowed_by_a_setting(tmp_path, kind):
+    parameter = zstd.CompressionParameter
+    packer = zstd.ZstdCompressor(options={parameter.window_log: 28, parameter.content_size_flag: 0})
+    (tmp_path / "packed").write_bytes(packer.compress(SOURCES[kind]) + packer.flush())
+    with pytest.raises(DataError, match=r"a zstd window above 2\^27 bytes: expected --set window_log=31"):
+        import_trace(tmp_path / "packed", tmp_path / "trace")
+    assert import_trace(tmp_path / "packed", tmp_path / "trace", options={"window_log": "28"}).kind is kind
+    with pytest.raises(ConfigError, match="window_log: expected 10 to 31, got 32"):
+        import_trace(tmp_path / "packed", tmp_path / "trace", options={"window_log": 32})
+
+
+def test_one_line_a_key(tmp_path):
+    source, names = tmp_path / "source.csv", tmp_path / "names"
+    keys = ["a\nb", "a\\nb", "a\r\nb", "c", "a\u2028b", "\x85", "C:\\x"]
+    source.write_text("".join(f'"{key}",1\n' for key in keys), newline="")
+    found = import_trace(source, tmp_path / "trace", kind=SourceKind.CSV, keys=names)
+    lines = names.read_text().splitlines()
+    assert lines == [r"a\nb", r"a\\nb", r"a\r\nb", "c", r"a\u2028b", r"\x85", r"C:\\x"]
+    assert [line.encode("latin-1").decode("unicode_escape") for line in lines] == keys
+    assert found.records == len(keys)
+
+
+def test_a_source_is_no_target(tmp_path):
+    """Not even one that reads as a trace by its first bytes, nor by another name; nor do its keys replace it."""
+    source, names = tmp_path / "source", {"again": "symlink_to", "hard": "hardlink_to"}
+    source.write_text("tsrtrace\nb\ntsrtrace\n")
+    for name, link in names.items():
+        getattr(tmp_path / name, link)(source)
+    for target in ("source", "again", "hard", f"../{tmp_path.name}/source"):
+        with pytest.raises(ConfigError, match=r"the same file as .*source, which would be lost"):
+            import_trace([source], tmp_path / target)
+        with pytest.raises(ConfigError, match=r"the same file as .*source, which would be lost"):
+            import_trace(source, tmp_path / "trace", keys=tmp_path / target)
+    with pytest.raises(ConfigError, match=r"the same file as .*trace"):
+        import_trace(source, tmp_path / "trace", keys=tmp_path / "trace")
+    assert source.read_text() == "tsrtrace\nb\ntsrtrace\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "hard", "source"]
 
 
 def test_zstd_without_a_package_that_reads_it(tmp_path, monkeypatch):

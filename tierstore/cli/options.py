@@ -226,11 +226,12 @@ def config_overrides(settings: tuple[str, ...], options: Mapping[str, object]) -
     """
     overrides = {key: value for key, value in options.items() if value is not None}
     for setting in settings:
-        key, equals, value = setting.partition("=")
-        key = key.strip()
+        typed, equals, value = setting.partition("=")
+        key = typed.strip()
         if not equals or not key:
             raise ConfigError(f"--set: expected KEY=VALUE, got {setting!r}")
         if key in overrides:
             raise ConfigError(f"--set {key}: set more than once")
-        overrides[key] = value.strip()
+        # KEY = VALUE has blanks for the eye; in KEY=VALUE, and where there is nothing else, they are the value's own.
+        overrides[key] = (value.strip() or value) if typed.endswith(" ") else value
     return overrides

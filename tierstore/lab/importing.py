@@ -9,7 +9,7 @@ import enum
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from tierstore.lab.importers.csv_columns import CsvOptions, csv_requests
 from tierstore.lab.importers.json_lines import KNOWN_FIELDS, JsonOptions, RoutingLog, TrainingJsonOptions
 from tierstore.lab.importers.keys import KeyOptions, KeyTrace
 from tierstore.lab.importers.oracle_general import ORACLE_RECORD, oracle_general_requests
-from tierstore.lab.importers.source import Importer, open_source
+from tierstore.lab.importers.source import Importer, open_source, refuse_wide, without_mark
 from tierstore.lab.importers.text import TextOptions, text_requests
 from tierstore.lab.importers.topk_npz import TopkImporter, TopkOptions
 from tierstore.outputs import OutputKind, check_output, replacing
@@ -69,6 +69,9 @@ class ImportSummary:
     total_bytes: int
     sha256: str
     resized: int = 0  # requests whose size was not that of their key's first, which counts
+    columns: Mapping[str, str] = field(
+        default_factory=dict
+    )  # where the source has what was read of it, in words
 
 
 def options_of(kind: SourceKind) -> type[Any]:
@@ -101,7 +104,7 @@ def import_trace(
     summary = _written(Path(target), importer, chosen, origin, paths)
     if keys is not None:
         with replacing(keys, OutputKind.NAMES, sources=paths) as file:
-            file.writelines(_line(name) for name in importer.names())
+            file.writelines(f"{name}\n".encode(errors="surrogateescape") for name in importer.names())
     return summary
 
 
@@ -120,23 +123,19 @@ def _importer(paths: Sequence[Path], kind: SourceKind, options: Any) -> Importer
         raise DataError(
             f"{others[0]}: several sources are the layers of a routing log ({logs}), not {kind.value}"
         )
+    found: dict[str, str] = {}
     match kind:
         case SourceKind.NPZ:
             return TopkImporter(path, options)
         case SourceKind.VLLM | SourceKind.MEGATRON:
             return RoutingLog(paths, kind.value, options)
         case SourceKind.ORACLE_GENERAL:
-            return KeyTrace(options, oracle_general_requests(path))
+            where = {"key": "object", "size": "size", "time": "not read"}
+            return KeyTrace(options, oracle_general_requests(path, options), where)
         case SourceKind.CSV:
-            return KeyTrace(options, csv_requests(path, options))
+            return KeyTrace(options, csv_requests(path, options, found), found)
         case SourceKind.TEXT:
-            return KeyTrace(options, text_requests(path, options))
-
-
-def _line(name: str) -> bytes:
-    """A name as a line of its own: a backslash, and what would end the line, as escapes."""
-    escaped = name.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r")
-    return f"{escaped}\n".encode(errors="surrogateescape")
+            return KeyTrace(options, text_requests(path, options), {"key": "line", "size": "none"})
 
 
 def _written(
@@ -164,6 +163,7 @@ def _written(
         total_bytes=int(table.bytes.sum()),
         sha256=summary.sha256,
         resized=importer.resized if isinstance(importer, KeyTrace) else 0,
+        columns=importer.columns(),
     )
 
 
@@ -186,10 +186,12 @@ def detect_kind(source: str | os.PathLike[str]) -> SourceKind:
         raise DataError(f"{path}: expected a trace, found an empty file")
     if head.startswith(b"PK\x03\x04"):
         return SourceKind.NPZ
-    if head.lstrip().startswith(b"{"):
-        return _json_kind(path, head)
+    text = without_mark(head)
+    if text.lstrip().startswith(b"{"):
+        return _json_kind(path, text)
     if _is_oracle_general(head):
         return SourceKind.ORACLE_GENERAL
+    refuse_wide(path, head)
     if b"\0" in head:
         raise DataError(f"{path}: a binary file of no known kind; expected one of {_names()}")
     first = head.split(b"\n", 1)[0]

@@ -12,6 +12,8 @@ from typing import overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from tierstore.errors import DataError
+
 # One run as it is stored: how many records, and what each of them is.
 _RUN = np.dtype(
     [("count", "<u4"), ("layer", "<u4"), ("frames", "<u4", (3,)), ("bytes", "<u8", (3,)), ("stored", "<u4")]
@@ -53,10 +55,16 @@ class RecordTable(Sequence[TraceRecord]):
     def of_columns(
         cls, layers: ArrayLike, frames: ArrayLike, sizes: ArrayLike, stored: ArrayLike, *, count: int
     ) -> RecordTable:
-        """``count`` records; each argument is a column of them, or one value for all (a triple for sizes)."""
+        """``count`` records; each argument is a column of them, or one value for all (a triple for sizes).
+
+        Raises DataError for what the format's integers cannot hold.
+        """
         runs = np.zeros(count, _RUN)
         runs["count"] = 1
         for name, values in zip(_WHAT, (layers, frames, sizes, stored), strict=True):
+            largest, most = np.max(values, initial=0), int(np.iinfo(_RUN[name].base).max)
+            if largest > most:
+                raise DataError(f"{name} of a record: expected at most {most}, got {largest}")
             runs[name] = values
         return cls._of_runs(runs)
 
@@ -132,10 +140,10 @@ class RecordTable(Sequence[TraceRecord]):
     def encode(self) -> builtins.bytes:
         """The runs as they are stored: their number, then themselves, compressed.
 
-        Raises ValueError for more records than ``decode`` takes.
+        Raises DataError for more records than ``decode`` takes.
         """
         if len(self) > _MOST_RECORDS:
-            raise ValueError(f"{len(self)} records, more than {_MOST_RECORDS}")
+            raise DataError(f"{len(self)} records, more than {_MOST_RECORDS}")
         return struct.pack("<I", len(self._runs)) + zlib.compress(self._runs.tobytes(), 1)
 
     @staticmethod

@@ -229,6 +229,53 @@ def test_unequal_sizes_have_no_bound_and_what_is_too_large_passes(tmp_path: Path
     assert "not admitted" in done("tune", trace, "--capacity", "2").stdout
 
 
+def test_a_file_between_blanks_and_what_was_read_of_it(tmp_path: Path) -> None:
+    (tmp_path / "a.tr").write_text("0 5 10\n1 6 100\n2 5 10\n")
+    settings = ("--set", "key=2", "--set", "size=3", "--set", "delimiter= ")
+    value = found("import", tmp_path / "a.tr", tmp_path / "trace", "--kind", "csv", *settings)
+    assert (value["records"], value["requests"], value["total_bytes"]) == (2, 3, 110)
+    assert (value["columns"]["key"], value["columns"]["size"]) == ("column 2", "column 3")
+    said = done("import", tmp_path / "a.tr", tmp_path / "trace", "--kind", "csv", *settings).stdout
+    assert "read as csv: delimiter blank, header none, key column 2, size column 3, time not read\n" in said
+
+
+def test_large_objects_miss_as_often_as_small_ones(tmp_path: Path) -> None:
+    """Two objects of 5 and 3 GB fit into 8.6 GB: of ten requests the first two miss, whatever a frame is."""
+    (tmp_path / "big.csv").write_text("a,5000000000\nb,3000000000\n" * 5)
+    given = ("import", tmp_path / "big.csv", tmp_path / "trace", "--set", "size=2", "--set")
+    assert "key 'a' of 5000000000 bytes" in refused(*given, "frame_bytes=1")
+    assert not (tmp_path / "trace").exists()
+    for frame in (2, 3, 1000):
+        done(*given, f"frame_bytes={frame}")
+        (one,) = found("simulate", tmp_path / "trace", "--policy", "lru", "--capacity", "8600000000")[
+            "outcomes"
+        ]
+        assert (one["misses"], one["miss_ratio"]) == (2, 0.2)
+    for size in ("9" * 5000, "9300000000GB"):
+        assert "--capacity: expected a size of less than 2^63" in refused(
+            "simulate", tmp_path / "trace", "--capacity", size
+        )
+
+
+def test_objects_of_no_bytes(tmp_path: Path) -> None:
+    """Three keys in turn through two frames: LRU misses all 40 requests; nothing is read, and nothing is NaN."""
+    (tmp_path / "zero.csv").write_text("a,0\nb,0\nc,0\nd,0\n" * 10)
+    trace = tmp_path / "trace"
+    done("import", tmp_path / "zero.csv", trace, "--set", "size=2", "--set", "requests_per_step=4")
+    (one,) = found("simulate", trace, "--policy", "lru", "--capacity", "0.5")["outcomes"]
+    assert (one["misses"], one["miss_ratio"], one["read_bytes"], one["step_stall_s"]) == (40, 1.0, 0, 0.0)
+    for command in (
+        ("curve", "--html", tmp_path / "curve.html"),
+        ("tune", "--objective", "misses"),
+        ("tune", "--objective", "bytes"),
+        ("tune", "--objective", "stall"),
+    ):
+        value = json.dumps(found(command[0], trace, *command[1:]))
+        assert "NaN" not in value
+        assert "Infinity" not in value
+    assert ">nan" not in (tmp_path / "curve.html").read_text().lower()
+
+
 def test_the_layers_of_a_log_are_imported_together(tmp_path: Path) -> None:
     parts = []
     for layer in (1, 0):

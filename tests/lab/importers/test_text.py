@@ -40,6 +40,14 @@ def test_a_line_can_be_left_out(imported):
     assert keys == ["1", "2"]
 
 
+def test_a_line_with_blanks_can_be_left_out(imported):
+    for skip in ("# a comment", " # a comment "):
+        _, _, keys = imported(b"# a comment\n1\n  # a comment\n2\n", SourceKind.TEXT, skip=skip)
+        assert keys == ["1", "2"]
+    with pytest.raises(DataError, match="line 3: expected one key, found '# another'"):
+        imported(b"# a comment\n1\n# another\n", SourceKind.TEXT, skip="# a comment")
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(0, 9), max_size=6), st.integers(1, 4))
 def test_steps_do_not_depend_on_blocks(cuts, per_step):

@@ -129,6 +129,8 @@ def import_(
         f"{trace}: {found.steps} steps, {found.events} events, {found.requests} requests for {found.records} "
         f"records of {found.layers} layers, {format_bytes(found.total_bytes)}; sha256 {found.sha256[:16]}"
     )
+    read = ", ".join(f"{what} {where}" for what, where in found.columns.items())
+    output.line(f"read as {found.kind.value}: {read}")
     if found.resized:
         output.line(f"{found.resized} requests had another size than the first of their key, which counts")
     output.emit({"trace": str(trace), **asdict(found), "kind": found.kind.value})

@@ -27,7 +27,7 @@ import numpy as np
 
 from tierstore.errors import DataError
 from tierstore.lab.importers.keys import KeyNumbers
-from tierstore.lab.importers.source import line_blocks, open_source, refuse_line
+from tierstore.lab.importers.source import SourceOptions, line_blocks, open_text, refuse_line
 from tierstore.lab.routing import BACKWARD, FORWARD, Sections, expert_table, expert_unit_flags
 from tierstore.trace.format import EventColumns, TraceKind
 from tierstore.trace.records import RecordTable
@@ -67,7 +67,7 @@ class LoggedPasses(enum.Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class JsonOptions:
+class JsonOptions(SourceOptions):
     """Names of fields (None: a known one) and what the log holds."""
 
     step: str | None = field(default=None, metadata={"help": "field of the step"})
@@ -115,11 +115,11 @@ class _Fields:
         given = {name: getattr(options, name) for name in _NAMES}
         self._known = {name: (given[name],) if given[name] else KNOWN_FIELDS[kind][name] for name in _NAMES}
         self._required = {name for name in _NAMES if given[name]}
-        self._names: Mapping[str, str | None] = {}
+        self.names: Mapping[str, str | None] = {}
 
     def read(self, row: Mapping[str, object]) -> _Line | None:
         """The line, or None for one without routing (a ``meta`` line). Raises ValueError saying what is wrong."""
-        if not self._names:
+        if not self.names:
             chosen = {name: next((key for key in self._known[name] if key in row), None) for name in _NAMES}
             no_layer = chosen["layer"] is None and self._layer is None
             if no_layer or (chosen["experts"] is None and chosen["counts"] is None):
@@ -130,19 +130,19 @@ class _Fields:
             missing = [name for name in self._required if chosen[name] is None]
             if missing:
                 raise ValueError(f"expected the field {self._known[missing[0]][0]}, found {', '.join(row)}")
-            self._names = chosen
+            self.names = chosen
         elif row.get("type") == "meta":
             return None
-        layer = _whole(row, self._names["layer"], "layer")
-        token = _whole(row, self._names["token"], "token")
+        layer = _whole(row, self.names["layer"], "layer")
+        token = _whole(row, self.names["token"], "token")
         if layer is None:
             assert self._layer is not None
             layer = self._layer
-        step = _whole(row, self._names["step"], "step")
+        step = _whole(row, self.names["step"], "step")
         return _Line(step, layer, self._phase(row), token, self._request(row), self._experts(row))
 
     def _request(self, row: Mapping[str, object]) -> str | int | None:
-        name = self._names["request"]
+        name = self.names["request"]
         if name is None:
             return None
         value = row.get(name)
@@ -151,7 +151,7 @@ class _Fields:
         return value
 
     def _phase(self, row: Mapping[str, object]) -> int:
-        name = self._names["phase"]
+        name = self.names["phase"]
         if name is None:
             return FORWARD
         said = str(row.get(name)).lower()
@@ -160,12 +160,12 @@ class _Fields:
         return _PHASES[said]
 
     def _experts(self, row: Mapping[str, object]) -> set[int]:
-        name = self._names["experts"]
+        name = self.names["experts"]
         if name is not None and name in row:
             return _ids(name, row[name])
-        name = self._names["counts"]
+        name = self.names["counts"]
         if name is None or name not in row:
-            raise ValueError(f"expected the field {name or self._names['experts']}, found {', '.join(row)}")
+            raise ValueError(f"expected the field {name or self.names['experts']}, found {', '.join(row)}")
         counts = row[name]
         if not isinstance(counts, list) or not all(_is_whole(count) for count in counts):
             raise ValueError(f"{name}: expected a list of token counts, found {_shown(counts)}")
@@ -228,13 +228,13 @@ class _Source:
         self._options = options
         self._merged = merged
         found = re.search(r"layers?[^0-9a-z]?(\d+)", path.name, re.IGNORECASE)
-        self._fields = _Fields(kind, options, int(found[1]) if found and merged else None)
+        self.fields = _Fields(kind, options, int(found[1]) if found and merged else None)
         self._tokens: dict[str | int | None, int] = {}  # of each request, the last in this layer's pass
 
     def steps(self) -> Generator[_Step]:
         last: _Line | None = None
         step = _Step(None, 0, [[]], set())
-        with open_source(self.path) as file:
+        with open_text(self.path, self._options.window_log) as file:
             for block in line_blocks(file):
                 for number, text in enumerate(block.lines, block.first):
                     line = self._line(number, text)
@@ -258,7 +258,7 @@ class _Source:
             row = json.loads(text)
             if not isinstance(row, dict):
                 raise ValueError(f"expected an object, found {_shown(row)}")
-            line = self._fields.read(row)
+            line = self.fields.read(row)
             if (
                 line is not None
                 and line.phase == BACKWARD
@@ -406,3 +406,7 @@ class RoutingLog:
     def names(self) -> Iterator[str]:
         for layer, expert in self._records:
             yield f"{layer}.{expert}"
+
+    def columns(self) -> Mapping[str, str]:
+        names = self._sources[0].fields.names
+        return {what: "none" if name is None else f"field {name}" for what, name in names.items()}

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tierstore.cache.access import Phase
-from tierstore.errors import ConfigError
+from tierstore.errors import ConfigError, DataError
+from tierstore.lab.importers.source import SourceOptions
 from tierstore.trace.format import EventColumns, TraceKind
 from tierstore.trace.records import RecordTable
 
-_MAX_FRAMES = 2**32 - 1
+_MAX_FRAMES = 2**32 - 1  # of a record
+_MAX_ASKED = 2.0**63  # bytes of all requests, as the simulator counts them
+_LINE_ENDS = re.compile(r"[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]")
 
 KeyRequests: TypeAlias = tuple[Sequence[Any], NDArray[np.int64] | None]
 """The next keys of a plain trace, and their sizes in bytes (None: the source has no sizes)."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeyOptions:
+class KeyOptions(SourceOptions):
     """How requests become a trace."""
 
     requests_per_step: int = field(default=1000, metadata={"help": "requests that make one step"})
@@ -34,7 +39,8 @@ class KeyOptions:
     )
 
     def __post_init__(self) -> None:
-        if self.requests_per_step < 1:
+        super().__post_init__()
+        if not 1 <= self.requests_per_step < 2**63:
             raise ConfigError(f"requests_per_step: expected at least 1, got {self.requests_per_step}")
 
 
@@ -47,11 +53,17 @@ class KeyNumbers(dict[Any, int]):
 
 
 class KeyTrace:
-    """A plain trace being read from ``requests``. A key's size is that of its first request."""
+    """A plain trace being read from ``requests``. A key's size is that of its first request. ``columns`` says where keys
+    and sizes are, and may be filled by ``requests``.
+    """
 
-    def __init__(self, options: KeyOptions, requests: Iterator[KeyRequests]) -> None:
+    def __init__(
+        self, options: KeyOptions, requests: Iterator[KeyRequests], columns: Mapping[str, str]
+    ) -> None:
         self._options = options
         self._source = requests
+        self._columns = columns
+        self._asked = 0.0
         self._numbers = KeyNumbers()
         self._sizes: list[NDArray[np.int64]] = []
         self._sized = 0
@@ -75,7 +87,14 @@ class KeyTrace:
         fresh = numbers >= self._sized
         self._sizes.append(sizes[first[fresh]])
         self._sized += int(fresh.sum())
-        self.resized += int((self.sizes()[records] != sizes).sum())
+        counted = self.sizes()[records]
+        self.resized += int((counted != sizes).sum())
+        self._asked += float(counted.sum(dtype=np.float64))
+        if self._asked >= _MAX_ASKED:
+            raise DataError(
+                f"sizes: expected less than 2^63 bytes in all requests, found more; the largest is "
+                f"{int(self.sizes().max())} bytes"
+            )
 
     def sizes(self) -> NDArray[np.int64]:
         """Bytes of each record; 1 where the source has no sizes."""
@@ -86,7 +105,13 @@ class KeyTrace:
 
     def table(self) -> RecordTable:
         sizes, frame = self.sizes(), self._options.frame_bytes
-        frames = np.ones_like(sizes) if not frame else np.clip(-(-sizes // frame), 1, _MAX_FRAMES)
+        frames = np.ones_like(sizes) if not frame else np.maximum(-(-sizes // frame), 1)
+        if frames.max(initial=0) > _MAX_FRAMES:
+            largest = int(sizes.argmax())
+            raise DataError(
+                f"key {next(islice(self.names(), largest, None))!r} of {sizes[largest]} bytes: expected at most "
+                f"{_MAX_FRAMES} frames, so frame_bytes of at least {-(-int(sizes[largest]) // _MAX_FRAMES)}, got {frame}"
+            )
         empty = np.zeros_like(sizes)
         return RecordTable.of_columns(
             0,
@@ -98,7 +123,15 @@ class KeyTrace:
 
     def names(self) -> Iterator[str]:
         for key in self._numbers:
-            yield key.decode(errors="backslashreplace") if isinstance(key, bytes) else str(key)
+            # A backslash is doubled, so that no two keys have one name.
+            if isinstance(key, bytes):
+                name = key.replace(b"\\", b"\\\\").decode(errors="backslashreplace")
+            else:
+                name = str(key).replace("\\", "\\\\")
+            yield _LINE_ENDS.sub(lambda end: end[0].encode("unicode_escape").decode(), name)
+
+    def columns(self) -> Mapping[str, str]:
+        return self._columns
 
 
 def stepped(records: NDArray[np.uint32], first: int, per_step: int) -> EventColumns:

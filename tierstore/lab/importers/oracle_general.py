@@ -8,17 +8,17 @@ from pathlib import Path
 import numpy as np
 
 from tierstore.errors import DataError
-from tierstore.lab.importers.keys import KeyRequests
+from tierstore.lab.importers.keys import KeyOptions, KeyRequests
 from tierstore.lab.importers.source import open_source
 
 ORACLE_RECORD = np.dtype([("time", "<u4"), ("key", "<u8"), ("size", "<u4"), ("next", "<i8")])
 _BLOCK = 1 << 17  # records
 
 
-def oracle_general_requests(path: Path) -> Iterator[KeyRequests]:
+def oracle_general_requests(path: Path, options: KeyOptions) -> Iterator[KeyRequests]:
     """Objects and their sizes. Times and next accesses are checked for sense and not kept. Raises DataError."""
     at = 0
-    with open_source(path) as file:
+    with open_source(path, options.window_log) as file:
         while block := file.read(_BLOCK * ORACLE_RECORD.itemsize):
             left_over = len(block) % ORACLE_RECORD.itemsize
             if left_over:

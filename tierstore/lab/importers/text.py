@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tierstore.lab.importers.keys import KeyOptions, KeyRequests
-from tierstore.lab.importers.source import LineBlock, line_blocks, open_source, refuse_line
+from tierstore.lab.importers.source import LineBlock, line_blocks, open_text, refuse_line
 
 _ODD = (b" ", b"\t", b"\r", b"\v", b"\f", b"\0")
 
@@ -16,27 +16,29 @@ _ODD = (b" ", b"\t", b"\r", b"\v", b"\f", b"\0")
 class TextOptions(KeyOptions):
     """Options of plain text."""
 
-    skip: str | None = field(default=None, metadata={"help": "a line that is exactly this is left out"})
+    skip: str | None = field(
+        default=None, metadata={"help": "a line that is this, but for blanks around it, is left out"}
+    )
 
 
 def text_requests(path: Path, options: TextOptions) -> Iterator[KeyRequests]:
     """The keys of the lines. Raises DataError naming the line."""
-    skip = None if options.skip is None else options.skip.encode()
-    with open_source(path) as file:
+    skip = None if options.skip is None else options.skip.strip().encode()
+    with open_text(path, options.window_log) as file:
         for block in line_blocks(file):
-            keys = _keys(path, block)
-            yield keys if skip is None else [key for key in keys if key != skip], None
+            yield _keys(path, block, skip), None
 
 
-def _keys(path: Path, block: LineBlock) -> list[bytes]:
+def _keys(path: Path, block: LineBlock, skip: bytes | None) -> list[bytes]:
+    lines = block.lines if skip is None else [line for line in block.lines if line.strip() != skip]
     # Searched whole: a test of each line would take longer than everything else.
-    whole = b"\n".join(block.lines)
-    if b"" not in block.lines and not any(odd in whole for odd in _ODD):
-        return block.lines
+    whole = b"\n".join(lines)
+    if b"" not in lines and not any(odd in whole for odd in _ODD):
+        return lines
     for number, line in enumerate(block.lines, block.first):
-        if len(line.split()) != 1 or b"\0" in line:
+        if line.strip() != skip and (len(line.split()) != 1 or b"\0" in line):
             raise refuse_line(path, number, f"expected one key, found {_shown(line)}")
-    return [line.strip() for line in block.lines]
+    return [line.strip() for line in lines]
 
 
 def _shown(line: bytes) -> str:

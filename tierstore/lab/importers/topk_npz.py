@@ -6,7 +6,7 @@ import enum
 import io
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore.errors import ConfigError, DataError
-from tierstore.lab.importers.source import open_source
+from tierstore.lab.importers.source import DEFAULT_WINDOW_LOG, SourceOptions, open_source
 from tierstore.lab.routing import (
     Passes,
     Sections,
@@ -40,7 +40,7 @@ class TopkRegime(enum.Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TopkOptions:
+class TopkOptions(SourceOptions):
     """How tokens become steps."""
 
     regime: TopkRegime = field(
@@ -57,6 +57,7 @@ class TopkOptions:
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("sequences", "tokens_per_step"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: expected at least 1, got {getattr(self, name)}")
@@ -64,12 +65,14 @@ class TopkOptions:
             raise ConfigError(f"experts: expected 0 to {_MAX_EXPERTS}, got {self.experts}")
 
 
-def load_topk(path: Path) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
+def load_topk(
+    path: Path, window_log: int = DEFAULT_WINDOW_LOG
+) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
     """``topk`` [tokens, layers, k] and ``prompt_len`` [prompts] (one prompt, where the file says nothing).
 
     Raises DataError naming the array and what was expected; OSError.
     """
-    with open_source(path) as file:
+    with open_source(path, window_log) as file:
         content = file.read()
     try:
         arrays = np.load(io.BytesIO(content), allow_pickle=False)
@@ -114,7 +117,7 @@ class TopkImporter:
         self._layers = self._experts = 0
 
     def chunks(self) -> Iterator[EventColumns]:
-        topk, prompt_len = load_topk(self._path)
+        topk, prompt_len = load_topk(self._path, self._options.window_log)
         options = self._options
         highest = int(topk.max())
         if options.experts and highest >= options.experts:
@@ -130,12 +133,12 @@ class TopkImporter:
                 )
             tokens = np.arange(steps * options.tokens_per_step).reshape(steps, -1)
         else:
-            tokens = decode_tokens(prompt_len, options.sequences)
-            numbers = sequence_numbers(prompt_len, options.sequences)
-            if not len(tokens):
+            if options.sequences > int((prompt_len > 0).sum()):
                 raise DataError(
                     f"{self._path}: prompt_len: {len(prompt_len)} prompts cannot fill {options.sequences} sequences"
                 )
+            tokens = decode_tokens(prompt_len, options.sequences)
+            numbers = sequence_numbers(prompt_len, options.sequences)
         for first, block in step_blocks(tokens, self._layers, self._experts, topk.shape[2]):
             if numbers is None:
                 askers, masks = None, expert_masks(topk, block, self._experts)
@@ -157,3 +160,6 @@ class TopkImporter:
         for layer in range(self._layers):
             for expert in range(self._experts):
                 yield f"{layer}.{expert}"
+
+    def columns(self) -> Mapping[str, str]:
+        return {"experts": "array topk", "sequences": "array prompt_len"}
