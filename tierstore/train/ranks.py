@@ -72,8 +72,10 @@ class _Found:
 
 
 def rank_file(path: Path | None, rank: int) -> Path | None:
-    """The file that rank ``rank`` writes where all were given ``path``: rank 0 that one, others one beside it."""
-    if path is None or rank == 0:
+    """The file that rank ``rank`` writes where all were given ``path``: rank 0 that one, others one beside it. A pipe or a
+    device is everybody's.
+    """
+    if path is None or rank == 0 or (path.exists() and not path.is_file()):
         return path
     return path.with_name(f"{path.stem}.rank-{rank:04d}{path.suffix}")
 
