@@ -21,7 +21,7 @@ from tierstore.lab.importers.csv_columns import CsvOptions, csv_requests
 from tierstore.lab.importers.json_lines import KNOWN_FIELDS, JsonOptions, RoutingLog, TrainingJsonOptions
 from tierstore.lab.importers.keys import KeyOptions, KeyTrace
 from tierstore.lab.importers.oracle_general import ORACLE_RECORD, oracle_general_requests
-from tierstore.lab.importers.source import Importer, open_source, refuse_wide, without_mark
+from tierstore.lab.importers.source import BYTE_ORDER_MARK, Importer, open_source, refuse_wide
 from tierstore.lab.importers.text import TextOptions, text_requests
 from tierstore.lab.importers.topk_npz import TopkImporter, TopkOptions
 from tierstore.outputs import OutputKind, check_output, replacing
@@ -186,7 +186,7 @@ def detect_kind(source: str | os.PathLike[str]) -> SourceKind:
         raise DataError(f"{path}: expected a trace, found an empty file")
     if head.startswith(b"PK\x03\x04"):
         return SourceKind.NPZ
-    text = without_mark(head)
+    text = head.removeprefix(BYTE_ORDER_MARK)
     if text.lstrip().startswith(b"{"):
         return _json_kind(path, text)
     if _is_oracle_general(head):

@@ -35,16 +35,14 @@ class CsvOptions(KeyOptions):
     key: str | None = field(
         default=None,
         metadata={
-            "help": "column of the key: a number from 1, or a name (none: the one called key, obj_id or alike, "
-            "else the first)"
+            "help": "column of the key: a number from 1, or a name (none: one called key, obj_id.., or the first)"
         },
     )
     size: str | None = field(default=None, metadata={"help": "column of the size in bytes (none: no sizes)"})
     delimiter: str | None = field(
         default=None,
         metadata={
-            "help": "one character between columns, or the word tab (none: a comma; a tab where the first line has "
-            "tabs and no comma)"
+            "help": "one character between columns, or the word tab (none: commas, or else the tabs, of the first line)"
         },
     )
     skip_lines: int = field(default=0, metadata={"help": "lines to skip at the start"})
@@ -103,33 +101,27 @@ def _columns(
     path: Path, options: CsvOptions, head: list[list[str]], columns: dict[str, str]
 ) -> tuple[int, int | None, bool]:
     """Indices of key and size, and whether the first row of ``head`` is a header. ``columns`` says it in words."""
-    names = head[0] if head else []
     wanted = [name for name in (options.key, options.size) if name is not None]
     named = not all(_is_place(name) for name in wanted)
     place = int(options.key) - 1 if options.key is not None and _is_place(options.key) else 0
     header = named or _is_header(head, place)
-    usual = [_usual(name) for name in names] if header else []
+    names = [name.strip() for name in head[0]] if header and head else []
+    usual = [_usual(name) for name in names]
 
     def index(name: str) -> int:
-        if header and name in names:
-            return names.index(name)
-        if header and name.strip() in (stripped := [other.strip() for other in names]):
-            return stripped.index(name.strip())
+        if name.strip() in names:
+            return names.index(name.strip())
         if not _is_place(name):
             found = ", ".join(names) or "none"
             raise refuse_line(path, options.skip_lines + 1, f"expected a column {name!r}, found {found}")
         return int(name) - 1
 
     def shown(column: int) -> str:
-        return f"column {column + 1}" + (
-            f" ({names[column].strip()})" if column < len(names) and header else ""
-        )
+        return f"column {column + 1}" + (f" ({names[column]})" if column < len(names) else "")
 
     if options.key is None:
-        others = [column for column, name in enumerate(usual) if not _is_amount(name)]
-        key = next(
-            (column for column in others if _KEYS.fullmatch(usual[column])), others[0] if others else 0
-        )
+        others = [column for column, name in enumerate(usual) if not _is_amount(name)] or [0]
+        key = next((column for column in others if names and _KEYS.fullmatch(usual[column])), others[0])
     else:
         key = index(options.key)
     size = None if options.size is None else index(options.size)

@@ -19,7 +19,7 @@ from tierstore.trace.records import RecordTable
 
 _MAGIC = {b"\x1f\x8b": "gzip", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 _SKIPPABLE = b"\x2a\x4d\x18"  # behind a byte 50 to 5f: a frame that zstd passes over, as pzstd writes them
-_MARK = b"\xef\xbb\xbf"
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _WIDE_MARKS = (b"\xff\xfe", b"\xfe\xff", b"\0\0\xfe\xff")  # of UTF-16 and UTF-32
 _BLOCK_BYTES = 1 << 22
 DEFAULT_WINDOW_LOG, _LARGEST_WINDOW_LOG = 27, 31  # zstd's own limits: without --long, and with it
@@ -93,17 +93,13 @@ def open_text(path: Path, window_log: int) -> Iterator[BinaryIO]:
     with open_source(path, window_log) as file:
         head = file.read(4)
         refuse_wide(path, head)
-        file.seek(len(_MARK) if head.startswith(_MARK) else 0)
+        file.seek(len(BYTE_ORDER_MARK) if head.startswith(BYTE_ORDER_MARK) else 0)
         yield file
 
 
 def refuse_wide(path: Path, head: bytes) -> None:
     if head.startswith(_WIDE_MARKS):
         raise DataError(f"{path}: UTF-16 or UTF-32, by its byte-order mark; expected UTF-8")
-
-
-def without_mark(head: bytes) -> bytes:
-    return head.removeprefix(_MARK)
 
 
 def _unpacking(
