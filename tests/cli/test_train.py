@@ -245,9 +245,10 @@ def test_a_line_of_metrics_is_whole_or_not_there(
 
 def test_a_refused_run_touches_no_file(run: Run, tmp_path: Path) -> None:
     run("--steps", "2")
-    there = {name: tmp_path / f"there.{name}" for name in ("metrics", "timeline", "record-trace")}
-    for path in there.values():
-        path.write_text("of the run before")
+    before = {"metrics": '{"step": 1}\n', "timeline": '[\n{"ph":"M"}\n]\n', "record-trace": "tsrtrace"}
+    there = {name: tmp_path / f"there.{name}" for name in before}
+    for name, path in there.items():
+        path.write_text(before[name])
     new = {name: tmp_path / f"new.{name}" for name in there}
     for files in (there, new):
         options = [text for name, path in files.items() for text in (f"--{name}", str(path))]
@@ -256,7 +257,7 @@ def test_a_refused_run_touches_no_file(run: Run, tmp_path: Path) -> None:
         assert result.exit_code == 2
         assert "there is a store here already" in result.stderr
         assert result.stdout == ""
-    assert {path.read_text() for path in there.values()} == {"of the run before"}
+    assert {name: path.read_text() for name, path in there.items()} == before
     assert not any(path.exists() for path in new.values())
 
 
