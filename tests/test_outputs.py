@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from pathlib import Path
@@ -126,6 +127,19 @@ def test_what_fails_leaves_the_earlier_output(tmp_path: Path) -> None:
     assert (path.read_text(), list(tmp_path.iterdir())) == ("<html>old", [path])
     write_output(path, OutputKind.PAGE, "<html>new")
     assert path.stat().st_mode & 0o777 == 0o640
+
+
+def test_a_mount_point_takes_the_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "page.html"
+    path.write_text("<html>old")
+    number = path.stat().st_ino
+
+    def busy(source: Path, target: Path) -> None:
+        raise OSError(errno.EBUSY, "Device or resource busy", str(source), None, str(target))
+
+    monkeypatch.setattr(Path, "replace", busy)
+    write_output(path, OutputKind.PAGE, "<html>new")
+    assert (path.read_text(), path.stat().st_ino, list(tmp_path.iterdir())) == ("<html>new", number, [path])
 
 
 def test_an_empty_file_of_a_store_is_its_own(tmp_path: Path) -> None:

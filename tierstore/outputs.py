@@ -7,10 +7,12 @@ It is written beside its place and renamed once it is whole. A link is followed.
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import re
 import secrets
+import shutil
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -143,10 +145,14 @@ def replacing(
             yield file
             file.flush()
             os.fsync(fd)
-        partial.replace(target)
-    except BaseException:
+        try:
+            partial.replace(target)
+        except OSError as error:
+            if error.errno != errno.EBUSY:
+                raise
+            shutil.copyfile(partial, target)  # a file that is a mount point, as containers have it
+    finally:
         partial.unlink(missing_ok=True)
-        raise
 
 
 def write_output(path: str | os.PathLike[str], kind: OutputKind, text: str) -> None:

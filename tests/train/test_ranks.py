@@ -285,3 +285,4 @@ def test_files_by_rank() -> None:
     assert rank_file(Path("a/m.jsonl"), 0) == Path("a/m.jsonl")
     assert rank_file(Path("a/m.jsonl"), 3) == Path("a/m.rank-0003.jsonl")
     assert rank_file(None, 3) is None
+    assert rank_file(Path("/dev/null"), 3) == Path("/dev/null"), "which all ranks write"
