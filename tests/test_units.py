@@ -35,7 +35,9 @@ def test_fractions_of_a_whole() -> None:
     assert parse_size("1", whole=1000) == 1  # no point: a number of bytes
 
 
-@pytest.mark.parametrize("text", ["", "x", "-1", "12 parsecs", "1e3", "25%", "0.25", "1..5MiB", -1, "9" * 400, 2**63])
+@pytest.mark.parametrize(
+    "text", ["", "x", "-1", "12 parsecs", "1e3", "25%", "0.25", "1..5MiB", -1, "9" * 400, 2**63]
+)
 def test_what_is_no_size_names_the_option(text: str | int) -> None:
     with pytest.raises(ConfigError, match=r"^--host-budget: "):
         parse_size(text, name="--host-budget")
