@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from launcher import Ranks
 from tiny_families import FAMILIES, FusedExperts, copy_dense, flat_expert, make_config, plain_model
 
 from tierstore.errors import ConfigError, StoreFormatError
-from tierstore.hf.experts import experts_modules
+from tierstore.hf.experts import ExpertLayer, ExpertLoads, bind, experts_modules
 from tierstore.hf.loading import build_module, load_module, parse_config
 from tierstore.hf.model import HfModel
 from tierstore.model.buffers import BUFFERS_KEY
@@ -81,6 +83,37 @@ def test_loss_is_that_of_transformers(family: str) -> None:
         assert torch.equal(output.loss, theirs.loss)
     layers = [layer for layer, _ in experts_modules(plain)]
     assert [int(load.sum()) for load in output.loads] == [48 * 2] * len(layers)
+
+
+def test_keys_of_outputs_in_a_config_change_no_training() -> None:
+    """Packed documents: transformers' own balance loss fails with their masks. A loop of one's own has its outputs."""
+    written = {"output_router_logits": True, "output_hidden_states": True, "return_dict": False}
+    plain = plain_model(make_config("gpt_oss"))
+    batch = _batch(positions_BT=torch.cat([torch.arange(14), torch.arange(10)]).expand(2, 24))
+    found = []
+    for keys in ({}, written):
+        config = parse_config({**json.loads(make_config("gpt_oss").to_json_string()), **keys})
+        model, _ = _model(plain, config=config)
+        model.set_step(1)
+        output = model.run(batch)
+        assert output.objective is not None
+        output.objective.backward()
+        gradients = [parameter.grad for parameter in model.module.parameters()]
+        found.append([output.objective, output.aux_loss, *gradients])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_a_loop_of_ones_own_has_the_balance_loss_that_its_config_asks_for(tmp_path: Path) -> None:
+    plain = plain_model(make_config("mixtral", output_router_logits=True, router_aux_loss_coef=1.0)).eval()
+    plain.save_pretrained(tmp_path)
+    tokens = torch.randint(1, 128, (2, 12), generator=torch.Generator().manual_seed(1))
+    loaded = load_module(tmp_path)
+    source = FusedExperts(plain)
+    for number, module in loaded.experts_at.items():
+        bind(module, ExpertLayer(number, loaded.shape, loaded.experts, source, loads=ExpertLoads()))
+    loss = loaded.module.eval()(input_ids=tokens, labels=tokens).loss
+    assert torch.equal(loss, plain(input_ids=tokens, labels=tokens).loss)
+    assert loss > plain(input_ids=tokens, labels=tokens, output_router_logits=False).loss + 0.5
 
 
 def test_no_auxiliary_loss_outside_of_training() -> None:

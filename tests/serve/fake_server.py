@@ -9,6 +9,7 @@ import asyncio
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields
@@ -50,16 +51,27 @@ def prepared(
     limits: LimitsConfig,
     keys: tuple[str, ...] = (),
     opened: Callable[[], AbstractContextManager[Running]] | None = None,
+    opens: Callable[[], object] | None = None,
 ) -> Iterator[Fake]:
-    """A server that is about to run, on a port of its own. ``opened``: another model than the fake."""
+    """A server that is about to run, on a port of its own. ``opened``: another model than the fake. ``opens``: called while
+    the model opens, which is not waited for then.
+    """
     runner, metrics = FakeRunner(room=room, pass_s=pass_s), ServerMetrics()
+
+    @contextmanager
+    def opening() -> Iterator[Running]:
+        if opens is not None:
+            opens()
+        with fake_model.opened(runner) if opened is None else opened() as running:
+            yield running
+
     with (
         listen("127.0.0.1", 0) as bound,
-        ServingEngine(
-            opened or (lambda: fake_model.opened(runner)), sequences=room, limits=limits, watcher=metrics
-        ) as engine,
+        ServingEngine(opening, sequences=room, limits=limits, watcher=metrics) as engine,
     ):
         metrics.show(engine)
+        while opens is None and not engine.opened:
+            time.sleep(0.001)
         service = Service(
             engine=engine,
             metrics=metrics,
@@ -78,10 +90,11 @@ def serving(
     limits: LimitsConfig | None = None,
     keys: tuple[str, ...] = (),
     opened: Callable[[], AbstractContextManager[Running]] | None = None,
+    opens: Callable[[], object] | None = None,
 ) -> Iterator[Fake]:
     """A server in a thread of this process."""
     limits = LimitsConfig() if limits is None else limits
-    with prepared(room=room, pass_s=pass_s, limits=limits, keys=keys, opened=opened) as fake:
+    with prepared(room=room, pass_s=pass_s, limits=limits, keys=keys, opened=opened, opens=opens) as fake:
         thread = threading.Thread(target=fake.run)
         thread.start()
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from tiny_families import FusedExperts, copy_dense, make_config, plain_model
 from torch import Tensor
 
 from tierstore.hf.experts import ExpertLayer, ExpertLoads, bind
-from tierstore.hf.loading import build_module
+from tierstore.hf.loading import build_module, parse_config
 from tierstore.model.config import ComputeDtype, ModelConfig
 from tierstore.model.transformer import Transformer
 from tierstore.moe.source import ExpertLease, ExpertSource, InMemoryExperts, SourceSlot
@@ -84,13 +85,18 @@ class Served:
 
 
 def wrapped(
-    family: str, dtype: torch.dtype = torch.float32, *, context: int = 0, **options: Any
+    family: str,
+    dtype: torch.dtype = torch.float32,
+    *,
+    context: int = 0,
+    written: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> tuple[Any, Served]:
-    """transformers' own model, and the same served."""
+    """transformers' own model, and the same served, with these keys ``written`` into its config.json."""
     config = make_config(family, **options)
     plain = plain_model(config, dtype).eval()
     slot = SourceSlot()
-    loaded = build_module(config, dtype)
+    loaded = build_module(parse_config({**json.loads(config.to_json_string()), **(written or {})}), dtype)
     copy_dense(plain, loaded)
     for number, module in loaded.experts_at.items():
         bind(module, ExpertLayer(number, loaded.shape, loaded.experts, slot, loads=ExpertLoads()))

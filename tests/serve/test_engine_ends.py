@@ -9,10 +9,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import fake_model
+import httpx
 import pytest
 from fake_model import FakeRunner
-from fake_server import serving
+from fake_server import prepared, serving
 
+from tierstore.errors import StoreError
 from tierstore.serve.api.answering import Answering, EventStream
 from tierstore.serve.api.metrics import ServerMetrics
 from tierstore.serve.api.shapes import RequestKind, Shape
@@ -20,7 +22,7 @@ from tierstore.serve.config import LimitsConfig
 from tierstore.serve.scheduler.engine import ServingEngine
 from tierstore.serve.scheduler.interface import Running
 from tierstore.serve.scheduler.queue import RequestQueue, Waiting
-from tierstore.serve.scheduler.request import Answer, Generation
+from tierstore.serve.scheduler.request import Answer, AnswerError, Generation
 from tierstore.serve.text.language import ByteCodec
 from tierstore.serve.text.sampling import SamplingOptions, TokenSampler
 from tierstore.serve.text.streaming import StreamedText
@@ -35,8 +37,8 @@ def generation(tokens: int, prompt: bytes = b"word") -> Generation:
     )
 
 
-def test_an_interrupt_while_the_model_opens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread ends when the model is open: the process does not wait for it for ever."""
+def test_an_interrupt_while_the_model_opens() -> None:
+    """The thread ends when the model is open, and the process with it."""
     opens, closed = threading.Event(), threading.Event()
 
     @contextmanager
@@ -47,15 +49,81 @@ def test_an_interrupt_while_the_model_opens(monkeypatch: pytest.MonkeyPatch) -> 
         closed.set()
 
     engine = ServingEngine(opened, sequences=2, limits=LimitsConfig(), watcher=ServerMetrics())
-
-    def interrupted() -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(engine._ready, "wait", interrupted)
+    threading.Timer(0.05, opens.set).start()
     with pytest.raises(KeyboardInterrupt), engine:
-        raise AssertionError("it is not open")
-    opens.set()
+        raise KeyboardInterrupt
     assert closed.wait(60)
+    assert not engine.alive
+
+
+def test_a_server_answers_while_its_model_opens() -> None:
+    """503 at once, with OpenAI's error where there is one; keys are asked for as ever; 200 when it is open."""
+    opens = threading.Event()
+    body = {"model": "fake", "prompt": "Once", "max_tokens": 4, "temperature": 0}
+    with (
+        serving(opens=lambda: opens.wait(60), keys=("a" * 16,)) as fake,
+        httpx.Client(base_url=fake.url, timeout=60) as client,
+    ):
+        key = {"Authorization": "Bearer " + "a" * 16}
+        assert client.get("/health").status_code == 503
+        assert client.get("/health").json() == {"status": "the model is being opened"}
+        assert client.get("/").status_code == 200
+        assert "tierstore_queue_requests 0.0" in client.get("/metrics", headers=key).text
+        for answer in (
+            client.get("/v1/models", headers=key),
+            client.get("/v1/models/fake", headers=key),
+            client.post("/v1/completions", json=body, headers=key),
+            client.post("/v1/chat/completions", content=b"no JSON", headers=key),
+        ):
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+            assert answer.json()["error"] == {
+                "message": "the model is being opened",
+                "type": "server_error",
+                "param": None,
+                "code": None,
+            }
+        assert client.get("/v1/models").status_code == 401
+        opens.set()
+        while client.get("/health").status_code != 200:
+            assert fake.service.engine.alive
+        assert client.post("/v1/completions", json=body, headers=key).status_code == 200
+
+
+def test_a_server_ends_where_its_model_cannot_be_opened() -> None:
+    """What opening raised, and not a hang."""
+
+    def opens() -> None:
+        raise StoreError("the store is damaged")
+
+    limits = LimitsConfig()
+    with (
+        pytest.raises(StoreError, match="the store is damaged"),
+        prepared(room=2, pass_s=0, limits=limits, opens=opens) as fake,
+    ):
+        fake.run()
+
+
+def test_a_pass_that_is_split_up_is_counted_and_logged(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two prompts come together while the model opens, and one meets a corrupt record: the other has its answer."""
+
+    async def run() -> tuple[str, str]:
+        opens = threading.Event()
+        with serving(opens=lambda: opens.wait(60)) as fake:
+            engine = fake.service.engine
+            good, broken = (engine.submit(generation(4, prompt)) for prompt in (b"Once", b"a\x01"))
+            opens.set()
+            text = ""
+            while (update := await good.answer.take()).finish is None:
+                text += update.text
+            with pytest.raises(AnswerError, match="layer 1, expert 5 is corrupt"):
+                await broken.answer.take()
+            return text + update.text, fake.service.metrics.text().decode()
+
+    text, metrics = asyncio.run(run())
+    assert text == fake_model.expected("Once", 4)[0]
+    assert "tierstore_split_passes_total 1.0" in metrics
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("a prefill of 2 sequences failed, and each is computed alone: records-0.bin: the")
 
 
 def test_a_client_that_leaves_before_its_first_event() -> None:

@@ -158,12 +158,15 @@ def _run(config: ServeConfig, listening: Listening, output: Output) -> None:
         stack.enter_context(engine)
         metrics.show(engine)
         name = printable(listening.name or config.store.resolve().name)
-        for line in engine.running.lines:
-            output.line(line)
-        output.line(f"opened in {format_seconds(time.monotonic() - begun_s)}")
+
+        def opened() -> None:
+            for line in engine.running.lines:
+                output.line(line)
+            output.line(f"opened in {format_seconds(time.monotonic() - begun_s)}")
+            output.line(f"serving {name} at {url(bound)}")
+
         service = Service(engine=engine, metrics=metrics, limits=config.limits, keys=keys, model=name)
-        server = ApiServer(make_app(service), engine, config.limits)
-        output.line(f"serving {name} at {url(bound)}")
+        server = ApiServer(make_app(service), engine, config.limits, opened=opened)
         asyncio.run(server.serve([bound]))
     output.line(f"stopped after {format_seconds(time.monotonic() - begun_s)}")
     output.emit(_totals(engine, metrics, seconds=time.monotonic() - begun_s))

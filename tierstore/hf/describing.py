@@ -29,6 +29,19 @@ if TYPE_CHECKING:
     from torch import nn
 
 CONFIG_NAME = "config.json"
+#: Keys of a config.json that tell of files: how weights lie in them, and where code is.
+FILE_KEYS = ("quantization_config", "auto_map")
+#: Keys that tell what a forward pass returns. Ours ask for what they use, and so leave these out.
+OUTPUT_KEYS = (
+    "output_attentions",
+    "output_cross_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "return_dict",
+    "torchscript",
+    "use_cache",
+    "use_return_dict",
+)
 _QUANTIZED = {None: Quantization.NONE, "fp8": Quantization.FP8_BLOCKS, "mxfp4": Quantization.MXFP4}
 
 
@@ -112,7 +125,7 @@ def _build(config: Mapping[str, Any], compute: ComputeDtype, where: str) -> tupl
     import torch
 
     library = transformers()
-    plain = {key: value for key, value in config.items() if key not in ("quantization_config", "auto_map")}
+    plain = {key: value for key, value in config.items() if key not in (*FILE_KEYS, *OUTPUT_KEYS)}
     before = torch.get_default_dtype()
     try:
         parsed = library.CONFIG_MAPPING[config["model_type"]].from_dict(plain)

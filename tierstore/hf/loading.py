@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
@@ -23,7 +23,7 @@ from torch import nn
 
 from tierstore.capabilities import package_path
 from tierstore.errors import ConfigError
-from tierstore.hf.describing import CONFIG_NAME, read_config
+from tierstore.hf.describing import CONFIG_NAME, FILE_KEYS, OUTPUT_KEYS, read_config
 from tierstore.hf.experts import IMPLEMENTATION, expert_shape_of, experts_modules, is_experts, register
 from tierstore.hf.packages import transformers
 from tierstore.moe.config import ExpertShape
@@ -64,9 +64,14 @@ class LoadedModule:
         return self.layers.stop == self.count
 
 
-def parse_config(values: Mapping[str, Any], *, where: str = CONFIG_NAME) -> Any:
-    """transformers' configuration of the values of a config.json, without how weights lie on disk. Raises ConfigError."""
-    plain = {key: value for key, value in values.items() if key not in ("quantization_config", "auto_map")}
+def parse_config(
+    values: Mapping[str, Any],
+    *,
+    where: str = CONFIG_NAME,
+    without: Collection[str] = (*FILE_KEYS, *OUTPUT_KEYS),
+) -> Any:
+    """transformers' configuration of the values of a config.json, ``without`` these keys. Raises ConfigError."""
+    plain = {key: value for key, value in values.items() if key not in without}
     family = plain.get("model_type")
     known = transformers().CONFIG_MAPPING
     if not isinstance(family, str) or family not in known:
@@ -134,7 +139,8 @@ def load_module(path: Path | str, dtype: torch.dtype | None = None, **options: A
     thread makes models of the same family. Raises ConfigError.
     """
     register()
-    config = parse_config(read_config(Path(path)), where=str(path))
+    # What its passes return is for the loop: transformers' own loss has the balance loss only with the router's logits.
+    config = parse_config(read_config(Path(path)), where=str(path), without=FILE_KEYS)
     kind = class_of(config)
     known: dict[nn.Module, tuple[ExpertShape, int]] = {}
     with _LOADING, _without_experts(kind, known), package_path(path) as name:

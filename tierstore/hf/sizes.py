@@ -1,13 +1,14 @@
-"""What follows from the shapes of a model's dense parameters: attention's widths, its cache, its low-rank pairs.
+"""What follows from the shapes of a model's dense parameters: attention's widths, its cache, its low-rank pairs; and from
+its configuration: how long its texts may be.
 
 Imports neither torch nor transformers. Parameters are known by their names in memory, which transformers' decoders share.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tierstore.hf.manifest import Manifest, UnitEntry
@@ -71,3 +72,51 @@ def cache_bytes(spec: HfSpec, tokens: int) -> int:
     """Bytes of keys and values of ``tokens`` tokens in the compute type, as transformers caches them."""
     cached = sum(attention_sizes(spec, unit).cached for unit in spec.manifest.units[1:-1])
     return tokens * cached * spec.compute_dtype.itemsize
+
+
+def text_positions(config: Mapping[str, Any]) -> int:
+    """The most positions of a text by ``config``, the values of a config.json; 0 where they do not say it.
+
+    A kind of rotary embedding that stretches positions gives its factor times the original ones, whether
+    ``max_position_embeddings`` has been multiplied (DeepSeek) or not (Qwen's recipe); those that name no original positions
+    mean ``max_position_embeddings``, as transformers and vLLM read them. llama3 and longrope give them as they are.
+    """
+    most = int(config.get("max_position_embeddings") or 0)
+    stretched = [
+        int(factor * (_original_positions(config, rope) or most))
+        for rope in _rotary(config)
+        if _rope_type(rope) in ("linear", "dynamic", "yarn") and (factor := rope.get("factor"))
+    ]
+    return max(stretched, default=most)
+
+
+def cached_positions(config: Mapping[str, Any]) -> int:
+    """The same of a text that is continued from a cache of its keys.
+
+    Models with two sets of frequencies (longrope) compute all of a text's keys with the set of its length: a cache cannot
+    go from one to the other, so that their shorter set is what there is.
+    """
+    most = text_positions(config)
+    shorter = [
+        original
+        for rope in _rotary(config)
+        if _rope_type(rope) in ("longrope", "su") and (original := _original_positions(config, rope))
+    ]
+    return min([most, *shorter])
+
+
+def _rotary(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The parameters of rotary embeddings, which may differ by kind of layer. As in transformers, the older key wins."""
+    found = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    nested = [value for value in found.values() if isinstance(value, Mapping)]
+    return nested or [found]
+
+
+def _rope_type(rope: Mapping[str, Any]) -> object:
+    return rope.get("rope_type", rope.get("type"))
+
+
+def _original_positions(config: Mapping[str, Any], rope: Mapping[str, Any]) -> int:
+    """Those that the model was trained with before they were stretched; 0 where none are named."""
+    key = "original_max_position_embeddings"
+    return int(config.get(key) or rope.get(key) or 0)

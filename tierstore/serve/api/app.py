@@ -35,10 +35,12 @@ _PAGE_POLICY = (
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 
+_OPENING = "the model is being opened"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Service:
-    """What the routes answer from. ``engine`` is running. ``model``: the name of its model."""
+    """What the routes answer from. ``engine`` has been entered. ``model``: the name of its model."""
 
     engine: ServingEngine
     metrics: ServerMetrics
@@ -99,18 +101,26 @@ class _Routes:
             return JSONResponse({"status": "the model has stopped"}, status_code=503)
         if not engine.queue.accepting:
             return JSONResponse({"status": "shutting down"}, status_code=503)
+        if not engine.opened:
+            return JSONResponse({"status": _OPENING}, status_code=503)
         return JSONResponse({"status": "ok"})
 
     async def metrics(self, request: Request) -> Response:
         self._service.keys.check(request.headers.get("authorization"))
         return Response(self._service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    async def models(self, request: Request) -> Response:
+    def _admit(self, request: Request) -> None:
+        """Raises ApiError for a request that bears no key, and while the model is not open."""
         self._service.keys.check(request.headers.get("authorization"))
+        if not self._service.engine.opened:
+            raise ApiError(503, _OPENING, headers={"Retry-After": "1"})
+
+    async def models(self, request: Request) -> Response:
+        self._admit(request)
         return JSONResponse({"object": "list", "data": [model_body(self._service.model, self._created)]})
 
     async def one_model(self, request: Request, name: str) -> Response:
-        self._service.keys.check(request.headers.get("authorization"))
+        self._admit(request)
         self._check_model(name)
         return JSONResponse(model_body(self._service.model, self._created))
 
@@ -124,7 +134,7 @@ class _Routes:
         self, request: Request, style: RequestKind, read: Callable[[dict[str, object]], Call]
     ) -> Response:
         service = self._service
-        service.keys.check(request.headers.get("authorization"))
+        self._admit(request)
         call = read(parse_object(await read_body(request, service.limits)))
         self._check_model(call.model)
         answering = Answering(

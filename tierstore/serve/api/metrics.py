@@ -41,6 +41,9 @@ class ServerMetrics:
         self._prefill = histogram("prefill_seconds", "Passes over prompts.")
         self._step = histogram("step_seconds", "Passes that decode.")
         self._batch = histogram("batch_size", "Sequences of a pass that decodes.", _SIZES)
+        self._split_up = counter(
+            "split_passes", "Passes of several sequences that failed: each was computed on its own."
+        )
         for outcome in RequestOutcome:
             self._ended.labels(outcome.value)
         self._tokens = [0, 0]  # of prompts and answers
@@ -79,6 +82,10 @@ class ServerMetrics:
         """A step."""
         self._step.observe(seconds)
         self._batch.observe(sequences)
+
+    def split_up(self) -> None:
+        """A pass that was computed for each sequence on its own."""
+        self._split_up.inc()
 
     def token(self, *, first: bool, seconds: float) -> None:
         """A token of an answer."""

@@ -11,6 +11,7 @@ import math
 import os
 import socket
 import time
+from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
@@ -56,9 +57,16 @@ def is_loopback(bound: socket.socket) -> bool:
 
 
 class ApiServer(uvicorn.Server):
-    """Serves ``app`` for as long as ``engine`` runs."""
+    """Serves ``app`` for as long as ``engine`` runs. ``opened`` is called once, when its model is open."""
 
-    def __init__(self, app: FastAPI, engine: ServingEngine, limits: LimitsConfig) -> None:
+    def __init__(
+        self,
+        app: FastAPI,
+        engine: ServingEngine,
+        limits: LimitsConfig,
+        *,
+        opened: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -75,6 +83,7 @@ class ApiServer(uvicorn.Server):
             )
         )
         self._engine = engine
+        self._opened: Callable[[], None] | None = opened
         self._drain_s = limits.drain_s
         self._until_s = math.inf
 
@@ -87,6 +96,9 @@ class ApiServer(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Ten times a second: whether it is over."""
+        if self._opened is not None and self._engine.opened:
+            self._opened()
+            self._opened = None
         if time.monotonic() >= self._until_s:
             self._engine.close()
         if not self._engine.alive:

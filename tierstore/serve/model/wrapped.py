@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from tierstore.errors import ConfigError
+from tierstore.hf.sizes import cached_positions
 from tierstore.serve.model.interface import LayeredCache
 
 
@@ -30,7 +31,7 @@ class WrappedModel:
         self._module = module
         self._config: Any = wrapped.config.get_text_config(decoder=True)
         self._new_cache = partial(DynamicCache, config=wrapped.config)
-        self._context = checked_context(context, _longest(self._config))
+        self._context = checked_context(context, cached_positions(self._config.to_dict()))
         self._options: dict[str, Any] = {"use_cache": True, "return_dict": True}
         if wrapped._supports_logits_to_keep():
             self._options["logits_to_keep"] = 1
@@ -46,11 +47,12 @@ class WrappedModel:
 
     @property
     def pad_token(self) -> int:
-        """The model's own; without one, its end of text, as in ``generate``."""
+        """The model's own; without one in its vocabulary (-1 is none), its end of text, as in ``generate``, or 0."""
         for name in ("pad_token_id", "eos_token_id"):
             found = getattr(self._config, name, None)
-            if found is not None:
-                return int(found[0] if isinstance(found, list) else found)
+            for token in found if isinstance(found, list) else [found]:
+                if token is not None and 0 <= token < self.vocabulary:
+                    return int(token)
         return 0
 
     def new_cache(self) -> LayeredCache:
@@ -76,19 +78,3 @@ def checked_context(asked: int, most: int) -> int:
     if asked > most:
         raise ConfigError(f"batch.context: expected at most {most}, the model's own limit, got {asked}")
     return asked or most
-
-
-def _longest(config: Any) -> int:
-    """The most positions of a model of ``config``.
-
-    Models with two sets of frequencies (longrope) compute all of a text's keys with the set of its length: a cache cannot
-    go from one to the other, so that their shorter set is what there is.
-    """
-    most = int(config.max_position_embeddings)
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":
-        original = rope.get("original_max_position_embeddings") or getattr(
-            config, "original_max_position_embeddings", None
-        )
-        return min(most, int(original or most))
-    return most

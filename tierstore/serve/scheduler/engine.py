@@ -10,6 +10,7 @@ tokens that it has (``BatchRunner.resume``): those that fail once more end with 
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
 import traceback
@@ -41,8 +42,8 @@ class _Sequence:
 class ServingEngine:
     """The model's thread. ``opened`` opens the model, on that thread; ``sequences`` is the most of a batch.
 
-    A context manager: entering waits until the model is open and raises what opening it raised; leaving ends what is under
-    way. ``submit`` and ``cancel`` are the event loop's.
+    A context manager: entering begins to open the model; leaving ends what is under way, and raises what opening or running
+    it has raised. ``submit`` and ``cancel`` are the event loop's.
     """
 
     def __init__(
@@ -53,14 +54,13 @@ class ServingEngine:
         limits: LimitsConfig,
         watcher: Watcher,
     ) -> None:
-        self._opened = opened
+        self._open = opened
         self._room = sequences
         self._watcher = watcher
         self._rates = Rates()
         self.queue = RequestQueue(limits, self._retry_after_s)
         self._batch: dict[int, _Sequence] = {}  # by the runner's numbers; of the model's thread
         self._tokens_left = 0  # of the answers in the batch, at most; written by the model's thread
-        self._ready = threading.Event()
         self._running: Running | None = None
         self._error: BaseException | None = None
         self._counts = Counts()
@@ -69,16 +69,6 @@ class ServingEngine:
 
     def __enter__(self) -> ServingEngine:
         self._thread.start()
-        try:
-            self._ready.wait()
-        except (
-            BaseException
-        ):  # SIGINT: the thread, which the process would wait for, ends when the model is open
-            self.close()
-            raise
-        if self._error is not None:
-            self._thread.join()
-            raise self._error
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -88,8 +78,13 @@ class ServingEngine:
             raise self._error
 
     @property
+    def opened(self) -> bool:
+        """Whether the model has been opened."""
+        return self._running is not None
+
+    @property
     def running(self) -> Running:
-        """The model; only its facts are for other threads."""
+        """The model, which has been opened; only its facts are for other threads."""
         assert self._running is not None
         return self._running
 
@@ -100,7 +95,7 @@ class ServingEngine:
 
     @property
     def alive(self) -> bool:
-        """Whether requests are being served."""
+        """Whether requests are being served, or the model is being opened for them."""
         return self._thread.is_alive()
 
     @property
@@ -140,21 +135,19 @@ class ServingEngine:
 
     def _serve(self) -> None:
         try:
-            with self._opened() as running:
-                self._running = running
+            with self._open() as running:
                 self._count(running)
-                self._ready.set()
+                self._running = running
                 while self._batch or self.queue.wait():
                     self._turn(running)
                 self._counted_s = float("-inf")
                 self._count(running)
-        except BaseException as error:  # it is raised again by the thread that entered
+        except BaseException as error:  # it is raised again by the thread that leaves
             self._error = error
         finally:
             for waiting in [*(one.waiting for one in self._batch.values()), *self.queue.close()]:
                 self._fail(waiting, "the server was shut down before the answer was complete")
             self._batch.clear()
-            self._ready.set()
 
     def _turn(self, running: Running) -> None:
         """A prefill where there is room, and a step."""
@@ -182,6 +175,7 @@ class ServingEngine:
             if len(taken) > 1 or self._batch:  # fewer together, or when one has left
                 self.queue.give_back(taken[1:] if not self._batch else taken)
                 if not self._batch:
+                    self._split_up("prefill", len(taken), error)
                     self._join(running, taken[:1])
             else:
                 self._fail(taken[0], _sentence(error))
@@ -190,6 +184,7 @@ class ServingEngine:
             if len(taken) == 1:
                 self._fail(taken[0], _sentence(error))
             else:
+                self._split_up("prefill", len(taken), error)
                 for waiting in taken:
                     self._join(running, [waiting])
             return
@@ -212,6 +207,7 @@ class ServingEngine:
             if len(failed) == 1:
                 self._fail(failed[0].waiting, _sentence(error))
             else:
+                self._split_up("step", len(failed), error)
                 self._join_again(running, failed)
             return
         seconds = time.monotonic() - begun
@@ -219,6 +215,14 @@ class ServingEngine:
         self._watcher.stepped(sequences=len(tokens), seconds=seconds)
         for number, logits_V in logits.items():
             self._advance(running, number, logits_V)
+
+    def _split_up(self, what: str, sequences: int, error: Exception) -> None:
+        """A pass of several has failed: each is computed on its own, which takes far longer where it fails each time."""
+        reason = _reason(error)
+        print(
+            f"a {what} of {sequences} sequences failed, and each is computed alone: {reason}", file=sys.stderr
+        )
+        self._watcher.split_up()
 
     def _join_again(self, running: Running, failed: list[_Sequence]) -> None:
         """After a pass that failed: each on its own."""
@@ -277,8 +281,13 @@ class ServingEngine:
 
 
 def _sentence(error: Exception) -> str:
-    """What a client is told. An error that nothing raises on purpose keeps its traceback, on stderr."""
+    """What a client is told."""
+    return f"the answer could not be computed: {_reason(error)}"
+
+
+def _reason(error: Exception) -> str:
+    """One line. An error that nothing raises on purpose keeps its traceback, on stderr."""
     if not isinstance(error, TierstoreError | OSError):
         traceback.print_exception(error)
-        return f"the answer could not be computed: {type(error).__name__}"
-    return f"the answer could not be computed: {' '.join(str(error).split())}"
+        return type(error).__name__
+    return " ".join(str(error).split())

@@ -65,6 +65,10 @@ class Watcher(Protocol):
         """One token for each of ``sequences``."""
         ...
 
+    def split_up(self) -> None:
+        """A pass of several sequences has failed, and each is computed on its own."""
+        ...
+
     def token(self, *, first: bool, seconds: float) -> None:
         """A token of an answer: ``seconds`` since its request came, or since its last token."""
         ...
