@@ -1,7 +1,7 @@
 """``tierstore plan``: what a run would take on each tier, whether it fits, and how long a step would take.
 
 Nothing is opened, allocated or measured, and torch is not imported, but for `--model` with a directory or config.json,
-whose parameters transformers counts: it answers in under a second. Exit status 1: it does not fit.
+whose parameters transformers counts, and `--serve` of a store: it answers in under a second. Exit status 1: it does not fit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tierstore.cli.options import (
 )
 from tierstore.cli.output import Output
 from tierstore.cli.plan_layouts import show_layouts
-from tierstore.cli.plan_serving import ServingAsked, serving_options, show_serving
+from tierstore.cli.plan_serving import ServingAsked, server_settings, serving_options, show_serving
 from tierstore.config import load
 from tierstore.errors import ConfigError
 from tierstore.units import format_bytes, format_seconds
@@ -113,11 +113,14 @@ def plan(
         return
     chosen = None if preset is None else find_preset(preset)
     overrides = config_overrides(settings, {"host_budget": host_budget})
-    loaded = _load(config, chosen, model, overrides, ranks)
+    served = server_settings(overrides) if serving.asked else {}
+    run = {name: value for name, value in overrides.items() if name not in served or name == "store"}
+    loaded = _load(config, chosen, model, run, ranks)
     measured = profile or loaded.parallel.profile
     costs = load_profile(measured) if measured else ASSUMED
     if serving.asked:
-        show_serving(loaded, model, serving, costs, output)
+        kind = DeviceKind(device)
+        show_serving(loaded, model, serving, costs, output, overrides=served, device=kind)
         return
     share = _sharing(ranks, ranks_per_node)
     limits = machine_limits(loaded.store, sharing=share, memory=memory, disk=disk, device=device_memory)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from tierstore.cli.models import deployed_settings
 from tierstore.cli.options import FILE, F, bundled, options
 from tierstore.cli.output import Output
+from tierstore.config import load
 from tierstore.errors import ConfigError
 from tierstore.units import format_bytes, format_seconds, parse_size
 
 if TYPE_CHECKING:
+    from tierstore.hf.spec import HfSpec
     from tierstore.machine_profile import Profile
-    from tierstore.plan.serving import PassPlan
+    from tierstore.serve.planning import PassPlan, ServedRecords
+    from tierstore.train.budgets import DeviceKind
     from tierstore.train.config import TrainConfig
 
 
@@ -46,13 +50,19 @@ def serving_options() -> Callable[[F], F]:
             "--batch", type=int, default=1, help="With --serve: sequences that are continued together."
         ),
         click.option("--prompt-tokens", type=int, default=32, help="With --serve: tokens of each prompt."),
-        click.option("--context", type=int, default=4096, help="With --serve: most tokens of a sequence."),
+        click.option(
+            "--context",
+            type=int,
+            default=0,
+            show_default=False,
+            help="With --serve: most tokens of a sequence (default: 4096, or the model's limit).",
+        ),
         click.option(
             "--budgets",
             default="",
             show_default=False,
             metavar="SIZE,..",
-            help="With --serve: budgets (default: a range).",
+            help="With --serve: budgets (default: --host-budget, or a range).",
         ),
         click.option(
             "--trace",
@@ -63,25 +73,43 @@ def serving_options() -> Callable[[F], F]:
     )
 
 
+def server_settings(overrides: Mapping[str, object]) -> dict[str, object]:
+    """Those of ``overrides`` that are keys of ``ServeConfig``."""
+    from tierstore.serve.config import ServeConfig
+
+    names = {one.name for one in fields(ServeConfig)}
+    return {key: value for key, value in overrides.items() if key.partition(".")[0] in names}
+
+
 def show_serving(
-    config: TrainConfig, path: Path | None, asked: ServingAsked, costs: Profile, output: Output
+    config: TrainConfig,
+    path: Path | None,
+    asked: ServingAsked,
+    costs: Profile,
+    output: Output,
+    *,
+    overrides: Mapping[str, object],
+    device: DeviceKind,
 ) -> None:
-    """The plan of the imported model of ``config``, for people and for programs."""
+    """The plan of the imported model of ``config``, for people and for programs. ``overrides``: keys of ``ServeConfig``; the
+    others are as ``tierstore deploy`` left them.
+    """
     from tierstore.hf.spec import HfSpec
-    from tierstore.plan.serving import ServedWork, plan_serving
+    from tierstore.serve.config import ServeConfig
+    from tierstore.serve.planning import ServedRecords, ServedWork, plan_serving
 
     if not isinstance(config.model, HfSpec):
         raise ConfigError("--serve: expected an imported model (--model), got the built-in one")
     work = ServedWork(
         sequences=asked.batch, prompt_tokens=asked.prompt_tokens, context=asked.context, trace=asked.trace
     )
-    made = plan_serving(
-        config.model,
-        work,
-        costs,
-        budgets=[parse_size(part, name="--budgets") for part in asked.budgets.split(",") if part],
-        missed_records=_missed_records(config.store if path is None else path),
-    )
+    store = config.store if path is None else path
+    spec, records = _stored(store) or (config.model, ServedRecords.imported(config.model))
+    served = load(ServeConfig, None, {**deployed_settings(store), **overrides})
+    budgets = [parse_size(part, name="--budgets") for part in asked.budgets.split(",") if part]
+    if not budgets and "host_budget" in overrides:
+        budgets = [served.host_budget]
+    made = plan_serving(spec, work, costs, budgets=budgets, records=records, config=served, device=device)
     routing = "even routing (no --trace)" if asked.trace is None else f"the passes of {asked.trace}"
     rows = [
         (
@@ -104,7 +132,7 @@ def show_serving(
         rows,
     )
     output.line(
-        f"memory beside the experts: dense {format_bytes(made.dense)}, keys and values of {asked.context} tokens of each "
+        f"memory beside the experts: dense {format_bytes(made.dense)}, keys and values of {made.context} tokens of each "
         f"sequence {format_bytes(made.keys_and_values)}, the process {format_bytes(made.process)}"
     )
     if made.missed_records:
@@ -118,16 +146,23 @@ def show_serving(
 def _pass_cells(made: PassPlan | None) -> tuple[str, str, str]:
     if made is None:
         return ("-", "-", "-")
-    return (f"{made.tokens_per_s:.1f}", f"{made.missed / made.asked:.1%}", format_bytes(made.read_bytes))
+    missed = made.missed / made.asked if made.asked else 0.0  # all layers of a ring are on the device
+    return (f"{made.tokens_per_s:.1f}", f"{missed:.1%}", format_bytes(made.read_bytes))
 
 
-def _missed_records(store: Path) -> int | None:
-    """Of a training store at ``store``; None where there is none."""
+def _stored(store: Path) -> tuple[HfSpec, ServedRecords] | None:
+    """The model in ``store`` as a server opens it; None where there is no store."""
     from tierstore.errors import StoreMissingError
-    from tierstore.store.summary import read_summary
-    from tierstore.train.budgets import EXPERT_SCHEMA
+    from tierstore.hf.spec import HfSpec
+    from tierstore.serve.opening import read_stored
+    from tierstore.serve.planning import ServedRecords
 
     try:
-        return read_summary(store).missed.get(EXPERT_SCHEMA, 0)
+        stored = read_stored(store)
     except (StoreMissingError, FileNotFoundError, NotADirectoryError):
         return None
+    assert isinstance(stored.spec, HfSpec)
+    records = ServedRecords(
+        experts=stored.experts, pairs=stored.pairs, scratch=stored.scratch, missed=stored.missed
+    )
+    return stored.spec, records

@@ -93,7 +93,7 @@ def open_served(
         read_identity(directory)  # a missing store is one, before its lease is
         # What is read of the store in several openings is of one commit.
         stack.enter_context(DirectoryLease(directory, access=StoreAccess.READ))
-        stored = _read_stored(directory)
+        stored = read_stored(directory)
         spec = stored.spec
         budgets = served_budgets(
             config, spec, stored.experts, kind, scratch=stored.scratch, pairs=stored.pairs
@@ -142,7 +142,7 @@ def _refuse_ranks(directory: Path) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Stored:
+class StoredModel:
     """What the last commit of a store says of its model."""
 
     state: TrainState
@@ -151,11 +151,12 @@ class _Stored:
     experts: RecordSchema
     lora: LoraConfig
     pairs: RecordSchema | None
-    #: Bytes to replay missed steps in.
+    #: Bytes to replay missed steps in, and how many records of experts have some.
     scratch: int
+    missed: int
 
 
-def _read_stored(directory: Path) -> _Stored:
+def read_stored(directory: Path) -> StoredModel:
     """Reads no weights. Raises ConfigError (several ranks), StoreError, StoreFormatError."""
     summary = read_summary(directory)
     state = TrainState.unpack(summary.state, where=str(directory))
@@ -164,13 +165,14 @@ def _read_stored(directory: Path) -> _Stored:
     if experts is None:
         raise StoreError(f"{directory}: it holds no experts")
     lora = served_lora(directory, state)
-    return _Stored(
+    return StoredModel(
         state=state,
         spec=spec,
         experts=experts,
         lora=lora,
         pairs=summary.schema(PAIR_SCHEMA) if lora.enabled and lora.experts else None,
         scratch=sum(replay_scratch_bytes(kept) for kept in summary.schemas if summary.missed.get(kept.name)),
+        missed=summary.missed.get(EXPERT_SCHEMA, 0),
     )
 
 
@@ -200,7 +202,7 @@ def _open_store(
 def _open_experts(
     stack: contextlib.ExitStack,
     config: ServeConfig,
-    stored: _Stored,
+    stored: StoredModel,
     budgets: ServedBudgets,
     *,
     store: StoreCore,

@@ -350,6 +350,12 @@ def record_frame_bytes(schemas: Sequence[RecordSchema], access: StoreAccess = St
     )
 
 
+def cache_frames(nbytes: int, schemas: Sequence[RecordSchema], access: StoreAccess) -> tuple[int, int]:
+    """How many frames a host cache of ``nbytes`` has for records of ``schemas``, and the bytes of each."""
+    frame = record_frame_bytes(schemas, access)
+    return max(nbytes // frame, 1), frame
+
+
 def minimum_host_budget(
     schemas: Sequence[RecordSchema],
     cache: CacheConfig | None = None,
@@ -444,9 +450,8 @@ def _assemble(
     fds = [fd for drive in drives if drive.lease is not None for fd in drive.lease.fds]
     engine = make_engine(config.io, tuning, lease_fds=fds, log_path=io_log)
     stack.callback(engine.close)
-    frame = record_frame_bytes(schemas, access)
     scratch = sum(replay_scratch_bytes(schema) for schema in missed)
-    frames = max((config.host_budget - scratch) // frame, 1)
+    frames, frame = cache_frames(config.host_budget - scratch, schemas, access)
     arena = _host_arena(config, frames * frame)
     extents = StoreExtents(
         engine,

@@ -1,0 +1,177 @@
+"""Plans of serving: a pass by hand, even routing, and a trace's replay with the very counts of the run that was recorded."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from served_cases import drawn, greedy
+from served_stores import served_store, store_of
+from tiny_families import make_config, plain_model
+
+from tierstore.cli.main import cli
+from tierstore.errors import BudgetError, ConfigError, DataError
+from tierstore.hf.imports.importing import ImportOptions, import_model
+from tierstore.hf.manifest import Weights
+from tierstore.hf.spec import HfSpec
+from tierstore.machine_profile import ASSUMED, Cost, Evidence
+from tierstore.plan.foreign import model_of
+from tierstore.quant.layout import CodeFormat
+from tierstore.serve.planning import ServedWork, plan_serving
+from tierstore.train.config import FinetuneConfig
+
+TOP_K = 2
+#: One byte or operation a second, but for the disk's four bytes.
+SLOW = replace(
+    ASSUMED,
+    process_bytes=1000,
+    disk_read=Cost(0.0, 4.0),
+    copy=Cost(0.0, 1.0),
+    dense_flops=Cost(0.0, 1.0),
+    expert_flops=Cost(0.0, 1.0),
+)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    return store_of(tmp_path, "qwen3_moe")[1]
+
+
+@pytest.fixture
+def spec(store: Path) -> HfSpec:
+    return model_of(store, FinetuneConfig())
+
+
+def test_even_routing_by_hand(spec: HfSpec) -> None:
+    model = spec.architecture
+    layers, numel, dense = len(model.moe_layers), model.expert_numel, model.dense
+    assert (layers, model.experts, model.top_k) == (2, 8, TOP_K)
+    each = 4 * numel  # fp32
+    slot = -(-each // 4096) * 4096
+    half = (1 + 8) * slot  # a slot of the device, and eight of 16 experts
+    made = plan_serving(spec, ServedWork(prompt_tokens=2, context=10), SLOW, budgets=[half])
+    (one,) = made.budgets
+    assert one.share == 0.5
+    # One token: two experts of each layer, half of them in memory.
+    assert (one.decode.asked, one.decode.missed) == (4.0, 2.0)
+    assert one.decode.read_bytes == 2 * each
+    # Reading the weights (4 B a parameter) takes longer than their two operations a token.
+    seconds = 4 * dense + layers * max(2 * each, each / 4)
+    assert one.decode.seconds == seconds
+    assert one.decode.tokens_per_s == 1 / seconds
+    # Two tokens: 8 (1 - (6/8)^2) = 3.5 experts of a layer.
+    assert one.prefill is not None
+    assert one.prefill.asked == 7.0
+    assert made.evidence is Evidence.ASSUMED
+    # Keys and values: 2 x 2 heads of 8 values, fp32, of 10 tokens and two layers, one of which is there twice.
+    assert made.keys_and_values == 3 * 10 * 2 * 2 * 8 * 4
+    assert made.memory(one) == half + made.dense + made.keys_and_values + 1000
+    assert made.as_json()["budgets"][0]["decode"]["pass_s"] == seconds
+
+
+def test_the_context_is_what_the_model_allows(spec: HfSpec) -> None:
+    """128 positions, where 4096 tokens are planned for otherwise."""
+    assert plan_serving(spec, ServedWork(), ASSUMED).context == 128
+    longer = replace(spec, config={**spec.config, "max_position_embeddings": 8192})
+    assert plan_serving(longer, ServedWork(), ASSUMED).context == 4096
+    assert plan_serving(longer, ServedWork(prompt_tokens=5000), ASSUMED).context == 5000
+    for work in (ServedWork(context=129), ServedWork(prompt_tokens=129)):
+        with pytest.raises(ConfigError, match="expected at most 128, the model's own limit, got 129"):
+            plan_serving(spec, work, ASSUMED)
+
+
+def test_each_expert_that_is_read_takes_a_latency(spec: HfSpec) -> None:
+    model, latency = spec.architecture, 1e9
+    half = (1 + 8) * (-(-4 * model.expert_numel // 4096) * 4096)  # as above
+    profile = replace(SLOW, disk_read=Cost(latency, math.inf))
+    (one,) = plan_serving(spec, ServedWork(prompt_tokens=2, context=10), profile, budgets=[half]).budgets
+    assert one.prefill is not None
+    # 3.5 of a pass's seven experts are missed, and two of a decode pass's four.
+    assert one.prefill.seconds == 4 * model.dense + 3.5 * latency
+    assert one.decode.seconds == 4 * model.dense + 2 * latency
+
+
+def test_a_larger_budget_is_never_slower(spec: HfSpec) -> None:
+    made = plan_serving(spec, ServedWork(), ASSUMED)
+    speeds = [one.decode.tokens_per_s for one in made.budgets]
+    assert speeds == sorted(speeds)
+    assert made.budgets[-1].decode.read_bytes == 0
+    assert made.budgets[-2].decode.read_bytes > 0
+
+
+@pytest.mark.parametrize("budget", [1, 100])
+def test_a_budget_without_an_expert_is_refused(spec: HfSpec, budget: int) -> None:
+    with pytest.raises(BudgetError, match=r"--budgets: host_budget: .* the minimum is"):
+        plan_serving(spec, ServedWork(), ASSUMED, budgets=[budget])
+
+
+_RUNS: dict[str, dict[str, Any]] = {
+    "slots": {},
+    "no guesses": {"prefetch.depth": 0},
+    "copied": {"weights_in_place": "off"},
+    "many slots": {"device_budget": 40 << 10, "prefetch.predictor": "none"},
+    "ring": {"ring.memory": "ring", "ring.layers": 1},
+    "layers": {"cache.scope": "layer", "cache.policy": "lru"},
+}
+
+
+@pytest.mark.parametrize("run", _RUNS)
+@pytest.mark.parametrize("store_kind", ["fp32", "int8", "trainable"])
+def test_a_plan_by_the_runs_own_trace_has_its_counts(
+    store_kind: str, run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the run counted them, of all its passes: what was asked for, missed and read."""
+    plain_model(make_config("qwen3_moe", num_hidden_layers=3)).save_pretrained(tmp_path / "model")
+    options = {
+        "fp32": ImportOptions(weights=Weights.FROZEN),
+        "int8": ImportOptions(weights=Weights.FROZEN, codes=CodeFormat.INT8),
+        "trainable": ImportOptions(),
+    }
+    store = tmp_path / "store"
+    import_model(tmp_path / "model", store, options[store_kind])
+    settings = _RUNS[run]
+    for number, budget in enumerate((90 << 10, 120 << 10)):
+        trace = tmp_path / f"trace{number}"
+        given = {name.replace(".", "__"): value for name, value in settings.items()}
+        with served_store(store, trace=trace, host_budget=budget, **given) as (parts, runner):
+            greedy(runner, drawn([7, 4]), 6)
+            live = parts.store.cache.residency.stats()
+            parts.store.end_trace()
+        sets = [part for name, value in settings.items() for part in ("--set", f"{name}={value}")]
+        base = ["plan", "--model", str(store), "--serve", "--batch", "2", "--trace", str(trace), "--json"]
+        with pytest.raises(SystemExit) as ended:
+            cli.main([*base, "--budgets", str(budget), *sets])
+        assert ended.value.code == 0
+        (made,) = json.loads(capsys.readouterr().out.splitlines()[-1])["budgets"]
+        passes = [made[name] for name in ("prefill", "decode") if made[name] is not None]
+
+        def total(name: str, passes: list[dict[str, float]] = passes) -> int:
+            return round(sum(each["passes_count"] * each[name] for each in passes))
+
+        assert live.misses > 0
+        assert total("missed_count") == live.misses
+        assert total("asked_count") == live.hits + live.misses
+        assert total("read_bytes") == live.read_bytes
+
+
+def test_a_trace_of_another_model_is_refused(store: Path, spec: HfSpec, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    trace, other = tmp_path / "trace", store_of(tmp_path / "other", "qwen3_moe", num_hidden_layers=3)[1]
+    with served_store(other, trace=trace) as (parts, runner):
+        greedy(runner, drawn([5]), 2)
+        parts.store.end_trace()
+    with pytest.raises(DataError, match="its records are not the experts of this model"):
+        plan_serving(spec, ServedWork(trace=trace), ASSUMED)
+
+
+def test_a_trace_without_decoding_is_refused(store: Path, spec: HfSpec, tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    with served_store(store, trace=trace) as (parts, runner):
+        runner.join([list(range(3, 30))])
+        parts.store.end_trace()
+    with pytest.raises(DataError, match="no decode pass"):
+        plan_serving(spec, ServedWork(trace=trace), ASSUMED)

@@ -1,0 +1,350 @@
+"""What serving a model takes and how fast it is, by the memory that its experts get. Imports no torch.
+
+For each budget, a prefill pass and a decode pass are predicted. Budgets are divided as a server divides them
+(``served_budgets``). Bytes come from a trace (``tierstore generate --record-trace``), replayed through the residency core
+with the frames that are left for the cache: with the budget and the settings of the run, the counts are the run's own.
+Without a trace they come from even routing: a pass of T tokens reaches d(T) = E (1 - (1 - k / E)^T) experts of a layer, and
+the part that the cache holds is in memory.
+
+Time: a layer's experts that are in memory are computed while the others are read, so a pass takes
+
+    dense_s + layers x max(compute_s of its experts, read_s of those that are missing)
+
+Computing takes the longer of its floating point operations and of reading its weights from memory once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tierstore.cache.frames import frames_of
+from tierstore.errors import BudgetError, ConfigError, DataError
+from tierstore.hf.sizes import cached_positions
+from tierstore.hf.spec import HfSpec
+from tierstore.machine_profile import Evidence, Profile
+from tierstore.plan.ring import distinct_experts
+from tierstore.serve.config import ServeConfig
+from tierstore.serve.footprint import ServedBudgets, served_budgets, served_footprint
+from tierstore.serve.model.memory import batch_bytes
+from tierstore.store.config import StoreAccess
+from tierstore.store.format import Group, RecordSchema, Training
+from tierstore.store.opening import cache_frames
+from tierstore.trace.quotas import quotas_by_layer
+from tierstore.trace.reader import read_header
+from tierstore.trace.replay import STEP_COUNTS, replay_steps
+from tierstore.train.budgets import DeviceKind, expert_record, expert_weight_bytes, quantized_layout
+
+#: Budgets that are planned where none are given, as parts of all experts.
+SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0)
+#: Tokens of a sequence where none are named.
+_CONTEXT = 4096
+_HITS, _MISSES, _READ = (STEP_COUNTS.index(name) for name in ("hits", "misses", "read_bytes"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedWork:
+    """What is served: ``sequences`` together, prompts of ``prompt_tokens``, up to ``context`` tokens of each (0: 4096, or as
+    many as the model allows). ``trace``: of a run with as many sequences. Raises ConfigError.
+    """
+
+    sequences: int = 1
+    prompt_tokens: int = 32
+    context: int = 0
+    trace: Path | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("sequences", 1), ("prompt_tokens", 1), ("context", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name}: expected at least {least}, got {getattr(self, name)}")
+
+    def of(self, spec: HfSpec) -> ServedWork:
+        """With the context that ``spec`` allows. Raises ConfigError where it allows less than was asked for."""
+        most = cached_positions(spec.config) or max(_CONTEXT, self.context, self.prompt_tokens)
+        for name in ("prompt_tokens", "context"):
+            if getattr(self, name) > most:
+                raise ConfigError(
+                    f"{name}: expected at most {most}, the model's own limit, got {getattr(self, name)}"
+                )
+        return replace(self, context=self.context or min(most, max(_CONTEXT, self.prompt_tokens)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedRecords:
+    """The records that a server of a model reads, as ``served_budgets`` takes them. ``missed``: how many have missed steps,
+    which are read whole and replayed before they are served (None: not a store).
+    """
+
+    experts: RecordSchema
+    pairs: RecordSchema | None = None
+    scratch: int = 0
+    missed: int | None = None
+
+    @classmethod
+    def imported(cls, spec: HfSpec) -> ServedRecords:
+        """Of a model that has no store yet: its experts frozen."""
+        numel, compute = spec.expert_shape.numel, spec.compute_dtype
+        return cls(experts=expert_record(numel, compute, Training.FROZEN, quantized=quantized_layout(spec)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassPlan:
+    """A forward pass: what it asks for (experts, over all layers), reads from disk, and takes. ``passes``: of how many it is
+    the mean (0: of none that was recorded).
+    """
+
+    passes: int
+    asked: float
+    missed: float
+    read_bytes: float
+    seconds: float
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetPlan:
+    """One budget for experts. ``prefill`` is None where a trace has no prefill."""
+
+    host_budget: int
+    share: float
+    prefill: PassPlan | None
+    decode: PassPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingPlan:
+    """Every budget; and memory beside the experts: dense parameters, keys and values of ``context`` tokens of each sequence,
+    the process. ``missed_records``: as in ``ServedRecords``.
+    """
+
+    budgets: tuple[BudgetPlan, ...]
+    expert_bytes: int
+    dense: int
+    context: int
+    keys_and_values: int
+    process: int
+    missed_records: int | None
+    evidence: Evidence
+    machine: str
+
+    def as_json(self) -> dict[str, Any]:
+        """Numbers by keys that say their unit."""
+        return {
+            "budgets": [
+                {
+                    "host_budget_bytes": one.host_budget,
+                    "experts_ratio": one.share,
+                    "memory_bytes": self.memory(one),
+                    "prefill": _pass_json(one.prefill),
+                    "decode": _pass_json(one.decode),
+                }
+                for one in self.budgets
+            ],
+            "expert_bytes": self.expert_bytes,
+            "dense_bytes": self.dense,
+            "context_tokens_count": self.context,
+            "keys_and_values_bytes": self.keys_and_values,
+            "process_bytes": self.process,
+            "missed_records_count": self.missed_records,
+            "evidence": self.evidence.value,
+            "machine": self.machine,
+        }
+
+    def memory(self, one: BudgetPlan) -> int:
+        """Of the whole process with that budget."""
+        return one.host_budget + self.dense + self.keys_and_values + self.process
+
+
+def _pass_json(made: PassPlan | None) -> dict[str, float] | None:
+    if made is None:
+        return None
+    return {
+        "passes_count": made.passes,
+        "asked_count": made.asked,
+        "missed_count": made.missed,
+        "read_bytes": made.read_bytes,
+        "pass_s": made.seconds,
+        "tokens_per_s": made.tokens_per_s,
+    }
+
+
+def plan_serving(
+    spec: HfSpec,
+    work: ServedWork,
+    profile: Profile,
+    *,
+    budgets: Sequence[int] = (),
+    records: ServedRecords | None = None,
+    config: ServeConfig | None = None,
+    device: DeviceKind = DeviceKind.CPU,
+) -> ServingPlan:
+    """The plan of ``spec`` for ``budgets`` (bytes for experts; default: such that the cache holds ``SHARES`` of them all).
+
+    ``records``: of its store; ``config``: how it is served, but for its budget and its batch. Raises ConfigError and
+    BudgetError (a budget that a server would refuse), DataError for a trace of another model.
+    """
+    model, work = spec.architecture, work.of(spec)
+    records, config = records or ServedRecords.imported(spec), config or ServeConfig()
+    count = model.experts * len(model.moe_layers)
+    evidence = Evidence.ASSUMED if work.trace is None else Evidence.FORMULA
+    made = []
+    for budget in budgets or _default_budgets(config, spec, records, device):
+        try:
+            cache = _cache_of(replace(config, host_budget=budget), spec, records, device)
+        except BudgetError as error:
+            raise BudgetError(f"--budgets: {error}") from error
+        passes = (
+            _even(spec, work, min(cache.experts / count, 1.0))
+            if work.trace is None
+            else replayed_passes(work.trace, cache, sequences=work.sequences, spec=spec)
+        )
+        prefill, decode = passes
+        if decode is None:
+            raise DataError(f"{work.trace}: has no decode pass of {work.sequences} sequences")
+        prompt = work.sequences * work.prompt_tokens
+        made.append(
+            BudgetPlan(
+                host_budget=budget,
+                share=min(cache.experts / count, 1.0),
+                prefill=None if prefill is None else _timed(spec, prefill, prompt, profile),
+                decode=_timed(spec, decode, work.sequences, profile),
+            )
+        )
+    return ServingPlan(
+        budgets=tuple(made),
+        expert_bytes=expert_weight_bytes(spec),
+        dense=served_footprint(config, spec, cache.budgets, device).dense,
+        context=work.context,
+        keys_and_values=batch_bytes(spec, sequences=work.sequences, context=work.context),
+        process=profile.process_bytes,
+        missed_records=records.missed,
+        evidence=profile.evidence.weaker(evidence),
+        machine=profile.machine,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ServedCache:
+    """The host cache of a server with ``budgets``, in frames: all of them, those that speculation may hold, those of an
+    expert.
+    """
+
+    budgets: ServedBudgets
+    frames: int
+    lookahead_frames: int
+    expert_frames: int
+
+    @property
+    def experts(self) -> int:
+        """How many it holds."""
+        return self.frames // self.expert_frames
+
+
+def _cache_of(config: ServeConfig, spec: HfSpec, records: ServedRecords, device: DeviceKind) -> ServedCache:
+    """As a server makes it. Raises BudgetError, ConfigError."""
+    budgets = served_budgets(
+        config, spec, records.experts, device, scratch=records.scratch, pairs=records.pairs
+    )
+    schemas = [records.experts, *([] if records.pairs is None else [records.pairs])]
+    frames, frame = cache_frames(budgets.cache - budgets.scratch, schemas, StoreAccess.READ)
+    each = frames_of([part.nbytes for part in records.experts.layout(Group.WEIGHTS).sections], frame)
+    return ServedCache(budgets, frames, min(budgets.lookahead // frame, frames), each)
+
+
+def _default_budgets(
+    config: ServeConfig, spec: HfSpec, records: ServedRecords, device: DeviceKind
+) -> list[int]:
+    """Those whose caches hold ``SHARES`` of all experts: beside them is what a server takes of a budget that holds all."""
+    count = spec.experts * len(spec.moe_layers)
+    each = sum(part.padded_nbytes for part in records.experts.layout(Group.WEIGHTS).sections)
+    ample = 16 * count * each
+    beside = ample - _cache_of(replace(config, host_budget=ample), spec, records, device).budgets.cache
+    return [max(round(share * count), 1) * each + records.scratch + beside for share in SHARES]
+
+
+@dataclass(frozen=True, slots=True)
+class PassCounts:
+    """Means of ``passes`` passes: experts asked for, missed, and bytes read."""
+
+    passes: int
+    asked: float
+    missed: float
+    read_bytes: float
+
+
+def _even(spec: HfSpec, work: ServedWork, held: float) -> tuple[PassCounts, PassCounts]:
+    model, each = spec.architecture, expert_weight_bytes(spec)
+
+    def one(tokens: int) -> PassCounts:
+        asked = len(model.moe_layers) * distinct_experts(model.experts, model.top_k, tokens)
+        missed = asked * (1.0 - held)
+        return PassCounts(0, asked, missed, missed * each)
+
+    return one(work.sequences * work.prompt_tokens), one(work.sequences)
+
+
+def replayed_passes(
+    trace: Path, cache: ServedCache, *, sequences: int, spec: HfSpec
+) -> tuple[PassCounts | None, PassCounts | None]:
+    """The mean prefill and decode pass of ``trace`` with that cache: a pass that asks for more records of its layers than
+    ``sequences`` tokens can choose is a prefill.
+
+    Raises DataError, BudgetError (an access needs more), OSError.
+    """
+    with trace.open("rb") as file:
+        header = read_header(file)
+    table, layers = header.table, np.unique(header.table.layers).tolist()
+    # Of each layer: its experts, and the pairs that were trained beside them.
+    kinds, more = divmod(len(table), spec.experts * len(spec.moe_layers))
+    if more or layers != list(spec.moe_layers) or cache.expert_frames not in table.frames[:, Group.WEIGHTS]:
+        raise DataError(f"{trace}: its records are not the experts of this model")
+    quotas = [header.layer_quotas[layer] for layer in layers] if header.layer_quotas else []
+    counts = replay_steps(
+        trace,
+        policy=header.policy,
+        policy_options=header.policy_options,
+        capacity_frames=cache.frames,
+        lookahead_frames=cache.lookahead_frames,
+        layer_quotas=quotas_by_layer(layers, cache.frames, quotas) if quotas else (),
+    )
+    asked = counts[:, _HITS] + counts[:, _MISSES]
+    first = int(np.argmax(asked > 0))  # what opening the store asked for is no pass
+    asked, counts = asked[first:], counts[first:]
+    decode = asked <= sequences * spec.top_k * len(layers) * kinds
+    if len(asked) > 1 and not decode.any():
+        decode = asked == len(table)  # with a ring every pass asks for whole layers
+    return _mean(counts[~decode]), _mean(counts[decode])
+
+
+def _mean(counts: np.ndarray[Any, np.dtype[np.int64]]) -> PassCounts | None:
+    if not len(counts):
+        return None
+    hits, misses, read = (float(counts[:, column].mean()) for column in (_HITS, _MISSES, _READ))
+    return PassCounts(len(counts), hits + misses, misses, read)
+
+
+def _timed(spec: HfSpec, counts: PassCounts, tokens: int, profile: Profile) -> PassPlan:
+    model, width = spec.architecture, spec.compute_dtype.itemsize
+    layers, expert_bytes = len(model.moe_layers), expert_weight_bytes(spec)
+    dense_s = max(
+        profile.dense_flops.seconds(2.0 * model.dense * tokens), model.dense * width / profile.copy.per_s
+    )
+    compute_s = max(
+        2.0 * model.expert_numel * model.top_k * tokens / profile.expert_flops.per_s,
+        counts.asked / layers * expert_bytes / profile.copy.per_s,
+    )
+    reads = counts.read_bytes / layers / expert_bytes  # ahead or on demand, a latency each
+    read_s = reads * profile.disk_read.seconds(expert_bytes)
+    seconds = dense_s + layers * max(compute_s, read_s)
+    return PassPlan(
+        passes=counts.passes,
+        asked=counts.asked,
+        missed=counts.missed,
+        read_bytes=counts.read_bytes,
+        seconds=seconds,
+        tokens_per_s=tokens / seconds,
+    )
