@@ -7,9 +7,14 @@ from collections.abc import Iterator
 
 import httpx
 import openai
+import openai.types.chat
 import pytest
 from fake_model import BROKEN_LATER, BROKEN_PROMPT, CONTEXT, REFUSED_CHAT, chat_text, expected
 from fake_server import MODEL, Fake, serving
+from openai.types import completion_create_params as completion_params
+from openai.types.chat import completion_create_params as chat_params
+
+from tierstore.serve.api.calls import chat_call
 
 
 @pytest.fixture(scope="module")
@@ -232,8 +237,8 @@ REFUSED: list[tuple[str, dict[str, object], str]] = [
     ("chat/completions", {"messages": CHAT, "tools": [{"type": "function"}]}, "tools: tools are not offered"),
     (
         "chat/completions",
-        {"messages": CHAT, "tool_choice": "auto"},
-        "tool_choice: is not offered by this server",
+        {"messages": CHAT, "tool_choice": "required"},
+        "tool_choice: tools are not offered by this server",
     ),
     (
         "chat/completions",
@@ -262,21 +267,131 @@ def test_what_is_refused_and_how(
     assert error["param"] == message.split(":")[0]
 
 
-def test_neutral_fields_are_accepted(plain: httpx.Client) -> None:
-    body = {
-        "model": MODEL,
-        "messages": CHAT,
-        "max_tokens": 2,
-        "n": 1,
-        "tools": [],
-        "logprobs": False,
-        "user": "me",
-        "response_format": {"type": "text"},
-        "stop": None,
-        "presence_penalty": 0,
-        "frequency_penalty": 0.0,
+#: What is offered, and values of other fields that change nothing (a field without any is only refused).
+OFFERED = {
+    "model",
+    "messages",
+    "prompt",
+    "max_tokens",
+    "max_completion_tokens",
+    "temperature",
+    "top_p",
+    "seed",
+    "stop",
+}
+NEUTRAL: dict[str, list[object]] = {
+    "audio": [],
+    "best_of": [1],
+    "echo": [False],
+    "frequency_penalty": [0, 0.0],
+    "function_call": ["none"],
+    "functions": [[]],
+    "logit_bias": [{}],
+    "logprobs": [False],
+    "metadata": [{}, {"run": "5"}],
+    "modalities": [["text"]],
+    "moderation": [],
+    "n": [1],
+    "parallel_tool_calls": [True, False],
+    "prediction": [],
+    "presence_penalty": [0],
+    "prompt_cache_key": ["key"],
+    "prompt_cache_options": [{}],
+    "prompt_cache_retention": ["24h"],
+    "reasoning_effort": [],
+    "response_format": [{"type": "text"}],
+    "safety_identifier": ["me"],
+    "service_tier": ["auto", "default"],
+    "store": [False],
+    "suffix": [""],
+    "tool_choice": ["none", "auto"],
+    "tools": [[]],
+    "top_logprobs": [0],
+    "user": ["me"],
+    "verbosity": ["medium"],
+    "web_search_options": [],
+}
+MESSAGE_NEUTRAL: dict[str, list[object]] = {
+    "annotations": [[]],
+    "audio": [],
+    "function_call": [],
+    "name": ["me"],
+    "refusal": ["no"],
+    "tool_calls": [[]],
+    "type": ["text"],
+}
+#: No field takes it.
+WRONG = {"type": "?", "what": [1]}
+
+
+def _params(kind: str) -> list[str]:
+    """Every field of OpenAI's requests, by its own client."""
+    params = chat_params if kind == "chat/completions" else completion_params
+    return sorted({*params.CompletionCreateParamsBase.__annotations__} - OFFERED - {"stream_options"})
+
+
+def _answered(plain: httpx.Client, path: str, **fields: object) -> httpx.Response:
+    asked = {"messages": CHAT} if path == "chat/completions" else {"prompt": "Once"}
+    body = {"model": MODEL, "max_tokens": 2, "temperature": 0, **asked, **fields}
+    return plain.post(f"/v1/{path}", json=body)
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_every_field_of_openai_is_accepted_where_it_changes_nothing(plain: httpx.Client, path: str) -> None:
+    """And refused by its name elsewhere. Null is as if left out."""
+    expected = _answered(plain, path).json()["choices"]
+    for name in _params(path):
+        for value in (None, *NEUTRAL[name]):
+            answer = _answered(plain, path, **{name: value})
+            assert answer.status_code == 200, (name, value, answer.text)
+            assert answer.json()["choices"] == expected
+        if name != "metadata" and not name.startswith("prompt_cache_options"):
+            error = _answered(plain, path, **{name: WRONG}).json()["error"]
+            assert error["message"].startswith(f"{name}"), (name, error)
+            assert error["param"].partition(".")[0] == name
+            assert "is no field" not in error["message"]
+
+
+def test_every_field_of_a_message_is_accepted_where_it_changes_nothing(plain: httpx.Client) -> None:
+    """Those that OpenAI's client knows of messages that are sent and answered, and what older programs send."""
+    sent = {
+        name
+        for kind in ("System", "Developer", "User", "Assistant")
+        for name in getattr(openai.types.chat, f"ChatCompletion{kind}MessageParam").__annotations__
     }
-    assert plain.post("/v1/chat/completions", json=body).status_code == 200
+    names = {*sent, *openai.types.chat.ChatCompletionMessage.model_fields, "type"} - {"role", "content"}
+    for name in sorted(names):
+        for value in (None, *MESSAGE_NEUTRAL[name]):
+            messages = [*CHAT, {"role": "assistant", "content": "Hi", name: value}, *CHAT]
+            answer = _answered(plain, "chat/completions", messages=messages)
+            assert answer.status_code == 200, (name, value, answer.text)
+            plainly = [*CHAT, {"role": "assistant", "content": "Hi"}, *CHAT]
+            assert (
+                answer.json()["choices"]
+                == _answered(plain, "chat/completions", messages=plainly).json()["choices"]
+            )
+        error = _answered(plain, "chat/completions", messages=[{**CHAT[0], name: WRONG}]).json()["error"]
+        assert error["param"] == f"messages[0].{name}"
+        assert "is no field" not in error["message"]
+
+
+def test_an_answer_is_sent_back_as_history(plain: httpx.Client, client: openai.OpenAI) -> None:
+    first = client.chat.completions.create(model=MODEL, messages=CHAT, max_tokens=3)  # type: ignore[arg-type]
+    message = first.choices[0].message.model_dump()
+    raw = _answered(plain, "chat/completions").json()["choices"][0]["message"]
+    for one in (message, raw, {"role": "assistant", "content": None, "reasoning_content": "so"}):
+        answer = _answered(plain, "chat/completions", messages=[*CHAT, one, *CHAT])
+        assert answer.status_code == 200, answer.text
+    part = {"type": "text", "text": "Hello", "prompt_cache_breakpoint": {"mode": "explicit"}}
+    assert (
+        _answered(plain, "chat/completions", messages=[{"role": "user", "content": [part]}]).status_code
+        == 200
+    )
+
+
+def test_reasoning_goes_to_the_template() -> None:
+    messages = [{"role": "assistant", "content": "Four.", "reasoning_content": "2 + 2"}]
+    assert chat_call({"model": MODEL, "messages": messages}).messages == tuple(messages)
 
 
 @pytest.mark.parametrize(

@@ -5,33 +5,52 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tierstore.serve.api.errors import ApiError, bad
-from tierstore.serve.api.fields import Fields, as_text, kind, shown
+from tierstore.serve.api.fields import NOT_OFFERED, Fields, Neutral, any_of, as_text, kind, one_of, shown
 from tierstore.serve.api.parameters import Parameters, take_parameters
 
 _MOST_MESSAGES = 4096
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
-#: What OpenAI's API has besides, and this server does not.
-_CHAT_ONLY = frozenset(
-    {
-        "audio",
-        "function_call",
-        "functions",
-        "metadata",
-        "modalities",
-        "parallel_tool_calls",
-        "prediction",
-        "prompt_cache_key",
-        "reasoning_effort",
-        "safety_identifier",
-        "service_tier",
-        "store",
-        "tool_choice",
-        "tools",
-        "verbosity",
-        "web_search_options",
-    }
-)
+_NO_TOOLS = "tools are not offered by this server"
+_A_STRING = "expected a string"
+
+_NEUTRAL_COMPLETION: Neutral = {
+    "best_of": (one_of(1), NOT_OFFERED),
+    "echo": (one_of(False), "an echo of the prompt is not offered by this server"),
+    "suffix": (one_of(""), NOT_OFFERED),
+}
+_NEUTRAL_CHAT: Neutral = {
+    "audio": (one_of(), NOT_OFFERED),
+    "function_call": (one_of("none", "auto"), _NO_TOOLS),
+    "functions": (one_of([]), "functions are not offered by this server"),
+    "metadata": (any_of(dict), "expected an object"),
+    "modalities": (one_of(["text"]), "only text is offered"),
+    "moderation": (one_of(), NOT_OFFERED),
+    "parallel_tool_calls": (any_of(bool), "expected a boolean"),
+    "prediction": (one_of(), NOT_OFFERED),
+    "prompt_cache_key": (any_of(str), _A_STRING),
+    "prompt_cache_options": (any_of(dict), "expected an object"),
+    "prompt_cache_retention": (any_of(str), _A_STRING),
+    "reasoning_effort": (one_of(), NOT_OFFERED),
+    "safety_identifier": (any_of(str), _A_STRING),
+    "service_tier": (one_of("auto", "default"), "other tiers are not offered by this server"),
+    "store": (one_of(False), "stored answers are not offered by this server"),
+    "tool_choice": (one_of("none", "auto"), _NO_TOOLS),
+    "tools": (one_of([]), _NO_TOOLS),
+    "verbosity": (one_of("medium"), NOT_OFFERED),
+    "web_search_options": (one_of(), NOT_OFFERED),
+}
+#: ``type`` is what older versions of lm-eval send; ``annotations`` come with the messages of answers.
+_NEUTRAL_MESSAGE: Neutral = {
+    "annotations": (one_of([]), "annotations are not offered by this server"),
+    "audio": (one_of(), "audio is not offered by this server"),
+    "function_call": (one_of([]), _NO_TOOLS),
+    "name": (any_of(str), _A_STRING),
+    "refusal": (any_of(str), _A_STRING),
+    "tool_calls": (one_of([]), _NO_TOOLS),
+    "type": (one_of("text"), "only text is offered"),
+}
+_NEUTRAL_PART: Neutral = {"prompt_cache_breakpoint": (any_of(dict), "expected an object")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,13 +74,7 @@ def completion_call(body: dict[str, object]) -> Call:
     fields = Fields(body)
     model = _model(fields)
     prompt = fields.take("prompt")
-    fields.neutral(
-        "best_of", lambda value: value == 1 and not isinstance(value, bool), "is not offered by this server"
-    )
-    fields.neutral(
-        "echo", lambda value: value is False, "an echo of the prompt is not offered by this server"
-    )
-    fields.neutral("suffix", lambda value: False, "is not offered by this server")
+    fields.neutral(_NEUTRAL_COMPLETION)
     parameters = take_parameters(fields)
     fields.done()
     if prompt is None:
@@ -84,16 +97,14 @@ def chat_call(body: dict[str, object]) -> Call:
     fields = Fields(body)
     model = _model(fields)
     messages = fields.take("messages")
-    fields.neutral("tools", lambda value: value == [], "tools are not offered by this server")
-    fields.neutral("functions", lambda value: value == [], "functions are not offered by this server")
-    fields.neutral("store", lambda value: value is False, "stored answers are not offered by this server")
+    fields.neutral(_NEUTRAL_CHAT)
     if (shape := fields.inner("response_format")) is not None:
         given = shape.text("type")
         if given != "text":
             raise bad("response_format", f"only text is offered, got {shown(given)}")
         shape.done()
     parameters = take_parameters(fields, limit="max_completion_tokens")
-    fields.done(known=_CHAT_ONLY)
+    fields.done()
     if messages is None:
         raise bad("messages", "is missing")
     if not isinstance(messages, list):
@@ -122,20 +133,19 @@ def _message(value: object, name: str) -> dict[str, str]:
         raise bad(f"{name}.role", "tools are not offered by this server")
     if role not in _ROLES:
         raise bad(f"{name}.role", f"expected one of {', '.join(_ROLES)}, got {shown(role)}")
-    content = fields.take("content")
-    fields.neutral("name", lambda one: isinstance(one, str), "expected a string")
-    for field in ("tool_calls", "function_call"):
-        fields.neutral(field, lambda one: one == [], "tools are not offered by this server")
-    fields.neutral("audio", lambda one: False, "audio is not offered by this server")
-    fields.neutral("refusal", lambda one: isinstance(one, str), "expected a string")
+    content, reasoning = fields.take("content"), fields.text("reasoning_content")
+    fields.neutral(_NEUTRAL_MESSAGE)
     fields.done()
+    if content is None and reasoning is not None:  # an answer that ended before there was more
+        content = ""
     if content is None:
         raise bad(f"{name}.content", "is missing")
     if isinstance(content, list):
         text = "".join(_part(one, f"{name}.content[{number}]") for number, one in enumerate(content))
     else:
         text = as_text(content, f"{name}.content")
-    return {"role": _ROLES[role], "content": text}
+    thought = {} if reasoning is None else {"reasoning_content": reasoning}
+    return {"role": _ROLES[role], "content": text, **thought}
 
 
 def _part(value: object, name: str) -> str:
@@ -148,6 +158,7 @@ def _part(value: object, name: str) -> str:
     if given != "text":
         raise ApiError(400, f"{name}: only text is offered, got {shown(given)}", param=name)
     text = fields.text("text")
+    fields.neutral(_NEUTRAL_PART)
     fields.done()
     if text is None:
         raise bad(f"{name}.text", "is missing")

@@ -4,11 +4,27 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 
 from tierstore.serve.api.errors import ApiError, bad
 
 _SHOWN = 40  # characters of a value in a message
+
+#: Fields that are not offered: which values change nothing, and why others are refused.
+Neutral = Mapping[str, tuple[Callable[[object], bool], str]]
+NOT_OFFERED = "is not offered by this server"
+
+
+def one_of(*values: object) -> Callable[[object], bool]:
+    """Accepts these values; without any, none. A boolean is no number."""
+    return lambda value: any(
+        value == one and isinstance(value, bool) == isinstance(one, bool) for one in values
+    )
+
+
+def any_of(kind: type) -> Callable[[object], bool]:
+    """Accepts every value of ``kind``."""
+    return lambda value: isinstance(value, kind)
 
 
 def parse_object(body: bytes) -> dict[str, object]:
@@ -108,19 +124,17 @@ class Fields:
             raise bad(self.name(field), f"expected an object, got {kind(value)}")
         return Fields(value, path=f"{self.name(field)}.")
 
-    def neutral(self, field: str, accepted: Callable[[object], bool], reason: str) -> None:
-        """A field that is not offered: accepted where it changes nothing."""
-        value = self.take(field)
-        if value is not None and not accepted(value):
-            raise bad(self.name(field), reason)
+    def neutral(self, table: Neutral) -> None:
+        """Fields that are not offered: each is accepted where it changes nothing, and refused by its reason elsewhere."""
+        for field, (accepted, reason) in table.items():
+            value = self.take(field)
+            if value is not None and not accepted(value):
+                raise bad(self.name(field), reason)
 
-    def done(self, *, known: Collection[str] = ()) -> None:
-        """Refuses what is left. ``known``: fields of OpenAI's that are not offered."""
+    def done(self) -> None:
+        """Refuses what is left."""
         for field in self._left:
-            name = shown(self.name(field))
-            if field in known:
-                raise bad(name, "is not offered by this server")
-            raise bad(name, "is no field of this request")
+            raise bad(shown(self.name(field)), "is no field of this request")
 
 
 def _numeric(value: object) -> str:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from tierstore.serve.api.errors import bad
-from tierstore.serve.api.fields import Fields, as_text, kind
+from tierstore.serve.api.fields import Fields, Neutral, any_of, as_text, kind, one_of
 from tierstore.serve.text.sampling import SamplingOptions
 
 _MOST_STOPS = 4
@@ -17,18 +16,17 @@ _SEEDS = 1 << 63
 _NO_PENALTY = "penalties are not offered by this server"
 _NO_LOGPROBS = "log probabilities are not offered by this server"
 
-#: Fields that are accepted where they change nothing, and why they are refused elsewhere.
-_NEUTRAL: dict[str, tuple[Callable[[object], bool], str]] = {
-    "n": (
-        lambda value: value == 1 and not isinstance(value, bool),
-        "several choices are not offered: send as many requests",
-    ),
-    "presence_penalty": (lambda value: value == 0, _NO_PENALTY),
-    "frequency_penalty": (lambda value: value == 0, _NO_PENALTY),
-    "logit_bias": (lambda value: value == {}, "biased tokens are not offered by this server"),
-    "logprobs": (lambda value: value is False, _NO_LOGPROBS),
-    "top_logprobs": (lambda value: False, _NO_LOGPROBS),
-    "user": (lambda value: isinstance(value, str), "expected a string"),
+_NEUTRAL: Neutral = {
+    "n": (one_of(1), "several choices are not offered: send as many requests"),
+    "presence_penalty": (one_of(0), _NO_PENALTY),
+    "frequency_penalty": (one_of(0), _NO_PENALTY),
+    "logit_bias": (one_of({}), "biased tokens are not offered by this server"),
+    "logprobs": (one_of(False), _NO_LOGPROBS),
+    "top_logprobs": (one_of(0), _NO_LOGPROBS),
+    "user": (any_of(str), "expected a string"),
+}
+_NEUTRAL_STREAM: Neutral = {
+    "include_obfuscation": (one_of(False), "obfuscation is not offered by this server")
 }
 
 
@@ -50,8 +48,7 @@ class Parameters:
 
 def take_parameters(fields: Fields, *, limit: str = "max_tokens") -> Parameters:
     """The fields that both kinds of request have. ``limit`` names the one for ``max_tokens``."""
-    for field, (accepted, reason) in _NEUTRAL.items():
-        fields.neutral(field, accepted, reason)
+    fields.neutral(_NEUTRAL)
     stream = fields.flag("stream")
     return Parameters(
         sampling=_sampling(fields),
@@ -122,8 +119,6 @@ def _usage(fields: Fields, stream: bool) -> bool:
     if not stream:
         raise bad(fields.name("stream_options"), "is for requests with stream = true")
     included = options.flag("include_usage")
-    options.neutral(
-        "include_obfuscation", lambda value: value is False, "obfuscation is not offered by this server"
-    )
+    options.neutral(_NEUTRAL_STREAM)
     options.done()
     return included
