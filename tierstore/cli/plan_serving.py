@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -19,7 +19,7 @@ from tierstore.units import format_bytes, format_seconds, parse_size
 if TYPE_CHECKING:
     from tierstore.hf.spec import HfSpec
     from tierstore.machine_profile import Profile
-    from tierstore.serve.planning import PassPlan, ServedRecords
+    from tierstore.serve.planning import PassPlan
     from tierstore.train.budgets import DeviceKind
     from tierstore.train.config import TrainConfig
 
@@ -96,7 +96,7 @@ def show_serving(
     """
     from tierstore.hf.spec import HfSpec
     from tierstore.serve.config import ServeConfig
-    from tierstore.serve.planning import ServedRecords, ServedWork, plan_serving
+    from tierstore.serve.planning import ServedWork, plan_serving
 
     if not isinstance(config.model, HfSpec):
         raise ConfigError("--serve: expected an imported model (--model), got the built-in one")
@@ -104,12 +104,12 @@ def show_serving(
         sequences=asked.batch, prompt_tokens=asked.prompt_tokens, context=asked.context, trace=asked.trace
     )
     store = config.store if path is None else path
-    spec, records = _stored(store) or (config.model, ServedRecords.imported(config.model))
+    spec, records = _stored(store) or (config.model, {})
     served = load(ServeConfig, None, {**deployed_settings(store), **overrides})
     budgets = [parse_size(part, name="--budgets") for part in asked.budgets.split(",") if part]
     if not budgets and "host_budget" in overrides:
         budgets = [served.host_budget]
-    made = plan_serving(spec, work, costs, budgets=budgets, records=records, config=served, device=device)
+    made = plan_serving(spec, work, costs, budgets=budgets, config=served, device=device, **records)
     routing = "even routing (no --trace)" if asked.trace is None else f"the passes of {asked.trace}"
     rows = [
         (
@@ -150,19 +150,16 @@ def _pass_cells(made: PassPlan | None) -> tuple[str, str, str]:
     return (f"{made.tokens_per_s:.1f}", f"{missed:.1%}", format_bytes(made.read_bytes))
 
 
-def _stored(store: Path) -> tuple[HfSpec, ServedRecords] | None:
-    """The model in ``store`` as a server opens it; None where there is no store."""
+def _stored(store: Path) -> tuple[HfSpec, dict[str, Any]] | None:
+    """The model in ``store`` as a server opens it, and what ``plan_serving`` takes of its records; None without a store."""
     from tierstore.errors import StoreMissingError
     from tierstore.hf.spec import HfSpec
     from tierstore.serve.opening import read_stored
-    from tierstore.serve.planning import ServedRecords
 
     try:
         stored = read_stored(store)
     except (StoreMissingError, FileNotFoundError, NotADirectoryError):
         return None
     assert isinstance(stored.spec, HfSpec)
-    records = ServedRecords(
-        experts=stored.experts, pairs=stored.pairs, scratch=stored.scratch, missed=stored.missed
-    )
-    return stored.spec, records
+    names = ("experts", "pairs", "scratch", "missed_records")
+    return stored.spec, {name: getattr(stored, name) for name in names}

@@ -82,12 +82,12 @@ def text_positions(config: Mapping[str, Any]) -> int:
     mean ``max_position_embeddings``, as transformers and vLLM read them. llama3 and longrope give them as they are.
     """
     most = int(config.get("max_position_embeddings") or 0)
-    stretched = [
-        int(factor * (_original_positions(config, rope) or most))
-        for rope in _rotary(config)
-        if _rope_type(rope) in ("linear", "dynamic", "yarn") and (factor := rope.get("factor"))
+    found = [
+        int(factor * (original or most))
+        for kind, factor, original in _rotary(config)
+        if kind in ("linear", "dynamic", "yarn") and factor
     ]
-    return max(stretched, default=most)
+    return max(found, default=most)
 
 
 def cached_positions(config: Mapping[str, Any]) -> int:
@@ -96,27 +96,21 @@ def cached_positions(config: Mapping[str, Any]) -> int:
     Models with two sets of frequencies (longrope) compute all of a text's keys with the set of its length: a cache cannot
     go from one to the other, so that their shorter set is what there is.
     """
-    most = text_positions(config)
-    shorter = [
-        original
-        for rope in _rotary(config)
-        if _rope_type(rope) in ("longrope", "su") and (original := _original_positions(config, rope))
-    ]
-    return min([most, *shorter])
+    shorter = [original for kind, _, original in _rotary(config) if kind in ("longrope", "su") and original]
+    return min([text_positions(config), *shorter])
 
 
-def _rotary(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The parameters of rotary embeddings, which may differ by kind of layer. As in transformers, the older key wins."""
-    found = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    nested = [value for value in found.values() if isinstance(value, Mapping)]
-    return nested or [found]
-
-
-def _rope_type(rope: Mapping[str, Any]) -> object:
-    return rope.get("rope_type", rope.get("type"))
-
-
-def _original_positions(config: Mapping[str, Any], rope: Mapping[str, Any]) -> int:
-    """Those that the model was trained with before they were stretched; 0 where none are named."""
+def _rotary(config: Mapping[str, Any]) -> list[tuple[object, float, int]]:
+    """Kind, factor and original positions (0: not named) of each rotary embedding: layers may have one by their kind. As in
+    transformers, the older key wins, and original positions at the top.
+    """
+    given = config.get("rope_scaling") or config.get("rope_parameters") or {}
     key = "original_max_position_embeddings"
-    return int(config.get(key) or rope.get(key) or 0)
+    return [
+        (
+            rope.get("rope_type", rope.get("type")),
+            rope.get("factor") or 0,
+            int(config.get(key) or rope.get(key) or 0),
+        )
+        for rope in [value for value in given.values() if isinstance(value, Mapping)] or [given]
+    ]

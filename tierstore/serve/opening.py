@@ -153,7 +153,7 @@ class StoredModel:
     pairs: RecordSchema | None
     #: Bytes to replay missed steps in, and how many records of experts have some.
     scratch: int
-    missed: int
+    missed_records: int
 
 
 def read_stored(directory: Path) -> StoredModel:
@@ -172,7 +172,7 @@ def read_stored(directory: Path) -> StoredModel:
         lora=lora,
         pairs=summary.schema(PAIR_SCHEMA) if lora.enabled and lora.experts else None,
         scratch=sum(replay_scratch_bytes(kept) for kept in summary.schemas if summary.missed.get(kept.name)),
-        missed=summary.missed.get(EXPERT_SCHEMA, 0),
+        missed_records=summary.missed.get(EXPERT_SCHEMA, 0),
     )
 
 

@@ -74,24 +74,6 @@ class ServedWork:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServedRecords:
-    """The records that a server of a model reads, as ``served_budgets`` takes them. ``missed``: how many have missed steps,
-    which are read whole and replayed before they are served (None: not a store).
-    """
-
-    experts: RecordSchema
-    pairs: RecordSchema | None = None
-    scratch: int = 0
-    missed: int | None = None
-
-    @classmethod
-    def imported(cls, spec: HfSpec) -> ServedRecords:
-        """Of a model that has no store yet: its experts frozen."""
-        numel, compute = spec.expert_shape.numel, spec.compute_dtype
-        return cls(experts=expert_record(numel, compute, Training.FROZEN, quantized=quantized_layout(spec)))
-
-
-@dataclass(frozen=True, kw_only=True)
 class PassPlan:
     """A forward pass: what it asks for (experts, over all layers), reads from disk, and takes. ``passes``: of how many it is
     the mean (0: of none that was recorded).
@@ -118,7 +100,8 @@ class BudgetPlan:
 @dataclass(frozen=True, kw_only=True)
 class ServingPlan:
     """Every budget; and memory beside the experts: dense parameters, keys and values of ``context`` tokens of each sequence,
-    the process. ``missed_records``: as in ``ServedRecords``.
+    the process. ``missed_records``: of a training store, which are read whole and replayed before they are served (None: not
+    a store).
     """
 
     budgets: tuple[BudgetPlan, ...]
@@ -178,42 +161,59 @@ def plan_serving(
     profile: Profile,
     *,
     budgets: Sequence[int] = (),
-    records: ServedRecords | None = None,
     config: ServeConfig | None = None,
     device: DeviceKind = DeviceKind.CPU,
+    experts: RecordSchema | None = None,
+    pairs: RecordSchema | None = None,
+    scratch: int = 0,
+    missed_records: int | None = None,
 ) -> ServingPlan:
     """The plan of ``spec`` for ``budgets`` (bytes for experts; default: such that the cache holds ``SHARES`` of them all).
 
-    ``records``: of its store; ``config``: how it is served, but for its budget and its batch. Raises ConfigError and
-    BudgetError (a budget that a server would refuse), DataError for a trace of another model.
+    ``config``: how it is served, but for its budget and its batch. ``experts``, ``pairs``, ``scratch``: of its store, as in
+    ``served_budgets``; without one, experts are frozen. Raises ConfigError and BudgetError (a budget that a server refuses),
+    DataError for a trace of another model.
     """
-    model, work = spec.architecture, work.of(spec)
-    records, config = records or ServedRecords.imported(spec), config or ServeConfig()
-    count = model.experts * len(model.moe_layers)
-    evidence = Evidence.ASSUMED if work.trace is None else Evidence.FORMULA
+    work, config = work.of(spec), config or ServeConfig()
+    if experts is None:
+        numel, quantized = spec.expert_shape.numel, quantized_layout(spec)
+        experts = expert_record(numel, spec.compute_dtype, Training.FROZEN, quantized=quantized)
+    schemas = [experts] if pairs is None else [experts, pairs]
+
+    def cache_of(budget: int) -> ServedCache:
+        given = replace(config, host_budget=budget)
+        divided = served_budgets(given, spec, experts, device, scratch=scratch, pairs=pairs)
+        frames, frame = cache_frames(divided.cache - scratch, schemas, StoreAccess.READ)
+        each = frames_of([part.nbytes for part in experts.layout(Group.WEIGHTS).sections], frame)
+        return ServedCache(divided, frames, min(divided.lookahead // frame, frames), each)
+
+    count = spec.experts * len(spec.moe_layers)
+    if not budgets:  # a server takes as much besides of one that holds all, and no more of others
+        each = sum(part.padded_nbytes for part in experts.layout(Group.WEIGHTS).sections)
+        beside = 16 * count * each - cache_of(16 * count * each).budgets.cache + scratch
+        budgets = [max(round(share * count), 1) * each + beside for share in SHARES]
     made = []
-    for budget in budgets or _default_budgets(config, spec, records, device):
+    for budget in budgets:
         try:
-            cache = _cache_of(replace(config, host_budget=budget), spec, records, device)
+            cache = cache_of(budget)
         except BudgetError as error:
             raise BudgetError(f"--budgets: {error}") from error
-        passes = (
-            _even(spec, work, min(cache.experts / count, 1.0))
+        share = min(cache.frames // cache.expert_frames / count, 1.0)
+        prefill, decode = (
+            _even(spec, work, share)
             if work.trace is None
             else replayed_passes(work.trace, cache, sequences=work.sequences, spec=spec)
         )
-        prefill, decode = passes
-        if decode is None:
-            raise DataError(f"{work.trace}: has no decode pass of {work.sequences} sequences")
         prompt = work.sequences * work.prompt_tokens
         made.append(
             BudgetPlan(
                 host_budget=budget,
-                share=min(cache.experts / count, 1.0),
+                share=share,
                 prefill=None if prefill is None else _timed(spec, prefill, prompt, profile),
                 decode=_timed(spec, decode, work.sequences, profile),
             )
         )
+    evidence = Evidence.ASSUMED if work.trace is None else Evidence.FORMULA
     return ServingPlan(
         budgets=tuple(made),
         expert_bytes=expert_weight_bytes(spec),
@@ -221,7 +221,7 @@ def plan_serving(
         context=work.context,
         keys_and_values=batch_bytes(spec, sequences=work.sequences, context=work.context),
         process=profile.process_bytes,
-        missed_records=records.missed,
+        missed_records=missed_records,
         evidence=profile.evidence.weaker(evidence),
         machine=profile.machine,
     )
@@ -229,41 +229,12 @@ def plan_serving(
 
 @dataclass(frozen=True, slots=True)
 class ServedCache:
-    """The host cache of a server with ``budgets``, in frames: all of them, those that speculation may hold, those of an
-    expert.
-    """
+    """The host cache of a server with ``budgets``, in frames: all, those that speculation may hold, those of an expert."""
 
     budgets: ServedBudgets
     frames: int
     lookahead_frames: int
     expert_frames: int
-
-    @property
-    def experts(self) -> int:
-        """How many it holds."""
-        return self.frames // self.expert_frames
-
-
-def _cache_of(config: ServeConfig, spec: HfSpec, records: ServedRecords, device: DeviceKind) -> ServedCache:
-    """As a server makes it. Raises BudgetError, ConfigError."""
-    budgets = served_budgets(
-        config, spec, records.experts, device, scratch=records.scratch, pairs=records.pairs
-    )
-    schemas = [records.experts, *([] if records.pairs is None else [records.pairs])]
-    frames, frame = cache_frames(budgets.cache - budgets.scratch, schemas, StoreAccess.READ)
-    each = frames_of([part.nbytes for part in records.experts.layout(Group.WEIGHTS).sections], frame)
-    return ServedCache(budgets, frames, min(budgets.lookahead // frame, frames), each)
-
-
-def _default_budgets(
-    config: ServeConfig, spec: HfSpec, records: ServedRecords, device: DeviceKind
-) -> list[int]:
-    """Those whose caches hold ``SHARES`` of all experts: beside them is what a server takes of a budget that holds all."""
-    count = spec.experts * len(spec.moe_layers)
-    each = sum(part.padded_nbytes for part in records.experts.layout(Group.WEIGHTS).sections)
-    ample = 16 * count * each
-    beside = ample - _cache_of(replace(config, host_budget=ample), spec, records, device).budgets.cache
-    return [max(round(share * count), 1) * each + records.scratch + beside for share in SHARES]
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +260,7 @@ def _even(spec: HfSpec, work: ServedWork, held: float) -> tuple[PassCounts, Pass
 
 def replayed_passes(
     trace: Path, cache: ServedCache, *, sequences: int, spec: HfSpec
-) -> tuple[PassCounts | None, PassCounts | None]:
+) -> tuple[PassCounts | None, PassCounts]:
     """The mean prefill and decode pass of ``trace`` with that cache: a pass that asks for more records of its layers than
     ``sequences`` tokens can choose is a prefill.
 
@@ -317,12 +288,12 @@ def replayed_passes(
     decode = asked <= sequences * spec.top_k * len(layers) * kinds
     if len(asked) > 1 and not decode.any():
         decode = asked == len(table)  # with a ring every pass asks for whole layers
-    return _mean(counts[~decode]), _mean(counts[decode])
+    if not decode.any():
+        raise DataError(f"{trace}: has no decode pass of {sequences} sequences")
+    return None if decode.all() else _mean(counts[~decode]), _mean(counts[decode])
 
 
-def _mean(counts: np.ndarray[Any, np.dtype[np.int64]]) -> PassCounts | None:
-    if not len(counts):
-        return None
+def _mean(counts: np.ndarray[Any, np.dtype[np.int64]]) -> PassCounts:
     hits, misses, read = (float(counts[:, column].mean()) for column in (_HITS, _MISSES, _READ))
     return PassCounts(len(counts), hits + misses, misses, read)
 
