@@ -28,7 +28,8 @@ _FACTORS = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
         ({"kind": "yarn", "factor": None, "original_max_position_embeddings": 100}, 400, 400, 400),
         ({"kind": "linear", "factor": 2.5}, 100, 250, 250),
         ({"kind": "linear", "factor": 4, "original_max_position_embeddings": 100}, 400, 400, 400),
-        ({"kind": "dynamic", "factor": 2.0}, 100, 200, 200),
+        # One cache holds the keys of one set of frequencies; those of "dynamic" change with the length of a text.
+        ({"kind": "dynamic", "factor": 2.0}, 100, 200, 100),
         # Llama 3.2: 32 x 8192 is not 131072.
         (
             {"kind": "llama3", "factor": 32.0, "original_max_position_embeddings": 8192},
@@ -36,7 +37,7 @@ _FACTORS = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
             131072,
             131072,
         ),
-        # Phi-3.5: one cache holds the keys of one set of frequencies.
+        # Phi-3.5.
         ({"kind": "longrope", **_FACTORS, "original_max_position_embeddings": 100}, 3200, 3200, 100),
     ],
 )

@@ -93,11 +93,15 @@ def text_positions(config: Mapping[str, Any]) -> int:
 def cached_positions(config: Mapping[str, Any]) -> int:
     """The same of a text that is continued from a cache of its keys.
 
-    Models with two sets of frequencies (longrope) compute all of a text's keys with the set of its length: a cache cannot
-    go from one to the other, so that their shorter set is what there is.
+    Where frequencies depend on a text's length beyond its original positions (longrope, dynamic), all of its keys are
+    computed with those of its length: a cache cannot go from one to the other, so that the original positions are what
+    there is.
     """
-    shorter = [original for kind, _, original in _rotary(config) if kind in ("longrope", "su") and original]
-    return min([text_positions(config), *shorter])
+    most = int(config.get("max_position_embeddings") or 0)
+    original = [
+        original or most for kind, _, original in _rotary(config) if kind in ("longrope", "su", "dynamic")
+    ]
+    return min([text_positions(config), *original])
 
 
 def _rotary(config: Mapping[str, Any]) -> list[tuple[object, float, int]]:
