@@ -1,8 +1,9 @@
-"""Sizes and durations, as people write them and as people read them."""
+"""Sizes and durations, as people write them and as people read them; and what is no text."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from tierstore.errors import ConfigError
 
@@ -19,6 +20,7 @@ _UNITS = {
     "tib": 2**40,
 }
 _MOST_BYTES = 2**63  # a size is less: what signed integers of 64 bits hold
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*|%)\s*")
 
 
@@ -84,3 +86,20 @@ def format_seconds(seconds: float) -> str:
 def printable(text: str) -> str:
     """``text`` in UTF-8: what it has no character for, as the names of files may, is escaped."""
     return text.encode(errors="backslashreplace").decode()
+
+
+def is_unicode(value: object) -> bool:
+    """Whether every text in ``value``, of JSON's types, is of characters. Halves of surrogate pairs are none: JSON can write
+    them, and Python makes them of bytes on a command line that are not UTF-8.
+    """
+    waiting = [value]
+    while waiting:  # a loop: values may be nested deeper than calls
+        one = waiting.pop()
+        if isinstance(one, str):
+            if not one.isascii() and _HALF_PAIR.search(one):
+                return False
+        elif isinstance(one, Mapping):
+            waiting += [*one, *one.values()]
+        elif isinstance(one, list):
+            waiting += one
+    return True

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 
 import click
 import pytest
@@ -55,6 +58,18 @@ def command(
 ) -> None:
     config = load(Config, None, config_overrides(settings, {"host.budget": budget, "steps": steps}))
     click.echo(f"{config.steps} {config.host.budget} {share} {output.mode is OutputMode.JSON}")
+
+
+@pytest.mark.parametrize(
+    ("command", "option"), [("generate", "--prompt"), ("generate", "--stop"), ("serve", "--name")]
+)
+def test_bytes_that_are_not_text_are_refused(tmp_path: Path, command: str, option: str) -> None:
+    """Of a process: its arguments are bytes."""
+    arguments = [sys.executable, "-m", "tierstore.cli.main", command, tmp_path, option, b"abc \xff"]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"tierstore: error: {option}: expected text in UTF-8, got 'abc ")
+    assert done.stderr.count("\n") == 1
 
 
 def run(*args: str) -> Result:

@@ -17,6 +17,7 @@ import torch
 from checkpoints import experts_of, imported, tensors_of
 from click.testing import CliRunner
 from tiny_families import make_config
+from token_cases import conversation, save_tokenizer, write_lines
 
 from tierstore.capabilities import Capability
 from tierstore.cli.deploy import deploy as command
@@ -40,7 +41,7 @@ from tierstore.deploy.stages.distillation import DistillationStage, recovered_fr
 from tierstore.deploy.stages.fusion import FusionStage
 from tierstore.deploy.teacher import open_teacher
 from tierstore.deploy.text import read_windows
-from tierstore.errors import ConfigError, TierstoreError
+from tierstore.errors import ConfigError, DataError, TierstoreError
 from tierstore.hf.exports.exporting import export
 from tierstore.hf.manifest import Manifest, Weights
 
@@ -108,6 +109,37 @@ def test_the_deployed_directory_is_a_frozen_store_of_fewer_experts(undisturbed: 
         logits = served.logits(windows.held)
     loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), windows.held[:, 1:].flatten())
     assert float(loss) == pytest.approx(found["distilled_loss"], abs=1e-4)
+
+
+def test_files_are_read_as_training_reads_them(tmp_path: Path) -> None:
+    """Oracle: the tokenizer and its template, by transformers alone, over the documents put together by hand."""
+    from transformers import AutoTokenizer
+
+    tokenizer = save_tokenizer(tmp_path / "t")
+    chat = conversation("two?", "one expert", "three?", "tiers")["messages"]
+    paths = [tmp_path / "a.txt", write_lines(tmp_path / "b.jsonl", [{"text": "in"}, {"messages": chat}])]
+    paths[0].write_text("two tiers\n\nof one store")
+    plain = AutoTokenizer.from_pretrained(tokenizer)
+    whole = f"two tiers\n\nof one store\n\nin\n\n{plain.apply_chat_template(chat, tokenize=False)}"
+    expected = plain(whole, add_special_tokens=False)["input_ids"]
+    windows = read_windows(paths, tokenizer, length=8, held_out=1)
+    assert [*windows.train.flatten().tolist(), *windows.held.flatten().tolist()] == expected[
+        : len(expected) // 8 * 8
+    ]
+
+
+def test_a_text_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    tokenizer = save_tokenizer(tmp_path / "t")
+    half = write_lines(tmp_path / "b.jsonl", [{"text": "in"}, '{"text": "\\ud83d"}'])
+    with pytest.raises(DataError, match=r"b\.jsonl:2: 'text': holds half of a surrogate pair"):
+        read_windows([half], tokenizer, length=8, held_out=1)
+    with pytest.raises(DataError, match=r"b\.jsonl: .* this model has none"):
+        read_windows([half], None, length=8, held_out=1)
+    other = tmp_path / "a.txt"
+    other.write_bytes(b"abc\xff" * 8)
+    with pytest.raises(DataError, match=r"a\.txt: expected text in UTF-8, found another byte at 3"):
+        read_windows([other], tokenizer, length=8, held_out=1)
+    assert read_windows([other], None, length=4, held_out=1).train[0].tolist() == [97, 98, 99, 255]
 
 
 def test_fusion_keeps_every_weight(store: Path, tmp_path: Path) -> None:

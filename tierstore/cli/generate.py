@@ -17,6 +17,7 @@ from tierstore.cli.models import deployed_settings, describe_settings
 from tierstore.cli.options import (
     EXISTING_DIRECTORY,
     SIZE,
+    TEXT,
     bundled,
     config_overrides,
     help_config_option,
@@ -61,7 +62,12 @@ class _Asked:
 @bundled(_Asked, "asked")
 @options(
     click.option(
-        "--prompt", "prompts", multiple=True, required=True, help="What to go on from; several are a batch."
+        "--prompt",
+        "prompts",
+        type=TEXT,
+        multiple=True,
+        required=True,
+        help="What to go on from; several are a batch.",
     ),
     click.option("--chat", is_flag=True, help="Each prompt is a user's message, through the chat template."),
     click.option("--max-tokens", type=int, default=256, help="Most tokens of each text."),
@@ -71,7 +77,7 @@ class _Asked:
     click.option("--top-k", type=int, help="Sample of this many tokens (0: of all)."),
     click.option("--top-p", type=float, help="Sample of the fewest tokens that are so probable together."),
     click.option("--seed", type=int, help="The same seed gives the same text."),
-    click.option("--stop", multiple=True, help="Ends a text before this string."),
+    click.option("--stop", type=TEXT, multiple=True, help="Ends a text before this string."),
 )
 @click.option("--host-budget", type=SIZE, help="Memory for experts: cache and CPU device tier.")
 @click.option("--device-budget", type=SIZE, help="Memory for experts on the device.")

@@ -14,7 +14,7 @@ from tierstore.cli.output import Output
 from tierstore.config import dotted_fields
 from tierstore.errors import ConfigError
 from tierstore.outputs import OutputKind, check_output, refuse_same
-from tierstore.units import format_bytes, parse_size
+from tierstore.units import format_bytes, is_unicode, parse_size
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -59,6 +59,17 @@ class _Fraction(_TextType):
         return str(value)
 
 
+class _Text(_TextType):
+    """Text in UTF-8."""
+
+    name = "text"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if not is_unicode(value):  # Python makes such text of other bytes
+            raise click.UsageError(f"{_name(param)}: expected text in UTF-8, got {value!r}", ctx)
+        return str(value)
+
+
 def _name(param: click.Parameter | None) -> str:
     """The option as it was typed, for an error: ``--host-budget``."""
     if param is None:
@@ -99,6 +110,7 @@ def output_file(kind: OutputKind) -> _Path:
 
 SIZE = _Size()
 FRACTION = _Fraction()
+TEXT = _Text()
 PATH = _Path()
 FILE = _Path(dir_okay=False)
 EXISTING_FILE = _Path(exists=True, dir_okay=False)

@@ -22,6 +22,7 @@ from tierstore.cli.options import (
     EXISTING_FILE,
     PATH,
     SIZE,
+    TEXT,
     bundled,
     config_overrides,
     help_config_option,
@@ -66,7 +67,7 @@ _listening_options = options(
         "--port", type=click.IntRange(0, 65535), default=8000, help="Port; 0 takes one that is free."
     ),
     click.option("--api-keys", type=EXISTING_FILE, help="File of keys, one a line; a request must bear one."),
-    click.option("--name", help="The model's name in requests (default: the store's directory)."),
+    click.option("--name", type=TEXT, help="The model's name in requests (default: the store's directory)."),
     click.option(
         "--record-trace", type=output_file(OutputKind.TRACE), help="Record every cache decision's input."
     ),

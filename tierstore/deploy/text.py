@@ -8,15 +8,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from tierstore.capabilities import package_path
 from tierstore.errors import DataError
-from tierstore.hf.packages import quiet_transformers
 from tierstore.moe.seeds import derive_seed
+from tierstore.train.files import DataConfig, byte_files, text_files
+from tierstore.train.tokens.documents import Chat, documents
+from tierstore.train.tokens.tokenizing import DocumentTokenizer
 
 #: Of so many windows the last is held out.
 _EVERY = 16
@@ -46,15 +47,14 @@ class Windows:
 def read_windows(paths: Sequence[Path], tokenizer: Path | None, *, length: int, held_out: int) -> Windows:
     """The windows of ``length`` tokens of the files ``paths`` one after another, at most ``held_out`` of them held out.
 
-    ``tokenizer``: the directory of the model's; None reads bytes. Raises DataError naming the file, OSError.
+    ``tokenizer``: the directory of the model's, with which files are read as training reads them; None reads bytes. Raises
+    DataError naming the file, ConfigError, OSError.
     """
-    texts = []
     for path in paths:
-        try:
-            texts.append(path.read_bytes().decode(errors="replace"))
-        except IsADirectoryError as error:
-            raise DataError(f"{path}: expected a text file, found a directory") from error
-    tokens = _tokens("\n\n".join(texts), tokenizer)
+        if path.is_dir():
+            raise DataError(f"{path}: expected a text file, found a directory")
+    config = DataConfig(paths=tuple(map(str, paths)))
+    tokens = _bytes(config) if tokenizer is None else _tokens(config, DocumentTokenizer(tokenizer))
     count = len(tokens) // length
     if count < 2:
         named = ", ".join(str(path) for path in paths)
@@ -67,11 +67,17 @@ def read_windows(paths: Sequence[Path], tokenizer: Path | None, *, length: int, 
     return Windows(windows_WT[~held], kept[spread])
 
 
-def _tokens(text: str, tokenizer: Path | None) -> Tensor:
-    if tokenizer is None:
-        return torch.tensor(list(text.encode()), dtype=torch.long)
-    with quiet_transformers(), package_path(tokenizer) as path:
-        from transformers import AutoTokenizer
+def _bytes(config: DataConfig) -> Tensor:
+    content = b"\n\n".join(path.read_bytes() for path in byte_files(config))
+    return torch.tensor(list(content), dtype=torch.long)
 
-        made: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
-        return torch.tensor(made(text, add_special_tokens=False)["input_ids"], dtype=torch.long)
+
+def _tokens(config: DataConfig, tokenizer: DocumentTokenizer) -> Tensor:
+    """Of all documents, with an empty line between them."""
+    texts: list[str] = []
+    for path in text_files(config):
+        for one in documents(path, config, lambda nbytes: None):
+            if texts and (isinstance(one, Chat) or one.begins):
+                texts.append("\n\n")
+            texts.append(tokenizer.rendered([one])[0][0] if isinstance(one, Chat) else one.text)
+    return torch.from_numpy(tokenizer.texts(["".join(texts)])[0].astype(np.int64))

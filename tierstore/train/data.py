@@ -28,7 +28,7 @@ import torch
 from tierstore.errors import ConfigError, DataError
 from tierstore.model.interface import Batch
 from tierstore.moe.seeds import derive_seed
-from tierstore.train.files import DataConfig, text_files
+from tierstore.train.files import DataConfig, byte_files
 from tierstore.units import format_bytes
 
 _BLOCK = 65_536
@@ -74,7 +74,7 @@ class TextData:
             raise ConfigError(f"seq_len: expected at least 1, got {seq_len}")
         self.config = config
         self.seq_len = seq_len
-        files = text_files(config)
+        files = byte_files(config)
         sizes = [_size(path) for path in files]
         self.bytes_found = sum(sizes)
         self.bytes_read = total = min(self.bytes_found, config.max_bytes)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tierstore.config import as_dict
 from tierstore.errors import ConfigError, DataError
+from tierstore.units import is_unicode
 
 _DOCUMENTS = frozenset({"format", "column", "separator", "packing"})
 #: Settings that no bit depends on.
@@ -20,8 +21,8 @@ _SKIPPED = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "
 class DataFormat(Enum):
     """What the files hold. BYTES takes every byte as a token; the others are tokenised with the model's tokenizer.
 
-    AUTO: BYTES for a model without a tokenizer; with one, JSONL for ``.jsonl`` and ``.ndjson``, PARQUET for
-    ``.parquet`` and TEXT for every other name, file by file.
+    AUTO: BYTES for a model without a tokenizer, which refuses files that need one; with a tokenizer by ``FORMATS``,
+    file by file.
     """
 
     AUTO = "auto"
@@ -29,6 +30,10 @@ class DataFormat(Enum):
     TEXT = "text"
     JSONL = "jsonl"
     PARQUET = "parquet"
+
+
+#: What AUTO reads files as by their names' ends; TEXT all others, but for ``.json``, which leaves two.
+FORMATS = {".jsonl": DataFormat.JSONL, ".ndjson": DataFormat.JSONL, ".parquet": DataFormat.PARQUET}
 
 
 class Packing(Enum):
@@ -111,6 +116,9 @@ class DataConfig:
         for name in ("max_bytes", "batch_size", "micro_batches"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        for name in ("column", "separator"):
+            if not is_unicode(getattr(self, name)):
+                raise ConfigError(f"{name}: expected text in UTF-8, got {getattr(self, name)!r}")
         if not 0 < self.validation_fraction < 1:
             raise ConfigError(
                 f"validation_fraction: expected more than 0 and less than 1, got {self.validation_fraction}"
@@ -153,13 +161,27 @@ def text_files(config: DataConfig) -> list[Path]:
     return _regular(files)
 
 
+def byte_files(config: DataConfig) -> list[Path]:
+    """The files of ``config`` where every byte is a token. Raises DataError naming one that only a tokenizer makes sense of,
+    unless the configuration says bytes.
+    """
+    files = text_files(config)
+    for path in files:
+        if config.format is DataFormat.AUTO and path.suffix.lower() in (*FORMATS, ".json"):
+            raise DataError(
+                f"{path}: {path.suffix} is read with the model's tokenizer, and this model has none (tokenizer.json); "
+                'format = "bytes" takes every byte as a token'
+            )
+    return files
+
+
 def text_bytes(config: DataConfig, tokenizer: Path | None = None) -> int:
     """Bytes of text that a run holds in memory: none where documents are tokenised, whose tokens are mapped. Raises
     DataError.
     """
     if tokenizer is not None and config.format is not DataFormat.BYTES:
         return 0
-    return min(config.max_bytes, sum(path.stat().st_size for path in text_files(config)))
+    return min(config.max_bytes, sum(path.stat().st_size for path in byte_files(config)))
 
 
 def _regular(files: list[Path]) -> list[Path]:

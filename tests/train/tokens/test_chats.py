@@ -15,8 +15,8 @@ from tierstore.train.tokens.documents import Chat
 from tierstore.train.tokens.tokenizing import DocumentTokenizer
 
 
-def _chat(*turns: str) -> Chat:
-    return Chat("chats.jsonl:7", conversation(*turns)["messages"])
+def _chat(*turns: str, masked: Sequence[int] = ()) -> Chat:
+    return Chat("chats.jsonl:7", conversation(*turns)["messages"], masked=frozenset(masked))
 
 
 def _counted(tokenizer: DocumentTokenizer, chat: Chat) -> tuple[str, str]:
@@ -46,6 +46,65 @@ def test_marks_are_those_that_transformers_finds(tmp_path: Path) -> None:
     ((tokens, counted),) = tokenizer.chats([chat])
     assert tokens.tolist() == expected["input_ids"]
     assert counted.tolist() == expected["assistant_masks"]
+
+
+#: Reasoning and answer are marked by themselves; reasoning stays with the last answer only.
+_MARKED_TWICE = MARKED.replace(
+    "{% generation %}",
+    "{% if loop.last %}{% generation %}<think>{{ m.thinking }}</think>{% endgeneration %} {% endif %}{% generation %}",
+)
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED, REASONING], ids=["plain", "marked", "reasoning"])
+@pytest.mark.parametrize(
+    ("masked", "said"),
+    [
+        ((1,), "two tiers<|end|>one expert<|end|>"),
+        ((3,), "one expert<|end|>one expert<|end|>"),
+        ((1, 5), "two tiers<|end|>"),
+        ((0, 1, 3, 5), ""),
+        ((0, 2), "one expert<|end|>two tiers<|end|>one expert<|end|>"),
+    ],
+)
+def test_masked_answers_by_hand(tmp_path: Path, template: str, masked: Sequence[int], said: str) -> None:
+    """Answers with the same text among them; masks of questions change nothing."""
+    tokenizer = DocumentTokenizer(save_tokenizer(tmp_path, template))
+    turns = ("u", "one expert", "v", "two tiers", "w", "one expert")
+    whole, counted = _counted(tokenizer, _chat(*turns, masked=masked))
+    assert whole == _counted(tokenizer, _chat(*turns))[0]
+    assert counted.replace("<think></think>", "") == said
+
+
+@pytest.mark.parametrize(
+    ("masked", "said"),
+    [
+        ((1,), "<think>so</think> two<|end|>"),
+        ((3,), "one<|end|>"),
+        ((1, 3), ""),
+        ((), "one<|end|><think>so</think> two<|end|>"),
+    ],
+)
+def test_masked_reasoning_that_is_marked_by_itself(tmp_path: Path, masked: Sequence[int], said: str) -> None:
+    tokenizer = DocumentTokenizer(save_tokenizer(tmp_path, _MARKED_TWICE))
+    chat = _chat("u", "one", "v", "two", masked=masked)
+    for number, thinking in ((1, "hm"), (3, "so")):
+        chat.messages[number] = {**chat.messages[number], "thinking": thinking}
+    assert _counted(tokenizer, chat)[1] == said
+
+
+def test_a_masked_answer_need_not_be_found(tmp_path: Path) -> None:
+    """A chat that begins with a greeting, which only a template with marks could tell from the rest."""
+    tokenizer = DocumentTokenizer(save_tokenizer(tmp_path))
+    messages = [{"role": "assistant", "content": "hello"}, *conversation("u", "a")["messages"]]
+    assert _counted(tokenizer, Chat("x", messages, masked=frozenset({0})))[1] == "a<|end|>"
+
+
+def test_marks_of_no_message_are_refused_where_answers_are_masked(tmp_path: Path) -> None:
+    template = MARKED + "{% generation %}that is all{% endgeneration %}"
+    tokenizer = DocumentTokenizer(save_tokenizer(tmp_path, template))
+    assert _counted(tokenizer, _chat("u", "a"))[1] == "a<|end|>that is all"
+    with pytest.raises(DataError, match=r"^chats\.jsonl:7: the template marks what no message is in"):
+        tokenizer.chats([_chat("u", "a", masked=[1])])
 
 
 def test_answers_in_a_row_and_a_system_message(tmp_path: Path) -> None:
@@ -109,6 +168,7 @@ def test_an_end_that_is_another_once_more_follows(tmp_path: Path) -> None:
         (PLAIN.replace("assistant\n{% endif", "assistant\n<think>{% endif"), ("u", "a"), "message 1: the text before"),
         ("{{ raise_exception('roles must alternate') }}", ("u", "a"), "the chat template fails: roles must alternate"),
         ("{{ messages[5].content }}", ("u", "a"), "the chat template fails: "),
+        ("{{ '\\ud83d' }}" + PLAIN, ("u", "a"), "the chat template writes half of a surrogate pair"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_told_is_refused(

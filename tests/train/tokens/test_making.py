@@ -45,6 +45,13 @@ def _make(
     return files, steps
 
 
+def _masked(*turns: str) -> dict[str, Any]:
+    """A conversation whose last answer is not trained on."""
+    chat = conversation(*turns)
+    chat["messages"][-1]["weight"] = 0
+    return chat
+
+
 def _text(path: Path, content: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(content)
@@ -64,7 +71,8 @@ def test_mixed_files_are_what_the_tokenizer_says(tmp_path: Path, tokenizer: Path
     _text(folder / "b.weird", "two tiers é😀")
     chat = conversation("two?", "one", "store?", "tiers")
     write_lines(
-        folder / "c.jsonl", [{"text": "three experts"}, chat, {"text": ""}, conversation("only asked")]
+        folder / "c.jsonl",
+        [{"text": "three experts"}, chat, {"text": ""}, conversation("only asked"), _masked("two?", "one")],
     )
     pq.write_table(pa.table({"text": ["four", " ", "five"]}), folder / "d.parquet")
     files, steps = _make(tmp_path, tokenizer, folder)
@@ -79,7 +87,11 @@ def test_mixed_files_are_what_the_tokenizer_says(tmp_path: Path, tokenizer: Path
         expected[number].append(END)
     assert _documents(files) == expected
     assert files.index.formats == {"text": 2, "jsonl": 1, "parquet": 1}
-    assert files.index.skipped == {"empty texts": 2, "chats without an answer": 1}
+    assert files.index.skipped == {
+        "empty texts": 2,
+        "chats without an answer": 1,
+        "chats of masked answers": 1,
+    }
     assert files.tokens.dtype == np.uint16
     assert files.counted is not None
     answer = files.tokens[files.documents[3] : files.documents[4]][

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import zlib
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -237,7 +238,7 @@ def test_only_the_first_rank_tokenises(
 
 
 def test_bytes_without_a_tokenizer(tmp_path: Path, tokenizer: Path) -> None:
-    path = _texts(tmp_path / "a.jsonl")
+    path = _texts(tmp_path / "a.txt")
     config = DataConfig(paths=(str(path),), batch_size=2)
     plain = open_data(config, seq_len=16, vocab_size=256, tokenizer=None, store=tmp_path / "store")
     assert isinstance(plain, TextData)
@@ -246,6 +247,23 @@ def test_bytes_without_a_tokenizer(tmp_path: Path, tokenizer: Path) -> None:
     asked = open_data(config, seq_len=16, vocab_size=300, tokenizer=tokenizer, store=tmp_path / "store")
     assert isinstance(asked, TextData)
     assert asked.crc32 == plain.crc32
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.NDJSON", "a.parquet", "a.json"])
+@pytest.mark.parametrize("whole", [False, True], ids=["file", "directory"])
+def test_what_needs_a_tokenizer_is_refused_without_one(tmp_path: Path, name: str, whole: bool) -> None:
+    (tmp_path / "in").mkdir()
+    path = _texts(tmp_path / "in" / name)
+    paths = (str(path.parent if whole else path),)
+    with pytest.raises(
+        DataError, match=rf"in/{name}: .* this model has none \(tokenizer\.json\); format = \"bytes\""
+    ):
+        open_data(
+            DataConfig(paths=paths), seq_len=16, vocab_size=300, tokenizer=None, store=tmp_path / "store"
+        )
+    config = DataConfig(paths=paths, format=DataFormat.BYTES, batch_size=2)
+    asked = open_data(config, seq_len=16, vocab_size=300, tokenizer=None, store=tmp_path / "store")
+    assert asked.crc32 == zlib.crc32(path.read_bytes())
 
 
 def test_a_limit_of_bytes_is_refused_where_documents_are_tokenised(tmp_path: Path, tokenizer: Path) -> None:

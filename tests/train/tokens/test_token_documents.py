@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,14 @@ def test_lines_of_text_and_chats(tmp_path: Path) -> None:
         ('{"messages": ["x"]}', "expected messages, objects with a 'role', found text"),
         ('{"messages": [], "tools": "x"}', "'tools': expected a list in JSON"),
         ('{"messages": [], "tools": 3}', "'tools': expected a list, found a number"),
+        ('{"messages": [], "tools": "' + "[" * 100_000 + '"}', "'tools': expected a list in JSON: "),
+        ('{"text": "\\ud83d"}', "'text': holds half of a surrogate pair"),
+        (
+            '{"messages": [{"role": "user", "content": "a\\ude00"}]}',
+            "'messages': holds half of a surrogate pair",
+        ),
+        ('{"messages": [{"role": "user", "content": "a", "x": [{"\\ud83d": 1}]}]}', "'messages': holds half"),
+        ('{"messages": [], "tools": "[\\"\\\\ud83d\\"]"}', "'messages': holds half of a surrogate pair"),
     ],
 )
 def test_a_broken_line_is_named(tmp_path: Path, line: str | bytes, said: str) -> None:
@@ -112,6 +121,76 @@ def test_a_broken_line_is_named(tmp_path: Path, line: str | bytes, said: str) ->
         list(documents(path, DataConfig(), lambda nbytes: None))
     assert str(caught.value).startswith(f"{path}:3: ")
     assert "\n" not in str(caught.value)
+
+
+_ANSWER = '{"messages": [{"role": "user", "content": "u"}, {"role": "assistant", %s}]}'
+
+
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [
+        ('"content": 3', "content: expected text or text parts, found a number"),
+        ('"content": true', "content: expected text or text parts, found true or false"),
+        ('"content": {"type": "text", "text": "a"}', "content: expected text or text parts, found an object"),
+        ('"content": null', "content: expected text, found none, and the message has no tool_calls"),
+        ('"tool_calls": []', "content: expected text, found none, and the message has no tool_calls"),
+        ('"content": 3, "tool_calls": [{}]', "content: expected text or text parts, found a number"),
+        ('"content": ["a"]', "content[0]: expected a part of type 'text' with its 'text', found text"),
+        ('"content": [{"type": "text"}]', "content[0]: expected a part of type 'text' with its 'text', found an object"),
+        ('"content": [{"type": "text", "text": "a"}, {"type": "image_url"}]', "content[1]: expected .* 'image_url'"),
+        *((f'"content": "a", "weight": {value}', f"weight: expected 0 or 1, found {value}")
+          for value in ("0.5", "2", "-1", "true", "null", '"0"')),
+        *((f'"content": "a", "{name}": {value}', f"{name}: expected true or false, found {value}")
+          for name in ("train", "training") for value in ("0", "1", "null", '"no"')),
+        ('"content": "a", "train": []', "train: expected true or false, found a list"),
+        ('"content": "a", "training_detail": null', "training_detail: parts of an answer cannot be masked"),
+        ('"content": "a", "weight": 0, "train": true', ": weight and train contradict each other"),
+        ('"content": "a", "train": false, "training": true', ": train and training contradict each other"),
+    ],
+)  # fmt: skip
+def test_a_broken_message_is_named(tmp_path: Path, field: str, said: str) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [_ANSWER % '"content": "fine"', _ANSWER % field])
+    with pytest.raises(DataError) as caught:
+        _read(path)
+    where, _, rest = str(caught.value).partition("messages[1]")
+    assert where == f"{path}:2: "
+    assert re.match(re.escape(said).replace(r"\.\*", ".*"), rest.removeprefix("."))
+
+
+@pytest.mark.parametrize(
+    ("fields", "masked"),
+    [
+        ("", False),
+        (', "weight": 1', False),
+        (', "weight": 0', True),
+        (', "weight": 0.0', True),
+        (', "train": true, "training": true, "weight": 1.0', False),
+        (', "train": false, "weight": 0', True),
+        (', "training": false', True),
+    ],
+)
+def test_what_masks_an_answer(tmp_path: Path, fields: str, masked: bool) -> None:
+    """The masks are no part of what the template sees; everything else is."""
+    path = write_lines(tmp_path / "a.jsonl", [_ANSWER % f'"content": "a", "name": "x"{fields}'])
+    messages = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a", "name": "x"}]
+    assert _read(path) == [Chat(f"{path}:1", messages, masked=frozenset({1} if masked else ()))]
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (
+            '[{"type": "text", "text": "gen"}, {"type": "text", "text": "eral", "cache_control": {}}]',
+            "general",
+        ),
+        ("[]", ""),
+        ('""', ""),
+    ],
+)
+def test_text_parts_are_joined(tmp_path: Path, content: str, text: str) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [_ANSWER % f'"content": {content}'])
+    (chat,) = _read(path)
+    assert chat.messages[1] == {"role": "assistant", "content": text}
 
 
 def test_a_missing_column_is_named(tmp_path: Path) -> None:
@@ -140,8 +219,8 @@ def test_rows_of_text_by_row_group(tmp_path: Path) -> None:
 def test_rows_of_chats_have_no_nulls(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     chats = [
-        [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "call": {"f": 1}}],
-        [{"role": "user", "content": "b", "call": None}],
+        [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [{"f": 1}]}],
+        [{"role": "user", "content": "b", "tool_calls": None, "weight": 0}],
     ]
     pq.write_table(
         pa.table({"messages": chats, "tools": ['[{"name": "f"}]', None], "text": ["x", "y"]}), path
@@ -149,11 +228,32 @@ def test_rows_of_chats_have_no_nulls(tmp_path: Path) -> None:
     assert _read(path) == [
         Chat(
             f"{path}: row 1",
-            [{"role": "user", "content": "a"}, {"role": "assistant", "call": {"f": 1}}],
+            [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [{"f": 1}]}],
             [{"name": "f"}],
         ),
-        Chat(f"{path}: row 2", [{"role": "user", "content": "b"}]),
+        Chat(f"{path}: row 2", [{"role": "user", "content": "b"}], masked=frozenset({0})),
     ]
+
+
+def test_rows_of_text_parts(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    parts = [{"type": "text", "text": "a", "image_url": None}, {"type": "text", "text": "b"}]
+    image = [{"type": "image_url", "text": None, "image_url": "x"}]
+    turns = [[{"role": "user", "content": parts}], [{"role": "user", "content": image}]]
+    pq.write_table(pa.table({"messages": turns[:1]}), path)
+    assert _read(path) == [Chat(f"{path}: row 1", [{"role": "user", "content": "ab"}])]
+    pq.write_table(pa.table({"messages": turns}), path)
+    with pytest.raises(DataError, match=r"a\.parquet: row 2: messages\[0\]\.content\[0\]: .*'image_url'"):
+        _read(path)
+
+
+def test_a_row_that_is_not_unicode_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    ends = pa.array([0, 4, 6], pa.int32()).buffers()[1]
+    texts = pa.Array.from_buffers(pa.string(), 2, [None, ends, pa.py_buffer(b"fine\xff\xfe")])
+    pq.write_table(pa.table({"text": texts}), path)
+    with pytest.raises(DataError, match=r"a\.parquet: row 2: expected text in UTF-8"):
+        _read(path)
 
 
 def test_bad_parquet_is_named(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 
 from tierstore.serve.api.errors import ApiError, bad
+from tierstore.units import is_unicode
 
 _SHOWN = 40  # characters of a value in a message
 
@@ -145,8 +146,6 @@ def as_text(value: object, name: str) -> str:
     """A string that is text: lone surrogates, which JSON can write, are not."""
     if not isinstance(value, str):
         raise bad(name, f"expected a string, got {kind(value)}")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise bad(name, "holds half of a surrogate pair, which is no character") from error
+    if not is_unicode(value):
+        raise bad(name, "holds half of a surrogate pair, which is no character")
     return value

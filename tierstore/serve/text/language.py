@@ -17,6 +17,7 @@ from tierstore.hf.packages import transformers
 from tierstore.hf.spec import HfSpec
 from tierstore.serve.text.sampling import PROCESSED, SAMPLED, SamplingOptions, TokenSampler
 from tierstore.serve.text.streaming import BytePieces, PieceDecoder, StreamedText, TokenPieces
+from tierstore.units import is_unicode
 
 if TYPE_CHECKING:
     from tierstore.model.spec import ModelSpec
@@ -77,7 +78,9 @@ class Language:
     lines: Sequence[str] = ()
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a prompt. Raises DataError for one without any."""
+        """The tokens of a prompt. Raises DataError for one without any, or that is no text."""
+        if not is_unicode(text):
+            raise DataError("the prompt holds half of a surrogate pair, which is no character")
         tokens = self.codec.encode(text)
         if not tokens:
             raise DataError("the prompt has no tokens")

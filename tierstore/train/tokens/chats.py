@@ -10,15 +10,17 @@ holds, the chat is refused.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from tierstore.errors import ConfigError, DataError
 from tierstore.train.tokens.documents import Chat, Message, first_line
+from tierstore.units import is_unicode
 
 Span = tuple[int, int]
 
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_UNMASKED = "and answers of this chat are masked"
 _ADVICE = "a template with {% generation %} around the answers says which tokens they are"
 
 
@@ -37,35 +39,55 @@ class ChatTemplate:
         self._marked = _MARKED.search(self._template) is not None
 
     def render(self, chat: Chat) -> tuple[str, list[Span]]:
-        """The whole text, and the characters of its answers, in order. Raises DataError naming the chat."""
+        """The whole text, and the characters of its answers that are not masked, in order. Raises DataError naming the
+        chat.
+        """
         try:
-            if self._marked:
-                return self._render_marked(chat)
-
-            def part(messages: Sequence[Message], prompt: bool) -> str:
-                return self._render(messages, chat.tools, prompt)
-
-            whole = part(chat.messages, False)
-            return whole, answer_spans(chat.messages, whole, part, ends=self._ends)
+            whole, spans = self._marked_answers(chat) if self._marked else self._answers(chat)
+            if not is_unicode(whole):
+                raise DataError("the chat template writes half of a surrogate pair, which is no character")
+            return whole, spans
         except DataError as error:
             raise DataError(f"{chat.where}: {error}") from error
         except Exception as error:  # a template raises what it likes, of its own and of Python's
             raise DataError(f"{chat.where}: the chat template fails: {first_line(error)}") from error
 
-    def _render(self, messages: Sequence[Message], tools: Sequence[object], prompt: bool) -> str:
-        text = self._tokenizer.apply_chat_template(
-            list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=prompt
-        )
-        assert isinstance(text, str)
-        return text
+    def _answers(self, chat: Chat) -> tuple[str, list[Span]]:
+        def part(messages: Sequence[Message], prompt: bool) -> str:
+            text = self._tokenizer.apply_chat_template(
+                list(messages), tools=list(chat.tools) or None, tokenize=False, add_generation_prompt=prompt
+            )
+            assert isinstance(text, str)
+            return text
 
-    def _render_marked(self, chat: Chat) -> tuple[str, list[Span]]:
+        whole = part(chat.messages, False)
+        return whole, answer_spans(chat.messages, whole, part, ends=self._ends, masked=chat.masked)
+
+    def _marked_answers(self, chat: Chat) -> tuple[str, list[Span]]:
+        """What the template marks. Where answers are masked, a mark belongs to the message that changes the text in it."""
+        whole, spans = self._render_marked(chat.messages, chat.tools)
+        owners: dict[int, int] = {}
+        for number, message in enumerate(chat.messages) if chat.masked else ():
+            changed = [*chat.messages[:number], _changed(message), *chat.messages[number + 1 :]]
+            text, others = self._render_marked(changed, chat.tools)
+            pairs = zip(spans, others, strict=len(spans) == len(others))
+            found = [at for at, (one, other) in enumerate(pairs) if whole[slice(*one)] != text[slice(*other)]]
+            if len(spans) != len(others) or owners.keys() & found:
+                raise DataError(
+                    f"message {number}: which marks of the template are its own cannot be told, {_UNMASKED}"
+                )
+            owners |= dict.fromkeys(found, number)
+        if chat.masked and len(owners) < len(spans):
+            raise DataError(f"the template marks what no message is in, {_UNMASKED}")
+        return whole, [span for at, span in enumerate(spans) if owners.get(at) not in chat.masked]
+
+    def _render_marked(self, messages: Sequence[Message], tools: Sequence[object]) -> tuple[str, list[Span]]:
         from transformers.utils import chat_template_utils
 
         render: Any = chat_template_utils.render_jinja_template
         rendered, spans = render(
-            conversations=[_without_nulls(chat.messages)],
-            tools=chat.tools or None,
+            conversations=[_without_nulls(messages)],
+            tools=tools or None,
             chat_template=self._template,
             return_assistant_tokens_mask=True,
             **self._tokenizer.special_tokens_map,
@@ -79,15 +101,17 @@ def answer_spans(
     render: Callable[[Sequence[Message], bool], str],
     *,
     ends: Sequence[str] = (),
+    masked: Collection[int] = (),
 ) -> list[Span]:
     """The answers in ``whole``, the text of ``messages``, found by rendering its beginnings.
 
     ``render(messages, prompt)``: their text, with the prompt for an answer or without. ``ends``: special tokens; one
-    ends an answer, and blanks behind it are not the answer's. Raises DataError where beginnings do not begin the whole.
+    ends an answer, and blanks behind it are not the answer's. ``masked``: messages that are not looked for. Raises
+    DataError where beginnings do not begin the whole.
     """
     spans: list[Span] = []
     for index, message in enumerate(messages):
-        if message["role"] != "assistant":
+        if message["role"] != "assistant" or index in masked:
             continue
         if index == 0:
             raise DataError(
@@ -151,3 +175,12 @@ def _without_blanks(whole: str, start: int, stop: int, ends: Sequence[str]) -> i
 
 def _without_nulls(messages: Sequence[Message]) -> list[dict[str, object]]:
     return [{key: value for key, value in message.items() if value is not None} for message in messages]
+
+
+def _changed(value: Any) -> Any:
+    """A message with other texts, of the same shape."""
+    if isinstance(value, Mapping):
+        return {key: item if key in ("role", "type") else _changed(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_changed(item) for item in value]
+    return f"{value}x" if isinstance(value, str) and value else value

@@ -12,15 +12,15 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from tierstore.capabilities import package_path, require_package
 from tierstore.errors import ConfigError, DataError
-from tierstore.train.files import DataConfig, DataFormat
+from tierstore.train.files import FORMATS, DataConfig, DataFormat
+from tierstore.units import is_unicode
 
 PIECE = 1 << 20
 _READ = 1 << 20
-_SUFFIXES = {".jsonl": DataFormat.JSONL, ".ndjson": DataFormat.JSONL, ".parquet": DataFormat.PARQUET}
 _ARROW = (
     ValueError,
     TypeError,
@@ -30,6 +30,8 @@ _ARROW = (
     OSError,
 )  # what pyarrow raises is of these
 _CHAT, _TEXT = "messages", "text"
+_MASKS = ("weight", "train", "training")  # OpenAI's name, and axolotl's
+_PARTS_MASKED = ("training_detail", "train_detail")
 
 #: Called with bytes of a file that have been read.
 Read = Callable[[int], None]
@@ -47,11 +49,14 @@ class TextPiece:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A document in messages, and the tools they may call. ``where`` names the file and the line or row."""
+    """A document in messages, and the tools they may call. ``where`` names the file and the line or row; ``masked`` has the
+    numbers of the messages that are not trained on.
+    """
 
     where: str
     messages: list[Message]
     tools: list[object] = field(default_factory=list)
+    masked: frozenset[int] = frozenset()
 
 
 Document = TextPiece | Chat
@@ -66,7 +71,7 @@ def file_format(path: Path, config: DataConfig) -> DataFormat:
         raise ConfigError(
             f'{path}: .json may be one value or one a line: rename lines to .jsonl, or set format = "jsonl" or "text"'
         )
-    return _SUFFIXES.get(suffix, DataFormat.TEXT)
+    return FORMATS.get(suffix, DataFormat.TEXT)
 
 
 def documents(path: Path, config: DataConfig, read: Read) -> Iterator[Document]:
@@ -203,10 +208,9 @@ def _rows(path: Path, column: str, read: Read) -> Iterator[Document]:
         for group in range(file.num_row_groups):
             try:
                 for batch in file.iter_batches(batch_size=1024, row_groups=[group], columns=wanted):
-                    for row in batch.to_pylist():
+                    for row in zip(*batch.columns, strict=True):
                         number += 1
-                        present = {name: _present(value) for name, value in row.items()}
-                        yield from _document(present, chosen, f"{path}: row {number}")
+                        yield from _row(dict(zip(batch.schema.names, row, strict=True)), chosen, path, number)
             except DataError:
                 raise
             except _ARROW as error:
@@ -217,6 +221,15 @@ def _rows(path: Path, column: str, read: Read) -> Iterator[Document]:
             )
     with path.open("rb") as raw:
         _forget(raw, 0)
+
+
+def _row(row: Mapping[str, Any], column: str, path: Path, number: int) -> Iterator[Document]:
+    where = f"{path}: row {number}"
+    try:
+        present = {name: _present(value.as_py()) for name, value in row.items()}
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: expected text in UTF-8: {error.reason}") from error
+    yield from _document(present, column, where)
 
 
 def _present(value: object) -> object:
@@ -235,20 +248,59 @@ def _document(record: Mapping[str, object], column: str, where: str) -> Iterator
         found = ", ".join(repr(name) for name in list(record)[:8])
         raise DataError(f"{where}: expected a field {_expected(column)}, found {found or 'none'}")
     value = record[chosen]
+    tools = _tools(record, where) if isinstance(value, list) else []
+    if not is_unicode([value, tools]):
+        raise DataError(f"{where}: {chosen!r}: holds half of a surrogate pair, which is no character")
     if isinstance(value, str):
         yield from pieces(value)
     elif isinstance(value, list):
-        yield Chat(where, [_message(item, chosen, where) for item in value], _tools(record, where))
+        messages = [_message(item, f"{where}: {chosen}[{number}]") for number, item in enumerate(value)]
+        masked = frozenset(number for number, (_, trained) in enumerate(messages) if not trained)
+        yield Chat(where, [message for message, _ in messages], tools, masked)
     else:
         raise DataError(f"{where}: {chosen!r}: expected text or a list of messages, found {_named(value)}")
 
 
-def _message(value: object, column: str, where: str) -> Message:
+def _message(value: object, where: str) -> tuple[Message, bool]:
+    """A message as templates take it, its content a text, and whether it may be trained on."""
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
-        raise DataError(
-            f"{where}: {column!r}: expected messages, objects with a 'role', found {_named(value)}"
-        )
-    return value
+        raise DataError(f"{where}: expected messages, objects with a 'role', found {_named(value)}")
+    message = {name: item for name, item in value.items() if name not in _MASKS}
+    content = value.get("content")
+    if isinstance(content, list):
+        message["content"] = "".join(_part(one, f"{where}.content[{at}]") for at, one in enumerate(content))
+    elif content is None and not value.get("tool_calls"):
+        raise DataError(f"{where}.content: expected text, found none, and the message has no tool_calls")
+    elif not isinstance(content, str | None):
+        raise DataError(f"{where}.content: expected text or text parts, found {_named(content)}")
+    return message, _trained(value, where)
+
+
+def _part(value: object, where: str) -> str:
+    """The text of a part of a message's content."""
+    kind, text = (value.get("type"), value.get("text")) if isinstance(value, dict) else (None, None)
+    if kind != "text" or not isinstance(text, str):
+        found = f"one of type {kind!r}" if isinstance(kind, str) and kind != "text" else _named(value)
+        raise DataError(f"{where}: expected a part of type 'text' with its 'text', found {found}")
+    return text
+
+
+def _trained(message: Message, where: str) -> bool:
+    """What a message says of its part in the loss: that it has one, where it says nothing."""
+    for name in _PARTS_MASKED:
+        if name in message:
+            raise DataError(
+                f"{where}.{name}: parts of an answer cannot be masked: {', '.join(_MASKS)} mask a whole one"
+            )
+    said = {name: message[name] for name in _MASKS if name in message}
+    for name, value in said.items():
+        if value not in (0, 1) or isinstance(value, bool) is (name == "weight"):
+            expected = "0 or 1" if name == "weight" else "true or false"
+            found = _named(value) if isinstance(value, list | dict) else json.dumps(value)
+            raise DataError(f"{where}.{name}: expected {expected}, found {found}")
+    if len(set(map(bool, said.values()))) > 1:
+        raise DataError(f"{where}: {' and '.join(said)} contradict each other")
+    return all(said.values())
 
 
 def _tools(record: Mapping[str, object], where: str) -> list[object]:
@@ -256,7 +308,7 @@ def _tools(record: Mapping[str, object], where: str) -> list[object]:
     if isinstance(tools, str) and tools:  # Parquet's way to hold them
         try:
             tools = json.loads(tools)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{where}: 'tools': expected a list in JSON: {error}") from error
     if tools and not isinstance(tools, list):
         raise DataError(f"{where}: 'tools': expected a list, found {_named(tools)}")
@@ -269,7 +321,7 @@ def _expected(column: str) -> str:
 
 def _named(value: object) -> str:
     kinds = {
-        dict: "an object without a role",
+        dict: "an object",
         list: "a list",
         str: "text",
         bool: "true or false",

@@ -44,6 +44,7 @@ _BATCH, _BATCH_CHARACTERS = (
     1 << 18,
 )  # that the tokenizer takes at once: it needs some hundred bytes for each token
 _POLL_S = 0.1
+_MAY_BE_CHATS = (DataFormat.JSONL, DataFormat.PARQUET)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,8 @@ def made_of(inputs: Sequence[Input], config: DataConfig, tokenizer: Path) -> dic
     """Everything that decides the tokens. Raises ConfigError when there is no tokenizer."""
     return {
         "version": VERSION,
+        # Without it tokens are found that an earlier version made, which trained on masked answers.
+        **({"masks": True} if any(item.format in _MAY_BE_CHATS for item in inputs) else {}),
         "inputs": [[item.format.value, item.nbytes, item.sha256] for item in inputs],
         "tokenizer": tokenizer_digest(tokenizer),
         "column": config.column,
@@ -201,12 +204,12 @@ def _batches(found: Iterator[Document]) -> Iterator[list[Document]]:
 
 def _add(writer: TokenWriter, batch: Sequence[Document], tokenizer: DocumentTokenizer, made: Made) -> None:
     chats = [item for item in batch if isinstance(item, Chat)]
-    for tokens, counted in tokenizer.chats(chats) if chats else ():
+    for chat, (tokens, counted) in zip(chats, tokenizer.chats(chats) if chats else (), strict=True):
         if counted.any():
             writer.add(tokens, counted)
             writer.end_document()
         else:
-            made.skip("chats without an answer")
+            made.skip("chats of masked answers" if chat.masked else "chats without an answer")
     texts = [item for item in batch if isinstance(item, TextPiece)]
     for tokens, piece in zip(
         tokenizer.texts([item.text for item in texts]) if texts else (), texts, strict=True

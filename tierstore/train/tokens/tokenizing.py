@@ -16,6 +16,7 @@ from tierstore.capabilities import package_path, require_package
 from tierstore.errors import ConfigError, DataError
 from tierstore.train.tokens.chats import ChatTemplate, Span
 from tierstore.train.tokens.documents import Chat, Message, first_line
+from tierstore.units import is_unicode
 
 Tokens = npt.NDArray[np.uint32]
 Counted = npt.NDArray[np.uint8]
@@ -99,14 +100,7 @@ class DocumentTokenizer:
 
     def chats(self, chats: Sequence[Chat]) -> list[tuple[Tokens, Counted]]:
         """Tokens of each chat, and 1 for those of its answers. Raises DataError naming a chat, ConfigError."""
-        if self._template is None:
-            if self._fast is None:
-                raise ConfigError(
-                    f"{self.directory}: chats need a tokenizer of the tokenizers library (tokenizer.json), which says where "
-                    "in the text a token lies"
-                )
-            self._template = ChatTemplate(self._tokenizer, where=str(self.directory))
-        rendered = [self._template.render(chat) for chat in chats]
+        rendered = self.rendered(chats)
         assert self._fast is not None
         encoded = self._fast.encode_batch([text for text, _ in rendered], add_special_tokens=False)
         return [
@@ -114,13 +108,24 @@ class DocumentTokenizer:
             for item, (_, spans) in zip(encoded, rendered, strict=True)
         ]
 
+    def rendered(self, chats: Sequence[Chat]) -> list[tuple[str, list[Span]]]:
+        """The text of each chat, and the characters of its answers. Raises DataError naming a chat, ConfigError."""
+        if self._template is None:
+            if self._fast is None:
+                raise ConfigError(
+                    f"{self.directory}: chats need a tokenizer of the tokenizers library (tokenizer.json), which says where "
+                    "in the text a token lies"
+                )
+            self._template = ChatTemplate(self._tokenizer, where=str(self.directory))
+        return [self._template.render(chat) for chat in chats]
+
     def encode(self, text: str) -> list[int]:
         """Tokens of a prompt: with what the tokenizer puts before a text, without what ends one."""
         return [*self.prefix, *map(int, self.texts([text])[0])]
 
     def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
         """Tokens of a conversation up to where the assistant speaks, as the template has it. Raises DataError where there is
-        no template, or it refuses the messages.
+        no template, or it refuses the messages, or writes what is no text.
         """
         try:
             text = self._tokenizer.apply_chat_template(
@@ -128,6 +133,8 @@ class DocumentTokenizer:
             )
         except Exception as error:  # a template raises what it likes, of its own and of Python's
             raise DataError(f"the chat template fails: {first_line(error)}") from error
+        if not is_unicode(text):
+            raise DataError("the chat template writes half of a surrogate pair, which is no character")
         return [int(token) for token in self.texts([text])[0]]
 
     def decode(self, tokens: Sequence[int]) -> str:
