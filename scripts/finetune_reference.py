@@ -76,7 +76,7 @@ def main() -> None:
     )
     data = open_data(
         config.data,
-        seq_len=config.finetune.seq_len,
+        seq_len=config.finetune.length(0),
         vocab_size=model.config.vocab_size,
         tokenizer=options.checkpoint,
         store=options.store,
@@ -96,7 +96,7 @@ def main() -> None:
     model.train()
     for step in range(config.steps):
         begun = time.perf_counter()
-        optimizer.param_groups[0]["lr"] = config.schedule.lr_at(step)
+        optimizer.param_groups[0]["lr"] = config.lr_at(step)
         total, parts = 0.0, config.data.micro_batches
         for micro in range(parts):
             loss, objective = losses_of(model, data.batch(step, micro), aux_loss_weight=aux_loss_weight)

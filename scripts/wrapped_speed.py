@@ -55,7 +55,7 @@ def plain(args: argparse.Namespace) -> Iterator[Callable[[int], float]]:
     ).train()
     data = open_data(
         config.data,
-        seq_len=config.finetune.seq_len,
+        seq_len=config.finetune.length(0),
         vocab_size=model.config.vocab_size,
         tokenizer=args.checkpoint,
         store=args.store,
@@ -69,7 +69,7 @@ def plain(args: argparse.Namespace) -> Iterator[Callable[[int], float]]:
     )
 
     def step(number: int) -> float:
-        optimizer.param_groups[0]["lr"] = config.schedule.lr_at(number)
+        optimizer.param_groups[0]["lr"] = config.lr_at(number)
         total = 0.0
         for micro in range(parts):
             loss, objective = losses_of(model, data.batch(number, micro), aux_loss_weight=weight)

@@ -138,6 +138,18 @@ def test_bad_options(capsys: pytest.CaptureFixture[str], arguments: list[str], m
     assert message in shown
 
 
+def test_sequences_beyond_the_positions_are_refused(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    for more in ([], ["--ranks", "2", "--layouts"]):
+        length = ["--set", "finetune.seq_len=129"]
+        status, _, shown = _run(capsys, "--model", str(model), *_ROOMY[:4], *length, *more)
+        assert status == 2
+        assert "finetune.seq_len: expected at most 128, the positions of the model, got 129" in shown
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    (model / "config.json").write_text(json.dumps({**_CONFIG, "rope_scaling": yarn}))
+    assert _run(capsys, "--model", str(model), *_ROOMY[:4], "--set", "finetune.seq_len=512")[0] != 2
+    assert _run(capsys, "--model", str(model), *_ROOMY[:4], "--set", "finetune.seq_len=513")[0] == 2
+
+
 def test_pairs_of_no_rank(capsys: pytest.CaptureFixture[str], model: Path) -> None:
     for rank, message in (("0", "--lora: expected at least 1, got 0"), ("17", "--lora: expected 1 to 16")):
         status, _, shown = _run(capsys, "--model", str(model), *_ROOMY, "--lora", rank)

@@ -350,6 +350,19 @@ def test_stopping_and_going_on(run: Run, tmp_path: Path) -> None:
     assert again["records_crc32c"] == whole["records_crc32c"]
 
 
+def test_where_the_rate_stays_at_its_lowest_is_said(run: Run, tmp_path: Path) -> None:
+    warm = ("--set", "schedule.warmup_steps=2", "--metrics", str(tmp_path / "m.jsonl"))
+    assert "learning rate:" not in run(*warm, "--steps", "4").stdout
+    assert (
+        "learning rate: stays at its lowest, 0.0002, from step 5 on: it falls until schedule.total_steps = 4"
+        in run(*warm, "--resume").stdout
+    )
+    rates = [json.loads(line)["lr"] for line in (tmp_path / "m.jsonl").read_text().splitlines()]
+    assert rates == pytest.approx(
+        [1e-3, 2e-3, 2e-3, 1.1e-3, 2e-4, 2e-4]
+    )  # by hand: half a cosine over steps 2 to 4
+
+
 def test_snapshots_are_kept_and_verified(run: Run) -> None:
     run("--set", "snapshot_every=2", "--set", "retain=2")
     result = CliRunner().invoke(cli, ["verify", str(run.store), "--json"])

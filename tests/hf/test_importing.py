@@ -20,14 +20,17 @@ from checkpoints import (
     save,
     tensors_of,
 )
+from stored_runs import configuration
 
-from tierstore.errors import ConfigError, StoreExistsError, StoreFormatError
+from tierstore.errors import ConfigError, DataError, StoreExistsError, StoreFormatError
 from tierstore.hf.imports.importing import ImportOptions
 from tierstore.hf.manifest import Manifest, Weights
 from tierstore.model.config import ComputeDtype
 from tierstore.store.format import Group, MomentFormat
 from tierstore.store.parameter_store import verify_store
 from tierstore.train import state as train_state
+from tierstore.train.ranks import Opening
+from tierstore.train.session import open_session
 from tierstore.train.state import IMPORT_KEY
 
 
@@ -219,3 +222,59 @@ def test_a_model_that_was_trained_is_not_imported_again(tmp_path: Path) -> None:
         store.commit({train_state.STATE_KEY: train_state.TrainState(position=3).pack()})
     with pytest.raises(StoreExistsError, match="a model was imported before, and has been trained since"):
         imported(tmp_path / "m", tmp_path / "s")
+
+
+@pytest.mark.parametrize("lora", [0, 2], ids=["full", "lora"])
+def test_the_first_run_over_an_import_decides_its_schedule(tmp_path: Path, lora: int) -> None:
+    """The import is no run: the store keeps the steps of the first one."""
+    save(tmp_path / "model", "mixtral")
+    imported(tmp_path / "model", tmp_path / "store", weights=Weights.FROZEN if lora else Weights.TRAINABLE)
+    settings = {"store": tmp_path / "store", "data.paths": (__file__,), "lora.rank": lora}
+    found = []
+    for steps in (3, 5):
+        config = configuration({**settings, "schedule.total_steps": None, "steps": steps})
+        with open_session(config, Opening.RESUME) as trainer:
+            while trainer.state.position < steps:
+                trainer.step()
+            trainer.commit()
+            found.append(trainer.config.schedule.total_steps)
+    assert found == [3, 3]
+
+
+def test_sequences_are_as_long_as_the_positions_at_most(tmp_path: Path) -> None:
+    save(tmp_path / "model", "mixtral", max_position_embeddings=40)
+    imported(tmp_path / "model", tmp_path / "store")
+    settings = {"store": tmp_path / "store", "data.paths": (__file__,)}
+    assert configuration({**settings, "finetune.seq_len": None}).model.seq_len == 40
+    before = sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "store").rglob("*"))
+    config = configuration({**settings, "finetune.seq_len": 41})
+    with (
+        pytest.raises(
+            ConfigError, match=r"finetune.seq_len: expected at most 40, the positions of the model, got 41"
+        ),
+        open_session(config, Opening.RESUME),
+    ):
+        pass
+    assert sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "store").rglob("*")) == before
+
+
+def test_documents_without_a_tokenizer_are_refused(tmp_path: Path) -> None:
+    """Also for one of several tasks; bytes, said explicitly, are read."""
+    save(tmp_path / "model", "mixtral")
+    imported(tmp_path / "model", tmp_path / "store")
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text(
+        '{"messages": [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]}\n' * 40
+    )
+    settings = {"store": tmp_path / "store"}
+    task = {"tasks.a.paths": (__file__,), "tasks.b.paths": (str(chats),), "data.format": "auto"}
+    for given in ({"data.paths": (str(chats),), "data.format": "auto"}, task):
+        with (
+            pytest.raises(DataError, match=r"chats\.jsonl: .* this model has none \(tokenizer\.json\)"),
+            open_session(configuration({**settings, **given}), Opening.RESUME),
+        ):
+            pass
+    config = configuration({**settings, "data.paths": (str(chats),)})
+    with open_session(config, Opening.RESUME) as trainer:
+        text = bytes(trainer.data.batch(0).tokens_BT[0].tolist())
+        assert text in chats.read_bytes()

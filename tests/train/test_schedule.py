@@ -56,6 +56,31 @@ def test_it_rises_then_falls(kind: LearningRateDecay, warmup: int, total: int, l
     assert min(rates[warmup:]) >= 0.5 * least - 1e-15
 
 
+@settings(deadline=None, max_examples=60)
+@given(
+    st.sampled_from(list(LearningRateDecay)),
+    st.integers(0, 20),
+    st.integers(1, 60),
+    st.sampled_from([0.0, 0.3, 1.0]),
+)
+def test_the_first_step_of_the_lowest_rate(
+    kind: LearningRateDecay, warmup: int, total: int, least: float
+) -> None:
+    """Brute force: the step behind the last one whose rate is another than that of the end."""
+    config = ScheduleConfig(kind=kind, lr=0.5, warmup_steps=warmup, total_steps=total, min_lr_fraction=least)
+    rates = [config.lr_at(step) for step in range(90)]
+    behind = max([step + 1 for step in range(warmup, 90) if rates[step] != rates[-1]], default=None)
+    assert config.lowest_from == behind
+
+
+def test_the_steps_of_a_run_are_those_of_its_schedule() -> None:
+    given = ScheduleConfig(total_steps=12)
+    assert given.over(99) is given
+    assert ScheduleConfig().over(12) == given
+    with pytest.raises(ValueError, match="total_steps: expected a number of steps, got none"):
+        ScheduleConfig().lr_at(10)
+
+
 @pytest.mark.parametrize(
     ("field", "make"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +219,49 @@ def test_a_computation_that_raises_wedges_nothing(configure: Make, when: str) ->
     with open_session(config, Opening.RESUME) as trainer:
         assert trainer.store.records_crc32c() == before
         assert trainer.step().loss == expected
+
+
+def _steps(config: TrainConfig, opening: Opening) -> tuple[list[float], list[float], int]:
+    """Rates and losses of the steps to the end of ``config``, and the checksum of the records."""
+    with open_session(config, opening) as trainer:
+        results = [trainer.step() for _ in range(config.steps - trainer.state.position)]
+        trainer.commit()
+        return [one.lr for one in results], [one.loss for one in results], trainer.store.records_crc32c()
+
+
+def _rates(total: int, count: int) -> list[float]:
+    """By hand: 4 steps of warm-up to 5e-3, then half a cosine to a tenth of it at step ``total``."""
+    falling = [0.55 + 0.45 * math.cos(math.pi * min(1, (step - 4) / (total - 4))) for step in range(4, count)]
+    return [5e-3 * part for part in [0.25, 0.5, 0.75, 1.0, *falling]]
+
+
+def test_the_rate_falls_over_the_steps_with_which_a_run_began(configure: Make) -> None:
+    """Also when a resumed run has more: its store knows them."""
+    config = configure({"schedule.total_steps": None})
+    assert config.schedule.total_steps is None
+    begun, _, _ = _steps(config, Opening.CREATE)
+    assert begun == pytest.approx(_rates(12, 12))
+    longer, _, _ = _steps(replace(config, steps=16), Opening.RESUME)
+    assert begun + longer == pytest.approx(_rates(12, 16))
+    assert longer == [pytest.approx(5e-4)] * 4
+
+
+def test_a_store_of_before_keeps_its_schedule(configure: Make) -> None:
+    """It says 60, as every one did that was given no other."""
+    config = configure({"schedule.total_steps": 60})
+    begun, _, _ = _steps(config, Opening.CREATE)
+    schedule = replace(config.schedule, total_steps=None)
+    longer, _, _ = _steps(replace(config, steps=64, schedule=schedule), Opening.RESUME)
+    assert begun + longer == pytest.approx(_rates(60, 64))
+
+
+def test_a_run_that_is_extended_has_the_bits_of_one_run(configure: Make) -> None:
+    _, losses, crc = _steps(configure({"schedule.total_steps": None}), Opening.CREATE)
+    config = configure({"schedule.total_steps": 12, "steps": 5})
+    _, before, _ = _steps(config, Opening.CREATE)
+    schedule = replace(config.schedule, total_steps=None)
+    _, after, again = _steps(replace(config, steps=12, schedule=schedule), Opening.RESUME)
+    assert (before + after, again) == (losses, crc)
 
 
 def test_validation_changes_nothing(configure: Make) -> None:

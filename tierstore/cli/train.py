@@ -423,6 +423,13 @@ def _describe_opened(trainer: Trainer, output: Output) -> None:
     if trainer.tasks is not None:
         output.line(f"tasks: {trainer.tasks.assignment.describe()}")
     _describe(trainer.store, output)
+    schedule = trainer.config.schedule
+    lowest = schedule.lowest_from
+    if lowest is not None and lowest < trainer.config.steps:
+        output.line(
+            f"learning rate: stays at its lowest, {schedule.lr_at(lowest):g}, from step {lowest + 1} on: it falls until "
+            f"schedule.total_steps = {schedule.total_steps}"
+        )
     output.line(trainer.describe_weights())
     if (line := trainer.vocabulary.describe()) is not None:
         output.line(line)

@@ -26,6 +26,10 @@ def refuse_early(config: DeployConfig) -> None:
     check_ranks(placement.ranks, spec.experts if count is None else count)
     if placement.segments:
         cut([BlockBytes(0, 0)] * spec.manifest.layers, placement.segments)
+    if how.text and how.length > spec.positions > 0:
+        raise ConfigError(
+            f"--length: expected at most {spec.positions}, the positions of the model, got {how.length}"
+        )
     if how.text:
         read_windows(how.text, spec.tokenizer, length=how.length, held_out=how.held_out)
 

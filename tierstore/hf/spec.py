@@ -17,6 +17,7 @@ from tierstore.dense.layout import Narrow
 from tierstore.errors import ConfigError, StoreError
 from tierstore.hf.manifest import ExpertLayout, Manifest, UnitEntry
 from tierstore.hf.pairs import attention_pairs
+from tierstore.hf.sizes import text_positions
 from tierstore.model.architecture import Architecture, DenseUnit
 from tierstore.model.config import CheckpointActivations, ComputeDtype
 from tierstore.model.vocabulary.partition import VocabularyPartition
@@ -67,7 +68,11 @@ class HfSpec:
 
     @property
     def seq_len(self) -> int:
-        return self.finetune.seq_len
+        return self.finetune.length(self.positions)
+
+    @cached_property
+    def positions(self) -> int:
+        return text_positions(self.config)
 
     @property
     def vocab_size(self) -> int:

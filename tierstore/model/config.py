@@ -193,6 +193,10 @@ class ModelConfig:
         return ExpertShape(self.d_model, self.d_ff_dense or 4 * self.d_model, self.activation)
 
     @property
+    def positions(self) -> int:
+        return self.seq_len
+
+    @property
     def head_dim(self) -> int:
         """Width of one attention head."""
         return self.d_model // self.n_heads

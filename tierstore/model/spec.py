@@ -34,6 +34,11 @@ class ModelSpec(Protocol):
         ...
 
     @property
+    def positions(self) -> int:
+        """The most tokens of a sequence that it can tell apart; 0 where that is not known."""
+        ...
+
+    @property
     def vocab_size(self) -> int: ...
 
     @property

@@ -189,6 +189,7 @@ def plan_run(
     formulas (None: that of a step). ``use``: what an imported model is planned for, with low-rank pairs of rank ``lora``;
     its plan has every other use beside it. Nothing is opened, allocated or measured. Raises ConfigError.
     """
+    config.check_length()
     setting = Setting(
         config=config,
         model=preset.architecture if preset else config.model.architecture,

@@ -25,12 +25,19 @@ from tierstore.train.files import DataConfig
 from tierstore.train.schedule import ScheduleConfig
 from tierstore.train.tasks.config import TaskConfig, check_tasks
 
+_SEQ_LEN = 1024
+
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneConfig:
     """How an imported model is trained. Raises ConfigError naming the field."""
 
-    seq_len: int = field(default=1024, metadata={"help": "tokens of a sequence"})
+    seq_len: int | None = field(
+        default=None,
+        metadata={
+            "help": f"tokens of a sequence (none: {_SEQ_LEN}, or as many as the model has positions for)"
+        },
+    )
     checkpoint_activations: CheckpointActivations = field(
         default=CheckpointActivations.OFF, metadata={"help": "what the backward pass computes again"}
     )
@@ -48,8 +55,12 @@ class FinetuneConfig:
         },
     )
 
+    def length(self, positions: int) -> int:
+        """``seq_len`` of a model with ``positions`` (0: not known)."""
+        return min(_SEQ_LEN, positions or _SEQ_LEN) if self.seq_len is None else self.seq_len
+
     def __post_init__(self) -> None:
-        if self.seq_len < 1:
+        if self.seq_len is not None and self.seq_len < 1:
             raise ConfigError(f"seq_len: expected at least 1, got {self.seq_len}")
         for name in ("aux_loss_weight", "bias_update_speed"):
             value = getattr(self, name)
@@ -125,6 +136,18 @@ class TrainConfig:
         if self.device not in ("auto", "cpu") and not self.device.startswith("cuda"):
             raise ConfigError(f"device: expected auto, cpu or cuda, got {self.device!r}")
         check_tasks(self.tasks, self.data)
+
+    def check_length(self) -> None:
+        """Raises ConfigError for sequences that are longer than the positions of an imported model."""
+        seq_len, positions = self.model.seq_len, self.model.positions
+        if seq_len > positions > 0:
+            raise ConfigError(
+                f"finetune.seq_len: expected at most {positions}, the positions of the model, got {seq_len}"
+            )
+
+    def lr_at(self, step: int) -> float:
+        """The learning rate of ``step`` (from 0) of a run that begins with this configuration."""
+        return self.schedule.over(self.steps).lr_at(step)
 
     def settings(self) -> dict[str, object]:
         """Everything, as JSON can hold it."""

@@ -7,7 +7,7 @@ end: so a resumed run, and a replay of missed steps, see the very numbers that t
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from tierstore.errors import ConfigError
@@ -26,7 +26,8 @@ class ScheduleConfig:
     """A learning rate for each step. Raises ConfigError naming the field.
 
     Warm-up: ``lr * (step + 1) / warmup_steps`` for the first ``warmup_steps`` steps. Then from ``lr`` at step
-    ``warmup_steps`` to ``lr * min_lr_fraction`` at step ``total_steps`` and ever after.
+    ``warmup_steps`` to ``lr * min_lr_fraction`` at step ``total_steps`` and ever after. ``total_steps`` None: those with
+    which a run begins, see ``over``.
     """
 
     kind: LearningRateDecay = field(
@@ -34,7 +35,10 @@ class ScheduleConfig:
     )
     lr: float = field(default=2e-3, metadata={"help": "highest learning rate"})
     warmup_steps: int = field(default=10, metadata={"help": "steps in which it rises"})
-    total_steps: int = field(default=60, metadata={"help": "step at which it has fallen"})
+    total_steps: int | None = field(
+        default=None,
+        metadata={"help": "step at which it has fallen (none: the steps with which the run began)"},
+    )
     min_lr_fraction: float = field(default=0.1, metadata={"help": "what is left of it then"})
 
     def __post_init__(self) -> None:
@@ -43,20 +47,37 @@ class ScheduleConfig:
         object.__setattr__(self, "kind", LearningRateDecay(self.kind))
         if not (math.isfinite(self.lr) and self.lr > 0):
             raise ConfigError(f"lr: expected more than 0, got {self.lr}")
-        if self.total_steps < 1:
+        if self.total_steps is not None and self.total_steps < 1:
             raise ConfigError(f"total_steps: expected at least 1, got {self.total_steps}")
         if self.warmup_steps < 0:
             raise ConfigError(f"warmup_steps: expected at least 0, got {self.warmup_steps}")
         if not 0 <= self.min_lr_fraction <= 1:
             raise ConfigError(f"min_lr_fraction: expected 0 to 1, got {self.min_lr_fraction}")
 
+    def over(self, steps: int) -> ScheduleConfig:
+        """This schedule, with ``total_steps`` of ``steps`` where it names none."""
+        return self if self.total_steps is not None else replace(self, total_steps=steps)
+
+    @property
+    def lowest_from(self) -> int | None:
+        """The first step (from 0) of those that have the lowest rate; None where it never falls."""
+        if self.kind == LearningRateDecay.CONSTANT or self.min_lr_fraction == 1:
+            return None
+        return self.warmup_steps + self._span
+
+    @property
+    def _span(self) -> int:
+        """Steps in which the rate falls. Raises ValueError where ``total_steps`` is not known."""
+        if self.total_steps is None:
+            raise ValueError("total_steps: expected a number of steps, got none")
+        return max(1, self.total_steps - self.warmup_steps)
+
     def lr_at(self, step: int) -> float:
-        """The learning rate of ``step`` (from 0)."""
+        """The learning rate of ``step`` (from 0). Raises ValueError where it falls, and ``total_steps`` is not known."""
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
         if self.kind == LearningRateDecay.CONSTANT:
             return self.lr
-        span = max(1, self.total_steps - self.warmup_steps)
-        done = min(1.0, (step - self.warmup_steps) / span)
+        done = min(1.0, (step - self.warmup_steps) / self._span)
         left = 1.0 - done if self.kind == LearningRateDecay.LINEAR else 0.5 * (1.0 + math.cos(math.pi * done))
         return self.lr * (self.min_lr_fraction + (1.0 - self.min_lr_fraction) * left)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -68,7 +68,7 @@ from tierstore.train.resuming import check_records, resumed_state
 from tierstore.train.sources import open_data
 from tierstore.train.stages.order import one_forward_one_backward
 from tierstore.train.stages.spec import StageSpec, stage_config
-from tierstore.train.state import STATE_KEY, TrainState, conditions
+from tierstore.train.state import STATE_KEY, TrainState, conditions, table_of
 from tierstore.train.step_time import StepTimer
 from tierstore.train.stepping import SessionParts, Stepper
 from tierstore.train.tasks.data import TaskData
@@ -252,6 +252,7 @@ def _prepare(
     device = rank_device(config.device, RankEnvironment()) if mesh is None else mesh.device
     mesh = mesh or Mesh.alone(RankEnvironment(), device)
     check_combination(config, mesh.layout)
+    config.check_length()
     _check_batch(config, mesh.data.size)
     check_chunks(config, mesh)
     if loop is Loop.FOREIGN:
@@ -272,7 +273,12 @@ def _prepare(
     agreed = agree(config.store, opening, mesh)
     if agreed.opening is Opening.RESUME:
         check_records(config, read_schemas(rank_directory(config.store, mesh.world.rank, mesh.world.size)))
-    vocabulary = _choose_vocabulary(whole, mesh, agreed)
+    recorded = _recorded(config, mesh, agreed)
+    total_steps = table_of(recorded.get("schedule", {})).get("total_steps")
+    # A run goes on with the schedule that it began with, unless it is told otherwise.
+    schedule = config.schedule.over(total_steps if isinstance(total_steps, int) else config.steps)
+    config = replace(config, schedule=schedule)
+    vocabulary = _choose_vocabulary(whole, mesh, recorded)
     # Last, for to tokenise may take hours.
     data = _open_data(config, mesh, progress) if loop is Loop.OWN else None
     present = conditions(
@@ -310,16 +316,20 @@ def _refuse_foreign(config: TrainConfig) -> None:
         )
 
 
-def _choose_vocabulary(config: TrainConfig, mesh: Mesh, agreed: Agreed) -> VocabularyChoice:
+def _recorded(config: TrainConfig, mesh: Mesh, agreed: Agreed) -> dict[str, object]:
+    """The conditions under which the store was trained so far; empty where it is made, or has only been imported."""
+    if agreed.opening is not Opening.RESUME:
+        return {}
+    directory = rank_directory(config.store, mesh.world.rank, mesh.world.size)
+    raw = read_states(directory, STATE_KEY)[agreed.at]
+    return TrainState.unpack({STATE_KEY: raw}, where=str(directory)).conditions
+
+
+def _choose_vocabulary(config: TrainConfig, mesh: Mesh, recorded: Mapping[str, object]) -> VocabularyChoice:
     """Of a store that is there, AUTO is what it was made with."""
-    recorded = None
-    if agreed.opening is Opening.RESUME:
-        directory = rank_directory(config.store, mesh.world.rank, mesh.world.size)
-        raw = read_states(directory, STATE_KEY)[agreed.at]
-        parallel = TrainState.unpack({STATE_KEY: raw}, where=str(directory)).conditions.get("parallel")
-        recorded = parallel if isinstance(parallel, Mapping) else {}
+    parallel = table_of(recorded.get("parallel", {})) if recorded else None
     device = DeviceKind(mesh.device.type)
-    return choose_vocabulary(config, ranks=mesh.data.size, device=device, recorded=recorded)
+    return choose_vocabulary(config, ranks=mesh.data.size, device=device, recorded=parallel)
 
 
 def _open_data(config: TrainConfig, mesh: Mesh, progress: Callable[[int, int], None]) -> TrainingData:

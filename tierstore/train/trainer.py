@@ -114,7 +114,7 @@ class Trainer:
     def _step(self) -> StepResult:
         started = time.monotonic()
         position = self.state.position
-        lr = self.config.schedule.lr_at(position)
+        lr = self.config.lr_at(position)
         self._task_losses = TaskLosses(self.config.tasks)
         with self._stepper.step(lr, passes=self.config.data.passes) as step:
             if self.stages is not None:

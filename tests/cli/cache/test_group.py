@@ -258,8 +258,8 @@ def test_large_objects_miss_as_often_as_small_ones(tmp_path: Path) -> None:
 
 
 def test_objects_of_no_bytes(tmp_path: Path) -> None:
-    """Four keys in turn through two frames: LRU misses all 40 requests. No byte is read, and nothing is NaN; each of the four
-    reads of a step takes its latency of 100 us.
+    """Four keys in turn through two frames: LRU misses all 40 requests. No byte is read, and nothing is NaN; each of the
+    four reads of a step takes its latency of 100 us.
     """
     (tmp_path / "zero.csv").write_text("a,0\nb,0\nc,0\nd,0\n" * 10)
     trace = tmp_path / "trace"

@@ -99,7 +99,7 @@ def settings_of(task: RivalTask, device: str, sizes: Sequence[int]) -> dict[str,
             "optimizer": {
                 "type": "AdamW",
                 "params": {
-                    "lr": config.schedule.lr_at(0),
+                    "lr": config.lr_at(0),
                     "betas": list(adamw.betas),
                     "eps": adamw.eps,
                     "weight_decay": adamw.weight_decay,

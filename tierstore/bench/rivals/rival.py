@@ -91,7 +91,7 @@ class TorchLoop:
         for micro in range(parts):
             total += self.micro(self._data.batch(self.steps, micro)) / parts
         for group in self.optimizer.param_groups:
-            group["lr"] = self.config.schedule.lr_at(self.steps)
+            group["lr"] = self.config.lr_at(self.steps)
         self.update()
         self.steps += 1
         return total
@@ -115,7 +115,7 @@ def fused_adamw(config: TrainConfig, module: nn.Module) -> torch.optim.Optimizer
     adamw = config.adamw
     return torch.optim.AdamW(
         module.parameters(),
-        lr=config.schedule.lr_at(0),
+        lr=config.lr_at(0),
         betas=adamw.betas,
         eps=adamw.eps,
         weight_decay=adamw.weight_decay,

@@ -135,6 +135,7 @@ def compare_layouts(
     """Every layout of ``ranks`` ranks, ``node_ranks`` on a node. Raises ConfigError where none can be."""
     if ranks < 1 or not 1 <= node_ranks <= ranks or ranks % node_ranks:
         raise ConfigError(f"--node-ranks: expected a divisor of the {ranks} ranks, got {node_ranks}")
+    config.check_length()
     costs: list[LayoutCost] = []
     refused: list[tuple[LayoutChoice, str]] = []
     listed = list(candidates(config, ranks, node_ranks))

@@ -54,6 +54,7 @@ class StageSpec:
     held: int
 
     seq_len = _OfModel[int]()
+    positions = _OfModel[int]()
     vocab_size = _OfModel[int]()
     d_model = _OfModel[int]()
     compute_dtype = _OfModel[ComputeDtype]()
