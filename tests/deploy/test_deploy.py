@@ -166,18 +166,26 @@ def test_too_few_and_too_many_experts_are_refused_by_name(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--ranks", "9"), "--ranks: expected at most the 8 experts of a layer, got 9"),
+        (("--ranks", "2"), "--ranks: expected 1, got 2: several ranks cannot serve a model yet"),
+        (("--ranks", "2", "--until", "fusion"), "--ranks: expected 1, got 2"),
+        (("--ranks", "0"), "--ranks: expected 1, got 0"),
         (("--segments", "0,2"), "--segments: expected first blocks ascending from 0, below 2"),
+        (
+            ("--text", "TEXT", "--length", "POSITIONS"),
+            "--length: expected at most {}, the positions of the model",
+        ),
         (("--text", "TEXT", "--length", "601"), "expected at least 1202 tokens (two windows), found 1200"),
     ],
 )
 def test_what_the_model_does_not_have_is_refused_before_any_stage(
     options: tuple[str, ...], message: str, store: Path, text: Path, tmp_path: Path
 ) -> None:
-    given = [str(text) if option == "TEXT" else option for option in options]
+    positions = json.loads((store / "model" / "config.json").read_text())["max_position_embeddings"]
+    named = {"TEXT": str(text), "POSITIONS": str(positions + 1)}
+    given = [named.get(option, option) for option in options]
     done = CliRunner().invoke(command, [str(store), "--to", str(tmp_path / "d"), *given])
     assert isinstance(done.exception, TierstoreError)
-    assert message in str(done.exception)
+    assert message.format(positions) in str(done.exception)
     assert not list(tmp_path.iterdir())
 
 
@@ -213,13 +221,6 @@ def test_graphs_are_compiled_and_compared_where_they_are_asked_for(store: Path, 
     figures: Any = deploy(config, until=StageName.CONVERSION, stages=stages).records[-1].figures
     assert figures["graphs"] == len(seen) > 0
     assert figures["largest_difference_of_logits"] < 1e-5
-
-
-def test_ranks_have_stores_of_their_own(store: Path, tmp_path: Path) -> None:
-    done = CliRunner().invoke(command, [str(store), "--to", str(tmp_path / "d"), "--ranks", "2"])
-    assert done.exception is None, done.output
-    assert sorted(path.name for path in (tmp_path / "d").glob("rank-*")) == ["rank-0000", "rank-0001"]
-    assert Manifest.read(tmp_path / "d").experts.count == _EXPERTS
 
 
 # Compression ------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from lora_cases import batch, quiet_peft, session, take
 from test_reading import fingerprint
 from trained_stores import imported, serving
 
-from tierstore.errors import BudgetError
+from tierstore.errors import BudgetError, ConfigError
 from tierstore.moe.lora import LoraConfig, LoraTargets
 from tierstore.serve.experts.interface import ServingPhase
 from tierstore.serve.opening import open_served
@@ -71,3 +72,25 @@ def test_as_the_trainer_computes_it(tmp_path: Path, targets: LoraTargets, dtype:
         assert found == expected, budget
         assert replay(trace) == live
     assert fingerprint(store) == before
+
+
+def test_a_ring_is_refused_where_experts_have_pairs(tmp_path: Path) -> None:
+    """Pairs of attention are none of experts: there the ring that is asked for is taken."""
+    lora = LoraConfig(rank=2, targets=LoraTargets.EXPERTS)
+    with quiet_peft():
+        store, _ = adapted(tmp_path / "experts", lora, torch.float32)
+    for name, value in (("ring.memory", "ring"), ("ring.layers", 1)):
+        config = serving(store, {"host_budget": 64 << 20, name: value})
+        with (
+            pytest.raises(ConfigError, match=rf"^{name}: the experts of .* have an adapter's pairs"),
+            open_served(config),
+        ):
+            pass
+    with quiet_peft():
+        store, _ = adapted(
+            tmp_path / "attention", replace(lora, targets=LoraTargets.ATTENTION), torch.float32
+        )
+        asked = {"host_budget": 64 << 20, "ring.memory": "ring", "ring.layers": 1}
+        with open_served(serving(store, asked)) as parts:
+            parts.experts.begin(ServingPhase.DECODE, 1)
+            assert parts.experts.describe() == ["experts on the device: ring (as configured)"]

@@ -97,16 +97,18 @@ class PlacementConfig:
     memory: int | None = field(
         default=None, metadata={"size": True, "help": "memory of a rank (default: what the machine has)"}
     )
-    ranks: int = field(default=1, metadata={"help": "ranks that share the experts"})
+    ranks: int = field(
+        default=1, metadata={"help": "ranks that share the experts: one, until several can serve"}
+    )
     segments: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.memory is not None and self.memory < 1:
             raise ConfigError(f"--memory: expected more than 0, got {self.memory}")
-        if self.ranks < 1:
-            raise ConfigError(f"--ranks: expected at least 1, got {self.ranks}")
-        if self.segments and self.ranks > 1:
-            raise ConfigError("--segments: segments are of one rank; give --ranks or --segments")
+        if self.ranks != 1:
+            raise ConfigError(
+                f"--ranks: expected 1, got {self.ranks}: several ranks cannot serve a model yet"
+            )
         if self.segments and (self.segments[0] != 0 or list(self.segments) != sorted(set(self.segments))):
             raise ConfigError(
                 f"--segments: expected the first block of each segment, ascending from 0, got {self.segments}"

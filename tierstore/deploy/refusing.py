@@ -14,8 +14,8 @@ from tierstore.train.config import FinetuneConfig
 def refuse_early(config: DeployConfig) -> None:
     """Nothing for a built-in model: it is known once it is fused, and the stages refuse the same.
 
-    Raises ConfigError for numbers of experts, ranks and blocks that the model does not have, DataError for a text that is
-    too short, StoreFormatError, OSError.
+    Raises ConfigError for numbers of experts, blocks and positions that the model does not have, DataError for a text that
+    is too short or cannot be read, StoreFormatError, OSError.
     """
     spec = stored_spec(config.store, FinetuneConfig())
     if spec is None:
@@ -23,18 +23,11 @@ def refuse_early(config: DeployConfig) -> None:
     count, placement, how = config.compression.experts, config.placement, config.distillation
     if count is not None:
         check_count(spec.manifest, spec.config, count)
-    check_ranks(placement.ranks, spec.experts if count is None else count)
     if placement.segments:
         cut([BlockBytes(0, 0)] * spec.manifest.layers, placement.segments)
-    if how.text and how.length > spec.positions > 0:
-        raise ConfigError(
-            f"--length: expected at most {spec.positions}, the positions of the model, got {how.length}"
-        )
     if how.text:
         read_windows(how.text, spec.tokenizer, length=how.length, held_out=how.held_out)
-
-
-def check_ranks(ranks: int, experts: int) -> None:
-    """Raises ConfigError for more ranks than a layer has experts."""
-    if ranks > experts:
-        raise ConfigError(f"--ranks: expected at most the {experts} experts of a layer, got {ranks}")
+        if how.length > spec.positions > 0:
+            raise ConfigError(
+                f"--length: expected at most {spec.positions}, the positions of the model, got {how.length}"
+            )

@@ -10,6 +10,7 @@ compiler refuses is computed eagerly, and the reason is kept.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +25,7 @@ from tierstore.model.interface import Model
 from tierstore.prefetch.predictor import PredictorName
 from tierstore.serve.config import ServeConfig
 
+_LOG = logging.getLogger("tierstore.serve")
 _Graph = Callable[..., Any]
 #: Compilations of one function: each block is one, and prompts and single tokens are others.
 _COMPILATIONS_PER_BLOCK = 4
@@ -115,6 +117,7 @@ def _backend(made: CompiledBlocks, compile_graph: _Graph) -> _Graph:
             )
             if reason not in made.refused:
                 made.refused.append(reason)
+                _LOG.warning("graphs.compile: computed eagerly: %s", reason)
             return graph.forward
         made.compiled += 1
         return compiled

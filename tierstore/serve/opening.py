@@ -24,7 +24,7 @@ from tierstore.moe.lora import LoraConfig
 from tierstore.moe.source import SourceSlot
 from tierstore.parallel import RankEnvironment, rank_device
 from tierstore.prefetch.predictor import PredictorName
-from tierstore.serve.config import ServeConfig
+from tierstore.serve.config import ExpertMemory, ServeConfig
 from tierstore.serve.experts.adapted import open_adapted
 from tierstore.serve.experts.interface import ServedExperts
 from tierstore.serve.experts.opening import open_experts
@@ -48,6 +48,7 @@ from tierstore.store.format import RecordSchema
 from tierstore.store.parameter_store import ParameterStore
 from tierstore.store.replaying import replay_scratch_bytes
 from tierstore.store.summary import read_summary
+from tierstore.tiers import weights_in_place
 from tierstore.timeline import NullTimeline, TimelineSink
 from tierstore.train.budgets import EXPERT_SCHEMA, PAIR_SCHEMA, DeviceKind
 from tierstore.train.experts import expert_key
@@ -95,6 +96,10 @@ def open_served(
         stack.enter_context(DirectoryLease(directory, access=StoreAccess.READ))
         stored = read_stored(directory)
         spec = stored.spec
+        _refuse_ring(config, stored)
+        weights_in_place(
+            config.weights_in_place, device, config.links.copy
+        )  # on is refused where it cannot be
         budgets = served_budgets(
             config, spec, stored.experts, kind, scratch=stored.scratch, pairs=stored.pairs
         )
@@ -138,6 +143,16 @@ def _refuse_ranks(directory: Path) -> None:
     if rank_directories(directory):
         raise ConfigError(
             f"{directory}: has the stores of several ranks: tierstore deploy, or tierstore reshard, makes one store of it"
+        )
+
+
+def _refuse_ring(config: ServeConfig, stored: _Stored) -> None:
+    """Raises ConfigError where a ring is asked for, and experts have pairs."""
+    if stored.pairs is not None and (config.ring.memory is ExpertMemory.RING or config.ring.layers):
+        name = "ring.memory" if config.ring.memory is ExpertMemory.RING else "ring.layers"
+        raise ConfigError(
+            f"{name}: the experts of {config.store} have an adapter's pairs, which a ring does not hold yet; "
+            "tierstore deploy merges them"
         )
 
 

@@ -12,7 +12,7 @@ import torch
 from checkpoints import imported, save
 
 from tierstore.config import load
-from tierstore.errors import BudgetError, ChecksumError, ConfigError
+from tierstore.errors import BudgetError, CapabilityError, ChecksumError, ConfigError
 from tierstore.hf.manifest import Weights
 from tierstore.quant.layout import CodeFormat
 from tierstore.serve.config import ServeConfig
@@ -165,6 +165,11 @@ def test_a_damaged_expert(store: Path, tmp_path: Path, expected: list[torch.Tens
             {"ring__memory": "ring", "weights_in_place": "on"},
             ConfigError,
             "weights_in_place: expected off or auto with ring.memory = ring",
+        ),
+        (
+            {"links__copy__latency": 1e-3, "weights_in_place": "on"},
+            CapabilityError,
+            "weights_in_place is set to on, .*: copies are to take the time of a limited link",
         ),
     ],
 )

@@ -18,7 +18,6 @@ from tierstore.deploy.records import StageRecord
 from tierstore.deploy.stage import StageContext, StageOutput
 from tierstore.machine import cores
 from tierstore.prefetch.predictor import PredictorName
-from tierstore.store.directories import rank_directories
 from tierstore.units import format_bytes
 
 #: What the least budget of a server is, whatever the memory that was given.
@@ -39,10 +38,6 @@ class OptimisationStage:
         # A budget beyond all experts holds nothing more; a small one would be all slots and no cache.
         budget = max(int(placed) + _LEAST_BUDGET, _LEAST_BUDGET)
         ways = self._ways(context.config, budget)
-        if rank_directories(store):
-            note = "the stores of several ranks are not served by one process: nothing was measured"
-            figures: dict[str, object] = {"settings": ways[0].as_json(), "profile": {}}
-            return StageOutput(store=store, checks=before.checks, figures=figures, notes=(note,))
         found = []
         for way in ways:
             profile = measure(store, way)

@@ -1,33 +1,26 @@
-"""Stage 4: where the model will lie, by the memory and the ranks that there are.
+"""Stage 4: where the model will lie, by the memory that there is.
 
-One rank: its blocks in as few segments as the memory holds one at a time, balanced by bytes, or as they were given. All
-of the dense parameters and the experts that the rest of the memory holds stay resident; a segment is what the tiers
-bring in turn where that is not the whole model. Several ranks: expert parallel, each with a store of its own below the
-directory, as ``tierstore reshard`` makes them; and the pipeline of as many segments is stated beside it.
+Its blocks are in as few segments as the memory holds one at a time, balanced by bytes, or as they were given. All of the
+dense parameters and the experts that the rest of the memory holds stay resident; a segment is what the tiers bring in turn
+where that is not the whole model.
 """
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from tierstore.deploy.checking import bytes_on_disk, store_checks, verify_checks
+from tierstore.deploy.checking import verify_checks
 from tierstore.deploy.config import DeployConfig, StageName
 from tierstore.deploy.records import StageRecord
-from tierstore.deploy.refusing import check_ranks
 from tierstore.deploy.segments import balanced, block_bytes, cut, fewest
 from tierstore.deploy.stage import StageContext, StageOutput
 from tierstore.errors import BudgetError, StoreFormatError
 from tierstore.hf.manifest import Manifest
-from tierstore.hf.stored import stored_spec
 from tierstore.machine import memory
-from tierstore.parallel.layout import Layout
 from tierstore.store.format import Group
 from tierstore.store.opening import read_schemas
 from tierstore.train.budgets import EXPERT_SCHEMA
-from tierstore.train.config import FinetuneConfig
-from tierstore.train.resharding import reshard
 from tierstore.units import format_bytes
 
 #: Of the memory that is there, what a server leaves to caches of keys and values, activations and the interpreter.
@@ -55,24 +48,17 @@ class SegmentationStage:
         sizes = [block.whole for block in blocks]
         available = placement.memory if placement.memory is not None else memory().usable_bytes
         given = int(available * _SERVED_PART)
-        if placement.segments:
-            firsts = list(placement.segments)
-        else:
-            count = placement.ranks if placement.ranks > 1 else fewest(sizes, given)
-            firsts = balanced(sizes, min(count, len(sizes)))
+        firsts = list(placement.segments) or balanced(sizes, min(fewest(sizes, given), len(sizes)))
         segments = cut(blocks, firsts)
         dense = sum(block.dense for block in blocks)
         experts = sum(block.experts for block in blocks)
         least = manifest.experts.top_k * one
-        own = -(-experts // placement.ranks)
-        host_budget = min(given - dense, own)
+        host_budget = min(given - dense, experts)
         if host_budget < least:
             raise BudgetError(
                 f"--memory: {format_bytes(available)} leave too little beside {format_bytes(dense)} of dense parameters; "
                 f"the minimum is {int((dense + least) / _SERVED_PART) + 1} bytes"
             )
-        if placement.ranks > 1:
-            store = self._ranks(context, manifest)
         for segment in segments:
             context.say(
                 f"segmentation: blocks {segment.first} to {segment.last}: {format_bytes(segment.dense)} dense, "
@@ -80,33 +66,21 @@ class SegmentationStage:
             )
         return StageOutput(
             store=store,
-            checks=dict(context.before[-1].checks) if placement.ranks == 1 else store_checks(store),
+            checks=dict(context.before[-1].checks),
             figures={
                 "ranks": placement.ranks,
-                "kind": "expert parallel" if placement.ranks > 1 else "pipeline of one rank",
+                "kind": "pipeline of one rank",
                 "segments": [segment.as_json() for segment in segments],
                 "memory": available,
                 "dense_bytes": dense,
                 "expert_bytes": experts,
                 "host_budget": host_budget,
-                "resident_fraction": host_budget / own,
+                "resident_fraction": host_budget / experts,
             },
         )
 
     def verify(self, root: Path, record: StageRecord) -> None:
         verify_checks(root / record.store, record.checks)
-
-    def _ranks(self, context: StageContext, manifest: Manifest) -> Path:
-        """The stores of all ranks."""
-        ranks = context.config.placement.ranks
-        check_ranks(ranks, manifest.experts.count)
-        store = context.directory / "store"
-        if store.exists():  # whole, but nothing says so: it is made again
-            shutil.rmtree(store)
-        spec = stored_spec(context.input_store, FinetuneConfig())
-        reshard(context.input_store, store, Layout(1, 1, ranks, 1), model=spec)
-        context.say(f"segmentation: {ranks} ranks, {format_bytes(bytes_on_disk(store))}")
-        return store
 
 
 def _expert_bytes(store: Path) -> int:

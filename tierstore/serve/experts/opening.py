@@ -34,7 +34,7 @@ from tierstore.serve.footprint import served_budgets
 from tierstore.stats import StallLedger
 from tierstore.store.core import StoreCore
 from tierstore.store.format import Group
-from tierstore.tiers import DeviceSlots, WeightLoads, limited_tier, open_device_tier, weights_in_place
+from tierstore.tiers import DeviceSlots, WeightLoads, limited_tier, open_device_tier
 from tierstore.timeline import TimelineSink
 from tierstore.train.budgets import EXPERT_SCHEMA, DeviceKind
 
@@ -64,8 +64,6 @@ def open_experts(
     predictor = served_predictor(config, spec)
     schedule = Schedule.of_layers(spec.moe_layers, depth=config.prefetch.depth)
     copied = copies_weights(config, kind)
-    if not copied:
-        weights_in_place(config.weights_in_place, device, config.links.copy)  # refuses what cannot be
     loads = WeightLoads.COPIED if copied else WeightLoads.IN_PLACE
     tier = open_device_tier(store.engine, slots, device, HugePages.AUTO, loads)
     stack.callback(tier.close)
