@@ -201,8 +201,9 @@ def test_a_missing_column_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("at", [0, 5, 1 << 20, (1 << 20) + 3])
 def test_bytes_that_are_not_text_are_found(tmp_path: Path, at: int) -> None:
-    path = _file(tmp_path / "a.bin", b"x" * at + b"\xffxx")
-    with pytest.raises(DataError, match=rf"a\.bin: expected text in UTF-8, found another byte at {at}"):
+    path = _file(tmp_path / "a.bin", (b"x\n" * at)[:at] + b"\xffx\nx")
+    said = rf"a\.bin: expected text in UTF-8, found another byte at {at}, in line {1 + at // 2}"
+    with pytest.raises(DataError, match=f"{said}$"):
         _read(path)
     path = _file(tmp_path / "b.bin", b"x" * at + "é".encode()[:1])
     with pytest.raises(DataError, match=rf"found another byte at {at}"):

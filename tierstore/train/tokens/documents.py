@@ -128,7 +128,7 @@ def _cut_after(text: str, at: int = 0) -> int:
 
 
 def _decoded(path: Path, read: Read) -> Iterator[str]:
-    decoder, at = codecs.getincrementaldecoder("utf-8")(), 0
+    decoder, at, line = codecs.getincrementaldecoder("utf-8")(), 0, 1
     with path.open("rb") as file:
         while True:
             chunk = file.read(_READ)
@@ -136,12 +136,14 @@ def _decoded(path: Path, read: Read) -> Iterator[str]:
             try:
                 text = decoder.decode(chunk, final=not chunk)
             except UnicodeDecodeError as error:
+                line += error.object.count(b"\n", 0, error.start)
                 raise DataError(
-                    f"{path}: expected text in UTF-8, found another byte at {at - pending + error.start}"
+                    f"{path}: expected text in UTF-8, found another byte at {at - pending + error.start}, in line {line}"
                 ) from error
             if at == 0:
                 text = text.removeprefix("\ufeff")
             at += len(chunk)
+            line += chunk.count(b"\n")
             read(len(chunk))
             yield text
             if at:
