@@ -150,6 +150,19 @@ def test_sequences_beyond_the_positions_are_refused(capsys: pytest.CaptureFixtur
     assert _run(capsys, "--model", str(model), *_ROOMY[:4], "--set", "finetune.seq_len=513")[0] == 2
 
 
+def test_documents_are_planned_where_the_tokenizer_is_not_known(
+    capsys: pytest.CaptureFixture[str], model: Path
+) -> None:
+    """Of a directory of transformers nothing but config.json is read; the built-in model has none."""
+    data = model / "chats.jsonl"
+    data.write_text("{}\n")
+    paths = ["--set", f"data.paths={data}", *_ROOMY[:4]]
+    assert _run(capsys, "--model", str(model), *paths)[0] != 2
+    status, _, shown = _run(capsys, *paths)
+    assert status == 2
+    assert "chats.jsonl: .jsonl is read with the model's tokenizer, and this model has none" in shown
+
+
 def test_pairs_of_no_rank(capsys: pytest.CaptureFixture[str], model: Path) -> None:
     for rank, message in (("0", "--lora: expected at least 1, got 0"), ("17", "--lora: expected 1 to 16")):
         status, _, shown = _run(capsys, "--model", str(model), *_ROOMY, "--lora", rank)

@@ -100,6 +100,8 @@ def made(configure: Make) -> TrainConfig:
         ("io.threads=0", "threads"),
         ("io.chunk_bytes=1000", "chunk_bytes"),
         ("io.direct=perhaps", "direct"),
+        ("io.map_sync=on", "io.map_sync: on needs io.backend = pmem"),
+        ("data.separator=\udcff", "separator: expected text in UTF-8"),
         ("host_budget=-5", "host_budget"),
         ("host_budget=0", "host_budget"),
         ("host_budget=lots", "host_budget"),

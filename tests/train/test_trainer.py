@@ -18,6 +18,7 @@ from tierstore.trace.format import TraceKind
 from tierstore.trace.reader import load_trace
 from tierstore.trace.replay import replay, replay_steps
 from tierstore.train.config import TrainConfig
+from tierstore.train.files import DataFormat
 from tierstore.train.ranks import Opening
 from tierstore.train.session import open_session
 from tierstore.train.stepping import NonFiniteError
@@ -262,6 +263,13 @@ def test_a_run_that_is_extended_has_the_bits_of_one_run(configure: Make) -> None
     schedule = replace(config.schedule, total_steps=None)
     _, after, again = _steps(replace(config, steps=12, schedule=schedule), Opening.RESUME)
     assert (before + after, again) == (losses, crc)
+
+
+def test_bytes_that_are_said_to_be_bytes_are_the_same_data(configure: Make) -> None:
+    """A run that must say so from now on goes on as before: no warning that its bits are others."""
+    config = configure()
+    _steps(config, Opening.CREATE)
+    _steps(replace(config, steps=13, data=replace(config.data, format=DataFormat.BYTES)), Opening.RESUME)
 
 
 def test_validation_changes_nothing(configure: Make) -> None:

@@ -32,7 +32,7 @@ from tierstore.plan.uses import DEFAULT_RANK, Use
 from tierstore.prefetch.operations import Resource
 from tierstore.train.budgets import DeviceKind
 from tierstore.train.config import TrainConfig
-from tierstore.train.files import text_bytes
+from tierstore.train.files import byte_files, text_bytes
 from tierstore.train.tasks.assignment import Assignment, assignment_of
 
 
@@ -190,6 +190,11 @@ def plan_run(
     its plan has every other use beside it. Nothing is opened, allocated or measured. Raises ConfigError.
     """
     config.check_length()
+    # Of a model that is not in a store yet, nothing but its configuration is known.
+    model = config.model
+    if model.tokenizer is None and not preset and not (isinstance(model, HfSpec) and model.directory is None):
+        for data in config.data_by_task.values():
+            byte_files(data)  # refuses what needs a tokenizer
     setting = Setting(
         config=config,
         model=preset.architecture if preset else config.model.architecture,

@@ -63,6 +63,8 @@ class IoConfig:
                 raise ConfigError(f"io.{name}: expected at least {least}, got {getattr(self, name)}")
         if self.chunk_bytes < 0 or self.chunk_bytes % 4096:
             raise ConfigError(f"io.chunk_bytes: expected 0 or a multiple of 4096, got {self.chunk_bytes}")
+        if self.map_sync is Capability.ON and self.backend is not IoBackendName.PMEM:
+            raise ConfigError(f"io.map_sync: on needs io.backend = pmem, got {self.backend.value}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -181,7 +181,7 @@ def text_bytes(config: DataConfig, tokenizer: Path | None = None) -> int:
     """
     if tokenizer is not None and config.format is not DataFormat.BYTES:
         return 0
-    return min(config.max_bytes, sum(path.stat().st_size for path in byte_files(config)))
+    return min(config.max_bytes, sum(path.stat().st_size for path in text_files(config)))
 
 
 def _regular(files: list[Path]) -> list[Path]:
