@@ -22,7 +22,7 @@ from tierstore.prefetch.plan import PrefetchConfig, StepTiming
 from tierstore.store.adamw import AdamWConfig
 from tierstore.store.config import IoConfig, StripeConfig, WearConfig
 from tierstore.train.files import DataConfig
-from tierstore.train.schedule import ScheduleConfig
+from tierstore.train.schedule import RUN_STEPS, ScheduleConfig
 from tierstore.train.tasks.config import TaskConfig, check_tasks
 
 _SEQ_LEN = 1024
@@ -73,7 +73,7 @@ class TrainConfig:
     """What ``tierstore train`` does. The defaults are the main job."""
 
     store: Path = field(default=Path("tierstore-store"), metadata={"help": "store directory"})
-    steps: int = field(default=60, metadata={"help": "optimizer steps in all"})
+    steps: int = field(default=RUN_STEPS, metadata={"help": "optimizer steps in all"})
     clip_norm: float = field(default=0.0, metadata={"help": "largest global gradient norm (0: no clipping)"})
     host_budget: int = field(
         default=256 << 20,

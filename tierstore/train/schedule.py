@@ -13,6 +13,10 @@ from enum import StrEnum
 from tierstore.errors import ConfigError
 
 
+#: Steps of a run that names no others.
+RUN_STEPS = 60
+
+
 class LearningRateDecay(StrEnum):
     """How the learning rate falls after the warm-up."""
 
@@ -27,7 +31,7 @@ class ScheduleConfig:
 
     Warm-up: ``lr * (step + 1) / warmup_steps`` for the first ``warmup_steps`` steps. Then from ``lr`` at step
     ``warmup_steps`` to ``lr * min_lr_fraction`` at step ``total_steps`` and ever after. ``total_steps`` None: those with
-    which a run begins, see ``over``.
+    which a run begins (``over``), and ``RUN_STEPS`` where there is none.
     """
 
     kind: LearningRateDecay = field(
@@ -67,13 +71,12 @@ class ScheduleConfig:
 
     @property
     def _span(self) -> int:
-        """Steps in which the rate falls. Raises ValueError where ``total_steps`` is not known."""
-        if self.total_steps is None:
-            raise ValueError("total_steps: expected a number of steps, got none")
-        return max(1, self.total_steps - self.warmup_steps)
+        """Steps in which the rate falls."""
+        total = RUN_STEPS if self.total_steps is None else self.total_steps
+        return max(1, total - self.warmup_steps)
 
     def lr_at(self, step: int) -> float:
-        """The learning rate of ``step`` (from 0). Raises ValueError where it falls, and ``total_steps`` is not known."""
+        """The learning rate of ``step`` (from 0)."""
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
         if self.kind == LearningRateDecay.CONSTANT:
