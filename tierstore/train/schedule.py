@@ -12,7 +12,6 @@ from enum import StrEnum
 
 from tierstore.errors import ConfigError
 
-
 #: Steps of a run that names no others.
 RUN_STEPS = 60
 
