@@ -21,6 +21,9 @@ from checkpoints import (
     tensors_of,
 )
 from stored_runs import configuration
+from tiny_families import make_config, plain_model
+from token_cases import conversation, save_tokenizer, write_lines
+from transformers import AutoTokenizer
 
 from tierstore.errors import ConfigError, DataError, StoreExistsError, StoreFormatError
 from tierstore.hf.imports.importing import ImportOptions
@@ -278,3 +281,33 @@ def test_documents_without_a_tokenizer_are_refused(tmp_path: Path) -> None:
     with open_session(config, Opening.RESUME) as trainer:
         text = bytes(trainer.data.batch(0).tokens_BT[0].tolist())
         assert text in chats.read_bytes()
+
+
+def test_masked_answers_take_no_part_in_the_loss(tmp_path: Path) -> None:
+    """Oracle: transformers' logits, and the mean over the targets of the answer that is not masked."""
+    plain = plain_model(make_config("mixtral", vocab_size=280), torch.float32)
+    plain.save_pretrained(tmp_path / "model")
+    save_tokenizer(tmp_path / "model")
+    imported(tmp_path / "model", tmp_path / "store")
+    chat = conversation("one?", "two tiers", "three?", "experts")
+    chat["messages"][1]["weight"] = 0
+    settings = {
+        "store": tmp_path / "store",
+        "data.paths": (str(write_lines(tmp_path / "a.jsonl", [chat] * 8)),),
+        "data.format": "auto",
+        "data.packing": "separate",
+        "finetune.seq_len": 96,
+        "finetune.aux_loss_weight": 0.0,
+    }
+    with open_session(configuration(settings), Opening.RESUME) as trainer:
+        found = trainer.step().loss
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    head = "<|start|>user\none?<|end|>\n<|start|>assistant\ntwo tiers<|end|>\n<|start|>user\nthree?<|end|>\n"
+    before, answer = (
+        tokenizer(text, add_special_tokens=False)["input_ids"]
+        for text in (f"{head}<|start|>assistant\n", "experts<|end|>")
+    )
+    with torch.no_grad():
+        logits = plain(torch.tensor([[*before, *answer]])).logits[0, len(before) - 1 : -1]
+    expected = torch.nn.functional.cross_entropy(logits, torch.tensor(answer))
+    assert found == pytest.approx(float(expected), rel=1e-5)
