@@ -97,9 +97,8 @@ def open_served(
         stored = read_stored(directory)
         spec = stored.spec
         _refuse_ring(config, stored)
-        weights_in_place(
-            config.weights_in_place, device, config.links.copy
-        )  # on is refused where it cannot be
+        # ON is refused where it cannot be.
+        weights_in_place(config.weights_in_place, device, config.links.copy)
         budgets = served_budgets(
             config, spec, stored.experts, kind, scratch=stored.scratch, pairs=stored.pairs
         )
@@ -146,7 +145,7 @@ def _refuse_ranks(directory: Path) -> None:
         )
 
 
-def _refuse_ring(config: ServeConfig, stored: _Stored) -> None:
+def _refuse_ring(config: ServeConfig, stored: StoredModel) -> None:
     """Raises ConfigError where a ring is asked for, and experts have pairs."""
     if stored.pairs is not None and (config.ring.memory is ExpertMemory.RING or config.ring.layers):
         name = "ring.memory" if config.ring.memory is ExpertMemory.RING else "ring.layers"
