@@ -26,6 +26,7 @@ import os
 import time
 from pathlib import Path
 
+from tierstore.capabilities import kernel_text
 from tierstore.errors import StoreFormatError, StoreInUseError
 from tierstore.store.config import StoreAccess
 
@@ -240,13 +241,9 @@ def _holders(fd: int, kind: str) -> list[str]:
     kernel shows them.
     """
     inode = str(os.fstat(fd).st_ino)
-    try:
-        lines = _LOCKS.read_text().splitlines()
-    except OSError:
-        return []
     # 1: FLOCK  ADVISORY  READ 4711 08:02:1311768 0 EOF. File systems of subvolumes have other device numbers there than
     # stat gives, so the inode alone is compared.
-    fields = [line.split() for line in lines]
+    fields = [line.split() for line in kernel_text(_LOCKS).split("\n")]
     return [
         row[4]
         for row in fields
@@ -259,10 +256,5 @@ def _holders(fd: int, kind: str) -> list[str]:
 
 def _runs(pid: str) -> bool:
     """Whether the process runs; one that is dead but not yet waited for does not."""
-    if not pid.isdigit():
-        return False
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return status.rpartition(")")[2].split()[0] not in ("Z", "X")
+    status = kernel_text(Path(f"/proc/{pid}/stat")) if pid.isdigit() else ""
+    return status.rpartition(")")[2].split()[:1] not in ([], ["Z"], ["X"])
