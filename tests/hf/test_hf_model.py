@@ -19,6 +19,7 @@ from tierstore.model.buffers import BUFFERS_KEY
 from tierstore.model.config import CheckpointActivations, ComputeDtype
 from tierstore.model.interface import IGNORED, Batch
 from tierstore.moe.config import Activation
+from tierstore.moe.seeds import derive_seed
 from tierstore.parallel import Mesh, RankEnvironment
 from tierstore.train.config import FinetuneConfig
 
@@ -150,6 +151,40 @@ def test_share_of_a_batch() -> None:
     assert all(parameter.grad.abs().max() == 0 for parameter in model.module.parameters())
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padding_takes_no_part_in_what_balances(family: str) -> None:
+    """Beside transformers with its attention mask: the objective, the norm of its gradients, and loads counted by hand."""
+    config = make_config(family, **({"router_aux_loss_coef": 1.0} if family in BALANCED else {}))
+    plain = plain_model(config).train()
+    model, source = _model(plain, config=config)
+    batch = _batch()
+    mask = torch.arange(24) < torch.tensor([[7], [20]])
+    tokens, targets = batch.tokens_BT * mask, batch.targets_BT.masked_fill(~mask, IGNORED)
+    output = model.run(Batch(tokens, targets, step_targets=int((targets != IGNORED).sum()), mask_BT=mask))
+    assert output.objective is not None
+    output.objective.backward()
+    chosen_TK: list[torch.Tensor] = []
+    for _, experts in experts_modules(plain):
+        experts.register_forward_pre_hook(lambda _, inputs: chosen_TK.append(inputs[1]))
+    torch.manual_seed(derive_seed("step", 0, 0, 0))  # Phi-MoE's router draws noise
+    options = {"output_router_logits": True} if family in BALANCED else {}
+    theirs = plain(input_ids=tokens, attention_mask=mask.long(), use_cache=False, **options)
+    loss = torch.nn.functional.cross_entropy(theirs.logits.flatten(0, 1), targets.flatten())
+    if family in BALANCED:
+        torch.testing.assert_close(output.aux_loss, theirs.aux_loss)
+        loss = loss + theirs.aux_loss
+    torch.testing.assert_close(output.objective, loss)
+    loss.backward()
+    ours = [*(each.grad for each in model.module.parameters()), *source.grads.values()]
+    norms = [
+        torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads]))
+        for grads in (ours, [each.grad for each in plain.parameters() if each.grad is not None])
+    ]
+    torch.testing.assert_close(norms[0], norms[1], rtol=1e-4, atol=0)
+    for load_E, each_TK in zip(output.loads, chosen_TK, strict=True):
+        assert torch.equal(load_E, torch.bincount(each_TK[mask.flatten()].flatten(), minlength=8))
+
+
 def test_checkpointing_with_the_auxiliary_loss() -> None:
     plain = plain_model(make_config("qwen3_moe"))
     found = []
@@ -186,10 +221,12 @@ def _share_pass(mesh: Mesh, family: str, dtype: torch.dtype, checkpointing: bool
     again = CheckpointActivations.BLOCK if checkpointing else CheckpointActivations.OFF
     model, source = _model(plain, config=config, mesh=mesh, checkpoint_activations=again, aux_loss_weight=0.2)
     batch = _batch(rows=4)
+    mask = torch.arange(24) < torch.tensor([[24], [24], [7], [20]])  # the first of two ranks has no padding
+    targets = batch.targets_BT.masked_fill(~mask, IGNORED)
     output = model.run(
-        Batch(
-            batch.tokens_BT, batch.targets_BT, step_targets=int((batch.targets_BT != IGNORED).sum())
-        ).of_rank(mesh.data.rank, mesh.data.size)
+        Batch(batch.tokens_BT, targets, step_targets=int((targets != IGNORED).sum()), mask_BT=mask).of_rank(
+            mesh.data.rank, mesh.data.size
+        )
     )
     assert output.objective is not None
     output.objective.backward()
@@ -294,7 +331,10 @@ def test_bias_update_by_hand() -> None:
     ]
     bias.zero_()
     model.set_step(0)
-    load = sum(model.run(_batch()).loads[0] for _ in range(2))
+    load = sum(
+        model.run(batch).loads[0] for batch in (_batch(), _batch(mask_BT=torch.arange(24).expand(2, 24) < 5))
+    )
+    assert int(load.sum()) == (48 + 10) * 2
     model.end_step()
     assert torch.equal(bias, 0.01 * torch.sign(load.float().mean() - load.float()))
     before = bias.clone()

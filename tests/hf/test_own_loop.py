@@ -20,6 +20,7 @@ from torch import Tensor
 from tierstore.config import load
 from tierstore.errors import ConfigError, StoreMissingError, StorePoisonedError
 from tierstore.hf import Autocast, StepError, TieredModel, open_model
+from tierstore.hf.experts import experts_modules
 from tierstore.hf.imports.importing import ImportOptions, import_model
 from tierstore.hf.stored import stored_spec
 from tierstore.model.config import ComputeDtype
@@ -175,6 +176,31 @@ def test_biases_that_balance_are_moved_as_by_the_trainer(tmp_path: Path) -> None
             states.append(tiered.parts.model.state())
         with open_model(tmp_path / f"store-{passes}", host_budget=TIGHT) as tiered:
             assert tiered.parts.model.state() == states[-1]
+
+
+def test_padding_moves_no_bias(tmp_path: Path) -> None:
+    """DeepSeek-V3 with an attention mask, padded left and right: the loads of plain transformers without padding."""
+    plain = plain_model(make_config("deepseek_v3"))
+    plain.save_pretrained(tmp_path / "model")
+    mask = torch.ones(2, 16, dtype=torch.int64)
+    mask[0, :9], mask[1, 6:] = 0, 0
+    ids = tokens() % 128
+    ((_, experts),) = experts_modules(plain)
+    chosen_TK: list[Tensor] = []
+    experts.register_forward_pre_hook(lambda _, inputs: chosen_TK.append(inputs[1]))
+    for row in range(2):
+        plain(input_ids=ids[row][mask[row] > 0][None])
+    load = torch.bincount(torch.cat(chosen_TK).flatten(), minlength=8)
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    expected = dict(plain.named_buffers())[name] + 0.001 * torch.sign(load.sum() - load * 8)
+    named = {"input_ids": ids, "attention_mask": mask}
+    for number, (arguments, options) in enumerate([((), named), ((ids, mask), {})]):
+        with open_model(tmp_path / f"store-{number}", tmp_path / "model", host_budget=TIGHT) as tiered:
+            tiered.model.train()
+            with tiered.step(1e-3) as step:
+                labels = ids.masked_fill(mask == 0, -100)
+                step.backward(tiered.model(*arguments, labels=labels, **options).loss)
+            torch.testing.assert_close(dict(tiered.model.named_buffers())[name], expected, rtol=0, atol=1e-7)
 
 
 def test_checkpointing_and_known_passes_change_no_bit(store: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ torch's AdamW computes.
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import shutil
@@ -23,6 +24,8 @@ from launcher import Ranks
 from slowness import mostly_slow
 from stored_runs import attempt, configuration, train
 from tiny_families import FAMILIES, make_config, plain_model
+from token_cases import conversation, save_tokenizer, write_lines
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from tierstore.errors import ConfigError
 from tierstore.model.config import ComputeDtype
@@ -121,6 +124,59 @@ class _Plain:
             for master, parameter in zip(self._masters, self._parameters, strict=True):
                 parameter.copy_(master)
         return total
+
+
+@pytest.mark.parametrize("packing", ["separate", "documents"])
+def test_padded_chats_have_the_gradient_norm_of_plain_transformers(packing: str, tmp_path: Path) -> None:
+    """From chats on disk to the norm, in either order of micro-batches: padding takes no part in the balance loss."""
+    model = plain_model(make_config("mixtral", vocab_size=288, router_aux_loss_coef=1.0)).train()
+    model.save_pretrained(tmp_path / "model")
+    save_tokenizer(tmp_path / "model")
+    chats = [conversation(f"two {i}?", "expert " * (1 + i % 7)) for i in range(24)]
+    path = write_lines(tmp_path / "chats.jsonl", chats)
+    norms = []
+    for order in ("micro", "layer"):
+        store = tmp_path / order
+        imported(tmp_path / "model", store, compute=ComputeDtype.FP32)
+        options = {"data.format": "auto", "data.packing": packing, "data.micro_order": order}
+        if order == "layer":
+            options |= {
+                "finetune.expert_activations": "recompute",
+                "finetune.checkpoint_activations": "block",
+            }
+        config = configuration(
+            {
+                "store": store,
+                "data.paths": (str(path),),
+                "data.micro_batches": 2,
+                "finetune.seq_len": 48,
+                **options,
+            }
+        )
+        with open_session(config, Opening.RESUME) as trainer:
+            batches = [trainer.data.batch(0, micro) for micro in range(2)]
+            norms.append(trainer.step().grad_norm)
+    for batch in batches:  # documents one a row, as they were before packing
+        found_BT = batch.tokens_BT != 0  # the tokenizer's padding
+        assert not found_BT.all()
+        begins = torch.arange(48).expand(2, 48) if batch.positions_BT is None else batch.positions_BT
+        loss, logits = torch.zeros(()), []
+        for row in range(2):
+            starts = [
+                *(begins[row][found_BT[row]] == 0).nonzero().flatten().tolist(),
+                int(found_BT[row].sum()),
+            ]
+            for start, stop in itertools.pairwise(starts):
+                part = slice(start, stop)
+                output = model(batch.tokens_BT[row, part][None], use_cache=False, output_router_logits=True)
+                targets = batch.targets_BT[row, part]
+                loss = loss + torch.nn.functional.cross_entropy(output.logits[0], targets, reduction="sum")
+                logits.append(output.router_logits)
+        joined = tuple(torch.cat(layer) for layer in zip(*logits, strict=True))
+        aux_loss = load_balancing_loss_func(joined, 8, 2)  # of tokens without any padding
+        (loss / batch.step_targets + aux_loss / 2).backward()
+    expected = torch.nn.utils.get_total_norm([each.grad for each in model.parameters()])
+    assert norms == pytest.approx([float(expected)] * 2, rel=1e-4)
 
 
 #: How far losses in bf16 drift apart, relative to them, once one bit of a weight differs: torch's other kernels, without

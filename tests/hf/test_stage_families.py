@@ -37,7 +37,10 @@ def batch_of(*, packed: bool) -> Batch:
     targets = both[:, 1:].clone()
     targets[0, :5] = IGNORED
     positions = torch.cat([torch.arange(9), torch.arange(15)]).repeat(2, 1) if packed else None
-    return Batch(both[:, :-1], targets, positions, step_targets=43)
+    mask = torch.arange(24) < torch.tensor([[24], [11]]) if packed else None
+    if mask is not None:
+        targets[~mask] = IGNORED
+    return Batch(both[:, :-1], targets, positions, step_targets=int((targets != IGNORED).sum()), mask_BT=mask)
 
 
 class Pipeline:

@@ -2,7 +2,7 @@
 
 Shapes: T tokens, K experts a token, E experts of a layer.
 
-Families with neither (DeepSeek-V2) are not balanced.
+Families with neither (DeepSeek-V2) are not balanced. Padding takes no part: as in transformers with an attention mask.
 """
 
 from __future__ import annotations
@@ -89,13 +89,15 @@ class AuxLoss:
     def under_way(self, logits: dict[int, Tensor] | None) -> None:
         self._pass.logits = logits
 
-    def value(self) -> Tensor:
-        """This rank's share of the loss of the last forward pass that was recorded, unweighted. A collective."""
+    def value(self, mask_BT: Tensor | None) -> Tensor:
+        """This rank's share of the loss of the last forward pass that was recorded, unweighted; ``mask_BT`` is that of its
+        batch. A collective.
+        """
         if self._ranks.size == 1:
             function = vars(sys.modules[type(self._module).__module__])["load_balancing_loss_func"]
-            loss: Tensor = function(self._recorded, self.experts, self._module.num_experts_per_tok)
+            loss: Tensor = function(self._recorded, self.experts, self._module.num_experts_per_tok, mask_BT)
             return loss
-        sums = self.sums()
+        sums = self.sums(mask_BT)
         return balance_loss(sums.counts, sums.probability_E)
 
     @property
@@ -103,18 +105,23 @@ class AuxLoss:
         """Experts of a layer."""
         return int(self._module.num_experts)
 
-    def sums(self) -> RouterSums:
+    def sums(self, mask_BT: Tensor | None) -> RouterSums:
         """What the layers here give to the loss, of the last forward pass that was recorded. A collective."""
         experts, top_k, logits = self.experts, self._module.num_experts_per_tok, self._recorded
+        mask_T = None if mask_BT is None else mask_BT.flatten()
+        rows = logits[0].shape[0] if mask_T is None else int(mask_T.sum())
         count_E = torch.zeros(experts, dtype=torch.int64, device=logits[0].device)
         probability_E = torch.zeros(experts, device=logits[0].device)
         for logits_TE in logits:
             routed_TE = logits_TE.softmax(dim=-1)
             chosen_TK = routed_TE.topk(top_k, dim=-1).indices
+            wide_TE = routed_TE.float()
+            if mask_T is not None:
+                chosen_TK, wide_TE = chosen_TK[mask_T], wide_TE * mask_T.float().unsqueeze(-1)
             count_E += torch.bincount(chosen_TK.flatten(), minlength=experts)
-            probability_E = probability_E + routed_TE.float().sum(dim=0)
+            probability_E = probability_E + wide_TE.sum(dim=0)
         # Pieces of a batch of tasks may differ in rows.
-        rows_1 = count_E.new_tensor([sum(logits_TE.shape[0] for logits_TE in logits)])
+        rows_1 = count_E.new_tensor([rows * len(logits)])
         counts = torch.cat([count_E, rows_1])
         if self._ranks.size > 1:
             counts = gather_counts(counts, self._ranks).sum(dim=0)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -35,39 +36,45 @@ IMPLEMENTATION = "tierstore"
 _BOUND = "tierstore_layer"
 
 
+@dataclass(frozen=True, slots=True)
+class PassLoads:
+    """The loads of one forward pass, ``by_layer``; ``mask_T``: bool, its tokens that are no padding (None: all)."""
+
+    by_layer: dict[int, Tensor] = field(default_factory=dict)
+    mask_T: Tensor | None = None
+
+
 class ExpertLoads:
-    """How many assignments each expert got in the last forward pass, by layer, from all ranks: int64 (E,). A pass of a
-    single token without gradients (decoding) is not counted.
+    """How many assignments each expert got in the last forward pass, by layer, from all ranks: int64 (E,). Those of padding
+    are not counted, nor is a pass of a single token without gradients (decoding).
 
     A layer that is computed again, by gradient checkpointing, is counted once.
     """
 
     def __init__(self) -> None:
-        self._by_layer: dict[int, Tensor] = {}
+        #: Of the forward pass that is under way.
+        self.under_way = PassLoads()
 
-    def begin(self) -> None:
-        """A forward pass begins."""
-        self._by_layer = {}
+    def begin(self, mask_BT: Tensor | None = None) -> None:
+        """A forward pass begins; its tokens lie as those of ``mask_BT``."""
+        self.under_way = PassLoads(mask_T=None if mask_BT is None else mask_BT.flatten())
 
-    @property
-    def under_way(self) -> dict[int, Tensor]:
-        """Of the forward pass that is under way."""
-        return self._by_layer
-
-    @under_way.setter
-    def under_way(self, by_layer: dict[int, Tensor]) -> None:
-        self._by_layer = by_layer
+    def counted(self, expert_TK: Tensor) -> Tensor:
+        """Those of ``expert_TK`` that tokens were routed to, and not padding."""
+        mask_T = self.under_way.mask_T
+        return expert_TK if mask_T is None else expert_TK[mask_T]
 
     def record(self, layer: int, load_E: Tensor) -> None:
-        self._by_layer[layer] = load_E
+        self.under_way.by_layer[layer] = load_E
 
     def of(self, layer: int) -> Tensor | None:
         """None: no forward pass has reached the layer."""
-        return self._by_layer.get(layer)
+        return self.under_way.by_layer.get(layer)
 
     def all(self) -> tuple[Tensor, ...]:
         """In the order of layers."""
-        return tuple(self._by_layer[layer] for layer in sorted(self._by_layer))
+        by_layer = self.under_way.by_layer
+        return tuple(by_layer[layer] for layer in sorted(by_layer))
 
 
 class ExpertLayer:
@@ -104,12 +111,16 @@ class ExpertLayer:
             plan = dispatch_token(expert_TK, self.experts)
             return self._computed(x_TD, weight_TK, plan, LocalRows(plan, plan.experts))
         own_E = torch.bincount(expert_TK.reshape(-1), minlength=self.experts)
+        counted_TK = self._loads.counted(expert_TK)
+        counted_E = own_E
+        if counted_TK is not expert_TK:
+            counted_E = torch.bincount(counted_TK.reshape(-1), minlength=self.experts)
         if own_E.numel() > self.experts:
             raise ValueError(f"layer {self.layer}: routed to expert {own_E.numel() - 1} of {self.experts}")
         # Tensor-parallel ranks have the tokens of one process, and sort them alike.
         together = self._mesh is not None and self._mesh.data.size > 1
         plan = dispatch(expert_TK, own_E, RowOrder.TOKENS if together else RowOrder.SORTED)
-        rows, load_E = self._rows(plan, own_E)
+        rows, load_E = self._rows(plan, own_E, counted_E)
         self._loads.record(self.layer, load_E)
         return self._computed(x_TD, weight_TK, plan, rows)
 
@@ -123,13 +134,16 @@ class ExpertLayer:
         call = ExpertPass(self.layer, self.shape, self.source, plan, rows, Weighting.BY_OUTPUT, self.save)
         return compute_experts(x_TD, weight_TK, call)
 
-    def _rows(self, plan: Dispatch, own_E: Tensor) -> tuple[Rows, Tensor]:
+    def _rows(self, plan: Dispatch, own_E: Tensor, counted_E: Tensor) -> tuple[Rows, Tensor]:
+        """The way of the rows, and the sum of ``counted_E`` over data ranks. Rows of padding are computed as others are."""
         if self._mesh is None or self._all_here:
-            return LocalRows(plan, plan.experts), own_E
-        load_RE = gather_counts(own_E, self._mesh.data, self._charge)
+            return LocalRows(plan, plan.experts), counted_E
+        # Together: whether there is padding on another rank is not known here.
+        both_RN = gather_counts(torch.cat([own_E, counted_E]), self._mesh.data, self._charge)
+        load_RE, counted_RE = both_RN[:, : self.experts], both_RN[:, self.experts :]
         training = in_training(self.source)
         rows = rows_of(plan, load_RE, self._mesh, training=training, charge=self._charge)
-        return rows, load_RE.sum(dim=0)
+        return rows, counted_RE.sum(dim=0)
 
 
 def compute_bound(

@@ -24,7 +24,7 @@ from tierstore.errors import StoreFormatError
 from tierstore.hf.balance import AuxLoss, BiasBalance, routers_of
 from tierstore.hf.describing import unit_of
 from tierstore.hf.drawing import generator_states, set_generator_states
-from tierstore.hf.experts import ExpertLayer, ExpertLoads, bind
+from tierstore.hf.experts import ExpertLayer, ExpertLoads, PassLoads, bind
 from tierstore.hf.loading import LoadedModule, build_module, checkpoint_activations, class_of, parse_config
 from tierstore.hf.lora import adapt, peft, refuse_adapters
 from tierstore.hf.packages import quiet_transformers
@@ -76,7 +76,7 @@ class _UnderWay:
     """What a forward pass under way keeps in the model, and the states of the generators that it draws from."""
 
     seed: tuple[int, int]
-    loads: dict[int, Tensor]
+    loads: PassLoads
     logits: dict[int, Tensor] | None
     generators: Tensor
 
@@ -196,9 +196,9 @@ class HfModel:
         if micro == 0:
             self._balance.begin_step()
 
-    def begin_forward(self) -> None:
-        """The module is about to be called: by ``run``, or by somebody else."""
-        self.loads.begin()
+    def begin_forward(self, mask_BT: Tensor | None = None) -> None:
+        """The module is about to be called, by ``run`` or by somebody else. ``mask_BT``: bool, False for padding."""
+        self.loads.begin(mask_BT)
 
     def end_forward(self) -> None:
         """A forward pass that a backward pass belongs to has returned."""
@@ -225,7 +225,9 @@ class HfModel:
 
     def run(self, batch: Batch) -> ModelOutput:
         output = self._called({"input_ids": batch.tokens_BT}, batch)
-        return self._ended(output.logits, batch, self._aux_loss.value() if self._is_balanced else None)
+        return self._ended(
+            output.logits, batch, self._aux_loss.value(batch.mask_BT) if self._is_balanced else None
+        )
 
     @property
     def _is_training(self) -> bool:
@@ -237,7 +239,7 @@ class HfModel:
 
     def _called(self, entering: Mapping[str, Tensor], batch: Batch) -> Any:
         """What ``module`` returns of ``entering``, tokens or their stream, in a pass of ``batch``."""
-        self.begin_forward()
+        self.begin_forward(batch.mask_BT)
         with self._drawing(), self._aux_loss.recording() if self._is_balanced else nullcontext():
             output = self.module(
                 **entering,
@@ -354,6 +356,7 @@ class HfModel:
         options: dict[str, Any] = {"max_new_tokens": count, "do_sample": temperature > 0}
         if temperature > 0:
             options["temperature"] = temperature
+        self.begin_forward()
         training = self._module.training
         self._module.eval()
         try:

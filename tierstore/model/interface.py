@@ -43,7 +43,8 @@ class Batch:
     ``positions_BT``: positions, which begin again with each document (None: 0 to T - 1). ``step_targets``: how many
     targets of the whole step count, of all micro-batches and ranks (0: every one does), and ``parts``: in how many
     batches they lie. ``segments``: the tasks whose rows these are, in order; none where there are no tasks. A rank may
-    have no row of such a batch.
+    have no row of such a batch. ``mask_BT``: bool, False for padding (None: there is none), which takes no part in what
+    balances experts.
     """
 
     tokens_BT: Tensor
@@ -52,6 +53,7 @@ class Batch:
     step_targets: int = 0
     parts: int = 1
     segments: tuple[TaskSegment, ...] = ()
+    mask_BT: Tensor | None = None
 
     @property
     def counted(self) -> int:
@@ -90,6 +92,7 @@ class Batch:
             tokens_BT=self.tokens_BT[part],
             targets_BT=self.targets_BT[part],
             positions_BT=None if self.positions_BT is None else self.positions_BT[part],
+            mask_BT=None if self.mask_BT is None else self.mask_BT[part],
             parts=self.parts * world,
             segments=tuple(segment for segment in moved if segment.rows),
         )
@@ -101,6 +104,7 @@ class Batch:
             tokens_BT=self.tokens_BT.to(device),
             targets_BT=self.targets_BT.to(device),
             positions_BT=None if self.positions_BT is None else self.positions_BT.to(device),
+            mask_BT=None if self.mask_BT is None else self.mask_BT.to(device),
         )
 
 
@@ -140,7 +144,7 @@ class ModelOutput:
     unweighted, summed over the MoE layers, this rank's shares. ``objective``: what to differentiate, this rank's share of
     ``loss`` (its W-th part on W ranks) plus both by their weights. ``loads``: assignments per expert from the global
     batch, one int64 (E,) for each MoE layer. ``logits``: fp32 (B, T, V) if no targets were given. ``segments``: this rank's
-    losses by task, of a batch of tasks.
+    losses by task, of a batch of tasks. Padding counts in none of them.
     """
 
     loss: Tensor | None

@@ -64,6 +64,22 @@ def data(rows: dict[str, int], sizes: dict[str, int], ranks: int, micro_batches:
     return TaskData(tasks, sources, pieces, micro_batches=micro_batches)
 
 
+def test_padding_of_one_task_stays_padding_beside_another() -> None:
+    made = data({"a": 2, "b": 1}, {"a": 8, "b": 8}, ranks=2, micro_batches=1)
+    made.begin(0, dict.fromkeys("ab", TaskProgress()))
+    assert made.batch(0).mask_BT is None
+    whole = made.sources["b"].take
+    padded = torch.tensor([[True, False]])
+    made.sources["b"].take = lambda numbers: replace(whole(numbers), mask_BT=padded)  # type: ignore[method-assign]
+    mask_BT = made.batch(0).mask_BT
+    assert mask_BT is not None
+    assert mask_BT.tolist() == [[True, True], [True, True], [True, False]]
+    for rank, expected in enumerate([None, mask_BT[1:]]):
+        found = made.piece(0, 0, rank).mask_BT
+        assert (found is None) == (expected is None)
+        assert found is None or found.equal(expected)
+
+
 class Run:
     """What is committed: progress and the examples that were taken, as a killed and resumed job has them."""
 

@@ -66,6 +66,8 @@ def test_a_batch_by_hand(tmp_path: Path, tokenizer: Path) -> None:
     assert batch.targets_BT.tolist() == [targets + [IGNORED] * space]
     assert batch.positions_BT is not None
     assert batch.positions_BT.tolist() == [positions + list(range(space))]
+    assert batch.mask_BT is not None
+    assert batch.mask_BT.tolist() == [[True] * len(tokens) + [False] * space]
     assert batch.tokens_BT.dtype == batch.targets_BT.dtype == batch.positions_BT.dtype == torch.int64
     (held,) = data.validation_batches(3)
     assert held.tokens_BT[0, :2].tolist() == [e, PAD]
@@ -99,6 +101,7 @@ def test_each_sequence_once_an_epoch(tmp_path: Path, tokenizer: Path, packing: P
     assert held.starts.size
     assert not set(held.starts.tolist()) & set(data.packed.train.starts.tolist())
     assert (data.batch(0).positions_BT is None) == (packing is not Packing.DOCUMENTS)
+    assert (data.batch(0).mask_BT is None) == (packing is Packing.CONCATENATE)
 
 
 def test_a_resume_needs_the_step_alone(tmp_path: Path, tokenizer: Path) -> None:

@@ -80,7 +80,7 @@ class PassWatch:
         self._parameters = _trained(module)
         self._types = _types(module)
         self._handles = [
-            module.register_forward_pre_hook(self._before_forward, prepend=True),
+            module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True),
             module.register_forward_hook(self._after_forward, always_call=True),
         ]
 
@@ -182,7 +182,7 @@ class PassWatch:
 
     # The module's hooks -------------------------------------------------------------------------------------
 
-    def _before_forward(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
+    def _before_forward(self, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         self.settle()
         if self.state is LoopState.READY:
             raise StepError(
@@ -204,7 +204,7 @@ class PassWatch:
             self.step.begin_pass()
         else:
             self._stepper.begin_forward()
-        self._model.begin_forward()
+        self._model.begin_forward(_token_mask(arguments, options))
         self._used.clear()
         self._reached.clear()
         self.state = LoopState.FORWARD
@@ -247,6 +247,20 @@ class PassWatch:
                 "compute type decides what experts are computed in; open_model(autocast=Autocast.ALLOWED) takes the rest "
                 "as it is"
             )
+
+
+def _token_mask(arguments: tuple[Any, ...], options: dict[str, Any]) -> torch.Tensor | None:
+    """Of a call of a causal language model: bool (B, T), False for padding; None without an attention mask of tokens."""
+    given = dict(zip(("input_ids", "attention_mask"), arguments, strict=False)) | options
+    tokens = given.get("input_ids")
+    tokens = given.get("inputs_embeds") if tokens is None else tokens
+    mask = given.get("attention_mask")
+    if not isinstance(mask, torch.Tensor) or not isinstance(tokens, torch.Tensor) or mask.dim() != 2:
+        return None
+    rows, length = tokens.shape[:2]
+    if mask.shape[0] != rows or mask.shape[1] < length:
+        return None  # the model itself refuses it
+    return mask[:, -length:] != 0  # before these come those of a cache
 
 
 def _types(module: nn.Module) -> dict[str, torch.dtype]:

@@ -156,13 +156,21 @@ def _joined(
     positions: torch.Tensor | None = None
     if any(batch.positions_BT is not None for batch in batches):
         positions = torch.cat([_positions(batch) for batch in batches])
+    mask: torch.Tensor | None = None
+    if any(batch.mask_BT is not None for batch in batches):
+        mask = torch.cat([_mask(batch) for batch in batches])
     return Batch(
         torch.cat([batch.tokens_BT for batch in batches]),
         torch.cat([batch.targets_BT for batch in batches]),
         positions,
         parts=parts,
         segments=tuple(segments),
+        mask_BT=mask,
     )
+
+
+def _mask(batch: Batch) -> torch.Tensor:
+    return torch.ones_like(batch.tokens_BT, dtype=torch.bool) if batch.mask_BT is None else batch.mask_BT
 
 
 def _positions(batch: Batch) -> torch.Tensor:

@@ -124,6 +124,7 @@ class TokenData:
         tokens = np.full(shape, self.files.index.pad, dtype=np.int64)
         targets = np.full(shape, IGNORED, dtype=np.int64)
         positions = np.tile(np.arange(self.seq_len), (len(rows), 1))
+        mask = np.zeros(shape, dtype=np.bool_)
         for row, sequence in enumerate(rows):
             if sequence is None:
                 continue
@@ -138,6 +139,7 @@ class TokenData:
                     targets[row, at : at + length][left_out] = IGNORED
                 positions[row, at:] -= positions[row, at]
                 at += length
+            mask[row, :at] = True
             if at < self.seq_len:
                 positions[row, at:] -= positions[row, at]
         return Batch(
@@ -146,6 +148,7 @@ class TokenData:
             torch.from_numpy(positions) if self.packing is Packing.DOCUMENTS else None,
             step_targets=0 if self._all_count else step_targets,
             parts=parts,
+            mask_BT=None if mask.all() else torch.from_numpy(mask),
         )
 
     def describe(self) -> str:
