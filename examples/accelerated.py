@@ -1,4 +1,4 @@
-"""accelerate over a tiered model: prepare, accumulate, a schedule, and checkpoints that belong to commits of the store.
+"""accelerate over a tiered model: accumulate, a schedule, and checkpoints that belong to commits of the store.
 
 python examples/accelerated.py MODEL_DIRECTORY STORE CHECKPOINT
 """
@@ -20,9 +20,9 @@ def main(directory: str, store: str, checkpoint: str) -> None:
         # accelerator.clip_grad_norm_ would see no gradients: the optimizer clips, all of them together.
         optimizer = tiered.optimizer(3e-3, max_grad_norm=1.0)
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=8)
-        model, optimizer, loader, schedule = accelerator.prepare(tiered.model, optimizer, loader, schedule)
-        accelerator.register_save_state_pre_hook(lambda *_: tiered.commit())
-        model.train()
+        model = tiered.model.train()  # not prepared: its weights are the store's to save
+        optimizer, loader, schedule = accelerator.prepare(optimizer, loader, schedule)
+        accelerator.register_for_checkpointing(tiered)  # commits, and saves where the store stands
         for tokens in loader:
             with accelerator.accumulate(model):
                 loss = model(input_ids=tokens, labels=tokens).loss
@@ -31,9 +31,7 @@ def main(directory: str, store: str, checkpoint: str) -> None:
                 schedule.step()
                 optimizer.zero_grad()
             print(f"loss {float(loss.detach()):.4f}")
-        accelerator.save_state(
-            checkpoint
-        )  # no weights: they are in the store, at the commit that this belongs to
+        accelerator.save_state(checkpoint)  # no weights: it belongs to a commit of the store
         accelerator.load_state(checkpoint)  # and another would be refused
         print(f"step {tiered.position}, learning rate {schedule.get_last_lr()[0]:.2e}")
 

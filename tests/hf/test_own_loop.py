@@ -8,6 +8,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -470,17 +471,103 @@ def test_what_would_leave_the_experts_out_is_refused(tiered: TieredModel, tmp_pa
     theirs = torch.optim.SGD(tiered.model.parameters(), lr=1.0)
     with pytest.raises(StepError, match="SGD holds parameters of a tiered model"):
         theirs.step()
-    with pytest.raises(StepError, match="would leave out the experts"):
-        tiered.model.save_pretrained(tmp_path / "saved")
-    assert not (tmp_path / "saved").exists()
-    state = tiered.model.state_dict()
+    state = tiered.state_dict()
     assert list(state) == ["tierstore"]
-    tiered.model.load_state_dict(state)
+    tiered.model.load_state_dict(dict(state))
     with pytest.raises(StepError, match="others enter by tierstore import"):
         tiered.model.load_state_dict({"lm_head.weight": torch.zeros(256, 32)})
     take(tiered)
-    with pytest.raises(StepError, match=r"of step 0, and .* stands at step 1"):
-        tiered.model.load_state_dict(state)
+    for load_state in (tiered.model.load_state_dict, tiered.load_state_dict):
+        with pytest.raises(StepError, match=r"of step 0, and .* stands at step 1"):
+            load_state(dict(state))
+
+
+def _saving() -> dict[str, Callable[[TieredModel, Path], object]]:
+    """Ways to save a model into a directory, as plain transformers, accelerate, safetensors and torch have them."""
+    from accelerate import Accelerator
+    from safetensors.torch import save_file, save_model
+    from transformers import Trainer, TrainingArguments
+
+    from tierstore.hf import TieredCallback
+
+    def trainer(tiered: TieredModel, directory: Path) -> None:
+        arguments = TrainingArguments(output_dir=str(directory), report_to=[], use_cpu=True)
+        optimizer = tiered.optimizer(1e-3, max_grad_norm=1.0)
+        callbacks = [TieredCallback(tiered, optimizer)]
+        Trainer(tiered.model, arguments, optimizers=(optimizer, None), callbacks=callbacks).save_model()
+
+    def accelerated(tiered: TieredModel) -> Any:
+        accelerator = Accelerator(cpu=True)
+        accelerator.prepare(tiered.model)
+        return accelerator
+
+    return {
+        "Trainer.save_model": trainer,
+        "save_pretrained": lambda tiered, directory: tiered.model.save_pretrained(directory),
+        "save_pretrained of a part": lambda tiered, directory: tiered.model.model.save_pretrained(directory),
+        "push_to_hub": lambda tiered, directory: tiered.model.push_to_hub("nobody/nothing"),
+        "Accelerator.save_model": lambda tiered, to: accelerated(tiered).save_model(tiered.model, to),
+        "Accelerator.save_state": lambda tiered, to: accelerated(tiered).save_state(str(to)),
+        "torch.save": lambda tiered, to: torch.save(tiered.model.state_dict(), to / "model.safetensors"),
+        "torch.save of a part": lambda tiered, to: torch.save(
+            tiered.model.model.state_dict(), to / "model.safetensors"
+        ),
+        "save_file": lambda tiered, to: save_file(tiered.model.state_dict(), to / "model.safetensors"),
+        "save_model": lambda tiered, to: save_model(tiered.model, str(to / "model.safetensors")),
+    }
+
+
+def test_no_way_to_save_a_model_touches_that_it_came_from(
+    imported: Callable[[torch.dtype], Path], tmp_path: Path
+) -> None:
+    store = Path(shutil.copytree(imported(torch.float32), tmp_path / "store"))
+    base = tmp_path / "base"
+    plain_model(make_config("qwen3_moe", vocab_size=256)).save_pretrained(base)
+    before = {path.name: path.read_bytes() for path in base.iterdir()}
+    for name, save in _saving().items():
+        with open_model(store, host_budget=TIGHT) as tiered, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with pytest.raises(StepError, match=r"would leave out the experts: .*tierstore export"):
+                save(tiered, base)
+        assert {path.name: path.read_bytes() for path in base.iterdir()} == before, name
+
+
+def test_checkpoints_of_trainer_take_no_model_from_its_place(store: Path, tmp_path: Path) -> None:
+    """A model that lies where a checkpoint would come stays what it was; other checkpoints are no model."""
+    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+    from tierstore.hf import TieredCallback
+
+    base = tmp_path / "out" / "checkpoint-2"
+    plain_model(make_config("qwen3_moe", vocab_size=256)).save_pretrained(base)
+    before = {path.name: path.read_bytes() for path in base.iterdir()}
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path / "out"),
+        max_steps=2,
+        save_steps=1,
+        per_device_train_batch_size=1,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    rows = [{"input_ids": row, "labels": row} for row in tokens()]
+    with open_model(store, host_budget=TIGHT) as tiered, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimizer = tiered.optimizer(1e-3, max_grad_norm=1.0)
+        trainer = Trainer(
+            tiered.model,
+            arguments,
+            train_dataset=rows,
+            optimizers=(optimizer, None),
+            callbacks=[TieredCallback(tiered, optimizer)],
+        )
+        with pytest.raises(StepError, match="checkpoint-2: holds a model"):
+            trainer.train()
+    assert {path.name: path.read_bytes() for path in base.iterdir()} == before
+    with pytest.raises((ValueError, OSError)):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "checkpoint-1")
+    with open_model(store, host_budget=TIGHT) as tiered:
+        assert tiered.position == 1  # of the checkpoint before
 
 
 def test_what_is_trained_may_not_change(tiered: TieredModel) -> None:
@@ -509,9 +596,9 @@ def test_other_optimizers_and_models_are_left_alone(store: Path) -> None:
     with open_model(store, host_budget=TIGHT) as tiered:
         model = tiered.model
     # It has no experts any more than before.
-    assert list(model.state_dict()) == ["tierstore"]
-    with pytest.raises(StepError, match="leave out the experts"):
-        model.save_pretrained(store.parent / "saved")
+    for save in (model.state_dict, partial(model.save_pretrained, store.parent / "saved")):
+        with pytest.raises(StepError, match="leave out the experts"):
+            save()
 
 
 @pytest.mark.parametrize("kind", [torch.float64, torch.bfloat16])
@@ -577,6 +664,10 @@ def test_the_callback_of_trainer(tiered: TieredModel, tmp_path: Path) -> None:
     logs: dict[str, Any] = {"grad_norm": 0.0}
     callback.on_log(arguments, state, None, logs=logs)
     assert logs["grad_norm"] == optimizer.grad_norm > 0
+    callback.on_step_end(arguments, state, SimpleNamespace(should_save=False))
+    with pytest.raises(StepError, match="save_pretrained would leave out the experts"):
+        tiered.model.save_pretrained(tmp_path / "checkpoint-1", state_dict=None)
+    callback.on_step_end(arguments, state, SimpleNamespace(should_save=True))
     tiered.model.save_pretrained(tmp_path / "checkpoint-1", state_dict=None)
     assert [path.name for path in (tmp_path / "checkpoint-1").iterdir()] == ["model.safetensors"]
     callback.on_save(arguments, state, None)

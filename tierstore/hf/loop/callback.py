@@ -18,7 +18,6 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from tierstore.hf.loop.guards import write_marker
 from tierstore.hf.loop.optimizer import TieredOptimizer
 from tierstore.hf.loop.tiered import TieredModel
 from tierstore.train.stepping import StepError
@@ -34,6 +33,8 @@ class TieredCallback(TrainerCallback):
     def __init__(self, tiered: TieredModel, optimizer: TieredOptimizer) -> None:
         self._tiered = tiered
         self._optimizer = optimizer
+        self._control: Any = None
+        self._refuse = tiered.model.save_pretrained
         tiered.model.save_pretrained = self._save
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
@@ -52,6 +53,10 @@ class TieredCallback(TrainerCallback):
             raise StepError(
                 "load_best_model_at_end: a store goes on from its last commit, and has no other to load"
             )
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Behind this event ``Trainer`` may make a checkpoint."""
+        self._control = control
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """A pass has ended: ends it for the store too, and finds what it left out."""
@@ -82,5 +87,7 @@ class TieredCallback(TrainerCallback):
         self._tiered.commit()
 
     def _save(self, directory: str | os.PathLike[str], **options: Any) -> None:
-        """What ``Trainer`` calls for a checkpoint."""
-        write_marker(Path(directory), self._tiered.model)
+        """What ``Trainer`` calls for a checkpoint, and also for ``save_model``, which is refused."""
+        if self._control is None or not self._control.should_save:
+            self._refuse(directory, **options)
+        self._tiered.mark.write(Path(directory))

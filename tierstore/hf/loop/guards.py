@@ -2,9 +2,10 @@
 
 A model without its experts stays one when its store is closed, so that what guards its weights stays on it.
 
-* ``save_pretrained`` would save the dense part alone, as it lies in memory at that moment. It is refused.
-* ``state_dict`` gives one entry, which says where the store stands, and ``load_state_dict`` takes that entry, and nothing
-  else, and compares. So the checkpoints of ``Trainer`` and accelerate hold no weights, and belong to one commit.
+* ``save_pretrained``, ``push_to_hub`` and ``state_dict``, of the model or a part of it, would give the dense part alone, as
+  it lies in memory at that moment. They are refused, before a file is opened.
+* ``load_state_dict`` takes what says where the store stands (``StoreMark``), and nothing else, and compares. So the
+  checkpoints of ``Trainer`` and accelerate hold no weights, and belong to one commit.
 * An optimizer of somebody else that holds parameters of the model would find no gradients. Its step is refused.
 """
 
@@ -12,83 +13,109 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
 from tierstore.store.disk.home import read_identity
 from tierstore.train.state import TrainState
 from tierstore.train.stepping import StepError
 
-#: The only entry of a tiered model's ``state_dict``.
-STATE_ENTRY = "tierstore"
+_ENTRY = "tierstore"
+_WEIGHTS, _CONFIG = "model.safetensors", "config.json"
 
 
 @contextlib.contextmanager
-def guarded(model: Any, state: TrainState, store: Path) -> Iterator[None]:
-    """Guards ``model``, whose training stands at ``state``."""
+def guarded(model: Any, mark: StoreMark) -> Iterator[None]:
+    """Guards ``model``, whose training stands at ``mark``."""
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-    guards = _Guards(model, state, store.resolve())
-    model.register_state_dict_post_hook(partial(guards.give_state))  # it is marked: no bound method
+    guards = _Guards(model, mark)
+    for part in model.modules():
+        part.register_state_dict_pre_hook(
+            partial(guards.refuse, "state_dict")
+        )  # it is marked: no bound method
+        if hasattr(part, "save_pretrained"):
+            part.save_pretrained = partial(guards.refuse, "save_pretrained")
+            part.push_to_hub = partial(guards.refuse, "push_to_hub")
     model.register_load_state_dict_pre_hook(guards.take_state)
     model.register_load_state_dict_post_hook(guards.took_state)
-    model.save_pretrained = guards.save_pretrained
     everywhere = register_optimizer_step_pre_hook(guards.before_optimizer)
     try:
         yield
     finally:
         everywhere.remove()
-        model.save_pretrained = guards.save_pretrained  # a callback had its own
+        model.save_pretrained = partial(guards.refuse, "save_pretrained")  # a callback had its own
 
 
-def write_marker(directory: Path, model: Any) -> None:
-    """Writes ``model``'s ``state_dict``, which says where its store stands, where a checkpoint has its weights. Without a
-    configuration beside it nobody takes it for a model.
-    """
-    from safetensors.torch import save_file
+class StoreMark:
+    """Where training stands, as the one entry of a ``state_dict``: the identity of ``store``, and the step of ``state``."""
 
-    directory.mkdir(parents=True, exist_ok=True)
-    save_file(model.state_dict(), directory / "model.safetensors", {"format": "pt"})
+    def __init__(self, store: Path, state: TrainState) -> None:
+        self.store = store.resolve()
+        self._state = state
+        self._uuid = read_identity(store)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        said = json.dumps({"store": self._uuid, "position": self._state.position})
+        return {_ENTRY: torch.frombuffer(bytearray(said.encode()), dtype=torch.uint8)}
+
+    def load_state_dict(self, given: Mapping[str, Any]) -> None:
+        """Raises StepError unless ``given`` says that training stands where it stands."""
+        if set(given) != {_ENTRY}:
+            raise StepError(
+                f"load_state_dict: the weights of this model are in {self.store}; others enter by tierstore import"
+            )
+        said = json.loads(bytes(given[_ENTRY].tolist()))
+        if said["store"] != self._uuid:
+            raise StepError(f"the checkpoint is of another store than {self.store}")
+        if said["position"] != self._state.position:
+            raise StepError(
+                f"the checkpoint is of step {said['position']}, and {self.store} stands at step {self._state.position}: "
+                "resume from the checkpoint of the store's last commit"
+            )
+
+    def write(self, directory: Path) -> None:
+        """Writes it where a checkpoint of ``Trainer`` has its weights. No program takes it for a model, for there is no
+        configuration beside it. Raises StepError where a model is.
+        """
+        from safetensors import safe_open
+        from safetensors.torch import save_file
+
+        target = directory / _WEIGHTS
+        if not (taken := (directory / _CONFIG).exists()) and target.exists():
+            with safe_open(target, "pt") as file:
+                taken = list(file.keys()) != [_ENTRY]
+        if taken:
+            raise StepError(
+                f"{directory}: holds a model, and no checkpoint of {self.store} may take its place"
+            )
+        directory.mkdir(parents=True, exist_ok=True)
+        save_file(self.state_dict(), target, {"format": "pt"})
 
 
 class _Guards:
-    def __init__(self, model: Any, state: TrainState, store: Path) -> None:
+    def __init__(self, model: Any, mark: StoreMark) -> None:
         self._own = {id(parameter) for parameter in model.parameters()}
-        self._state = state
-        self._store = store
-        self._uuid = read_identity(store)
+        self._mark = mark
 
-    def save_pretrained(self, *arguments: Any, **options: Any) -> None:
-        raise StepError(
-            "save_pretrained would leave out the experts: commit, close the model, and tierstore.hf.export (or tierstore "
-            f"export) writes all of {self._store}"
+    def refuse(self, name: str, *arguments: Any, **options: Any) -> NoReturn:
+        accelerate = (
+            "; for Accelerator.save_state, prepare all but the model and register_for_checkpointing(tiered)"
         )
-
-    def give_state(self, module: Any, found: dict[str, Any], prefix: str, metadata: Any) -> None:
-        """Makes ``found`` what says where the store stands."""
-        found.clear()
-        said = json.dumps({"store": self._uuid, "position": self._state.position})
-        found[prefix + STATE_ENTRY] = torch.frombuffer(bytearray(said.encode()), dtype=torch.uint8)
+        raise StepError(
+            f"{name} would leave out the experts: commit, close the model, and tierstore.hf.export (or tierstore export) "
+            f"writes all of {self._mark.store}{accelerate if name == 'state_dict' else ''}"
+        )
 
     def take_state(self, module: Any, given: dict[str, Any], prefix: str, *others: Any) -> None:
         """Raises StepError unless ``given`` says that training stands where it stands."""
-        entry = given.pop(prefix + STATE_ENTRY, None)
-        if entry is None or given:
-            raise StepError(
-                f"load_state_dict: the weights of this model are in {self._store}; others enter by tierstore import"
-            )
-        said = json.loads(bytes(entry.tolist()))
-        if said["store"] != self._uuid:
-            raise StepError(f"the checkpoint is of another store than {self._store}")
-        if said["position"] != self._state.position:
-            raise StepError(
-                f"the checkpoint is of step {said['position']}, and {self._store} stands at step {self._state.position}: "
-                "resume from the checkpoint of the store's last commit"
-            )
+        self._mark.load_state_dict({name.removeprefix(prefix): value for name, value in given.items()})
+        given.clear()
 
     def took_state(self, module: Any, keys: Any) -> None:
         """Nothing is missing: the weights are in the store."""

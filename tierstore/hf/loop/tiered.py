@@ -30,7 +30,7 @@ from tierstore.config import load
 from tierstore.errors import ConfigError, StoreMissingError
 from tierstore.hf.checkpoints.checkpoint import Checkpoint
 from tierstore.hf.imports.importing import ImportOptions, import_model
-from tierstore.hf.loop.guards import guarded
+from tierstore.hf.loop.guards import StoreMark, guarded
 from tierstore.hf.loop.watching import Autocast, PassWatch
 from tierstore.hf.manifest import Manifest, Weights
 from tierstore.hf.model import HfModel
@@ -85,7 +85,7 @@ def open_model(
     watch = PassWatch(autocast)
     with _torch_as_before(), open_parts(config, Opening.RESUME, loop=Loop.FOREIGN, watch=watch) as parts:
         tiered = TieredModel(parts, watch)
-        with guarded(tiered.model, parts.state, store):
+        with guarded(tiered.model, tiered.mark):
             yield tiered
             tiered.close()
 
@@ -140,6 +140,8 @@ class TieredModel:
         self._watch = watch
         self._stepper = Stepper(parts)
         self._stack = contextlib.ExitStack()
+        #: Where the store stands, for checkpoints of loops.
+        self.mark = StoreMark(parts.config.store, parts.state)
         model = cast(HfModel, parts.model)
         #: The model: a class of transformers, whose experts are no parameters.
         self.model: Any = model.module
@@ -190,6 +192,15 @@ class TieredModel:
         if self._watch.step is not None:
             raise StepError(f"commit: {self._open_message()}")
         return self._stepper.commit(snapshot=snapshot)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Commits, and says where the store stands: for ``Accelerator.register_for_checkpointing``. Raises as ``commit``."""
+        self.commit()
+        return self.mark.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Compares. Raises StepError where ``state`` is of another store or another step than this one stands at."""
+        self.mark.load_state_dict(state)
 
     # For what drives steps ----------------------------------------------------------------------------------
 
