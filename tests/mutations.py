@@ -306,8 +306,8 @@ MUTATIONS = [
     Mutation(
         "the host budget is no limit",
         "tierstore/store/opening.py",
-        "    frames = max((config.host_budget - scratch) // frame, 1)\n",
-        "    frames = max(8 * (config.host_budget - scratch) // frame, 1)\n",
+        "    return max(nbytes // frame, 1), frame\n",
+        "    return max(8 * nbytes // frame, 1), frame\n",
         PROCESSES + "test_a_store_many_times_its_memory_is_trained_within_a_cgroup",
     ),
     Mutation(

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from typing import Any
 
+import guesses
 import pytest
 
 from tierstore.cli.main import cli
@@ -29,27 +32,40 @@ def run(*arguments: str) -> int:
     return exit_.value.code
 
 
+def guess(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str
+) -> tuple[dict[str, Any], str]:
+    """What the experiment found, and its tables."""
+    monkeypatch.setattr(sys, "argv", ["guesses.py", *arguments])
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as exit_:
+        guesses.main()
+    assert exit_.value.code == 0
+    *tables, last = capfd.readouterr().out.splitlines()
+    return json.loads(last), "\n".join(tables)
+
+
 def without_seconds(out: str) -> dict[str, object]:
     found: dict[str, object] = json.loads(out.splitlines()[-1])
     return {key: value for key, value in found.items() if not key.endswith("_s")}
 
 
 def test_predictors_are_compared_and_nothing_is_committed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text, store = tmp_path / "text", tmp_path / "store"
     text.write_bytes(bytes(range(256)) * 64)
-    settings = [f"--set={setting}" for setting in (*TINY, f"data.paths={text}")]
+    given = (*TINY, f"data.paths={text}")
+    settings = [f"--set={setting}" for setting in given]
     assert run("train", f"--store={store}", "--steps=2", *settings) == 0
     assert run("verify", str(store), "--json") == 0
     before = without_seconds(capsys.readouterr().out)
-    asked = ["--steps=2", "--warmup=1", "--prompt=3", "--tokens=4", "--host-budget=300KiB", "--json"]
+    asked = ["--steps=2", "--warmup=1", "--prompt=3", "--tokens=4", f"--host-budget={300 << 10}"]
     found = []
     for _ in range(2):
-        assert run("bench", "guesses", f"--store={store}", *asked, *settings) == 0
-        out, err = capsys.readouterr()
-        assert "demanded in forward passes" in err
-        found.append(json.loads(out.splitlines()[-1]))
+        one, tables = guess(capsys, monkeypatch, f"--store={store}", *asked, "--set", *given)
+        assert "demanded in forward passes" in " ".join(tables.split())
+        found.append(one)
     assert run("verify", str(store), "--json") == 0
     assert without_seconds(capsys.readouterr().out) == before
     for one in found:
@@ -68,15 +84,16 @@ def test_predictors_are_compared_and_nothing_is_committed(
 
 
 def test_in_layer_order_forward_passes_are_watched_too(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All that is read without a predictor is demanded, and a part of it by forward passes."""
     text, store = tmp_path / "text", tmp_path / "store"
     text.write_bytes(bytes(range(256)) * 64)
     ordered = ("data.micro_batches=2", "data.micro_order=layer", f"data.paths={text}")
-    settings = [f"--set={setting}" for setting in (*TINY, *ordered)]
+    given = (*TINY, *ordered)
+    settings = [f"--set={setting}" for setting in given]
     assert run("train", f"--store={store}", "--steps=1", *settings) == 0
-    asked = ["--predictor=none", "--steps=2", "--warmup=1", "--tokens=0", "--host-budget=300KiB", "--json"]
-    assert run("bench", "guesses", f"--store={store}", *asked, *settings) == 0
-    (none,) = json.loads(capsys.readouterr().out.splitlines()[-1])["predictors"]
+    asked = ["--predictors=none", "--steps=2", "--warmup=1", "--tokens=0", f"--host-budget={300 << 10}"]
+    found, _ = guess(capsys, monkeypatch, f"--store={store}", *asked, "--set", *given)
+    (none,) = found["predictors"]
     assert 0 < none["training"]["forward_demanded_bytes"] < none["training"]["read_bytes"]

@@ -159,3 +159,16 @@ def fused_experts(model: Any) -> dict[tuple[int, int], torch.Tensor]:
                 parts = [parameters[name][expert].detach().float().flatten() for name in names]
                 found[layer, expert] = torch.cat(parts)
     return found
+
+
+def write_tokenizer(directory: Path) -> None:
+    """A tokenizer of single bytes: as many tokens as the tiny models have."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<end>", *(chr(code) for code in range(32, 127))]
+    tokenizer = Tokenizer(
+        models.BPE(vocab={word: number for number, word in enumerate(words)}, merges=[], unk_token="<end>")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(directory)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import imported, rewrite, save, tensors_of
+from checkpoints import imported, rewrite, save, tensors_of, write_tokenizer
 from click.testing import CliRunner
 from lora_cases import quiet_peft, session, take
 from tiny_families import make_config, plain_model
@@ -27,19 +27,6 @@ def call(*arguments: object, status: int = 0) -> str:
     result = CliRunner().invoke(cli, [str(argument) for argument in arguments])
     assert result.exit_code == status, result.output
     return result.output
-
-
-def write_tokenizer(directory: Path) -> None:
-    """A tokenizer of single bytes: as many tokens as the tiny models have."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = ["<end>", *(chr(code) for code in range(32, 127))]
-    tokenizer = Tokenizer(
-        models.BPE(vocab={word: number for number, word in enumerate(words)}, merges=[], unk_token="<end>")
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(directory)
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +123,22 @@ def test_tensors_that_are_missing_and_that_nobody_knows(made: Path, tmp_path: Pa
     adapter = written(tensors | extra)
     with pytest.raises(DataError, match=r"layers\.9\..*no such layer"):
         load_adapter(adapter, made / "store")
+
+
+@pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
+def test_layers_that_cannot_be_merged(made: Path, tmp_path: Path, target: str) -> None:
+    """As peft saves them. The model has these layers, so that cannot be the reason."""
+    import peft
+
+    with quiet_peft():
+        model = peft.get_peft_model(
+            plain_model(make_config("mixtral")), peft.LoraConfig(r=2, target_modules=["q_proj", target])
+        )
+        model.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
+    with pytest.raises(
+        DataError, match="only pairs of attention's linear layers and of experts can be merged"
+    ):
+        load_adapter(tmp_path / "theirs", made / "store")
 
 
 def test_a_damaged_adapter(made: Path, tmp_path: Path) -> None:

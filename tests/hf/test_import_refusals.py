@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import change_config, imported, rewrite, save, tensors_of
+from checkpoints import change_config, imported, rewrite, save, tensors_of, write_tokenizer
 from click.testing import CliRunner
 
 from tierstore import capabilities
@@ -17,6 +17,7 @@ from tierstore.cli.importing import import_
 from tierstore.cli.main import cli
 from tierstore.errors import CapabilityError, ConfigError, DataError, StoreFormatError
 from tierstore.hf.describing import describe_config
+from tierstore.hf.imports.importing import ImportPlan, import_model
 from tierstore.hf.manifest import Manifest
 from tierstore.model.config import ComputeDtype
 
@@ -213,3 +214,65 @@ def test_the_command_refuses_in_one_line(
         cli.main(["import", str(source), "--store", str(tmp_path / "s")])
     assert ended.value.code == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("asked", ["flash_attention_2", "flash_attention_3", "kernels-community/flash-attn"])
+def test_an_attention_that_is_not_to_be_had_is_ignored(asked: str, source: Path, tmp_path: Path) -> None:
+    """The same manifest as without it, and one line."""
+    plain, _ = describe_lines(source, tmp_path / "plain")
+    change_config(source, _attn_implementation=asked)
+    found, lines = describe_lines(source, tmp_path / "asked")
+    assert found.units == plain.units
+    assert [line for line in lines if asked in line] == lines
+    assert len(lines) == 1
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", ["", '{"a": ', "[1]", "version https://git-lfs.github.com/spec/v1\n"])
+def test_a_damaged_companion_is_no_reason_to_refuse(
+    name: str, content: str, source: Path, tmp_path: Path
+) -> None:
+    write_tokenizer(source)
+    (source / name).write_text(content)
+    _, lines = describe_lines(source, tmp_path / "s")
+    assert len(lines) == 1
+    assert str(source) in lines[0]
+
+
+def describe_lines(source: Path, store: Path) -> tuple[Manifest, list[str]]:
+    """The manifest of an import, and what it says is ignored."""
+    plans: list[ImportPlan] = []
+    import_model(source, store, planned=plans.append)
+    return plans[0].manifest, list(plans[0].notes)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("pad_token_id", 128), ("num_attention_heads", 0), ("num_key_value_heads", -1), ("vocab_size", 0)),
+        *(("num_hidden_layers", 10**12), ("num_experts", 10**12), ("max_position_embeddings", 0)),
+        *(
+            ("head_dim", -8),
+            ("moe_intermediate_size", "many"),
+            ("rms_norm_eps", None),
+            ("hidden_act", "none such"),
+        ),
+    ],
+)
+def test_numbers_of_no_model_are_one_line(key: str, value: object, source: Path, tmp_path: Path) -> None:
+    change_config(source, **{key: value})
+    result = CliRunner().invoke(cli, ["import", str(source), "--store", str(tmp_path / "s")])
+    assert result.exit_code == 2, result.exception
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert str(source / "config.json") in result.stderr or str(source) in result.stderr
+    assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+def test_a_pointer_of_git_lfs_is_named(name: str, source: Path, tmp_path: Path) -> None:
+    oid = "0" * 64
+    pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{oid}\nsize 12345\n"
+    (source / name).write_text(pointer)
+    with pytest.raises(DataError, match=rf"{name}: a git-lfs pointer"):
+        imported(source, tmp_path / "s")
+    assert not (tmp_path / "s").exists()

@@ -71,7 +71,9 @@ CHECKS: Mapping[str, Check] = {
     help="Probe the disk under this directory.",
 )
 @click.option(
-    "--store", type=PATH, help="Show the drives of this store, too (of all ranks; no process may write it)."
+    "--store",
+    type=PATH,
+    help="Show the drives of this store, too (of all ranks; not while a process changes it).",
 )
 @click.option(
     "--capability",

@@ -100,6 +100,8 @@ def _describe(plan: ImportPlan, store: Path, output: Output) -> None:
         output.line(
             f"{len(manifest.carried)} tensors that this family ignores ({manifest.carried[0].name}, ...) are carried along"
         )
+    for note in plan.notes:
+        output.line(note)
     each = " for each rank" if plan.ranks > 1 else ""
     frozen = manifest.weights.value == "frozen"
     if manifest.codes is not None:

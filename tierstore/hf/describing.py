@@ -42,6 +42,21 @@ OUTPUT_KEYS = (
     "use_cache",
     "use_return_dict",
 )
+#: Counts of a configuration, and the most of each: there is no model without one, and all layers and experts are walked.
+_COUNTS = {
+    "num_hidden_layers": 10_000,
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 1 << 16),
+    **dict.fromkeys(
+        (
+            "vocab_size",
+            "hidden_size",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "max_position_embeddings",
+        ),
+        1 << 31,
+    ),
+}
 _QUANTIZED = {None: Quantization.NONE, "fp8": Quantization.FP8_BLOCKS, "mxfp4": Quantization.MXFP4}
 
 
@@ -128,13 +143,21 @@ def _build(config: Mapping[str, Any], compute: ComputeDtype, where: str) -> tupl
     plain = {key: value for key, value in config.items() if key not in (*FILE_KEYS, *OUTPUT_KEYS)}
     before = torch.get_default_dtype()
     try:
+        _check_counts(config, where)
         parsed = library.CONFIG_MAPPING[config["model_type"]].from_dict(plain)
         cls = library.MODEL_FOR_CAUSAL_LM_MAPPING[type(parsed)]
+        ignored_attention(cls, parsed)
         torch.set_default_dtype(compute.torch)
         with torch.device("meta"):
             model: nn.Module = cls(parsed)
-    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"{where}: transformers cannot build this model: {error}") from error
+    except ConfigError:
+        raise
+    except (
+        *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, MemoryError),
+        *(RuntimeError, TypeError, ValueError),
+    ) as error:
+        text = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(f"{where}: transformers cannot build this model: {text}") from error
     except Exception as error:  # huggingface_hub checks the types of fields with errors of its own
         if type(error).__module__.split(".")[0] not in ("huggingface_hub", "transformers"):
             raise
@@ -143,6 +166,26 @@ def _build(config: Mapping[str, Any], compute: ComputeDtype, where: str) -> tupl
     finally:
         torch.set_default_dtype(before)
     return model, parsed
+
+
+def _check_counts(config: Mapping[str, Any], where: str) -> None:
+    """Raises ConfigError for numbers that transformers fails at, or loops over without end."""
+    for name, most in _COUNTS.items():
+        value = config.get(name)
+        if isinstance(value, int) and not 1 <= value <= most:
+            raise ConfigError(f"{where}: {name}: expected 1 to {most}, got {value}")
+    pad, size = config.get("pad_token_id"), config.get("vocab_size")
+    if isinstance(pad, int) and isinstance(size, int) and pad >= size:
+        raise ConfigError(f"{where}: pad_token_id: expected less than {size} (vocab_size), got {pad}")
+
+
+def ignored_attention(cls: Any, parsed: Any) -> str | None:
+    """What attention ``parsed`` asks for that ``cls`` cannot compute here: it is then left to transformers. Else None."""
+    asked = parsed._attn_implementation
+    if asked in (None, "eager") or (asked == "sdpa" and cls._supports_sdpa):
+        return None
+    parsed._attn_implementation = None
+    return str(asked)
 
 
 def expert_modules(model: nn.Module) -> dict[int, nn.Module]:

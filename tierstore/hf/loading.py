@@ -23,7 +23,7 @@ from torch import nn
 
 from tierstore.capabilities import package_path
 from tierstore.errors import ConfigError
-from tierstore.hf.describing import CONFIG_NAME, FILE_KEYS, OUTPUT_KEYS, read_config
+from tierstore.hf.describing import CONFIG_NAME, FILE_KEYS, OUTPUT_KEYS, ignored_attention, read_config
 from tierstore.hf.experts import IMPLEMENTATION, expert_shape_of, experts_modules, is_experts, register
 from tierstore.hf.packages import transformers
 from tierstore.moe.config import ExpertShape
@@ -91,6 +91,7 @@ def build_module(config: Any, dtype: torch.dtype) -> LoadedModule:
     register()
     kind = class_of(config)
     config = copy.deepcopy(config)  # transformers notes in it what the module is made with
+    ignored_attention(kind, config)
     with torch.device("meta"):
         module = kind._from_config(config, dtype=dtype, experts_implementation=IMPLEMENTATION)
     shape, experts, experts_at = _take_experts(config, module)

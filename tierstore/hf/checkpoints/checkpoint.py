@@ -85,6 +85,12 @@ class Header:
 # Headers ----------------------------------------------------------------------------------------------------
 
 
+def refuse_pointer(path: Path, start: bytes) -> None:
+    """Raises DataError where ``start``, the first bytes of ``path``, are those of a git-lfs pointer."""
+    if start[:8] == b"version ":
+        raise DataError(f"{path}: a git-lfs pointer, not the file itself: git lfs pull fetches it")
+
+
 def read_header(path: Path) -> Header:
     """The header of ``path``, checked against the file. Raises DataError naming file, tensor and what was expected;
     OSError.
@@ -96,6 +102,7 @@ def read_header(path: Path) -> Header:
             raise DataError(
                 f"{path}: {size} bytes, expected a safetensors file of at least 8; is it truncated?"
             )
+        refuse_pointer(path, start)
         length = int.from_bytes(start, "little")
         if length > MAX_HEADER_BYTES:
             raise DataError(f"{path}: a header of {length} bytes, expected at most {MAX_HEADER_BYTES}")
@@ -256,8 +263,10 @@ class Checkpoint:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
+    content = index.read_bytes()
+    refuse_pointer(index, content)
     try:
-        value = json.loads(index.read_bytes())
+        value = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{index}: not JSON: {error}") from error
     weight_map = value.get("weight_map") if isinstance(value, dict) else None

@@ -146,9 +146,16 @@ class _FileAdapter(Adapter):
                 raise DataError(f"{directory / ADAPTER_FILE}: {name}: expected shape {size}, found {found}")
         unknown = sorted(set(tensors) - set(wanted))
         if unknown:
-            raise DataError(
-                f"{directory / ADAPTER_FILE}: {unknown[0]}: the model of the store has no such layer ({len(unknown)} such)"
+            layer = (
+                unknown[0].removeprefix("base_model.model.").partition(".lora_")[0].removesuffix(".weight")
             )
+            known = {entry.name for entry in (*spec.manifest.parameters(), *spec.manifest.tied)}
+            why = (
+                "only pairs of attention's linear layers and of experts can be merged"
+                if {layer, f"{layer}.weight"} & known
+                else "the model of the store has no such layer"
+            )
+            raise DataError(f"{directory / ADAPTER_FILE}: {unknown[0]}: {why} ({len(unknown)} such)")
 
     def _expert_tensors(self, layer: int, shape: PairShape | None) -> dict[str, tuple[int, int]]:
         assert shape is not None

@@ -12,9 +12,10 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +32,7 @@ from tierstore.errors import (
 )
 from tierstore.hf.checkpoints.checkpoint import Checkpoint, ReadWindow, TensorReader
 from tierstore.hf.checkpoints.weights import WeightReader
-from tierstore.hf.describing import describe_config, read_config
+from tierstore.hf.describing import CONFIG_NAME, describe_config, ignored_attention, read_config
 from tierstore.hf.families import Part
 from tierstore.hf.imports.filling import ExpertJob, Filler, Job, UnitJob
 from tierstore.hf.imports.matching import Matched, match
@@ -39,9 +40,11 @@ from tierstore.hf.imports.model_files import (
     carried_entries,
     check_tokenizer,
     companion_files,
+    companion_notes,
     copy_carried,
     copy_companions,
 )
+from tierstore.hf.loading import class_of, parse_config
 from tierstore.hf.manifest import ImportProgress, ImportState, Manifest, Weights
 from tierstore.hf.spec import HfSpec
 from tierstore.model.buffers import BUFFERS_KEY, pack_arrays
@@ -109,6 +112,8 @@ class ImportPlan:
     schemas: tuple[RecordSchema, ...]
     jobs: tuple[Job, ...]
     counts: dict[str, int]
+    #: What of the model directory is ignored, a line each.
+    notes: tuple[str, ...]
 
     @property
     def manifest(self) -> Manifest:
@@ -232,7 +237,16 @@ def plan_import(source: Path, options: ImportOptions, mesh: Mesh) -> ImportPlan:
         schemas=tuple(schemas),
         jobs=tuple(jobs),
         counts=counts,
+        notes=tuple(_notes(source, config)),
     )
+
+
+def _notes(source: Path, config: Mapping[str, Any]) -> Iterator[str]:
+    parsed = parse_config(config)
+    asked = ignored_attention(class_of(parsed), parsed)
+    if asked is not None:
+        yield f"{source / CONFIG_NAME}: _attn_implementation = {asked!r} is ignored: it is not to be had here"
+    yield from companion_notes(source)
 
 
 def _compute_of(checkpoint: Checkpoint) -> ComputeDtype:

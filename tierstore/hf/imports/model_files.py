@@ -8,11 +8,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tierstore.errors import DataError
-from tierstore.hf.checkpoints.checkpoint import INDEX_NAME, TensorInfo, TensorReader, copy_tensors
+from tierstore.errors import ConfigError, DataError
+from tierstore.hf.checkpoints.checkpoint import (
+    INDEX_NAME,
+    TensorInfo,
+    TensorReader,
+    copy_tensors,
+    refuse_pointer,
+)
 from tierstore.hf.describing import CONFIG_NAME
 from tierstore.hf.manifest import MANIFEST_NAME, CarriedEntry, Quantization, write_durably
 from tierstore.store.disk.home import fsync_directory
+from tierstore.train.tokens.tokenizing import DocumentTokenizer
 
 _SUFFIXES = {".json", ".jinja", ".model", ".txt", ".tiktoken"}
 _NAMES = ("LICENSE", "NOTICE", "USE_POLICY")
@@ -43,8 +50,10 @@ def check_tokenizer(directory: Path, vocab_size: int) -> None:
     path = directory / "tokenizer.json"
     if not path.exists():
         return
+    content = path.read_bytes()
+    refuse_pointer(path, content)
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(content)
         vocabulary = value.get("model", {}).get("vocab", {})
         numbers = list(vocabulary.values()) if isinstance(vocabulary, dict) else [len(vocabulary) - 1]
         numbers += [token["id"] for token in value.get("added_tokens") or ()]
@@ -55,6 +64,23 @@ def check_tokenizer(directory: Path, vocab_size: int) -> None:
         raise DataError(
             f"{path}: token {largest} is beyond the model's vocabulary of {vocab_size} (vocab_size in {CONFIG_NAME})"
         )
+
+
+def companion_notes(directory: Path) -> Iterator[str]:
+    """A line for each companion file that is damaged and yet no reason to refuse the model."""
+    path = directory / "generation_config.json"
+    if path.exists():
+        try:
+            whole = isinstance(json.loads(path.read_bytes()), dict)
+        except (ValueError, RecursionError):
+            whole = False
+        if not whole:
+            yield f"{path}: not a JSON object, and ignored"
+    if (directory / "tokenizer.json").exists():
+        try:
+            DocumentTokenizer(directory)
+        except (ConfigError, DataError) as error:
+            yield f"{error}; the model is imported, but reads and writes no text"
 
 
 def copy_companions(source: Path, target: Path, names: Sequence[str], quantization: Quantization) -> None:
