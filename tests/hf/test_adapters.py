@@ -134,7 +134,7 @@ def test_layers_that_cannot_be_merged(made: Path, tmp_path: Path, target: str) -
         model = peft.get_peft_model(
             plain_model(make_config("mixtral")), peft.LoraConfig(r=2, target_modules=["q_proj", target])
         )
-        model.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
+        model.save_pretrained(tmp_path / "theirs", save_embedding_layers=True)
     with pytest.raises(
         DataError, match="only pairs of attention's linear layers and of experts can be merged"
     ):

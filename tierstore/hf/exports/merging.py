@@ -7,6 +7,7 @@ fingerprint. What peft can do beyond plain low-rank pairs is refused by name.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -146,13 +147,12 @@ class _FileAdapter(Adapter):
                 raise DataError(f"{directory / ADAPTER_FILE}: {name}: expected shape {size}, found {found}")
         unknown = sorted(set(tensors) - set(wanted))
         if unknown:
-            layer = (
-                unknown[0].removeprefix("base_model.model.").partition(".lora_")[0].removesuffix(".weight")
-            )
-            known = {entry.name for entry in (*spec.manifest.parameters(), *spec.manifest.tied)}
+            target = re.sub(r"^base_model\.model\.|(\.base_layer)?(\.lora_.*|\.weight)$", "", unknown[0])
+            known = {entry.name for entry in spec.manifest.parameters()}
+            known |= {entry.name for entry in spec.manifest.tied}
             why = (
                 "only pairs of attention's linear layers and of experts can be merged"
-                if {layer, f"{layer}.weight"} & known
+                if {target, f"{target}.weight"} & known
                 else "the model of the store has no such layer"
             )
             raise DataError(f"{directory / ADAPTER_FILE}: {unknown[0]}: {why} ({len(unknown)} such)")
