@@ -268,7 +268,9 @@ def test_numbers_of_no_model_are_one_line(key: str, value: object, source: Path,
     assert not (tmp_path / "s").exists()
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+@pytest.mark.parametrize(
+    "name", ["config.json", "model.safetensors", "tokenizer.json", "tokenizer.model", "chat_template.jinja"]
+)
 def test_a_pointer_of_git_lfs_is_named(name: str, source: Path, tmp_path: Path) -> None:
     oid = "0" * 64
     pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{oid}\nsize 12345\n"

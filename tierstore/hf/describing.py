@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tierstore.dense.config import Fusion
 from tierstore.errors import ConfigError
+from tierstore.hf.checkpoints.checkpoint import refuse_pointer
 from tierstore.hf.families import Family, family_of
 from tierstore.hf.manifest import (
     BufferEntry,
@@ -61,12 +62,15 @@ _QUANTIZED = {None: Quantization.NONE, "fp8": Quantization.FP8_BLOCKS, "mxfp4": 
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """config.json, or that of a model directory. Raises ConfigError naming the file; OSError."""
+    """config.json, or that of a model directory. Raises ConfigError and DataError (a git-lfs pointer) naming it, OSError."""
     file = path / CONFIG_NAME if path.is_dir() else path
     try:
-        value = json.loads(file.read_bytes())
+        content = file.read_bytes()
     except FileNotFoundError as error:
         raise ConfigError(f"{file}: missing; expected a model directory or its {CONFIG_NAME}") from error
+    refuse_pointer(file, content)
+    try:
+        value = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file}: not JSON: {error}") from error
     if not isinstance(value, dict):

@@ -87,7 +87,7 @@ class Header:
 
 def refuse_pointer(path: Path, start: bytes) -> None:
     """Raises DataError where ``start``, the first bytes of ``path``, are those of a git-lfs pointer."""
-    if start[:8] == b"version ":
+    if start.startswith(b"version "):
         raise DataError(f"{path}: a git-lfs pointer, not the file itself: git lfs pull fetches it")
 
 

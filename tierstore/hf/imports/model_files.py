@@ -46,7 +46,13 @@ def companion_files(directory: Path) -> list[str]:
 
 
 def check_tokenizer(directory: Path, vocab_size: int) -> None:
-    """Raises DataError where the tokenizer has a token that the embedding has no row for."""
+    """Raises DataError where the tokenizer has a token that the embedding has no row for, or one of its files that are no
+    JSON is a git-lfs pointer, which would be taken for a template or a vocabulary.
+    """
+    for name in companion_files(directory):
+        if not name.endswith(".json"):
+            with (directory / name).open("rb") as file:
+                refuse_pointer(directory / name, file.read(8))
     path = directory / "tokenizer.json"
     if not path.exists():
         return
