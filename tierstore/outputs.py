@@ -26,9 +26,8 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
 
 _HEAD_BYTES = 1 << 16
-_STORE = (
-    "tierstore.json"  # as ``tierstore.store.disk.home`` has it: an empty file of a store is its lock, say
-)
+#: As ``tierstore.store.disk.home`` has it: an empty file of a store is its lock, say.
+_STORE = "tierstore.json"
 _DESCRIPTOR = re.compile(r"/(?:proc/(?:self|\d+)|dev)/fd/(\d+)")
 
 

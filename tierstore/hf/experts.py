@@ -37,7 +37,7 @@ _BOUND = "tierstore_layer"
 
 
 @dataclass(frozen=True, slots=True)
-class PassLoads:
+class ForwardLoads:
     """The loads of one forward pass, ``by_layer``; ``mask_T``: bool, its tokens that are no padding (None: all)."""
 
     by_layer: dict[int, Tensor] = field(default_factory=dict)
@@ -53,11 +53,11 @@ class ExpertLoads:
 
     def __init__(self) -> None:
         #: Of the forward pass that is under way.
-        self.under_way = PassLoads()
+        self.under_way = ForwardLoads()
 
     def begin(self, mask_BT: Tensor | None = None) -> None:
         """A forward pass begins; its tokens lie as those of ``mask_BT``."""
-        self.under_way = PassLoads(mask_T=None if mask_BT is None else mask_BT.flatten())
+        self.under_way = ForwardLoads(mask_T=None if mask_BT is None else mask_BT.flatten())
 
     def counted(self, expert_TK: Tensor) -> Tensor:
         """Those of ``expert_TK`` that tokens were routed to, and not padding."""

@@ -24,7 +24,7 @@ from tierstore.errors import StoreFormatError
 from tierstore.hf.balance import AuxLoss, BiasBalance, routers_of
 from tierstore.hf.describing import unit_of
 from tierstore.hf.drawing import generator_states, set_generator_states
-from tierstore.hf.experts import ExpertLayer, ExpertLoads, PassLoads, bind
+from tierstore.hf.experts import ExpertLayer, ExpertLoads, ForwardLoads, bind
 from tierstore.hf.loading import LoadedModule, build_module, checkpoint_activations, class_of, parse_config
 from tierstore.hf.lora import adapt, peft, refuse_adapters
 from tierstore.hf.packages import quiet_transformers
@@ -76,7 +76,7 @@ class _UnderWay:
     """What a forward pass under way keeps in the model, and the states of the generators that it draws from."""
 
     seed: tuple[int, int]
-    loads: PassLoads
+    loads: ForwardLoads
     logits: dict[int, Tensor] | None
     generators: Tensor
 

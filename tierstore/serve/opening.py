@@ -145,7 +145,7 @@ def _refuse_ranks(directory: Path) -> None:
         )
 
 
-def _refuse_ring(config: ServeConfig, stored: StoredModel) -> None:
+def _refuse_ring(config: ServeConfig, stored: ServedStore) -> None:
     """Raises ConfigError where a ring is asked for, and experts have pairs."""
     if stored.pairs is not None and (config.ring.memory is ExpertMemory.RING or config.ring.layers):
         name = "ring.memory" if config.ring.memory is ExpertMemory.RING else "ring.layers"
@@ -156,7 +156,7 @@ def _refuse_ring(config: ServeConfig, stored: StoredModel) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoredModel:
+class ServedStore:
     """What the last commit of a store says of its model."""
 
     state: TrainState
@@ -170,7 +170,7 @@ class StoredModel:
     missed_records: int
 
 
-def read_stored(directory: Path) -> StoredModel:
+def read_stored(directory: Path) -> ServedStore:
     """Reads no weights. Raises ConfigError (several ranks), StoreError, StoreFormatError."""
     summary = read_summary(directory)
     state = TrainState.unpack(summary.state, where=str(directory))
@@ -179,7 +179,7 @@ def read_stored(directory: Path) -> StoredModel:
     if experts is None:
         raise StoreError(f"{directory}: it holds no experts")
     lora = served_lora(directory, state)
-    return StoredModel(
+    return ServedStore(
         state=state,
         spec=spec,
         experts=experts,
@@ -216,7 +216,7 @@ def _open_store(
 def _open_experts(
     stack: contextlib.ExitStack,
     config: ServeConfig,
-    stored: StoredModel,
+    stored: ServedStore,
     budgets: ServedBudgets,
     *,
     store: StoreCore,

@@ -48,13 +48,12 @@ def run_ranks(
     *,
     ranks: int,
     timeout_s: float,
-    namespaces: Sequence[RankNamespace] = (),
 ) -> list[Any]:
     """Runs ``python -m module arguments`` as ``ranks`` ranks; the JSON that each printed last, in rank order.
 
     Raises WorkerError when one fails or does not end within ``timeout_s`` seconds.
     """
-    processes = start_ranks(module, ranks, arguments, namespaces=namespaces)
+    processes = start_ranks(module, ranks, arguments)
     try:
         return [_answer(rank, process, timeout_s) for rank, process in enumerate(processes)]
     finally:
