@@ -39,8 +39,9 @@ from tierstore.plan.capacity import Capacity, Setting
 from tierstore.plan.traffic import step_traffic
 from tierstore.prefetch.program import Finals
 from tierstore.stats import StallLedger
+from tierstore.tiers.slots import DeviceKind
 from tierstore.timeline import Track, open_timeline
-from tierstore.train.budgets import DeviceKind, budgets
+from tierstore.train.budgets import budgets
 from tierstore.train.config import TrainConfig
 from tierstore.train.files import MicroOrder
 from tierstore.train.stages.order import one_forward_one_backward

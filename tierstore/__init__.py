@@ -53,9 +53,9 @@ if TYPE_CHECKING:
         VerifyReport,
         verify_store,
     )
+    from tierstore.tiers.slots import DeviceKind
     from tierstore.timeline import TimelineSink
     from tierstore.train import Opening, TrainConfig, Trainer, open_session
-    from tierstore.train.budgets import DeviceKind
 else:
     __getattr__, __dir__ = exports(__name__, __file__)
 

@@ -15,12 +15,12 @@ from tierstore.hf.families import FAMILIES as NAMES
 from tierstore.hf.imports.importing import ImportOptions, ImportReport, import_model
 from tierstore.hf.manifest import Manifest
 from tierstore.model.buffers import BUFFERS_KEY, unpack_arrays
+from tierstore.model.store_schema import expert_key
 from tierstore.store.config import StoreConfig
 from tierstore.store.directories import rank_directories
 from tierstore.store.format import COMMITTED_GROUPS
 from tierstore.store.opening import minimum_host_budget, read_schemas
 from tierstore.store.parameter_store import ParameterStore
-from tierstore.train.experts import expert_key
 
 __all__ = ["FAMILIES"]
 

@@ -15,6 +15,7 @@ from tierstore.hf.imports.importing import ImportOptions, import_model
 from tierstore.hf.manifest import Weights
 from tierstore.hf.stored import stored_spec
 from tierstore.model.interface import Batch
+from tierstore.model.store_schema import STATE_KEY
 from tierstore.moe.lora import LoraConfig
 from tierstore.parallel import Mesh
 from tierstore.store.adamw import AdamWConfig
@@ -24,7 +25,6 @@ from tierstore.train.config import FinetuneConfig, TrainConfig
 from tierstore.train.files import DataConfig
 from tierstore.train.ranks import Opening
 from tierstore.train.session import Loop, open_parts
-from tierstore.train.state import STATE_KEY
 from tierstore.train.stepping import SessionParts, Stepper, means
 
 LR = 2e-3

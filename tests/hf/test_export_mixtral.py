@@ -21,13 +21,13 @@ from tierstore.hf.exports.exporting import Exported, export
 from tierstore.hf.exports.mixtral import _units, refusals
 from tierstore.hf.exports.outline import ExportDtype
 from tierstore.model.config import ModelConfig
+from tierstore.model.store_schema import EXPERT_SCHEMA
 from tierstore.moe.source import InMemoryExperts
 from tierstore.parallel.config import RowPlacement
 from tierstore.parallel.layout import Layout
 from tierstore.store import ParameterStore, StoreConfig
 from tierstore.store.directories import verify_all
 from tierstore.store.summary import read_summary
-from tierstore.train.budgets import EXPERT_SCHEMA
 from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening
 from tierstore.train.resharding import VocabularyPlacement, reshard

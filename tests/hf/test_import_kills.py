@@ -31,11 +31,11 @@ from tierstore.errors import StoreExistsError, StoreFormatError, StoreMissingErr
 from tierstore.hf.imports.importing import ImportOptions, import_model
 from tierstore.hf.manifest import ImportProgress, ImportState, Manifest, Weights
 from tierstore.model.config import ComputeDtype
+from tierstore.model.store_schema import IMPORT_KEY
 from tierstore.parallel import Mesh, RankEnvironment
 from tierstore.store.parameter_store import verify_store
 from tierstore.train import Opening
 from tierstore.train.ranks import agree
-from tierstore.train.state import IMPORT_KEY
 
 _OPTIONS = ImportOptions(commit_bytes=30_000)
 

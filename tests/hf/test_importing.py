@@ -29,12 +29,11 @@ from tierstore.errors import ConfigError, DataError, StoreExistsError, StoreForm
 from tierstore.hf.imports.importing import ImportOptions
 from tierstore.hf.manifest import Manifest, Weights
 from tierstore.model.config import ComputeDtype
+from tierstore.model.store_schema import IMPORT_KEY, STATE_KEY, TrainState
 from tierstore.store.format import Group, MomentFormat
 from tierstore.store.parameter_store import verify_store
-from tierstore.train import state as train_state
 from tierstore.train.ranks import Opening
 from tierstore.train.session import open_session
-from tierstore.train.state import IMPORT_KEY
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -203,7 +202,7 @@ def test_a_complete_import_is_left_alone(tmp_path: Path) -> None:
     imported(tmp_path / "m", tmp_path / "s")
     with open_store(tmp_path / "s") as store:
         before = store.last_commit.generation, store.records_crc32c()
-        assert store.last_commit.state.keys() >= {IMPORT_KEY, train_state.STATE_KEY}
+        assert store.last_commit.state.keys() >= {IMPORT_KEY, STATE_KEY}
     report = imported(tmp_path / "m", tmp_path / "s")
     assert (report.records, report.commits) == (0, 0)
     with open_store(tmp_path / "s") as store:
@@ -222,7 +221,7 @@ def test_a_model_that_was_trained_is_not_imported_again(tmp_path: Path) -> None:
     save(tmp_path / "m", "olmoe")
     imported(tmp_path / "m", tmp_path / "s")
     with open_store(tmp_path / "s") as store:
-        store.commit({train_state.STATE_KEY: train_state.TrainState(position=3).pack()})
+        store.commit({STATE_KEY: TrainState(position=3).pack()})
     with pytest.raises(StoreExistsError, match="a model was imported before, and has been trained since"):
         imported(tmp_path / "m", tmp_path / "s")
 

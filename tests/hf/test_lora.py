@@ -18,11 +18,12 @@ from tierstore.hf.exports.adapter import export_adapter
 from tierstore.hf.exports.exporting import export
 from tierstore.hf.lora import refuse_target_parameters, target_modules
 from tierstore.hf.manifest import Weights
+from tierstore.model.store_schema import pair_key
 from tierstore.moe.lora import LoraConfig, LoraTargets, PairShape
 from tierstore.prefetch.gradients import NoGradients
 from tierstore.store.format import MomentFormat
-from tierstore.train.budgets import DeviceKind, least_host_budget
-from tierstore.train.experts import pair_key
+from tierstore.tiers.slots import DeviceKind
+from tierstore.train.budgets import least_host_budget
 from tierstore.train.files import DataConfig, DataFormat, MicroOrder
 from tierstore.train.ranks import Opening
 from tierstore.train.session import open_session

@@ -14,6 +14,7 @@ from tiny_families import make_config, plain_model
 
 from tierstore.errors import StoreExistsError, StoreFormatError
 from tierstore.hf.manifest import Weights
+from tierstore.model.store_schema import STATE_KEY
 from tierstore.moe.lora import LoraConfig, LoraTargets
 from tierstore.parallel import Mesh, RankEnvironment
 from tierstore.parallel.layout import Layout
@@ -21,7 +22,6 @@ from tierstore.store.committing import Keep
 from tierstore.train.ranks import Opening
 from tierstore.train.resharding import reshard
 from tierstore.train.session import Loop, open_parts
-from tierstore.train.state import STATE_KEY
 from tierstore.train.stepping import Stepper
 
 if TYPE_CHECKING:

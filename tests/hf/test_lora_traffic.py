@@ -18,7 +18,8 @@ from tierstore.moe.lora import LoraConfig, LoraTargets
 from tierstore.plan.capacity import Setting, capacity
 from tierstore.plan.traffic import StepWindow, step_traffic
 from tierstore.plan.uses import Use, usage_of
-from tierstore.train.budgets import DeviceKind, least_host_budget
+from tierstore.tiers.slots import DeviceKind
+from tierstore.train.budgets import least_host_budget
 from tierstore.train.config import FinetuneConfig
 from tierstore.train.ranks import Opening
 from tierstore.train.session import Loop, open_parts

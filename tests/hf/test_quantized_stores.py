@@ -17,13 +17,13 @@ from tierstore.hf.imports.importing import ImportOptions
 from tierstore.hf.manifest import Manifest, Weights
 from tierstore.hf.spec import HfSpec
 from tierstore.hf.stored import stored_spec
+from tierstore.model.store_schema import EXPERT_SCHEMA, quantized_layout
 from tierstore.moe.lora import LoraConfig
 from tierstore.quant.layout import CodeFormat
 from tierstore.quant.values import dequantize, quantize
 from tierstore.store import WeightFormat
 from tierstore.store.opening import read_schemas
 from tierstore.store.parameter_store import verify_store
-from tierstore.train.budgets import EXPERT_SCHEMA, quantized_layout
 from tierstore.train.config import FinetuneConfig
 
 

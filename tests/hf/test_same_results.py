@@ -229,7 +229,8 @@ HOLDS: dict[str, dict[str, Any]] = {
 
 
 def _held(make: Make, family: str, dtype: ComputeDtype, settings: Mapping[str, Any]) -> TrainConfig:
-    from tierstore.train.budgets import DeviceKind, least_host_budget
+    from tierstore.tiers.slots import DeviceKind
+    from tierstore.train.budgets import least_host_budget
 
     changes = dict(settings)
     share = changes.pop("share")

@@ -16,7 +16,7 @@ from tierstore.plan.capacity import PROCESS_BYTES, Ranks, Setting, capacity
 from tierstore.plan.traffic import step_traffic
 from tierstore.stats import Tier
 from tierstore.store.index.database import index_bytes
-from tierstore.train.budgets import DeviceKind
+from tierstore.tiers.slots import DeviceKind
 from tierstore.train.footprint import fixed_cost
 from tierstore.train.ranks import Opening
 from tierstore.train.session import open_session

@@ -11,7 +11,8 @@ from tierstore.plan.capacity import Setting, capacity
 from tierstore.plan.fitting import Effect, Hardware, Limits, hardware_for, judge, shortest_remedy
 from tierstore.plan.presets import find_preset
 from tierstore.stats import Tier
-from tierstore.train.budgets import DeviceKind, budgets
+from tierstore.tiers.slots import DeviceKind
+from tierstore.train.budgets import budgets
 
 Make = Callable[..., Setting]
 MANY = 1 << 40

@@ -15,7 +15,8 @@ from tierstore.moe.lora import LoraConfig, LoraTargets
 from tierstore.plan.capacity import Setting, capacity
 from tierstore.plan.order import choose_order
 from tierstore.plan.uses import Use, usage_of
-from tierstore.train.budgets import DeviceKind, budgets, expert_schema, least_host_budget, pair_schema
+from tierstore.tiers.slots import DeviceKind
+from tierstore.train.budgets import budgets, expert_schema, least_host_budget, pair_schema
 from tierstore.train.config import TrainConfig
 from tierstore.train.files import MicroOrder
 from tierstore.train.footprint import fixed_cost

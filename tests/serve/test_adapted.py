@@ -12,12 +12,12 @@ from test_reading import fingerprint
 from trained_stores import imported, serving
 
 from tierstore.errors import BudgetError, ConfigError
+from tierstore.model.store_schema import PAIR_SCHEMA
 from tierstore.moe.lora import LoraConfig, LoraTargets
 from tierstore.serve.experts.interface import ServingPhase
 from tierstore.serve.opening import open_served
 from tierstore.store.summary import read_summary
 from tierstore.trace.replay import replay
-from tierstore.train.budgets import PAIR_SCHEMA
 from tierstore.train.stepping import Stepper
 
 STEPS = 3

@@ -20,14 +20,15 @@ from tierstore.errors import (
     StoreMissingError,
 )
 from tierstore.model.config import ComputeDtype
+from tierstore.model.store_schema import EXPERT_SCHEMA
 from tierstore.serve.footprint import ServedFootprint, check_memory, served_budgets
 from tierstore.serve.opening import open_served
 from tierstore.store import ParameterStore, StoreConfig
 from tierstore.store.config import StoreAccess
 from tierstore.store.replaying import mean_read_bytes, replay_scratch_bytes
 from tierstore.store.summary import read_summary
+from tierstore.tiers.slots import DeviceKind
 from tierstore.trace.replay import replay
-from tierstore.train.budgets import EXPERT_SCHEMA, DeviceKind
 
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5, 8, 9, 7, 9, 3]])
 

@@ -15,6 +15,7 @@ import torch
 from launcher import Ranks
 
 from tierstore.config import load
+from tierstore.model.store_schema import STATE_KEY
 from tierstore.parallel import Mesh, ParallelConfig, RankEnvironment
 from tierstore.parallel.layout import Layout, layout_of
 from tierstore.plan.order import OrderChoice, agreed_order, choose_order
@@ -24,7 +25,6 @@ from tierstore.train import checksum
 from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening
 from tierstore.train.session import open_session
-from tierstore.train.state import STATE_KEY
 
 Settings = Mapping[str, Any]
 

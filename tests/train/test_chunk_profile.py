@@ -15,6 +15,7 @@ from rank_cases import TINY, Settings, alone, train
 from tierstore.config import load
 from tierstore.errors import ConfigError
 from tierstore.machine_profile import ASSUMED, Cost, save_profile
+from tierstore.model.store_schema import TrainState
 from tierstore.moe.pipelining import Pipelining
 from tierstore.parallel import Mesh, RankGroup
 from tierstore.plan.capacity import Ranks as PlannedRanks
@@ -25,7 +26,6 @@ from tierstore.train.pipelining import PipelineControl
 from tierstore.train.probing import LayerCosts, profiled, read_profile
 from tierstore.train.ranks import Opening
 from tierstore.train.session import open_session
-from tierstore.train.state import TrainState
 
 MODEL: Settings = {"model.experts": 8, "model.top_k": 8}
 #: Exchanges take about as long as the experts' products: messages that start in no time, and such as hide nothing.

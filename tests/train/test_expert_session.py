@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from tierstore._native import StepClock
 from tierstore.errors import StoreFormatError
+from tierstore.model.store_schema import expert_key
 from tierstore.moe.config import Activation, ExpertShape
 from tierstore.moe.experts import feed_forward, initial_expert
 from tierstore.store import AdamWConfig, MomentFormat
 from tierstore.train import ExpertSession, NonFiniteError, StepError, open_experts
-from tierstore.train.experts import expert_key
 
 SHAPE, LAYERS, EXPERTS, TOP_K = ExpertShape(8, 12), 2, 6, 2
 TIGHT = "40KiB"

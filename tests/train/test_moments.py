@@ -17,6 +17,7 @@ from tierstore import _native
 from tierstore.cli.reshard import reshard as command
 from tierstore.errors import ConfigError
 from tierstore.hf.exports.reading import open_weights
+from tierstore.model.store_schema import expert_key
 from tierstore.parallel.layout import Layout
 from tierstore.store import Group, MomentFormat, ParameterStore, StoreConfig
 from tierstore.store.format import MOMENT_BLOCK
@@ -24,7 +25,6 @@ from tierstore.store.opening import read_schemas
 from tierstore.trace.replay import replay
 from tierstore.train.budgets import expert_schema
 from tierstore.train.config import TrainConfig
-from tierstore.train.experts import expert_key
 from tierstore.train.ranks import Opening
 from tierstore.train.resharding import reshard
 from tierstore.train.session import open_session

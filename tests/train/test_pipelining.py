@@ -15,6 +15,7 @@ from rank_cases import TINY, Settings, alone, train
 
 from tierstore.config import load
 from tierstore.errors import ConfigError
+from tierstore.model.store_schema import TrainState
 from tierstore.moe.pipelining import LayerLoads, PipelineDegrees, Pipelining
 from tierstore.parallel import Mesh, RankGroup
 from tierstore.parallel.collectives import Collective
@@ -28,7 +29,6 @@ from tierstore.train.probing import LayerCosts, ProbeSizes, line, probe
 from tierstore.train.ranks import Opening
 from tierstore.train.report import counters
 from tierstore.train.session import open_session
-from tierstore.train.state import TrainState
 
 #: Messages start in no time: as many chunks as there may be.
 FREE = LayerCosts(message=0.0, byte=1e-6, chunk=0.0, expert=1e-3, row=1e-4)

@@ -15,9 +15,9 @@ import torch
 from plain_reference import PlainTrainer
 from slowness import mostly_slow
 
+from tierstore.model.store_schema import expert_key
 from tierstore.store import Group, ParameterStore
 from tierstore.train.config import TrainConfig
-from tierstore.train.experts import expert_key
 from tierstore.train.ranks import Opening
 from tierstore.train.session import open_session
 from tierstore.train.trainer import Trainer

@@ -18,6 +18,7 @@ from launcher import Ranks, World
 from rank_cases import TINY, Settings, ahead, attempt, steps_note, train
 
 from tierstore.config import load
+from tierstore.model.store_schema import STATE_KEY
 from tierstore.parallel import Mesh, ParallelConfig
 from tierstore.store import OpenAt
 from tierstore.store.committing import Committer
@@ -27,7 +28,6 @@ from tierstore.store.opening import read_states
 from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening
 from tierstore.train.session import open_session
-from tierstore.train.state import STATE_KEY
 
 
 def quick(**layout: int) -> ParallelConfig:

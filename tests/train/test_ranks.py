@@ -25,13 +25,13 @@ from rank_cases import (
 
 from tierstore import _native
 from tierstore.errors import ConfigError, StoreError, StoreExistsError, StoreFormatError, StoreMissingError
+from tierstore.model.store_schema import STATE_KEY
 from tierstore.parallel import Mesh
 from tierstore.store import OpenAt
 from tierstore.store.directories import rank_directory
 from tierstore.store.opening import read_states
 from tierstore.train.files import MicroOrder
 from tierstore.train.ranks import Opening, agree, rank_file
-from tierstore.train.state import STATE_KEY
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -15,9 +15,10 @@ from slowness import mostly_slow
 from tierstore.errors import BudgetError
 from tierstore.stats import delta
 from tierstore.store import verify_store
+from tierstore.tiers.slots import DeviceKind
 from tierstore.trace.reader import load_trace
 from tierstore.trace.replay import replay
-from tierstore.train.budgets import DeviceKind, budgets
+from tierstore.train.budgets import budgets
 from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening
 from tierstore.train.session import compute_deterministically, open_session

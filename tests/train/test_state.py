@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from tierstore.errors import StoreFormatError
+from tierstore.model.store_schema import STATE_KEY, TrainState
 from tierstore.parallel import Mesh, RankEnvironment
 from tierstore.store import ParameterStore, RecordSchema, StoreConfig
 from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening
 from tierstore.train.session import open_session
-from tierstore.train.state import STATE_KEY, TrainState, conditions, differences
+from tierstore.train.state import conditions, differences
 from tierstore.train.vocabulary import VocabularyChoice
 
 Make = Callable[..., TrainConfig]

@@ -15,7 +15,7 @@ from tierstore.errors import ConfigError
 from tierstore.model.vocabulary.cost import VocabularyCost
 from tierstore.parallel.config import ParallelConfig, RowPlacement
 from tierstore.parallel.rows import TableRows
-from tierstore.train.budgets import DeviceKind
+from tierstore.tiers.slots import DeviceKind
 from tierstore.train.config import TrainConfig
 from tierstore.train.vocabulary import VocabularyChoice, choose_vocabulary
 

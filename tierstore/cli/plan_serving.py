@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tierstore.hf.spec import HfSpec
     from tierstore.machine_profile import Profile
     from tierstore.serve.planning import PassPlan
-    from tierstore.train.budgets import DeviceKind
+    from tierstore.tiers.slots import DeviceKind
     from tierstore.train.config import TrainConfig
 
 

@@ -229,7 +229,7 @@ def _train(
 def _fixed_bytes(placed: TrainConfig, mesh: Mesh) -> int:
     """What this rank takes beside the host budget; ``placed``: as it runs the job."""
     from tierstore.model.division import divided_units
-    from tierstore.train.budgets import DeviceKind
+    from tierstore.tiers.slots import DeviceKind
     from tierstore.train.footprint import fixed_cost, resident_bytes
 
     device = DeviceKind(mesh.device.type)

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from tierstore.plan.report import Plan, machine_limits, plan_run
     from tierstore.plan.uses import Use
     from tierstore.stats import Tier
+    from tierstore.tiers.slots import DeviceKind
     from tierstore.train import TrainConfig
-    from tierstore.train.budgets import DeviceKind
     from tierstore.train.files import MicroOrder
 else:
     __getattr__, __dir__ = exports(__name__, __file__)

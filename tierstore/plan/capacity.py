@@ -20,6 +20,7 @@ from tierstore.hf.sizes import cache_bytes
 from tierstore.hf.spec import HfSpec
 from tierstore.machine_profile import Evidence
 from tierstore.model.architecture import Architecture
+from tierstore.model.store_schema import expert_record, quantized_layout
 from tierstore.moe.lora import LoraConfig, LoraTargets
 from tierstore.plan.uses import FULL_TRAINING, ModelUsage
 from tierstore.prefetch.schedule import Schedule
@@ -28,15 +29,8 @@ from tierstore.stats import Tier
 from tierstore.store.disk.space import copies, extent_bytes, schema_copies, scratch_bytes
 from tierstore.store.format import Placement, RecordSchema, Training
 from tierstore.store.index.database import index_bytes
-from tierstore.train.budgets import (
-    BoundarySplit,
-    Budgets,
-    DeviceKind,
-    budgets,
-    expert_record,
-    least_host_budget,
-    quantized_layout,
-)
+from tierstore.tiers.slots import DeviceKind
+from tierstore.train.budgets import BoundarySplit, Budgets, budgets, least_host_budget
 from tierstore.train.config import TrainConfig
 from tierstore.train.footprint import FixedCost, boundary_split, fixed_cost, flat_layouts, rank_tokens
 from tierstore.train.stages.spec import StageSpec

@@ -18,7 +18,7 @@ from tierstore.moe.config import SaveActivations
 from tierstore.plan.capacity import Capacity, Setting, capacity
 from tierstore.stats import Tier
 from tierstore.store.format import MomentFormat
-from tierstore.train.budgets import DeviceKind
+from tierstore.tiers.slots import DeviceKind
 from tierstore.train.config import TrainConfig
 from tierstore.train.files import MicroOrder
 from tierstore.units import format_bytes

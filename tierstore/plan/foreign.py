@@ -19,7 +19,7 @@ from tierstore.plan.uses import Use, usage_of
 from tierstore.stats import Tier
 from tierstore.store.disk.home import MODEL_DIRECTORY
 from tierstore.store.disk.space import extent_bytes
-from tierstore.train.budgets import DeviceKind
+from tierstore.tiers.slots import DeviceKind
 from tierstore.train.config import FinetuneConfig
 from tierstore.train.stages.spec import StageSpec, whole_model
 

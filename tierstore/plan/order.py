@@ -22,7 +22,7 @@ from tierstore.plan.capacity import Ranks, Setting, capacity
 from tierstore.plan.foreign import as_configured
 from tierstore.plan.predict import predict
 from tierstore.stats import Tier
-from tierstore.train.budgets import DeviceKind
+from tierstore.tiers.slots import DeviceKind
 from tierstore.train.config import TrainConfig
 from tierstore.train.files import MicroOrder
 from tierstore.units import format_bytes, format_seconds

@@ -30,7 +30,7 @@ from tierstore.plan.presets import Preset
 from tierstore.plan.semoe import PaperBytes, paper_bytes
 from tierstore.plan.uses import DEFAULT_RANK, Use
 from tierstore.prefetch.operations import Resource
-from tierstore.train.budgets import DeviceKind
+from tierstore.tiers.slots import DeviceKind
 from tierstore.train.config import TrainConfig
 from tierstore.train.files import byte_files, text_bytes
 from tierstore.train.tasks.assignment import Assignment, assignment_of

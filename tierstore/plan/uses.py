@@ -8,9 +8,9 @@ from enum import StrEnum
 from tierstore.errors import ConfigError
 from tierstore.hf.sizes import pair_parameters
 from tierstore.hf.spec import HfSpec
+from tierstore.model.store_schema import PAIR_SCHEMA
 from tierstore.moe.lora import PairShape
 from tierstore.store.format import MomentFormat, RecordSchema
-from tierstore.train.budgets import PAIR_SCHEMA
 
 #: The rank of pairs where none is given.
 DEFAULT_RANK = 16

@@ -34,7 +34,7 @@ from tierstore.plan.traffic import Moved, Traffic
 from tierstore.prefetch.operations import Kind, Operation, PassSizes, StepPasses, operations
 from tierstore.prefetch.schedule import Pass, QueueLimits, Schedule
 from tierstore.store.format import MomentFormat
-from tierstore.train.budgets import DeviceKind
+from tierstore.tiers.slots import DeviceKind
 from tierstore.train.stages.spec import StageSpec, whole_model
 
 #: Steps that are simulated from a cold start, and how many of them are left out.

@@ -16,8 +16,7 @@ from tierstore.serve.experts.sizes import slot_count
 from tierstore.store.config import StoreAccess
 from tierstore.store.format import RecordSchema
 from tierstore.store.opening import minimum_host_budget
-from tierstore.tiers.slots import DeviceSlots
-from tierstore.train.budgets import DeviceKind
+from tierstore.tiers.slots import DeviceKind, DeviceSlots
 from tierstore.units import format_bytes
 
 #: Of pairs, which a pass copies one after another.

@@ -19,6 +19,7 @@ from tierstore.errors import ConfigError, StoreError
 from tierstore.machine import memory
 from tierstore.model.interface import Model
 from tierstore.model.spec import ModelSpec
+from tierstore.model.store_schema import EXPERT_SCHEMA, PAIR_SCHEMA, TrainState, expert_key
 from tierstore.moe.guessing import RouterGuesses
 from tierstore.moe.lora import LoraConfig
 from tierstore.moe.source import SourceSlot
@@ -49,12 +50,10 @@ from tierstore.store.parameter_store import ParameterStore
 from tierstore.store.replaying import replay_scratch_bytes
 from tierstore.store.summary import read_summary
 from tierstore.tiers import weights_in_place
+from tierstore.tiers.slots import DeviceKind
 from tierstore.timeline import NullTimeline, TimelineSink
-from tierstore.train.budgets import EXPERT_SCHEMA, PAIR_SCHEMA, DeviceKind
-from tierstore.train.experts import expert_key
 from tierstore.train.footprint import return_freed_memory
 from tierstore.train.session import compute_deterministically, stall_spans
-from tierstore.train.state import TrainState
 
 
 @dataclass(frozen=True, kw_only=True)

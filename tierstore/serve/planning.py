@@ -27,6 +27,7 @@ from tierstore.errors import BudgetError, ConfigError, DataError
 from tierstore.hf.sizes import cached_positions
 from tierstore.hf.spec import HfSpec
 from tierstore.machine_profile import Evidence, Profile
+from tierstore.model.store_schema import expert_record, expert_weight_bytes, quantized_layout
 from tierstore.plan.ring import distinct_experts
 from tierstore.serve.config import ServeConfig
 from tierstore.serve.footprint import ServedBudgets, served_budgets, served_footprint
@@ -34,10 +35,10 @@ from tierstore.serve.model.memory import batch_bytes
 from tierstore.store.config import StoreAccess
 from tierstore.store.format import Group, RecordSchema, Training
 from tierstore.store.opening import cache_frames
+from tierstore.tiers.slots import DeviceKind
 from tierstore.trace.quotas import quotas_by_layer
 from tierstore.trace.reader import read_header
 from tierstore.trace.replay import STEP_COUNTS, replay_steps
-from tierstore.train.budgets import DeviceKind, expert_record, expert_weight_bytes, quantized_layout
 
 #: Budgets that are planned where none are given, as parts of all experts.
 SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0)

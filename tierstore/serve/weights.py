@@ -16,12 +16,12 @@ from tierstore.hf.stored import stored_spec
 from tierstore.model.config import ModelConfig
 from tierstore.model.interface import Model
 from tierstore.model.spec import ModelSpec
+from tierstore.model.store_schema import TrainState
 from tierstore.moe.lora import LoraConfig
 from tierstore.parallel import RankGroup
 from tierstore.prefetch.walking import RecordsByExpert
 from tierstore.store.core import StoreCore
 from tierstore.train.config import FinetuneConfig
-from tierstore.train.state import TrainState
 
 
 def served_spec(store: Path, state: TrainState) -> ModelSpec:

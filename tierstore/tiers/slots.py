@@ -1,13 +1,21 @@
-"""What the device tier's slots take. Imports no torch."""
+"""The kind of device, and the sizes of the device tier's slots. Imports no torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import Generic, Protocol, TypeVar
 
 from tierstore.quant.layout import QuantizedLayout
 
 _PAGE = 4096
+
+
+class DeviceKind(Enum):
+    """Whether the device has memory of its own."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
 
 
 class ElementType(Protocol):

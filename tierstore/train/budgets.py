@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 
 from tierstore.errors import BudgetError
 from tierstore.model.config import ComputeDtype
-from tierstore.model.spec import ModelSpec
+from tierstore.model.store_schema import PAIR_SCHEMA, expert_record, quantized_layout
 from tierstore.moe.lora import PairShape
-from tierstore.quant.layout import QuantizedLayout
-from tierstore.store.format import SECTION_ALIGNMENT, MomentFormat, RecordSchema, Training, WeightFormat
+from tierstore.store.format import SECTION_ALIGNMENT, RecordSchema, Training
 from tierstore.store.opening import minimum_host_budget
-from tierstore.tiers.slots import DeviceSlots
+from tierstore.tiers.slots import DeviceKind, DeviceSlots
 from tierstore.train.config import TrainConfig
 from tierstore.units import format_bytes
 
-EXPERT_SCHEMA = "expert"
-PAIR_SCHEMA = "lora"
 #: Weight slots beyond which overlap gains nothing.
 _MOST_SLOTS = 4
-
-
-class DeviceKind(Enum):
-    """Whether the device has memory of its own."""
-
-    CPU = "cpu"
-    CUDA = "cuda"
 
 
 @dataclass(frozen=True)
@@ -77,38 +66,6 @@ def split_boundaries(layers: int, micro_batches: int, nbytes: int, budget: int) 
             f"{micro_batches} micro-batches; the minimum is {least} bytes ({format_bytes(least)})"
         )
     return BoundarySplit(count, slot_bytes, slots)
-
-
-def expert_record(
-    numel: int,
-    compute: ComputeDtype,
-    training: Training = Training.TRAINED,
-    moments: MomentFormat = MomentFormat.FP32,
-    *,
-    quantized: QuantizedLayout | None = None,
-) -> RecordSchema:
-    """The records of experts of ``numel`` parameters whose products are of type ``compute``; ``moments`` of trained ones.
-    ``quantized``: how the weights of frozen ones lie, where they are codes.
-    """
-    if quantized is not None:
-        kept = WeightFormat(quantized.codes.value)
-    elif compute is not ComputeDtype.BF16:
-        kept = WeightFormat.FP32
-    else:
-        kept = WeightFormat.BF16 if training is Training.FROZEN else WeightFormat.SPLIT_BF16
-    moments = MomentFormat.FP32 if training is Training.FROZEN else moments
-    return RecordSchema(EXPERT_SCHEMA, numel, kept, training=training, moments=moments, quantized=quantized)
-
-
-def quantized_layout(model: ModelSpec) -> QuantizedLayout | None:
-    """How the weights of the experts of ``model`` lie, where they are codes."""
-    return None if model.expert_codes is None else model.expert_shape.quantized(model.expert_codes)
-
-
-def expert_weight_bytes(model: ModelSpec) -> int:
-    """Bytes of one expert's weights as a forward pass reads them."""
-    layout = quantized_layout(model)
-    return model.expert_shape.numel * model.compute_dtype.itemsize if layout is None else layout.nbytes
 
 
 def expert_schema(config: TrainConfig) -> RecordSchema:

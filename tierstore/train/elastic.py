@@ -25,6 +25,7 @@ from pathlib import Path
 from tierstore.errors import ConfigError, PeerError, StoreExistsError, StoreFormatError, TierstoreError
 from tierstore.model.config import ModelConfig
 from tierstore.model.spec import ModelSpec
+from tierstore.model.store_schema import STATE_KEY, TrainState, table_of
 from tierstore.parallel import MemoryJobStore, Mesh
 from tierstore.parallel.config import Elastic
 from tierstore.parallel.layout import Layout
@@ -36,7 +37,6 @@ from tierstore.train.ranks import Opening, own_store
 from tierstore.train.resharding import reshard
 from tierstore.train.resharding.reading import stored_layout
 from tierstore.train.stages.spec import whole_model
-from tierstore.train.state import STATE_KEY, TrainState, table_of
 
 #: The tokens of a run's documents, which belong to no layout.
 _TOKENS = "tokens"

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from tierstore._native import HugePages
 from tierstore.errors import StoreFormatError
+from tierstore.model.store_schema import EXPERT_SCHEMA, expert_key
 from tierstore.moe.computing import ExpertPass, Weighting, compute_experts
 from tierstore.moe.config import ExpertShape, SaveActivations
 from tierstore.moe.dispatch import dispatch
@@ -48,8 +49,6 @@ from tierstore.store.optimizer import CachedRecord
 from tierstore.store.parameter_store import ParameterStore
 from tierstore.store.registering import NewRecord, register_many
 from tierstore.tiers import DeviceSlots, WeightLoads, open_device_tier
-from tierstore.train.budgets import EXPERT_SCHEMA
-from tierstore.train.experts import expert_key
 from tierstore.train.stepping import NonFiniteError, StepError, clip_scale
 from tierstore.units import parse_size
 

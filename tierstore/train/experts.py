@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from tierstore._native import HugePages
+from tierstore.model.store_schema import EXPERT_SCHEMA, PAIR_SCHEMA, expert_key, pair_key
 from tierstore.moe.lora import PairShape
 from tierstore.moe.low_rank import initial_pair
 from tierstore.parallel import Mesh
@@ -36,18 +37,8 @@ from tierstore.tiers import (
     open_device_tier,
     weights_in_place,
 )
-from tierstore.train.budgets import EXPERT_SCHEMA, PAIR_SCHEMA, Budgets
+from tierstore.train.budgets import Budgets
 from tierstore.train.config import TrainConfig
-
-
-def expert_key(layer: int, expert: int) -> str:
-    """The record key of an expert: key order is layer order, then expert order."""
-    return f"expert.{layer:04d}.{expert:05d}"
-
-
-def pair_key(layer: int, expert: int) -> str:
-    """The record key of an expert's low-rank pairs."""
-    return f"lora.{layer:04d}.{expert:05d}"
 
 
 def register_experts(config: TrainConfig, store: StoreCore, owned: range) -> None:

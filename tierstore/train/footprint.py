@@ -21,7 +21,8 @@ from tierstore.model.config import ComputeDtype
 from tierstore.model.vocabulary.partition import EMBEDDING_PLACE, HEAD_PLACE
 from tierstore.parallel.rows import TableRows
 from tierstore.prefetch.predictor import PredictorName
-from tierstore.train.budgets import BoundarySplit, DeviceKind, pair_schema, split_boundaries
+from tierstore.tiers.slots import DeviceKind
+from tierstore.train.budgets import BoundarySplit, pair_schema, split_boundaries
 from tierstore.train.config import TrainConfig
 from tierstore.train.files import text_bytes
 from tierstore.train.tasks.assignment import assignment_of

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from tierstore.model.config import ModelConfig
+from tierstore.model.store_schema import TrainState
 from tierstore.moe.pipelining import PipelineDegrees, Pipelining
 from tierstore.parallel import Mesh
 from tierstore.parallel.config import AUTO_DEGREE
@@ -35,7 +36,6 @@ from tierstore.parallel.pipeline_degree import (
 from tierstore.train.config import TrainConfig
 from tierstore.train.probing import LayerCosts, ProbeSizes, probe, profiled, read_profile
 from tierstore.train.stages.spec import whole_model
-from tierstore.train.state import TrainState
 from tierstore.units import format_seconds
 
 

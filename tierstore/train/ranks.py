@@ -21,6 +21,7 @@ from tierstore.errors import (
     StoreMissingError,
     TierstoreError,
 )
+from tierstore.model.store_schema import IMPORT_KEY, STATE_KEY, TrainState, table_of
 from tierstore.parallel import Mesh
 from tierstore.store.committing import Keep
 from tierstore.store.core import StoreCore
@@ -28,7 +29,7 @@ from tierstore.store.directories import rank_directories, rank_directory
 from tierstore.store.disk.home import IDENTITY
 from tierstore.store.opening import OpenAt, read_states
 from tierstore.train.config import TrainConfig
-from tierstore.train.state import IMPORT_KEY, STATE_KEY, TrainState, differences, table_of
+from tierstore.train.state import differences
 
 #: Settings that each rank may have of its own.
 _OWN = ("store", "stripe", "io", "device", "links", "wear")

@@ -13,6 +13,7 @@ from types import TracebackType
 
 from tierstore.endurance import DAY_S, drive_life_s
 from tierstore.errors import naming
+from tierstore.model.store_schema import TaskProgress
 from tierstore.outputs import OutputKind, check_output
 from tierstore.parallel import CollectiveTraffic
 from tierstore.stats import delta
@@ -23,7 +24,6 @@ from tierstore.train.footprint import peak_resident_bytes
 from tierstore.train.pipelining import PipelineChoice
 from tierstore.train.step_time import StepTime
 from tierstore.train.tasks.config import rows_of_tasks
-from tierstore.train.tasks.progress import TaskProgress
 from tierstore.train.trainer import StepResult, Trainer
 from tierstore.units import format_bytes, format_seconds
 

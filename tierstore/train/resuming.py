@@ -6,11 +6,12 @@ import warnings
 from collections.abc import Sequence
 
 from tierstore.errors import ConfigError, StoreFormatError
+from tierstore.model.store_schema import EXPERT_SCHEMA, PAIR_SCHEMA, TrainState, table_of
 from tierstore.store.core import StoreCore
 from tierstore.store.format import RecordSchema
-from tierstore.train.budgets import EXPERT_SCHEMA, PAIR_SCHEMA, expert_schema, pair_schema
+from tierstore.train.budgets import expert_schema, pair_schema
 from tierstore.train.config import TrainConfig
-from tierstore.train.state import TrainState, differences, table_of
+from tierstore.train.state import differences
 from tierstore.train.tasks.progress import changes
 
 

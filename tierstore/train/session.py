@@ -25,6 +25,7 @@ from tierstore.errors import ConfigError
 from tierstore.model.config import CheckpointActivations
 from tierstore.model.interface import Model
 from tierstore.model.spec import ModelSpec
+from tierstore.model.store_schema import EXPERT_SCHEMA, PAIR_SCHEMA, STATE_KEY, TrainState, pair_key, table_of
 from tierstore.model.transformer import Transformer
 from tierstore.moe.guessing import RouterGuesses
 from tierstore.moe.pipelining import Pipelining
@@ -41,22 +42,14 @@ from tierstore.store.core import StoreCore
 from tierstore.store.directories import rank_directory, rank_stripe
 from tierstore.store.opening import read_schemas, read_states
 from tierstore.store.parameter_store import ParameterStore
+from tierstore.tiers.slots import DeviceKind
 from tierstore.timeline import NullTimeline, TimelineSink, Track
-from tierstore.train.budgets import (
-    EXPERT_SCHEMA,
-    PAIR_SCHEMA,
-    Budgets,
-    DeviceKind,
-    budgets,
-    expert_schema,
-    pair_schema,
-    trained_schema,
-)
+from tierstore.train.budgets import Budgets, budgets, expert_schema, pair_schema, trained_schema
 from tierstore.train.combinations import check_combination
 from tierstore.train.config import TrainConfig
 from tierstore.train.data import TextData, TrainingData
 from tierstore.train.elastic import MadeOver, follow_ranks
-from tierstore.train.experts import ExpertOpener, pair_key, register_experts, register_pairs
+from tierstore.train.experts import ExpertOpener, register_experts, register_pairs
 from tierstore.train.files import DataConfig
 from tierstore.train.footprint import boundary_split, return_freed_memory
 from tierstore.train.layer_order.boundaries import BoundaryStore
@@ -68,7 +61,7 @@ from tierstore.train.resuming import check_records, resumed_state
 from tierstore.train.sources import open_data
 from tierstore.train.stages.order import one_forward_one_backward
 from tierstore.train.stages.spec import StageSpec, stage_config
-from tierstore.train.state import STATE_KEY, TrainState, conditions, table_of
+from tierstore.train.state import conditions
 from tierstore.train.step_time import StepTimer
 from tierstore.train.stepping import SessionParts, Stepper
 from tierstore.train.tasks.data import TaskData

@@ -1,88 +1,25 @@
-"""The small state that a commit holds beside the records: where training stands, and under which conditions.
+"""The conditions of a run, which a commit records in its ``TrainState``.
 
-Bits depend on seed, thread count, instruction set, torch's version and the configuration. They are recorded, and a
-resume under other conditions says so.
+Bits depend on seed, thread count, instruction set, torch's version and the configuration. A resume under other
+conditions says so.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
 
 import torch
 
 from tierstore import _native
 from tierstore.config import as_dict
 from tierstore.dense import OptimizerState
-from tierstore.errors import StoreFormatError
 from tierstore.parallel import Mesh
 from tierstore.parallel.config import RowPlacement
 from tierstore.store.format import MomentFormat
 from tierstore.train.config import TrainConfig
 from tierstore.train.stages.spec import StageSpec
 from tierstore.train.tasks.config import rows_of_tasks
-from tierstore.train.tasks.progress import TaskProgress
 from tierstore.train.vocabulary import VocabularyChoice
-
-STATE_KEY = "train"
-#: What an import says of itself; until its end there is no STATE_KEY.
-IMPORT_KEY = "import"
-
-
-@dataclass
-class TrainState:
-    """``position``: steps taken from the data, skipped ones included; ``skipped``: non-finite ones of those.
-
-    ``begun``: whether a run has taken up the store; an import leaves one that none has. ``job``: the job of ``torchrun``
-    whose ranks may come and go, and which must know its store again.
-    """
-
-    position: int = 0
-    skipped: int = 0
-    skipped_in_a_row: int = 0
-    train_loss: float | None = None
-    val_loss: float | None = None
-    #: In how many chunks forward and backward passes over experts go, where the run chooses.
-    chunks: list[int] | None = None
-    begun: bool = True
-    job: str = ""
-    conditions: dict[str, object] = field(default_factory=dict)
-    #: Where each task stands that was ever trained here.
-    tasks: dict[str, TaskProgress] = field(default_factory=dict)
-
-    @property
-    def ranks(self) -> int:
-        """For how many ranks the store was made; 0 when it does not say."""
-        parallel = self.conditions.get("parallel")
-        count = parallel.get("ranks") if isinstance(parallel, dict) else None
-        return count if isinstance(count, int) else 0
-
-    def pack(self) -> bytes:
-        values = asdict(self)
-        if not self.tasks:  # what stores without never had
-            del values["tasks"]
-        if not self.job:
-            del values["job"]
-        return json.dumps(values, sort_keys=True).encode()
-
-    @classmethod
-    def unpack(cls, state: Mapping[str, bytes], *, where: str) -> TrainState:
-        """Raises StoreFormatError naming ``where`` when the store was not made by training."""
-        if STATE_KEY not in state:
-            if IMPORT_KEY in state:
-                raise StoreFormatError(
-                    f"{where}: the import was cut short; the same tierstore import goes on with it"
-                )
-            raise StoreFormatError(
-                f"{where}: the store holds no training state, so there is nothing to resume"
-            )
-        try:
-            values = json.loads(state[STATE_KEY])
-            tasks = {name: TaskProgress(**known) for name, known in values.pop("tasks", {}).items()}
-            return cls(**values, tasks=tasks)
-        except (AttributeError, TypeError, ValueError) as error:
-            raise StoreFormatError(f"{where}: the training state is damaged: {error}") from error
 
 
 def conditions(
@@ -170,9 +107,3 @@ def differences(recorded: Mapping[str, object], present: Mapping[str, object], p
         elif was != now:
             lines.append(f"{prefix}{name}: was {was}, is {now}")
     return lines
-
-
-def table_of(value: object) -> dict[str, object]:
-    """``value``, a table of settings as ``as_dict`` gives them."""
-    assert isinstance(value, dict)
-    return value

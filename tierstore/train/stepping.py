@@ -33,6 +33,7 @@ from tierstore.cache.access import Phase
 from tierstore.dense import DenseSlices
 from tierstore.errors import TierstoreError
 from tierstore.model.interface import Model
+from tierstore.model.store_schema import STATE_KEY, TrainState
 from tierstore.parallel import Mesh, RankGroup
 from tierstore.parallel.config import Elastic
 from tierstore.prefetch.experts import ExpertTiers
@@ -49,7 +50,6 @@ from tierstore.train.layer_order.passes import LayerParts
 from tierstore.train.norms import gradient_norm
 from tierstore.train.pipelining import PipelineControl
 from tierstore.train.ranks import commit_everywhere
-from tierstore.train.state import STATE_KEY, TrainState
 from tierstore.train.vocabulary import VocabularyChoice
 
 

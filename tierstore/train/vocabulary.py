@@ -15,7 +15,7 @@ from tierstore.model.vocabulary.cost import VocabularyCost
 from tierstore.model.vocabulary.partition import VocabularyPartition
 from tierstore.parallel.config import RowPlacement
 from tierstore.parallel.rows import TableRows
-from tierstore.train.budgets import DeviceKind
+from tierstore.tiers.slots import DeviceKind
 from tierstore.train.config import TrainConfig
 from tierstore.train.stages.spec import StageSpec
 from tierstore.units import format_bytes

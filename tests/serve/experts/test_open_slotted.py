@@ -14,13 +14,13 @@ from checkpoints import imported, save
 from tierstore.config import load
 from tierstore.errors import BudgetError, CapabilityError, ChecksumError, ConfigError
 from tierstore.hf.manifest import Weights
+from tierstore.model.store_schema import expert_key
 from tierstore.quant.layout import CodeFormat
 from tierstore.serve.config import ServeConfig
 from tierstore.serve.experts.interface import ServingPhase
 from tierstore.serve.opening import ServedParts, open_served
 from tierstore.store.format import Group
 from tierstore.trace.replay import replay
-from tierstore.train.experts import expert_key
 
 LAYERS = 4
 

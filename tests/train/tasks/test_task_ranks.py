@@ -18,11 +18,11 @@ from rank_cases import TINY, Settings, alone, attempt, train
 
 from tierstore.config import load
 from tierstore.errors import ConfigError, DataError
+from tierstore.model.store_schema import TaskProgress
 from tierstore.parallel import Mesh, ParallelConfig
 from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening
 from tierstore.train.session import Loop, open_parts, open_session
-from tierstore.train.tasks.progress import TaskProgress
 
 Make = Callable[..., dict[str, Any]]
 

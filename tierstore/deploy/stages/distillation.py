@@ -33,11 +33,11 @@ from tierstore.hf.imports.importing import ImportOptions, import_model
 from tierstore.hf.manifest import ImportProgress, ImportState, Manifest, write_durably
 from tierstore.hf.stored import stored_spec
 from tierstore.model.config import ComputeDtype
+from tierstore.model.store_schema import IMPORT_KEY
 from tierstore.quant.layout import CodeFormat
 from tierstore.store.disk.home import IDENTITY, fsync_directory
 from tierstore.store.opening import OpenAt, read_states
 from tierstore.train.config import FinetuneConfig
-from tierstore.train.state import IMPORT_KEY
 from tierstore.units import format_bytes
 
 _CALIBRATED_WINDOWS = 16

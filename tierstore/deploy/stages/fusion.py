@@ -22,11 +22,11 @@ from tierstore.hf.exports.outline import ExportDtype
 from tierstore.hf.imports.importing import ImportOptions, import_model
 from tierstore.hf.manifest import MANIFEST_NAME, Manifest, Weights
 from tierstore.model.config import ComputeDtype
+from tierstore.model.store_schema import STATE_KEY, TrainState
 from tierstore.quant.layout import CodeFormat
 from tierstore.store.directories import rank_directories
 from tierstore.store.disk.home import IDENTITY, MODEL_DIRECTORY
 from tierstore.store.opening import OpenAt, read_states
-from tierstore.train.state import STATE_KEY, TrainState
 from tierstore.units import format_bytes
 
 _STORE, _CHECKPOINT = "store", "checkpoint"

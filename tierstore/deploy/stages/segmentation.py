@@ -18,9 +18,9 @@ from tierstore.deploy.stage import StageContext, StageOutput
 from tierstore.errors import BudgetError, StoreFormatError
 from tierstore.hf.manifest import Manifest
 from tierstore.machine import memory
+from tierstore.model.store_schema import EXPERT_SCHEMA
 from tierstore.store.format import Group
 from tierstore.store.opening import read_schemas
-from tierstore.train.budgets import EXPERT_SCHEMA
 from tierstore.units import format_bytes
 
 #: Of the memory that is there, what a server leaves to caches of keys and values, activations and the interpreter.

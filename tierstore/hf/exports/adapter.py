@@ -36,11 +36,11 @@ from tierstore.hf.manifest import MANIFEST_NAME, Manifest
 from tierstore.hf.pairs import AttentionPair, attention_pairs
 from tierstore.hf.spec import HfSpec
 from tierstore.hf.stored import stored_spec
+from tierstore.model.store_schema import pair_key
 from tierstore.moe.lora import LoraConfig, PairShape
 from tierstore.moe.low_rank import merge_pair
 from tierstore.store.disk.home import MODEL_DIRECTORY
 from tierstore.train.config import FinetuneConfig
-from tierstore.train.experts import pair_key
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]

@@ -19,6 +19,7 @@ from tierstore._native import Buffer, Priority
 from tierstore.dense import UnitLayout
 from tierstore.errors import StoreFormatError
 from tierstore.model.buffers import with_all_buffers
+from tierstore.model.store_schema import TrainState, expert_key, table_of
 from tierstore.parallel import ExpertBlocks
 from tierstore.quant.values import dequantize
 from tierstore.store.core import StoreCore
@@ -26,10 +27,8 @@ from tierstore.store.directories import rank_directories
 from tierstore.store.format import Group, RecordSchema, WeightFormat
 from tierstore.store.parameter_store import open_to_read
 from tierstore.store.scratch import scratch_buffers
-from tierstore.train.experts import expert_key
 from tierstore.train.ranks import newest_common
 from tierstore.train.resharding.reading import stored_layout
-from tierstore.train.state import TrainState, table_of
 
 Floats = npt.NDArray[np.float32]
 Bits = npt.NDArray[np.uint16]

@@ -24,10 +24,10 @@ from tierstore.hf.checkpoints.checkpoint import ReadWindow
 from tierstore.hf.checkpoints.weights import WeightReader
 from tierstore.hf.families import Part
 from tierstore.hf.manifest import ParameterEntry
+from tierstore.model.store_schema import EXPERT_SCHEMA
 from tierstore.quant.values import quantize
 from tierstore.store.format import SECTION_ALIGNMENT, RecordSchema, WeightFormat
 from tierstore.store.loading import RecordLoader
-from tierstore.train.budgets import EXPERT_SCHEMA
 
 #: Threads that read, and experts in memory beyond those that they work on.
 READERS = 4

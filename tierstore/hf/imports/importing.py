@@ -49,6 +49,15 @@ from tierstore.hf.manifest import ImportProgress, ImportState, Manifest, Weights
 from tierstore.hf.spec import HfSpec
 from tierstore.model.buffers import BUFFERS_KEY, pack_arrays
 from tierstore.model.config import ComputeDtype
+from tierstore.model.store_schema import (
+    EXPERT_SCHEMA,
+    IMPORT_KEY,
+    STATE_KEY,
+    TrainState,
+    expert_key,
+    expert_record,
+    quantized_layout,
+)
 from tierstore.parallel import Mesh, RankEnvironment
 from tierstore.quant.layout import CodeFormat
 from tierstore.store.config import StoreConfig
@@ -65,9 +74,6 @@ from tierstore.store.format import MomentFormat, RecordSchema, Training
 from tierstore.store.loading import RecordLoader
 from tierstore.store.opening import OpenAt, minimum_host_budget, read_states
 from tierstore.store.parameter_store import ParameterStore
-from tierstore.train.budgets import EXPERT_SCHEMA, expert_record, quantized_layout
-from tierstore.train.experts import expert_key
-from tierstore.train.state import IMPORT_KEY, STATE_KEY, TrainState
 from tierstore.units import format_bytes
 
 #: (records of this rank that are there, in all, fields to show).

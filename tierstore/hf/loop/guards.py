@@ -21,8 +21,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from tierstore.model.store_schema import TrainState
 from tierstore.store.disk.home import read_identity
-from tierstore.train.state import TrainState
 from tierstore.train.stepping import StepError
 
 _ENTRY = "tierstore"

@@ -35,6 +35,7 @@ from tierstore.hf.loop.watching import Autocast, PassWatch
 from tierstore.hf.manifest import Manifest, Weights
 from tierstore.hf.model import HfModel
 from tierstore.hf.stored import stored_spec
+from tierstore.model.store_schema import STATE_KEY
 from tierstore.parallel import RankEnvironment
 from tierstore.store.disk.home import IDENTITY
 from tierstore.store.opening import read_states
@@ -42,7 +43,6 @@ from tierstore.timeline import Track
 from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening
 from tierstore.train.session import Loop, open_parts
-from tierstore.train.state import STATE_KEY
 from tierstore.train.stepping import OpenStep, SessionParts, StepError, StepOutcome, Stepper
 from tierstore.units import parse_size
 

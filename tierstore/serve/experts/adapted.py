@@ -9,6 +9,7 @@ import torch
 
 from tierstore._native import HugePages
 from tierstore.model.spec import ModelSpec
+from tierstore.model.store_schema import expert_key, pair_key
 from tierstore.moe.lora import LoraConfig, PairShape
 from tierstore.prefetch.experts import FrozenExperts
 from tierstore.prefetch.lora import LoraExperts
@@ -28,7 +29,6 @@ from tierstore.tiers import (
     open_device_tier,
     weights_in_place,
 )
-from tierstore.train.experts import expert_key, pair_key
 
 
 def open_adapted(

@@ -13,6 +13,7 @@ import torch
 from tierstore._native import HugePages, Residency
 from tierstore.machine_profile import ASSUMED, Cost, load_profile
 from tierstore.model.spec import ModelSpec
+from tierstore.model.store_schema import EXPERT_SCHEMA
 from tierstore.moe.source import ExpertLease
 from tierstore.plan.ring import ExpertMemorySizes, ServedLayers
 from tierstore.prefetch.experts import FrozenExperts
@@ -35,8 +36,8 @@ from tierstore.stats import StallLedger
 from tierstore.store.core import StoreCore
 from tierstore.store.format import Group
 from tierstore.tiers import DeviceSlots, WeightLoads, limited_tier, open_device_tier
+from tierstore.tiers.slots import DeviceKind
 from tierstore.timeline import TimelineSink
-from tierstore.train.budgets import EXPERT_SCHEMA, DeviceKind
 
 _LOG = logging.getLogger("tierstore.serve")
 #: Guesses are judged by the bytes of so many experts that were read for them.

@@ -6,7 +6,7 @@ from tierstore.capabilities import Capability
 from tierstore.errors import BudgetError, ConfigError
 from tierstore.model.spec import ModelSpec
 from tierstore.serve.config import ExpertMemory, ServeConfig
-from tierstore.train.budgets import DeviceKind
+from tierstore.tiers.slots import DeviceKind
 from tierstore.units import format_bytes
 
 #: Weight slots beyond which overlap gains nothing, where a budget does not ask for more.

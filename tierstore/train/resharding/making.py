@@ -25,6 +25,7 @@ from tierstore.errors import ConfigError, StoreExistsError
 from tierstore.model.config import ModelConfig, TieEmbeddings
 from tierstore.model.division import check_divisible
 from tierstore.model.spec import ModelSpec
+from tierstore.model.store_schema import EXPERT_SCHEMA, STATE_KEY, expert_key
 from tierstore.parallel import ExpertBlocks
 from tierstore.parallel.config import RowPlacement
 from tierstore.parallel.layout import Layout
@@ -38,12 +39,9 @@ from tierstore.store.parameter_store import ParameterStore
 from tierstore.store.registering import NewRecord
 from tierstore.store.scratch import scratch_buffers
 from tierstore.tiers.device import tensor_of
-from tierstore.train.budgets import EXPERT_SCHEMA
-from tierstore.train.experts import expert_key
 from tierstore.train.resharding.cutting import DenseCut, place_of
 from tierstore.train.resharding.reading import StoredModel, open_stored
 from tierstore.train.stages.blocks import stage_blocks
-from tierstore.train.state import STATE_KEY
 from tierstore.train.vocabulary import recorded_placements
 
 Progress = Callable[[int, int], None]

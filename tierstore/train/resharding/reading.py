@@ -19,6 +19,14 @@ from tierstore.errors import StoreFormatError
 from tierstore.model.buffers import with_all_buffers
 from tierstore.model.config import ModelConfig
 from tierstore.model.spec import ModelSpec
+from tierstore.model.store_schema import (
+    EXPERT_SCHEMA,
+    IMPORT_KEY,
+    STATE_KEY,
+    TrainState,
+    expert_key,
+    table_of,
+)
 from tierstore.moe.source import InMemoryExperts
 from tierstore.parallel.layout import Layout
 from tierstore.store.committing import OWN_STATE
@@ -26,11 +34,8 @@ from tierstore.store.directories import rank_directories
 from tierstore.store.format import RecordSchema
 from tierstore.store.parameter_store import ParameterStore, open_to_read
 from tierstore.tiers.device import tensor_of
-from tierstore.train.budgets import EXPERT_SCHEMA
-from tierstore.train.experts import expert_key
 from tierstore.train.ranks import newest_common
 from tierstore.train.resharding.cutting import DenseCut, DenseParameter, DenseUnitShape
-from tierstore.train.state import IMPORT_KEY, STATE_KEY, TrainState, table_of
 from tierstore.train.tasks.progress import own_heads
 from tierstore.train.vocabulary import places_of, recorded_placements
 

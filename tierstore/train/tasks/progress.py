@@ -8,23 +8,10 @@ Imports no torch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from tierstore.model.store_schema import TaskProgress
 from tierstore.train.tasks.config import TaskHead, Tasks
-
-
-@dataclass(frozen=True, slots=True)
-class TaskProgress:
-    """What is known of a task, of this run or an earlier one. ``position``: examples taken; ``tokens``: counted targets that
-    it was trained on; ``head`` is a ``TaskHead``'s value.
-    """
-
-    position: int = 0
-    tokens: int = 0
-    head: str = TaskHead.SHARED.value
-    train_loss: float | None = None
-    val_loss: float | None = None
-
 
 ProgressByTask = Mapping[str, TaskProgress]
 

@@ -1,0 +1,141 @@
+"""What the store of a model holds, by name: keys and schemas of the experts' records, and the named states of a commit.
+
+Import, training, resharding, export and serving all name records as it is done here. Dense records are named by
+``tierstore.dense.slices``. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+
+from tierstore.errors import StoreFormatError
+from tierstore.model.config import ComputeDtype
+from tierstore.model.spec import ModelSpec
+from tierstore.quant.layout import QuantizedLayout
+from tierstore.store.format import MomentFormat, RecordSchema, Training, WeightFormat
+
+#: Schemas: of experts, and of the low-rank pairs that train beside frozen ones.
+EXPERT_SCHEMA = "expert"
+PAIR_SCHEMA = "lora"
+#: States: where training is, and how far an import has come. Until an import is complete there is no STATE_KEY.
+STATE_KEY = "train"
+IMPORT_KEY = "import"
+
+
+def expert_key(layer: int, expert: int) -> str:
+    """The record key of an expert: key order is layer order, then expert order."""
+    return f"expert.{layer:04d}.{expert:05d}"
+
+
+def pair_key(layer: int, expert: int) -> str:
+    """The record key of an expert's low-rank pairs."""
+    return f"lora.{layer:04d}.{expert:05d}"
+
+
+def expert_record(
+    numel: int,
+    compute: ComputeDtype,
+    training: Training = Training.TRAINED,
+    moments: MomentFormat = MomentFormat.FP32,
+    *,
+    quantized: QuantizedLayout | None = None,
+) -> RecordSchema:
+    """The schema of experts of ``numel`` parameters that compute in ``compute``; ``moments`` are those of trained experts.
+    ``quantized``: the layout of the weights of frozen experts that are kept as codes.
+    """
+    if quantized is not None:
+        kept = WeightFormat(quantized.codes.value)
+    elif compute is not ComputeDtype.BF16:
+        kept = WeightFormat.FP32
+    else:
+        kept = WeightFormat.BF16 if training is Training.FROZEN else WeightFormat.SPLIT_BF16
+    moments = MomentFormat.FP32 if training is Training.FROZEN else moments
+    return RecordSchema(EXPERT_SCHEMA, numel, kept, training=training, moments=moments, quantized=quantized)
+
+
+def quantized_layout(model: ModelSpec) -> QuantizedLayout | None:
+    """The layout of the experts' weights where they are codes, otherwise None."""
+    return None if model.expert_codes is None else model.expert_shape.quantized(model.expert_codes)
+
+
+def expert_weight_bytes(model: ModelSpec) -> int:
+    """Bytes of one expert's weights as a forward pass reads them."""
+    layout = quantized_layout(model)
+    return model.expert_shape.numel * model.compute_dtype.itemsize if layout is None else layout.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class TaskProgress:
+    """What is known of a task, of this run or an earlier one. ``position``: examples taken; ``tokens``: counted targets that
+    it was trained on; ``head`` is the value of a ``tierstore.train.tasks.config.TaskHead``.
+    """
+
+    position: int = 0
+    tokens: int = 0
+    head: str = "shared"
+    train_loss: float | None = None
+    val_loss: float | None = None
+
+
+@dataclass
+class TrainState:
+    """Where training is, as ``STATE_KEY`` holds it.
+
+    ``position``: steps taken from the data, skipped ones included; ``skipped``: the non-finite ones among them. ``begun``
+    is False after an import, until a first run. ``job``: the elastic job of ``torchrun`` that writes the store.
+    ``conditions``: what the bits of the run depend on (``tierstore.train.state.conditions``).
+    """
+
+    position: int = 0
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+    train_loss: float | None = None
+    val_loss: float | None = None
+    #: The number of chunks of forward and of backward passes over experts, where the run chooses it.
+    chunks: list[int] | None = None
+    begun: bool = True
+    job: str = ""
+    conditions: dict[str, object] = field(default_factory=dict)
+    #: Every task that was ever trained here.
+    tasks: dict[str, TaskProgress] = field(default_factory=dict)
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks that the store was made for; 0 when it does not say."""
+        parallel = self.conditions.get("parallel")
+        count = parallel.get("ranks") if isinstance(parallel, dict) else None
+        return count if isinstance(count, int) else 0
+
+    def pack(self) -> bytes:
+        values = asdict(self)
+        if not self.tasks:  # older stores have no such entries
+            del values["tasks"]
+        if not self.job:
+            del values["job"]
+        return json.dumps(values, sort_keys=True).encode()
+
+    @classmethod
+    def unpack(cls, state: Mapping[str, bytes], *, where: str) -> TrainState:
+        """Raises StoreFormatError naming ``where`` when training did not make the store."""
+        if STATE_KEY not in state:
+            if IMPORT_KEY in state:
+                raise StoreFormatError(
+                    f"{where}: the import was cut short; the same tierstore import goes on with it"
+                )
+            raise StoreFormatError(
+                f"{where}: the store holds no training state, so there is nothing to resume"
+            )
+        try:
+            values = json.loads(state[STATE_KEY])
+            tasks = {name: TaskProgress(**known) for name, known in values.pop("tasks", {}).items()}
+            return cls(**values, tasks=tasks)
+        except (AttributeError, TypeError, ValueError) as error:
+            raise StoreFormatError(f"{where}: the training state is damaged: {error}") from error
+
+
+def table_of(value: object) -> dict[str, object]:
+    """``value``, a table of settings as ``as_dict`` gives them."""
+    assert isinstance(value, dict)
+    return value
