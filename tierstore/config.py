@@ -68,6 +68,7 @@ class FieldInfo:
     size: bool
     #: Values of an integer that have names.
     words: Mapping[str, int]
+    metadata: Mapping[str, Any]
     #: Whether it holds tables by names of the user's.
     named: bool = False
 
@@ -218,6 +219,7 @@ def _info(field: dataclasses.Field[object], hint: Any, default: object, prefix: 
         length=length,
         size=size,
         words=words,
+        metadata=field.metadata,
         named=named,
     )
 
@@ -415,7 +417,8 @@ def _build(cls: type[T], values: Mapping[str, object], base: T | None, *, prefix
     try:
         return cls(**given)
     except ValueError as exc:  # a ConfigError, or a dataclass that checks itself the plain way
-        where = f"[{prefix[:-1]}] " if prefix and not str(exc).startswith(prefix) else ""
+        # A message that names its option or its dotted key needs no table's name.
+        where = f"[{prefix[:-1]}] " if prefix and not str(exc).startswith((prefix, "--")) else ""
         raise ConfigError(f"{origin}{where}{exc}") from exc
 
 

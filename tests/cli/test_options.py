@@ -15,10 +15,14 @@ from click.testing import CliRunner, Result
 from tierstore.cli.options import (
     FRACTION,
     SIZE,
+    Defaults,
     bundled,
+    config_options,
     config_overrides,
+    dataclass_options,
     help_config_option,
     json_option,
+    option,
     set_option,
     train_config,
 )
@@ -143,6 +147,81 @@ def test_help_config_lists_every_key() -> None:
         "note  (text, or none; default none)",
         "host.budget  (a size such as 512MiB, 4GB; default 256 MiB)",
         "    what experts may use",
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """Options of each type."""
+
+    depth: int = option(0, help="requests in flight")
+    device: Device = option(Device.CPU, "--on", help="Where.")
+    record_bytes: tuple[int, ...] = option((), help="of a record", size=True, multiple=True, type=SIZE)
+    budget: int = option(1 << 30, help="of experts", size=True)
+    blocks: tuple[int, ...] = option((), help="first blocks")
+    fast: bool = option(False, help="Not slow.")
+    store: Path | None = option(None, help="Where.")
+    name: str = option(help="of it")
+
+
+def test_each_field_of_a_dataclass_is_an_option() -> None:
+    seen: list[Load] = []
+
+    @click.command()
+    @dataclass_options(Load, "load")
+    def command(load: Load) -> None:
+        seen.append(load)
+
+    def run(*args: str) -> Result:
+        return CliRunner().invoke(command, ["--name", "n", *args])
+
+    assert run().exit_code == 0
+    assert (
+        run("--on", "cuda", "--record-bytes", "4KiB", "--record-bytes", "1", "--budget", "2KiB").exit_code
+        == 0
+    )
+    assert run("--blocks", "0,8", "--fast", "--store", "s", "--depth", "3").exit_code == 0
+    assert seen == [
+        Load(name="n"),
+        Load(name="n", device=Device.CUDA, record_bytes=(4096, 1), budget=2048),
+        Load(name="n", blocks=(0, 8), fast=True, store=Path("s"), depth=3),
+    ]
+    shown = {param.opts[0]: (param.default, getattr(param, "help", None)) for param in command.params}
+    assert shown["--depth"] == (0, "Requests in flight.")
+    assert shown["--on"] == ("cpu", "Where.")
+    assert shown["--budget"] == ("1GiB", "Of experts.")
+    for args, named in (
+        (["--blocks", "0,x"], "--blocks"),
+        (["--on", "tpu"], "--on"),
+        (["--budget", "much"], "--budget"),
+    ):
+        assert run(*args).exit_code == 2
+        assert named in run(*args).stderr
+    missing = CliRunner().invoke(command, [])
+    assert missing.exit_code == 2
+    assert "--name" in missing.stderr
+
+
+def test_options_stand_for_keys_of_a_configuration() -> None:
+    seen: list[dict[str, object]] = []
+    table = {"--budget": "host.budget", "--data": "data", "--on": "device", "--steps": "steps"}
+
+    @click.command()
+    @config_options(Config, table)
+    def elsewhere(given: dict[str, object]) -> None:
+        seen.append(given)
+
+    @click.command()
+    @config_options(Config, table, Defaults.SHOWN)
+    def shown(given: dict[str, object]) -> None:
+        seen.append(given)
+
+    for command, args in ((elsewhere, []), (elsewhere, ["--data=a", "--data=b", "--steps=0"]), (shown, [])):
+        assert CliRunner().invoke(command, args).exit_code == 0
+    assert seen == [
+        {},
+        {"data": ("a", "b"), "steps": 0},
+        {"host.budget": 2**28, "device": Device.CPU, "steps": 80},
     ]
 
 

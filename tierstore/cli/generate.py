@@ -5,8 +5,8 @@ SIGINT and SIGTERM end it after the pass in progress, with what has been written
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,20 +16,18 @@ from tierstore.cli.interrupts import Interrupts
 from tierstore.cli.models import deployed_settings, describe_settings
 from tierstore.cli.options import (
     EXISTING_DIRECTORY,
-    SIZE,
-    TEXT,
-    bundled,
+    config_options,
     config_overrides,
+    dataclass_options,
     help_config_option,
     json_option,
-    options,
-    output_file,
+    option,
+    record_trace_option,
     set_option,
+    timeline_option,
 )
 from tierstore.cli.output import Output
 from tierstore.config import load
-from tierstore.outputs import OutputKind
-from tierstore.prefetch.predictor import PredictorName
 from tierstore.serve.config import ServeConfig
 from tierstore.timeline import open_timeline
 from tierstore.units import format_bytes, format_seconds
@@ -43,54 +41,38 @@ if TYPE_CHECKING:  # at run time these import torch, which listing the commands 
 _INTERRUPTED = 130
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Asked:
     """What is to be written. None: what the model's own generation_config.json says."""
 
-    prompts: tuple[str, ...]
-    chat: bool
-    max_tokens: int
-    temperature: float | None
-    top_k: int | None
-    top_p: float | None
-    seed: int | None
-    stop: tuple[str, ...]
+    prompts: tuple[str, ...] = option(
+        MISSING, "--prompt", help="Prompt; repeat the option for a batch.", required=True
+    )
+    chat: bool = option(False, help="Each prompt is a user's message, through the chat template.")
+    max_tokens: int = option(256, help="Most tokens of each text.")
+    temperature: float | None = option(
+        None, help="0 takes the most probable token (default: the model's own)."
+    )
+    top_k: int | None = option(None, help="Sample from the N most probable tokens (0: from all).")
+    top_p: float | None = option(None, help="Sample from the fewest tokens whose probabilities add up to P.")
+    seed: int | None = option(None, help="The same seed gives the same text.")
+    stop: tuple[str, ...] = option((), help="End a text before this string; repeat for several.")
 
 
 @click.command()
 @click.argument("store", type=EXISTING_DIRECTORY)
-@bundled(_Asked, "asked")
-@options(
-    click.option(
-        "--prompt",
-        "prompts",
-        type=TEXT,
-        multiple=True,
-        required=True,
-        help="What to go on from; several are a batch.",
-    ),
-    click.option("--chat", is_flag=True, help="Each prompt is a user's message, through the chat template."),
-    click.option("--max-tokens", type=int, default=256, help="Most tokens of each text."),
-    click.option(
-        "--temperature", type=float, help="0 takes the most probable token (default: the model's own)."
-    ),
-    click.option("--top-k", type=int, help="Sample of this many tokens (0: of all)."),
-    click.option("--top-p", type=float, help="Sample of the fewest tokens that are so probable together."),
-    click.option("--seed", type=int, help="The same seed gives the same text."),
-    click.option("--stop", type=TEXT, multiple=True, help="Ends a text before this string."),
+@dataclass_options(_Asked, "asked")
+@config_options(
+    ServeConfig,
+    {
+        "--host-budget": "host_budget",
+        "--device-budget": "device_budget",
+        "--batch-invariant": "batch.invariant",
+        "--predictor": "prefetch.predictor",
+    },
 )
-@click.option("--host-budget", type=SIZE, help="Memory for experts: cache and CPU device tier.")
-@click.option("--device-budget", type=SIZE, help="Memory for experts on the device.")
-@click.option("--batch-invariant", is_flag=True, help="Give each text the bits that it gets alone.")
-@click.option(
-    "--predictor",
-    type=click.Choice([name.value for name in PredictorName]),
-    help="What guesses the experts of coming layers (prefetch.predictor).",
-)
-@click.option("--timeline", type=output_file(OutputKind.TIMELINE), help="Write a Chrome trace for Perfetto.")
-@click.option(
-    "--record-trace", type=output_file(OutputKind.TRACE), help="Record every cache decision's input."
-)
+@timeline_option
+@record_trace_option
 @set_option()
 @json_option
 @help_config_option(lambda: ServeConfig)
@@ -99,10 +81,7 @@ def generate(
     ctx: click.Context,
     store: Path,
     asked: _Asked,
-    host_budget: int | None,
-    device_budget: int | None,
-    batch_invariant: bool,
-    predictor: str | None,
+    given: dict[str, object],
     timeline: Path | None,
     record_trace: Path | None,
     settings: tuple[str, ...],
@@ -113,14 +92,7 @@ def generate(
     Its experts stay on disk and in the memory that --host-budget gives them. A single text is written as it comes,
     several one after another as they end. A table follows; with --json it goes to stderr with the texts.
     """
-    given: Mapping[str, object] = {
-        "store": store,
-        "host_budget": host_budget,
-        "device_budget": device_budget,
-        "batch.invariant": batch_invariant or None,
-        "prefetch.predictor": predictor,
-    }
-    deployed, overrides = deployed_settings(store), config_overrides(settings, given)
+    deployed, overrides = deployed_settings(store), config_overrides(settings, {"store": store, **given})
     config = load(ServeConfig, None, {**deployed, **overrides})
     if deployed:
         output.line(describe_settings(store, deployed, overrides))

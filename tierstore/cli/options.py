@@ -1,17 +1,33 @@
-"""Options that commands share, and how options become configuration overrides."""
+"""Options of commands: derived from the fields of dataclasses, with the few that commands share.
+
+Two decorators derive options. ``config_options`` makes them of chosen keys of a configuration, which a TOML file and
+``--set`` give too. ``dataclass_options`` makes one of each field of a dataclass and passes the command an instance::
+
+    @dataclass(frozen=True, kw_only=True)
+    class Listening:
+        host: str = option("127.0.0.1", help="Address to listen on.")
+
+    @click.command()
+    @config_options(ServeConfig, {"--batch-size": "batch.sequences"})
+    @dataclass_options(Listening, "listening")
+    def serve(given: dict[str, object], listening: Listening) -> None: ...
+
+Type, default and help text come from the field (``tierstore.config`` says which types there are).
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from tierstore.cli.output import Output
-from tierstore.config import dotted_fields
+from tierstore.config import FieldInfo, dotted_fields
 from tierstore.errors import ConfigError
 from tierstore.outputs import OutputKind, check_output, refuse_same
 from tierstore.units import format_bytes, is_unicode, parse_size
@@ -25,9 +41,10 @@ _ANY_WHOLE = 2**62
 if TYPE_CHECKING:
     _IntType = click.ParamType[int]
     _TextType = click.ParamType[str]
+    _NumbersType = click.ParamType[tuple[int, ...]]
     _PathType = click.Path[Path]
 else:
-    _IntType = _TextType = click.ParamType
+    _IntType = _TextType = _NumbersType = click.ParamType
     _PathType = click.Path
 
 
@@ -68,6 +85,24 @@ class _Text(_TextType):
         if not is_unicode(value):  # Python makes such text of other bytes
             raise click.UsageError(f"{_name(param)}: expected text in UTF-8, got {value!r}", ctx)
         return str(value)
+
+
+class _Numbers(_NumbersType):
+    """Integers with commas between them: ``0,8,16``."""
+
+    name = "text"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            return tuple(int(part) for part in str(value).split(","))
+        except ValueError as exc:
+            raise click.UsageError(
+                f"{_name(param)}: expected integers with commas between them, got {value!r}", ctx
+            ) from exc
 
 
 def _name(param: click.Parameter | None) -> str:
@@ -111,6 +146,7 @@ def output_file(kind: OutputKind) -> _Path:
 SIZE = _Size()
 FRACTION = _Fraction()
 TEXT = _Text()
+NUMBERS = _Numbers()
 PATH = _Path()
 FILE = _Path(dir_okay=False)
 EXISTING_FILE = _Path(exists=True, dir_okay=False)
@@ -124,6 +160,139 @@ def options(*decorators: Callable[[Any], Any]) -> Callable[[F], F]:
     )
 
 
+# Options from fields ----------------------------------------------------------------------------------------
+
+
+def option(
+    default: Any = dataclasses.MISSING, *names: str, help: str, size: bool = False, **settings: Any
+) -> Any:
+    """A field that ``dataclass_options`` makes an option of.
+
+    ``names``: its names, if not the field's own (``--host-budget`` for ``host_budget``). ``size``: it is bytes.
+    ``settings``: arguments of ``click.option`` that its type does not say, such as ``metavar`` or another ``type``.
+    """
+    metadata = {"help": help, "size": size, "names": names, "click": settings}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+class Defaults(Enum):
+    """What an option of a configuration key is where it was not given."""
+
+    ELSEWHERE = "elsewhere"  # nothing: a file, or the configuration, has the value
+    SHOWN = "shown"  # the field's default, which the help shows
+
+
+def config_options(
+    config: type[Any],
+    table: Mapping[str, str | tuple[str, Mapping[str, Any]]],
+    defaults: Defaults = Defaults.ELSEWHERE,
+) -> Callable[[F], F]:
+    """Options that stand for keys of ``config``, as the command's argument ``given``: values by dotted key.
+
+    ``table``: the dotted key of each option, or a pair of it and further arguments of ``click.option``. Keys whose
+    options were not given are left out.
+    """
+    infos = {info.name: info for info in dotted_fields(config)}
+    declared, keys = [], {}
+    for name, entry in table.items():
+        key, settings = (entry, {}) if isinstance(entry, str) else entry
+        argument = name.removeprefix("--").replace("-", "_")
+        keys[argument] = key
+        declared.append(_declared(infos[key], (name, argument), settings, defaults))
+
+    def collect(values: Mapping[str, Any]) -> dict[str, object]:
+        return {keys[name]: value for name, value in values.items() if not _is_absent(value)}
+
+    return _collected(declared, tuple(keys), "given", collect)
+
+
+def dataclass_options(kind: type[Any], argument: str) -> Callable[[F], F]:
+    """An option of each field of the dataclass ``kind``; the command gets an instance as ``argument``."""
+    declared = []
+    for info in dotted_fields(kind):
+        names = info.metadata.get("names") or (f"--{info.name.replace('_', '-')}",)
+        settings = info.metadata.get("click", {})
+        declared.append(_declared(info, (*names, info.name), settings, Defaults.SHOWN))
+    fields = tuple(field.name for field in dataclasses.fields(kind))
+
+    def collect(values: Mapping[str, Any]) -> object:
+        return kind(**{name: value for name, value in values.items() if value is not None})
+
+    return _collected(declared, fields, argument, collect)
+
+
+def _declared(
+    info: FieldInfo, names: tuple[str, ...], settings: Mapping[str, Any], defaults: Defaults
+) -> Callable[[F], F]:
+    """The option of one field."""
+    said: dict[str, Any] = {
+        "help": f"{info.help[:1].upper()}{info.help[1:].rstrip('.')}." if info.help else None
+    }
+    if info.kind is bool:
+        said["is_flag"] = True
+    elif issubclass(info.kind, Enum):
+        said["type"] = click.Choice([str(member.value) for member in info.kind])
+    elif info.size:
+        said["type"] = SIZE if info.kind is int else FRACTION
+    else:
+        said["type"] = TEXT if info.words else _TYPES[info.kind]
+    if info.repeated:
+        said |= {"type": NUMBERS} if info.kind is int else {"multiple": True}
+    if defaults is Defaults.SHOWN and not _is_absent(info.default):
+        said["default"] = _typed(info)
+    if info.required:
+        said["required"] = True
+    if issubclass(info.kind, Enum) and "callback" not in settings:
+        said["callback"] = functools.partial(_member, info.kind)
+    return click.option(*names, **{**said, **settings})
+
+
+_TYPES = {int: click.INT, float: click.FLOAT, str: TEXT, Path: PATH}
+
+
+def _is_absent(value: object) -> bool:
+    """Whether ``value`` is that of an option that was not given: 0 is none of these."""
+    return value is None or value is False or value == ()
+
+
+def _typed(info: FieldInfo) -> object:
+    """The default of ``info`` as it would be typed."""
+    if isinstance(info.default, Enum):
+        return info.default.value
+    if info.size and isinstance(info.default, int):
+        text = format_bytes(info.default).replace(" ", "")
+        return text if parse_size(text) == info.default else info.default
+    return info.default
+
+
+def _member(kind: type[Enum], ctx: click.Context, param: click.Parameter, value: Any) -> Any:
+    """The member, or members, of ``kind`` with the value that was chosen."""
+    members = {str(member.value): member for member in kind}
+    return tuple(members[one] for one in value) if isinstance(value, tuple) else members.get(value)
+
+
+def _collected(
+    declared: list[Callable[[Any], Any]],
+    names: tuple[str, ...],
+    argument: str,
+    collect: Callable[[Mapping[str, Any]], object],
+) -> Callable[[F], F]:
+    """``declared`` options, whose values reach the command as one ``argument``."""
+
+    def decorate(command: F) -> F:
+        @functools.wraps(command)
+        def called(*args: Any, **given: Any) -> object:
+            values = {name: given.pop(name) for name in names}
+            return command(*args, **given, **{argument: collect(values)})
+
+        return options(*declared)(called)  # type: ignore[return-value]
+
+    return decorate
+
+
+# Options that commands share --------------------------------------------------------------------------------
+
+
 def json_option(command: F) -> F:
     """``--json``: the argument ``output``, an Output."""
     return click.option(
@@ -132,6 +301,20 @@ def json_option(command: F) -> F:
         is_flag=True,
         callback=lambda ctx, param, given: Output.for_option(given),
         help="End stdout with one JSON object; tables go to stderr.",
+    )(command)
+
+
+def timeline_option(command: F) -> F:
+    """``--timeline``: the file of a timeline, or None."""
+    return click.option(
+        "--timeline", type=output_file(OutputKind.TIMELINE), help="Write a Chrome trace for Perfetto."
+    )(command)
+
+
+def record_trace_option(command: F) -> F:
+    """``--record-trace``: the file of a trace, or None."""
+    return click.option(
+        "--record-trace", type=output_file(OutputKind.TRACE), help="Record every cache decision's input."
     )(command)
 
 

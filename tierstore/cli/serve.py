@@ -8,11 +8,10 @@ from __future__ import annotations
 import asyncio
 import time
 import warnings
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -21,90 +20,69 @@ from tierstore.cli.models import deployed_settings, describe_settings
 from tierstore.cli.options import (
     EXISTING_FILE,
     PATH,
-    SIZE,
-    TEXT,
-    bundled,
+    config_options,
     config_overrides,
+    dataclass_options,
     help_config_option,
     json_option,
-    options,
+    option,
     output_file,
     set_option,
 )
 from tierstore.cli.output import Output
 from tierstore.config import load
 from tierstore.outputs import OutputKind
+from tierstore.serve.config import ServeConfig
 from tierstore.units import format_seconds, printable
 
 if TYPE_CHECKING:
     from tierstore.serve.api.metrics import ServerMetrics
-    from tierstore.serve.config import ServeConfig
     from tierstore.serve.scheduler.engine import ServingEngine
-
-
-def serve_config() -> type[Any]:
-    """The configuration of a server, for ``help_config_option``."""
-    from tierstore.serve.config import ServeConfig
-
-    return ServeConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class Listening:
     """Where a server listens, whom it answers, and what it writes besides."""
 
-    host: str
-    port: int
-    api_keys: Path | None
-    name: str | None
-    record_trace: Path | None
-    timeline: Path | None
-
-
-_listening_options = options(
-    click.option("--host", default="127.0.0.1", help="Address to listen on."),
-    click.option(
-        "--port", type=click.IntRange(0, 65535), default=8000, help="Port; 0 takes one that is free."
-    ),
-    click.option("--api-keys", type=EXISTING_FILE, help="File of keys, one a line; a request must bear one."),
-    click.option("--name", type=TEXT, help="The model's name in requests (default: the store's directory)."),
-    click.option(
-        "--record-trace", type=output_file(OutputKind.TRACE), help="Record every cache decision's input."
-    ),
-    click.option(
-        "--timeline", type=output_file(OutputKind.TIMELINE), help="Write a Chrome trace for Perfetto."
-    ),
-)
+    host: str = option("127.0.0.1", help="Address to listen on.")
+    port: int = option(8000, help="Port; 0 takes a free one.", type=click.IntRange(0, 65535))
+    api_keys: Path | None = option(
+        None, help="File of keys, one a line; a request must bear one.", type=EXISTING_FILE
+    )
+    name: str | None = option(None, help="The model's name in requests (default: the store's directory).")
+    record_trace: Path | None = option(
+        None, help="Record every cache decision's input.", type=output_file(OutputKind.TRACE)
+    )
+    timeline: Path | None = option(
+        None, help="Write a Chrome trace for Perfetto.", type=output_file(OutputKind.TIMELINE)
+    )
 
 
 @click.command()
 @click.argument("store", type=PATH)
 @click.option("--config", type=EXISTING_FILE, help="TOML file of configuration keys.")
-@_listening_options
-@click.option("--host-budget", type=SIZE, help="Memory for experts: cache, CPU device tier.")
-@click.option("--device-budget", type=SIZE, help="Memory for experts on the device.")
-@click.option("--batch-size", type=int, help="Most sequences of a batch.")
-@click.option("--context", type=int, help="Most tokens of a sequence, prompt and answer.")
-@click.option("--batch-invariant", is_flag=True, help="Give each request the bits that it gets alone.")
-@click.option("--max-queue", type=int, help="Most requests that wait.")
-@click.option("--max-tokens", type=int, help="Most tokens of an answer.")
-@click.option("--request-timeout", type=float, metavar="SECONDS", help="Most seconds of a request.")
+@dataclass_options(Listening, "listening")
+@config_options(
+    ServeConfig,
+    {
+        "--host-budget": "host_budget",
+        "--device-budget": "device_budget",
+        "--batch-size": "batch.sequences",
+        "--context": "batch.context",
+        "--batch-invariant": "batch.invariant",
+        "--max-queue": "limits.queue",
+        "--max-tokens": "limits.tokens",
+        "--request-timeout": ("limits.request_s", {"metavar": "SECONDS"}),
+    },
+)
 @set_option()
 @json_option
-@help_config_option(serve_config)
-@bundled(Listening, "listening")
+@help_config_option(lambda: ServeConfig)
 def serve(
     store: Path,
     config: Path | None,
     listening: Listening,
-    host_budget: int | None,
-    device_budget: int | None,
-    batch_size: int | None,
-    context: int | None,
-    batch_invariant: bool,
-    max_queue: int | None,
-    max_tokens: int | None,
-    request_timeout: float | None,
+    given: dict[str, object],
     settings: tuple[str, ...],
     output: Output,
 ) -> None:
@@ -114,20 +92,9 @@ def serve(
     """
     for package in ("fastapi", "uvicorn", "prometheus_client"):
         require_package(package, "tierstore serve", extra="serve")
-    given: Mapping[str, object] = {
-        "store": store,
-        "host_budget": host_budget,
-        "device_budget": device_budget,
-        "batch.sequences": batch_size,
-        "batch.context": context,
-        "batch.invariant": batch_invariant or None,
-        "limits.queue": max_queue,
-        "limits.tokens": max_tokens,
-        "limits.request_s": request_timeout,
-    }
     deployed = {} if config is not None else deployed_settings(store)
-    overrides = config_overrides(settings, given)
-    served = load(serve_config(), config, {**deployed, **overrides})
+    overrides = config_overrides(settings, {"store": store, **given})
+    served = load(ServeConfig, config, {**deployed, **overrides})
     if deployed:
         output.line(describe_settings(store, deployed, overrides))
     _run(served, listening, output)
@@ -147,7 +114,7 @@ def _run(config: ServeConfig, listening: Listening, output: Output) -> None:
         bound = stack.enter_context(listen(listening.host, listening.port))
         if not is_loopback(bound) and not keys.required:
             warnings.warn(
-                f"{listening.host} can be reached from other machines, and whoever can may ask: --api-keys asks for keys",
+                f"listening on {listening.host} without authentication, which other machines can reach; set --api-keys",
                 stacklevel=1,
             )
         engine = ServingEngine(

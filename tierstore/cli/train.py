@@ -20,13 +20,15 @@ from tierstore.cli.interrupts import Interrupts
 from tierstore.cli.models import with_stored_model
 from tierstore.cli.options import (
     PATH,
-    SIZE,
     checksum_option,
+    config_options,
     config_overrides,
     help_config_option,
     json_option,
     output_file,
+    record_trace_option,
     set_option,
+    timeline_option,
 )
 from tierstore.cli.output import Output, OutputMode, ProgressBar
 from tierstore.config import load
@@ -34,13 +36,13 @@ from tierstore.devices import disk_health, disks_under
 from tierstore.machine import disk, existing_parent
 from tierstore.outputs import OutputKind
 from tierstore.timeline import TimelineSink, open_timeline
+from tierstore.train.config import TrainConfig
 from tierstore.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:  # at run time these import torch, which listing the commands must not
     from tierstore.parallel import Mesh
     from tierstore.plan.order import OrderChoice
     from tierstore.store.core import StoreCore
-    from tierstore.train.config import TrainConfig
     from tierstore.train.ranks import Opening
     from tierstore.train.report import MetricsLog, RunSummary, Totals
     from tierstore.train.trainer import Trainer
@@ -51,41 +53,34 @@ _INTERRUPTED = 130
 
 @click.command()
 @click.argument("config", required=False, type=PATH)
-@click.option(
-    "--data",
-    multiple=True,
-    help="Text, JSONL or Parquet file, or directory (any number); default: Python's own source.",
+@config_options(
+    TrainConfig,
+    {
+        "--data": "data.paths",
+        "--store": "store",
+        "--steps": "steps",
+        "--host-budget": "host_budget",
+        "--device-budget": "device_budget",
+        "--lora": ("lora.rank", {"metavar": "RANK"}),
+        "--commit-every": "commit_every",
+    },
 )
-@click.option("--store", type=PATH, help="Store directory.")
-@click.option("--steps", type=int, help="Optimizer steps in all.")
-@click.option("--host-budget", type=SIZE, help="Memory for experts: cache, gradients, CPU device tier.")
-@click.option("--device-budget", type=SIZE, help="Memory for experts on the device.")
-@click.option("--lora", type=int, metavar="RANK", help="Train low-rank pairs beside frozen experts.")
 @click.option("--resume", is_flag=True, help="Go on from the store's last commit.")
-@click.option("--commit-every", type=int, help="Steps between commits (0: only at the end).")
 @checksum_option
 @click.option(
     "--metrics", type=output_file(OutputKind.METRICS), help="Append one JSON line a step to this file."
 )
-@click.option("--timeline", type=output_file(OutputKind.TIMELINE), help="Write a Chrome trace for Perfetto.")
-@click.option(
-    "--record-trace", type=output_file(OutputKind.TRACE), help="Record every cache decision's input."
-)
+@timeline_option
+@record_trace_option
 @set_option()
 @json_option
-@help_config_option()
+@help_config_option(lambda: TrainConfig)
 @click.pass_context
 def train(
     ctx: click.Context,
     config: Path | None,
-    data: tuple[str, ...],
-    store: Path | None,
-    steps: int | None,
-    host_budget: int | None,
-    device_budget: int | None,
-    lora: int | None,
+    given: dict[str, object],
     resume: bool,
-    commit_every: int | None,
     checksum: bool,
     metrics: Path | None,
     timeline: Path | None,
@@ -99,17 +94,6 @@ def train(
     standard library, into ./tierstore-store. Over a store that tierstore import made, the model is the imported one:
     its first run needs no --resume.
     """
-    from tierstore.train.config import TrainConfig
-
-    given: Mapping[str, object] = {
-        "data.paths": data or None,
-        "store": store,
-        "steps": steps,
-        "host_budget": host_budget,
-        "device_budget": device_budget,
-        "lora.rank": lora,
-        "commit_every": commit_every,
-    }
     loaded = with_stored_model(load(TrainConfig, config, config_overrides(settings, given)))
     files = _Files(metrics, timeline, record_trace)
     ctx.exit(_run(loaded, files, resume=resume, checksum=checksum, output=output))

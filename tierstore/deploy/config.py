@@ -46,12 +46,14 @@ class Method(StrEnum):
 class CompressionConfig:
     """What becomes of the experts. None leaves them as they are."""
 
-    experts: int | None = field(default=None, metadata={"help": "experts of a layer after compression"})
+    experts: int | None = field(
+        default=None, metadata={"help": "experts of a layer after compression (default: all)"}
+    )
     method: Method = field(
-        default=Method.MERGE, metadata={"help": "merge similar experts, or prune unused ones"}
+        default=Method.MERGE, metadata={"help": "merge similar experts, or prune the least used ones"}
     )
     weights: ExpertWeights | None = field(
-        default=None, metadata={"help": "how the experts' weights are kept"}
+        default=None, metadata={"help": "format of the experts' weights (default: as in the store)"}
     )
 
     def __post_init__(self) -> None:
@@ -64,10 +66,10 @@ class DistillationConfig:
     """How a compressed model learns from its teacher, and the text for it."""
 
     text: tuple[Path, ...] = field(
-        default=(), metadata={"help": "text files to calibrate, distil and judge with"}
+        default=(), metadata={"help": "text file to calibrate, distil and evaluate with; repeat for several"}
     )
     minutes: float = field(default=30.0, metadata={"help": "time for distillation (0: none)"})
-    steps: int = field(default=0, metadata={"help": "steps of distillation (0: as many as the time allows)"})
+    steps: int = field(default=0, metadata={"help": "steps of distillation (0: as the time allows)"})
     rate: float = field(default=3e-4, metadata={"help": "largest learning rate"})
     rows: int = field(default=4, metadata={"help": "windows of a step"})
     length: int = field(default=256, metadata={"help": "tokens of a window"})
@@ -100,7 +102,10 @@ class PlacementConfig:
     ranks: int = field(
         default=1, metadata={"help": "ranks that share the experts: one, until several can serve"}
     )
-    segments: tuple[int, ...] = ()
+    segments: tuple[int, ...] = field(
+        default=(),
+        metadata={"help": "first block of each segment, such as 0,8,16 (default: by the memory)"},
+    )
 
     def __post_init__(self) -> None:
         if self.memory is not None and self.memory < 1:
@@ -117,18 +122,21 @@ class PlacementConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DeployConfig:
-    """A deployment of ``store`` to the new directory ``target``. ``host_budget``: memory for experts of each model that a
-    stage has open, in bytes. ``threads``: torch's (0: one for each core).
-    """
+    """A deployment of ``store`` to the new directory ``target``."""
 
     store: Path
     target: Path
     compression: CompressionConfig = field(default_factory=CompressionConfig)
     distillation: DistillationConfig = field(default_factory=DistillationConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
-    graphs: Capability = Capability.AUTO
-    host_budget: int = 1 << 30
-    threads: int = 0
+    graphs: Capability = field(
+        default=Capability.AUTO, metadata={"help": "compile the dense segments to graphs"}
+    )
+    host_budget: int = field(
+        default=1 << 30,
+        metadata={"size": True, "help": "memory for experts of each model that a stage has open"},
+    )
+    threads: int = field(default=0, metadata={"help": "torch's threads (0: one for each core)"})
 
     def __post_init__(self) -> None:
         if self.threads < 0:
