@@ -57,14 +57,14 @@ class Mutation:
 MUTATIONS = [
     Mutation(
         "failed transfers are not explained",
-        "tierstore/store/failures.py",
+        "tierstore/store/committing.py",
         "            if offset is None:\n",
         "            if True:\n",
         STORE + "test_a_failed_read_names_key_section_and_file[weight-threads]",
     ),
     Mutation(
         "a failed commit does not poison",
-        "tierstore/store/failures.py",
+        "tierstore/store/committing.py",
         "            self.poison(what, error)\n",
         "",
         STORE + "test_a_failed_write_or_sync_poisons[s/index/data.mdb-write-5-threads]",
@@ -106,7 +106,7 @@ MUTATIONS = [
     ),
     Mutation(
         "pages of an index are not checked",
-        "tierstore/store/index/pages.py",
+        "tierstore/store/index/database.py",
         "        if own != number or kind != expected or not _HEAD.size < lower <= upper <= _PAGE or lower % 2:\n",
         "        if False:\n",
         "tests/store/index/test_pages.py::test_damaged_pages_are_refused_and_never_end_the_process",
@@ -261,7 +261,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a child may use its parent's store",
-        "tierstore/store/failures.py",
+        "tierstore/store/committing.py",
         "        return os.getpid() != self._owner\n",
         "        return False\n",
         PROCESSES + "test_children_can_neither_use_nor_harm_a_store",

@@ -25,7 +25,7 @@ class FakeVerifier:
 
 
 def run(monkeypatch: pytest.MonkeyPatch, verifier: FakeVerifier, *options: str) -> int:
-    monkeypatch.setattr("tierstore.store.directories.verify_all", verifier)
+    monkeypatch.setattr("tierstore.store.parameter_store.verify_all", verifier)
     with pytest.raises(SystemExit) as ended:
         cli.main(["verify", "store", *options])
     assert isinstance(ended.value.code, int)

@@ -44,7 +44,7 @@ from tierstore.store import IoBackendName, IoConfig, ParameterStore, StoreConfig
 from tierstore.store.format import COMMITTED_GROUPS, Group
 from tierstore.store.gc import Mode, collect
 from tierstore.store.index.database import PREVIOUS
-from tierstore.store.index.entries import RecordEntry
+from tierstore.store.index.table import RecordEntry
 
 # One thread each: a store is opened ten thousand times here.
 _IO = IoConfig(backend=IoBackendName.THREADS, threads=1, compute_threads=1)

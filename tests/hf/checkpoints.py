@@ -17,10 +17,11 @@ from tierstore.hf.manifest import Manifest
 from tierstore.model.buffers import BUFFERS_KEY, unpack_arrays
 from tierstore.model.store_schema import expert_key
 from tierstore.store.config import StoreConfig
-from tierstore.store.directories import rank_directories
+from tierstore.store.disk.home import rank_directories
 from tierstore.store.format import COMMITTED_GROUPS
-from tierstore.store.opening import minimum_host_budget, read_schemas
+from tierstore.store.opening import minimum_host_budget
 from tierstore.store.parameter_store import ParameterStore
+from tierstore.store.reading import read_schemas
 
 __all__ = ["FAMILIES"]
 

@@ -15,7 +15,7 @@ from tierstore.errors import StoreFormatError
 from tierstore.hf.exports.exporting import config_with, export
 from tierstore.hf.exports.outline import ExportDtype
 from tierstore.hf.imports.importing import ImportOptions, import_model
-from tierstore.store.directories import verify_all
+from tierstore.store.parameter_store import verify_all
 
 
 def logits_of(directory: Path, **options: Any) -> torch.Tensor:

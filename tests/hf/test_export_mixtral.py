@@ -26,8 +26,8 @@ from tierstore.moe.source import InMemoryExperts
 from tierstore.parallel.config import RowPlacement
 from tierstore.parallel.layout import Layout
 from tierstore.store import ParameterStore, StoreConfig
-from tierstore.store.directories import verify_all
-from tierstore.store.summary import read_summary
+from tierstore.store.parameter_store import verify_all
+from tierstore.store.reading import read_summary
 from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening
 from tierstore.train.resharding import VocabularyPlacement, reshard

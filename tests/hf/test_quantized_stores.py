@@ -22,8 +22,8 @@ from tierstore.moe.lora import LoraConfig
 from tierstore.quant.layout import CodeFormat
 from tierstore.quant.values import dequantize, quantize
 from tierstore.store import WeightFormat
-from tierstore.store.opening import read_schemas
 from tierstore.store.parameter_store import verify_store
+from tierstore.store.reading import read_schemas
 from tierstore.train.config import FinetuneConfig
 
 

@@ -16,7 +16,7 @@ from tierstore.model.store_schema import PAIR_SCHEMA
 from tierstore.moe.lora import LoraConfig, LoraTargets
 from tierstore.serve.experts.interface import ServingPhase
 from tierstore.serve.opening import open_served
-from tierstore.store.summary import read_summary
+from tierstore.store.reading import read_summary
 from tierstore.trace.replay import replay
 from tierstore.train.stepping import Stepper
 

@@ -25,8 +25,8 @@ from tierstore.serve.footprint import ServedFootprint, check_memory, served_budg
 from tierstore.serve.opening import open_served
 from tierstore.store import ParameterStore, StoreConfig
 from tierstore.store.config import StoreAccess
-from tierstore.store.replaying import mean_read_bytes, replay_scratch_bytes
-from tierstore.store.summary import read_summary
+from tierstore.store.optimizer import mean_read_bytes, replay_scratch_bytes
+from tierstore.store.reading import read_summary
 from tierstore.tiers.slots import DeviceKind
 from tierstore.trace.replay import replay
 

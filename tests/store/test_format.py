@@ -30,7 +30,7 @@ from tierstore.store.format import (
     WeightFormat,
     format_version,
 )
-from tierstore.store.index.entries import GroupLocation, RecordEntry, check_name, pack_table, unpack_table
+from tierstore.store.index.table import GroupLocation, RecordEntry, check_name, pack_table, unpack_table
 
 u32 = st.integers(0, 2**32 - 1)
 locations = st.builds(

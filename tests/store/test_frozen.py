@@ -28,10 +28,11 @@ from tierstore.store import (
     Training,
     WeightFormat,
 )
-from tierstore.store.disk.space import extent_bytes, scratch_bytes
+from tierstore.store.disk.store_extents import extent_bytes, scratch_bytes
 from tierstore.store.gc import Mode, collect
-from tierstore.store.opening import minimum_host_budget, read_drives, read_schemas
+from tierstore.store.opening import minimum_host_budget
 from tierstore.store.parameter_store import verify_store
+from tierstore.store.reading import read_drives, read_schemas
 
 NUMEL, COUNT = 8192, 6
 BF16 = 2 * NUMEL  # bytes of one frozen record, a whole number of pages

@@ -21,7 +21,7 @@ from tierstore.cli.main import cli
 from tierstore.errors import StoreFormatError, StoreInUseError, StoreMissingError
 from tierstore.store import ParameterStore, StoreConfig, StripeConfig
 from tierstore.store.committing import Keep
-from tierstore.store.directories import building
+from tierstore.store.disk.home import building
 from tierstore.store.gc import GcReport, Mode, collect
 
 NUMEL = 3000

@@ -12,8 +12,8 @@ from tierstore._native import Arena, Buffer, HugePages
 from tierstore.errors import StoreError
 from tierstore.store.config import StoreConfig
 from tierstore.store.format import COMMITTED_GROUPS, Placement, RecordSchema, Training, WeightFormat
-from tierstore.store.loading import RecordLoader
 from tierstore.store.parameter_store import ParameterStore, verify_store
+from tierstore.store.registering import RecordLoader
 
 _NUMEL = 3000
 _BF16 = RecordSchema("half", _NUMEL, WeightFormat.SPLIT_BF16)

@@ -12,7 +12,7 @@ from tierstore.errors import StoreError
 from tierstore.store import OpenAt, ParameterStore, StoreConfig
 from tierstore.store.committing import Keep
 from tierstore.store.index.database import Index
-from tierstore.store.opening import read_states
+from tierstore.store.reading import read_states
 
 NUMEL = 3000
 

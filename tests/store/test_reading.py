@@ -21,9 +21,9 @@ from tierstore.store.committing import Keep
 from tierstore.store.config import StoreAccess
 from tierstore.store.disk import lease
 from tierstore.store.gc import Mode, collect
-from tierstore.store.opening import OpenAt, minimum_host_budget, read_drives, read_schemas, read_states
+from tierstore.store.opening import minimum_host_budget
 from tierstore.store.parameter_store import open_to_read
-from tierstore.store.summary import read_summary
+from tierstore.store.reading import OpenAt, read_drives, read_schemas, read_states, read_summary
 
 READ = StoreAccess.READ
 CONFIG = StoreConfig(host_budget=1 << 20)

@@ -17,10 +17,10 @@ from tierstore._native import Priority
 from tierstore.errors import BudgetError, ChecksumError, StoreError
 from tierstore.store import Group, Inactive, MomentFormat, ParameterStore, StoreConfig, WeightFormat
 from tierstore.store.config import StoreAccess
+from tierstore.store.disk.extents import scratch_buffers
 from tierstore.store.opening import minimum_host_budget
-from tierstore.store.replaying import mean_read_bytes, replay_scratch_bytes, replayed_bytes
-from tierstore.store.scratch import scratch_buffers
-from tierstore.store.summary import read_summary
+from tierstore.store.optimizer import mean_read_bytes, replay_scratch_bytes, replayed_bytes
+from tierstore.store.reading import read_summary
 from tierstore.trace.replay import replay
 
 READ = StoreAccess.READ

@@ -11,8 +11,7 @@ import pytest
 from tierstore.errors import ConfigError
 from tierstore.io_profile import IoPoint, save_io_point
 from tierstore.store import ParameterStore, RecordSchema, StoreConfig
-from tierstore.store.config import IoConfig
-from tierstore.store.tuning import tune
+from tierstore.store.config import IoConfig, tune
 
 POINT = IoPoint(
     chunk_bytes=256 << 10, queue_depth=5, read_bytes_per_s=1e9, write_bytes_per_s=1e9, measured="2026-01-02"

@@ -21,7 +21,7 @@ from tierstore.model.store_schema import expert_key
 from tierstore.parallel.layout import Layout
 from tierstore.store import Group, MomentFormat, ParameterStore, StoreConfig
 from tierstore.store.format import MOMENT_BLOCK
-from tierstore.store.opening import read_schemas
+from tierstore.store.reading import read_schemas
 from tierstore.trace.replay import replay
 from tierstore.train.budgets import expert_schema
 from tierstore.train.config import TrainConfig

@@ -22,9 +22,9 @@ from tierstore.model.store_schema import STATE_KEY
 from tierstore.parallel import Mesh, ParallelConfig
 from tierstore.store import OpenAt
 from tierstore.store.committing import Committer
-from tierstore.store.directories import rank_directory
+from tierstore.store.disk.home import rank_directory
 from tierstore.store.index.database import Index, _Changes
-from tierstore.store.opening import read_states
+from tierstore.store.reading import read_states
 from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening
 from tierstore.train.session import open_session

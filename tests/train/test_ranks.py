@@ -28,8 +28,8 @@ from tierstore.errors import ConfigError, StoreError, StoreExistsError, StoreFor
 from tierstore.model.store_schema import STATE_KEY
 from tierstore.parallel import Mesh
 from tierstore.store import OpenAt
-from tierstore.store.directories import rank_directory
-from tierstore.store.opening import read_states
+from tierstore.store.disk.home import rank_directory
+from tierstore.store.reading import read_states
 from tierstore.train.files import MicroOrder
 from tierstore.train.ranks import Opening, agree, rank_file
 

@@ -40,9 +40,8 @@ from tierstore.bench.checks import at_least
 from tierstore.bench.probes.disk import Bytes, DiskProbe
 from tierstore.bench.results.document import Better, Measurement, derived, measured
 from tierstore.bench.results.figures import INTERNAL, Figures, prefixed, ratios
-from tierstore.store.config import IoConfig
+from tierstore.store.config import IoConfig, tune
 from tierstore.store.opening import make_engine
-from tierstore.store.tuning import tune
 
 BYTES_PER_PARAMETER = 28
 REPLAYED = 16

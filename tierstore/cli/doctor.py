@@ -32,8 +32,7 @@ from tierstore.cli.output import Output
 from tierstore.devices import Disk, Health, disk_health, disks_under
 from tierstore.errors import ConfigError
 from tierstore.io_profile import profile_path
-from tierstore.store.config import IoConfig
-from tierstore.store.tuning import tune
+from tierstore.store.config import IoConfig, tune
 from tierstore.units import format_bytes
 
 if TYPE_CHECKING:
@@ -163,7 +162,7 @@ class _Drive:
 
 
 def _stored(store: Path) -> list[_Drive]:
-    from tierstore.store.directories import drives_of
+    from tierstore.store.reading import drives_of
 
     return [_Drive(report.path, report) for report in drives_of(store)]
 

@@ -345,8 +345,8 @@ def _steps(
 
 def _announce(config: TrainConfig, placed: TrainConfig, output: Output, fixed: int, mesh: Mesh) -> None:
     """What the run will take, before the first write; ``placed``: as this rank runs it."""
-    from tierstore.store.directories import rank_directory
-    from tierstore.store.disk.space import copies, schema_copies
+    from tierstore.store.disk.home import rank_directory
+    from tierstore.store.disk.store_extents import copies, schema_copies
     from tierstore.train.budgets import expert_schema, pair_schema
     from tierstore.train.stages.blocks import stage_blocks
 

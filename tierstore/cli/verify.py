@@ -22,7 +22,7 @@ def verify(store: Path, output: Output) -> int:
     """Read and check every record of every snapshot of STORE, of all ranks if it has several; exit status 1 if any is
     not whole.
     """
-    from tierstore.store.directories import verify_all
+    from tierstore.store.parameter_store import verify_all
 
     start = time.monotonic()
     with output.progress(0, label="verify") as progress:

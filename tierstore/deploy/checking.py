@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tierstore.errors import ChecksumError, StoreFormatError
 from tierstore.hf.manifest import Manifest, Weights
-from tierstore.store.directories import rank_directories
+from tierstore.store.disk.home import rank_directories
 from tierstore.store.parameter_store import open_to_read
 
 

@@ -23,8 +23,7 @@ from tierstore.deploy.deployed import Deployment, read_deployment
 from tierstore.deploy.records import StageRecord, fingerprint, stage_directory
 from tierstore.deploy.stage import DeployInterrupted, DeployStage, StageContext
 from tierstore.errors import StoreExistsError, StoreMissingError
-from tierstore.store.directories import building, building_directory
-from tierstore.store.disk.home import fsync_directory
+from tierstore.store.disk.home import building, building_directory, fsync_directory
 from tierstore.units import format_seconds
 
 #: What the directory of all stages is known by: no other of that name is touched.

@@ -26,7 +26,7 @@ from tierstore.plan.uses import FULL_TRAINING, ModelUsage
 from tierstore.prefetch.schedule import Schedule
 from tierstore.prefetch.units import unit_schedule
 from tierstore.stats import Tier
-from tierstore.store.disk.space import copies, extent_bytes, schema_copies, scratch_bytes
+from tierstore.store.disk.store_extents import copies, extent_bytes, schema_copies, scratch_bytes
 from tierstore.store.format import Placement, RecordSchema, Training
 from tierstore.store.index.database import index_bytes
 from tierstore.tiers.slots import DeviceKind

@@ -18,7 +18,7 @@ from tierstore.plan.predict import Prediction, predict
 from tierstore.plan.uses import Use, usage_of
 from tierstore.stats import Tier
 from tierstore.store.disk.home import MODEL_DIRECTORY
-from tierstore.store.disk.space import extent_bytes
+from tierstore.store.disk.store_extents import extent_bytes
 from tierstore.tiers.slots import DeviceKind
 from tierstore.train.config import FinetuneConfig
 from tierstore.train.stages.spec import StageSpec, whole_model

@@ -42,13 +42,12 @@ from tierstore.serve.weights import load_dense, served_lora, served_records, ser
 from tierstore.stats import StallLedger
 from tierstore.store.config import StoreAccess, StoreConfig
 from tierstore.store.core import StoreCore
-from tierstore.store.directories import rank_directories
-from tierstore.store.disk.home import read_identity
+from tierstore.store.disk.home import rank_directories, read_identity
 from tierstore.store.disk.lease import DirectoryLease
 from tierstore.store.format import RecordSchema
+from tierstore.store.optimizer import replay_scratch_bytes
 from tierstore.store.parameter_store import ParameterStore
-from tierstore.store.replaying import replay_scratch_bytes
-from tierstore.store.summary import read_summary
+from tierstore.store.reading import read_summary
 from tierstore.tiers import weights_in_place
 from tierstore.tiers.slots import DeviceKind
 from tierstore.timeline import NullTimeline, TimelineSink

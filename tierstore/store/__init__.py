@@ -19,8 +19,8 @@ from tierstore.store.format import (
     Training,
     WeightFormat,
 )
-from tierstore.store.opening import OpenAt
 from tierstore.store.parameter_store import LastCommit, ParameterStore, StoreStatus, verify_store
+from tierstore.store.reading import OpenAt
 from tierstore.store.records import RecordInfo
 from tierstore.store.registering import NewRecord
 from tierstore.store.verify import VerifyReport

@@ -10,8 +10,10 @@ from pathlib import Path
 from tierstore._native import StepClock
 from tierstore.cache.config import CacheConfig, GroupOrder
 from tierstore.capabilities import Capability
-from tierstore.errors import ConfigError
+from tierstore.errors import ConfigError, DataError
+from tierstore.io_profile import load_io_point
 from tierstore.links import LinkConfig
+from tierstore.units import format_bytes
 
 
 class IoBackendName(Enum):
@@ -157,3 +159,46 @@ class StoreConfig:
             raise ConfigError(f"layers: expected numbers of at least 0, got {self.layers}")
         if self.retain < 0:
             raise ConfigError(f"retain: expected at least 0 snapshots, got {self.retain}")
+
+
+DEFAULT_CHUNK_BYTES = 1 << 20
+DEFAULT_QUEUE_DEPTH = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferTuning:
+    """What an engine is made with, and why each is what it is."""
+
+    chunk_bytes: int
+    queue_depth: int
+    chunk_reason: str
+    depth_reason: str
+
+    def __str__(self) -> str:
+        chunk, depth = format_bytes(self.chunk_bytes), self.queue_depth
+        if self.chunk_reason == self.depth_reason:
+            return f"{chunk}, {depth} in flight ({self.chunk_reason})"
+        return f"{chunk} ({self.chunk_reason}), {depth} in flight ({self.depth_reason})"
+
+
+def tune(io: IoConfig, directory: Path | None) -> TransferTuning:
+    """The tuning of an engine for files in ``directory`` (None: anywhere). Raises OSError without such a directory."""
+    chunk, depth, reason = DEFAULT_CHUNK_BYTES, DEFAULT_QUEUE_DEPTH, "built in"
+    if directory is not None and not (io.chunk_bytes and io.queue_depth):
+        try:
+            point = load_io_point(directory)
+        except (DataError, OSError) as error:
+            # A store opens all the same: a profile makes it faster, no more.
+            reason = f"built in, for the profile cannot be read: {error}"
+        else:
+            if point is not None:
+                chunk, depth = point.chunk_bytes, point.queue_depth
+                reason = f"measured {point.measured}"
+            else:
+                reason = "built in, for `tierstore bench io` has not measured this disk"
+    return TransferTuning(
+        chunk_bytes=io.chunk_bytes or chunk,
+        queue_depth=io.queue_depth or depth,
+        chunk_reason="as configured" if io.chunk_bytes else reason,
+        depth_reason="as configured" if io.queue_depth else reason,
+    )

@@ -18,10 +18,10 @@ from tierstore.cache.access import Need, Phase
 from tierstore.cache.host_cache import HostCache
 from tierstore.errors import BudgetError, StoreError
 from tierstore.store.adamw import StepHistory
-from tierstore.store.committing import Committer
-from tierstore.store.content import record_sections
-from tierstore.store.disk.space import copies
-from tierstore.store.failures import Failures
+from tierstore.store.committing import Committer, Failures
+from tierstore.store.config import StoreAccess
+from tierstore.store.disk.extents import scratch_buffers
+from tierstore.store.disk.store_extents import copies
 from tierstore.store.format import Group
 from tierstore.store.index.database import index_bytes
 from tierstore.store.opening import Parts
@@ -206,17 +206,34 @@ class StoreCore:
     def sections(self, key: str) -> list[_native.Buffer]:
         """All committed sections of record ``key``, caught up to the last applied step, until the store is used again.
 
-        Changes nothing, whatever the store was opened to. Raises KeyError, ChecksumError, OSError.
+        No cache decision, record or file changes: sections that are not resident are read into memory of their own,
+        beside the host budget, and missed steps are replayed there. Raises KeyError, ChecksumError, OSError.
         """
         self.failures.check()
-        return record_sections(
-            self.records.live(key),
-            self.records.cached.get(key),
-            cache=self.cache,
-            optimizer=self.optimizer,
-            wait=self.wait,
-            opened_to=self.opened_to,
-        )
+        live, cached, cache = self.records.live(key), self.records.cached.get(key), self.cache
+        behind = cached is not None and self.optimizer.behind(cached) > 0
+        # A reader's cache holds caught-up weights of such a record; what is on disk is what must be replayed.
+        held = None if behind and self.opened_to is StoreAccess.READ else cached
+        sections: list[_native.Buffer] = []
+        tickets: list[int] = []
+        for group in live.schema.groups:
+            resident = () if held is None else cache.sections(held.entry(group))
+            ready = cache.ready(held.entry(group)) if held is not None and resident else []
+            if resident and not behind:
+                sections += resident
+                tickets += ready
+                continue
+            scratch = scratch_buffers(live.schema.layout(group))
+            sections += scratch
+            if resident:
+                pairs = zip(scratch, resident, strict=True)
+                tickets += [self.engine.copy(copy, source, after=ready) for copy, source in pairs]
+            else:
+                tickets.append(live.read(group, scratch, (), _native.Priority.DEMAND))
+        if cached is not None and behind:
+            tickets = [self.optimizer.replay_copy(cached, sections, after=tickets)]
+        self.wait(tickets)
+        return sections
 
     def describe(self) -> list[str]:
         """One line for each capability: what is in effect, and why where AUTO fell back."""

@@ -26,11 +26,12 @@ from pathlib import Path
 from tierstore._native import DirectIo, File
 from tierstore.errors import StoreFormatError, StoreMissingError
 from tierstore.store.config import StoreAccess
-from tierstore.store.directories import building, building_directory
 from tierstore.store.disk.home import (
     IDENTITY,
     OWN_NAMES,
     Home,
+    building,
+    building_directory,
     fsync_directory,
     read_directory_identity,
     read_identity,
@@ -40,7 +41,7 @@ from tierstore.store.disk.lease import DirectoryLease
 from tierstore.store.format import RecordSchema
 from tierstore.store.index.database import PREVIOUS, Index
 from tierstore.store.index.table import CommittedRecords, locations
-from tierstore.store.opening import read_meta
+from tierstore.store.reading import read_meta
 
 _BLOCK = 512  # of st_blocks
 

@@ -6,10 +6,8 @@ import contextlib
 import errno
 import math
 import uuid
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +25,9 @@ from tierstore.errors import (
 )
 from tierstore.links import open_link
 from tierstore.machine import cores
-from tierstore.store.adamw import HISTORY_KEY, AdamWConfig, Inactive, StepHistory
-from tierstore.store.config import IoConfig, StoreAccess, StoreConfig
-from tierstore.store.disk.drives import DriveReport, Drives
+from tierstore.store.adamw import AdamWConfig
+from tierstore.store.config import IoConfig, StoreAccess, StoreConfig, TransferTuning, tune
+from tierstore.store.disk.drives import Drives
 from tierstore.store.disk.home import (
     IDENTITY,
     Home,
@@ -40,13 +38,9 @@ from tierstore.store.disk.home import (
     unfinished_creation,
 )
 from tierstore.store.disk.lease import DirectoryLease
-from tierstore.store.disk.shares import BandwidthEstimator
 from tierstore.store.disk.store_extents import StoreExtents
 from tierstore.store.disk.write_budget import WriteBudget
 from tierstore.store.format import (
-    FORMAT_VERSION,
-    NARROW_MOMENTS_VERSION,
-    QUANTIZED_WEIGHTS_VERSION,
     Group,
     Placement,
     RecordSchema,
@@ -55,8 +49,8 @@ from tierstore.store.format import (
 )
 from tierstore.store.index.database import PREVIOUS, Commit, Index
 from tierstore.store.index.live import LiveIndex
-from tierstore.store.replaying import CaughtUpRecords, replay_scratch_bytes, replays
-from tierstore.store.tuning import TransferTuning, tune
+from tierstore.store.optimizer import CaughtUpRecords, replay_scratch_bytes, replays
+from tierstore.store.reading import OpenAt, missed_records, read_meta
 from tierstore.trace.quotas import quotas_by_layer
 from tierstore.trace.recording import TraceRecorder
 
@@ -68,13 +62,6 @@ _ORDERS = {
     GroupOrder.KEY: _native.GroupOrder.KEY,
 }
 _HUGE = {Capability.OFF: HugePages.OFF, Capability.AUTO: HugePages.AUTO, Capability.ON: HugePages.ON}
-
-
-class OpenAt(Enum):
-    """Which commit an opening takes up."""
-
-    LAST = "last"
-    PREVIOUS = "previous"
 
 
 @dataclass
@@ -232,103 +219,6 @@ def _added(
                 f"{directory}: it has a schema {schema.name!r} already: {known[schema.name]}, not {schema}"
             )
     return [schema for schema in further if schema.name not in known]
-
-
-@contextlib.contextmanager
-def reading(directory: Path) -> Iterator[tuple[Home, Index]]:
-    """The index of the store in ``directory``, which no process may have open to write. Nothing is written.
-
-    Raises StoreMissingError, StoreInUseError, StoreFormatError, OSError.
-    """
-    home, access = Home(directory, read_identity(directory), published=True), StoreAccess.READ
-    with (
-        DirectoryLease(directory, access=access),
-        contextlib.closing(Index(directory / "index", access=access)) as index,
-    ):
-        yield home, index
-
-
-def read_schemas(directory: Path) -> list[RecordSchema]:
-    """The record schemas of the store in ``directory``, as ``reading`` finds it."""
-    with reading(directory) as (home, index):
-        return read_meta(home, index)[0]
-
-
-def read_states(directory: Path, name: str) -> dict[OpenAt, bytes]:
-    """State ``name`` at each commit that the store in ``directory``, as ``reading`` finds it, can be opened at."""
-    with reading(directory) as (home, index):
-        read_meta(home, index)
-        states = {OpenAt.LAST: index.read_state(name)}
-        if PREVIOUS in index.snapshots():
-            states[OpenAt.PREVIOUS] = index.read_state(name, PREVIOUS)
-    return {at: state for at, state in states.items() if state is not None}
-
-
-def read_drives(store: Path) -> list[DriveReport]:
-    """The directories of the store in ``store``, as ``reading`` finds it, as of its last commit; a stripe directory that is
-    missing is no error.
-    """
-    with reading(store) as (home, index):
-        schemas, _, known = read_meta(home, index)
-        commits = [index.read_commit(name) for name in (None, *index.snapshots())]
-    paths = [store.absolute(), *(Path(str(entry["path"])) for entry in known[1:])]
-    bandwidths = [float(str(entry["bandwidth"])) for entry in known] or [0.0]
-    slots = {
-        (entry.schema, group, location.directory, location.slot)
-        for commit in commits
-        for entry in commit.records.values()
-        for group, location in zip(schemas[entry.schema].groups, entry.groups, strict=True)
-    }
-    used = [0 for _ in paths]
-    for schema, group, directory, _ in slots:
-        used[directory] += schemas[schema].layout(group).slot_bytes
-    return [
-        DriveReport(
-            path=path,
-            share=share,
-            used_bytes=held,
-            reserved_bytes=sum(file.stat().st_blocks * 512 for file in (path / "extents").glob("*")),
-            bandwidth=bandwidth,
-        )
-        for path, share, held, bandwidth in zip(
-            paths, BandwidthEstimator(bandwidths).shares, used, bandwidths, strict=True
-        )
-    ]
-
-
-def read_meta(home: Home, index: Index) -> tuple[list[RecordSchema], Inactive, list[dict[str, object]]]:
-    """Schemas, what a step does to a record without a gradient, and the directories, if there are several."""
-    meta = index.read_meta()
-    versions = (FORMAT_VERSION, NARROW_MOMENTS_VERSION, QUANTIZED_WEIGHTS_VERSION)
-    if meta.get("uuid") != home.uuid or meta.get("format") not in versions:
-        raise StoreFormatError(f"{home.directory}: the index belongs to another store or format version")
-    raw = meta.get("schemas")
-    if not isinstance(raw, list) or not all(isinstance(item, dict) for item in raw):
-        raise StoreFormatError(f"{home.directory}: the index has no record schemas")
-    try:
-        inactive = Inactive(meta.get("inactive"))
-    except ValueError as error:
-        raise StoreFormatError(f"{home.directory}: {error}") from error
-    known = meta.get("stripe", [])
-    keys = {"path", "own", "bandwidth"}
-    if not isinstance(known, list) or not all(
-        isinstance(item, dict) and item.keys() >= keys for item in known
-    ):
-        raise StoreFormatError(f"{home.directory}: the index does not say what the store's directories are")
-    return [RecordSchema.from_json(item) for item in raw], inactive, known
-
-
-def missed_records(schemas: Sequence[RecordSchema], commit: Commit, inactive: Inactive) -> Mapping[int, int]:
-    """How many records of each schema, by its number, have missed steps; those that have none are not there.
-
-    Raises StoreFormatError for a damaged history.
-    """
-    history = StepHistory(AdamWConfig(inactive=inactive))
-    history.unpack(commit.state.get(HISTORY_KEY, b""))
-    rows = commit.records.rows
-    behind = rows["schema"][rows["step"] < (history.applied if history.replays else 0)]
-    counts = Counter(behind.tolist())
-    return {number: count for number, count in sorted(counts.items()) if replays(schemas[number])}
 
 
 # Budgets ----------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ store.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,14 +29,17 @@ from types import TracebackType
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.store import opening
+from tierstore._native import Engine
 from tierstore.store.adamw import AdamWConfig
-from tierstore.store.awaiting import TicketAwaiter
 from tierstore.store.config import StoreAccess, StoreConfig
 from tierstore.store.core import OptimizerStep, StoreCore
 from tierstore.store.disk.drives import DriveReport
+from tierstore.store.disk.home import rank_directories
 from tierstore.store.fetching import Lease, begin_fetch, prefetch
 from tierstore.store.format import Group, RecordSchema
+from tierstore.store.opening import create as create_store
+from tierstore.store.opening import minimum_reading_budget, open_existing
+from tierstore.store.reading import OpenAt, read_schemas
 from tierstore.store.records import RecordInfo
 from tierstore.store.registering import NewRecord, register_many
 from tierstore.store.verify import VerifyReport, verify_tables
@@ -95,7 +99,7 @@ class ParameterStore:
         behind.
         """
         config, adamw = config or StoreConfig(), adamw or AdamWConfig()
-        return cls(StoreCore(opening.create(Path(directory), schemas, config, adamw, trace, io_log)))
+        return cls(StoreCore(create_store(Path(directory), schemas, config, adamw, trace, io_log)))
 
     @classmethod
     def open(
@@ -104,7 +108,7 @@ class ParameterStore:
         config: StoreConfig | None = None,
         *,
         adamw: AdamWConfig | None = None,
-        at: opening.OpenAt = opening.OpenAt.LAST,
+        at: OpenAt = OpenAt.LAST,
         further: Sequence[RecordSchema] = (),
         access: StoreAccess = StoreAccess.WRITE,
         trace: Path | None = None,
@@ -122,9 +126,7 @@ class ParameterStore:
         StoreMissingError, StoreInUseError, StoreFormatError, StoreError (another schema of that name), BudgetError, OSError.
         """
         config = config or StoreConfig()
-        core = StoreCore(
-            opening.open_existing(Path(directory), config, adamw, at, trace, io_log, further, access)
-        )
+        core = StoreCore(open_existing(Path(directory), config, adamw, at, trace, io_log, further, access))
         try:
             core.committer.load()
         except BaseException:
@@ -326,7 +328,74 @@ def verify_store(directory: Path | str, progress: Callable[[int, int], None] | N
         return store.verify(progress)
 
 
-def open_to_read(directory: Path, at: opening.OpenAt = opening.OpenAt.LAST) -> ParameterStore:
+def verify_all(store: Path, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
+    """``verify_store`` of every rank, in rank order; ``progress`` follows one after another."""
+    total = VerifyReport()
+    for directory in rank_directories(store) or [store]:
+        report = verify_store(directory, progress)
+        total.records += report.records
+        total.sections += report.sections
+        total.snapshots = max(total.snapshots, report.snapshots)
+        total.bytes_read += report.bytes_read
+        total.failures += report.failures
+        total.drives += report.drives
+    return total
+
+
+def open_to_read(directory: Path, at: OpenAt = OpenAt.LAST) -> ParameterStore:
     """The store in ``directory``, opened to read in the least memory. Raises as ``ParameterStore.open`` does."""
-    config = StoreConfig(host_budget=opening.minimum_reading_budget(opening.read_schemas(directory)))
+    config = StoreConfig(host_budget=minimum_reading_budget(read_schemas(directory)))
     return ParameterStore.open(directory, config, at=at, access=StoreAccess.READ)
+
+
+class TicketAwaiter:
+    """Turns tickets of ``engine`` into futures of the running event loop. One loop at a time."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._futures: dict[int, list[asyncio.Future[None]]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def wait(self, tickets: Iterable[int]) -> None:
+        """Returns when all have finished; raises the first failure, in the order given.
+
+        Cancelling the awaiting task stops the waiting, not the operations: what was queued is carried out.
+        """
+        loop = asyncio.get_running_loop()
+        for ticket in tickets:
+            if ticket and not self._engine.done(ticket):
+                future: asyncio.Future[None] = loop.create_future()
+                self._watch(loop)
+                self._futures.setdefault(ticket, []).append(future)
+                self._engine.notify(ticket)
+                self._engine.promote(ticket)  # as a blocking wait does
+                try:
+                    await future
+                finally:
+                    self._unwatch_if_idle(loop)
+            if ticket:
+                self._engine.wait(ticket)
+
+    def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._loop is not loop:
+            if self._loop is not None and not self._loop.is_closed():
+                raise RuntimeError("the store is awaited in another event loop; one at a time")
+            self._futures = {}  # of a loop that was closed with tasks unfinished
+            loop.add_reader(self._engine.event_fd(), self._drain)
+            self._loop = loop
+
+    def _unwatch_if_idle(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._futures = {
+            ticket: live
+            for ticket, futures in self._futures.items()
+            if (live := [future for future in futures if not future.done()])
+        }
+        if not self._futures and self._loop is loop:
+            loop.remove_reader(self._engine.event_fd())
+            self._loop = None
+
+    def _drain(self) -> None:
+        for ticket in self._engine.drain_notified():
+            for future in self._futures.get(ticket, ()):
+                if not future.done():
+                    future.set_result(None)

@@ -19,8 +19,7 @@ from tierstore.store.disk.store_extents import StoreExtents
 from tierstore.store.format import Group, Placement, RecordSchema
 from tierstore.store.index.live import LiveIndex, LiveRecord
 from tierstore.store.index.table import CommittedRecords
-from tierstore.store.optimizer import CachedRecord
-from tierstore.store.replaying import replayed_bytes, replays
+from tierstore.store.optimizer import CachedRecord, replayed_bytes, replays
 
 
 @dataclass(frozen=True)

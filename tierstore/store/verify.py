@@ -9,12 +9,11 @@ from dataclasses import dataclass, field
 from tierstore import _native
 from tierstore._native import Buffer, CrcTable, Engine, Priority
 from tierstore.store.disk.drives import DriveReport
-from tierstore.store.disk.extents import Slot
+from tierstore.store.disk.extents import Slot, scratch_buffers
 from tierstore.store.disk.store_extents import StoreExtents
 from tierstore.store.format import GroupLayout
-from tierstore.store.index.entries import RecordEntry
 from tierstore.store.index.live import LiveIndex
-from tierstore.store.scratch import scratch_buffers
+from tierstore.store.index.table import RecordEntry
 
 
 @dataclass

@@ -29,9 +29,8 @@ from tierstore.model.store_schema import STATE_KEY, TrainState, table_of
 from tierstore.parallel import MemoryJobStore, Mesh
 from tierstore.parallel.config import Elastic
 from tierstore.parallel.layout import Layout
-from tierstore.store.directories import rank_directories
-from tierstore.store.disk.home import IDENTITY, fsync_directory
-from tierstore.store.opening import read_states
+from tierstore.store.disk.home import IDENTITY, fsync_directory, rank_directories
+from tierstore.store.reading import read_states
 from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening, own_store
 from tierstore.train.resharding import reshard

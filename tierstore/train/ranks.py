@@ -25,9 +25,8 @@ from tierstore.model.store_schema import IMPORT_KEY, STATE_KEY, TrainState, tabl
 from tierstore.parallel import Mesh
 from tierstore.store.committing import Keep
 from tierstore.store.core import StoreCore
-from tierstore.store.directories import rank_directories, rank_directory
-from tierstore.store.disk.home import IDENTITY
-from tierstore.store.opening import OpenAt, read_states
+from tierstore.store.disk.home import IDENTITY, rank_directories, rank_directory
+from tierstore.store.reading import OpenAt, read_states
 from tierstore.train.config import TrainConfig
 from tierstore.train.state import differences
 

@@ -39,9 +39,9 @@ from tierstore.prefetch.predictor import PredictorName
 from tierstore.stats import Cause, StallKey, StallLedger
 from tierstore.store.config import StoreConfig
 from tierstore.store.core import StoreCore
-from tierstore.store.directories import rank_directory, rank_stripe
-from tierstore.store.opening import read_schemas, read_states
+from tierstore.store.disk.home import rank_directory, rank_stripe
 from tierstore.store.parameter_store import ParameterStore
+from tierstore.store.reading import read_schemas, read_states
 from tierstore.tiers.slots import DeviceKind
 from tierstore.timeline import NullTimeline, TimelineSink, Track
 from tierstore.train.budgets import Budgets, budgets, expert_schema, pair_schema, trained_schema

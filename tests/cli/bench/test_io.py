@@ -16,8 +16,7 @@ import pytest
 from tierstore.bench.results.document import load_document
 from tierstore.cli.main import cli
 from tierstore.io_profile import load_io_point
-from tierstore.store.config import IoConfig
-from tierstore.store.tuning import tune
+from tierstore.store.config import IoConfig, tune
 
 SMALL = ["--size=8MiB", "--minutes=0.001", "--rounds=1", "--records=2", "--record-bytes=64KiB"]
 

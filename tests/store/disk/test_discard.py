@@ -21,7 +21,7 @@ from tierstore.capabilities import Capability
 from tierstore.store import ParameterStore, StoreConfig, WearConfig
 from tierstore.store.committing import Committer
 from tierstore.store.disk import extents
-from tierstore.store.disk.discard import Discard
+from tierstore.store.disk.extents import Discard
 from tierstore.store.disk.store_extents import StoreExtents
 from tierstore.store.format import Group
 

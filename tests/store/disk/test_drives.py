@@ -39,8 +39,8 @@ from tierstore.store import (
 )
 from tierstore.store.disk import drives, extents
 from tierstore.store.disk.drives import Drive
+from tierstore.store.disk.extents import over_links
 from tierstore.store.disk.home import Home
-from tierstore.store.disk.limited import over_links
 from tierstore.store.format import COMMITTED_GROUPS
 from tierstore.store.index.database import Index
 

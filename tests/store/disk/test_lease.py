@@ -29,7 +29,7 @@ from tierstore.store import (
 )
 from tierstore.store.committing import Keep
 from tierstore.store.config import StoreAccess
-from tierstore.store.directories import building
+from tierstore.store.disk.home import building
 from tierstore.store.disk.lease import DirectoryLease
 from tierstore.store.gc import Mode, collect
 from tierstore.train.tokens.making import _locked

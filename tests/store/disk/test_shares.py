@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierstore.store.disk.shares import BandwidthEstimator, WeightedRoundRobin, apportion
+from tierstore.store.disk.drives import BandwidthEstimator, WeightedRoundRobin, apportion
 
 MB = 1 << 20
 WEIGHTS = st.lists(st.floats(0.01, 1.0), min_size=1, max_size=6)

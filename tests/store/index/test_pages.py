@@ -12,8 +12,7 @@ import pytest
 from conftest_store import small_store
 
 from tierstore.errors import StoreFormatError
-from tierstore.store.index.database import Index
-from tierstore.store.index.pages import check_pages
+from tierstore.store.index.database import Index, check_pages
 
 PAGE = 4096
 

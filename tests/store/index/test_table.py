@@ -14,9 +14,8 @@ from tierstore import _native
 from tierstore._native import KeyTable, NumberSet
 from tierstore.errors import StoreFormatError
 from tierstore.store.index.database import Index
-from tierstore.store.index.entries import GroupLocation, RecordEntry
 from tierstore.store.index.live import LiveIndex, LiveRecord
-from tierstore.store.index.table import Changed, CommittedRecords
+from tierstore.store.index.table import Changed, CommittedRecords, GroupLocation, RecordEntry
 
 u16, u32 = st.integers(0, 2**16 - 1), st.integers(0, 2**32 - 1)
 locations = st.builds(

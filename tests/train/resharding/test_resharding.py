@@ -15,7 +15,7 @@ from rank_cases import MODES, ahead, alone, laid_out, train, weights
 from tierstore.errors import ConfigError, StoreExistsError, StoreFormatError, StoreMissingError
 from tierstore.parallel.config import RowPlacement
 from tierstore.store import ParameterStore, StoreConfig, verify_store
-from tierstore.store.directories import rank_directories
+from tierstore.store.disk.home import rank_directories
 from tierstore.train.ranks import Opening
 from tierstore.train.resharding import VocabularyPlacement, reshard
 

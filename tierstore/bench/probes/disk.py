@@ -18,8 +18,7 @@ import numpy as np
 
 from tierstore import _native
 from tierstore.bench.io.load import drop_pages
-from tierstore.store.config import IoConfig
-from tierstore.store.tuning import tune
+from tierstore.store.config import IoConfig, tune
 
 _PAGE = 4096
 _IN_FLIGHT_BYTES = 96 << 20

@@ -17,8 +17,8 @@ from tierstore.bench.soak.model import StoreModel, content, wrong_bytes
 from tierstore.bench.soak.plan import SoakShape, key_of
 from tierstore.store import Group
 from tierstore.store.index.database import Commit
-from tierstore.store.index.entries import RecordEntry
-from tierstore.store.opening import reading
+from tierstore.store.index.table import RecordEntry
+from tierstore.store.reading import reading
 
 
 @dataclass

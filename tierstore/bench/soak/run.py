@@ -29,7 +29,7 @@ from tierstore.bench.results.figures import IF_ANY, Figures
 from tierstore.bench.soak.model import StoreModel
 from tierstore.bench.soak.plan import OperationKind, SoakPlan, SoakShape
 from tierstore.bench.soak.process import MessageReader
-from tierstore.store.disk.space import extent_bytes, scratch_bytes
+from tierstore.store.disk.store_extents import extent_bytes, scratch_bytes
 from tierstore.store.index.database import index_bytes
 
 _STEADY_LEAST_S = 60.0  # shorter soaks are killed all the time

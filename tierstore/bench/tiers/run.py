@@ -42,7 +42,7 @@ from tierstore.store import (
     RecordSchema,
     StoreConfig,
 )
-from tierstore.store.disk.space import extent_bytes, scratch_bytes
+from tierstore.store.disk.store_extents import extent_bytes, scratch_bytes
 from tierstore.store.index.database import index_bytes
 from tierstore.store.opening import minimum_host_budget
 from tierstore.units import format_bytes

@@ -36,7 +36,7 @@ from tierstore.model.config import ComputeDtype
 from tierstore.model.store_schema import IMPORT_KEY
 from tierstore.quant.layout import CodeFormat
 from tierstore.store.disk.home import IDENTITY, fsync_directory
-from tierstore.store.opening import OpenAt, read_states
+from tierstore.store.reading import OpenAt, read_states
 from tierstore.train.config import FinetuneConfig
 from tierstore.units import format_bytes
 

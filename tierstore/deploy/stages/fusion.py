@@ -24,9 +24,8 @@ from tierstore.hf.manifest import MANIFEST_NAME, Manifest, Weights
 from tierstore.model.config import ComputeDtype
 from tierstore.model.store_schema import STATE_KEY, TrainState
 from tierstore.quant.layout import CodeFormat
-from tierstore.store.directories import rank_directories
-from tierstore.store.disk.home import IDENTITY, MODEL_DIRECTORY
-from tierstore.store.opening import OpenAt, read_states
+from tierstore.store.disk.home import IDENTITY, MODEL_DIRECTORY, rank_directories
+from tierstore.store.reading import OpenAt, read_states
 from tierstore.units import format_bytes
 
 _STORE, _CHECKPOINT = "store", "checkpoint"

@@ -20,7 +20,7 @@ from tierstore.hf.manifest import Manifest
 from tierstore.machine import memory
 from tierstore.model.store_schema import EXPERT_SCHEMA
 from tierstore.store.format import Group
-from tierstore.store.opening import read_schemas
+from tierstore.store.reading import read_schemas
 from tierstore.units import format_bytes
 
 #: Of the memory that is there, what a server leaves to caches of keys and values, activations and the interpreter.

@@ -26,8 +26,7 @@ import numpy.typing as npt
 
 from tierstore.hf.checkpoints.checkpoint import ALIGNMENT, INDEX_NAME, ITEM_BYTES, SINGLE_NAME
 from tierstore.machine import existing_parent
-from tierstore.store.directories import building, building_directory
-from tierstore.store.disk.home import fsync_directory
+from tierstore.store.disk.home import building, building_directory, fsync_directory
 from tierstore.units import format_bytes
 
 #: Bytes of the largest shard, unless told otherwise: transformers' default.

@@ -23,10 +23,10 @@ from tierstore.model.store_schema import TrainState, expert_key, table_of
 from tierstore.parallel import ExpertBlocks
 from tierstore.quant.values import dequantize
 from tierstore.store.core import StoreCore
-from tierstore.store.directories import rank_directories
+from tierstore.store.disk.extents import scratch_buffers
+from tierstore.store.disk.home import rank_directories
 from tierstore.store.format import Group, RecordSchema, WeightFormat
 from tierstore.store.parameter_store import open_to_read
-from tierstore.store.scratch import scratch_buffers
 from tierstore.train.ranks import newest_common
 from tierstore.train.resharding.reading import stored_layout
 

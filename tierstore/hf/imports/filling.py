@@ -27,7 +27,7 @@ from tierstore.hf.manifest import ParameterEntry
 from tierstore.model.store_schema import EXPERT_SCHEMA
 from tierstore.quant.values import quantize
 from tierstore.store.format import SECTION_ALIGNMENT, RecordSchema, WeightFormat
-from tierstore.store.loading import RecordLoader
+from tierstore.store.registering import RecordLoader
 
 #: Threads that read, and experts in memory beyond those that they work on.
 READERS = 4

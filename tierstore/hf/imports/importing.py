@@ -61,19 +61,21 @@ from tierstore.model.store_schema import (
 from tierstore.parallel import Mesh, RankEnvironment
 from tierstore.quant.layout import CodeFormat
 from tierstore.store.config import StoreConfig
-from tierstore.store.directories import rank_directories, rank_directory
 from tierstore.store.disk.home import (
     IDENTITY,
     MODEL_DIRECTORY,
     fsync_directory,
+    rank_directories,
+    rank_directory,
     refuse_foreign,
     remove_unfinished,
 )
-from tierstore.store.disk.space import extent_bytes
+from tierstore.store.disk.store_extents import extent_bytes
 from tierstore.store.format import MomentFormat, RecordSchema, Training
-from tierstore.store.loading import RecordLoader
-from tierstore.store.opening import OpenAt, minimum_host_budget, read_states
+from tierstore.store.opening import minimum_host_budget
 from tierstore.store.parameter_store import ParameterStore
+from tierstore.store.reading import OpenAt, read_states
+from tierstore.store.registering import RecordLoader
 from tierstore.units import format_bytes
 
 #: (records of this rank that are there, in all, fields to show).

@@ -38,7 +38,7 @@ from tierstore.hf.stored import stored_spec
 from tierstore.model.store_schema import STATE_KEY
 from tierstore.parallel import RankEnvironment
 from tierstore.store.disk.home import IDENTITY
-from tierstore.store.opening import read_states
+from tierstore.store.reading import read_states
 from tierstore.timeline import Track
 from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening

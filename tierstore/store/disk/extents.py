@@ -13,15 +13,17 @@ from __future__ import annotations
 import errno
 import os
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from tierstore._native import (
     Activity,
+    Arena,
     Buffer,
     CrcTable,
     DirectIo,
@@ -29,15 +31,77 @@ from tierstore._native import (
     File,
     FileAccess,
     FileCreate,
+    HugePages,
     Link,
     Meter,
     NumberSet,
     Priority,
 )
-from tierstore.store.disk.discard import Discard
-from tierstore.store.disk.limited import over_links
+from tierstore.capabilities import Capability
+from tierstore.links import limited
 from tierstore.store.disk.write_budget import WriteBudget
 from tierstore.store.format import SECTION_ALIGNMENT, GroupLayout
+
+#: ``Engine.read`` or ``Engine.write``.
+Transfer = TypeVar("Transfer", bound=Callable[..., int])
+
+
+def over_links(transfer: Transfer, engine: Engine, links: Sequence[Link], activity: Activity) -> Transfer:
+    """``transfer``, a method of ``engine``, that also passes each of ``links``; without any it is itself."""
+
+    def run(
+        file: File,
+        offset: int,
+        sections: Sequence[Buffer],
+        *checksums: object,
+        align: int,
+        after: Sequence[int],
+        priority: Priority,
+    ) -> int:
+        ticket = transfer(file, offset, sections, *checksums, align=align, after=after, priority=priority)
+        nbytes = sum(-(-section.nbytes // align) * align for section in sections)
+        for link in links:
+            ticket = limited(engine, link, ticket, nbytes, activity=activity, after=after, priority=priority)
+        return ticket
+
+    return cast(Transfer, run) if links else transfer
+
+
+_PAGE = 4096
+
+
+class Discard:
+    """The capability, resolved for the file systems of the directories ``scratch``. ON raises OSError where one cannot."""
+
+    def __init__(self, wanted: Capability, scratch: Sequence[Path]) -> None:
+        #: Why nothing is discarded; empty where discarding is on.
+        self.reason = "off" if wanted is Capability.OFF else ""
+        if wanted is not Capability.OFF:
+            try:
+                for directory in scratch:
+                    _try(directory / "discard")
+            except OSError as error:
+                if wanted is Capability.ON:
+                    raise
+                self.reason = f"off ({error.strerror})"
+
+    def __bool__(self) -> bool:
+        return not self.reason
+
+    def failed(self, error: OSError) -> None:
+        """Turns discarding off: a hole could not be made. ``describe`` gives the reason."""
+        self.reason = self.reason or f"off ({error.filename}: {error.strerror})"
+
+    def describe(self) -> str:
+        return f"discard: {self.reason or 'on'}"
+
+
+def _try(path: Path) -> None:
+    with File(str(path), create=FileCreate.YES, direct=DirectIo.OFF) as file:
+        path.unlink()
+        file.allocate(0, 2 * _PAGE)
+        file.punch(0, _PAGE)
+
 
 #: Errors of a drive that is full, or of an owner who may take no more of it.
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -350,3 +414,13 @@ def _runs(slots: npt.NDArray[np.uint32]) -> Iterator[tuple[int, int]]:
     firsts, ends = slots[begins].tolist(), [*begins[1:].tolist(), len(slots)]
     for first, begin, end in zip(firsts, begins.tolist(), ends, strict=True):
         yield first, end - begin
+
+
+def scratch_buffers(layout: GroupLayout) -> list[Buffer]:
+    """Memory for one slot of ``layout``, which lives as long as these do: one Buffer a section."""
+    arena = Arena(layout.slot_bytes, HugePages.OFF)
+    sections, offset = [], 0
+    for section in layout.sections:
+        sections.append(Buffer(arena, [(offset, section.padded_nbytes)], section.nbytes))
+        offset += section.padded_nbytes
+    return sections

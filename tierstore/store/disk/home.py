@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from tierstore.errors import StoreExistsError, StoreFormatError, StoreMissingError
-from tierstore.store.disk.lease import DirectoryLease
+from tierstore.errors import StoreExistsError, StoreFormatError, StoreInUseError, StoreMissingError
+from tierstore.store.config import StripeConfig
+from tierstore.store.disk.lease import DirectoryLease, try_lock
 from tierstore.store.format import FORMAT_VERSION
 
 IDENTITY = "tierstore.json"
@@ -231,3 +234,42 @@ def fsync_directory(directory: Path) -> None:
         raise OSError(error.errno, error.strerror, str(directory)) from error
     finally:
         os.close(fd)
+
+
+# The directories of a job -----------------------------------------------------------------------------------
+
+
+def rank_directory(store: Path, rank: int, world: int) -> Path:
+    """Where rank ``rank`` of ``world`` keeps its store: a directory of its own, which may be a link to its own drive."""
+    return store if world == 1 else store / f"rank-{rank:04d}"
+
+
+def rank_stripe(config: StripeConfig, rank: int, world: int) -> StripeConfig:
+    """The stripe directories of rank ``rank``'s store: one of its own below each of the job's."""
+    return replace(
+        config, directories=tuple(rank_directory(path, rank, world) for path in config.directories)
+    )
+
+
+def building_directory(target: Path) -> Path:
+    """Where a store that is to be at ``target`` is built: it takes its name when it is whole."""
+    if target.name in ("", ".."):  # ``.`` and ``..`` do not end in the name that the store has beside its own
+        target = target.resolve()
+    return target.parent / f"{target.name}.partial"
+
+
+@contextlib.contextmanager
+def building(directory: Path) -> Iterator[None]:
+    """Holds ``directory``, in which a store is built. Raises StoreInUseError when another process does."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        if not try_lock(fd, fcntl.LOCK_EX, directory):
+            raise StoreInUseError(f"{directory}: another process is building a store here")
+        yield
+    finally:
+        os.close(fd)
+
+
+def rank_directories(store: Path) -> list[Path]:
+    """The stores of several ranks that there are under ``store``, in rank order; none for a store of one."""
+    return sorted(found.parent for found in store.glob(f"rank-*/{IDENTITY}"))

@@ -27,8 +27,7 @@ from tierstore.errors import StoreFormatError
 from tierstore.store.disk.extents import Extent, Slot
 from tierstore.store.disk.store_extents import SchemaExtents, StoreExtents
 from tierstore.store.format import Group, GroupLayout, Placement, RecordSchema
-from tierstore.store.index.entries import GroupLocation, RecordEntry
-from tierstore.store.index.table import Changed, CommittedRecords, Rows, locations
+from tierstore.store.index.table import Changed, CommittedRecords, GroupLocation, RecordEntry, Rows, locations
 
 _Number = TypeVar("_Number", bound=np.generic)
 _NO_SLOT = 0xFFFFFFFF

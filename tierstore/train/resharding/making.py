@@ -29,15 +29,23 @@ from tierstore.model.store_schema import EXPERT_SCHEMA, STATE_KEY, expert_key
 from tierstore.parallel import ExpertBlocks
 from tierstore.parallel.config import RowPlacement
 from tierstore.parallel.layout import Layout
+from tierstore.store.adamw import convert_moments
 from tierstore.store.config import StoreConfig
-from tierstore.store.directories import building, building_directory, rank_directories, rank_directory
-from tierstore.store.disk.home import IDENTITY, MODEL_DIRECTORY, OWN_NAMES, fsync_directory
+from tierstore.store.disk.extents import scratch_buffers
+from tierstore.store.disk.home import (
+    IDENTITY,
+    MODEL_DIRECTORY,
+    OWN_NAMES,
+    building,
+    building_directory,
+    fsync_directory,
+    rank_directories,
+    rank_directory,
+)
 from tierstore.store.format import MomentFormat, RecordSchema
-from tierstore.store.moments import convert_moments
 from tierstore.store.opening import minimum_host_budget
 from tierstore.store.parameter_store import ParameterStore
 from tierstore.store.registering import NewRecord
-from tierstore.store.scratch import scratch_buffers
 from tierstore.tiers.device import tensor_of
 from tierstore.train.resharding.cutting import DenseCut, place_of
 from tierstore.train.resharding.reading import StoredModel, open_stored

@@ -30,7 +30,7 @@ from tierstore.model.store_schema import (
 from tierstore.moe.source import InMemoryExperts
 from tierstore.parallel.layout import Layout
 from tierstore.store.committing import OWN_STATE
-from tierstore.store.directories import rank_directories
+from tierstore.store.disk.home import rank_directories
 from tierstore.store.format import RecordSchema
 from tierstore.store.parameter_store import ParameterStore, open_to_read
 from tierstore.tiers.device import tensor_of

@@ -1,0 +1,172 @@
+"""What a store says of itself while it is closed: schemas, states, directories, a summary. Nothing is written.
+
+Every function raises StoreMissingError, StoreInUseError (a process has the store open to write), StoreFormatError or
+OSError. Other processes may read the store at the same time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from tierstore.errors import StoreFormatError
+from tierstore.store.adamw import HISTORY_KEY, AdamWConfig, Inactive, StepHistory
+from tierstore.store.config import StoreAccess
+from tierstore.store.disk.drives import BandwidthEstimator, DriveReport
+from tierstore.store.disk.home import Home, rank_directories, read_identity
+from tierstore.store.disk.lease import DirectoryLease
+from tierstore.store.format import (
+    FORMAT_VERSION,
+    NARROW_MOMENTS_VERSION,
+    QUANTIZED_WEIGHTS_VERSION,
+    RecordSchema,
+)
+from tierstore.store.index.database import PREVIOUS, Commit, Index
+from tierstore.store.optimizer import replays
+
+
+class OpenAt(Enum):
+    """Which commit an opening takes up."""
+
+    LAST = "last"
+    PREVIOUS = "previous"
+
+
+@contextlib.contextmanager
+def reading(directory: Path) -> Iterator[tuple[Home, Index]]:
+    """The index of the store in ``directory``, which no process may have open to write. Nothing is written.
+
+    Raises StoreMissingError, StoreInUseError, StoreFormatError, OSError.
+    """
+    home, access = Home(directory, read_identity(directory), published=True), StoreAccess.READ
+    with (
+        DirectoryLease(directory, access=access),
+        contextlib.closing(Index(directory / "index", access=access)) as index,
+    ):
+        yield home, index
+
+
+def read_schemas(directory: Path) -> list[RecordSchema]:
+    """The record schemas of the store in ``directory``, as ``reading`` finds it."""
+    with reading(directory) as (home, index):
+        return read_meta(home, index)[0]
+
+
+def read_states(directory: Path, name: str) -> dict[OpenAt, bytes]:
+    """State ``name`` at each commit that the store in ``directory``, as ``reading`` finds it, can be opened at."""
+    with reading(directory) as (home, index):
+        read_meta(home, index)
+        states = {OpenAt.LAST: index.read_state(name)}
+        if PREVIOUS in index.snapshots():
+            states[OpenAt.PREVIOUS] = index.read_state(name, PREVIOUS)
+    return {at: state for at, state in states.items() if state is not None}
+
+
+def read_drives(store: Path) -> list[DriveReport]:
+    """The directories of the store in ``store``, as ``reading`` finds it, as of its last commit; a stripe directory that is
+    missing is no error.
+    """
+    with reading(store) as (home, index):
+        schemas, _, known = read_meta(home, index)
+        commits = [index.read_commit(name) for name in (None, *index.snapshots())]
+    paths = [store.absolute(), *(Path(str(entry["path"])) for entry in known[1:])]
+    bandwidths = [float(str(entry["bandwidth"])) for entry in known] or [0.0]
+    slots = {
+        (entry.schema, group, location.directory, location.slot)
+        for commit in commits
+        for entry in commit.records.values()
+        for group, location in zip(schemas[entry.schema].groups, entry.groups, strict=True)
+    }
+    used = [0 for _ in paths]
+    for schema, group, directory, _ in slots:
+        used[directory] += schemas[schema].layout(group).slot_bytes
+    return [
+        DriveReport(
+            path=path,
+            share=share,
+            used_bytes=held,
+            reserved_bytes=sum(file.stat().st_blocks * 512 for file in (path / "extents").glob("*")),
+            bandwidth=bandwidth,
+        )
+        for path, share, held, bandwidth in zip(
+            paths, BandwidthEstimator(bandwidths).shares, used, bandwidths, strict=True
+        )
+    ]
+
+
+def read_meta(home: Home, index: Index) -> tuple[list[RecordSchema], Inactive, list[dict[str, object]]]:
+    """Schemas, what a step does to a record without a gradient, and the directories, if there are several."""
+    meta = index.read_meta()
+    versions = (FORMAT_VERSION, NARROW_MOMENTS_VERSION, QUANTIZED_WEIGHTS_VERSION)
+    if meta.get("uuid") != home.uuid or meta.get("format") not in versions:
+        raise StoreFormatError(f"{home.directory}: the index belongs to another store or format version")
+    raw = meta.get("schemas")
+    if not isinstance(raw, list) or not all(isinstance(item, dict) for item in raw):
+        raise StoreFormatError(f"{home.directory}: the index has no record schemas")
+    try:
+        inactive = Inactive(meta.get("inactive"))
+    except ValueError as error:
+        raise StoreFormatError(f"{home.directory}: {error}") from error
+    known = meta.get("stripe", [])
+    keys = {"path", "own", "bandwidth"}
+    if not isinstance(known, list) or not all(
+        isinstance(item, dict) and item.keys() >= keys for item in known
+    ):
+        raise StoreFormatError(f"{home.directory}: the index does not say what the store's directories are")
+    return [RecordSchema.from_json(item) for item in raw], inactive, known
+
+
+def missed_records(schemas: Sequence[RecordSchema], commit: Commit, inactive: Inactive) -> Mapping[int, int]:
+    """How many records of each schema, by its number, have missed steps; those that have none are not there.
+
+    Raises StoreFormatError for a damaged history.
+    """
+    history = StepHistory(AdamWConfig(inactive=inactive))
+    history.unpack(commit.state.get(HISTORY_KEY, b""))
+    rows = commit.records.rows
+    behind = rows["schema"][rows["step"] < (history.applied if history.replays else 0)]
+    counts = Counter(behind.tolist())
+    return {number: count for number, count in sorted(counts.items()) if replays(schemas[number])}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreSummary:
+    """The last commit of a store: the ``schemas`` of its records, its named ``state``, how many ``records`` each schema
+    has, by its name, and how many of them have ``missed`` optimizer steps, which reading them replays.
+    """
+
+    schemas: tuple[RecordSchema, ...]
+    state: Mapping[str, bytes]
+    records: Mapping[str, int]
+    missed: Mapping[str, int]
+
+    def schema(self, name: str) -> RecordSchema | None:
+        """The schema called ``name``; None where there is none."""
+        return next((schema for schema in self.schemas if schema.name == name), None)
+
+
+def read_summary(directory: Path) -> StoreSummary:
+    """The summary of the store in ``directory``. Other processes may read it at the same time.
+
+    Raises StoreMissingError, StoreInUseError (one writes it), StoreFormatError.
+    """
+    with reading(directory) as (home, index):
+        schemas, inactive, _ = read_meta(home, index)
+        commit = index.read_commit()
+    counts = Counter(commit.records.rows["schema"].tolist())
+    missed = missed_records(schemas, commit, inactive)
+    return StoreSummary(
+        schemas=tuple(schemas),
+        state=commit.state,
+        records={schema.name: counts[number] for number, schema in enumerate(schemas)},
+        missed={schemas[number].name: count for number, count in missed.items()},
+    )
+
+
+def drives_of(store: Path) -> list[DriveReport]:
+    """The directories of a store, or of those of all its ranks, as of their last commits; see ``read_drives``."""
+    return [drive for directory in rank_directories(store) or [store] for drive in read_drives(directory)]
