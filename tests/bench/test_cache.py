@@ -1,29 +1,24 @@
-"""bench cache: every policy has its rates, and the traces are what they say. Nothing here asserts a speed."""
+"""bench cache: the traces by hand, and a tiny run. Nothing here asserts a speed."""
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
-from tierstore.bench.cache import key_requests, pass_requests, run
-from tierstore.cli.main import cli
-from tierstore.errors import ConfigError
+from tierstore.bench.cache import key_requests, pass_requests
 from tierstore.lab.simulate import known_policies
 
 
-def test_every_policy_is_measured():
-    heard = []
-    result = run(requests=4000, keys=200, repeats=2, curve_points=3, announce=heard.append)
-    assert set(result.policies) == {*known_policies(bounds=False), "belady"}
-    for name, rates in result.policies.items():
-        assert rates.passes.requests_per_s == 1 / rates.passes.request_s > 0
-        assert (rates.keys is not None) == (name not in ("next-use", "learned-use"))
-    assert result.curves.points == 3
-    assert result.curves.elapsed_s > 0
-    assert len(heard) == 3
+def test_a_tiny_run(tiny_bench):
+    found = tiny_bench("cache", "--requests=4000", "--keys=200", "--repeats=2", "--curve-points=3")
+    policies = found.figures["policies"]
+    assert set(policies) == {*known_policies(bounds=False), "belady"}
+    for name, rates in policies.items():
+        assert rates["passes_requests_per_s"] == 1 / rates["passes_request_s"] > 0
+        assert ("keys_request_s" in rates) == (name not in ("next-use", "learned-use"))
+    assert found.figures["curves"]["points"] == 3
+    assert found.figures["curves"]["elapsed_s"] > 0
+    assert "layer passes, event-atomic" in found.table
 
 
 def test_the_traces():
@@ -41,29 +36,3 @@ def test_passes_do_not_depend_on_how_many_are_made_at_once(monkeypatch):
     whole = pass_requests(2000, seed=3).entries
     monkeypatch.setattr("tierstore.bench.cache._PASSES_AT_ONCE", 7)
     assert (pass_requests(2000, seed=3).entries == whole).all()
-
-
-def test_the_command():
-    arguments = [
-        "bench",
-        "cache",
-        "--requests",
-        "2000",
-        "--keys",
-        "50",
-        "--repeats",
-        "1",
-        "--curve-points",
-        "2",
-    ]
-    result = CliRunner().invoke(cli, [*arguments, "--json"])
-    assert result.exit_code == 0, result.stderr
-    assert json.loads(result.stdout)["curves"]["points"] == 2
-    assert "layer passes, event-atomic" in result.stderr
-    assert "curves of 2 points over 2000 requests" in result.stderr
-
-
-@pytest.mark.parametrize("wrong", ["requests", "keys", "repeats"])
-def test_counts_that_cannot_be(wrong):
-    with pytest.raises(ConfigError, match=f"--{wrong}: expected at least 1"):
-        run(**{"requests": 1, "keys": 1, "repeats": 1, wrong: 0})

@@ -3,9 +3,8 @@
 Each round measures every program once, in turn, so that a machine whose speed drifts treats them alike.
 Figures are medians over the rounds with their spread; a ratio is the median of the rounds' ratios.
 
-With a directory, also: the replay of one record of ``RECORD_PARAMETERS`` by an engine with the store's default
-settings, against the read of such a record from a file there (12 bytes a parameter, many reads in flight, past the
-page cache).
+Beside them: the replay of one record of ``RECORD_PARAMETERS`` by an engine with the store's default settings, against
+the read of such a record from a file (12 bytes a parameter, many reads in flight, past the page cache).
 
 Programs: ``copy`` (memory to memory), ``torch`` (``torch.optim.AdamW(fused=True)``), ``step`` (one step),
 ``replay`` (``REPLAYED`` missed steps in one pass, without a gradient) and ``subnormal`` (the same over
@@ -24,31 +23,29 @@ import contextlib
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from tierstore import _native
-from tierstore.bench.checks import at_least
+from tierstore.bench.harness import Benchmark, ExistingPath, Found, Progress, at_least, option, ratios
 from tierstore.bench.probes.disk import Bytes, DiskProbe
-from tierstore.bench.results.document import Better, Measurement, derived, measured
-from tierstore.bench.results.figures import INTERNAL, Figures, prefixed, ratios
+from tierstore.bench.results.document import Better, derived, measured
 from tierstore.store.config import IoConfig, tune
 from tierstore.store.opening import make_engine
 
-BYTES_PER_PARAMETER = 28
+_STEP_BYTES = 28  # a parameter, as the following
+_NARROW_BYTES = {"bf16": 20.0, "int8": 16 + 16 / _native.MOMENT_BLOCK}
+_COPIED_BYTES = 8
+_GRADIENT_BYTES = 4
 REPLAYED = 16
 RECORD_PARAMETERS = 1 << 20
-NARROW_BYTES_PER_PARAMETER = {"bf16": 20.0, "int8": 16 + 16 / _native.MOMENT_BLOCK}
-_COPIED_BYTES = 8  # a parameter
-_GRADIENT_BYTES = 4
 _OF_TORCH = 0.95  # the speed that is to be reached at least
 _OF_COPY = 0.9  # of memory bandwidth, with bf16 moments
 _READ_BYTES = 256 << 20
@@ -59,136 +56,137 @@ _LR, _BETA1, _BETA2, _EPS, _DECAY = 1e-3, 0.9, 0.999, 1e-8, 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProgramTimes(Figures):
-    """One program's seconds for all parameters, in each round."""
+class AdamWBench(Benchmark):
+    """The native AdamW against torch's fused AdamW, the machine's copy bandwidth, and a read from disk.
 
-    samples_s: Sequence[float]
-    median_s: float
-    min_s: float
-    max_s: float
-    median_bytes_per_s: float
-    s_per_parameter: float
-
-    @staticmethod
-    def of(samples_s: Sequence[float], parameters: int, moved_bytes: float) -> ProgramTimes:
-        """``moved_bytes``: what the program reads and writes of a parameter."""
-        median_s = statistics.median(samples_s)
-        return ProgramTimes(
-            samples_s=samples_s,
-            median_s=median_s,
-            min_s=min(samples_s),
-            max_s=max(samples_s),
-            median_bytes_per_s=moved_bytes * parameters / median_s,
-            s_per_parameter=median_s / parameters,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecordTimes(Figures):
-    """Seconds to replay one record, as the store's engine does it, and to read it, in turn."""
-
-    parameters: int
-    bytes: int
-    replay_s: float
-    replay_samples_s: Sequence[float]
-    read_s: float
-    read_samples_s: Sequence[float]
-    replay_to_read_ratio: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdamWResult(Figures):
-    """What ``run`` found. The ratios are medians of ``rounds``, each round's ratios."""
-
-    bench: str = "adamw"
-    parameters: int
-    threads: int
-    repeats: int
-    instruction_set: str
-    omp_wait_policy: str
-    torch_version: str
-    replayed_steps: int = REPLAYED
-    bytes_per_parameter: int = BYTES_PER_PARAMETER
-    programs: Mapping[str, ProgramTimes] = field(metadata=prefixed(""))
-    rounds: Mapping[str, Sequence[float]] = field(metadata=INTERNAL)
-    speed_to_torch_ratio: float
-    speed_to_copy_ratio: float
-    replay_to_step_ratio: float
-    subnormal_to_replay_ratio: float
-    bf16_speed_to_copy_ratio: float
-    bf16_to_step_ratio: float
-    bf16_replay_to_replay_ratio: float
-    int8_speed_to_copy_ratio: float
-    int8_to_step_ratio: float
-    int8_replay_to_replay_ratio: float
-    record: RecordTimes | None = field(default=None, metadata=prefixed("record_"))
-
-
-def run(
-    parameters: int = 100_000_000, threads: int = 2, repeats: int = 7, *, directory: Path | None = None
-) -> AdamWResult:
-    """Measures ``parameters`` fp32 parameters with ``threads`` threads for every program (ours: Python threads over equal
-    parts, the GIL released), in ``repeats`` rounds after one that is not counted.
-
-    Needs about 26 bytes a parameter. Sets torch's thread count for its duration. Raises ConfigError.
+    Every program has the same number of threads; ours are Python threads over equal parts, with the GIL released. A round
+    that is not counted goes first. Needs about 26 bytes a parameter.
     """
-    at_least(1, parameters=parameters, threads=threads, repeats=repeats)
-    import torch
 
-    threads_before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        with ThreadPoolExecutor(threads) as pool:
-            samples = _measure(parameters, threads, repeats, pool)
-        record = None if directory is None else _record(directory, repeats)
-    finally:
-        torch.set_num_threads(threads_before)
-    return figures(samples, parameters, threads=threads, record=record)
+    parameters: int = option(100_000_000, "fp32 parameters.")
+    threads: int = option(2)
+    repeats: int = option(7, "Rounds.")
+    store: Path = option(Path(), "Where to measure the read of a record.", path=ExistingPath.DIRECTORY)
+
+    def __post_init__(self) -> None:
+        at_least(1, parameters=self.parameters, threads=self.threads, repeats=self.repeats)
+
+    def run(self, progress: Progress) -> Found:
+        """Measures. Sets torch's thread count meanwhile."""
+        import torch
+
+        threads_before = torch.get_num_threads()
+        torch.set_num_threads(self.threads)
+        try:
+            with ThreadPoolExecutor(self.threads) as pool:
+                samples = _measure(self.parameters, self.threads, self.repeats, pool)
+            record = _record(self.store, self.repeats)
+        finally:
+            torch.set_num_threads(threads_before)
+        return found_in(samples, self.parameters, threads=self.threads, record=record)
 
 
-def figures(
+def found_in(
     samples: Mapping[str, Sequence[float]],
     parameters: int,
     *,
     threads: int,
-    record: RecordTimes | None = None,
-) -> AdamWResult:
-    """The result of ``samples``, the seconds of each program in each round."""
+    record: Mapping[str, Sequence[float]],
+) -> Found:
+    """What ``samples`` say, the seconds of each program in each round; ``record``: of its replay and of its read."""
     import torch
 
-    rounds = {
-        "speed_to_torch": ratios(samples["torch"], samples["step"]),
-        "speed_to_copy": ratios(samples["copy"], samples["step"], BYTES_PER_PARAMETER / _COPIED_BYTES),
-        "replay_to_step": ratios(samples["replay"], samples["step"]),
-        "subnormal_to_replay": ratios(samples["subnormal"], samples["replay"]),
-    }
+    compared = [
+        _Ratio("speed_to_torch", "speed to torch's", "torch", "step", better=Better.HIGHER, target=_OF_TORCH),
+        _Ratio(
+            "speed_to_copy", "speed to copy's", "copy", "step", _STEP_BYTES / _COPIED_BYTES, Better.HIGHER
+        ),
+        _Ratio("replay_to_step", "replay to one step", "replay", "step"),
+        _Ratio("subnormal_to_replay", "subnormal to normal replay", "subnormal", "replay"),
+    ]
     # Without a gradient 4 of the bytes are not read.
     moved: dict[str, float] = {"copy": _COPIED_BYTES}
-    moved |= dict.fromkeys(("replay", "subnormal"), BYTES_PER_PARAMETER - _GRADIENT_BYTES)
-    for name, nbytes in NARROW_BYTES_PER_PARAMETER.items():
-        rounds[f"{name}_speed_to_copy"] = ratios(samples["copy"], samples[name], nbytes / _COPIED_BYTES)
-        rounds[f"{name}_to_step"] = ratios(samples[name], samples["step"])
-        rounds[f"{name}_replay_to_replay"] = ratios(samples[f"{name}_replay"], samples["replay"])
+    moved |= dict.fromkeys(("replay", "subnormal"), _STEP_BYTES - _GRADIENT_BYTES)
+    for name, nbytes in _NARROW_BYTES.items():
+        target = _OF_COPY if name == "bf16" else None
+        scale = nbytes / _COPIED_BYTES
+        compared += [
+            _Ratio(
+                f"{name}_speed_to_copy", f"{name} speed to copy's", "copy", name, scale, Better.HIGHER, target
+            ),
+            _Ratio(f"{name}_to_step", f"{name} to fp32 step", name, "step"),
+            _Ratio(f"{name}_replay_to_replay", f"{name} to fp32 replay", f"{name}_replay", "replay"),
+        ]
         moved |= {name: nbytes, f"{name}_replay": nbytes - _GRADIENT_BYTES}
-    medians: dict[str, Any] = {f"{name}_ratio": statistics.median(values) for name, values in rounds.items()}
-    return AdamWResult(
-        parameters=parameters,
-        threads=threads,
-        repeats=len(samples["step"]),
-        instruction_set=_native.instruction_set().name.lower(),
-        omp_wait_policy=os.environ.get("OMP_WAIT_POLICY", "unset"),
-        torch_version=torch.__version__,
-        programs={
-            name: ProgramTimes.of(seconds, parameters, moved.get(name, BYTES_PER_PARAMETER))
-            for name, seconds in samples.items()
+    rounds = {one.key: ratios(samples[one.over], samples[one.under], one.scale) for one in compared}
+    return Found(
+        figures={
+            "bench": "adamw",
+            "parameters": parameters,
+            "threads": threads,
+            "repeats": len(samples["step"]),
+            "instruction_set": _native.instruction_set().name.lower(),
+            "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY", "unset"),
+            "torch_version": torch.__version__,
+            "replayed_steps": REPLAYED,
+            "bytes_per_parameter": _STEP_BYTES,
+            **{
+                name: _times(seconds, parameters, moved.get(name, _STEP_BYTES))
+                for name, seconds in samples.items()
+            },
+            **{f"{key}_ratio": statistics.median(values) for key, values in rounds.items()},
+            "record_parameters": RECORD_PARAMETERS,
+            "record_bytes": RECORD_PARAMETERS * 12,
+            "record_replay_s": statistics.median(record["replay"]),
+            "record_replay_samples_s": record["replay"],
+            "record_read_s": statistics.median(record["read"]),
+            "record_read_samples_s": record["read"],
+            "record_replay_to_read_ratio": statistics.median(ratios(record["replay"], record["read"])),
         },
-        record=record,
-        rounds=rounds,
-        **medians,
+        measurements=[
+            *(
+                measured(
+                    "pass over all parameters", spent, "s", Better.LOWER, parameters={"contestant": name}
+                )
+                for name, spent in samples.items()
+            ),
+            *(derived(one.name, rounds[one.key], "ratio", one.better, target=one.target) for one in compared),
+            *(
+                measured("record", spent, "s", Better.LOWER, parameters={"operation": name})
+                for name, spent in record.items()
+            ),
+        ],
     )
 
 
-def _record(directory: Path, repeats: int) -> RecordTimes:
+@dataclass(frozen=True)
+class _Ratio:
+    """A ratio of two programs' seconds, round by round: its figure's key, and its name as a measurement."""
+
+    key: str
+    name: str
+    over: str
+    under: str
+    scale: float = 1.0
+    better: Better = Better.LOWER
+    target: float | None = None
+
+
+def _times(samples_s: Sequence[float], parameters: int, moved_bytes: float) -> dict[str, object]:
+    """One program's seconds for all parameters; ``moved_bytes``: what it reads and writes of one parameter."""
+    median_s = statistics.median(samples_s)
+    return {
+        "samples_s": samples_s,
+        "median_s": median_s,
+        "min_s": min(samples_s),
+        "max_s": max(samples_s),
+        "median_bytes_per_s": moved_bytes * parameters / median_s,
+        "s_per_parameter": median_s / parameters,
+    }
+
+
+def _record(directory: Path, repeats: int) -> dict[str, list[float]]:
+    """Seconds to replay one record, as the store's engine does it, and to read it, in turn."""
     section = RECORD_PARAMETERS * 4
     nbytes = section * 3
     arena = _native.Arena(nbytes, _native.HugePages.AUTO)
@@ -205,15 +203,7 @@ def _record(directory: Path, repeats: int) -> RecordTimes:
             engine.wait(engine.adamw(parts[:1], parts[1], parts[2], None, _steps(REPLAYED)))
             replays.append(time.perf_counter() - start)
             reads.append(nbytes / probe.disk_bytes_per_s(Bytes(_READ_BYTES, 0)))
-    return RecordTimes(
-        parameters=RECORD_PARAMETERS,
-        bytes=nbytes,
-        replay_s=statistics.median(replays),
-        replay_samples_s=replays,
-        read_s=statistics.median(reads),
-        read_samples_s=reads,
-        replay_to_read_ratio=statistics.median(ratios(replays, reads)),
-    )
+    return {"replay": replays, "read": reads}
 
 
 class _Memory:
@@ -349,27 +339,3 @@ def _steps(count: int) -> _Array:
         for t in range(2, 2 + count)
     ]
     return np.array(rows, np.float32)
-
-
-def measurements(result: AdamWResult) -> Iterator[Measurement]:
-    """What ``run`` found, for a document."""
-    samples = {name: times.samples_s for name, times in result.programs.items()}
-    for name, seconds in samples.items():
-        yield measured(
-            "pass over all parameters", seconds, "s", Better.LOWER, parameters={"contestant": name}
-        )
-    found = result.rounds
-    yield derived("speed to torch's", found["speed_to_torch"], "ratio", Better.HIGHER, target=_OF_TORCH)
-    yield derived("speed to copy's", found["speed_to_copy"], "ratio", Better.HIGHER)
-    yield derived("replay to one step", found["replay_to_step"], "ratio", Better.LOWER)
-    yield derived("subnormal to normal replay", found["subnormal_to_replay"], "ratio", Better.LOWER)
-    for name in NARROW_BYTES_PER_PARAMETER:
-        target = _OF_COPY if name == "bf16" else None
-        yield derived(
-            f"{name} speed to copy's", found[f"{name}_speed_to_copy"], "ratio", Better.HIGHER, target=target
-        )
-        yield derived(f"{name} to fp32 step", found[f"{name}_to_step"], "ratio", Better.LOWER)
-        yield derived(f"{name} to fp32 replay", found[f"{name}_replay_to_replay"], "ratio", Better.LOWER)
-    if (record := result.record) is not None:
-        for what, seconds in (("replay", record.replay_samples_s), ("read", record.read_samples_s)):
-            yield measured("record", seconds, "s", Better.LOWER, parameters={"operation": what})

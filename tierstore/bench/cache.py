@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from tierstore.bench.checks import at_least
-from tierstore.bench.results.document import Better, Measurement, measured
-from tierstore.bench.results.figures import IF_ANY, Figures, prefixed
+from tierstore.bench.harness import Benchmark, Found, Progress, Table, at_least, option, prefixed
+from tierstore.bench.results.document import Better, measured
 from tierstore.lab.costs import policy_time
 from tierstore.lab.miss_curves import all_policies, curve_capacities, curves
 from tierstore.lab.requests import Requests
 from tierstore.lab.simulate import PolicySpec, ReplaySetting, suits
 from tierstore.machine import cores
+from tierstore.units import format_seconds
 
 _LAYERS, _EXPERTS, _ACTIVE = 26, 64, 20
 _PASSES_AT_ONCE = 1 << 14
@@ -29,48 +29,60 @@ _CAPACITY = 0.2  # of the footprint
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplayRate(Figures):
-    """How fast one policy replays one kind of requests: CPU time of one thread, median and repeats."""
+class CacheBench(Benchmark):
+    """Requests a second of every cache policy in the simulator.
 
-    request_s: float
-    requests_per_s: float
-    request_samples_s: Sequence[float]
+    --requests 20000000 --repeats 1 --curve-points 10 shows how long all curves of a large trace take.
+    """
 
-    @staticmethod
-    def of(samples_s: Sequence[float]) -> ReplayRate:
-        median_s = statistics.median(samples_s)
-        return ReplayRate(request_s=median_s, requests_per_s=1 / median_s, request_samples_s=samples_s)
+    requests: int = option(2_000_000, "Of each trace.")
+    keys: int = option(100_000, "Of the trace of single keys.")
+    repeats: int = option(3, "Rounds.")
+    curve_points: int = option(0, "Also time every policy's curve of N points.", least=0)
 
+    def __post_init__(self) -> None:
+        at_least(1, **{"--requests": self.requests, "--keys": self.keys, "--repeats": self.repeats})
 
-@dataclass(frozen=True, kw_only=True)
-class PolicyRates(Figures):
-    """Of one policy; None for requests that do not suit it."""
-
-    keys: ReplayRate | None = field(metadata=prefixed("keys_"))
-    passes: ReplayRate | None = field(metadata=prefixed("passes_"))
-
-
-@dataclass(frozen=True, kw_only=True)
-class CurveTimes(Figures):
-    """How long the curves of all policies take."""
-
-    elapsed_s: float
-    policies_count: int
-    points: int
-    replayed_requests_per_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class CacheResult(Figures):
-    """What ``run`` found."""
-
-    requests: int
-    keys: int
-    repeats: int
-    cores: int
-    capacity_ratio: float = _CAPACITY
-    policies: Mapping[str, PolicyRates]
-    curves: CurveTimes | None = field(metadata=IF_ANY)
+    def run(self, progress: Progress) -> Found:
+        """The rates of every policy for which the requests are suited; with ``curve_points`` the time of all curves."""
+        traces = (key_requests(self.requests, self.keys), pass_requests(self.requests))
+        policies: dict[str, dict[str, object]] = {}
+        measurements = []
+        for trace in traces:
+            progress.say(f"{trace.name}: {len(trace.entries)} requests, {trace.table.total_frames} entries")
+            for name, samples_s in _times(trace, all_policies(trace), self.repeats).items():
+                request_s = statistics.median(samples_s)
+                rate = {
+                    "request_s": request_s,
+                    "requests_per_s": 1 / request_s,
+                    "request_samples_s": samples_s,
+                }
+                policies.setdefault(name, {}).update(prefixed(f"{trace.name}_", rate))
+                speeds = [1 / spent for spent in samples_s]
+                how = {"policy": name, "trace": trace.name}
+                measurements.append(measured("replay", speeds, "requests/s", Better.HIGHER, parameters=how))
+        figures: dict[str, object] = {
+            "requests": self.requests,
+            "keys": self.keys,
+            "repeats": self.repeats,
+            "cores": cores(),
+            "capacity_ratio": _CAPACITY,
+            "policies": policies,
+        }
+        columns = {
+            "policy": "policy",
+            "single keys": "keys_requests_per_s",
+            "layer passes, event-atomic": "passes_requests_per_s",
+        }
+        rows = [{"policy": name, **rates} for name, rates in policies.items()]
+        table = Table(f"requests a second and thread, {_CAPACITY:.0%} of the footprint", columns, rows)
+        if self.curve_points:
+            figures["curves"] = timed = _time_curves(traces[0], self.curve_points, progress)
+            measurements.append(measured("all curves", timed["elapsed_s"], "s", Better.LOWER))
+            shown: list[Table | str] = [table, f"all curves: {format_seconds(timed['elapsed_s'])}"]
+        else:
+            shown = [table]
+        return Found(figures=figures, measurements=measurements, shown=shown)
 
 
 def key_requests(count: int, keys: int, *, seed: int = 0) -> Requests:
@@ -101,39 +113,6 @@ def pass_requests(count: int, *, seed: int = 0) -> Requests:
     )
 
 
-def run(
-    *,
-    requests: int,
-    keys: int,
-    repeats: int,
-    curve_points: int = 0,
-    announce: Callable[[str], None] = lambda line: None,
-) -> CacheResult:
-    """Rates of every policy; with ``curve_points``, the time of all curves with so many points, too.
-
-    Raises ConfigError for counts below 1.
-    """
-    at_least(1, **{"--requests": requests, "--keys": keys, "--repeats": repeats})
-    kinds = (key_requests(requests, keys), pass_requests(requests))
-    rates = []
-    for kind in kinds:
-        announce(f"{kind.name}: {len(kind.entries)} requests, {kind.table.total_frames} entries")
-        times = _times(kind, all_policies(kind), repeats)
-        rates.append({name: ReplayRate.of(seconds) for name, seconds in times.items()})
-    of_keys, of_passes = rates
-    return CacheResult(
-        requests=requests,
-        keys=keys,
-        repeats=repeats,
-        cores=cores(),
-        policies={
-            name: PolicyRates(keys=of_keys.get(name), passes=of_passes.get(name))
-            for name in of_keys | of_passes
-        },
-        curves=_time_curves(kinds[0], curve_points, announce) if curve_points else None,
-    )
-
-
 def _times(requests: Requests, policies: Sequence[PolicySpec], repeats: int) -> dict[str, list[float]]:
     """CPU seconds a request of each policy, in each repeat."""
     capacity = requests.table.frames_of(_CAPACITY)
@@ -142,29 +121,16 @@ def _times(requests: Requests, policies: Sequence[PolicySpec], repeats: int) -> 
     return {setting.policy.name: each for setting, each in zip(settings, times, strict=True)}
 
 
-def _time_curves(requests: Requests, points: int, announce: Callable[[str], None]) -> CurveTimes:
+def _time_curves(requests: Requests, points: int, progress: Progress) -> dict[str, float]:
     policies = all_policies(requests)
     capacities = curve_capacities(requests, points)
-    announce(f"curves: {len(policies)} policies, {len(capacities)} capacities")
+    progress.say(f"curves: {len(policies)} policies, {len(capacities)} capacities")
     began = time.monotonic()
     found = curves(requests, policies, capacities)
     elapsed = time.monotonic() - began
-    return CurveTimes(
-        elapsed_s=elapsed,
-        policies_count=len(found),
-        points=len(capacities),
-        replayed_requests_per_s=len(found) * len(capacities) * len(requests.entries) / elapsed,
-    )
-
-
-def measurements(result: CacheResult) -> Iterator[Measurement]:
-    """What ``run`` found, for a document."""
-    for kind in ("keys", "passes"):
-        for name, rates in result.policies.items():
-            rate: ReplayRate | None = getattr(rates, kind)
-            if rate is not None:
-                speeds = [1 / spent for spent in rate.request_samples_s]
-                how = {"policy": name, "trace": kind}
-                yield measured("replay", speeds, "requests/s", Better.HIGHER, parameters=how)
-    if result.curves is not None:
-        yield measured("all curves", result.curves.elapsed_s, "s", Better.LOWER)
+    return {
+        "elapsed_s": elapsed,
+        "policies_count": len(found),
+        "points": len(capacities),
+        "replayed_requests_per_s": len(found) * len(capacities) * len(requests.entries) / elapsed,
+    }

@@ -198,7 +198,7 @@ def config_options(
         key, settings = (entry, {}) if isinstance(entry, str) else entry
         argument = name.removeprefix("--").replace("-", "_")
         keys[argument] = key
-        declared.append(_declared(infos[key], (name, argument), settings, defaults))
+        declared.append(declared_option(infos[key], (name, argument), settings, defaults))
 
     def collect(values: Mapping[str, Any]) -> dict[str, object]:
         return {keys[name]: value for name, value in values.items() if not _is_absent(value)}
@@ -212,7 +212,7 @@ def dataclass_options(kind: type[Any], argument: str) -> Callable[[F], F]:
     for info in dotted_fields(kind):
         names = info.metadata.get("names") or (f"--{info.name.replace('_', '-')}",)
         settings = info.metadata.get("click", {})
-        declared.append(_declared(info, (*names, info.name), settings, Defaults.SHOWN))
+        declared.append(declared_option(info, (*names, info.name), settings, Defaults.SHOWN))
     fields = tuple(field.name for field in dataclasses.fields(kind))
 
     def collect(values: Mapping[str, Any]) -> object:
@@ -221,10 +221,10 @@ def dataclass_options(kind: type[Any], argument: str) -> Callable[[F], F]:
     return _collected(declared, fields, argument, collect)
 
 
-def _declared(
+def declared_option(
     info: FieldInfo, names: tuple[str, ...], settings: Mapping[str, Any], defaults: Defaults
 ) -> Callable[[F], F]:
-    """The option of one field."""
+    """The option of one field; ``settings`` are further arguments of ``click.option``."""
     said: dict[str, Any] = {
         "help": f"{info.help[:1].upper()}{info.help[1:].rstrip('.')}." if info.help else None
     }

@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 import tierstore.bench
-from tierstore.bench import adamw, cache, commit
 from tierstore.bench.io.run import IoResult
 from tierstore.bench.machine.run import MachineResult
 from tierstore.bench.overlap.run import OverlapResult
@@ -112,25 +111,19 @@ def test_every_number_says_its_unit(kind: type[Figures]) -> None:
 
 
 def test_the_types_of_all_benchmarks_are_there() -> None:
-    assert len(result_types()) > 30
+    assert len(result_types()) > 20
 
 
 # The keys of an earlier version -----------------------------------------------------------------------------
 
 #: What version 0.1.0 wrote, with short lists: bench and figures.
-EARLIER = json.loads(Path(__file__).with_name("figures-0.1.0.json").read_text())
+EARLIER = [
+    each
+    for each in json.loads(Path(__file__).parents[1].joinpath("figures-0.1.0.json").read_text())
+    if each[0] in ("io", "machine", "overlap", "soak", "tiers", "train")
+]
 #: Keys that results have had since.
 SINCE: dict[str, dict[str, object]] = {
-    "adamw": {
-        f"{moments}_{name}_ratio": 1.0
-        for moments in ("bf16", "int8")
-        for name in ("speed_to_copy", "to_step", "replay_to_replay")
-    },
-    "commit": {
-        f"{name}_{key}": []
-        for name in ("heartbeat_late", "heartbeat_late_idle")
-        for key in ("samples_s", "median_s", "least_s", "greatest_s")
-    },
     "train": {
         "round_cpu_to_in_ram_ratio": [],
         "cpu_to_in_ram_ratio": None,
@@ -139,9 +132,6 @@ SINCE: dict[str, dict[str, object]] = {
     },
 }
 RESULTS = {
-    "adamw": adamw.AdamWResult,
-    "cache": cache.CacheResult,
-    "commit": commit.CommitResult,
     "io": IoResult,
     "machine": MachineResult,
     "overlap": OverlapResult,
@@ -204,10 +194,3 @@ def test_the_keys_are_those_of_an_earlier_version(bench: str, figures: dict[str,
     added = SINCE.get(bench, {})
     assert not added.keys() & figures.keys()
     agree(figures | added, RESULTS[bench])
-
-
-def test_a_key_that_is_lost_or_new_is_noticed() -> None:
-    (figures,) = (figures | SINCE[bench] for bench, figures in EARLIER if bench == "commit")
-    for wrong in ({**figures, "speed": 1.0}, {key: figures[key] for key in figures if key != "rounds"}):
-        with pytest.raises(AssertionError):
-            agree(wrong, commit.CommitResult)

@@ -110,44 +110,6 @@ def test_a_directory_that_exists_is_left_alone(tmp_path: Path, capfd: pytest.Cap
 
 
 @pytest.mark.slow
-def test_adamw(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from tierstore.bench import adamw
-
-    monkeypatch.setattr(adamw, "RECORD_PARAMETERS", 4096)
-    monkeypatch.setattr(adamw, "_PROBE_BYTES", 1 << 20)
-    monkeypatch.setattr(adamw, "_READ_BYTES", 1 << 20)
-    saved = tmp_path / "saved.json"
-    arguments = ["adamw", "--parameters=1000", "--threads=1", "--repeats=2", f"--store={tmp_path}", "--json"]
-    assert bench(*arguments, f"--save={saved}") == 0
-    found = last_object(capsys.readouterr().out)
-    assert found["record_bytes"] == 4096 * 12
-    assert found["record_replay_to_read_ratio"] > 0
-    listed = {one.label: one for one in load_document(saved).measurements}
-    assert listed["speed to torch's"].median == pytest.approx(found["speed_to_torch_ratio"])
-    assert listed["record (operation=read)"].count == 2
-
-
-def test_commit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [
-        "commit",
-        "--records=3",
-        "--record-bytes=48KiB",
-        "--rounds=2",
-        f"--store={tmp_path / 'b'}",
-        "--json",
-    ]
-    assert bench(*arguments) == 0
-    found = last_object(capsys.readouterr().out)
-    assert found["dirty_bytes"] == 3 * 48 * 1024
-    assert 0 < found["commit_least_s"] <= found["commit_median_s"] <= found["commit_greatest_s"]
-    assert found["commit_to_write_ratio"] > 0
-    for loop in ("heartbeat_late", "heartbeat_late_idle"):
-        assert 0 < found[f"{loop}_median_s"] < 60
-        assert len(found[f"{loop}_samples_s"]) == 2
-    assert not (tmp_path / "b").exists()
-
-
-@pytest.mark.slow
 def test_overlap(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     small = ["--layers=2", "--forward-ms=1", "--computation=device", "--steps=1", "--warmup=1"]
     saved = tmp_path / "saved.json"

@@ -1,40 +1,75 @@
-"""``tierstore bench``: how fast this machine runs what tierstore does, in ratios measured in one run."""
+"""``tierstore bench``: a command a benchmark, with options derived from the benchmark's fields; report and compare."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import click
 
+from tierstore.bench import BENCHMARKS
+from tierstore.bench.harness import Benchmark, ExistingPath, Found, Progress
 from tierstore.cli.bench.generate import generate
 from tierstore.cli.bench.io import io
 from tierstore.cli.bench.machine import machine
 from tierstore.cli.bench.order import order
 from tierstore.cli.bench.overlap import overlap
-from tierstore.cli.bench.report import compare, report
 from tierstore.cli.bench.results import (
-    WORK_DIRECTORY,
+    CHECK_FAILED,
     Reporting,
+    comparison_json,
     results_options,
-    work_directory_option,
+    show_comparison,
 )
 from tierstore.cli.bench.rivals import rivals
 from tierstore.cli.bench.scale import scale
 from tierstore.cli.bench.tiers import tiers
 from tierstore.cli.bench.train import train
 from tierstore.cli.groups import CommandGroup
-from tierstore.cli.interrupts import ended_by_sigterm
-from tierstore.cli.options import EXISTING_DIRECTORY, SIZE
-from tierstore.cli.output import Output
-from tierstore.units import format_bytes, format_seconds
+from tierstore.cli.interrupts import Interrupts, ended_by_sigterm
+from tierstore.cli.options import (
+    EXISTING_DIRECTORY,
+    EXISTING_FILE,
+    FILE,
+    PATH,
+    SIZE,
+    Defaults,
+    config_overrides,
+    declared_option,
+    help_config_option,
+    json_option,
+    options,
+    output_file,
+    set_option,
+)
+from tierstore.cli.output import Output, ProgressBar
+from tierstore.config import FieldInfo, dotted_fields, load
+from tierstore.errors import ConfigError
+from tierstore.outputs import OutputKind
 
-if TYPE_CHECKING:
-    from tierstore.bench.adamw import AdamWResult
-    from tierstore.bench.cache import CacheResult, ReplayRate
+_EXISTING = {ExistingPath.FILE: EXISTING_FILE, ExistingPath.DIRECTORY: EXISTING_DIRECTORY}
 
 
-@click.group(cls=CommandGroup)
+class BenchGroup(CommandGroup):
+    """The benchmarks of the table, imported when they are asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The table's benchmarks, then what is done with their documents."""
+        return [*BENCHMARKS, *super().list_commands(ctx)]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command, derived from its benchmark."""
+        if cmd_name in BENCHMARKS and cmd_name not in self.commands:
+            self.add_command(_command(cmd_name))
+        return super().get_command(ctx, cmd_name)
+
+
+@click.group(cls=BenchGroup)
 @click.pass_context
 def bench(ctx: click.Context) -> None:
     """Stress tests and benchmarks. Each prints a table; with --json the last line is one object.
@@ -44,153 +79,153 @@ def bench(ctx: click.Context) -> None:
     ctx.with_resource(ended_by_sigterm())
 
 
-for _command in (
-    io,
-    tiers,
-    train,
-    order,
-    rivals,
-    generate,
-    overlap,
-    machine,
-    scale,
-    report,
-    compare,
-):
-    bench.add_command(_command)
+# Options ----------------------------------------------------------------------------------------------------
+
+
+def _command(name: str) -> click.Command:
+    """The command of a benchmark."""
+    kind: type[Benchmark] = getattr(importlib.import_module(f"tierstore.bench.{name}"), BENCHMARKS[name])
+    infos = [info for info in dotted_fields(kind) if "help" in info.metadata and "." not in info.name]
+    configured = next((each for each in dataclasses.fields(kind) if "configuration" in each.metadata), None)  # type: ignore[arg-type]
+
+    def command(reporting: Reporting, **given: Any) -> int:
+        values = {info.name: given[info.name] for info in infos if _was_given(info, given[info.name])}
+        if configured is not None:
+            values[configured.name] = _configuration(configured.metadata["configuration"], infos, given)
+        benchmark = kind(**values)
+        session = reporting.begin(name=benchmark.saved_as, directory=benchmark.measured_in)
+        with _CommandProgress(session.output, f"bench {name}") as progress:
+            found = benchmark.run(progress)
+        _show(found, session.output)
+        session.end(found.figures, found.measurements)
+        return CHECK_FAILED if found.failed else 0
+
+    decorators = [_parameter(info) for info in infos]
+    if configured is not None:
+        decorators.append(set_option())
+        if not configured.metadata["configuration"]:
+            decorators = [
+                click.argument("config", required=False, type=PATH),
+                *decorators,
+                help_config_option(),
+            ]
+    return click.command(name, help=kind.__doc__)(options(*decorators, results_options())(command))
+
+
+def _parameter(info: FieldInfo) -> Callable[[Any], Any]:
+    """The option of one field, or its argument."""
+    how, settings = info.metadata, dict[str, Any](multiple=info.repeated)
+    path = how.get("path")
+    if path is not None:
+        settings["type"] = output_file(path) if isinstance(path, OutputKind) else _EXISTING[path]
+    elif info.size:
+        settings["type"] = SIZE
+    elif "least" in how:
+        settings["type"] = click.IntRange(min=how["least"])
+    elif "choices" in how:
+        settings["type"] = click.Choice([member.value for member in how["choices"]])
+    elif info.kind in (int, str):
+        settings["type"] = info.kind
+    if how.get("argument"):
+        kind = settings.get("type", PATH)
+        return click.argument(info.name, nargs=-1 if info.repeated else 1, required=info.required, type=kind)
+    if "typed" in how:
+        settings["default"] = how["typed"]
+    names = (how.get("flag", f"--{info.name.replace('_', '-')}"), info.name)
+    return declared_option(
+        info, names, settings, Defaults.SHOWN if how.get("shown", True) else Defaults.ELSEWHERE
+    )
+
+
+def _was_given(info: FieldInfo, value: object) -> bool:
+    """Whether ``value`` is not that of an option that was left out, for which the field's default stands."""
+    return value is not None and (value != () or info.metadata.get("shown", True))
+
+
+def _configuration(only: tuple[str, ...], infos: list[FieldInfo], given: Mapping[str, Any]) -> Any:
+    """The TrainConfig of CONFIG, --set and the options that stand for keys of it. ``only``: how keys must begin."""
+    from tierstore.train.config import TrainConfig
+
+    settings = given["settings"]
+    for key in (setting.partition("=")[0] for setting in settings):
+        if only and not key.startswith(only):
+            raise ConfigError(f"--set {key}: expected a key that begins with {' or '.join(only)}")
+    keys = {info.metadata["key"]: given[info.name] for info in infos if "key" in info.metadata}
+    return load(TrainConfig, given.get("config"), config_overrides(settings, keys))
+
+
+# Running ----------------------------------------------------------------------------------------------------
+
+
+class _CommandProgress(Progress):
+    """Progress on the command's output; a bar once there is something to count."""
+
+    def __init__(self, output: Output, label: str) -> None:
+        self._output, self._label = output, label
+        self._stack = ExitStack()
+        self._bar: ProgressBar | None = None
+
+    def __enter__(self) -> _CommandProgress:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._stack.close()
+
+    def say(self, text: str) -> None:
+        self._output.line(text)
+
+    def update(self, done: int, total: int, fields: Mapping[str, object]) -> None:
+        if self._bar is None:
+            self._bar = self._stack.enter_context(self._output.progress(total, label=self._label))
+        self._bar.update(done, total, fields)
+
+    @contextlib.contextmanager
+    def interruptible(self) -> Iterator[Callable[[], bool]]:
+        with Interrupts.heard() as interrupts:
+            yield lambda: interrupts.asked
+
+
+def _show(found: Found, output: Output) -> None:
+    for shown in (*found.shown, found.summary()):
+        if isinstance(shown, str):
+            output.line(shown)
+        elif shown.rows:
+            output.table(shown.title, list(shown.columns), shown.cells)
+
+
+for _old in (io, tiers, train, order, rivals, generate, overlap, machine, scale):
+    bench.add_command(_old)
+
+
+# What is done with documents --------------------------------------------------------------------------------
 
 
 @bench.command()
-@click.option("--parameters", type=int, default=100_000_000, help="fp32 parameters.")
-@click.option("--threads", type=int, default=2)
-@click.option("--repeats", type=int, default=7, help="Rounds.")
+@click.argument("documents", nargs=-1, required=True, type=FILE)
 @click.option(
-    "--store", type=EXISTING_DIRECTORY, default=Path("."), help="Where to measure the read of a record."
+    "--html", metavar="FILE", type=output_file(OutputKind.PAGE), required=True, help="The page to write."
 )
-@results_options()
-def adamw(parameters: int, threads: int, repeats: int, store: Path, reporting: Reporting) -> None:
-    """The native AdamW against torch's fused AdamW, the machine's copy bandwidth, and a read from disk."""
-    from tierstore.bench.adamw import measurements, run
+@json_option
+def report(documents: tuple[Path, ...], html: Path, output: Output) -> None:
+    """One HTML page of DOCUMENTS, which any benchmarks saved with --save: targets, plots, tables, machines."""
+    from tierstore.bench.results.document import load_document
+    from tierstore.bench.results.report import write_report
 
-    session = reporting.begin(directory=store)
-    result = run(parameters, threads, repeats, directory=store)
-    show_adamw(result, session.output)
-    session.end(result, measurements(result))
-
-
-def show_adamw(result: AdamWResult, output: Output) -> None:
-    """The environment, a table and the ratios, for people."""
-    labels = {
-        "copy": "copy",
-        "torch": "torch fused AdamW",
-        "step": "tierstore AdamW",
-        "replay": f"{result.replayed_steps} missed steps in one pass",
-        "subnormal": "the same, subnormal moments",
-        "bf16": "tierstore AdamW, bf16 moments",
-        "bf16_replay": f"{result.replayed_steps} missed steps, bf16 moments",
-        "int8": "tierstore AdamW, int8 moments",
-        "int8_replay": f"{result.replayed_steps} missed steps, int8 moments",
-    }
-    output.table(
-        f"AdamW, {result.parameters:,} fp32 parameters, {result.threads} threads, "
-        f"{result.instruction_set}, torch {result.torch_version}, "
-        f"OMP_WAIT_POLICY {result.omp_wait_policy}, {result.repeats} rounds",
-        ("", "median", "min", "max", "ns/parameter", "bytes/s"),
-        [
-            (
-                labels[name],
-                *map(format_seconds, (times.median_s, times.min_s, times.max_s)),
-                f"{times.s_per_parameter * 1e9:.3f}",
-                f"{format_bytes(times.median_bytes_per_s)}/s",
-            )
-            for name, times in result.programs.items()
-        ],
-    )
-    output.line(
-        f"of torch's speed {result.speed_to_torch_ratio:.2f}, of copy bandwidth "
-        f"{result.speed_to_copy_ratio:.2f}; replay / step {result.replay_to_step_ratio:.2f}, "
-        f"subnormal / replay {result.subnormal_to_replay_ratio:.2f}"
-    )
-    output.line(
-        f"bf16 moments: of copy bandwidth {result.bf16_speed_to_copy_ratio:.2f}, of the fp32 step's time "
-        f"{result.bf16_to_step_ratio:.2f}, of its replay's {result.bf16_replay_to_replay_ratio:.2f}; int8: "
-        f"{result.int8_speed_to_copy_ratio:.2f}, {result.int8_to_step_ratio:.2f}, "
-        f"{result.int8_replay_to_replay_ratio:.2f}"
-    )
-    if (record := result.record) is not None:
-        output.line(
-            f"a record of {format_bytes(record.bytes)}: replay in the engine "
-            f"{format_seconds(record.replay_s)}, read {format_seconds(record.read_s)}; "
-            f"replay / read {record.replay_to_read_ratio:.2f}"
-        )
+    loaded = [load_document(path) for path in documents]
+    write_report(loaded, html)
+    output.line(f"{len(loaded)} benchmark{'s' if len(loaded) > 1 else ''} in {html}")
+    output.emit({"html": str(html), "benches": [document.bench for document in loaded]})
 
 
 @bench.command()
-@click.option("--records", type=int, default=32)
-@click.option("--record-bytes", type=SIZE, default="24MiB")
-@click.option("--rounds", type=int, default=5)
-@work_directory_option
-@results_options()
-def commit(records: int, record_bytes: int, rounds: int, store: Path | None, reporting: Reporting) -> None:
-    """A commit of a cache full of dirty records against durable writes of the same bytes."""
-    from tierstore.bench.commit import measurements, run
+@click.argument("old", type=FILE)
+@click.argument("new", type=FILE)
+@json_option
+def compare(old: Path, new: Path, output: Output) -> None:
+    """What became slower or faster from OLD to NEW, beyond noise: two files that one benchmark saved with --save."""
+    from tierstore.bench.results.comparing import compare as compared
+    from tierstore.bench.results.document import load_document
 
-    directory = store or WORK_DIRECTORY
-    session = reporting.begin(directory=directory)
-    result = run(directory, records=records, record_bytes=record_bytes, rounds=rounds)
-    session.output.table(
-        f"{records} records, {format_bytes(result.dirty_bytes)} dirty, {rounds} rounds",
-        ("", "median", "least", "greatest"),
-        [
-            (title, *map(format_seconds, (times.median_s, times.least_s, times.greatest_s)))
-            for title, times in (
-                ("commit", result.commit),
-                ("durable write of the same bytes", result.write),
-                ("a heartbeat comes late, commit awaited", result.heartbeat_late),
-                ("a heartbeat comes late, idle loop", result.heartbeat_late_idle),
-            )
-        ],
-    )
-    session.output.line(f"commit / write {result.commit_to_write_ratio:.3f}")
-    session.end(result, measurements(result))
-
-
-@bench.command()
-@click.option("--requests", type=int, default=2_000_000, help="Of each trace.")
-@click.option("--keys", type=int, default=100_000, help="Of the trace of single keys.")
-@click.option("--repeats", type=int, default=3, help="Rounds.")
-@click.option(
-    "--curve-points",
-    type=click.IntRange(min=0),
-    default=0,
-    help="Also time every policy's curve of so many points.",
-)
-@results_options()
-def cache(reporting: Reporting, **sizes: int) -> None:
-    """Requests a second of every cache policy in the simulator.
-
-    --requests 20000000 --repeats 1 --curve-points 10 shows how long all curves of a large trace take.
-    """
-    from tierstore.bench.cache import measurements, run
-
-    session = reporting.begin()
-    result = run(**sizes, announce=session.output.line)
-    _show_cache(result, session.output)
-    session.end(result, measurements(result))
-
-
-def _show_cache(result: CacheResult, output: Output) -> None:
-    output.table(
-        f"requests a second and thread with {result.capacity_ratio:.0%} of the footprint (measured)",
-        ("policy", "single keys", "layer passes, event-atomic"),
-        [(name, _rate(rates.keys), _rate(rates.passes)) for name, rates in result.policies.items()],
-    )
-    if (timed := result.curves) is not None:
-        output.line(
-            f"{timed.policies_count} curves of {timed.points} points over {result.requests} requests: "
-            f"{format_seconds(timed.elapsed_s)} on {result.cores} cores"
-        )
-
-
-def _rate(rate: ReplayRate | None) -> str:
-    return "-" if rate is None else f"{rate.requests_per_s / 1e6:.1f} M/s"
+    found = compared(load_document(old), load_document(new))
+    show_comparison(found, output)
+    output.emit(comparison_json(found))

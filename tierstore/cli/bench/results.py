@@ -88,9 +88,9 @@ class Reporting:
     html: Path | None
     compare: Path | None
 
-    def begin(self, *, directory: Path | None = None) -> Session:
-        """Call it before the work. ``directory``: where the benchmark measures; the document names its file system and
-        device.
+    def begin(self, *, name: str | None = None, directory: Path | None = None) -> Session:
+        """Call it before the work. ``name``: in documents, where it is not the command's. ``directory``: where the benchmark
+        measures; the document names its file system and device.
 
         Raises errors that would otherwise come after the work: DataError for a document that cannot be compared with,
         CapabilityError without the report's libraries.
@@ -98,7 +98,7 @@ class Reporting:
         from tierstore.bench.results.document import load_document, now
 
         context = click.get_current_context()
-        bench = str(context.info_name)
+        bench = name or str(context.info_name)
         if self.html is not None:
             from tierstore.lab.reports.page import check_report
 
@@ -148,13 +148,14 @@ class Session:
     started: str
     output: Output
 
-    def end(self, result: Figures, measurements: Iterable[Measurement]) -> None:
+    def end(self, result: Figures | Mapping[str, object], measurements: Iterable[Measurement]) -> None:
         """After the work and its table: saves, compares, reports, and prints the object of ``--json``, in which the
         comparison is ``compared``. Raises DataError where there is nothing to compare; the object is printed first.
         """
-        from tierstore.bench.results.figures import to_json
+        from tierstore.bench.harness import plain
+        from tierstore.bench.results.figures import Figures, to_json
 
-        figures = to_json(result)
+        figures = to_json(result) if isinstance(result, Figures) else plain(result)
         compared: dict[str, object] = {}
         try:
             self._report(figures, measurements, compared)

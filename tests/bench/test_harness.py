@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tierstore.bench.checks import at_least, more_than_0, require_free, work_directory
+from tierstore.bench.harness import at_least, more_than_0, require_free, work_directory
 from tierstore.errors import ConfigError
 from tierstore.machine import existing_parent
 

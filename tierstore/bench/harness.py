@@ -1,0 +1,252 @@
+"""What all benchmarks share: options, results, tables, ratios, targets, and what is refused before the work.
+
+A benchmark is one file of this package. It has a frozen dataclass that derives from ``Benchmark``: the fields are the
+options of ``tierstore bench NAME``, the docstring is its help, and ``run`` measures and returns ``Found``. The command line
+(``tierstore.cli.bench``) derives the options, prints the tables, and does ``--json``, ``--save``, ``--compare`` and
+``--html``. ``BENCHMARKS`` in ``tierstore/bench/__init__.py`` lists the benchmarks.
+
+``Found.figures`` is the object of ``--json``. The end of a key is the unit of its number: ``_s``, ``_bytes``,
+``_bytes_per_s``, ``_per_s``, ``_ratio``, ``_count``. Tables are views of such objects, formatted by these units.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from tierstore.bench.results.document import Better, Measurement, Origin, shown
+from tierstore.errors import ConfigError
+from tierstore.machine import existing_parent
+from tierstore.units import parse_size
+
+#: Where benchmarks make their stores without ``--store``.
+WORK_DIRECTORY = Path("tierstore-bench")
+
+
+# Options ----------------------------------------------------------------------------------------------------
+
+
+class ExistingPath(Enum):
+    """A path of an option that must exist."""
+
+    FILE = "file"
+    DIRECTORY = "directory"
+
+
+def option(default: Any = dataclasses.MISSING, text: str = "", **how: Any) -> Any:
+    """A field of a ``Benchmark`` that is an option of its command. ``text`` is its help. ``how``:
+
+    ``flag`` (the option, where it is not the field's name), ``size`` (bytes, typed as 512MiB), ``least`` (of an integer),
+    ``path`` (an ``ExistingPath``, or the ``OutputKind`` of a file to write), ``choices`` (of an enum's members),
+    ``argument`` (positional), ``shown`` (False: ``--help`` and the command line have no default, and the field's stands
+    for an option that was not given), ``key`` (the option sets this key of the benchmark's configuration).
+    """
+    return field(default=default, metadata={"help": text, **how})
+
+
+def size_option(default: str, text: str = "", **how: Any) -> Any:
+    """An option in bytes, whose default is text such as 512MiB."""
+    return option(parse_size(default), text, size=True, typed=default, **how)
+
+
+def store_option() -> Any:
+    """``--store``: the benchmark's work directory."""
+    return option(WORK_DIRECTORY, "A directory to make, measure in, and remove.", shown=False)
+
+
+class Benchmark(ABC):
+    """The base of all benchmarks, which are frozen dataclasses of their options."""
+
+    @abstractmethod
+    def run(self, progress: Progress) -> Found:
+        """Measures. Raises ConfigError, OSError."""
+
+    @property
+    def measured_in(self) -> Path | None:
+        """The directory whose file system and device a document names; None where no disk is measured."""
+        store = getattr(self, "store", None)
+        return store if isinstance(store, Path) else None
+
+    @property
+    def saved_as(self) -> str | None:
+        """The benchmark's name in documents, where that is not the command's."""
+        return None
+
+
+class Progress:
+    """Where a benchmark reports how far it is. This one is silent."""
+
+    def say(self, text: str) -> None:
+        """One line for people."""
+
+    def update(self, done: int, total: int, fields: Mapping[str, object]) -> None:
+        """``done`` of ``total`` are done; ``fields`` are shown beside it."""
+
+    @contextlib.contextmanager
+    def interruptible(self) -> Iterator[Callable[[], bool]]:
+        """Within the block an interrupt does not end the program; the function returns whether there was one."""
+        yield lambda: False
+
+
+# What was found ---------------------------------------------------------------------------------------------
+
+
+def unit_of(key: str) -> str:
+    """The unit in the end of a figure's key; nothing where it has none."""
+    for end, unit in (("bytes_per_s", "bytes/s"), ("bytes", "bytes"), ("_per_s", "/s"), ("ratio", "ratio")):
+        if key.endswith(end):
+            return unit
+    return "s" if key.endswith("_s") else ""
+
+
+def text_of(key: str, value: object) -> str:
+    """``value``, whose key is ``key``, for people."""
+    if value is None:
+        return "-"
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return str(value.value if isinstance(value, Enum) else value)
+    unit = unit_of(key)
+    if unit in ("s", "bytes", "bytes/s", "ratio"):
+        return shown(value, unit)
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}{unit}"
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table for people. ``columns``: by heading, the key of a row's value (``latency.p50_s`` for one of an inner
+    object). A value that is missing or None is shown as a dash.
+    """
+
+    title: str
+    columns: Mapping[str, str]
+    rows: Sequence[Mapping[str, object]]
+
+    @property
+    def cells(self) -> list[list[str]]:
+        return [[text_of(key, _at(row, key)) for key in self.columns.values()] for row in self.rows]
+
+    @staticmethod
+    def transposed(title: str, rows: Mapping[str, str], objects: Mapping[str, Mapping[str, object]]) -> Table:
+        """A column for each of ``objects``, a row for each of ``rows``: its heading and its key."""
+        shown = [
+            {"": heading, **{name: text_of(key, _at(one, key)) for name, one in objects.items()}}
+            for heading, key in rows.items()
+        ]
+        return Table(title, {"": "", **{name: name for name in objects}}, shown)
+
+
+def _at(row: Mapping[str, object], key: str) -> object:
+    found: object = row
+    for part in key.split("."):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What a benchmark found: ``figures`` for programs, ``measurements`` for documents, ``shown`` (tables, and lines between
+    them) for people, who see all measurements where it is empty. ``failed``: a check failed: exit status 1.
+    """
+
+    figures: Mapping[str, object]
+    measurements: Sequence[Measurement]
+    shown: Sequence[Table | str] = ()
+    failed: bool = False
+
+    def summary(self) -> Table:
+        """The measurements: all of them, or beside tables of the benchmark's own those with a target and ratios of the
+        whole run.
+        """
+        rows = [
+            {
+                "what": one.label,
+                "median": shown(one.median, one.unit),
+                "quartiles": "-"
+                if one.count == 1
+                else f"{shown(one.low, one.unit)} to {shown(one.high, one.unit)}",
+                "target": "-" if one.target is None else _target(one),
+            }
+            for one in self.measurements
+            if not self.shown
+            or one.target is not None
+            or (one.evidence is Origin.DERIVED and not one.parameters)
+        ]
+        return Table("", {"": "what", "median": "median", "quartiles": "quartiles", "target": "target"}, rows)
+
+
+def _target(one: Measurement) -> str:
+    assert one.target is not None
+    sign = "at least" if one.better is Better.HIGHER else "at most"
+    return f"{sign} {shown(one.target, one.unit)}: {'met' if one.met else 'MISSED'}"
+
+
+def plain(value: object) -> Any:
+    """``value`` as JSON can hold it: dataclasses as objects, enums by value, paths as text."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {each.name: plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(inner) for inner in value]
+    if isinstance(value, Enum):
+        return value.value
+    return str(value) if isinstance(value, Path) else value
+
+
+def prefixed(prefix: str, figures: Mapping[str, object]) -> dict[str, object]:
+    """``figures`` with ``prefix`` before each key."""
+    return {f"{prefix}{key}": value for key, value in figures.items()}
+
+
+def ratios(numerators: Iterable[float], denominators: Iterable[float], scale: float = 1.0) -> list[float]:
+    """``scale * a / b`` of the two measurements of each round."""
+    return [scale * a / b for a, b in zip(numerators, denominators, strict=True)]
+
+
+# What is refused before the work ----------------------------------------------------------------------------
+
+
+def at_least(least: int, **values: float) -> None:
+    """Raises ConfigError for the first of ``values`` that is below ``least``, by its name."""
+    for name, value in values.items():
+        if value < least:
+            raise ConfigError(f"{name}: expected at least {least}, got {value}")
+
+
+def more_than_0(**values: float) -> None:
+    """Raises ConfigError for the first of ``values`` that is not above 0, by its name."""
+    for name, value in values.items():
+        if value <= 0:
+            raise ConfigError(f"{name}: expected more than 0, got {value}")
+
+
+def refuse_existing(directory: Path) -> None:
+    """Raises ConfigError where ``directory`` exists: a benchmark removes the whole of its work directory."""
+    if directory.exists():
+        raise ConfigError(f"store: {directory} exists; the benchmark wants a directory of its own")
+
+
+@contextlib.contextmanager
+def work_directory(directory: Path) -> Iterator[Path]:
+    """Makes ``directory``, and removes it with all that is in it. Raises ConfigError where it exists, OSError."""
+    refuse_existing(directory)
+    directory.mkdir(parents=True)
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def require_free(directory: Path, nbytes: int, what: str) -> None:
+    """Raises ConfigError where the disk that ``directory`` will lie on has less than ``nbytes`` for ``what``."""
+    parent = existing_parent(directory)
+    free = shutil.disk_usage(parent).free
+    if free < nbytes:
+        raise ConfigError(f"store: {what} {nbytes} bytes of {parent}, which has {free} free")
