@@ -16,8 +16,7 @@ from tierstore.errors import BudgetError, ConfigError
 from tierstore.lab.generators import RoutingWorkload
 from tierstore.lab.importing import write_trace
 from tierstore.lab.miss_curves import curves, has_one_pass
-from tierstore.lab.pins import parse_pins, pin
-from tierstore.lab.requests import load_requests
+from tierstore.lab.requests import load_requests, parse_pins, pin
 from tierstore.lab.simulate import Contract, known_policies, simulate
 from tierstore.lab.tuning import tune
 

@@ -12,9 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierstore.cache.config import Scope
-from tierstore.lab.candidates import Candidate, cache_configuration, starting_grid
+from tierstore.lab.candidates import (
+    Candidate,
+    cache_configuration,
+    greedy_split,
+    layer_curves,
+    lower_hull,
+    split_capacity,
+    starting_grid,
+)
 from tierstore.lab.costs import Objective
-from tierstore.lab.quotas import greedy_split, layer_curves, least_quotas, lower_hull, split_capacity
 from tierstore.lab.simulate import PolicySpec, ReplaySetting, replay_each
 from tierstore.store import RecordSchema, StoreConfig, WeightFormat
 from tierstore.store.opening import check_budget, minimum_host_budget, record_frame_bytes
@@ -86,9 +93,9 @@ def test_curves_of_layers():
 
 
 def test_a_layer_needs_room_for_the_largest_record_with_all_of_its_groups():
-    assert least_quotas(uneven(), headroom=1).tolist() == [2, 0, 2]
+    assert uneven().table.least_quotas(headroom=1).tolist() == [2, 0, 2]
     wide = with_records_of(uneven(), 7)
-    assert least_quotas(wide).tolist() == [7, 0, 7]
+    assert wide.table.least_quotas().tolist() == [7, 0, 7]
     frames = [quota for quota, _ in layer_curves(wide, LRU)[0]]
     assert frames[0] == 8
 

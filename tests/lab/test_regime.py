@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from cases import requests_of
 
-from tierstore.lab.regime import Worth, survey
+from tierstore.lab.miss_curves import Worth, survey
 from tierstore.lab.results import Role
 
 LAYERS, EXPERTS = 3, 16

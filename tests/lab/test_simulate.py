@@ -15,8 +15,7 @@ from tierstore.cache.config import Scope
 from tierstore.errors import BudgetError, ConfigError
 from tierstore.lab.importing import import_trace
 from tierstore.lab.miss_curves import curves
-from tierstore.lab.pins import pin
-from tierstore.lab.requests import load_requests, trace_requests
+from tierstore.lab.requests import load_requests, pin, trace_requests
 from tierstore.lab.results import Role
 from tierstore.lab.simulate import (
     Contract,

@@ -25,7 +25,7 @@ from tierstore.lab.candidates import (
     neighbours,
 )
 from tierstore.lab.costs import Machine, Objective
-from tierstore.lab.regime import survey
+from tierstore.lab.miss_curves import survey
 from tierstore.lab.results import TuneVerdict
 from tierstore.lab.simulate import PolicySpec, known_policies
 from tierstore.lab.tuning import Hindsight, TuneOptions, tune

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore.errors import ConfigError
-from tierstore.lab.importers.keys import stepped
+from tierstore.lab.importers.plain import stepped
 from tierstore.lab.routing import Passes, Sections, expert_masks, expert_table, routing_events
 from tierstore.trace.format import EventColumns, Trace, TraceHeader, TraceKind
 from tierstore.trace.records import RecordTable

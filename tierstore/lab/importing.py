@@ -17,12 +17,17 @@ import numpy as np
 
 from tierstore import config
 from tierstore.errors import DataError
+from tierstore.lab.importers import BYTE_ORDER_MARK, Importer, open_source, refuse_wide
 from tierstore.lab.importers.csv_columns import CsvOptions, csv_requests
 from tierstore.lab.importers.json_lines import KNOWN_FIELDS, JsonOptions, RoutingLog, TrainingJsonOptions
-from tierstore.lab.importers.keys import KeyOptions, KeyTrace
-from tierstore.lab.importers.oracle_general import ORACLE_RECORD, oracle_general_requests
-from tierstore.lab.importers.source import BYTE_ORDER_MARK, Importer, open_source, refuse_wide
-from tierstore.lab.importers.text import TextOptions, text_requests
+from tierstore.lab.importers.plain import (
+    ORACLE_RECORD,
+    KeyOptions,
+    KeyTrace,
+    TextOptions,
+    oracle_general_requests,
+    text_requests,
+)
 from tierstore.lab.importers.topk_npz import TopkImporter, TopkOptions
 from tierstore.outputs import OutputKind, check_output, replacing
 from tierstore.trace.format import EventColumns, TraceHeader, TraceKind

@@ -1,9 +1,8 @@
 """Replays of a recorded run as it was: through the live cache's own core, with the prefetches of the run.
 
-A run holds a part of its frames for what it fetches ahead, splits sets by what is left, and asks for entries
-before they are needed. That changes which policy is better, so a recorded run is tuned on this. A prefetched
-entry is a hit when it is asked for; what it cost was its read. So misses are counted here as reads, ahead or
-on demand.
+A run holds a part of its frames for prefetches, splits sets by the rest, and requests entries before they are needed.
+That changes which policy is better, so a recorded run is tuned on these replays. A prefetched entry is a hit when it
+is requested; its cost was its read. So a miss here is a read, ahead or on demand.
 """
 
 from __future__ import annotations
@@ -18,10 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore.errors import BudgetError
-from tierstore.lab.parallel import OnProgress, in_parallel
 from tierstore.lab.requests import Requests
 from tierstore.lab.results import Outcome
-from tierstore.lab.simulate import ReplaySetting, expected_time
+from tierstore.lab.simulate import OnProgress, ReplaySetting, expected_time, in_parallel
 from tierstore.trace.format import TraceKind
 from tierstore.trace.reader import read_header
 from tierstore.trace.replay import STEP_COUNTS, replay_steps
@@ -29,7 +27,7 @@ from tierstore.trace.replay import STEP_COUNTS, replay_steps
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A trace with prefetches, and how many frames of how many they could hold when it was recorded."""
+    """A trace with prefetches; they could hold ``lookahead_frames`` of ``capacity_frames`` when it was recorded."""
 
     path: Path
     capacity_frames: int
@@ -80,7 +78,7 @@ class LiveReplay:
         return self.column("misses") + self.column("prefetch_reads")
 
     def outcome(self, requests: Requests, steps: slice) -> Outcome:
-        """What it came to over ``steps``."""
+        """The outcome over ``steps``."""
         total = dict(zip(STEP_COUNTS, self.counts[steps].sum(axis=0).tolist(), strict=True))
         asked = total["hits"] + total["misses"] + total["creates"]
         misses = min(total["misses"] + total.pop("prefetch_reads"), asked - total["creates"])
@@ -125,8 +123,7 @@ def replay_recorded(
         return LiveReplay(setting=setting, lookahead_frames=lookahead, counts=counts)
 
     return in_parallel(
-        [partial(one, setting) for setting in settings],
-        weights=[expected_time(requests, setting) for setting in settings],
+        [(expected_time(requests, setting), partial(one, setting)) for setting in settings],
         threads=threads,
         progress=progress,
     )

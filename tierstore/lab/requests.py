@@ -1,36 +1,153 @@
-"""Columns for the simulator, from a trace: what was asked for, without how it was held.
+"""The requests of a trace as columns for the simulator: what was asked for, without how it was held.
 
-Only accesses count. Speculation (PREFETCH, CANCEL), pins, write-backs asked for from outside (CLEAN) and
-DROP are left out: they depend on how the recorded run was configured, and a study asks what a policy does
-with the program's own requests. ``tierstore.trace.format.replay`` repeats all of them, exactly. Entries that
-a run discards (gradients, made and dropped within a step) are left out, too: they are never read again.
-``Requests.left_out`` says how many of each there were.
+Only accesses count. Prefetches, cancellations, pins, write-backs requested from outside (CLEAN) and DROP depend on
+how the recorded run was configured, so they are left out; ``tierstore.trace.replay`` repeats all of them exactly.
+Entries that a run discards (gradients, made and dropped within a step) are never read again and are left out too.
+``Requests.left_out`` counts each.
+
+Records can be pinned: a pinned record stays in the simulated cache once it has come. Pins show what a part of the
+capacity, set aside for known records, would be worth; a live cache has no such setting.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from tierstore._native import Oversized
 from tierstore.cache.access import Phase
-from tierstore.errors import DataError
-from tierstore.lab.entries import SECTION_GROUPS, EntryTable
+from tierstore.errors import ConfigError, DataError
 from tierstore.lab.results import TraceInfo
 from tierstore.trace.format import Trace, TraceHeader, TraceKind
 from tierstore.trace.reader import read_chunks, read_summary
-from tierstore.units import printable
+from tierstore.units import parse_size, printable
 
-Scalar = TypeVar("Scalar", bound=np.generic)
-
+SECTION_GROUPS = 3
 _DIRTY, _DROP, _ASKERS = 3, 6, 9  # shifts of a unit's flags
+_LEFT_OUT = (TraceKind.PREFETCH, TraceKind.CLEAN, TraceKind.CLEAN_ALL, TraceKind.DROP, TraceKind.PIN)
+
+Capacity: TypeAlias = int | float | str
+"""Frames (an int), a fraction of the footprint (a float, at most 1), or text: ``512MiB``, ``0.4``, ``40%``,
+``900f`` (frames)."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class EntryTable:
+    """The entries that a trace asks for, as columns. An entry is one section group of one record; entries are numbered
+    densely in the order of their keys.
+    """
+
+    keys: NDArray[np.uint32]  # record * 3 + section group
+    layers: NDArray[np.uint32]
+    frames: NDArray[np.uint32]
+    nbytes: NDArray[np.uint64]
+    stored: NDArray[np.bool_]  # whether there is a backing copy at the start
+    record_frames: NDArray[np.uint32]  # of all groups of the entry's record, asked for or not
+    record_indices: NDArray[np.uint32]  # of the entry's record among the records of its layer, from 0
+    pinned: NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))  # empty: none
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @cached_property
+    def one_size(self) -> bool:
+        """Whether all entries take equally many frames."""
+        return bool((self.frames == self.frames[:1]).all())
+
+    @cached_property
+    def records(self) -> NDArray[np.uint32]:
+        """The record of each entry."""
+        return self.keys // np.uint32(SECTION_GROUPS)
+
+    @cached_property
+    def groups(self) -> NDArray[np.uint8]:
+        """The section group of each entry."""
+        return (self.keys % np.uint32(SECTION_GROUPS)).astype(np.uint8)
+
+    @property
+    def layer_count(self) -> int:
+        """One more than the highest layer."""
+        return int(self.layers.max()) + 1 if len(self.layers) else 0
+
+    @cached_property
+    def total_frames(self) -> int:
+        """The footprint: frames of all entries."""
+        return int(self.frames.sum(dtype=np.uint64))
+
+    @cached_property
+    def total_bytes(self) -> int:
+        return int(self.nbytes.sum(dtype=np.uint64))
+
+    @cached_property
+    def frame_bytes(self) -> int:
+        """Bytes of a frame: the smallest with which every entry fits its frames.
+
+        Only capacities in bytes are converted with it; reads and writes count the entries' own bytes.
+        """
+        if not len(self.frames):
+            return 1
+        return max(1, int(np.ceil((self.nbytes / np.maximum(self.frames, 1)).max())))
+
+    @cached_property
+    def layer_frames(self) -> NDArray[np.uint64]:
+        """Frames of each layer's entries [layers]."""
+        return np.bincount(self.layers, weights=self.frames, minlength=self.layer_count).astype(np.uint64)
+
+    @cached_property
+    def present_layers(self) -> list[int]:
+        """The layers that ask for anything, ascending."""
+        layers: list[int] = np.unique(self.layers).tolist()
+        return layers
+
+    @cached_property
+    def largest_record_frames(self) -> int:
+        """Frames of the largest record with all of its groups: what a live cache must hold at once."""
+        return int(self.record_frames.max(initial=0))
+
+    def least_quotas(self, headroom: int = 0) -> NDArray[np.int64]:
+        """The fewest frames that ``tierstore train`` accepts for each layer [layers]: the largest record of any layer,
+        and ``headroom``."""
+        return np.where(self.layer_frames > 0, self.largest_record_frames + headroom, 0)
+
+    @property
+    def pins(self) -> str:
+        """What is pinned, in words: empty for nothing."""
+        entries = self.pinned > 0
+        if not entries.any():
+            return ""
+        records = len(np.unique(self.records[entries]))
+        frames = int(self.frames[entries].sum(dtype=np.uint64))
+        return f"{records} record{'' if records == 1 else 's'} of {frames} frame{'' if frames == 1 else 's'} pinned"
+
+    def frames_of(self, capacity: Capacity, *, name: str = "capacity") -> int:
+        """``capacity`` in frames, at least 1. Raises ConfigError, which calls it ``name``."""
+        if isinstance(capacity, float):
+            if not 0 < capacity <= 1:
+                raise ConfigError(f"{name}: expected a fraction of the footprint in (0, 1], got {capacity:g}")
+            frames = int(capacity * self.total_frames)
+        elif isinstance(capacity, int):
+            frames = capacity
+        else:
+            text = capacity.strip()
+            if text.endswith("f") and text[:-1].isdigit():
+                frames = int(text[:-1])
+            elif text.endswith("%") or (text.replace(".", "", 1).isdigit() and "." in text):
+                frames = parse_size(text, whole=self.total_frames, name=name)
+            else:
+                frames = parse_size(text, name=name) // self.frame_bytes
+        if frames < 1:
+            raise ConfigError(
+                f"{name}: {capacity!r} is less than a frame of {self.frame_bytes} bytes "
+                f"(the trace asks for {self.total_frames} frames in all)"
+            )
+        return frames
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -48,7 +165,7 @@ class Creations:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Requests:
-    """A trace's requests as columns. Event i asks for ``entries[offsets[i]:offsets[i + 1]]`` at once.
+    """A trace's requests. Event i asks for ``entries[offsets[i]:offsets[i + 1]]`` at once.
 
     Entries are numbered as in ``table``. ``writes`` is 1 where the request leaves its entry dirty. ``steps`` counts
     from 0 without gaps.
@@ -64,11 +181,11 @@ class Requests:
     steps: NDArray[np.uint32]  # [events]
     table: EntryTable
     left_out: Mapping[str, int] = field(default_factory=dict)
-    #: [requests]: which sequences of a batch ask, a bit each; or empty, where nobody says.
+    #: [requests]: the sequences of a batch that ask, a bit each; empty where the trace does not say.
     askers: NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))
-    #: What becomes of an entry that a cache cannot hold. A live store refuses it, and so does what one recorded.
+    #: What becomes of an entry that a cache cannot hold. A live store refuses it, and so does a replay of its trace.
     oversized: Oversized = Oversized.REFUSE
-    #: What a step was to the policy of the run (``tierstore.trace.format.CLOCKS``).
+    #: What a step was to the policy of the run (``tierstore.trace.format.TraceHeader``).
     clock: str = "steps"
 
     def __post_init__(self) -> None:
@@ -97,8 +214,8 @@ class Requests:
     ) -> Requests:
         """Requests from arrays, without a trace. Entries are numbered from 0; all have a backing copy.
 
-        What is not given: a step for each event, layer 0, forward, no writes, a frame each; an entry's layer
-        is that of the first event that asks for it. Raises ValueError for columns that do not fit together.
+        Defaults: a step for each event, layer 0, forward, no writes, a frame each; an entry's layer is that of the
+        first event that asks for it. Raises ValueError for columns that do not fit together.
         """
         bounds, asked = np.asarray(offsets, np.uint64), np.asarray(entries, np.uint32)
         events, known = len(bounds) - 1, int(asked.max()) + 1 if len(asked) else 0
@@ -141,12 +258,12 @@ class Requests:
 
     @property
     def largest_event_frames(self) -> int:
-        """Frames of the largest event: below this capacity an event is split."""
+        """Frames of the largest event: a smaller cache splits it."""
         return int(self.layer_event_frames.max(initial=0))
 
     @cached_property
     def layer_event_frames(self) -> NDArray[np.uint64]:
-        """Frames of the largest event of each layer [layers]: below this quota one of its events is split."""
+        """Frames of the largest event of each layer [layers]: a smaller quota splits it."""
         asked = np.diff(self.offsets) > 0
         largest = np.zeros(int(self.layers.max(initial=0)) + 1, np.uint64)
         if asked.any():
@@ -158,8 +275,6 @@ class Requests:
     @cached_property
     def creations(self) -> Creations:
         """The requests that make their entry."""
-        if self.table.stored.all():
-            return Creations(np.zeros(0, np.int64), np.zeros(0, np.uint32))
         positions = np.flatnonzero(~self.table.stored[self.entries])
         entries, first = np.unique(self.entries[positions], return_index=True)
         order = np.argsort(first, kind="stable")
@@ -185,7 +300,7 @@ class Requests:
 
     @cached_property
     def records_per_event(self) -> float:
-        """Records that an event asks for, the mean: the groups of one record count once."""
+        """Mean number of records that an event asks for: the groups of one record count once."""
         records = self.table.records[self.entries]
         new = np.ones(len(records), np.bool_)
         new[1:] = records[1:] != records[:-1]
@@ -197,14 +312,14 @@ class Requests:
         return int(np.searchsorted(self.steps, step))
 
     def head(self, most_requests: int) -> Requests:
-        """The first steps, as many as have at most ``most_requests``; one at least."""
+        """The first steps that have at most ``most_requests`` together; one at least."""
         if len(self.entries) <= most_requests:
             return self
         events = int(np.searchsorted(self.offsets, most_requests, side="right")) - 1
         return self.between(0, max(1, int(self.steps[min(events, self.events - 1)])))
 
     def tail(self, most_requests: int) -> Requests:
-        """The last steps, as many as have at most ``most_requests``; one at least."""
+        """The last steps that have at most ``most_requests`` together; one at least."""
         if len(self.entries) <= most_requests:
             return self
         skipped = len(self.entries) - most_requests
@@ -213,7 +328,7 @@ class Requests:
         return self.between(min(first, self.step_count - 1), self.step_count)
 
     def between(self, first_step: int, end_step: int) -> Requests:
-        """The requests of steps ``first_step`` up to ``end_step``, which is not among them; all entries stay."""
+        """The requests of steps ``first_step`` up to ``end_step`` (excluded); all entries stay."""
         begin, end = self.events_before(first_step), self.events_before(end_step)
         first, last = int(self.offsets[begin]), int(self.offsets[end])
         stored = self.table.stored.copy()
@@ -231,6 +346,34 @@ class Requests:
         )
 
 
+def parse_pins(texts: Iterable[str], *, name: str = "pins") -> list[tuple[int, int]]:
+    """``3:17,3:18`` as (layer, index) pairs, in order, each once. Raises ConfigError naming ``name``."""
+    found: dict[tuple[int, int], None] = {}
+    for text in texts:
+        for item in text.split(","):
+            layer, colon, index = item.strip().partition(":")
+            if not (colon and layer.isdecimal() and index.isdecimal()):
+                raise ConfigError(f"{name}: expected LAYER:EXPERT,..., got {item!r}")
+            found[int(layer), int(index)] = None
+    return list(found)
+
+
+def pin(requests: Requests, records: Sequence[tuple[int, int]], *, name: str = "pins") -> Requests:
+    """``requests`` with ``records`` pinned, all groups of each, beside what is pinned already.
+
+    ``records`` are (layer, index) pairs; the index counts the records of a layer from 0 in the order of the trace.
+    Raises ConfigError, naming ``name``, for a record that the trace does not ask for.
+    """
+    table = requests.table
+    pinned = table.pinned.copy() if len(table.pinned) else np.zeros(len(table), np.uint8)
+    for layer, index in records:
+        entries = (table.layers == layer) & (table.record_indices == index)
+        if not entries.any():
+            raise ConfigError(f"{name}: {requests.name} asks for no record {layer}:{index}")
+        pinned[entries] = 1
+    return replace(requests, table=replace(table, pinned=pinned))
+
+
 def load_requests(path: str | os.PathLike[str], *, name: str | None = None) -> Requests:
     """The requests of the trace at ``path``, read a chunk at a time: about 6 bytes a request, 20 an event.
 
@@ -239,39 +382,35 @@ def load_requests(path: str | os.PathLike[str], *, name: str | None = None) -> R
     shown = os.fspath(path)
     with Path(path).open("rb") as file:
         summary = read_summary(file)
-        reader = _Reader(summary.header)
+        gathered = _Columns(summary.header)
         for chunk in read_chunks(file, summary):
-            reader.add(chunk, shown)
+            gathered.add(chunk, shown)
     called = printable(name if name is not None else Path(path).name)
-    return reader.finish(name=called, sha256=summary.sha256, path=shown)
+    return gathered.requests(name=called, sha256=summary.sha256, path=shown)
 
 
 def trace_requests(trace: Trace, *, name: str = "trace") -> Requests:
     """The requests of a trace in memory, such as a generator makes. Raises DataError if it has none."""
-    reader = _Reader(trace.header)
-    reader.add(trace, name)
-    return reader.finish(name=name, sha256="", path=name)
+    gathered = _Columns(trace.header)
+    gathered.add(trace, name)
+    return gathered.requests(name=name, sha256="", path=name)
 
 
-class _Reader:
-    """Gathers the columns of one trace."""
+class _Columns:
+    """Gathers the columns of one trace, chunk by chunk."""
 
     def __init__(self, header: TraceHeader) -> None:
-        self._table = header.table
-        self._oversized = Oversized.BYPASS if header.origin else Oversized.REFUSE
-        self._clock = header.clock
+        self._header = header
         self._counting = header.clock != "steps"  # until the first step ends
         self._present = len(header.records) - header.late_records
         self._accesses = self._counted = 0  # that may have been steps, and that were
-        self._dropped = np.zeros(len(self._table) * SECTION_GROUPS, np.bool_)
-        self._keys: list[NDArray[np.uint32]] = []
-        self._writes: list[NDArray[np.uint8]] = []
-        self._askers: list[NDArray[np.uint8]] = []
-        self._counts: list[NDArray[np.uint32]] = []
-        self._layers: list[NDArray[np.uint32]] = []
-        self._phases: list[NDArray[np.uint8]] = []
-        self._steps: list[NDArray[np.uint32]] = []
+        self._dropped = np.zeros(len(header.table) * SECTION_GROUPS, np.bool_)
         self._kinds = np.zeros(len(TraceKind), np.int64)
+        wide, small = np.zeros(0, np.uint32), np.zeros(0, np.uint8)
+        self._parts: dict[str, list[NDArray[Any]]] = {
+            **{name: [wide] for name in ("keys", "counts", "layers", "steps")},
+            **{name: [small] for name in ("writes", "askers", "phases")},
+        }
 
     def add(self, chunk: Trace, path: str) -> None:
         """Takes the accesses of ``chunk``. Raises DataError for a record that the header does not have."""
@@ -280,24 +419,27 @@ class _Reader:
         per_event = np.diff(chunk.offsets).astype(np.int64)
         units = np.repeat(accesses, per_event)
         records, flags = chunk.records[units], chunk.flags[units]
-        if len(records) and int(records.max()) >= len(self._table):
-            raise DataError(
-                f"{path}: expected records up to {len(self._table) - 1}, found {int(records.max())}"
-            )
-        needed = (flags[:, None] >> np.arange(SECTION_GROUPS, dtype=np.uint16) & 1).astype(np.bool_)
+        known = len(self._header.table)
+        if len(records) and int(records.max()) >= known:
+            raise DataError(f"{path}: expected records up to {known - 1}, found {int(records.max())}")
         bits = np.arange(SECTION_GROUPS, dtype=np.uint16)
+        needed, dirty, drop = (
+            (flags[:, None] >> (bits + shift) & 1).astype(np.bool_) for shift in (0, _DIRTY, _DROP)
+        )
         keys = records[:, None] * np.uint32(SECTION_GROUPS) + bits.astype(np.uint32)
-        self._keys.append(keys[needed])
-        self._writes.append((flags[:, None] >> (bits + _DIRTY) & 1)[needed].astype(np.uint8))
-        asked = np.repeat((flags >> _ASKERS).astype(np.uint8), needed.sum(axis=1))
-        self._askers.append(asked)
-        self._dropped[keys[(flags[:, None] >> (bits + _DROP) & 1).astype(np.bool_)]] = True
-        ends = np.concatenate(([0], np.cumsum(needed.sum(axis=1), dtype=np.int64)))
+        self._dropped[keys[drop]] = True
+        requests_before = np.concatenate(([0], np.cumsum(needed.sum(axis=1), dtype=np.int64)))
         bounds = np.concatenate(([0], np.cumsum(per_event[accesses])))
-        self._counts.append(np.diff(ends[bounds]).astype(np.uint32))
-        self._layers.append(chunk.layers[accesses])
-        self._phases.append(chunk.phases[accesses])
-        self._steps.append((chunk.steps + self._steps_before(chunk))[accesses])
+        for name, column in (
+            ("keys", keys[needed]),
+            ("writes", dirty[needed].astype(np.uint8)),
+            ("askers", np.repeat((flags >> _ASKERS).astype(np.uint8), needed.sum(axis=1))),
+            ("counts", np.diff(requests_before[bounds]).astype(np.uint32)),
+            ("layers", chunk.layers[accesses]),
+            ("phases", chunk.phases[accesses]),
+            ("steps", (chunk.steps + self._steps_before(chunk))[accesses]),
+        ):
+            self._parts[name].append(column)
 
     def _steps_before(self, chunk: Trace) -> NDArray[np.uint32]:
         """How many accesses were steps before each event of ``chunk`` [events]."""
@@ -307,7 +449,7 @@ class _Reader:
         if ends.any():
             counted[int(np.argmax(ends)) :] = False
             self._counting = False
-        if self._clock == "late_accesses":
+        if self._header.clock == "late_accesses":
             present = self._present + np.cumsum(np.where(chunk.kinds == TraceKind.ADD, chunk.counts, 0))
             self._present = int(present[-1]) if len(present) else self._present
             earlier = self._accesses + np.cumsum(counted) - counted
@@ -318,33 +460,35 @@ class _Reader:
         self._counted += int(counted.sum())
         return before
 
-    def finish(self, *, name: str, sha256: str, path: str) -> Requests:
-        """The whole, with entries numbered densely. Raises DataError if nothing was asked for."""
-        keys = _joined(self._keys, np.uint32)
-        writes = _joined(self._writes, np.uint8)
-        askers = _joined(self._askers, np.uint8)
-        counts = _joined(self._counts, np.uint32)
-        discarded = 0
+    def requests(self, *, name: str, sha256: str, path: str) -> Requests:
+        """The whole, with entries numbered densely. Raises DataError if the trace asks for nothing."""
+        # One column at a time, so that parts and whole are never all in memory.
+        whole = {column: np.concatenate(self._parts.pop(column)) for column in list(self._parts)}
+        keys, writes, askers, counts = (
+            whole.pop(column) for column in ("keys", "writes", "askers", "counts")
+        )
+        left_out = {kind.name.lower().replace("_", "-"): int(self._kinds[kind]) for kind in _LEFT_OUT}
         if self._dropped.any():
             keep = ~self._dropped[keys]
-            discarded = len(keys) - int(keep.sum())
+            left_out["discarded requests"] = len(keys) - int(keep.sum())
             kept_before = np.concatenate(([0], np.cumsum(keep, dtype=np.int64)))
             counts = np.diff(kept_before[_offsets(counts).astype(np.int64)]).astype(np.uint32)
             keys, writes, askers = keys[keep], writes[keep], askers[keep]
         if not len(keys):
             raise DataError(f"{path}: expected a trace with accesses, found none")
-        used = np.zeros(len(self._table) * SECTION_GROUPS, np.bool_)
+        header, table = self._header, self._header.table
+        used = np.zeros(len(table) * SECTION_GROUPS, np.bool_)
         used[keys] = True
         number = np.cumsum(used, dtype=np.uint32) - np.uint32(1)
         used_keys = np.flatnonzero(used).astype(np.uint32)
-        sizes = self._table.frames.reshape(-1)[used_keys]
+        records, groups = used_keys // SECTION_GROUPS, used_keys % SECTION_GROUPS
+        sizes = table.frames.reshape(-1)[used_keys]
         if (sizes == 0).any():
-            key = int(used_keys[np.argmin(sizes)])
+            empty = int(np.argmin(sizes))
             raise DataError(
-                f"{path}: record {key // SECTION_GROUPS}: group {key % SECTION_GROUPS} is asked for and has no frames"
+                f"{path}: record {records[empty]}: group {groups[empty]} is asked for and has no frames"
             )
         np.take(number, keys, out=keys)
-        records = used_keys // SECTION_GROUPS
         keep_events = counts > 0
         return Requests(
             name=name,
@@ -353,39 +497,22 @@ class _Reader:
             entries=keys,
             writes=writes,
             askers=askers if askers.any() else np.zeros(0, np.uint8),
-            layers=_joined(self._layers, np.uint32)[keep_events],
-            phases=_joined(self._phases, np.uint8)[keep_events],
-            steps=_numbered(_joined(self._steps, np.uint32)[keep_events]),
+            layers=whole["layers"][keep_events],
+            phases=whole["phases"][keep_events],
+            steps=_numbered(whole["steps"][keep_events]),
             table=EntryTable(
                 keys=used_keys,
-                layers=self._table.layers[records],
+                layers=table.layers[records],
                 frames=sizes,
-                nbytes=self._table.bytes.reshape(-1)[used_keys],
-                stored=self._stored(used_keys),
-                record_frames=self._table.frames.sum(axis=1, dtype=np.uint32)[records],
-                record_indices=_record_indices(self._table.layers)[records],
+                nbytes=table.bytes.reshape(-1)[used_keys],
+                stored=(table.stored[records] >> groups.astype(np.uint16) & 1).astype(np.bool_),
+                record_frames=table.frames.sum(axis=1, dtype=np.uint32)[records],
+                record_indices=_record_indices(table.layers)[records],
             ),
-            left_out=self._left_out(discarded),
-            oversized=self._oversized,
-            clock=self._clock,
+            left_out={what: count for what, count in left_out.items() if count},
+            oversized=Oversized.BYPASS if header.origin else Oversized.REFUSE,
+            clock=header.clock,
         )
-
-    def _stored(self, keys: NDArray[np.uint32]) -> NDArray[np.bool_]:
-        masks = self._table.stored[keys // SECTION_GROUPS]
-        return (masks >> (keys % SECTION_GROUPS).astype(np.uint16) & 1).astype(np.bool_)
-
-    def _left_out(self, discarded: int) -> dict[str, int]:
-        events = {
-            kind.name.lower().replace("_", "-"): int(self._kinds[kind])
-            for kind in (
-                TraceKind.PREFETCH,
-                TraceKind.CLEAN,
-                TraceKind.CLEAN_ALL,
-                TraceKind.DROP,
-                TraceKind.PIN,
-            )
-        }
-        return {name: count for name, count in {**events, "discarded requests": discarded}.items() if count}
 
 
 def _record_indices(layers: NDArray[np.uint32]) -> NDArray[np.uint32]:
@@ -395,12 +522,6 @@ def _record_indices(layers: NDArray[np.uint32]) -> NDArray[np.uint32]:
     indices = np.empty(len(layers), np.uint32)
     indices[order] = np.arange(len(layers)) - np.searchsorted(ordered, ordered)
     return indices
-
-
-def _joined(parts: list[NDArray[Scalar]], kind: type[Scalar]) -> NDArray[Scalar]:
-    whole = np.concatenate([np.zeros(0, kind), *parts]).astype(kind, copy=False)
-    parts.clear()
-    return whole
 
 
 def _offsets(counts: NDArray[np.uint32]) -> NDArray[np.uint64]:

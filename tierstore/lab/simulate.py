@@ -1,10 +1,10 @@
-"""Replays of requests through policies: many settings in parallel, results in the order asked for.
+"""Replays of requests through policies: many settings in parallel, results in the order of the settings.
 
-The native simulator runs the very policy objects of the live store and releases the interpreter lock, so
-threads are enough. Every result names its contract:
+The native simulator runs the policy objects of the live store and releases the interpreter lock, so threads are
+enough; all of them read the same columns. Every result names its contract:
 
-- *event-atomic* (the default, and what the live cache does): what one event asks for is one set, and none of
-  it evicts another; a set that does not fit is split into the largest groups that do.
+- *event-atomic* (the default, and what the live cache does): the requests of one event are one set, and none of
+  them evicts another; a set that does not fit is split into the largest groups that do.
 - *sequential*: each request on its own, as caches are usually compared.
 """
 
@@ -13,10 +13,11 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,13 +26,15 @@ from tierstore import _native
 from tierstore._native import Detail
 from tierstore.cache.config import Scope
 from tierstore.errors import BudgetError, ConfigError
-from tierstore.lab.entries import Capacity
-from tierstore.lab.parallel import OnProgress, in_parallel
-from tierstore.lab.requests import Creations, Requests
+from tierstore.lab.requests import Capacity, Requests
 from tierstore.lab.results import LayerOutcome, Outcome, ReplayWindow, Role
+from tierstore.machine import cores
 from tierstore.trace.quotas import quotas_by_layer
 
 Reduced = TypeVar("Reduced")
+
+OnProgress: TypeAlias = Callable[[int, int], None]
+"""Called with the number of finished jobs, and of all."""
 
 
 class Contract(enum.Enum):
@@ -42,31 +45,25 @@ class Contract(enum.Enum):
 
 
 BOUNDS = tuple(_native.bound_names())
-"""What knows the future: bounds of the misses of all policies, where ``ReplaySetting.role`` says so."""
+"""Choices that know the future: bounds of the misses of all policies where ``ReplaySetting.role`` says so."""
 
 _MOST_LOOKED_AT = 100  # entries for each request
 
+#: Expected time of a replay, relative to FIFO's.
 _SLOW = {"learned-use": 60.0, "next-use": 8.0, "lfu-decay": 2.0, "w-tinylfu": 2.0, "lirs": 2.0, "lfu": 1.5}
 _OWN = 100.0  # a policy of the user's, in Python
-"""About how long a replay takes beside one of FIFO, to begin with the longest."""
-
-NATIVE_CONTRACTS = {
-    Contract.ATOMIC: _native.Contract.ATOMIC,
-    Contract.SEQUENTIAL: _native.Contract.SEQUENTIAL,
-}
-_SCOPES = {Scope.GLOBAL: _native.Scope.GLOBAL, Scope.LAYER: _native.Scope.LAYER}
 
 
 def known_policies(*, bounds: bool = True) -> list[str]:
-    """Names of all policies, and of what knows the future, that can be simulated."""
+    """Names of all policies that can be simulated, the simplest first, then of the bounds."""
     return [*_native.policy_names(), *(BOUNDS if bounds else ())]
 
 
 def suits(requests: Requests, policy: str) -> bool:
-    """Whether a policy is for such requests: next-use looks at all entries of a layer in each of its passes.
+    """Whether a policy is made for such requests.
 
-    So it is for passes through several layers that ask for a good part of them; on plain keys it would take
-    hours, and learn nothing.
+    next-use and learned-use look at all entries of a layer in each of its passes: they need passes through several
+    layers that ask for a good part of them. On plain keys they would take hours and learn nothing.
     """
     if policy not in ("next-use", "learned-use"):
         return True
@@ -77,9 +74,8 @@ def suits(requests: Requests, policy: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PolicySpec:
-    """A policy with its options; what is not given has the policy's default.
-
-    ``name`` may be a class of your own, ``package.module:Class`` (see ``tierstore.cache.policy``).
+    """A policy with its options, the rest being defaults. ``name`` may be a class of your own, ``package.module:Class``
+    (see ``tierstore.cache.policy``).
     """
 
     name: str
@@ -101,7 +97,7 @@ class PolicySpec:
 
     @property
     def own(self) -> bool:
-        """Whether it is a class of the user's."""
+        """Whether it is a class of the user."""
         return ":" in self.name
 
     @property
@@ -159,10 +155,10 @@ class ReplaySetting:
         return tuple(quotas_by_layer(requests.table.present_layers, self.capacity_frames))
 
     def role(self, requests: Requests) -> Role:
-        """What this setting's misses are to those of all policies on ``requests``.
+        """Whether this setting is a policy, a bound of all policies on ``requests``, or just clairvoyant.
 
-        Belady's choice is the fewest misses with entries of one size. With forced admission that holds for sets of which
-        none is split: where residents come first, what is kept decides how a set is split.
+        Belady's choice has the fewest misses with entries of one size. With forced admission that holds while no set
+        is split: where residents come first, what is kept decides how a set is split.
         """
         if self.policy.runs:
             return Role.POLICY
@@ -172,15 +168,15 @@ class ReplaySetting:
         return Role.BOUND if bound or self.policy.name == "unbounded" else Role.CLAIRVOYANT
 
     def _holds_sets(self, requests: Requests) -> bool:
-        """Whether every event fits at once, beside all that is pinned."""
+        """Whether every event fits at once beside all pinned entries."""
         table, quotas = requests.table, self.quotas(requests)
         pinned = int(table.frames[np.flatnonzero(table.pinned)].sum(dtype=np.uint64))
         largest = requests.layer_event_frames.tolist() if quotas else [requests.largest_event_frames]
-        rooms = quotas or (self.capacity_frames,)
-        return all(frames + pinned <= room for frames, room in zip(largest, rooms, strict=False))
+        limits = quotas or (self.capacity_frames,)
+        return all(frames + pinned <= limit for frames, limit in zip(largest, limits, strict=False))
 
     def outcome(self, requests: Requests, /, **counts: Any) -> Outcome:
-        """What this setting came to on ``requests``: ``counts`` are the other fields of ``Outcome``."""
+        """The outcome of this setting on ``requests``: ``counts`` are the other fields of ``Outcome``."""
         return Outcome(
             policy=self.policy.name,
             policy_options=self.policy.options,
@@ -227,6 +223,32 @@ class Replayed:
         return self.misses / max(self.requests, 1)
 
 
+def in_parallel(
+    jobs: Sequence[tuple[float, Callable[[], Reduced]]],
+    *,
+    threads: int = 0,
+    progress: OnProgress | None = None,
+) -> list[Reduced]:
+    """The result of each of ``jobs``, in their order, computed on ``threads`` threads (0: one for each core).
+
+    A job is its expected time, in any unit, and what computes it: the longest start first, so that none is left alone
+    at the end. An exception of a job cancels those that have not started.
+    """
+    order = sorted(range(len(jobs)), key=lambda job: -jobs[job][0])
+    results: dict[int, Reduced] = {}
+    with ThreadPoolExecutor(threads or cores()) as pool:
+        started = {job: pool.submit(jobs[job][1]) for job in order}
+        try:
+            for done, (job, future) in enumerate(started.items(), 1):
+                results[job] = future.result()
+                if progress is not None:
+                    progress(done, len(jobs))
+        finally:
+            for future in started.values():
+                future.cancel()
+    return [results[job] for job in range(len(jobs))]
+
+
 def replay_each(
     requests: Requests,
     settings: Sequence[ReplaySetting],
@@ -237,13 +259,12 @@ def replay_each(
     threads: int = 0,
     progress: OnProgress | None = None,
 ) -> list[Reduced]:
-    """What ``reduce`` makes of each setting's replay, in the order given, on ``threads`` threads (0: one for each core).
+    """Replays each setting on ``threads`` threads (0: one for each core) and returns what ``reduce`` makes of it.
 
-    The first ``warmup_steps`` steps are carried out and not counted. Without the detail of events a replay is
-    faster, and no stall can be estimated from it. ``reduce`` runs where the replay did, so that no columns wait, and
-    the longest replays go first. ``progress`` gets how many of how many are done. Raises ConfigError (an option
-    that the policy does not have) or BudgetError (a capacity that what is pinned, or without ``Oversized.BYPASS`` the
-    largest request, does not fit).
+    The first ``warmup_steps`` steps are replayed and not counted. Without the detail of events a replay is faster,
+    and no stall can be estimated from it. ``reduce`` runs on the replay's thread, so that no columns wait in memory.
+    Raises ConfigError (an option that the policy does not have) or BudgetError (a capacity that does not hold what is
+    pinned, or without ``Oversized.BYPASS`` the largest request).
     """
     warmup = requests.events_before(warmup_steps)
 
@@ -251,15 +272,14 @@ def replay_each(
         return reduce(replay_one(requests, setting, warmup, detail))
 
     return in_parallel(
-        [partial(one, setting) for setting in settings],
-        weights=[expected_time(requests, setting) for setting in settings],
+        [(expected_time(requests, setting), partial(one, setting)) for setting in settings],
         threads=threads,
         progress=progress,
     )
 
 
 def expected_time(requests: Requests, setting: ReplaySetting) -> float:
-    """About how long a replay takes, in no unit: a smaller cache misses and evicts more."""
+    """About how long a replay takes, without a unit: a smaller cache misses and evicts more."""
     policy = setting.policy
     each = _OWN if policy.own else _SLOW.get(policy.name, 1.0)
     return each * (2.0 - min(1.0, setting.capacity_frames / requests.table.total_frames))
@@ -267,6 +287,7 @@ def expected_time(requests: Requests, setting: ReplaySetting) -> float:
 
 def replay_one(requests: Requests, setting: ReplaySetting, warmup_events: int, detail: Detail) -> Replayed:
     """One replay, of which the first ``warmup_events`` events are not counted. Raises as ``replay_each`` does."""
+    table = requests.table
     began = time.thread_time()
     try:
         found = _native.simulate(
@@ -276,46 +297,36 @@ def replay_one(requests: Requests, setting: ReplaySetting, warmup_events: int, d
             requests.layers,
             requests.phases,
             requests.steps,
-            requests.table.frames,
-            requests.table.layers,
-            requests.table.records,
-            requests.table.groups,
-            requests.table.nbytes,
-            pinned=requests.table.pinned if len(requests.table.pinned) else None,
+            table.frames,
+            table.layers,
+            table.records,
+            table.groups,
+            table.nbytes,
+            pinned=table.pinned if len(table.pinned) else None,
             askers=requests.askers if len(requests.askers) else None,
             policy=setting.policy.name,
             options=dict(setting.policy.options),
             capacity_frames=setting.capacity_frames,
-            scope=_SCOPES[setting.scope],
+            scope=_native.Scope[setting.scope.name],
             layer_quotas=list(setting.quotas(requests)),
-            contract=NATIVE_CONTRACTS[setting.contract],
+            contract=_native.Contract[setting.contract.name],
             warmup_events=warmup_events,
             detail=detail,
             oversized=requests.oversized,
         )
     except _native.CapacityError as error:
         raise BudgetError(
-            f"capacity: {setting.capacity_frames} frames of {requests.table.frame_bytes} bytes are too small for "
+            f"capacity: {setting.capacity_frames} frames of {table.frame_bytes} bytes are too small for "
             f"{setting.policy.name} with {setting.scope.value} scope: {error}"
         ) from error
     except (ValueError, TypeError) as error:
-        if setting.policy.own:  # the user's own
+        if setting.policy.own:  # the error is the user's own
             raise
         raise ConfigError(str(error)) from error
-    return _replayed(
-        requests, setting, found, requests.creations.since(warmup_events), time.thread_time() - began
-    )
-
-
-def _replayed(
-    requests: Requests,
-    setting: ReplaySetting,
-    found: _native.SimulationResult,
-    created: Creations,
-    elapsed_s: float,
-) -> Replayed:
-    """What the native loop ``found``, with creations told from misses."""
-    created_bytes = requests.table.nbytes[created.entries]
+    elapsed_s = time.thread_time() - began
+    # The native loop counts creations as misses.
+    created = requests.creations.since(warmup_events)
+    created_bytes = table.nbytes[created.entries]
     event_read_bytes, event_reads = found["event_missed_bytes"], found["event_misses"]
     if len(event_read_bytes):
         np.subtract.at(event_read_bytes, created.events, created_bytes)
@@ -361,8 +372,7 @@ def simulate(
 ) -> list[Outcome]:
     """Every policy at every capacity: the first policy's outcomes come first, in the order of capacities.
 
-    ``windows`` > 0 asks for the hits over time, in that many windows of equal steps. Raises ConfigError or
-    BudgetError.
+    ``windows`` > 0: also the hits over time, in that many windows of equal steps. Raises ConfigError or BudgetError.
     """
     specs = [PolicySpec.parse(policy) if isinstance(policy, str) else policy for policy in policies]
     frames = [requests.table.frames_of(capacity) for capacity in capacities]
@@ -378,12 +388,12 @@ def simulate(
 
 
 def contract_name(requests: Requests, contract: Contract) -> str:
-    """The contract as reports name it: with what is pinned."""
+    """The contract as reports name it, with the pins."""
     return ", ".join(filter(None, (contract.value, requests.table.pins)))
 
 
 def outcome(requests: Requests, replayed: Replayed, *, windows: int = 0) -> Outcome:
-    """The lab's result of one replay, without the costs that need a model of the machine."""
+    """The outcome of one replay, without the costs that need a model of the machine."""
     return replayed.setting.outcome(
         requests,
         steps=int(np.count_nonzero(replayed.step_requests)),

@@ -20,15 +20,13 @@ from tierstore.cache.config import Scope
 from tierstore.errors import ConfigError, DataError
 from tierstore.lab.candidates import Candidate, half_lives, lfu_decay
 from tierstore.lab.costs import Machine, with_costs
-from tierstore.lab.entries import Capacity
 from tierstore.lab.importing import SourceKind, detect_kind, import_trace
-from tierstore.lab.miss_curves import all_policies, curves
-from tierstore.lab.parallel import OnProgress
-from tierstore.lab.regime import survey
-from tierstore.lab.requests import Requests, load_requests
+from tierstore.lab.miss_curves import all_policies, curves, survey
+from tierstore.lab.requests import Capacity, Requests, load_requests
 from tierstore.lab.results import Curve, HalfLifeMap, Outcome, RegimeStudy, Study
 from tierstore.lab.simulate import (
     Contract,
+    OnProgress,
     PolicySpec,
     Replayed,
     ReplaySetting,

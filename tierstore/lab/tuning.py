@@ -37,14 +37,13 @@ from tierstore.lab.candidates import (
     default_candidate,
     live_policies,
     neighbours,
+    split_capacity,
     starting_grid,
 )
 from tierstore.lab.costs import Machine, Objective, cost_by_step, with_costs
-from tierstore.lab.entries import Capacity
 from tierstore.lab.live import LiveReplay, Recording, replay_recorded
-from tierstore.lab.quotas import split_capacity
-from tierstore.lab.regime import Regime, survey
-from tierstore.lab.requests import Requests
+from tierstore.lab.miss_curves import Regime, survey
+from tierstore.lab.requests import Capacity, Requests
 from tierstore.lab.results import Outcome, TuneResult, TuneVerdict
 from tierstore.lab.simulate import Contract, Replayed, outcome, replay_each, suits
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierstore.errors import DataError
-from tierstore.lab.importers.keys import stepped
-from tierstore.lab.importers.source import line_blocks
+from tierstore.lab.importers import line_blocks
+from tierstore.lab.importers.plain import stepped
 from tierstore.lab.importing import SourceKind
 from tierstore.trace.format import TraceKind
 

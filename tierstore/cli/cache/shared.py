@@ -23,8 +23,7 @@ def load_trace_requests(
 ) -> Requests:
     """The requests of a trace, with a line on them. Raises ConfigError for a warm-up that leaves nothing, or for
     what cannot be pinned."""
-    from tierstore.lab.pins import parse_pins, pin
-    from tierstore.lab.requests import load_requests
+    from tierstore.lab.requests import load_requests, parse_pins, pin
 
     requests = load_requests(trace)
     if pins:

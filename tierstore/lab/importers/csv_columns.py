@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore.errors import ConfigError
-from tierstore.lab.importers.keys import KeyOptions, KeyRequests
-from tierstore.lab.importers.source import open_text, refuse_line
+from tierstore.lab.importers import open_text, refuse_line
+from tierstore.lab.importers.plain import KeyOptions, KeyRequests
 
 _BLOCK = 1 << 13  # rows: few enough that the garbage collector stays out of the old ones
 _MAX_SIZE = 2**62

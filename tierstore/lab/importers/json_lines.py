@@ -26,8 +26,8 @@ from pathlib import Path
 import numpy as np
 
 from tierstore.errors import DataError
-from tierstore.lab.importers.keys import KeyNumbers
-from tierstore.lab.importers.source import SourceOptions, line_blocks, open_text, refuse_line
+from tierstore.lab.importers import SourceOptions, line_blocks, open_text, refuse_line
+from tierstore.lab.importers.plain import KeyNumbers
 from tierstore.lab.routing import BACKWARD, FORWARD, Sections, expert_table, expert_unit_flags
 from tierstore.trace.format import EventColumns, TraceKind
 from tierstore.trace.records import RecordTable

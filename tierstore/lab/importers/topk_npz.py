@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore.errors import ConfigError, DataError
-from tierstore.lab.importers.source import DEFAULT_WINDOW_LOG, SourceOptions, open_source
+from tierstore.lab.importers import DEFAULT_WINDOW_LOG, SourceOptions, open_source
 from tierstore.lab.routing import (
     Passes,
     Sections,

@@ -1,4 +1,8 @@
 """Plain request traces: keys become records, numbered in order of first appearance; so many requests a step."""
+# MERGED DOC tierstore.lab.importers.text
+# """Plain text, one key a line. A key is any text without white space; only the last line may be empty."""
+# MERGED DOC tierstore.lab.importers.oracle_general
+# """libCacheSim's oracleGeneral: records of 24 bytes, u32 time, u64 object, u32 size, i64 next access (-1: none)."""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -13,7 +18,14 @@ from numpy.typing import NDArray
 
 from tierstore.cache.access import Phase
 from tierstore.errors import ConfigError, DataError
-from tierstore.lab.importers.source import SourceOptions
+from tierstore.lab.importers import (
+    LineBlock,
+    SourceOptions,
+    line_blocks,
+    open_source,
+    open_text,
+    refuse_line,
+)
 from tierstore.trace.format import EventColumns, TraceKind
 from tierstore.trace.records import RecordTable
 
@@ -148,3 +160,66 @@ def stepped(records: NDArray[np.uint32], first: int, per_step: int) -> EventColu
     # An end belongs to the step it ends: as many steps as there were ends before it.
     steps = first // per_step + np.cumsum(kinds == TraceKind.END_STEP) - (kinds == TraceKind.END_STEP)
     return EventColumns.build(counts, records, kinds=kinds, phases=Phase.USER, steps=steps)
+
+
+_ODD = (b" ", b"\t", b"\r", b"\v", b"\f", b"\0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextOptions(KeyOptions):
+    """Options of plain text."""
+
+    skip: str | None = field(
+        default=None, metadata={"help": "a line that is this, but for blanks around it, is left out"}
+    )
+
+
+def text_requests(path: Path, options: TextOptions) -> Iterator[KeyRequests]:
+    """The keys of the lines. Raises DataError naming the line."""
+    skip = None if options.skip is None else options.skip.strip().encode()
+    with open_text(path, options.window_log) as file:
+        for block in line_blocks(file):
+            yield _keys(path, block, skip), None
+
+
+def _keys(path: Path, block: LineBlock, skip: bytes | None) -> list[bytes]:
+    lines = block.lines if skip is None else [line for line in block.lines if line.strip() != skip]
+    # Searched whole: a test of each line would take longer than everything else.
+    whole = b"\n".join(lines)
+    if b"" not in lines and not any(odd in whole for odd in _ODD):
+        return lines
+    for number, line in enumerate(block.lines, block.first):
+        if line.strip() != skip and (len(line.split()) != 1 or b"\0" in line):
+            raise refuse_line(path, number, f"expected one key, found {_shown(line)}")
+    return [line.strip() for line in lines]
+
+
+def _shown(line: bytes) -> str:
+    return repr(line[:60].decode(errors="replace")) if line else "an empty line"
+
+
+ORACLE_RECORD = np.dtype([("time", "<u4"), ("key", "<u8"), ("size", "<u4"), ("next", "<i8")])
+_BLOCK = 1 << 17  # records
+
+
+def oracle_general_requests(path: Path, options: KeyOptions) -> Iterator[KeyRequests]:
+    """Objects and their sizes. Times and next accesses are checked for sense and not kept. Raises DataError."""
+    at = 0
+    with open_source(path, options.window_log) as file:
+        while block := file.read(_BLOCK * ORACLE_RECORD.itemsize):
+            left_over = len(block) % ORACLE_RECORD.itemsize
+            if left_over:
+                end = at + len(block) - left_over
+                raise DataError(
+                    f"{path}: byte {end}: expected a record of {ORACLE_RECORD.itemsize} bytes, found {left_over}"
+                )
+            rows = np.frombuffer(block, ORACLE_RECORD)
+            wrong = np.flatnonzero(rows["next"] < -1)
+            if len(wrong):
+                byte = at + int(wrong[0]) * ORACLE_RECORD.itemsize
+                raise DataError(
+                    f"{path}: byte {byte}: expected a next access of at least -1, "
+                    f"found {int(rows['next'][wrong[0]])}: not an oracleGeneral trace?"
+                )
+            yield rows["key"].tolist(), rows["size"].astype(np.int64)
+            at += len(block)
