@@ -26,8 +26,7 @@ from emulation import OUTPUT, finish, options, start
 from torch import Tensor
 
 from tierstore import _native
-from tierstore.quant.layout import CodeFormat, PartKind, QuantizedLayout, WeightPart
-from tierstore.quant.values import dequantize, quantize
+from tierstore.quant.layout import CodeFormat, PartKind, QuantizedLayout, WeightPart, dequantize, quantize
 from tierstore.quant.weights import QuantizedWeights
 from tierstore.units import format_bytes, format_seconds
 

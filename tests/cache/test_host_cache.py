@@ -19,7 +19,7 @@ from tierstore import _native
 from tierstore._native import Arena, Buffer, Engine, HugePages, IoBackend, Priority
 from tierstore.cache import HostCache
 from tierstore.cache.access import Need, Phase
-from tierstore.cache.frame_allocator import FrameAllocator
+from tierstore.cache.frames import FrameAllocator
 
 FRAME = 4096
 SECTIONS = ((FRAME,), (FRAME, 2 * FRAME), (FRAME,))  # of each group; nbytes
@@ -266,7 +266,7 @@ def test_failed_decisions_break_the_cache(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_sweeping_keeps_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tierstore.cache.write_backs._SWEEP_WRITES", 2)
+    monkeypatch.setattr("tierstore.cache.host_cache._SWEEP_WRITES", 2)
     player = Player(1, 6, 0)
     try:
         for number in range(4):

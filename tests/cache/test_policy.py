@@ -11,8 +11,8 @@ import pytest
 from tierstore._native import Candidates, Clock, Residency
 from tierstore.cache.policy import PythonPolicy
 from tierstore.errors import ConfigError, DataError
-from tierstore.trace.recording import TraceRecorder
 from tierstore.trace.replay import replay
+from tierstore.trace.writer import TraceRecorder
 
 HERE = __name__
 

@@ -190,7 +190,7 @@ def test_a_full_disk_beside_the_store_loses_no_step(
     """Steps end at the one whose output could not be written, which is committed. The rest is as if nothing had been."""
     expected = run.json("--checksum", store=tmp_path / "whole")
     monkeypatch.setattr("tierstore.timeline._BUFFER_BYTES", 1)
-    monkeypatch.setattr("tierstore.trace.recording._BUFFER_ROWS", 4)
+    monkeypatch.setattr("tierstore.trace.writer._BUFFER_ROWS", 4)
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     path = tmp_path / "run.trace" if what == "--record-trace" else Path("/dev/full")
     arguments = ["train", str(tmp_path / "run.toml"), "--store", str(run.store), "--json"]

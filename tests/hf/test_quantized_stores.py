@@ -19,8 +19,7 @@ from tierstore.hf.spec import HfSpec
 from tierstore.hf.stored import stored_spec
 from tierstore.model.store_schema import EXPERT_SCHEMA, quantized_layout
 from tierstore.moe.lora import LoraConfig
-from tierstore.quant.layout import CodeFormat
-from tierstore.quant.values import dequantize, quantize
+from tierstore.quant.layout import CodeFormat, dequantize, quantize
 from tierstore.store import WeightFormat
 from tierstore.store.parameter_store import verify_store
 from tierstore.store.reading import read_schemas

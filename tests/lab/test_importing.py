@@ -12,9 +12,8 @@ import pytest
 from tierstore.config import dotted_fields
 from tierstore.errors import CapabilityError, ConfigError, DataError
 from tierstore.lab.importing import SourceKind, detect_kind, import_trace, options_of, write_trace
-from tierstore.trace.format import EventColumns
+from tierstore.trace.format import EventColumns, RecordTable
 from tierstore.trace.reader import load_trace
-from tierstore.trace.records import RecordTable
 from tierstore.trace.replay import replay
 
 if sys.version_info >= (3, 14):

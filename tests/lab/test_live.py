@@ -16,8 +16,8 @@ from tierstore.lab.live import recording_of, replay_recorded
 from tierstore.lab.requests import load_requests
 from tierstore.lab.simulate import Contract, PolicySpec, ReplaySetting
 from tierstore.lab.tuning import Hindsight, TuneOptions, tune
-from tierstore.trace.recording import TraceRecorder
 from tierstore.trace.replay import STEP_COUNTS, replay, replay_steps
+from tierstore.trace.writer import TraceRecorder
 
 LAYERS, EXPERTS, STEPS = 3, 8, 40
 CAPACITY, LOOKAHEAD = 16, 6

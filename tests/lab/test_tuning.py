@@ -29,7 +29,7 @@ from tierstore.lab.miss_curves import survey
 from tierstore.lab.results import TuneVerdict
 from tierstore.lab.simulate import PolicySpec, known_policies
 from tierstore.lab.tuning import Hindsight, TuneOptions, tune
-from tierstore.trace.quotas import quotas_by_layer
+from tierstore.trace.replay import quotas_by_layer
 from tierstore.train.config import TrainConfig
 
 STEPS, EACH = 400, 50

@@ -16,8 +16,7 @@ from tierstore.moe.experts import Workspace, forward_expert
 from tierstore.moe.layer import MoELayer
 from tierstore.moe.router import NoiseKey, RouterConfig
 from tierstore.moe.source import ExpertLease
-from tierstore.quant.layout import CodeFormat
-from tierstore.quant.values import dequantize, quantize
+from tierstore.quant.layout import CodeFormat, dequantize, quantize
 from tierstore.quant.weights import QuantizedWeights
 
 

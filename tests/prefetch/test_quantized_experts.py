@@ -15,8 +15,7 @@ from tierstore.errors import ConfigError, DataError
 from tierstore.moe.config import Activation, ExpertShape
 from tierstore.prefetch import PredictorName, Schedule, make_predictor
 from tierstore.prefetch.experts import FrozenExperts
-from tierstore.quant.layout import CodeFormat
-from tierstore.quant.values import quantize
+from tierstore.quant.layout import CodeFormat, quantize
 from tierstore.quant.weights import QuantizedWeights
 from tierstore.stats import StallLedger
 from tierstore.store import NewRecord, ParameterStore, RecordSchema, StoreConfig, Training, WeightFormat

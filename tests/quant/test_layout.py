@@ -12,8 +12,15 @@ from hypothesis import strategies as st
 
 from tierstore.errors import ConfigError, DataError
 from tierstore.moe.config import Activation, ExpertShape
-from tierstore.quant.layout import BLOCK, CodeFormat, PartKind, QuantizedLayout, WeightPart
-from tierstore.quant.values import dequantize, quantize
+from tierstore.quant.layout import (
+    BLOCK,
+    CodeFormat,
+    PartKind,
+    QuantizedLayout,
+    WeightPart,
+    dequantize,
+    quantize,
+)
 
 Floats = npt.NDArray[np.float32]
 

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from tierstore import _native
 from tierstore._native import InstructionSet, QuantProducts
 from tierstore.errors import ConfigError
-from tierstore.quant.layout import CodeFormat, PartKind, QuantizedLayout, WeightPart
-from tierstore.quant.values import dequantize, quantize
+from tierstore.quant.layout import CodeFormat, PartKind, QuantizedLayout, WeightPart, dequantize, quantize
 from tierstore.quant.weights import QuantizedWeights, plain_weights
 
 DTYPES = (torch.float32, torch.bfloat16)

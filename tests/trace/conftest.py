@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tierstore.trace.format import EventColumns, TraceHeader, TraceKind
-from tierstore.trace.records import TraceRecord
+from tierstore.trace.format import EventColumns, TraceHeader, TraceKind, TraceRecord
 from tierstore.trace.writer import TraceWriter
 
 

@@ -1,9 +1,8 @@
 """The host cache: where entries lie in memory, and in which order their bytes may move.
 
-The native residency core (``tierstore._native.Residency``) decides, in program order and without looking at a
-clock, which entry is a hit, which is fetched and which is evicted. This module carries the decisions out: it
-gives entries frames of the host arena and queues their reads and write-backs on the ticket engine. It never
-waits.
+The native residency core (``tierstore._native.Residency``) decides, in program order and without looking at a clock,
+which entry is a hit, which is fetched and which is evicted. This module carries the decisions out: it gives entries
+frames of the host arena and queues their reads and write-backs on the ticket engine. It never waits.
 
 Two rules keep every byte right, and both are nothing but ``after=`` lists:
 
@@ -24,10 +23,43 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore import _native
-from tierstore._native import Buffer, Priority, Residency
+from tierstore._native import Buffer, Engine, Priority, Residency
 from tierstore.cache.access import GROUP_STRIDE
-from tierstore.cache.frame_allocator import FrameAllocator
-from tierstore.cache.write_backs import WriteBacks
+from tierstore.cache.frames import FrameAllocator
+
+#: Between commits the tickets of write-backs pile up; those that succeeded are swept at this many.
+_SWEEP_WRITES = 4096
+
+
+class WriteBacks:
+    """Tickets of the write-backs that a commit has to wait for."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._tickets: list[int] = []
+        self._sweep_at = _SWEEP_WRITES
+
+    def add(self, ticket: int) -> None:
+        self._tickets.append(ticket)
+        if len(self._tickets) >= self._sweep_at:
+            # One that failed stays, for the commit to find.
+            self._tickets = [ticket for ticket in self._tickets if not self._succeeded(ticket)]
+            self._sweep_at = 2 * len(self._tickets) + _SWEEP_WRITES
+
+    def _succeeded(self, ticket: int) -> bool:
+        if not self._engine.done(ticket):
+            return False
+        try:
+            self._engine.wait(ticket)
+        except Exception:
+            return False
+        return True
+
+    def take(self) -> list[int]:
+        """The tickets added since the last call."""
+        taken, self._tickets = self._tickets, []
+        return taken
+
 
 Decision = _native.Decision
 _GRADIENTS = 2

@@ -36,7 +36,7 @@ from tierstore.lab.simulate import (
     replay_each,
     suits,
 )
-from tierstore.trace.quotas import quotas_by_layer
+from tierstore.trace.replay import quotas_by_layer
 from tierstore.train.config import TrainConfig
 from tierstore.units import format_bytes
 

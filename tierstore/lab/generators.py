@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from tierstore.errors import ConfigError
 from tierstore.lab.importers.plain import stepped
 from tierstore.lab.routing import Passes, Sections, expert_masks, expert_table, routing_events
-from tierstore.trace.format import EventColumns, Trace, TraceHeader, TraceKind
-from tierstore.trace.records import RecordTable
+from tierstore.trace.format import EventColumns, RecordTable, Trace, TraceHeader, TraceKind
 
 _CHUNK_REQUESTS = 1 << 18
 _CHUNK_CELLS = 1 << 23  # of the noise that top-k sampling draws at a time

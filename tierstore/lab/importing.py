@@ -30,9 +30,8 @@ from tierstore.lab.importers.plain import (
 )
 from tierstore.lab.importers.topk_npz import TopkImporter, TopkOptions
 from tierstore.outputs import OutputKind, check_output, replacing
-from tierstore.trace.format import EventColumns, TraceHeader, TraceKind
+from tierstore.trace.format import EventColumns, RecordTable, TraceHeader, TraceKind
 from tierstore.trace.reader import read_summary
-from tierstore.trace.records import RecordTable
 from tierstore.trace.writer import TraceWriter
 
 _HEAD_BYTES = 1 << 16

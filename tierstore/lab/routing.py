@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore.cache.access import Need, Phase
-from tierstore.trace.format import EventColumns, TraceKind
-from tierstore.trace.records import RecordTable
+from tierstore.trace.format import EventColumns, RecordTable, TraceKind
 
 FORWARD, BACKWARD = Phase.FORWARD.value, Phase.BACKWARD.value
 _STEPS_AT_ONCE_CELLS = 1 << 24  # of masks held at a time

@@ -29,7 +29,7 @@ from tierstore.errors import BudgetError, ConfigError
 from tierstore.lab.requests import Capacity, Requests
 from tierstore.lab.results import LayerOutcome, Outcome, ReplayWindow, Role
 from tierstore.machine import cores
-from tierstore.trace.quotas import quotas_by_layer
+from tierstore.trace.replay import quotas_by_layer
 
 Reduced = TypeVar("Reduced")
 

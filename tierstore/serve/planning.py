@@ -36,9 +36,8 @@ from tierstore.store.config import StoreAccess
 from tierstore.store.format import Group, RecordSchema, Training
 from tierstore.store.opening import cache_frames
 from tierstore.tiers.slots import DeviceKind
-from tierstore.trace.quotas import quotas_by_layer
 from tierstore.trace.reader import read_header
-from tierstore.trace.replay import STEP_COUNTS, replay_steps
+from tierstore.trace.replay import STEP_COUNTS, quotas_by_layer, replay_steps
 
 #: Budgets that are planned where none are given, as parts of all experts.
 SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0)

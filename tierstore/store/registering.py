@@ -14,7 +14,7 @@ from tierstore._native import Arena, Buffer, HugePages
 from tierstore.cache.access import Need, Phase
 from tierstore.cache.config import Scope
 from tierstore.errors import StoreError
-from tierstore.quant.values import quantize
+from tierstore.quant.layout import quantize
 from tierstore.store.core import StoreCore, check_array
 from tierstore.store.format import (
     SECTION_ALIGNMENT,

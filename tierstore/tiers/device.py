@@ -1,9 +1,9 @@
 """The device tier: a few slots for the weights in use and for the gradients being made.
 
-Weights are copied into a slot before an expert runs, and its gradient is made in a slot and leaves it as soon as it is
+Weights are copied into a slot before an expert runs. Its gradient is made in a slot and leaves it as soon as it is
 complete. The CPU stands in for a GPU with slots of its own and real copies, so that there is one code path; its slots
-count against the host budget. Where it only computes, copies of weights are spared: it computes with the memory of the
-host cache (``WeightLoads.IN_PLACE``).
+count against the host budget. Where it only computes, no weights are copied: it computes with the memory of the host
+cache (``WeightLoads.IN_PLACE``). ``LimitedTier`` emulates a device behind a slower link.
 
 Everything is ordered by tickets of the engine. One caller at a time.
 """
@@ -11,14 +11,16 @@ Everything is ordered by tickets of the engine. One caller at a time.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 
-from tierstore._native import Arena, Buffer, Engine, HugePages, QuantProducts
+from tierstore._native import Activity, Arena, Buffer, Engine, HugePages, Link, QuantProducts
+from tierstore.capabilities import Capability, Finding, Resolution, resolve
+from tierstore.links import LinkConfig, limited, open_link
 from tierstore.quant.weights import QuantizedWeights, Weights
 from tierstore.tiers.slots import DeviceSlots
 
@@ -159,3 +161,111 @@ class HostDeviceTier:
 def tensor_of(buffer: Buffer, dtype: torch.dtype) -> torch.Tensor:
     """A flat tensor over a contiguous buffer, without a copy. The tensor keeps the memory alive."""
     return torch.from_numpy(buffer.array()).view(dtype)
+
+
+def _nothing() -> list[int]:
+    return []
+
+
+def limited_tier(
+    tier: DeviceTier, engine: Engine, config: LinkConfig, computed: Callable[[], list[int]] = _nothing
+) -> DeviceTier:
+    """``tier`` with its copies limited as ``config`` says: ``tier`` itself where that says no limit."""
+    link = open_link(config)
+    return tier if link is None else LimitedTier(tier, engine, link, computed)
+
+
+class LimitedTier:
+    """Copies of ``tier``, in both directions, also take their turns on ``link``.
+
+    A copy is done when both the real copy and its turn are. The turn begins when the copy may begin: after the
+    tickets that it follows, and after those of ``computed``, which finish once the device has done all work queued so
+    far (none where the caller computes).
+    """
+
+    def __init__(
+        self, tier: DeviceTier, engine: Engine, link: Link, computed: Callable[[], list[int]] = _nothing
+    ) -> None:
+        self._tier = tier
+        self._engine = engine
+        self._link = link
+        self._computed = computed
+        self._idle: list[list[int]] = [[] for _ in range(tier.slots.weights)]
+
+    @property
+    def device(self) -> torch.device:
+        return self._tier.device
+
+    @property
+    def slots(self) -> DeviceSlots[torch.dtype]:
+        return self._tier.slots
+
+    def in_place(self, source: Buffer) -> Weights | None:
+        return self._tier.in_place(source)
+
+    def load(self, slot: int, source: Buffer, after: Sequence[int]) -> int:
+        ticket = self._tier.load(slot, source, after)
+        before = [*after, *self._idle[slot]]
+        return limited(self._engine, self._link, ticket, source.nbytes, activity=Activity.COPY, after=before)
+
+    def weights(self, slot: int) -> Weights:
+        return self._tier.weights(slot)
+
+    def release_weights(self, slot: int) -> None:
+        self._tier.release_weights(slot)
+        self._idle[slot] = self._computed()
+
+    def allocate_gradient(self) -> tuple[int, list[int]]:
+        return self._tier.allocate_gradient()
+
+    def gradients(self, slot: int) -> torch.Tensor:
+        return self._tier.gradients(slot)
+
+    def copy_to_host(self, slot: int) -> tuple[Buffer, list[int]]:
+        copied, after = self._tier.copy_to_host(slot)
+        turn = self._engine.hold(self._link, copied.nbytes, Activity.COPY, after=self._computed())
+        return copied, [*after, turn]
+
+    def free_gradient(self, slot: int, after: Sequence[int]) -> None:
+        self._tier.free_gradient(slot, after)
+
+    def close(self) -> None:
+        self._tier.close()
+
+
+def open_device_tier(
+    engine: Engine,
+    slots: DeviceSlots[torch.dtype],
+    device: torch.device,
+    huge_pages: HugePages,
+    loads: WeightLoads = WeightLoads.COPIED,
+) -> DeviceTier:
+    """The tier for ``device``; ``loads`` is for the CPU. Raises OSError or torch's OutOfMemoryError when the slots do not
+    fit.
+    """
+    if device.type == "cuda":
+        from tierstore.tiers.cuda import CudaDeviceTier
+
+        return CudaDeviceTier(engine, slots, device, huge_pages)
+    return HostDeviceTier(engine, slots, huge_pages, loads)
+
+
+def weights_in_place(setting: Capability, device: torch.device, link: LinkConfig) -> Resolution:
+    """Whether experts are computed with where they lie in the host cache. Raises CapabilityError for ON where they
+    cannot be.
+    """
+
+    def probe() -> Finding:
+        if device.type != "cpu":
+            return Finding(False, f"{device} has memory of its own")
+        if link.on:
+            return Finding(False, "copies are to take the time of a limited link")
+        return Finding(True, "the CPU computes")
+
+    return resolve("weights_in_place", setting, probe)
+
+
+def describe_weights(resolution: Resolution) -> str:
+    """What ``weights_in_place`` found, as one line."""
+    how = "computed with in the host cache" if resolution else "copied to slots of the device"
+    return f"expert weights: {how} ({resolution.reason})"

@@ -7,9 +7,16 @@ from typing import TYPE_CHECKING
 from tierstore.lazy import exports
 
 if TYPE_CHECKING:
-    from tierstore.trace.format import Coding, EventColumns, Trace, TraceHeader, TraceKind
+    from tierstore.trace.format import (
+        Coding,
+        EventColumns,
+        RecordTable,
+        Trace,
+        TraceHeader,
+        TraceKind,
+        TraceRecord,
+    )
     from tierstore.trace.reader import TraceSummary, load_trace, read_header, read_summary
-    from tierstore.trace.records import RecordTable, TraceRecord
     from tierstore.trace.writer import TraceWriter
 else:
     __getattr__, __dir__ = exports(__name__, __file__)

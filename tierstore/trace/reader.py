@@ -19,11 +19,11 @@ from tierstore.trace.format import (
     VERSIONS,
     EventColumns,
     EventDigest,
+    RecordTable,
     Trace,
     TraceHeader,
     decode_chunk,
 )
-from tierstore.trace.records import RecordTable
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from tierstore._native import CapacityError, GroupOrder, Replay, Residency, ResidencyStats, Scope, StepClock
 from tierstore.errors import BudgetError, ConfigError, DataError
 from tierstore.trace.format import EventColumns, TraceHeader, TraceKind
-from tierstore.trace.quotas import quotas_by_layer
 from tierstore.trace.reader import read_chunks, read_header, read_summary
 
 STEP_COUNTS = (
@@ -24,6 +23,29 @@ STEP_COUNTS = (
 """What ``replay_steps`` says of each step, of ``ResidencyStats``: reads ahead are among ``read_bytes``."""
 
 _ORDERS = {"resident-first": GroupOrder.RESIDENT_FIRST, "key": GroupOrder.KEY}
+
+
+def quotas_by_layer(layers: Sequence[int], frames: int, shares: Sequence[float] = ()) -> list[int]:
+    """A capacity in parts: frames of each layer number up to the last.
+
+    ``layers`` get parts of ``frames`` in proportion to ``shares`` (empty: equal); layers without records get none. The
+    first layers get the frames that are left over. A live store, a replay and the lab divide capacities by this.
+    """
+    present = sorted(set(layers))
+    if shares:
+        total = sum(shares)
+        parts = [frames * share / total for share in shares]
+        # A part that is a whole number of frames but for rounding in its share is that number.
+        whole = [int(part + 1e-8 * frames) for part in parts]
+        if sum(whole) > frames:
+            whole = [int(part) for part in parts]
+    else:
+        whole = [frames // len(present)] * len(present)
+    left_over = frames - sum(whole)
+    quotas = [0] * (present[-1] + 1)
+    for index, layer in enumerate(present):
+        quotas[layer] = whole[index] + (index < left_over)
+    return quotas
 
 
 def make_replay(header: TraceHeader) -> tuple[Residency, Replay]:

@@ -24,8 +24,7 @@ from tierstore.lab.importing import write_trace
 from tierstore.lab.requests import trace_requests
 from tierstore.lab.routing import Sections
 from tierstore.store import AdamWConfig, Inactive, ParameterStore, RecordSchema, StoreConfig
-from tierstore.trace.format import EventColumns, Trace, TraceHeader
-from tierstore.trace.records import RecordTable, TraceRecord
+from tierstore.trace.format import EventColumns, RecordTable, Trace, TraceHeader, TraceRecord
 
 FORWARD, BACKWARD = Phase.FORWARD, Phase.BACKWARD
 

@@ -13,9 +13,8 @@ from tierstore.bench.probes.disk import Bytes
 from tierstore.bench.training.bound import bound_s, clairvoyant, compulsory
 from tierstore.cache.access import Need
 from tierstore.errors import DataError
-from tierstore.trace.format import TraceHeader, TraceKind
+from tierstore.trace.format import TraceHeader, TraceKind, TraceRecord
 from tierstore.trace.reader import load_trace
-from tierstore.trace.records import TraceRecord
 from tierstore.trace.writer import TraceWriter
 
 WEIGHTS, STEP = int(Need.WEIGHTS), int(Need.WEIGHTS | Need.DIRTY_WEIGHTS)

@@ -21,7 +21,7 @@ from tierstore.errors import StoreFormatError
 from tierstore.model.buffers import with_all_buffers
 from tierstore.model.store_schema import TrainState, expert_key, table_of
 from tierstore.parallel import ExpertBlocks
-from tierstore.quant.values import dequantize
+from tierstore.quant.layout import dequantize
 from tierstore.store.core import StoreCore
 from tierstore.store.disk.extents import scratch_buffers
 from tierstore.store.disk.home import rank_directories

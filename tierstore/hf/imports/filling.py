@@ -25,7 +25,7 @@ from tierstore.hf.checkpoints.weights import WeightReader
 from tierstore.hf.families import Part
 from tierstore.hf.manifest import ParameterEntry
 from tierstore.model.store_schema import EXPERT_SCHEMA
-from tierstore.quant.values import quantize
+from tierstore.quant.layout import quantize
 from tierstore.store.format import SECTION_ALIGNMENT, RecordSchema, WeightFormat
 from tierstore.store.registering import RecordLoader
 

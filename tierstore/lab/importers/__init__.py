@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from tierstore.errors import CapabilityError, ConfigError, DataError
-from tierstore.trace.format import EventColumns
-from tierstore.trace.records import RecordTable
+from tierstore.trace.format import EventColumns, RecordTable
 
 _MAGIC = {b"\x1f\x8b": "gzip", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 _SKIPPABLE = b"\x2a\x4d\x18"  # behind a byte 50 to 5f: a frame that zstd passes over, as pzstd writes them

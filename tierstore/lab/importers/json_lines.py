@@ -29,8 +29,7 @@ from tierstore.errors import DataError
 from tierstore.lab.importers import SourceOptions, line_blocks, open_text, refuse_line
 from tierstore.lab.importers.plain import KeyNumbers
 from tierstore.lab.routing import BACKWARD, FORWARD, Sections, expert_table, expert_unit_flags
-from tierstore.trace.format import EventColumns, TraceKind
-from tierstore.trace.records import RecordTable
+from tierstore.trace.format import EventColumns, RecordTable, TraceKind
 
 _FLUSH_UNITS = 1 << 18
 _MAX_ID = 1 << 32

@@ -26,8 +26,7 @@ from tierstore.lab.importers import (
     open_text,
     refuse_line,
 )
-from tierstore.trace.format import EventColumns, TraceKind
-from tierstore.trace.records import RecordTable
+from tierstore.trace.format import EventColumns, RecordTable, TraceKind
 
 _MAX_FRAMES = 2**32 - 1  # of a record
 _MAX_ASKED = 2.0**63  # bytes of all requests, as the simulator counts them

@@ -26,8 +26,7 @@ from tierstore.lab.routing import (
     sequence_numbers,
     step_blocks,
 )
-from tierstore.trace.format import EventColumns
-from tierstore.trace.records import RecordTable
+from tierstore.trace.format import EventColumns, RecordTable
 
 _MAX_EXPERTS = 1 << 20
 

@@ -1,10 +1,11 @@
-"""One key a line."""
+"""Plain traces: one key a line, and oracleGeneral records."""
 
 from __future__ import annotations
 
 import gzip
 import io
 import lzma
+import struct
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from tierstore.lab.importing import SourceKind
 from tierstore.trace.format import TraceKind
 
 
-def test_by_hand(imported, packed):
+def test_keys_by_hand(imported, packed):
     accesses, trace, keys = imported(packed(b"7\nabc\n7\r\n 8 \n07"), SourceKind.TEXT, requests_per_step=2)
     assert [(step, records) for step, _, _, records, _ in accesses] == [
         (0, [0]),
@@ -94,3 +95,31 @@ def test_malformed_lines_are_named(imported):
         with pytest.raises(DataError, match=message) as caught:
             imported(data, SourceKind.TEXT)
         assert "source" in str(caught.value)
+
+
+def oracle(*rows):
+    return b"".join(struct.pack("<IQIq", *row) for row in rows)
+
+
+TRACE = oracle((1, 2**60, 5000, 2), (2, 7, 1, -1), (3, 2**60, 6000, -1))
+
+
+def test_oracle_general_by_hand(imported, packed):
+    accesses, trace, keys = imported(packed(TRACE), SourceKind.ORACLE_GENERAL)
+    assert [records for *_, records, _ in accesses] == [[0], [1], [0]]
+    assert keys == [str(2**60), "7"]
+    assert trace.header.table.bytes[:, 0].tolist() == [5000, 1]  # the size of the first request
+    assert trace.header.table.frames.tolist() == [[1, 0, 0], [1, 0, 0]]
+
+
+def test_oracle_general_sizes_in_frames(imported):
+    _, trace, _ = imported(TRACE, SourceKind.ORACLE_GENERAL, frame_bytes="4KiB")
+    assert trace.header.table.frames[:, 0].tolist() == [2, 1]
+    assert trace.header.capacity_frames == 3
+
+
+def test_what_is_no_oracle_general(imported):
+    with pytest.raises(DataError, match="byte 48: expected a record of 24 bytes, found 23"):
+        imported(TRACE[:-1], SourceKind.ORACLE_GENERAL)
+    with pytest.raises(DataError, match="byte 24: expected a next access of at least -1, found -9"):
+        imported(TRACE[:24] + oracle((1, 1, 1, -9)), SourceKind.ORACLE_GENERAL)

@@ -1,4 +1,4 @@
-"""Splitting a capacity between layers: by hand, against every split there is, and on a trace."""
+"""The capacity split between layers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tierstore.lab.costs import Objective
 from tierstore.lab.simulate import PolicySpec, ReplaySetting, replay_each
 from tierstore.store import RecordSchema, StoreConfig, WeightFormat
 from tierstore.store.opening import check_budget, minimum_host_budget, record_frame_bytes
-from tierstore.trace.quotas import quotas_by_layer
+from tierstore.trace.replay import quotas_by_layer
 
 LRU = PolicySpec("lru")
 
