@@ -30,15 +30,14 @@ from torch import nn
 from tierstore.config import load
 from tierstore.dense import DenseSlices, GatherOnDemand
 from tierstore.dense.config import DenseConfig
-from tierstore.dense.footprint import dense_bytes
-from tierstore.dense.layout import Narrow, UnitLayout, layouts_of_shapes
+from tierstore.dense.layout import Narrow, UnitLayout, dense_bytes, layouts_of_shapes
 from tierstore.model import Transformer
 from tierstore.model.config import ModelConfig, TieEmbeddings
 from tierstore.model.vocabulary.cost import VocabularyCost
 from tierstore.model.vocabulary.partition import VocabularyPartition
 from tierstore.parallel import ParallelConfig, launch
 from tierstore.parallel.config import RowPlacement
-from tierstore.parallel.rows import TableRows
+from tierstore.parallel.layout import TableRows
 from tierstore.store.adamw import AdamWConfig
 from tierstore.train.config import TrainConfig
 from tierstore.train.footprint import peak_resident_bytes, resident_bytes

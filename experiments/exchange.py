@@ -39,13 +39,11 @@ from tierstore.capabilities import Capability, Finding
 from tierstore.errors import ConfigError
 from tierstore.links import CollectiveLink, LinkConfig, open_link
 from tierstore.parallel import Collective, Mesh
-from tierstore.parallel.choosing import measured_model
 from tierstore.parallel.config import ExchangeMode, ParallelConfig
-from tierstore.parallel.exchange_model import ExchangeModel, MessageCost
-from tierstore.parallel.hierarchical import FlatExchange, HierarchicalExchange
-from tierstore.parallel.launching import launch
+from tierstore.parallel.hierarchical import ExchangeModel, FlatExchange, HierarchicalExchange, MessageCost
+from tierstore.parallel.launching import launch, measured_model
+from tierstore.parallel.layout import NodeGrid
 from tierstore.parallel.limited import LimitedGroup
-from tierstore.parallel.nodes import NodeGrid
 from tierstore.stats import percentile
 from tierstore.units import format_bytes, format_seconds
 

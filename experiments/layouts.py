@@ -55,9 +55,8 @@ from tierstore.model.config import ModelConfig
 from tierstore.model.transformer import Block, Transformer
 from tierstore.moe.source import ExpertLease, ExpertSource, JointSource
 from tierstore.parallel import Mesh, RankEnvironment
-from tierstore.parallel.choosing import GroupMaker, with_exchange
 from tierstore.parallel.config import ExchangeMode, ParallelConfig, RowPlacement
-from tierstore.parallel.launching import launch
+from tierstore.parallel.launching import GroupMaker, launch, with_exchange
 from tierstore.parallel.layout import Layout
 from tierstore.parallel.limited import limited_groups
 from tierstore.parallel.mesh import build_mesh

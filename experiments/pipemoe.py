@@ -38,8 +38,7 @@ from tierstore.moe.computing import ExpertPass, Weighting, compute_experts
 from tierstore.moe.config import ExpertShape, SaveActivations
 from tierstore.moe.dispatch import dispatch
 from tierstore.moe.exchange import ExchangedRows, rows_of
-from tierstore.moe.pipelining import PipelineDegrees, Pipelining
-from tierstore.moe.source import SourceSlot
+from tierstore.moe.source import PipelineDegrees, Pipelining, SourceSlot
 from tierstore.parallel import Channel, Collective, Mesh, Work
 from tierstore.parallel.config import ParallelConfig
 from tierstore.parallel.launching import launch

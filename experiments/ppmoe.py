@@ -3,7 +3,7 @@
     python experiments/ppmoe.py [--tokens 1024] [--width 128] [--rounds 5] [--pass-s 0.1]
 
 Three ways to bring S tokens of T ranks to their experts and back take turns, over real ranks on Gloo: ``rows`` (the
-ranks have the same tokens, and send the rows of their experts back: ``tierstore.moe.indexed``), ``all-reduce`` (the
+ranks have the same tokens, and send the rows of their experts back: ``tierstore.moe.exchange``), ``all-reduce`` (the
 same with the paper's sum over ranks) and ``all-to-all`` (each rank has S / T tokens: ``tierstore.moe.exchange``). The
 first two use a link within the group, the last one between groups, both limited (``LimitedGroup``).
 
@@ -35,8 +35,7 @@ from tierstore._native import Link
 from tierstore.moe import ExpertShape, InMemoryExperts, SaveActivations
 from tierstore.moe.computing import ExpertPass, Weighting, compute_experts
 from tierstore.moe.dispatch import Dispatch, dispatch
-from tierstore.moe.exchange import ExchangedRows, Rows
-from tierstore.moe.indexed import IndexedRows
+from tierstore.moe.exchange import ExchangedRows, IndexedRows, Rows
 from tierstore.parallel import Channel, LimitedGroup, ParallelConfig, RankGroup, launch
 from tierstore.parallel.hierarchical import FlatExchange
 from tierstore.plan.ppmoe import RowBytes

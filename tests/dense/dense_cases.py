@@ -23,7 +23,7 @@ from tierstore.dense import (
     PassListener,
     unit_layouts,
 )
-from tierstore.dense.footprint import DenseBytes
+from tierstore.dense.layout import DenseBytes
 from tierstore.model import ModelConfig, Transformer
 from tierstore.moe import ExpertShape, FeedForward, NoiseKey, Routing
 from tierstore.moe.router import Router

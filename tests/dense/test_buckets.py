@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tierstore.dense.buckets import GradientExchange, buckets_of
+from tierstore.dense.fusion import DenseMessages, DenseTraffic
 from tierstore.dense.layout import UnitLayout, unit_layouts
 from tierstore.dense.slices import UnitSlices
-from tierstore.dense.traffic import DenseMessages, DenseTraffic
 from tierstore.errors import BudgetError
 from tierstore.parallel import Mesh, RankGroup
 from tierstore.store.adamw import AdamWConfig

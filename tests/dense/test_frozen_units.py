@@ -24,7 +24,7 @@ from dense_ranks import on_ranks
 from tierstore.cache.access import Phase
 from tierstore.config import load
 from tierstore.dense import DenseConfig, dense_schemas, unit_layouts
-from tierstore.dense.footprint import dense_bytes
+from tierstore.dense.layout import dense_bytes
 from tierstore.parallel import RankGroup
 from tierstore.prefetch import HorizontalQueue
 from tierstore.prefetch.plan import PrefetchConfig

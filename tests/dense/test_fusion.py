@@ -10,8 +10,7 @@ from dense_cases import LR, Setting, backward, make_model, piece, slice_model, w
 from torch.nn import functional as F
 
 from tierstore.dense import DenseSlices
-from tierstore.dense.fusion import FusionBuffer
-from tierstore.dense.saved import saved_by_place
+from tierstore.dense.fusion import FusionBuffer, saved_by_place
 from tierstore.errors import BudgetError
 from tierstore.model import Transformer
 from tierstore.parallel import RankGroup

@@ -20,7 +20,7 @@ from tierstore.dense.layout import (
     recut,
     unit_layouts,
 )
-from tierstore.parallel.rows import TableRows
+from tierstore.parallel.layout import TableRows
 
 quick = settings(deadline=None, max_examples=40)
 shapes = st.lists(

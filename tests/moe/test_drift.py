@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tierstore.moe.drift import StreamDrift
+from tierstore.moe.guessing import StreamDrift
 
 WIDTH = 3
 

@@ -30,8 +30,7 @@ from tierstore.moe import (
 )
 from tierstore.moe.dispatch import dispatch
 from tierstore.moe.exchange import Arrival, ExchangedRows, RowChunk, expert_groups
-from tierstore.moe.pipelining import PipelineDegrees
-from tierstore.moe.source import SourceSlot
+from tierstore.moe.source import PipelineDegrees, SourceSlot
 from tierstore.parallel import Mesh, RankEnvironment, RankGroup, Work
 
 WIDTH = 16

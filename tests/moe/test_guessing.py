@@ -14,8 +14,7 @@ from tierstore.model.interface import Batch
 from tierstore.model.transformer import Block, Transformer
 from tierstore.moe import InMemoryExperts, MoELayer
 from tierstore.moe.config import RouterNoise
-from tierstore.moe.drift import PASS_DRIFT, StreamDrift
-from tierstore.moe.guessing import RouterGuesses
+from tierstore.moe.guessing import PASS_DRIFT, RouterGuesses, StreamDrift
 
 LAYERS, EXPERTS = 4, 8
 

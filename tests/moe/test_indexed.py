@@ -19,8 +19,7 @@ from torch import Tensor
 from tierstore.moe import ExpertShape, InMemoryExperts, MoELayer, NoiseKey, RouterConfig, SaveActivations
 from tierstore.moe.computing import ExpertPass, Weighting, compute_experts
 from tierstore.moe.dispatch import dispatch
-from tierstore.moe.exchange import rows_of
-from tierstore.moe.indexed import IndexedRows
+from tierstore.moe.exchange import IndexedRows, rows_of
 from tierstore.parallel import Collective, Mesh, RankEnvironment, RankGroup, Work
 
 WIDTH = 16

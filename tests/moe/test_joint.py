@@ -16,7 +16,7 @@ from tierstore.moe.exchange import LocalRows
 from tierstore.moe.joint import PendingExperts, backward_together, forward_together
 from tierstore.moe.source import ExpertLease, InMemoryExperts, users_of
 from tierstore.parallel import RankGroup
-from tierstore.prefetch.gradient_parts import GradientParts
+from tierstore.prefetch.gradients import GradientParts
 from tierstore.stats import StallLedger
 
 SHAPE = ExpertShape(16, 24)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tierstore.model.attention import RMSNorm
-from tierstore.moe.layer_router import LayerRouter
+from tierstore.moe.router import LayerRouter
 
 WIDTH, EXPERTS, TOP_K = 32, 16, 4
 

@@ -19,9 +19,9 @@ from tierstore.parallel import (
     ParallelConfig,
     limited_groups,
 )
-from tierstore.parallel.choosing import measured_model
 from tierstore.parallel.collectives import Channel
-from tierstore.parallel.nodes import NodeGrid
+from tierstore.parallel.launching import measured_model
+from tierstore.parallel.layout import NodeGrid
 
 
 def _choice(mesh: Mesh) -> tuple[str, str, int]:
@@ -83,8 +83,8 @@ def test_the_model_follows_the_links(ranks: Ranks) -> None:
 def _told(mesh: Mesh, node_ranks: list[int], modes: list[str]) -> None:
     from dataclasses import replace
 
-    from tierstore.parallel.choosing import GroupMaker, with_exchange
     from tierstore.parallel.collectives import RankGroup
+    from tierstore.parallel.launching import GroupMaker, with_exchange
 
     rank = mesh.world.rank
     config = ParallelConfig(exchange=ExchangeMode(modes[rank]))

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierstore.parallel.division import Division
+from tierstore.parallel.layout import Division
 from tierstore.parallel.tensor import part_of, whole_of
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierstore.parallel.exchange_model import ExchangeModel, MessageCost
-from tierstore.parallel.nodes import NodeGrid
+from tierstore.parallel.hierarchical import ExchangeModel, MessageCost
+from tierstore.parallel.layout import NodeGrid
 
 
 def test_by_hand() -> None:

@@ -10,7 +10,7 @@ from torch.distributed import TCPStore
 
 from tierstore.errors import PeerError
 from tierstore.parallel import RankEnvironment
-from tierstore.parallel.meeting import meeting_store
+from tierstore.parallel.job_store import meeting_store
 
 SHARED = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
 

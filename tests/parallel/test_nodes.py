@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from tierstore.errors import ConfigError
 from tierstore.parallel import ParallelConfig, RankEnvironment
-from tierstore.parallel.choosing import check_exchange, expert_grid
 from tierstore.parallel.config import ExchangeMode
-from tierstore.parallel.nodes import NodeGrid, node_grid, ranks_of_a_node
+from tierstore.parallel.launching import check_exchange, expert_grid
+from tierstore.parallel.layout import NodeGrid, node_grid, ranks_of_a_node
 
 
 def test_by_hand() -> None:

@@ -16,8 +16,8 @@ from tierstore._native import HugePages
 from tierstore.errors import ConfigError
 from tierstore.parallel import Mesh, RankEnvironment, RankGroup, Work
 from tierstore.prefetch import PredictorName, StepTiming, TieredExperts, make_predictor
+from tierstore.prefetch.gradients import ReplicaSums
 from tierstore.prefetch.plan import group_order
-from tierstore.prefetch.replicas import ReplicaSums
 from tierstore.prefetch.schedule import Schedule
 from tierstore.stats import Cause, StallLedger, Tier
 from tierstore.store import AdamWConfig, ParameterStore, RecordSchema, StoreConfig

@@ -9,8 +9,7 @@ import pytest
 import torch
 from served_cases import Served, built_in, drawn
 
-from tierstore.moe.drift import StreamDrift
-from tierstore.moe.guessing import RouterGuesses
+from tierstore.moe.guessing import RouterGuesses, StreamDrift
 from tierstore.prefetch.predictor import Counts
 from tierstore.serve.batch.grouped import GroupedRunner
 from tierstore.serve.batch.invariant import InvariantRunner

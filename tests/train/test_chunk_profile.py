@@ -16,7 +16,7 @@ from tierstore.config import load
 from tierstore.errors import ConfigError
 from tierstore.machine_profile import ASSUMED, Cost, save_profile
 from tierstore.model.store_schema import TrainState
-from tierstore.moe.pipelining import Pipelining
+from tierstore.moe.source import Pipelining
 from tierstore.parallel import Mesh, RankGroup
 from tierstore.plan.capacity import Ranks as PlannedRanks
 from tierstore.plan.capacity import Setting

@@ -16,7 +16,7 @@ from rank_cases import TINY, Settings, alone, train
 from tierstore.config import load
 from tierstore.errors import ConfigError
 from tierstore.model.store_schema import TrainState
-from tierstore.moe.pipelining import LayerLoads, PipelineDegrees, Pipelining
+from tierstore.moe.source import LayerLoads, PipelineDegrees, Pipelining
 from tierstore.parallel import Mesh, RankGroup
 from tierstore.parallel.collectives import Collective
 from tierstore.timeline import Timeline

@@ -14,7 +14,7 @@ from tierstore.config import load
 from tierstore.errors import ConfigError
 from tierstore.model.vocabulary.cost import VocabularyCost
 from tierstore.parallel.config import ParallelConfig, RowPlacement
-from tierstore.parallel.rows import TableRows
+from tierstore.parallel.layout import TableRows
 from tierstore.tiers.slots import DeviceKind
 from tierstore.train.config import TrainConfig
 from tierstore.train.vocabulary import VocabularyChoice, choose_vocabulary

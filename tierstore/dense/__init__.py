@@ -8,11 +8,10 @@ from tierstore.lazy import exports
 
 if TYPE_CHECKING:
     from tierstore.dense.config import DenseConfig, Fusion, GatherDtype, OptimizerState, Reshard
-    from tierstore.dense.footprint import DenseBytes, dense_bytes
+    from tierstore.dense.fusion import DenseTraffic
     from tierstore.dense.gates import Gates, PassListener
-    from tierstore.dense.layout import Move, UnitLayout, moves, recut, unit_layouts
+    from tierstore.dense.layout import DenseBytes, Move, UnitLayout, dense_bytes, moves, recut, unit_layouts
     from tierstore.dense.parameters import DenseSlices, GatherOnDemand
     from tierstore.dense.slices import dense_schemas
-    from tierstore.dense.traffic import DenseTraffic
 else:
     __getattr__, __dir__ = exports(__name__, __file__)

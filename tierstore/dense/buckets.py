@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from tierstore.dense.fusion import DenseMessages
 from tierstore.dense.layout import Gathered, Region, Span, UnitLayout
 from tierstore.dense.slices import UnitSlices
-from tierstore.dense.traffic import DenseMessages
 from tierstore.errors import BudgetError
 from tierstore.parallel import Channel, RankGroup, Work
 

@@ -7,18 +7,19 @@ that wants more blocks at once than there are buffers is an error, not more memo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum
 
 import torch
 from torch import nn
 
-from tierstore.dense.footprint import gather_copies
-from tierstore.dense.layout import Gathered, UnitLayout, gathered_dtype
+from tierstore.dense.layout import Gathered, UnitLayout, gather_copies, gathered_dtype
 from tierstore.dense.slices import UnitSlices
-from tierstore.dense.traffic import DenseMessages
 from tierstore.errors import BudgetError
 from tierstore.parallel import RankGroup, Work
+from tierstore.timeline import NullTimeline, TimelineSink, Track
 
 
 class FusionBuffer:
@@ -235,3 +236,97 @@ class GatheredUnit:
             )
             for span in region.spans:
                 self._parameters[span.index].data = nothing.expand(span.shape)
+
+
+# What autograd keeps for the backward pass must not point into a buffer that another unit will be gat --------
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """A view of a gathered unit: ``offset`` and ``strides`` in elements of ``dtype``."""
+
+    unit: int
+    dtype: torch.dtype
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def saved_by_place(
+    pool: FusionPool, present: Callable[[int], FusionBuffer]
+) -> torch.autograd.graph.saved_tensors_hooks:
+    """A context. ``present(unit)`` gives the buffer in which the unit is whole, gathering it if it must."""
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor | _Saved:
+        if not tensor.numel():
+            return tensor
+        buffer = pool.find(tensor.untyped_storage().data_ptr())
+        if buffer is None or buffer.unit is None:
+            return tensor
+        return _Saved(
+            buffer.unit, tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride()
+        )
+
+    def unpack(saved: torch.Tensor | _Saved) -> torch.Tensor:
+        if isinstance(saved, torch.Tensor):
+            return saved
+        flat = present(saved.unit).memory.view(saved.dtype)
+        return flat.as_strided(saved.shape, saved.strides, saved.offset)
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+# The messages that dense slices cause: counted, and drawn on a timeline --------------------------------------
+
+
+@dataclass(slots=True)
+class DenseTraffic:
+    """Collectives issued, and bytes that this rank sent to others in them."""
+
+    gathers: int = 0
+    gather_bytes: int = 0
+    reductions: int = 0
+    reduction_bytes: int = 0
+
+    def since(self, before: DenseTraffic) -> DenseTraffic:
+        """What was added since ``before`` was copied."""
+        return DenseTraffic(
+            self.gathers - before.gathers,
+            self.gather_bytes - before.gather_bytes,
+            self.reductions - before.reductions,
+            self.reduction_bytes - before.reduction_bytes,
+        )
+
+    def copy(self) -> DenseTraffic:
+        return self.since(DenseTraffic())
+
+
+class DenseMessages:
+    """Hears of each collective that sends something. On ``timeline`` it is drawn from its issue to the end of the wait
+    for it, so one that was not waited for yet is not there.
+    """
+
+    def __init__(self, timeline: TimelineSink | None = None) -> None:
+        self.traffic = DenseTraffic()
+        self._timeline = timeline or NullTimeline()
+
+    def gathered(self, work: Work, unit: str, sent_bytes: int) -> None:
+        """A gather of ``unit`` was issued, in which this rank sends ``sent_bytes`` to others."""
+        self.traffic.gathers += 1
+        self.traffic.gather_bytes += sent_bytes
+        self._draw(work, Track.GATHERS, f"gather {unit}", sent_bytes)
+
+    def reduced(self, work: Work, unit: str, sent_bytes: int) -> None:
+        """The same of a reduction of gradients."""
+        self.traffic.reductions += 1
+        self.traffic.reduction_bytes += sent_bytes
+        self._draw(work, Track.REDUCTIONS, f"scatter {unit}", sent_bytes)
+
+    def _draw(self, work: Work, track: Track, name: str, sent_bytes: int) -> None:
+        issued_ns = time.monotonic_ns()
+
+        def ended() -> None:
+            self._timeline.add(track, name, issued_ns, time.monotonic_ns(), {"sent_bytes": sent_bytes})
+
+        if self._timeline.enabled:
+            work.observe(ended)

@@ -6,14 +6,16 @@ is where they pass through.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Mapping, Sequence
+import contextlib
+from collections import deque
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from tierstore._native import Arena, Buffer, HugePages
-from tierstore.dense.layout import Gathered, UnitLayout
-from tierstore.dense.moments import DiskMoments
+from tierstore.dense.layout import MOMENT_PLACES, Gathered, UnitLayout, moment_bytes
 from tierstore.store.adamw import AdamWConfig
 from tierstore.store.core import StoreCore
 from tierstore.store.format import SECTION_ALIGNMENT, Group, Placement, RecordSchema, Training
@@ -217,3 +219,64 @@ class _StagedRecord:
         if len(self._buffers) > 1:
             groups[Group.MOMENTS] = [self._buffers["exp_avg"], self._buffers["exp_avg_sq"]]
         return groups
+
+
+# Moments that live on disk, in the records of the rank's store, and pass through memory one unit at a --------
+
+
+@dataclass(slots=True)
+class _Place:
+    """Memory for two arrays of the largest slices, from ``offset`` of the arena; ``writes`` drain out of it."""
+
+    offset: int
+    writes: list[int] = field(default_factory=list)
+
+
+class DiskMoments:
+    """The moments of all units of a rank, of slices of at most ``largest`` elements."""
+
+    def __init__(self, largest: int) -> None:
+        self.nbytes = moment_bytes(largest)
+        self._size = self.nbytes // (2 * MOMENT_PLACES)
+        self._arena = Arena(self.nbytes, HugePages.AUTO)
+        self._places = deque(_Place(i * 2 * self._size) for i in range(MOMENT_PLACES))
+        self._store: StoreCore | None = None
+        self._written: set[str] = set()
+
+    def attach(self, store: StoreCore, *, written: set[str]) -> None:
+        """The records are in ``store``; those of the keys ``written`` have moments there, the others zeros."""
+        self._store = store
+        self._written = written
+
+    @contextlib.contextmanager
+    def borrow(self, layout: UnitLayout, step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """``exp_avg`` and ``exp_avg_sq`` of a unit, to be changed inside; written at the end, as those of ``step``.
+
+        Waits for the read. Raises RuntimeError without a store, ChecksumError, OSError.
+        """
+        if self._store is None:
+            raise RuntimeError("dense.optimizer_state = nvme: the slices have no records yet")
+        place = self._places.popleft()
+        try:
+            self._store.wait(place.writes)
+            buffers = [
+                Buffer(self._arena, [(place.offset + i * self._size, self._size)], layout.slice_numel * 4)
+                for i in range(2)
+            ]
+            exp_avg, exp_avg_sq = (tensor_of(buffer, torch.float32) for buffer in buffers)
+            if layout.key in self._written:
+                self._store.read_through(layout.key, {Group.MOMENTS: buffers})
+            else:
+                exp_avg.zero_()
+                exp_avg_sq.zero_()
+            yield exp_avg, exp_avg_sq
+            place.writes = self._store.write_through(layout.key, {Group.MOMENTS: buffers}, step=step)
+            self._written.add(layout.key)
+        finally:
+            self._places.append(place)
+
+    def ensure(self, layout: UnitLayout, step: int) -> None:
+        """Before a commit: a unit that was never stepped has moments, too."""
+        if layout.key not in self._written:
+            with self.borrow(layout, step):
+                pass

@@ -32,12 +32,12 @@ from tierstore.hf.packing import attention_masks
 from tierstore.model.buffers import BUFFERS_KEY, pack_arrays, unpack_arrays
 from tierstore.model.config import CheckpointActivations, ComputeDtype
 from tierstore.model.interface import Batch, ModelOutput, TaskSegment, joint_loss, segment_losses
-from tierstore.moe.layer_router import LayerRouter
 from tierstore.moe.lora import LoraConfig
+from tierstore.moe.router import LayerRouter
 from tierstore.moe.seeds import derive_seed
 from tierstore.moe.source import ExpertSource
 from tierstore.parallel import Mesh, RankGroup
-from tierstore.parallel.division import Division
+from tierstore.parallel.layout import Division
 from tierstore.stats import StallLedger
 from tierstore.train.config import FinetuneConfig
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from tierstore.errors import ConfigError
 from tierstore.model.architecture import DenseUnit
 from tierstore.moe.config import Activation, ExpertShape, network_divisions
-from tierstore.parallel.division import Division
+from tierstore.parallel.layout import Division
 
 if TYPE_CHECKING:
     from tierstore.model.config import ModelConfig

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from tierstore.moe.layer_router import LayerRouter
-from tierstore.parallel.division import Division
+from tierstore.moe.router import LayerRouter
+from tierstore.parallel.layout import Division
 
 #: A target that does not count.
 IGNORED = -100

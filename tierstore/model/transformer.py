@@ -36,11 +36,10 @@ from tierstore.model.sampling import sample_tokens
 from tierstore.model.vocabulary import DividedTable, VocabularyPartition
 from tierstore.moe import ExpertSource, FeedForward, MoELayer, NoiseKey, Router, Routing
 from tierstore.moe.exchange import Charge
-from tierstore.moe.layer_router import LayerRouter
+from tierstore.moe.router import LayerRouter
 from tierstore.moe.seeds import keyed_generator
 from tierstore.parallel import Mesh, TensorRanks
-from tierstore.parallel.division import Division
-from tierstore.parallel.rows import TableRows
+from tierstore.parallel.layout import Division, TableRows
 from tierstore.stats import Cause, StallLedger, Tier
 
 MixtureFactory = Callable[[int], nn.Module]

@@ -17,8 +17,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from tierstore.moe.exchange import Arrival, RowChunk, Rows
-from tierstore.moe.pipelining import Pipelining
-from tierstore.moe.source import ExpertLease
+from tierstore.moe.source import ExpertLease, Pipelining
 from tierstore.timeline import Track
 
 

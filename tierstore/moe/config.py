@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from tierstore.errors import ConfigError
-from tierstore.parallel.division import Division
+from tierstore.parallel.layout import Division
 from tierstore.quant.layout import CodeFormat, PartKind, QuantizedLayout, WeightPart
 
 if TYPE_CHECKING:

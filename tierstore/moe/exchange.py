@@ -11,7 +11,7 @@ takes them there (SE-MoE, section 2.3); the same splits the other way bring resu
 They may also go in chunks, each in an all-to-all of its own (PipeMoE): chunk c carries the c-th group of every owner's
 experts. Every expert is in one chunk, so its products are the same however many chunks there are.
 
-Where the ranks of a group have the same tokens, nothing has to travel to the experts: ``tierstore.moe.indexed``.
+Where the ranks of a group have the same tokens, nothing has to travel to the experts: ``tierstore.moe.exchange``.
 """
 
 from __future__ import annotations
@@ -320,7 +320,7 @@ def rows_of(
         return LocalRows(plan, asked)
     starts = tuple(blocks.start(rank) for rank in range(mesh.expert.size + 1))
     if mesh.tensor.size > 1:
-        from tierstore.moe.indexed import IndexedRows  # which is made of what is here
+        from tierstore.moe.exchange import IndexedRows  # which is made of what is here
 
         return IndexedRows(mesh.tensor, starts, plan, asked, charge)
     return ExchangedRows(mesh.exchange, starts, load_SE, asked, charge)
@@ -353,3 +353,113 @@ def _by_expert(count_SE: Tensor) -> Tensor:
     counts = count_SE.t().flatten()  # of the blocks, in the order they shall have
     shift = start_SE.t().flatten() - (counts.cumsum(0) - counts)
     return torch.arange(int(counts.sum())) + shift.repeat_interleave(counts)
+
+
+# Indexed expert parallelism (Pipeline MoE, sections 3.3.2 to 3.3.4): experts divided over ranks that  --------
+
+
+class IndexedRows:
+    """The N rows of ``plan`` are on all ranks of ``group``, of which each computes those of its own experts.
+
+    ``starts``: the first expert of each rank, and the number of experts.
+    """
+
+    travel = False
+
+    def __init__(
+        self,
+        group: RankGroup,
+        starts: tuple[int, ...],
+        plan: Dispatch,
+        asked: tuple[int, ...],
+        charge: Charge | None = None,
+    ) -> None:
+        self._group = group
+        self._starts = starts
+        self._plan = plan
+        self._charge = charge
+        first, last = starts[group.rank], starts[group.rank + 1]
+        loads = [stop - start for start, stop in itertools.pairwise(plan.offsets)]
+        self._loads = loads
+        self._own = slice(plan.offsets[first], plan.offsets[last])
+        self.rows = sum(loads[first:last])
+        self.most_rows = max(loads[first:last], default=0)
+        self.asked = asked
+
+    def span(self, expert: int) -> slice:
+        span = self._plan.span(expert)
+        return slice(span.start - self._own.start, span.stop - self._own.start)
+
+    def chunks(self, degree: int) -> Sequence[RowChunk]:
+        offsets, rank = self._plan.offsets, self._group.rank
+        cuts = [
+            expert_groups(self._loads, first, last, degree)
+            for first, last in itertools.pairwise(self._starts)
+        ]
+        return [
+            _IndexedChunk(
+                self._group,
+                [slice(offsets[cut[number]], offsets[cut[number + 1]]) for cut in cuts],
+                tuple(e for e in self.asked if cuts[rank][number] <= e < cuts[rank][number + 1]),
+                self._own.start,
+                self._charge,
+            )
+            for number in range(degree)
+        ]
+
+    def at_experts(self, rows_N: Tensor) -> Tensor:
+        return rows_N[self._own]
+
+    def most(self) -> MostRows:
+        # The rank with most rows sends them to each of the others.
+        blocks = [self._loads[first:last] for first, last in itertools.pairwise(self._starts)]
+        computed = max(sum(block) for block in blocks)
+        return MostRows(
+            travelling=computed * (self._group.size - 1),
+            computed=computed,
+            experts=max(sum(load > 0 for load in block) for block in blocks),
+        )
+
+
+class _IndexedChunk:
+    """Some experts of each rank. ``pieces``: their rows among the N, by rank; ``first_row``: of this rank's rows."""
+
+    def __init__(
+        self,
+        group: RankGroup,
+        pieces: Sequence[slice],
+        asked: tuple[int, ...],
+        first_row: int,
+        charge: Charge | None,
+    ) -> None:
+        own = pieces[group.rank]
+        self.asked = asked
+        self.part = slice(own.start - first_row, own.stop - first_row)
+        self._group = group
+        self._pieces = pieces
+        self._charge = charge
+
+    def to_experts(self, rows_N: Tensor, rows_M: Tensor) -> Arrival:
+        """Nothing travels: ``rows_M`` is a part of ``rows_N``."""
+        return Arrival()
+
+    def to_tokens(self, rows_M: Tensor, rows_N: Tensor) -> Arrival:
+        """This rank's rows are in their places already: ``rows_M`` is a part of ``rows_N``."""
+        size, rank = self._group.size, self._group.rank
+        own = rows_M[self.part]
+        places = [rows_N[piece] for piece in self._pieces]
+        to = [0 if other == rank else len(own) for other in range(size)]
+        came = [0 if other == rank else len(place) for other, place in enumerate(places)]
+        if size == 2:  # no byte is copied that does not travel
+            return Arrival(self._group.all_to_all(places[1 - rank], own, came, to), charge=self._charge)
+        others = [place for other, place in enumerate(places) if other != rank]
+        lengths = [len(place) for place in others]
+        arrived = rows_N.new_empty((sum(came), *rows_N.shape[1:]))
+        repeated = own.repeat(size - 1, *[1] * (own.dim() - 1))
+        work = self._group.all_to_all(arrived, repeated, came, to)
+
+        def spread() -> None:
+            for place, rows in zip(others, torch.split(arrived, lengths), strict=True):
+                place.copy_(rows)
+
+        return Arrival(work, spread, self._charge)

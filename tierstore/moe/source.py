@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from tierstore.moe.config import ExpertShape
+from tierstore.moe.exchange import Rows
 from tierstore.moe.experts import initial_expert
 from tierstore.moe.low_rank import PairLease
-from tierstore.moe.pipelining import Pipelining
 from tierstore.parallel import RankGroup
 from tierstore.quant.weights import Weights, plain_weights
+from tierstore.timeline import NullTimeline, TimelineSink
 
 if TYPE_CHECKING:
     from tierstore.moe.computing import ExpertPass
@@ -209,3 +210,45 @@ class InMemoryExperts:
             self.grads[layer, expert] = gradients.to(self.masters[layer, expert].dtype)
         else:
             held += gradients
+
+
+# In how many chunks the passes over a model's experts go, and what they carried (``tierstore.moe.chun --------
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineDegrees:
+    """In how many chunks passes go."""
+
+    forward: int = 1
+    backward: int = 1
+
+
+@dataclass(slots=True)
+class LayerLoads:
+    """Sums over passes that were counted: what the slowest rank had to do in each (``MostRows``)."""
+
+    passes: int = 0
+    travelling: int = 0
+    computed: int = 0
+    experts: int = 0
+
+
+class Pipelining:
+    """How the passes over a model's experts are cut into chunks, and what they carried. Shared by all of its layers.
+
+    ``degrees`` may change between steps, on all ranks alike. ``loads`` counts backward passes.
+    """
+
+    def __init__(self, timeline: TimelineSink | None = None) -> None:
+        self.degrees = PipelineDegrees()
+        self.loads = LayerLoads()
+        self.timeline: TimelineSink = timeline or NullTimeline()
+
+    def count(self, rows: Rows) -> None:
+        """A backward pass takes the way of ``rows``."""
+        most = rows.most()
+        if most is not None:
+            self.loads.passes += 1
+            self.loads.travelling += most.travelling
+            self.loads.computed += most.computed
+            self.loads.experts += most.experts

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
         Work,
     )
     from tierstore.parallel.config import ExchangeMode, ParallelConfig, RowPlacement
-    from tierstore.parallel.environment import RankEnvironment
     from tierstore.parallel.hierarchical import (
         Exchange,
         ExchangeChoice,
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     )
     from tierstore.parallel.job_store import JobStore, MemoryJobStore
     from tierstore.parallel.launching import launch, rank_device
+    from tierstore.parallel.layout import RankEnvironment
     from tierstore.parallel.limited import LimitedGroup, limited_groups
     from tierstore.parallel.mesh import ExpertBlocks, Mesh
     from tierstore.parallel.tensor import TensorRanks

@@ -13,19 +13,29 @@ the others the reason.
 from __future__ import annotations
 
 import contextlib
+import math
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+import torch
+
 from tierstore.errors import CapabilityError, ConfigError, PeerError
-from tierstore.parallel.choosing import GroupMaker, check_exchange, with_exchange
-from tierstore.parallel.collectives import Failure, RankGroup
-from tierstore.parallel.config import ParallelConfig
-from tierstore.parallel.environment import RankEnvironment
-from tierstore.parallel.job_store import open_job_store
-from tierstore.parallel.layout import layout_of
-from tierstore.parallel.meeting import meeting_store
+from tierstore.parallel.collectives import Channel, Failure, RankGroup, uncounted
+from tierstore.parallel.config import ExchangeMode, ParallelConfig
+from tierstore.parallel.hierarchical import (
+    Exchange,
+    ExchangeChoice,
+    ExchangeModel,
+    FlatExchange,
+    HierarchicalExchange,
+    MessageCost,
+    SizedExchange,
+)
+from tierstore.parallel.job_store import meeting_store, open_job_store
+from tierstore.parallel.layout import NodeGrid, RankEnvironment, layout_of, node_grid, ranks_of_a_node
 from tierstore.parallel.mesh import Mesh, build_mesh
 from tierstore.parallel.watch import DeathWatch
 
@@ -179,3 +189,147 @@ def _join(config: ParallelConfig, environment: RankEnvironment, device: torch.de
         raise PeerError(
             "joining", f"rank {environment.rank} of {environment.world} met no one at {where}: {reason}"
         ) from error
+
+
+# Which way rows are exchanged: decided once, when the ranks have joined, and the same on all of them ---------
+
+
+#: Bytes of the messages that AUTO measures, and how often.
+PROBE_BYTES = (1 << 10, 8 << 10, 64 << 10, 256 << 10)
+PROBE_ROUNDS = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupMaker:
+    """How the groups of a run are made. ``communicators``: all that exist, for whoever must abort them."""
+
+    make: Callable[..., RankGroup]
+    blame: Callable[[], Failure | None]
+    communicators: list[ProcessGroup]
+    timeout_s: float
+
+    def group(self, rank: int, rows: list[list[int]], node_ranks: int) -> RankGroup:
+        """The group of the world's ``rank`` among ``rows``, which hold every rank once; for exchanges. A collective."""
+        import torch.distributed as dist
+
+        timeout = timedelta(seconds=self.timeout_s)
+        made, _ = dist.new_subgroups_by_enumeration(rows, timeout=timeout)  # type: ignore[no-untyped-call]
+        self.communicators.append(made)
+        ranks = next(row for row in rows if rank in row)
+        channels = {Channel.EXCHANGE: made}
+        return self.make(ranks.index(rank), ranks, channels, node_ranks=node_ranks, blame=self.blame)
+
+    def drop(self, group: RankGroup) -> None:
+        """Ends a group that ``group`` made, on all of its ranks."""
+        import torch.distributed as dist
+
+        made = group.communicator(Channel.EXCHANGE)
+        group.close()
+        self.communicators.remove(made)
+        dist.destroy_process_group(made)
+
+
+def expert_grid(config: ParallelConfig, environment: RankEnvironment) -> NodeGrid | str:
+    """How expert groups lie on nodes; the reason where rows cannot be exchanged in two steps."""
+    if config.tensor > 1:
+        return "parallel.tensor has no exchange in two steps"
+    groups = layout_of(config, environment.world).rows("expert")
+    node_ranks = ranks_of_a_node(config, environment)
+    found = node_grid(groups, node_ranks)
+    if isinstance(found, str) and not (config.node_ranks or environment.local_world):
+        found += " (neither parallel.node_ranks nor LOCAL_WORLD_SIZE says where nodes end)"
+    return found
+
+
+def check_exchange(config: ParallelConfig, environment: RankEnvironment) -> None:
+    """Raises ConfigError where HIERARCHICAL is asked for and cannot be."""
+    grid = expert_grid(config, environment)
+    if config.exchange is ExchangeMode.HIERARCHICAL and isinstance(grid, str):
+        raise ConfigError(f"parallel.exchange: hierarchical cannot be: {grid}")
+
+
+def with_exchange(config: ParallelConfig, mesh: Mesh, maker: GroupMaker) -> Mesh:
+    """``mesh`` with the exchange that ``config`` asks for. A collective. Raises ConfigError, PeerError."""
+    exchange, choice = _chosen(config, mesh, maker)
+    return replace(mesh, exchange=exchange, exchange_choice=choice)
+
+
+def _chosen(config: ParallelConfig, mesh: Mesh, maker: GroupMaker) -> tuple[Exchange, ExchangeChoice]:
+    flat, mode = FlatExchange(mesh.expert), config.exchange
+    grid = expert_grid(config, mesh.environment)
+    if mode is ExchangeMode.AUTO and not isinstance(grid, str) and mesh.device.type == "cuda":
+        grid = "NCCL exchanges in two steps by itself (PXN)"
+    said = mesh.world.all_gather_object((mode, grid))
+    for rank, (other, _) in enumerate(said):
+        if other is not said[0][0]:
+            raise ConfigError(f"parallel.exchange: rank {rank} was told {other}, rank 0 {said[0][0]}")
+    # torchrun may have started other numbers of ranks on other nodes.
+    if any(other != said[0][1] for _, other in said):
+        grid = "nodes have different numbers of ranks"
+    if mode is ExchangeMode.FLAT:
+        return flat, ExchangeChoice(mode, 0.0, "as configured")
+    if isinstance(grid, str):
+        if mode is ExchangeMode.HIERARCHICAL:
+            raise ConfigError(f"parallel.exchange: hierarchical cannot be: {grid}")
+        return flat, ExchangeChoice(mode, 0.0, grid)
+    hierarchical = _hierarchical(config, mesh, grid, maker)
+    if mode is ExchangeMode.HIERARCHICAL:
+        return hierarchical, ExchangeChoice(mode, math.inf, "as configured")
+    model = measured_model(mesh, grid, hierarchical)
+    choice = ExchangeChoice(mode, model.below_bytes, model.describe())
+    if choice.below_bytes:
+        return SizedExchange(flat, hierarchical, choice), choice
+    for group in hierarchical.groups:
+        maker.drop(group)
+    return flat, choice
+
+
+def _hierarchical(
+    config: ParallelConfig, mesh: Mesh, grid: NodeGrid, maker: GroupMaker
+) -> HierarchicalExchange:
+    environment = mesh.environment
+    experts = layout_of(config, environment.world).rows("expert")
+    node_ranks = ranks_of_a_node(config, environment)
+    neighbours = [row for group in experts for row in grid.neighbours(group)]
+    rails = [row for group in experts for row in grid.rails(group)]
+    return HierarchicalExchange(
+        maker.group(environment.rank, neighbours, node_ranks),
+        maker.group(environment.rank, rails, node_ranks),
+    )
+
+
+def measured_model(
+    mesh: Mesh,
+    grid: NodeGrid,
+    hierarchical: HierarchicalExchange,
+    sizes: tuple[int, ...] = PROBE_BYTES,
+    rounds: int = PROBE_ROUNDS,
+) -> ExchangeModel:
+    """What exchanges cost between these ranks, from messages of ``sizes`` bytes, which are not counted as traffic. A
+    collective. Raises PeerError.
+    """
+    flat, (_, rail) = FlatExchange(mesh.expert), hierarchical.groups
+    ways: list[tuple[Exchange, int]] = [(flat, 1), (FlatExchange(rail), grid.each), (hierarchical, 1)]
+    seconds = torch.empty(len(ways), len(sizes), dtype=torch.float64)
+    with uncounted(mesh.world, mesh.expert, *hierarchical.groups):
+        for number, nbytes in enumerate(sizes):
+            for way, (exchange, messages) in enumerate(ways):
+                ranks = exchange.groups[0].size if exchange is not hierarchical else grid.ranks
+                seconds[way, number] = _least_s(mesh, exchange, ranks, nbytes * messages, rounds)
+        mesh.world.max(seconds)
+    lines = [MessageCost.fitted(list(zip(sizes, times, strict=True))) for times in seconds.tolist()]
+    return ExchangeModel(grid, *lines)
+
+
+def _least_s(mesh: Mesh, exchange: Exchange, ranks: int, nbytes: int, rounds: int) -> float:
+    """Of an exchange in which each of ``ranks`` ranks sends each a message of ``nbytes``."""
+    given = torch.zeros((ranks, nbytes), dtype=torch.uint8)
+    received = torch.empty_like(given)
+    once_SS = torch.ones((ranks, ranks), dtype=torch.int64)
+    seconds = []
+    for _ in range(rounds):
+        mesh.world.barrier()
+        begun = time.perf_counter()
+        exchange.all_to_all(received, given, once_SS).wait()
+        seconds.append(time.perf_counter() - begun)
+    return min(seconds)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tierstore.errors import ConfigError
@@ -83,3 +86,196 @@ def layout_of(config: ParallelConfig, world: int) -> Layout:
         where = f"the {each} ranks" + (" of a stage" if config.stages > 1 else "")
         raise ConfigError(f"parallel.expert: expected a divisor of {where}, got {expert}")
     return Layout(config.stages, each // expert, expert, config.tensor)
+
+
+# Which rank a process is, from the environment that ``torchrun`` sets ----------------------------------------
+
+
+_NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+#: Only where nodes end depends on it.
+_LOCAL_WORLD = "LOCAL_WORLD_SIZE"
+_JOB = "TORCHELASTIC_RUN_ID"
+#: What torchrun calls every job that was given no ``--rdzv-id``.
+_NO_JOB = "none"
+_NEEDED = (*_NUMBERS, "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankEnvironment:
+    """Rank ``rank`` of ``world``; ``local_rank`` among the ``local_world`` ranks of its machine (0: it is not said).
+
+    ``address``: the machine of rank 0, and the port where ranks meet. ``supervised``: a ``torchrun`` process
+    started this one and must outlive it. ``job``: the ``--rdzv-id`` that it was given, which all attempts of a job share.
+    """
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    local_world: int = 0
+    address: tuple[str, int] = ("127.0.0.1", 0)
+    supervised: bool = False
+    job: str = ""
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> RankEnvironment:
+        """What ``environ`` (this process's, when None) says; one process alone if it says nothing of ranks.
+
+        Raises ConfigError naming the variable for an environment that is only half there or cannot be.
+        """
+        environ = os.environ if environ is None else environ
+        # MASTER_* alone says nothing: clusters set it for every process of a job.
+        if not any(name in environ for name in _NUMBERS):
+            return cls()
+        missing = [name for name in _NEEDED if not environ.get(name)]
+        if missing:
+            given = ", ".join(name for name in _NUMBERS if name in environ)
+            raise ConfigError(
+                f"{', '.join(missing)}: not set, though {given} is; start ranks with torchrun, "
+                "or unset them all for a single process"
+            )
+        rank, world, local = (_number(environ, name) for name in _NUMBERS)
+        if world < 1:
+            raise ConfigError(f"WORLD_SIZE: expected at least 1, got {world}")
+        if rank >= world:
+            raise ConfigError(f"RANK: expected 0 to {world - 1} (WORLD_SIZE is {world}), got {rank}")
+        if local > rank:
+            raise ConfigError(f"LOCAL_RANK: expected at most {rank} (RANK), got {local}")
+        local_world = _number(environ, _LOCAL_WORLD) if environ.get(_LOCAL_WORLD) else 0
+        if local_world and not local < local_world <= world:
+            raise ConfigError(
+                f"{_LOCAL_WORLD}: expected {local + 1} to {world} (LOCAL_RANK is {local}, WORLD_SIZE is {world}), "
+                f"got {local_world}"
+            )
+        port = _number(environ, "MASTER_PORT")
+        if not 0 < port < 65536:
+            raise ConfigError(f"MASTER_PORT: expected 1 to 65535, got {port}")
+        return cls(
+            rank=rank,
+            world=world,
+            local_rank=local,
+            local_world=local_world,
+            address=(environ["MASTER_ADDR"], port),
+            supervised=_JOB in environ,
+            job="" if environ.get(_JOB) == _NO_JOB else environ.get(_JOB, ""),
+        )
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    text = environ[name]
+    if not (text.isascii() and text.isdigit()):
+        raise ConfigError(f"{name}: expected an integer of at least 0, got {text!r}")
+    return int(text)
+
+
+# Where nodes end, and whether expert groups lie on them so that an exchange can be hierarchical --------------
+
+
+@dataclass(frozen=True, slots=True)
+class NodeGrid:
+    """An expert group as ``nodes`` x ``each``: ``each`` of its ranks, neighbours by number, on each of its nodes."""
+
+    nodes: int
+    each: int
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.each
+
+    def neighbours(self, ranks: Sequence[int]) -> list[list[int]]:
+        """Of a group's ``ranks``, those of each node."""
+        return [list(ranks[first : first + self.each]) for first in range(0, self.ranks, self.each)]
+
+    def rails(self, ranks: Sequence[int]) -> list[list[int]]:
+        """Of a group's ``ranks``, those of each place: one rank of every node."""
+        return [list(ranks[place :: self.each]) for place in range(self.each)]
+
+
+def ranks_of_a_node(config: ParallelConfig, environment: RankEnvironment) -> int:
+    """Ranks of a node; all of the world's where neither the configuration nor ``torchrun`` says it."""
+    return config.node_ranks or environment.local_world or environment.world
+
+
+def node_grid(groups: Sequence[Sequence[int]], node_ranks: int) -> NodeGrid | str:
+    """How each of the expert ``groups`` (ranks of the world, ascending) lies on nodes of ``node_ranks`` ranks; the reason
+    where that leaves nothing to do in two steps, or is not the same for all nodes.
+    """
+    size = len(groups[0])
+    spreads = {tuple(_counts([rank // node_ranks for rank in group])) for group in groups}
+    if all(len(counts) == 1 for counts in spreads):
+        return f"each expert group of {size} is within one node of {node_ranks} ranks"
+    if len(spreads) > 1 or any(len(set(counts)) > 1 for counts in spreads):
+        return f"nodes of {node_ranks} ranks do not divide the expert groups of {size} evenly"
+    (counts,) = spreads
+    if counts[0] == 1:
+        return f"each node has one rank of an expert group of {size}"
+    return NodeGrid(len(counts), counts[0])
+
+
+def _counts(nodes: Sequence[int]) -> list[int]:
+    return [nodes.count(node) for node in sorted(set(nodes))]
+
+
+# How one parameter is divided over tensor-parallel ranks. Imports no torch -----------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """A parameter whose dimension ``dimension`` is ``blocks`` equal blocks, each cut into a piece for each rank."""
+
+    dimension: int
+    blocks: int = 1
+
+    def part_shape(self, shape: Sequence[int], ranks: int) -> tuple[int, ...]:
+        """What one of ``ranks`` ranks holds of a parameter of ``shape``. Raises ValueError where it cannot be cut so."""
+        length, more = divmod(shape[self.dimension], self.blocks * ranks)
+        if more:
+            raise ValueError(
+                f"expected a multiple of {self.blocks} x {ranks} in dimension {self.dimension} of {tuple(shape)}"
+            )
+        part = list(shape)
+        part[self.dimension] = length * self.blocks
+        return tuple(part)
+
+    def pieces(self, length: int, rank: int, ranks: int) -> Iterator[slice]:
+        """Where the part of ``rank`` lies along ``dimension``, of ``length`` elements in the whole parameter: one piece of
+        each block, in the order in which they lie in the part.
+        """
+        block = length // self.blocks
+        piece = block // ranks
+        for number in range(self.blocks):
+            start = number * block + rank * piece
+            yield slice(start, start + piece)
+
+
+# Which rows of a table a rank has, where its rows are divided over ranks (SE-MoE section 4.3). Import --------
+
+
+#: Slices are multiples of this many elements: 64 bytes in fp32, 32 in bf16. Then no vector kernel meets a tail.
+SLICE_ALIGNMENT = 16
+
+
+@dataclass(frozen=True, slots=True)
+class TableRows:
+    """A table of ``rows`` rows of ``width`` elements in contiguous blocks over ``ranks`` ranks, all blocks of ``each`` rows:
+    those behind the last row of the table are padding, and zero. The last ranks may have padding alone.
+    """
+
+    rows: int
+    width: int
+    ranks: int
+
+    @property
+    def each(self) -> int:
+        """Rows that one rank holds, padding included: whole rows whose elements are a multiple of SLICE_ALIGNMENT."""
+        step = SLICE_ALIGNMENT // math.gcd(SLICE_ALIGNMENT, self.width)
+        return -(-self.rows // (self.ranks * step)) * step
+
+    def owned(self, rank: int) -> range:
+        """The rows of ``rank``, without padding."""
+        return range(min(rank * self.each, self.rows), min((rank + 1) * self.each, self.rows))
+
+    def owner(self, row: int) -> int:
+        """The rank that holds ``row``. Raises ValueError if there is none such."""
+        if not 0 <= row < self.rows:
+            raise ValueError(f"expected a row of 0 to {self.rows - 1}, got {row}")
+        return row // self.each

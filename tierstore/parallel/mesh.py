@@ -18,11 +18,9 @@ import torch
 
 from tierstore.parallel.collectives import Channel, Collective, CollectiveTraffic, Failure, RankGroup
 from tierstore.parallel.config import ParallelConfig
-from tierstore.parallel.environment import RankEnvironment
 from tierstore.parallel.hierarchical import Exchange, ExchangeChoice, FlatExchange
 from tierstore.parallel.job_store import JobStore, MemoryJobStore
-from tierstore.parallel.layout import Layout, layout_of
-from tierstore.parallel.nodes import ranks_of_a_node
+from tierstore.parallel.layout import Layout, RankEnvironment, layout_of, ranks_of_a_node
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -1,6 +1,6 @@
 """Tensor parallelism of the dense layers: the sums over ranks at both ends of each divided pair of products.
 
-A pair of products with a nonlinear function between them is divided as ``tierstore.parallel.division`` says. Each rank
+A pair of products with a nonlinear function between them is divided as ``tierstore.parallel.layout`` says. Each rank
 computes its part from the whole input, and the outputs of all ranks are added up. Megatron-LM (Shoeybi et al. 2019,
 section 3) calls the two ends f and g: ``enter`` passes its input on, and adds the gradients of all ranks up;
 ``leave`` adds the outputs of all ranks up, and passes its gradient on. Sums are in rank order, so every rank has the same
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from tierstore.parallel.collectives import RankGroup
-from tierstore.parallel.division import Division
+from tierstore.parallel.layout import Division
 from tierstore.stats import Cause, StallLedger, Tier
 
 

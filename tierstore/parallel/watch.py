@@ -27,7 +27,7 @@ from typing import Any
 
 from tierstore.errors import PeerError
 from tierstore.parallel.collectives import Failure, RankGroup
-from tierstore.parallel.environment import RankEnvironment
+from tierstore.parallel.layout import RankEnvironment
 
 EXIT_STATUS = 1  # of a process that the watch had to end
 _LINE_BYTES = 65536

@@ -12,8 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from tierstore.dense.config import OptimizerState
-from tierstore.dense.footprint import DenseBytes, blocks_held, gather_copies
-from tierstore.dense.layout import UnitLayout
+from tierstore.dense.layout import DenseBytes, UnitLayout, blocks_held, gather_copies
 from tierstore.errors import ConfigError
 from tierstore.hf.activations import forward_bytes
 from tierstore.hf.sizes import cache_bytes

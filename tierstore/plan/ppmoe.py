@@ -9,7 +9,7 @@ Its equations are here as printed, and corrected, with what is wrong in their do
 rank sends, which are those of ``CollectiveTraffic``, to the byte: links have different speeds, and bytes do not depend on
 them. From both follows where each pays: with one group inside of a node (B_intra) and the other across nodes (B_inter),
 the paper's all-reduce is faster where ``B_intra / B_inter > T / K``; rows that come back to every rank, as
-``tierstore.moe.indexed`` sends them, where it is more than ``T / 2``.
+``tierstore.moe.exchange`` sends them, where it is more than ``T / 2``.
 """
 
 from __future__ import annotations

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 
 from tierstore.cache.access import Phase
-from tierstore.dense.footprint import gather_width
-from tierstore.dense.layout import UnitLayout
+from tierstore.dense.layout import UnitLayout, gather_width
 from tierstore.hf.sizes import attention_sizes
 from tierstore.hf.spec import HfSpec
 from tierstore.links import LinkConfig

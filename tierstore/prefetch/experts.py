@@ -27,8 +27,13 @@ from tierstore import parallel
 from tierstore.cache.config import GroupOrder
 from tierstore.errors import ConfigError
 from tierstore.moe.source import ExpertLease, JointSource, users_of
-from tierstore.prefetch.gradient_parts import GradientParts
-from tierstore.prefetch.gradients import ExpertGradients, GradientAccumulator, NoGradients
+from tierstore.prefetch.gradients import (
+    ExpertGradients,
+    GradientAccumulator,
+    GradientParts,
+    NoGradients,
+    ReplicaSums,
+)
 from tierstore.prefetch.plan import StepTiming
 from tierstore.prefetch.predictor import Counts, Predictor
 from tierstore.prefetch.program import (
@@ -40,7 +45,6 @@ from tierstore.prefetch.program import (
     FrozenProgram,
     GuessCounts,
 )
-from tierstore.prefetch.replicas import ReplicaSums
 from tierstore.prefetch.schedule import Schedule
 from tierstore.prefetch.walking import AccessWalk, RecordsByExpert
 from tierstore.stats import Cause, StallLedger, Tier

@@ -10,16 +10,23 @@ a non-finite gradient is always noticed. Which of these happens to which gradien
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
+
+import torch
+from torch import Tensor
 
 from tierstore._native import Buffer, DoubleTable
 from tierstore.cache.access import GROUP_STRIDE, Need
 from tierstore.errors import StoreError
+from tierstore.parallel import Channel, RankGroup, Work
 from tierstore.prefetch.program import Access, AccessProgram, Action
+from tierstore.stats import Cause, StallLedger, Tier
 from tierstore.store.core import StoreCore
 from tierstore.store.format import Group
 from tierstore.store.optimizer import CachedRecord
+from tierstore.tiers import DeviceSlots
 from tierstore.tiers.device import DeviceTier
 
 
@@ -171,3 +178,115 @@ class GradientAccumulator:
         """Steps every pending record."""
         for access in self._program.pending():
             self.carry_out(access)
+
+
+# An expert's gradients from several micro-batches, which share its lease: added up in its gradient sl --------
+
+
+_ALIGNMENT = 16  # fp32 values: a part starts on a multiple of 64 bytes
+
+
+class GradientParts:
+    """Adds parts up in fp32 and in the order of micro-batches, as gradients that wait in the host cache are.
+
+    Each part is summed over ``replicas`` before it is added: the sums then have the bits of one micro-batch after
+    another. Beside the slot there is memory for one part; with replicas, for all but the first.
+    """
+
+    def __init__(self, replicas: RankGroup, *, ledger: StallLedger) -> None:
+        self._replicas = replicas
+        self._ledger = ledger
+        self._memory: Tensor | None = None
+
+    def add_up(self, micros: Sequence[int], total: Tensor, *, layer: int) -> Iterator[tuple[int, Tensor]]:
+        """For each of ``micros``, its number and where its part is written; then ``total`` is the sum."""
+        alone = self._replicas.size == 1
+        spare = self._spare(1 if alone else len(micros) - 1, total) if len(micros) > 1 else []
+        if alone:
+            for place, micro in enumerate(micros):
+                part = spare[0] if place else total
+                yield micro, part
+                if place:
+                    total.add_(part)
+            return
+        parts = [total, *spare]
+        yield from zip(micros, parts, strict=True)
+        work = self._replicas.all_reduce(*parts, channel=Channel.STREAM)
+        with self._ledger.stall(layer=layer, tier=Tier.RANKS, cause=Cause.REDUCE):
+            work.wait()
+        for part in parts[1:]:
+            total.add_(part)
+
+    def _spare(self, count: int, like: Tensor) -> list[Tensor]:
+        """``count`` tensors as ``like``, of undefined content."""
+        numel = like.numel()
+        stride = -(-numel // _ALIGNMENT) * _ALIGNMENT
+        if self._memory is None or self._memory.numel() < count * stride:
+            self._memory = None  # or both would be there at once
+            self._memory = torch.empty(count * stride, dtype=like.dtype, device=like.device)
+        return [self._memory[place * stride : place * stride + numel] for place in range(count)]
+
+
+# Expert gradients summed over the replicas of their expert while the next ones are computed ------------------
+
+
+BATCH_BYTES = 1 << 20  # a message this long costs more in bytes than in latency
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Gradients that travel together: what to do once they are summed, in order."""
+
+    tensors: list[Tensor] = field(default_factory=list)
+    complete: list[Callable[[], None]] = field(default_factory=list)
+    work: Work | None = None
+
+
+class ReplicaSums:
+    """Sums over ``group``, of gradients that lie in the gradient slots of ``slots``.
+
+    All replicas add the same gradients in the same order. With a group of one they are complete at once.
+    """
+
+    def __init__(self, group: RankGroup, slots: DeviceSlots[torch.dtype], *, ledger: StallLedger) -> None:
+        self._group = group
+        together = max(1, BATCH_BYTES // slots.gradient_bytes)
+        # Two batches of half the slots: one that is filled, and one that travels.
+        self._limit = min(slots.gradients // 2, together)
+        self._ledger = ledger
+        self._filling = _Batch()
+        self._travelling: _Batch | None = None
+
+    def add(self, gradient: Tensor, complete: Callable[[], None], *, layer: int) -> None:
+        """Sums ``gradient`` in place; then calls ``complete``, in the order of adding, now or later."""
+        if self._group.size == 1:
+            complete()
+            return
+        self._filling.tensors.append(gradient)
+        self._filling.complete.append(complete)
+        if len(self._filling.tensors) >= self._limit:
+            self._send(layer)
+        if self._limit == 0:
+            self._finish(layer)
+
+    def flush(self, *, layer: int) -> None:
+        """Completes all that was added."""
+        self._send(layer)
+        self._finish(layer)
+
+    def _send(self, layer: int) -> None:
+        self._finish(layer)
+        if self._filling.tensors:
+            self._filling.work = self._group.all_reduce(*self._filling.tensors, channel=Channel.STREAM)
+            self._travelling, self._filling = self._filling, _Batch()
+
+    def _finish(self, layer: int) -> None:
+        if self._travelling is None:
+            return
+        work, complete = self._travelling.work, self._travelling.complete
+        self._travelling = None
+        assert work is not None
+        with self._ledger.stall(layer=layer, tier=Tier.RANKS, cause=Cause.REDUCE):
+            work.wait()
+        for step in complete:
+            step()

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tierstore.dense.config import DenseConfig
-from tierstore.dense.footprint import FP32, blocks_held, gather_width
-from tierstore.dense.layout import UnitLayout
+from tierstore.dense.layout import FP32, UnitLayout, blocks_held, gather_width
 from tierstore.prefetch.plan import PrefetchConfig
 from tierstore.prefetch.schedule import GatherBuffer, MicroPass, QueueLimits, Schedule, Unit
 from tierstore.tiers.slots import ElementType

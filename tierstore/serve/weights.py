@@ -10,7 +10,7 @@ import torch
 
 from tierstore.config import from_dict
 from tierstore.dense import Fusion, unit_layouts
-from tierstore.dense.frozen import load_frozen
+from tierstore.dense.parameters import load_frozen
 from tierstore.errors import ConfigError, StoreError, StoreFormatError
 from tierstore.hf.stored import stored_spec
 from tierstore.model.config import ModelConfig

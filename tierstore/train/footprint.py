@@ -14,12 +14,11 @@ from dataclasses import dataclass, replace
 
 import psutil
 
-from tierstore.dense.footprint import DenseBytes, dense_bytes
-from tierstore.dense.layout import Gathered, Narrow, Region, Span, UnitLayout
+from tierstore.dense.layout import DenseBytes, Gathered, Narrow, Region, Span, UnitLayout, dense_bytes
 from tierstore.model.architecture import DenseUnit
 from tierstore.model.config import ComputeDtype
 from tierstore.model.vocabulary.partition import EMBEDDING_PLACE, HEAD_PLACE
-from tierstore.parallel.rows import TableRows
+from tierstore.parallel.layout import TableRows
 from tierstore.prefetch.predictor import PredictorName
 from tierstore.tiers.slots import DeviceKind
 from tierstore.train.budgets import BoundarySplit, pair_schema, split_boundaries

@@ -19,7 +19,7 @@ import torch
 
 from tierstore.model.config import ModelConfig
 from tierstore.model.store_schema import TrainState
-from tierstore.moe.pipelining import PipelineDegrees, Pipelining
+from tierstore.moe.source import PipelineDegrees, Pipelining
 from tierstore.parallel import Mesh
 from tierstore.parallel.config import AUTO_DEGREE
 from tierstore.parallel.pipeline_degree import (

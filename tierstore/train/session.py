@@ -18,9 +18,8 @@ import torch
 
 from tierstore._native import StepClock
 from tierstore.dense import DenseSlices, GatherDtype, UnitLayout, dense_schemas, unit_layouts
-from tierstore.dense.frozen import load_frozen
 from tierstore.dense.gates import Gates, PassListener
-from tierstore.dense.parameters import DividedParameters, Units
+from tierstore.dense.parameters import DividedParameters, Units, load_frozen
 from tierstore.errors import ConfigError
 from tierstore.model.config import CheckpointActivations
 from tierstore.model.interface import Model
@@ -28,8 +27,7 @@ from tierstore.model.spec import ModelSpec
 from tierstore.model.store_schema import EXPERT_SCHEMA, PAIR_SCHEMA, STATE_KEY, TrainState, pair_key, table_of
 from tierstore.model.transformer import Transformer
 from tierstore.moe.guessing import RouterGuesses
-from tierstore.moe.pipelining import Pipelining
-from tierstore.moe.source import ExpertSource, JointSource, SourceSlot, in_training
+from tierstore.moe.source import ExpertSource, JointSource, Pipelining, SourceSlot, in_training
 from tierstore.parallel import Mesh, RankEnvironment, rank_device
 from tierstore.parallel.config import Elastic
 from tierstore.prefetch import HorizontalQueue, Schedule, unit_schedule

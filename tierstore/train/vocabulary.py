@@ -14,7 +14,7 @@ from tierstore.model.config import ModelConfig, TieEmbeddings
 from tierstore.model.vocabulary.cost import VocabularyCost
 from tierstore.model.vocabulary.partition import VocabularyPartition
 from tierstore.parallel.config import RowPlacement
-from tierstore.parallel.rows import TableRows
+from tierstore.parallel.layout import TableRows
 from tierstore.tiers.slots import DeviceKind
 from tierstore.train.config import TrainConfig
 from tierstore.train.stages.spec import StageSpec

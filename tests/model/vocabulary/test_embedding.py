@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from vocabulary_cases import Found, first_rows, look_up, look_up_many, look_up_uneven, refused
 
-from tierstore.parallel.rows import TableRows
+from tierstore.parallel.layout import TableRows
 
 Case = tuple[Tensor, Tensor, Tensor, float]
 

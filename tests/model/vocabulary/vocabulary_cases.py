@@ -11,7 +11,7 @@ from torch import Tensor
 from tierstore.model import loss
 from tierstore.model.vocabulary import DividedTable
 from tierstore.parallel import Collective, Mesh
-from tierstore.parallel.rows import TableRows
+from tierstore.parallel.layout import TableRows
 
 Found = dict[str, Any]
 

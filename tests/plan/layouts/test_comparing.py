@@ -20,10 +20,9 @@ from tierstore.hf.describing import describe_config
 from tierstore.hf.spec import HfSpec
 from tierstore.links import LinkConfig, LinksConfig
 from tierstore.model.config import ComputeDtype
-from tierstore.parallel.choosing import check_exchange
 from tierstore.parallel.config import ExchangeMode, ParallelConfig, RowPlacement
-from tierstore.parallel.environment import RankEnvironment
-from tierstore.parallel.layout import Layout, layout_of
+from tierstore.parallel.launching import check_exchange
+from tierstore.parallel.layout import Layout, RankEnvironment, layout_of
 from tierstore.plan import ASSUMED, Cost
 from tierstore.plan.layouts.candidates import LayoutChoice, candidates, layouts_of, obstacle
 from tierstore.plan.layouts.comparing import best_of_each_kind, compare_layouts, layout_cost, pipeline_seconds

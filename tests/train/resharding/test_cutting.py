@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from tierstore.dense import Fusion
 from tierstore.dense.layout import Narrow
-from tierstore.parallel.division import Division
-from tierstore.parallel.layout import Layout
+from tierstore.parallel.layout import Division, Layout
 from tierstore.train.resharding.cutting import (
     DenseCut,
     DenseParameter,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tierstore.parallel.rows import TableRows
+from tierstore.parallel.layout import TableRows
 
 #: Ids travel as int32; masters, gradients of gathered tables and the losses' figures in fp32.
 _ID = _FP32 = 4

@@ -27,7 +27,7 @@ from tierstore.model.loss import CHUNK_LOGITS
 from tierstore.model.vocabulary.embedding import gather_tokens
 from tierstore.moe.exchange import Charge
 from tierstore.parallel import Channel, RankGroup
-from tierstore.parallel.rows import TableRows
+from tierstore.parallel.layout import TableRows
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from tierstore.moe.exchange import Charge, gather_counts
 from tierstore.parallel import RankGroup
-from tierstore.parallel.rows import TableRows
+from tierstore.parallel.layout import TableRows
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tierstore.parallel.rows import TableRows
+from tierstore.parallel.layout import TableRows
 
 #: Where the built-in model has its tables: the name of a dense unit, and the parameter's number in it.
 EMBEDDING_PLACE = ("embedding", 0)

@@ -12,7 +12,7 @@ from tierstore.model.vocabulary.cross_entropy import divided_cross_entropy, divi
 from tierstore.model.vocabulary.embedding import divided_embedding
 from tierstore.moe.exchange import Charge
 from tierstore.parallel import RankGroup
-from tierstore.parallel.rows import SLICE_ALIGNMENT, TableRows
+from tierstore.parallel.layout import SLICE_ALIGNMENT, TableRows
 
 #: About so many elements are drawn at once.
 _DRAWN = 1 << 22

@@ -15,8 +15,7 @@ from tierstore.errors import ConfigError
 from tierstore.model.config import ModelConfig
 from tierstore.model.division import check_divisible
 from tierstore.parallel.config import ExchangeMode, RowPlacement
-from tierstore.parallel.layout import Layout, layout_of
-from tierstore.parallel.nodes import node_grid
+from tierstore.parallel.layout import Layout, layout_of, node_grid
 from tierstore.train.combinations import check_combination
 from tierstore.train.config import TrainConfig
 from tierstore.train.files import MicroOrder

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tierstore.errors import BudgetError
-from tierstore.moe.drift import PASS_DRIFT, StreamDrift
+from tierstore.moe.guessing import PASS_DRIFT, StreamDrift
 from tierstore.serve.batch.askers import AskerBits
 from tierstore.serve.batch.interface import Joined
 from tierstore.serve.batch.meeting import MeetingPasses, Telling

@@ -15,7 +15,7 @@ from functools import cached_property
 
 import torch
 
-from tierstore.moe.drift import StreamDrift
+from tierstore.moe.guessing import StreamDrift
 from tierstore.serve.batch.grouped import GroupedRunner, SequenceGroup
 from tierstore.serve.batch.interface import Joined
 from tierstore.serve.model.caches import move, why_apart

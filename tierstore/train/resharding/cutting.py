@@ -15,8 +15,7 @@ import torch
 
 from tierstore.dense import Fusion, UnitLayout, recut
 from tierstore.dense.layout import Narrow, ParameterPlace, layouts_of_shapes
-from tierstore.parallel.division import Division
-from tierstore.parallel.layout import Layout
+from tierstore.parallel.layout import Division, Layout
 from tierstore.parallel.tensor import part_of, whole_of
 
 
