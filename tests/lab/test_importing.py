@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import struct
 import sys
@@ -11,7 +12,14 @@ import pytest
 
 from tierstore.config import dotted_fields
 from tierstore.errors import CapabilityError, ConfigError, DataError
-from tierstore.lab.importing import SourceKind, detect_kind, import_trace, options_of, write_trace
+from tierstore.lab.importing import (
+    SourceKind,
+    detect_kind,
+    import_trace,
+    import_trace_async,
+    options_of,
+    write_trace,
+)
 from tierstore.trace.format import EventColumns, RecordTable
 from tierstore.trace.reader import load_trace
 from tierstore.trace.replay import replay
@@ -48,6 +56,43 @@ def test_every_kind_is_known_by_its_bytes(tmp_path, packed, kind):
     assert summary.records == len(load_trace(tmp_path / "trace").header.records)
     assert replay(tmp_path / "trace").evictions == 0  # everything fits, as the header says
     assert all(info.help for info in dotted_fields(options_of(kind)))
+
+
+@pytest.mark.parametrize("kind", SourceKind)
+async def test_a_stream_is_imported_as_its_file_would_be(tmp_path, packed, kind):
+    """In pieces of 5 bytes, while the loop goes on; nothing but the trace and the keys is left."""
+    source = tmp_path / "upload"
+    source.write_bytes(packed(SOURCES[kind]))
+    wanted = import_trace(source, tmp_path / "wanted")
+    turns = 0
+
+    async def stream():
+        nonlocal turns
+        data = source.read_bytes()
+        for first in range(0, len(data), 5):
+            turns += 1
+            await asyncio.sleep(0)
+            yield data[first : first + 5]
+
+    given = {"name": "upload", "keys": tmp_path / "keys", "kind": kind}
+    assert await import_trace_async(stream(), tmp_path / "trace", **given) == wanted
+    assert (tmp_path / "trace").read_bytes() == (tmp_path / "wanted").read_bytes()
+    assert turns == -(-source.stat().st_size // 5)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["keys", "trace", "upload", "wanted"]
+
+
+async def test_a_stream_that_is_refused_or_ends_leaves_nothing(tmp_path):
+    async def stream(*parts):
+        for part in parts:
+            if isinstance(part, Exception):
+                raise part
+            yield part
+
+    with pytest.raises(DataError, match="upload: line 2"):
+        await import_trace_async(stream(b"1\n", b"3 4\n"), tmp_path / "trace", name="upload")
+    with pytest.raises(ConnectionResetError):
+        await import_trace_async(stream(b"1\n", ConnectionResetError()), tmp_path / "trace")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_is_like_nothing_known(tmp_path):

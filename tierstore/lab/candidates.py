@@ -1,22 +1,19 @@
-"""What a tuner tries: settings of the cache that ``tierstore train`` has, and how they are written there.
+"""What a tuner tries: settings of the cache that ``tierstore train`` has, how they are written there, and how a capacity
+is split between layers.
 
-The half-life is what matters of LFU-decay's K and beta (they act through it alone), so that is what is
-searched: whole half-lives as ``decay = 0.5`` every so many steps, shorter ones as a decay at every step.
+Of LFU-decay's K and beta only the half-life matters (they act through it alone), so the half-life is searched: whole
+half-lives as ``decay = 0.5`` every N steps, shorter ones as a decay at every step.
+
+The capacity is split by marginal gain. With layer scope each layer's misses depend on its own quota alone, so one replay
+at a common fraction of every layer's footprint gives a point on every layer's curve. Frames then go, piece by piece, to
+the layer whose misses (or other cost) fall most for a frame. Each curve is replaced by its lower convex hull: a quota
+between two points can be had no worse than by mixing them, and greedy choice on convex curves is optimal (Fox 1966).
 """
-# MERGED DOC tierstore.lab.quotas
-# """Capacity split between layers, by marginal gain.
-#
-# With layer scope each layer's misses depend on its own quota alone, so one replay at a common fraction of
-# every layer's footprint gives a point on every layer's curve. Frames then go, piece by piece, to the layer
-# whose misses (or whatever else the objective counts) fall most for a frame. Of each curve its lower convex hull
-# is taken: a quota between two points can be had no worse than by mixing them, and greedy choice on convex curves
-# is the optimum (Fox 1966).
-# """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -44,13 +41,15 @@ SIMPLEST_FIRST = (
     *("fifo", "clock", "sieve", "lru", "lfu", "slru", "s3-fifo", "2q", "w-tinylfu", "arc", "lirs"),
     *("lfu-decay", "next-use", "learned-use"),
 )
-"""Policies by what they cost to run and to understand; among equals the first is taken. Then one cache comes
-before a quota for each layer, equal quotas before tuned ones, and fewer options before more."""
+"""Policies by their cost to run and to understand: among equals the tuner takes the first. A policy that is not listed
+comes last. Then one cache comes before a quota for each layer, equal quotas before tuned ones, and fewer options before
+more."""
 
 _COARSE = 4.0  # between half-lives of the grid
 _FINE = tuple(2.0 ** (power / 2) for power in (-3, -2, -1, 1, 2, 3))  # within a grid step, either way
 _THRESHOLDS = (1.0, 2.0)
 _NEVER = math.inf
+_LEVELS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8, 1.0)  # of each layer's footprint
 _BETWEEN = (0.5, 2.0)  # half-lives of next-use, half-way to the grid's neighbours
 _PASSES = (2.0, 8.0, 32.0, 128.0)  # half-lives of next-use
 
@@ -76,15 +75,15 @@ class Candidate:
     def complexity(self) -> tuple[int, int, int, int]:
         """Less is simpler."""
         layered = int(self.scope is Scope.LAYER)
-        return (_place(self.policy.name), layered, int(bool(self.layer_quotas)), len(self.policy.options))
+        return (_rank(self.policy.name), layered, int(bool(self.layer_quotas)), len(self.policy.options))
 
 
 def live_policies() -> tuple[str, ...]:
     """Policies that ``tierstore train`` runs, in the order of ``SIMPLEST_FIRST``."""
-    return tuple(sorted(known_policies(bounds=False), key=_place))
+    return tuple(sorted(known_policies(bounds=False), key=_rank))
 
 
-def _place(policy: str) -> int:
+def _rank(policy: str) -> int:
     return SIMPLEST_FIRST.index(policy) if policy in SIMPLEST_FIRST else len(SIMPLEST_FIRST)
 
 
@@ -101,16 +100,13 @@ def lfu_decay(half_life: float, threshold: float = 0.0) -> PolicySpec:
 
 
 def default_candidate(requests: Requests) -> Candidate:
-    """What ``tierstore train`` does when nothing is configured.
-
-    On requests that are no walk through layers (plain keys), which no training makes: what a store does by itself.
-    """
+    """The default of ``tierstore train``; on plain keys, which no training requests, the default of a store."""
     config = TrainConfig().cache
     if not suits(requests, config.policy):
         config = CacheConfig()
     if config.half_life is not None:  # as the grid writes it, so that it is not tried twice
-        return Candidate(lfu_decay(config.half_life), Scope(config.scope.value))
-    return Candidate(PolicySpec(config.policy, config.options), Scope(config.scope.value))
+        return Candidate(lfu_decay(config.half_life), config.scope)
+    return Candidate(PolicySpec(config.policy, config.options), config.scope)
 
 
 def half_lives(steps: int) -> list[float]:
@@ -124,7 +120,7 @@ def half_lives(steps: int) -> list[float]:
 def starting_grid(
     requests: Requests, capacity_frames: int, policies: Sequence[str], scopes: Sequence[Scope]
 ) -> list[Candidate]:
-    """Every policy with its defaults, but LFU-decay and next-use over half-lives.
+    """Every policy with its defaults, LFU-decay and next-use over half-lives.
 
     Layer scope comes only where each layer's share holds the largest record.
     """
@@ -136,42 +132,28 @@ def starting_grid(
             specs += [PolicySpec(name, {"half_life": half_life}) for half_life in _PASSES]
         else:
             specs.append(PolicySpec(name))
-    candidates = [Candidate(spec, scope) for scope in scopes for spec in specs]
-    return [one for one in candidates if _fits(requests, one, capacity_frames)]
-
-
-def _fits(requests: Requests, candidate: Candidate, capacity_frames: int) -> bool:
-    if candidate.scope is Scope.GLOBAL:
-        return True
-    quotas = np.array(candidate.setting(capacity_frames, Contract.ATOMIC).quotas(requests))
-    return len(requests.table.present_layers) > 1 and bool(
-        (quotas >= requests.table.least_quotas(headroom=1)).all()
-    )
+    table = requests.table
+    shares = np.array(quotas_by_layer(table.present_layers, capacity_frames))
+    layered = len(table.present_layers) > 1 and bool((shares >= table.least_quotas(headroom=1)).all())
+    return [Candidate(spec, scope) for scope in scopes if scope is Scope.GLOBAL or layered for spec in specs]
 
 
 def neighbours(candidate: Candidate) -> Iterator[Candidate]:
     """Settings around ``candidate`` that the grid skipped: half-lives between its points, thresholds."""
-    options = candidate.policy.options
-    if candidate.policy.name == "next-use" and "half_life" in options:
+    policy, half_life = candidate.policy.name, float(candidate.policy.options.get("half_life", _NEVER))
+    if policy == "next-use" and math.isfinite(half_life):
         for factor in _BETWEEN:
-            near = PolicySpec("next-use", {"half_life": float(options["half_life"]) * factor})
-            yield Candidate(near, candidate.scope)
-    if candidate.policy.name != "lfu-decay":
-        return
-    half_life = _half_life(options)
-    if math.isfinite(half_life):
-        for factor in _FINE:
-            yield Candidate(lfu_decay(half_life * factor), candidate.scope)
-    for threshold in _THRESHOLDS:
-        yield Candidate(lfu_decay(half_life, threshold), candidate.scope)
-
-
-def _half_life(options: Mapping[str, float | str]) -> float:
-    return float(options["half_life"]) if "half_life" in options else _NEVER
+            yield Candidate(PolicySpec(policy, {"half_life": half_life * factor}), candidate.scope)
+    if policy == "lfu-decay":
+        if math.isfinite(half_life):
+            for factor in _FINE:
+                yield Candidate(lfu_decay(half_life * factor), candidate.scope)
+        for threshold in _THRESHOLDS:
+            yield Candidate(lfu_decay(half_life, threshold), candidate.scope)
 
 
 def cache_configuration(candidate: Candidate) -> CacheConfig | None:
-    """The candidate as ``tierstore train`` takes it, or None for what it does not run."""
+    """The candidate as ``tierstore train`` takes it; None if that runs no such policy."""
     if not candidate.policy.runs:
         return None
     return CacheConfig(
@@ -183,7 +165,7 @@ def cache_configuration(candidate: Candidate) -> CacheConfig | None:
 
 
 def configuration_text(requests: Requests, candidate: Candidate, capacity_frames: int) -> str:
-    """TOML to paste into a configuration of ``tierstore train``: its ``[cache]`` table, as far as it matters."""
+    """The ``[cache]`` table to paste into a configuration of ``tierstore train``."""
     capacity = format_bytes(capacity_frames * requests.table.frame_bytes)
     share = capacity_frames / requests.table.total_frames
     head = f"# for a cache of {capacity}, {share:.1%} of what {requests.name} asks for\n"
@@ -194,23 +176,20 @@ def configuration_text(requests: Requests, candidate: Candidate, capacity_frames
     if config.layer_shares:
         lines.append(f"layer_shares = {list(config.layer_shares)}")
     if config.options:
-        shown = (f"{key} = {_toml(value)}" for key, value in config.options.items())
+        shown = (
+            f'{key} = "{value}"' if isinstance(value, str) else f"{key} = {value!r}"
+            for key, value in config.options.items()
+        )
         lines.append("options = { " + ", ".join(shown) + " }")
     return head + "[cache]\n" + "\n".join(lines) + "\n"
 
-
-def _toml(value: float | str) -> str:
-    return f'"{value}"' if isinstance(value, str) else repr(value)
-
-
-_LEVELS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8, 1.0)
 
 Curve = Sequence[tuple[int, float]]
 """(frames, cost), by ascending frames."""
 
 
 def layer_shares(quotas: Sequence[int]) -> tuple[float, ...]:
-    """``quotas`` as ``cache.layer_shares`` takes them: a share for each layer that has one."""
+    """``quotas`` as ``cache.layer_shares`` of a configuration: a share for each layer that has frames."""
     return tuple(round(quota / sum(quotas), 9) for quota in quotas if quota)
 
 
@@ -224,7 +203,7 @@ def layer_curves(
     warmup_steps: int = 0,
     threads: int = 0,
 ) -> list[list[tuple[int, float]]]:
-    """Of each layer its cost by quota, one point a replay; empty for layers that ask for nothing."""
+    """Each layer's cost by quota, one point a replay; empty for layers without requests."""
     least = requests.table.least_quotas(headroom=1)
     frames = requests.table.layer_frames.astype(np.int64)
     quotas = [np.maximum(least, np.ceil(level * frames).astype(np.int64)) for level in _LEVELS]
@@ -262,7 +241,7 @@ def lower_hull(curve: Curve) -> list[tuple[int, float]]:
 
 
 def greedy_split(curves: Sequence[Curve], capacity_frames: int) -> tuple[int, ...]:
-    """Frames of each layer, ``capacity_frames`` in all: what no curve gains by is shared out equally.
+    """Frames of each layer, ``capacity_frames`` in all: frames that no curve gains by are shared equally.
 
     A layer without points gets nothing, one with points at least its first. Raises ValueError if the first
     points alone are more than the capacity.
@@ -298,8 +277,8 @@ def split_capacity(
     warmup_steps: int = 0,
     threads: int = 0,
 ) -> tuple[int, ...]:
-    """Quotas of all layers for ``policy``, by the marginal gains on ``requests``: those that a live store gives
-    to layers whose shares are written in a configuration.
+    """Quotas of all layers for ``policy`` by the marginal gains on ``requests``, as a live store computes them from the
+    shares of a configuration.
 
     Raises ValueError for a capacity that is less than ``EntryTable.least_quotas`` with a frame of headroom.
     """

@@ -1,20 +1,20 @@
-"""What misses cost: stalls, drive writes, drive life. From a stated machine, hence estimated.
+"""The cost of misses: stalls, drive writes, drive life. All are estimated from a stated machine.
 
-A machine is a profile, as ``tierstore bench machine`` measures it and ``tierstore plan`` predicts from (without one
-its assumed figures), and what is given instead. One transfer of that profile is one entry, so that a layer pass
-(one event) takes
+A machine is a profile, as ``tierstore bench machine`` measures it and ``tierstore plan`` predicts from (by default its
+assumed figures), and the figures given in place of the profile's. One transfer of that profile is one entry, so a layer
+pass (one event) takes
 
     fetch = entries read x latency + bytes read / bandwidth + the same of what is written
 
-on the tier below or, where the pass both reads and writes and a line of mixed traffic is known, all bytes by that.
-The computation of a step is given, or predicted by ``plan`` from a run's configuration. It is split over its
-passes, a backward pass counting twice a forward one. The wait of a pass is
+on the tier below or, where the pass both reads and writes and a cost of mixed traffic is known, all bytes by that.
+The computation of a step is given, or predicted by ``plan`` from a run's configuration. It is split over the step's
+passes, a backward pass counting twice a forward one. A pass waits for
 
-    serial:        fetch                              (what is needed is asked for when it is needed)
+    serial:        fetch                              (entries are read when they are needed)
     lookahead 1:   max(0, fetch - compute before it)  (fetched while the pass before it computes)
 
-The first pass of a trace has nothing before it. A policy's own time is measured, not modelled:
-``Outcome.policy_s`` is CPU time of the replay, which ``policy_time`` repeats.
+The first pass of a trace has nothing before it. A policy's own time is measured, not modelled: ``Outcome.policy_s`` is
+the CPU time of one replay, and ``policy_time`` measures several.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Overlap(enum.Enum):
 
 
 class Objective(enum.Enum):
-    """What a choice is to make small."""
+    """What a choice minimises."""
 
     MISSES = "misses"
     BYTES = "bytes"  # read and written
@@ -66,9 +66,9 @@ class Objective(enum.Enum):
 class Machine:
     """What estimates rest on. Bandwidths in bytes/s, endurance and drive size in bytes, times in seconds.
 
-    What is None is the profile's, or assumed. A bandwidth that is given has no latency; where one of reads or writes
-    is given and none of mixed traffic, a pass reads and writes in turn. ``run`` is the configuration whose
-    computation ``plan`` predicts. Raises ConfigError for numbers that cannot be, BudgetError for a run that cannot.
+    None takes the profile's figure, or the assumed one. A given bandwidth has no latency; where the bandwidth of reads or
+    writes is given and that of mixed traffic is not, a pass reads and writes in turn. ``plan`` predicts the computation
+    of the configuration ``run``. Raises ConfigError for impossible numbers, BudgetError for an impossible run.
     """
 
     profile: Profile = ASSUMED
@@ -76,12 +76,12 @@ class Machine:
     read_bytes_per_s: float | None = None
     write_bytes_per_s: float | None = None
     mixed_bytes_per_s: float | None = None
-    compute_s_per_step: float | None = None  # None: that of ``run``, or 0
+    compute_s_per_step: float | None = None  # None: the one of ``run``, or 0
     overlap: Overlap = Overlap.LOOKAHEAD
-    endurance_bytes: float | None = None  # that the maker warrants to be written (TBW)
+    endurance_bytes: float | None = None  # bytes written that the maker warrants (TBW)
     drive_bytes: float | None = None
     steps_per_s: float | None = None  # None: from computation and stalls
-    compute_s: float = field(init=False)  # of a step, wherever it comes from
+    compute_s: float = field(init=False)  # of a step: given or predicted
 
     def __post_init__(self) -> None:
         for name in (
@@ -100,36 +100,52 @@ class Machine:
 
     @property
     def read(self) -> Cost:
-        """Of an entry that is read."""
-        return _line(self.read_bytes_per_s) or self.profile.disk_read
+        """The cost of reading an entry."""
+        return self.profile.disk_read if self.read_bytes_per_s is None else Cost(0.0, self.read_bytes_per_s)
 
     @property
     def write(self) -> Cost:
-        """Of an entry that is written."""
-        return _line(self.write_bytes_per_s) or self.profile.disk_write
+        """The cost of writing an entry."""
+        return (
+            self.profile.disk_write if self.write_bytes_per_s is None else Cost(0.0, self.write_bytes_per_s)
+        )
 
     @property
     def mixed(self) -> Cost | None:
-        """Of an entry of mixed traffic; None: as many reads and writes in turn."""
+        """The cost of an entry of mixed traffic; None: reads and writes in turn."""
+        if self.mixed_bytes_per_s is not None:
+            return Cost(0.0, self.mixed_bytes_per_s)
         in_turn = self.read_bytes_per_s is not None or self.write_bytes_per_s is not None
-        return _line(self.mixed_bytes_per_s) or (None if in_turn else self.profile.disk_mixed)
+        return None if in_turn else self.profile.disk_mixed
+
+    @property
+    def _origins(self) -> tuple[str, str, str, str]:
+        """Where the costs of reads, writes and mixed traffic, and the computation come from."""
+        profile = self.profile
+        measured = profile.evidence is Evidence.MEASURED
+        origin = f"measured profile: {profile.machine}" if measured else Evidence.ASSUMED.value
+        given = (self.read_bytes_per_s, self.write_bytes_per_s, self.mixed_bytes_per_s)
+        read, write, mixed = (origin if one is None else _GIVEN for one in given)
+        compute = Evidence.ASSUMED.value if self.run is None else f"predicted by plan, {origin}"
+        return read, write, mixed, compute if self.compute_s_per_step is None else _GIVEN
 
     @property
     def source(self) -> str:
         """Where the numbers come from, in a few words: for the head of a table."""
-        return f"disk {_joined(self._disk_origins)}, computation {self._compute_origin}"
+        *disk, compute = self._origins
+        return f"disk {' and '.join(dict.fromkeys(disk))}, computation {compute}"
 
     @property
     def assumptions(self) -> dict[str, str]:
-        """For a report's foot: each number, and where it comes from."""
-        read, write, mixed = self._disk_origins
-        said = {
+        """Each number and where it comes from, for the foot of a report."""
+        read, write, mixed, compute = self._origins
+        assumptions = {
             "read bandwidth": f"{_shown(self.read)} ({read})",
             "write bandwidth": f"{_shown(self.write)} ({write})",
             "mixed bandwidth": "read and write in turn"
             if self.mixed is None
             else f"{_shown(self.mixed)} ({mixed})",
-            "computation": f"{format_seconds(self.compute_s)} a step ({self._compute_origin})",
+            "computation": f"{format_seconds(self.compute_s)} a step ({compute})",
             "overlap": {
                 Overlap.LOOKAHEAD: "a pass is fetched while the one before it computes",
                 Overlap.SERIAL: "none: a pass is fetched when it is needed",
@@ -138,37 +154,16 @@ class Machine:
             "drive": f"{_decimal(self._drive)} ({_origin(self.drive_bytes)})",
         }
         if self.steps_per_s is not None:
-            said["speed"] = f"{self.steps_per_s:g} steps/s (given)"
-        return said
-
-    @property
-    def _profile_origin(self) -> str:
-        profile = self.profile
-        measured = profile.evidence is Evidence.MEASURED
-        return f"measured profile: {profile.machine}" if measured else Evidence.ASSUMED.value
-
-    @property
-    def _disk_origins(self) -> tuple[str, str, str]:
-        """Of reads, writes and mixed traffic."""
-        given = (self.read_bytes_per_s, self.write_bytes_per_s, self.mixed_bytes_per_s)
-        read, write, mixed = (self._profile_origin if one is None else _GIVEN for one in given)
-        return read, write, mixed
-
-    @property
-    def _compute_origin(self) -> str:
-        if self.compute_s_per_step is not None:
-            return _GIVEN
-        if self.run is None:
-            return Evidence.ASSUMED.value
-        return f"predicted by plan, {self._profile_origin}"
+            assumptions["speed"] = f"{self.steps_per_s:g} steps/s (given)"
+        return assumptions
 
     @property
     def _endurance(self) -> float:
-        return _ASSUMED_ENDURANCE if self.endurance_bytes is None else self.endurance_bytes
+        return self.endurance_bytes or _ASSUMED_ENDURANCE
 
     @property
     def _drive(self) -> float:
-        return _ASSUMED_DRIVE if self.drive_bytes is None else self.drive_bytes
+        return self.drive_bytes or _ASSUMED_DRIVE
 
     def stalls(self, requests: Requests, replayed: Replayed) -> NDArray[np.float64]:
         """Seconds that each event waits [events]; 0 in the warm-up."""
@@ -178,16 +173,12 @@ class Machine:
         if self.mixed is not None:
             both = _seconds(self.mixed, reads + writes, read + written)
             fetch = np.where((reads > 0) & (writes > 0), both, fetch)
-        if self.overlap is Overlap.LOOKAHEAD:
-            before = np.concatenate(([0.0], self._compute(requests)[:-1]))
-            fetch = np.maximum(0.0, fetch - before)
-        return fetch
-
-    def _compute(self, requests: Requests) -> NDArray[np.float64]:
-        """Seconds that each event computes [events]."""
+        if self.overlap is Overlap.SERIAL:
+            return fetch
         weights = np.where(requests.phases == Phase.BACKWARD.value, _BACKWARD_WEIGHT, 1.0)
         totals = np.bincount(requests.steps, weights=weights, minlength=requests.step_count)
-        return self.compute_s * weights / totals[requests.steps]
+        compute = self.compute_s * weights / totals[requests.steps]
+        return np.maximum(0.0, fetch - np.concatenate(([0.0], compute[:-1])))
 
     def wear(self, outcome: Outcome, stall_s: float) -> tuple[float, float]:
         """Drive writes a day, and years of drive life, of steps that stall for ``stall_s``."""
@@ -198,25 +189,16 @@ class Machine:
 
 
 def _seconds(each: Cost, entries: NDArray[np.uint32], nbytes: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Of so many transfers of so many bytes in all [events]."""
+    """Of ``entries`` transfers of ``nbytes`` in all [events]."""
     return each.latency_s * entries + nbytes / each.per_s
-
-
-def _line(bytes_per_s: float | None) -> Cost | None:
-    return None if bytes_per_s is None else Cost(0.0, bytes_per_s)
 
 
 def _origin(given: float | None) -> str:
     return Evidence.ASSUMED.value if given is None else _GIVEN
 
 
-def _joined(origins: Sequence[str]) -> str:
-    """Each of them once."""
-    return " and ".join(dict.fromkeys(origins))
-
-
 def _predicted_compute_s(config: TrainConfig, profile: Profile) -> float:
-    """What ``tierstore plan`` says that the computation of one rank's step takes."""
+    """Seconds that one rank's step computes, as ``tierstore plan`` predicts."""
     from tierstore.plan.capacity import Ranks, Setting
     from tierstore.plan.predict import predict
     from tierstore.prefetch.operations import Resource
@@ -234,7 +216,7 @@ def _predicted_compute_s(config: TrainConfig, profile: Profile) -> float:
 
 
 def with_costs(requests: Requests, replayed: Replayed, outcome: Outcome, machine: Machine) -> Outcome:
-    """``outcome`` with the stall a step, drive writes per day and drive life that ``machine`` would see."""
+    """``outcome`` with stall a step, drive writes per day and drive life on ``machine``."""
     stall = float(machine.stalls(requests, replayed).sum()) / max(outcome.steps, 1)
     writes, life = machine.wear(outcome, stall)
     return replace(outcome, stall_s_per_step=stall, drive_writes_per_day=writes, drive_life_years=life)
@@ -243,27 +225,23 @@ def with_costs(requests: Requests, replayed: Replayed, outcome: Outcome, machine
 def cost_by_step(
     requests: Requests, replayed: Replayed, objective: Objective, machine: Machine
 ) -> NDArray[np.float64]:
-    """What ``objective`` counts, by step [steps]: misses, bytes, or seconds."""
+    """The cost that ``objective`` counts, by step [steps]: misses, bytes, or seconds."""
     if objective is Objective.MISSES:
         return replayed.step_misses.astype(np.float64)
-    return _summed(
-        requests.steps, requests.step_count, _cost_by_event(requests, replayed, objective, machine)
-    )
+    costs = _cost_by_event(requests, replayed, objective, machine)
+    return np.bincount(requests.steps, weights=costs, minlength=requests.step_count).astype(np.float64)
 
 
 def cost_by_layer(
     requests: Requests, replayed: Replayed, objective: Objective, machine: Machine
 ) -> NDArray[np.float64]:
-    """What ``objective`` counts, by layer [layers], of a replay with layer scope."""
+    """The cost that ``objective`` counts, by layer [layers], of a replay with layer scope."""
     if objective is Objective.MISSES:
         return replayed.layer_misses.astype(np.float64)
-    return _summed(
-        requests.layers, requests.table.layer_count, _cost_by_event(requests, replayed, objective, machine)
+    costs = _cost_by_event(requests, replayed, objective, machine)
+    return np.bincount(requests.layers, weights=costs, minlength=requests.table.layer_count).astype(
+        np.float64
     )
-
-
-def _summed(group: NDArray[np.uint32], count: int, costs: NDArray[np.float64]) -> NDArray[np.float64]:
-    return np.bincount(group, weights=costs, minlength=count).astype(np.float64)
 
 
 def _cost_by_event(
@@ -277,7 +255,7 @@ def _cost_by_event(
 def policy_time(
     requests: Requests, settings: Sequence[ReplaySetting], *, repeats: int = 3
 ) -> list[list[float]]:
-    """CPU seconds per request of each setting, in each of ``repeats`` replays: one thread, in turns."""
+    """CPU seconds per request of each setting in each of ``repeats`` replays, in turns on one thread."""
     rounds = [
         [replay_one(requests, setting, 0, Detail.STEPS).policy_s for setting in settings]
         for _ in range(repeats)
@@ -293,7 +271,7 @@ def _shown(cost: Cost) -> str:
 
 
 def _decimal(count: float) -> str:
-    """Bytes as makers of drives count them: ``3 GB``, ``600 TB``."""
+    """Bytes in powers of ten, as drives are sold: ``3 GB``, ``600 TB``."""
     for size, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB")):
         if count >= size:
             return f"{count / size:.4g} {unit}"

@@ -1,14 +1,15 @@
-"""Other people's traces: any of several formats in, a trace of ours out, streamed.
+"""Imports traces of other programs: reads any of several formats and writes a trace, streaming.
 
-What each format holds and which options it has is in docs/TRACES.md.
+docs/TRACES.md describes each format and its options.
 """
 
 from __future__ import annotations
 
+import asyncio
 import enum
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from tierstore.trace.reader import read_summary
 from tierstore.trace.writer import TraceWriter
 
 _HEAD_BYTES = 1 << 16
-_MAX_REQUESTS = 1 << 40  # that a trace is believed to have
+_MAX_REQUESTS = 1 << 40  # a trace with more is not believed to be one
 
 
 class SourceKind(enum.Enum):
@@ -49,20 +50,25 @@ class SourceKind(enum.Enum):
     TEXT = "text"
 
 
+_NAMES = ", ".join(kind.value for kind in SourceKind)
 _ROUTING_LOGS = (SourceKind.VLLM, SourceKind.MEGATRON)
-_OPTIONS: Mapping[SourceKind, type[Any]] = {
-    SourceKind.NPZ: TopkOptions,
-    SourceKind.VLLM: JsonOptions,
-    SourceKind.MEGATRON: TrainingJsonOptions,
-    SourceKind.ORACLE_GENERAL: KeyOptions,
-    SourceKind.CSV: CsvOptions,
-    SourceKind.TEXT: TextOptions,
+#: The options of each kind, and what makes an importer of its paths and them.
+_IMPORTERS: Mapping[SourceKind, tuple[type[Any], Callable[[Sequence[Path], Any], Importer]]] = {
+    SourceKind.NPZ: (TopkOptions, lambda paths, options: TopkImporter(paths[0], options)),
+    SourceKind.VLLM: (JsonOptions, lambda paths, options: RoutingLog(paths, "vllm", options)),
+    SourceKind.MEGATRON: (TrainingJsonOptions, lambda paths, options: RoutingLog(paths, "megatron", options)),
+    SourceKind.ORACLE_GENERAL: (
+        KeyOptions,
+        lambda paths, options: KeyTrace(paths[0], options, oracle_general_requests),
+    ),
+    SourceKind.CSV: (CsvOptions, lambda paths, options: KeyTrace(paths[0], options, csv_requests)),
+    SourceKind.TEXT: (TextOptions, lambda paths, options: KeyTrace(paths[0], options, text_requests)),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class ImportSummary:
-    """What was written. ``requests`` are units of accesses, ``total_bytes`` those of all records."""
+    """What was written. ``total_bytes`` are those of all records."""
 
     kind: SourceKind
     events: int
@@ -72,15 +78,13 @@ class ImportSummary:
     layers: int
     total_bytes: int
     sha256: str
-    resized: int = 0  # requests whose size was not that of their key's first, which counts
-    columns: Mapping[str, str] = field(
-        default_factory=dict
-    )  # where the source has what was read of it, in words
+    resized: int = 0  # requests whose size was not that of their key's first request, which counts
+    columns: Mapping[str, str] = field(default_factory=dict)  # where each value was found, in words
 
 
 def options_of(kind: SourceKind) -> type[Any]:
     """The dataclass of a kind's options; ``tierstore.config.dotted_fields`` lists them."""
-    return _OPTIONS[kind]
+    return _IMPORTERS[kind][0]
 
 
 def import_trace(
@@ -91,62 +95,33 @@ def import_trace(
     options: Mapping[str, object] | None = None,
     keys: str | os.PathLike[str] | None = None,
 ) -> ImportSummary:
-    """Writes the trace in ``source`` to ``target``; ``kind`` None: what ``detect_kind`` says. Several sources are files
-    of one routing log, each of which has other layers.
+    """Writes the trace in ``source`` to ``target``; ``kind`` None: as ``detect_kind`` says. Several sources are files of one
+    routing log, each with other layers.
 
-    ``options`` are those of the kind by name, as text or typed. ``keys``: a file that gets the source's name
-    of each record, one a line (experts as ``layer.expert``). The target appears when it is whole. Raises
-    DataError naming file, line or byte, and reason; ConfigError for an option; OSError.
+    ``options`` are those of the kind by name, as text or typed. ``keys``: a file for the source's name of each record, one
+    a line (experts as ``layer.expert``). The target appears when it is complete. Raises DataError naming file, line or
+    byte, and reason; ConfigError for an option; OSError.
     """
     paths = [Path(source)] if isinstance(source, str | os.PathLike) else [Path(path) for path in source]
-    chosen = _common_kind(paths) if kind is None else kind
-    importer = _importer(paths, chosen, config.load(_OPTIONS[chosen], None, options))
-    more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
-    origin = f"imported from {paths[0].name}{more} ({chosen.value})"
-    if keys is not None:
-        check_output(keys, OutputKind.NAMES, sources=[*paths, target])
-    summary = _written(Path(target), importer, chosen, origin, paths)
-    if keys is not None:
-        with replacing(keys, OutputKind.NAMES, sources=paths) as file:
-            file.writelines(f"{name}\n".encode(errors="surrogateescape") for name in importer.names())
-    return summary
-
-
-def _common_kind(paths: Sequence[Path]) -> SourceKind:
-    kinds = [detect_kind(path) for path in paths]
-    for path, kind in zip(paths, kinds, strict=True):
-        if kind is not kinds[0]:
-            raise DataError(f"{path}: expected {kinds[0].value}, as {paths[0]} is, found {kind.value}")
-    return kinds[0]
-
-
-def _importer(paths: Sequence[Path], kind: SourceKind, options: Any) -> Importer:
-    path, *others = paths
-    if others and kind not in _ROUTING_LOGS:
+    kinds = [detect_kind(path) if kind is None else kind for path in paths]
+    chosen = kinds[0]
+    for path, other in zip(paths, kinds, strict=True):
+        if other is not chosen:
+            raise DataError(f"{path}: expected {chosen.value}, as {paths[0]} is, found {other.value}")
+    options_type, make = _IMPORTERS[chosen]
+    loaded = config.load(options_type, None, options)
+    if len(paths) > 1 and chosen not in _ROUTING_LOGS:
         logs = " or ".join(log.value for log in _ROUTING_LOGS)
         raise DataError(
-            f"{others[0]}: several sources are the layers of a routing log ({logs}), not {kind.value}"
+            f"{paths[1]}: several sources are the layers of a routing log ({logs}), not {chosen.value}"
         )
-    found: dict[str, str] = {}
-    match kind:
-        case SourceKind.NPZ:
-            return TopkImporter(path, options)
-        case SourceKind.VLLM | SourceKind.MEGATRON:
-            return RoutingLog(paths, kind.value, options)
-        case SourceKind.ORACLE_GENERAL:
-            where = {"key": "object", "size": "size", "time": "not read"}
-            return KeyTrace(options, oracle_general_requests(path, options), where)
-        case SourceKind.CSV:
-            return KeyTrace(options, csv_requests(path, options, found), found)
-        case SourceKind.TEXT:
-            return KeyTrace(options, text_requests(path, options), {"key": "line", "size": "none"})
-
-
-def _written(
-    target: Path, importer: Importer, kind: SourceKind, origin: str, sources: Sequence[Path]
-) -> ImportSummary:
+    importer = make(paths, loaded)
+    if keys is not None:
+        check_output(keys, OutputKind.NAMES, sources=[*paths, target])
+    more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+    origin = f"imported from {paths[0].name}{more} ({chosen.value})"
     requests = steps = 0
-    with TraceWriter(target, TraceHeader(0, policy="lru", origin=origin), sources=sources) as writer:
+    with TraceWriter(target, TraceHeader(0, policy="lru", origin=origin), sources=paths) as writer:
         for chunk in importer.chunks():
             writer.extend(chunk)
             requests += len(chunk.records)
@@ -155,10 +130,13 @@ def _written(
             raise DataError(f"{origin}: expected at least one request, found none")
         table = importer.table()
         writer.header = replace(writer.header, capacity_frames=table.total_frames, records=table)
-    with target.open("rb") as file:
-        summary = read_summary(file)
+    if keys is not None:
+        with replacing(keys, OutputKind.NAMES, sources=paths) as file:
+            file.writelines(f"{name}\n".encode(errors="surrogateescape") for name in importer.names())
+    with Path(target).open("rb") as written:
+        summary = read_summary(written)
     return ImportSummary(
-        kind=kind,
+        kind=chosen,
         events=summary.events,
         requests=requests,
         steps=steps,
@@ -171,10 +149,30 @@ def _written(
     )
 
 
+async def import_trace_async(
+    source: AsyncIterable[bytes], target: str | os.PathLike[str], *, name: str = "stream", **settings: Any
+) -> ImportSummary:
+    """``import_trace`` of a stream of bytes, such as an upload, for a program that may not block its event loop.
+
+    aiofiles collects the stream in a temporary file beside ``target``, since importers look at a source more than once;
+    a thread imports it. ``name``: what errors and the header call the source. ``settings``: the keyword arguments of
+    ``import_trace``. An import whose task is cancelled still runs to its end.
+    """
+    from aiofiles import open as open_file
+    from aiofiles.tempfile import TemporaryDirectory
+
+    async with TemporaryDirectory(dir=Path(target).parent) as folder:
+        path = Path(folder) / name
+        async with open_file(path, "wb") as file:
+            async for part in source:
+                await file.write(part)
+        return await asyncio.to_thread(import_trace, path, target, **settings)
+
+
 def write_trace(
     target: str | os.PathLike[str], table: RecordTable, chunks: Iterator[EventColumns], *, origin: str
 ) -> None:
-    """Writes events to ``target``, as a trace in which everything fits."""
+    """Writes events to ``target`` as a trace in which everything fits."""
     header = TraceHeader(table.total_frames, policy="lru", records=table, origin=origin)
     with TraceWriter(target, header) as writer:
         for chunk in chunks:
@@ -182,7 +180,7 @@ def write_trace(
 
 
 def detect_kind(source: str | os.PathLike[str]) -> SourceKind:
-    """What ``source`` looks like, from its first bytes (unpacked). Raises DataError if like nothing known."""
+    """The kind of ``source`` by its first bytes (unpacked). Raises DataError for no known kind."""
     path = Path(source)
     with open_source(path) as file:
         head = file.read(_HEAD_BYTES)
@@ -197,13 +195,9 @@ def detect_kind(source: str | os.PathLike[str]) -> SourceKind:
         return SourceKind.ORACLE_GENERAL
     refuse_wide(path, head)
     if b"\0" in head:
-        raise DataError(f"{path}: a binary file of no known kind; expected one of {_names()}")
+        raise DataError(f"{path}: a binary file of no known kind; expected one of {_NAMES}")
     first = head.split(b"\n", 1)[0]
     return SourceKind.CSV if b"," in first or b"\t" in first.strip() else SourceKind.TEXT
-
-
-def _names() -> str:
-    return ", ".join(kind.value for kind in SourceKind)
 
 
 def _json_kind(path: Path, head: bytes) -> SourceKind:
@@ -221,12 +215,12 @@ def _json_kind(path: Path, head: bytes) -> SourceKind:
                     return kind
             break
     raise DataError(
-        f"{path}: JSON lines of no known routing log; name the kind ({_names()}) and its fields as options"
+        f"{path}: JSON lines of no known routing log; name the kind ({_NAMES}) and its fields as options"
     )
 
 
 def _is_oracle_general(head: bytes) -> bool:
-    """Whether the head reads as such records: next accesses lie ahead, and times do not fall."""
+    """Whether the head reads as oracleGeneral records: next accesses lie ahead, and times do not fall."""
     rows = np.frombuffer(head[: len(head) // ORACLE_RECORD.itemsize * ORACLE_RECORD.itemsize], ORACLE_RECORD)
     if b"\0" not in head or not len(rows):
         return False

@@ -1,19 +1,19 @@
-"""Choosing a cache setting on the first part of a trace, and saying what it is worth on the rest.
+"""Chooses a cache setting on the first part of a trace, and scores it on the rest.
 
 1. A coarse grid (policies, half-lives, scopes) is replayed on the last million requests of the prefix.
 2. The best settings get neighbours: half-lives between the grid's, thresholds, a tuned split of the capacity.
-3. The best of all of them, and the simplest of those close to the best, are replayed on the whole prefix. The
-   simplest is chosen that cannot be told from the best (block bootstrap, corrected for the number of tries)
-   and costs at most half a percent more.
-4. They are replayed once more on the whole trace; only the steps after the prefix count, and the cache keeps
-   what it held (warm). That is what the choice is scored on, against the default of ``tierstore train``.
+3. The best of all of them, and the simplest of those close to the best, are replayed on the whole prefix. The choice is
+   the simplest that cannot be told from the best (block bootstrap, corrected for the number of tries) and costs at
+   most half a percent more.
+4. They are replayed once more on the whole trace; only the steps after the prefix count, and the cache keeps what it
+   held (warm). This scores the choice against the default of ``tierstore train``.
 
-A run that fetches ahead holds a part of its cache for that, which changes what is best. So where the trace
-has the prefetches of its run, all of these replay it as it was recorded (``tierstore.lab.live``): each candidate
-once, over the whole trace. What a choice looks at is still the prefix alone, since a step's counts do not depend on
-those after it. Only the split of the capacity is made from curves without lookahead, and then scored with it.
+A run with prefetches holds a part of its cache for them, which changes what is best. So where the trace has the
+prefetches of its run, every candidate is replayed once, over the whole trace, as it was recorded
+(``tierstore.lab.live``). The choice still sees the prefix alone, since a step's counts do not depend on later steps.
+Only the split of the capacity comes from curves without lookahead; it is then scored with it.
 
-Else steps 1 and 2 cost the same whatever the trace's length, steps 3 and 4 some twenty replays.
+Without prefetches steps 1 and 2 cost the same whatever the trace's length, steps 3 and 4 some twenty replays.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ from tierstore.lab.live import LiveReplay, Recording, replay_recorded
 from tierstore.lab.miss_curves import Regime, survey
 from tierstore.lab.requests import Capacity, Requests
 from tierstore.lab.results import Outcome, TuneResult, TuneVerdict
-from tierstore.lab.simulate import Contract, Replayed, outcome, replay_each, suits
+from tierstore.lab.simulate import Contract, OnProgress, Replayed, outcome, replay_each, suits
 
 OnStage: TypeAlias = Callable[[str, int, int], None]
-"""Called with the stage, and how many of how many replays are done."""
+"""Called with the stage, and with the number of finished replays and of all."""
 
 _COARSE_REQUESTS = 1_000_000
 _BEST = 6  # finalists by cost
@@ -56,11 +56,11 @@ _SIMPLEST = 4  # finalists by simplicity, of those this close to the best:
 _CLOSE = 1.01
 _TIED = 1.005  # what a simpler setting may cost more, if it cannot be told from the best
 LEAST_STEPS = 4
-"""Of a trace that can be tuned on and scored."""
+"""The fewest steps of a trace that can be tuned on and scored."""
 
 
 class Hindsight(enum.Enum):
-    """What the choice is compared with on the rest: the finalists, or everything that was tried (slower)."""
+    """The settings that the choice is compared with on the rest: the finalists, or all that were tried (slower)."""
 
     FINALISTS = "finalists"
     ALL = "all"
@@ -68,7 +68,7 @@ class Hindsight(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneOptions:
-    """What is searched, for what. ``policies`` empty: those that ``tierstore train`` runs and that suit."""
+    """The search. ``policies`` empty: those that ``tierstore train`` runs and that suit the trace."""
 
     policies: tuple[str, ...] = ()
     scopes: tuple[Scope, ...] = (Scope.GLOBAL, Scope.LAYER)
@@ -92,7 +92,7 @@ class TuneOptions:
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """A tuned choice, what the regime is like, and the held-out outcomes that it is compared with, best first."""
+    """A tuned choice, the regime, and the held-out outcomes that the choice is compared with, best first."""
 
     result: TuneResult
     regime: Regime
@@ -111,12 +111,11 @@ def tune(
 ) -> Tuning:
     """The setting for ``capacity``, chosen on the first part of the steps and scored on the rest.
 
-    ``machine`` is what stalls are estimated from. With ``recording`` (``recording_of``) the finalists are
-    scored with its prefetches; without, and for stalls or the sequential contract, without lookahead.
-    Raises ConfigError, BudgetError (a capacity that the largest record of a live store does not fit), or DataError for a
-    trace of fewer than four steps.
+    Stalls are estimated from ``machine``. With ``recording`` (``recording_of``) candidates are scored with its
+    prefetches; without, and for stalls or the sequential contract, without lookahead. Raises ConfigError, BudgetError
+    (a capacity that does not hold the largest record of a live store), or DataError for a trace of fewer than four steps.
     """
-    chosen_options = options or TuneOptions()
+    options = options or TuneOptions()
     if requests.step_count < LEAST_STEPS:
         raise DataError(
             f"{requests.name}: expected at least {LEAST_STEPS} steps to tune on and to score, found "
@@ -132,16 +131,19 @@ def tune(
             f"capacity: {capacity_frames} frames are too small: the largest record takes "
             f"{requests.table.largest_record_frames} with all of its groups"
         )
-    tuner = _Tuner(requests, capacity_frames, chosen_options, machine or Machine(), progress)
-    replayable = (
-        chosen_options.contract is Contract.ATOMIC and chosen_options.objective is not Objective.STALL
-    )
-    return tuner.run(recording if replayable else None)
+    tuner = _Tuner(requests, capacity_frames, options, machine or Machine(), progress)
+    prefix = requests.between(0, tuner.split)
+    regime = survey(prefix, capacity_frames, contract=options.contract, threads=options.threads)
+    if recording is None or options.contract is not Contract.ATOMIC or options.objective is Objective.STALL:
+        chosen, held_out = tuner.without_lookahead(prefix)
+    else:
+        chosen, held_out = tuner.with_prefetches(prefix, recording)
+    return tuner.result(regime, chosen, held_out)
 
 
 @dataclass(frozen=True, slots=True)
 class _Scored:
-    """A candidate with its requests and cost by step, warm-up steps being 0, and what it came to in all."""
+    """A candidate with its requests and cost by step, 0 in warm-up steps, and its outcome."""
 
     candidate: Candidate
     step_requests: NDArray[np.uint64] | NDArray[np.int64]
@@ -154,7 +156,7 @@ class _Scored:
 
 
 _Score: TypeAlias = Callable[[Sequence[Candidate], str], list[_Scored]]
-"""Candidates' costs on what a search may look at; the text names the stage."""
+"""Scores candidates on the requests that a search may see; the text names the stage."""
 
 
 class _Tuner:
@@ -174,20 +176,11 @@ class _Tuner:
         self._baseline = options.baseline or default_candidate(requests)
         self._machine = machine
         self._progress = progress
-        self._split = min(max(2, round(requests.step_count * options.prefix)), requests.step_count - 2)
+        #: Steps of the prefix.
+        self.split = min(max(2, round(requests.step_count * options.prefix)), requests.step_count - 2)
 
-    def run(self, recording: Recording | None) -> Tuning:
-        options = self._options
-        prefix = self._requests.between(0, self._split)
-        regime = survey(prefix, self._capacity, contract=options.contract, threads=options.threads)
-        if recording is not None:
-            chosen, held_out = self._with_prefetches(prefix, recording)
-        else:
-            chosen, held_out = self._without(prefix)
-        return self._result(regime, chosen, held_out)
-
-    def _without(self, prefix: Requests) -> tuple[Candidate, list[_Scored]]:
-        """The choice, and what it is compared with on the rest, with no lookahead."""
+    def without_lookahead(self, prefix: Requests) -> tuple[Candidate, list[_Scored]]:
+        """The choice, and the candidates that it is compared with, scored on the rest."""
         part = prefix.tail(_COARSE_REQUESTS)
 
         def score(candidates: Sequence[Candidate], stage: str) -> list[_Scored]:
@@ -196,18 +189,27 @@ class _Tuner:
         finalists, tried = self._search(part, score)
         scored = self._replay(prefix, finalists, "prefix", prefix.step_count // 8)
         chosen = self._choose(scored)
-        # The choice is made. What comes now it has not seen.
+        # The choice is made; it has not seen the rest.
         rest = tried if self._options.hindsight is Hindsight.ALL else finalists
-        return chosen, self._replay(self._requests, rest, "rest", self._split)
+        return chosen, self._replay(self._requests, rest, "rest", self.split)
 
-    def _with_prefetches(self, prefix: Requests, recording: Recording) -> tuple[Candidate, list[_Scored]]:
+    def with_prefetches(self, prefix: Requests, recording: Recording) -> tuple[Candidate, list[_Scored]]:
         """The same with the recorded prefetches; a candidate that does not fit beside them is out."""
+        options = self._options
         replays: dict[tuple[object, ...], LiveReplay] = {}
-        seen = slice(self._split // 8, self._split)  # of the prefix, but for what fills the cache
+        seen = slice(self.split // 8, self.split)  # the prefix without the steps that fill the cache
 
         def score(candidates: Sequence[Candidate], stage: str) -> list[_Scored]:
             fresh = [one for one in candidates if one.key not in replays]
-            for one, replayed in zip(fresh, self._recorded(recording, fresh, stage), strict=True):
+            settings = [one.setting(self._capacity, options.contract) for one in fresh]
+            found = replay_recorded(
+                self._requests,
+                recording,
+                settings,
+                threads=options.threads,
+                progress=self._progress_of(stage),
+            )
+            for one, replayed in zip(fresh, found, strict=True):
                 if replayed is not None:
                     replays[one.key] = replayed
             fitting = [one for one in candidates if one.key in replays]
@@ -220,20 +222,8 @@ class _Tuner:
             )
         finalists, tried = self._search(prefix.tail(_COARSE_REQUESTS), score)
         chosen = self._choose([self._scored_live(one, replays[one.key], seen) for one in finalists])
-        rest = tried if self._options.hindsight is Hindsight.ALL else finalists
-        return chosen, [self._scored_live(one, replays[one.key], slice(self._split, None)) for one in rest]
-
-    def _recorded(
-        self, recording: Recording, candidates: Sequence[Candidate], stage: str
-    ) -> list[LiveReplay | None]:
-        options, notify = self._options, self._progress
-        return replay_recorded(
-            self._requests,
-            recording,
-            [one.setting(self._capacity, options.contract) for one in candidates],
-            threads=options.threads,
-            progress=None if notify is None else lambda done, total: notify(stage, done, total),
-        )
+        rest = tried if options.hindsight is Hindsight.ALL else finalists
+        return chosen, [self._scored_live(one, replays[one.key], slice(self.split, None)) for one in rest]
 
     def _scored_live(self, candidate: Candidate, replayed: LiveReplay, steps: slice) -> _Scored:
         if self._options.objective is Objective.MISSES:
@@ -244,7 +234,7 @@ class _Tuner:
         return _Scored(candidate, replayed.step_requests[steps], costs[steps], full)
 
     def _search(self, part: Requests, score: _Score) -> tuple[list[Candidate], list[Candidate]]:
-        """The finalists, the baseline among them, and everything that was tried and has a score."""
+        """The finalists, the baseline among them, and all candidates that have a score."""
         options = self._options
         names = options.policies or [name for name in live_policies() if suits(self._requests, name)]
         grid = starting_grid(self._requests, self._capacity, names, options.scopes)
@@ -256,11 +246,18 @@ class _Tuner:
             for best in _best_of(tried, scope, name)
             for near in neighbours(best.candidate)
         ]
-        finer += [
-            tuned
-            for best in _best_of(tried, Scope.LAYER)
-            for tuned in self._tuned_split(part, best.candidate, part.step_count // 4)
-        ]
+        for best in _best_of(tried, Scope.LAYER):
+            quotas = split_capacity(
+                part,
+                best.candidate.policy,
+                self._capacity,
+                objective=options.objective,
+                machine=self._machine,
+                contract=options.contract,
+                warmup_steps=part.step_count // 4,
+                threads=options.threads,
+            )
+            finer.append(Candidate(best.candidate.policy, Scope.LAYER, quotas))
         known = {one.candidate.key for one in tried}
         fresh = [one for one in _distinct(finer) if one.key not in known]
         tried += score(fresh, "neighbours")
@@ -270,25 +267,11 @@ class _Tuner:
         finalists = [one.candidate for one in (*ranked[:_BEST], *close[:_SIMPLEST])]
         return _distinct([self._baseline, *finalists]), [one.candidate for one in ranked]
 
-    def _tuned_split(self, part: Requests, candidate: Candidate, warmup: int) -> Iterable[Candidate]:
-        options = self._options
-        quotas = split_capacity(
-            part,
-            candidate.policy,
-            self._capacity,
-            objective=options.objective,
-            machine=self._machine,
-            contract=options.contract,
-            warmup_steps=warmup,
-            threads=options.threads,
-        )
-        return [Candidate(candidate.policy, Scope.LAYER, quotas)]
-
     def _replay(
         self, requests: Requests, candidates: Sequence[Candidate], stage: str, warmup_steps: int
     ) -> list[_Scored]:
-        """With the costs of a machine on the rest only, where they are shown."""
-        options, notify, machine = self._options, self._progress, self._machine
+        """Replays without lookahead; the costs of a machine are computed on the rest only, where they are shown."""
+        options, machine = self._options, self._machine
         held_out = requests is self._requests
 
         def reduce(replayed: Replayed) -> tuple[NDArray[np.uint64], NDArray[np.float64], Outcome]:
@@ -304,12 +287,16 @@ class _Tuner:
             warmup_steps=warmup_steps,
             detail=Detail.STEPS if options.objective is Objective.MISSES and not held_out else Detail.EVENTS,
             threads=options.threads,
-            progress=None if notify is None else lambda done, total: notify(stage, done, total),
+            progress=self._progress_of(stage),
         )
         return [_Scored(candidate, *found) for candidate, found in zip(candidates, replays, strict=True)]
 
+    def _progress_of(self, stage: str) -> OnProgress | None:
+        notify = self._progress
+        return None if notify is None else lambda done, total: notify(stage, done, total)
+
     def _interval(self, one: _Scored, other: _Scored, confidence: float) -> Interval:
-        """What ``one`` costs more than ``other``: a request for misses, a step otherwise."""
+        """The additional cost of ``one`` over ``other``: a request for misses, a step otherwise."""
         counted = np.flatnonzero(one.step_requests)
         weights = one.step_requests[counted].astype(np.float64)
         if self._options.objective is not Objective.MISSES:
@@ -318,7 +305,7 @@ class _Tuner:
         return paired_interval(difference, weights, confidence=confidence, seed=self._options.seed)
 
     def _choose(self, scored: Sequence[_Scored]) -> Candidate:
-        """The simplest that cannot be told from the best, on the prefix."""
+        """The simplest candidate that cannot be told from the best on the prefix."""
         best = min(scored, key=lambda one: (one.total, one.candidate.complexity))
         confidence = 1 - (1 - self._options.confidence) / len(scored)
         for one in sorted(scored, key=lambda one: one.candidate.complexity):
@@ -327,7 +314,7 @@ class _Tuner:
                 return one.candidate
         raise AssertionError("the best is one of them")
 
-    def _result(self, regime: Regime, chosen: Candidate, held_out: list[_Scored]) -> Tuning:
+    def result(self, regime: Regime, chosen: Candidate, held_out: list[_Scored]) -> Tuning:
         options = self._options
         by_key = {one.candidate.key: one for one in held_out}
         winner, baseline = by_key[chosen.key], by_key[self._baseline.key]
@@ -339,6 +326,7 @@ class _Tuner:
         outcomes = {one.candidate.key: one.outcome for one in ranked}
         recommended = self._baseline if verdict is TuneVerdict.WORSE else chosen
         config = cache_configuration(recommended)
+        lookahead = outcomes[chosen.key].lookahead_frames
         result = TuneResult(
             chosen=outcomes[chosen.key],
             baseline=outcomes[self._baseline.key],
@@ -348,32 +336,27 @@ class _Tuner:
             gain_high=gain.high,
             confidence=gain.confidence,
             verdict=verdict,
-            tuned_steps=self._split,
+            tuned_steps=self.split,
             advice=regime.advice,
             configuration=configuration_text(self._requests, recommended, self._capacity),
             objective=options.objective.value,
             hindsight=options.hindsight.value,
             warning=None if config is None else config.starvation_warning,
-            scored=scored_text(outcomes[chosen.key].lookahead_frames),
+            scored=f"the recorded prefetches and a lookahead of {lookahead} frames"
+            if lookahead
+            else "no lookahead",
         )
         held = tuple((one.candidate, outcomes[one.candidate.key]) for one in ranked)
         return Tuning(result, regime, chosen, held)
 
 
-def scored_text(lookahead_frames: int) -> str:
-    """What outcomes say of the lookahead that they were replayed with."""
-    if not lookahead_frames:
-        return "no lookahead"
-    return f"the recorded prefetches and a lookahead of {lookahead_frames} frames"
-
-
 def _distinct(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Without those that do the same as an earlier one."""
+    """``candidates`` without those that do the same as an earlier one."""
     return list({one.key: one for one in reversed(list(candidates))}.values())[::-1]
 
 
 def _best_of(scored: Sequence[_Scored], scope: Scope, policy: str | None = None) -> list[_Scored]:
-    """The cheapest of a scope (and policy), if there is any."""
+    """The cheapest of a scope (and policy): a list of one, or none."""
     among = [
         one
         for one in scored

@@ -1,13 +1,14 @@
-"""Plain request traces: keys become records, numbered in order of first appearance; so many requests a step."""
-# MERGED DOC tierstore.lab.importers.text
-# """Plain text, one key a line. A key is any text without white space; only the last line may be empty."""
-# MERGED DOC tierstore.lab.importers.oracle_general
-# """libCacheSim's oracleGeneral: records of 24 bytes, u32 time, u64 object, u32 size, i64 next access (-1: none)."""
+"""Plain request traces. Keys become records, numbered in order of first appearance; every N requests are a step.
+
+Two formats are here, and columns in ``csv_columns``: plain text, one key a line (a key is any text without white space;
+only the last line may be empty), and libCacheSim's oracleGeneral, records of 24 bytes (u32 time, u64 object, u32 size,
+i64 next access, -1 for none).
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -64,16 +65,19 @@ class KeyNumbers(dict[Any, int]):
 
 
 class KeyTrace:
-    """A plain trace being read from ``requests``. A key's size is that of its first request. ``columns`` says where keys
-    and sizes are, and may be filled by ``requests``.
+    """A plain trace, read from ``path`` by ``read``, which also says where it found keys and sizes. A key's size is that of
+    its first request.
     """
 
     def __init__(
-        self, options: KeyOptions, requests: Iterator[KeyRequests], columns: Mapping[str, str]
+        self,
+        path: Path,
+        options: Any,
+        read: Callable[[Path, Any, dict[str, str]], Iterator[KeyRequests]],
     ) -> None:
-        self._options = options
-        self._source = requests
-        self._columns = columns
+        self._options: KeyOptions = options
+        self._columns: dict[str, str] = {}
+        self._source = read(path, options, self._columns)
         self._asked = 0.0
         self._numbers = KeyNumbers()
         self._sizes: list[NDArray[np.int64]] = []
@@ -173,8 +177,9 @@ class TextOptions(KeyOptions):
     )
 
 
-def text_requests(path: Path, options: TextOptions) -> Iterator[KeyRequests]:
+def text_requests(path: Path, options: TextOptions, columns: dict[str, str]) -> Iterator[KeyRequests]:
     """The keys of the lines. Raises DataError naming the line."""
+    columns.update(key="line", size="none")
     skip = None if options.skip is None else options.skip.strip().encode()
     with open_text(path, options.window_log) as file:
         for block in line_blocks(file):
@@ -201,8 +206,11 @@ ORACLE_RECORD = np.dtype([("time", "<u4"), ("key", "<u8"), ("size", "<u4"), ("ne
 _BLOCK = 1 << 17  # records
 
 
-def oracle_general_requests(path: Path, options: KeyOptions) -> Iterator[KeyRequests]:
-    """Objects and their sizes. Times and next accesses are checked for sense and not kept. Raises DataError."""
+def oracle_general_requests(
+    path: Path, options: KeyOptions, columns: dict[str, str]
+) -> Iterator[KeyRequests]:
+    """Objects and their sizes. Times and next accesses are checked and not kept. Raises DataError."""
+    columns.update(key="object", size="size", time="not read")
     at = 0
     with open_source(path, options.window_log) as file:
         while block := file.read(_BLOCK * ORACLE_RECORD.itemsize):
