@@ -146,4 +146,4 @@ def test_a_split_gives_the_loop_what_it_needs():
         [ReplaySetting(LRU, 6, Scope.LAYER), ReplaySetting(LRU, 6, Scope.LAYER, layer_quotas=(4, 0, 2))],
         lambda replayed: replayed,
     )
-    assert small_equal.misses > 1.5 * small_tuned.misses
+    assert small_equal.outcome.misses > 1.5 * small_tuned.outcome.misses

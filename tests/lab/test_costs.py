@@ -24,7 +24,7 @@ from tierstore.lab.costs import (
     policy_time,
     with_costs,
 )
-from tierstore.lab.simulate import PolicySpec, ReplaySetting, outcome, replay_one
+from tierstore.lab.simulate import PolicySpec, ReplaySetting, replay_one
 from tierstore.machine_profile import ASSUMED, Cost, Evidence
 from tierstore.model.config import ModelConfig
 from tierstore.train.config import TrainConfig
@@ -77,13 +77,13 @@ def test_drive_writes_and_life():
         endurance_bytes=200 * 365.25 * 86400,
         drive_bytes=8640,
     )
-    cost = with_costs(requests, found, outcome(requests, found), machine)
+    cost = with_costs(requests, found, machine)
     # A step: 4 s of stalls in 2 steps, 100 bytes written in 6 + 2 seconds.
     assert cost.stall_s_per_step == 2
     assert cost.drive_writes_per_day == pytest.approx(100 / 8 * 86400 / 8640)
     assert cost.drive_life_years == pytest.approx(200 / (100 / 8))
     faster = Machine(steps_per_s=2, endurance_bytes=400 * 365.25 * 86400, drive_bytes=8640)
-    cost = with_costs(requests, found, outcome(requests, found), faster)
+    cost = with_costs(requests, found, faster)
     assert cost.drive_writes_per_day == pytest.approx(2000)
     assert cost.drive_life_years == pytest.approx(2)
 
@@ -91,7 +91,7 @@ def test_drive_writes_and_life():
 def test_a_drive_that_is_not_written_lives_for_ever():
     requests = requests_of([[0], [1]])
     found = replay_one(requests, ReplaySetting(LRU, 1), 0, Detail.EVENTS)
-    cost = with_costs(requests, found, outcome(requests, found), Machine(compute_s_per_step=1))
+    cost = with_costs(requests, found, Machine(compute_s_per_step=1))
     assert (cost.drive_writes_per_day, cost.drive_life_years) == (0, math.inf)
 
 
@@ -160,7 +160,7 @@ def test_entries_of_unequal_sizes_take_a_latency_each():
     stalls = Machine(overlap=Overlap.SERIAL).stalls(requests, found)
     assert stalls[0] == pytest.approx(600e-6)
     assert stalls[1:] == pytest.approx(100e-6, rel=1e-4)
-    cost = with_costs(requests, found, outcome(requests, found), Machine(overlap=Overlap.SERIAL))
+    cost = with_costs(requests, found, Machine(overlap=Overlap.SERIAL))
     assert cost.stall_s_per_step == pytest.approx(100.6e-3, rel=1e-4)
 
 

@@ -25,7 +25,6 @@ from tierstore.lab.simulate import (
     ReplaySetting,
     in_parallel,
     known_policies,
-    outcome,
     replay_one,
     simulate,
 )
@@ -56,7 +55,7 @@ def test_by_event():
     replayed = replay_one(requests, ReplaySetting(LRU, 2), 0, Detail.EVENTS)
     assert replayed.event_read_bytes.tolist() == [100, 100, 100, 100]
     assert replayed.event_written_bytes.tolist() == [0, 0, 100, 0]
-    found = outcome(requests, replayed)
+    found = replayed.outcome
     assert (found.read_bytes, found.written_bytes, found.write_backs, found.evictions) == (400, 100, 1, 2)
 
 
@@ -82,9 +81,9 @@ def test_bytes_are_those_of_the_keys(tmp_path, frame_bytes):
 def test_a_warm_up_is_carried_out_and_not_counted():
     requests = requests_of([[0], [1], [0], [2], [0]])
     replayed = replay_one(requests, ReplaySetting(LRU, 2), requests.events_before(2), Detail.EVENTS)
-    assert (replayed.hits, replayed.misses) == (2, 1)
+    assert (replayed.outcome.hits, replayed.outcome.misses) == (2, 1)
     assert replayed.event_read_bytes.tolist() == [0, 0, 0, 1, 0]
-    assert outcome(requests, replayed).steps == 3
+    assert replayed.outcome.steps == 3
 
 
 def test_creations_are_neither_hits_nor_misses():
@@ -130,7 +129,7 @@ def test_against_a_naive_cache(data):
     expected = [naive.event(*pair) for pair in zip(events, writes, strict=True)]
     assert replayed.event_read_bytes.tolist() == [misses for misses, _ in expected]
     assert replayed.event_written_bytes.tolist() == [written for _, written in expected]
-    assert replayed.misses == sum(misses for misses, _ in expected)
+    assert replayed.outcome.misses == sum(misses for misses, _ in expected)
 
 
 def test_sequential_requests_evict_each_other():

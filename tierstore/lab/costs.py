@@ -215,8 +215,9 @@ def _predicted_compute_s(config: TrainConfig, profile: Profile) -> float:
     return found.step_s * found.busy_ratio[Resource.COMPUTE]
 
 
-def with_costs(requests: Requests, replayed: Replayed, outcome: Outcome, machine: Machine) -> Outcome:
-    """``outcome`` with stall a step, drive writes per day and drive life on ``machine``."""
+def with_costs(requests: Requests, replayed: Replayed, machine: Machine) -> Outcome:
+    """The outcome of ``replayed`` with stall a step, drive writes per day and drive life on ``machine``."""
+    outcome = replayed.outcome
     stall = float(machine.stalls(requests, replayed).sum()) / max(outcome.steps, 1)
     writes, life = machine.wear(outcome, stall)
     return replace(outcome, stall_s_per_step=stall, drive_writes_per_day=writes, drive_life_years=life)
@@ -257,7 +258,7 @@ def policy_time(
 ) -> list[list[float]]:
     """CPU seconds per request of each setting in each of ``repeats`` replays, in turns on one thread."""
     rounds = [
-        [replay_one(requests, setting, 0, Detail.STEPS).policy_s for setting in settings]
+        [replay_one(requests, setting, 0, Detail.STEPS).outcome.policy_s or 0.0 for setting in settings]
         for _ in range(repeats)
     ]
     count = max(len(requests.entries), 1)

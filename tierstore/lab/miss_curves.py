@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
 
@@ -37,7 +37,6 @@ from tierstore.lab.simulate import (
     expected_time,
     in_parallel,
     known_policies,
-    outcome,
     replay_each,
     replay_one,
     suits,
@@ -168,8 +167,8 @@ def curves(
     def replayed(setting: ReplaySetting) -> list[Outcome]:
         detail = Detail.STEPS if machine is None else Detail.EVENTS
         found = replay_one(requests, setting, requests.events_before(warmup_steps), detail)
-        point = outcome(requests, found, windows=windows)
-        return [point if machine is None else with_costs(requests, found, point, machine)]
+        point = found.outcome if machine is None else with_costs(requests, found, machine)
+        return [replace(point, windows=found.windows(windows)) if windows else point]
 
     def once() -> list[Outcome]:
         return list(lru_curve(requests, frames, contract=contract, warmup_steps=warmup_steps).points)
@@ -267,7 +266,7 @@ def survey(
     *found, bound = replay_each(
         part,
         settings,
-        lambda replayed: replayed.miss_ratio,
+        lambda replayed: replayed.outcome.miss_ratio,
         warmup_steps=part.step_count // 4,
         detail=Detail.STEPS,
         threads=threads,

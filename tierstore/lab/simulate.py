@@ -14,7 +14,7 @@ import enum
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 from typing import Any, TypeAlias, TypeVar
@@ -191,36 +191,34 @@ class ReplaySetting:
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class Replayed:
-    """One replay's counts after its warm-up. Columns over steps and events cover the warm-up as zeros.
+    """One replay: its outcome, and columns over steps, events and layers, which cover the warm-up as zeros.
 
-    A creation is the first request of an entry that had no backing copy: it is no hit and reads nothing.
+    A creation is the first request of an entry that had no backing copy: neither a hit nor a miss. Columns of events are
+    empty without that detail.
     """
 
-    setting: ReplaySetting
-    requests: int
-    hits: int
-    misses: int  # without creations
-    evictions: int
-    write_backs: int
-    starved: int
-    not_admitted: int  # of the requests that did not hit: their entries are larger than the cache
-    read_bytes: int
-    written_bytes: int
+    outcome: Outcome  # without windows, and without the costs that need a model of the machine
     step_requests: NDArray[np.uint64]  # [steps]
-    step_misses: NDArray[np.int64]  # [steps]: without creations
+    step_misses: NDArray[np.int64]  # [steps]
     step_creations: NDArray[np.int64]  # [steps]
-    event_read_bytes: NDArray[np.uint64]  # [events], or empty without that detail
-    event_written_bytes: NDArray[np.uint64]  # [events], or empty
-    event_reads: NDArray[np.uint32]  # [events]: entries, or empty
-    event_writes: NDArray[np.uint32]  # [events]: entries, or empty
-    layer_requests: NDArray[np.uint64]  # [layers]
-    layer_misses: NDArray[np.int64]  # [layers]: without creations
-    policy_s: float  # CPU time of the replay, measured
+    event_read_bytes: NDArray[np.uint64]  # [events]
+    event_written_bytes: NDArray[np.uint64]  # [events]
+    event_reads: NDArray[np.uint32]  # [events]: entries
+    event_writes: NDArray[np.uint32]  # [events]: entries
+    layer_misses: NDArray[np.int64]  # [layers]
 
-    @property
-    def miss_ratio(self) -> float:
-        """Misses of all requests; 0 without any."""
-        return self.misses / max(self.requests, 1)
+    def windows(self, count: int) -> tuple[ReplayWindow, ...]:
+        """Hits over ``count`` windows of equal steps after the warm-up; creations are no hits."""
+        asked = self.step_requests.astype(np.int64)
+        first = int(np.flatnonzero(asked)[0]) if asked.any() else 0
+        edges = np.unique(np.linspace(first, len(asked), count + 1).astype(np.int64)[:-1])
+        hits = asked - self.step_misses - self.step_creations
+        return tuple(
+            ReplayWindow(int(edge), int(requested), int(hit))
+            for edge, requested, hit in zip(
+                edges, np.add.reduceat(asked, edges), np.add.reduceat(hits, edges), strict=True
+            )
+        )
 
 
 def in_parallel(
@@ -331,20 +329,31 @@ def replay_one(requests: Requests, setting: ReplaySetting, warmup_events: int, d
     if len(event_read_bytes):
         np.subtract.at(event_read_bytes, created.events, created_bytes)
         np.subtract.at(event_reads, created.events, 1)
+    layer_requests = found["layer_hits"] + found["layer_misses"]
     layer_misses = found["layer_misses"].astype(np.int64)
     np.subtract.at(layer_misses, requests.layers[created.events], 1)
     step_creations = np.bincount(requests.steps[created.events], minlength=requests.step_count)
     return Replayed(
-        setting=setting,
-        requests=found["requests"],
-        hits=found["hits"],
-        misses=found["misses"] - len(created.events),
-        evictions=found["evictions"],
-        write_backs=found["write_backs"],
-        starved=found["starved"],
-        not_admitted=found["not_admitted"],
-        read_bytes=found["missed_bytes"] - int(created_bytes.sum()),
-        written_bytes=found["written_bytes"],
+        outcome=setting.outcome(
+            requests,
+            steps=int(np.count_nonzero(found["step_requests"])),
+            requests=found["requests"],
+            hits=found["hits"],
+            misses=found["misses"] - len(created.events),
+            creates=len(created.events),
+            evictions=found["evictions"],
+            starved=found["starved"],
+            not_admitted=found["not_admitted"],
+            write_backs=found["write_backs"],
+            read_bytes=found["missed_bytes"] - int(created_bytes.sum()),
+            written_bytes=found["written_bytes"],
+            policy_s=elapsed_s,
+            layers=tuple(
+                LayerOutcome(layer, int(asked), int(layer_misses[layer]))
+                for layer, asked in enumerate(layer_requests)
+                if asked
+            ),
+        ),
         step_requests=found["step_requests"],
         step_misses=found["step_misses"].astype(np.int64) - step_creations,
         step_creations=step_creations,
@@ -352,9 +361,7 @@ def replay_one(requests: Requests, setting: ReplaySetting, warmup_events: int, d
         event_written_bytes=found["event_written_bytes"],
         event_reads=event_reads,
         event_writes=found["event_write_backs"],
-        layer_requests=found["layer_hits"] + found["layer_misses"],
         layer_misses=layer_misses,
-        policy_s=elapsed_s,
     )
 
 
@@ -374,13 +381,17 @@ def simulate(
 
     ``windows`` > 0: also the hits over time, in that many windows of equal steps. Raises ConfigError or BudgetError.
     """
+
+    def reduce(replayed: Replayed) -> Outcome:
+        return replace(replayed.outcome, windows=replayed.windows(windows)) if windows else replayed.outcome
+
     specs = [PolicySpec.parse(policy) if isinstance(policy, str) else policy for policy in policies]
     frames = [requests.table.frames_of(capacity) for capacity in capacities]
     settings = [ReplaySetting(spec, size, scope, contract) for spec, size in product(specs, frames)]
     return replay_each(
         requests,
         settings,
-        partial(outcome, requests, windows=windows),
+        reduce,
         warmup_steps=warmup_steps,
         threads=threads,
         progress=progress,
@@ -390,42 +401,3 @@ def simulate(
 def contract_name(requests: Requests, contract: Contract) -> str:
     """The contract as reports name it, with the pins."""
     return ", ".join(filter(None, (contract.value, requests.table.pins)))
-
-
-def outcome(requests: Requests, replayed: Replayed, *, windows: int = 0) -> Outcome:
-    """The outcome of one replay, without the costs that need a model of the machine."""
-    return replayed.setting.outcome(
-        requests,
-        steps=int(np.count_nonzero(replayed.step_requests)),
-        requests=replayed.requests,
-        hits=replayed.hits,
-        misses=replayed.misses,
-        creates=replayed.requests - replayed.hits - replayed.misses,
-        evictions=replayed.evictions,
-        starved=replayed.starved,
-        not_admitted=replayed.not_admitted,
-        write_backs=replayed.write_backs,
-        read_bytes=replayed.read_bytes,
-        written_bytes=replayed.written_bytes,
-        policy_s=replayed.policy_s,
-        layers=tuple(
-            LayerOutcome(layer, int(asked), int(replayed.layer_misses[layer]))
-            for layer, asked in enumerate(replayed.layer_requests)
-            if asked
-        ),
-        windows=_windows(replayed, windows) if windows else (),
-    )
-
-
-def _windows(replayed: Replayed, count: int) -> tuple[ReplayWindow, ...]:
-    """Hits over ``count`` windows of equal steps, creations among the misses, the warm-up left out."""
-    asked = replayed.step_requests.astype(np.int64)
-    first = int(np.flatnonzero(asked)[0]) if asked.any() else 0
-    edges = np.unique(np.linspace(first, len(asked), count + 1).astype(np.int64)[:-1])
-    hits = asked - replayed.step_misses - replayed.step_creations
-    return tuple(
-        ReplayWindow(int(edge), int(requested), int(hit))
-        for edge, requested, hit in zip(
-            edges, np.add.reduceat(asked, edges), np.add.reduceat(hits, edges), strict=True
-        )
-    )

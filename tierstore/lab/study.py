@@ -31,7 +31,6 @@ from tierstore.lab.simulate import (
     Replayed,
     ReplaySetting,
     contract_name,
-    outcome,
     replay_each,
 )
 from tierstore.lab.tuning import LEAST_STEPS, Hindsight, TuneOptions, Tuning, tune
@@ -120,7 +119,7 @@ def half_life_map(
     ratios = replay_each(
         requests,
         settings,
-        lambda replayed: replayed.miss_ratio,
+        lambda replayed: replayed.outcome.miss_ratio,
         warmup_steps=warmup_steps,
         detail=Detail.STEPS,
         threads=threads,
@@ -278,6 +277,6 @@ def _layered(requests: Requests, options: StudyOptions) -> tuple[Outcome, ...]:
     ]
 
     def reduce(replayed: Replayed) -> Outcome:
-        return with_costs(requests, replayed, outcome(requests, replayed), options.machine)
+        return with_costs(requests, replayed, options.machine)
 
     return tuple(replay_each(requests, settings, reduce, threads=options.threads))

@@ -45,7 +45,7 @@ from tierstore.lab.live import LiveReplay, Recording, replay_recorded
 from tierstore.lab.miss_curves import Regime, survey
 from tierstore.lab.requests import Capacity, Requests
 from tierstore.lab.results import Outcome, TuneResult, TuneVerdict
-from tierstore.lab.simulate import Contract, OnProgress, Replayed, outcome, replay_each, suits
+from tierstore.lab.simulate import Contract, OnProgress, Replayed, replay_each, suits
 
 OnStage: TypeAlias = Callable[[str, int, int], None]
 """Called with the stage, and with the number of finished replays and of all."""
@@ -276,9 +276,8 @@ class _Tuner:
 
         def reduce(replayed: Replayed) -> tuple[NDArray[np.uint64], NDArray[np.float64], Outcome]:
             costs = cost_by_step(requests, replayed, options.objective, machine)
-            plain = outcome(requests, replayed)
-            full = with_costs(requests, replayed, plain, machine) if held_out else plain
-            return replayed.step_requests, costs, full
+            outcome = with_costs(requests, replayed, machine) if held_out else replayed.outcome
+            return replayed.step_requests, costs, outcome
 
         replays = replay_each(
             requests,
