@@ -476,15 +476,104 @@ class NaiveWTinyLfu(NaivePolicy):
             return [oldest]
 
 
-NAIVE = {
-    "fifo": NaiveFifo,
-    "clock": NaiveClock,
-    "lfu": NaiveLfu,
-    "sieve": NaiveSieve,
-    "slru": NaiveSlru,
-    "2q": NaiveTwoQ,
-    "arc": NaiveArc,
-    "lirs": NaiveLirs,
-    "s3-fifo": NaiveS3Fifo,
-    "w-tinylfu": NaiveWTinyLfu,
+class NaiveLru(NaivePolicy):
+    def __init__(self, capacity, frames):
+        super().__init__(capacity, frames)
+        self.order = []
+
+    def insert(self, e):
+        self.order.append(e)
+
+    def hit(self, e):
+        self.order.remove(e)
+        self.order.append(e)
+
+    def remove(self, e):
+        self.order.remove(e)
+
+    def victims(self, free, need):
+        return [e for e in self.order if e in free][:1]
+
+
+class NaiveLfuDecay(NaivePolicy):
+    """Hits are score / unit, and the unit grows where the algorithm multiplies every count."""
+
+    most_unit = 2.0**500
+
+    def __init__(self, capacity, frames, variant="corrected", threshold=0, beta=0.5, interval=16):
+        super().__init__(capacity, frames)
+        self.paper = variant == "paper"
+        self.threshold, self.beta, self.interval = threshold, beta, interval
+        self.headroom = 1 if self.paper else 0
+        self.score, self.unit = {}, 1.0
+        self.count = 0
+
+    def insert(self, e):
+        self.score[e] = self.unit
+
+    def hit(self, e):
+        self.score[e] += self.unit
+
+    def remove(self, e):
+        del self.score[e]
+
+    def _tick(self):
+        self.count += 1
+        if self.count == self.interval:
+            self.count = 0
+            self.unit /= self.beta
+            if self.unit >= self.most_unit:
+                self.unit /= self.most_unit
+                self.score = {e: score / self.most_unit for e, score in self.score.items()}
+
+    def request(self):
+        if self.paper:
+            self._tick()
+
+    def step(self):
+        if not self.paper:
+            self._tick()
+
+    def victims(self, free, need):
+        known = [e for e in self.score if e in free]
+        if not known:
+            return []
+        least = min(known, key=lambda e: (self.score[e], e))
+        qualified = [e for e in known if self.score[e] >= self.threshold * self.unit]
+        if self.paper:
+            if least in qualified:
+                return sorted(e for e in known if self.score[e] == self.score[least])
+        elif qualified:
+            return [min(qualified, key=lambda e: (self.score[e], e))]
+        self.starved += 1
+        return [least]
+
+
+#: For each policy its class, and the options that a property test draws.
+REFERENCES = {
+    "fifo": (NaiveFifo, [{}]),
+    "clock": (NaiveClock, [{}, {"bits": 2}]),
+    "lru": (NaiveLru, [{}]),
+    "lfu": (NaiveLfu, [{}]),
+    "sieve": (NaiveSieve, [{}]),
+    "lfu-decay": (
+        NaiveLfuDecay,
+        [
+            {"variant": "corrected", "threshold": 0, "beta": 0.5, "interval": 1},
+            {"variant": "corrected", "threshold": 1.5, "beta": 0.3, "interval": 2},
+            {"variant": "paper", "threshold": 0, "beta": 0.7, "interval": 3},
+            {"variant": "corrected", "threshold": 0.7, "beta": 1e-100, "interval": 1},
+            {"variant": "paper", "threshold": 2, "beta": 0.1, "interval": 7},
+            {"variant": "paper", "threshold": 0.5, "beta": 2.0**-499, "interval": 5},
+        ],
+    ),
+    "slru": (NaiveSlru, [{"segments": 2}, {"segments": 4}]),
+    "2q": (NaiveTwoQ, [{}, {"in_fraction": 0.5, "out_fraction": 2}]),
+    "arc": (NaiveArc, [{}]),
+    "lirs": (NaiveLirs, [{}, {"hir_fraction": 0.3, "stack_fraction": 1.5}]),
+    "s3-fifo": (NaiveS3Fifo, [{}, {"small_fraction": 0.3, "move_threshold": 1}]),
+    "w-tinylfu": (
+        NaiveWTinyLfu,
+        [{}, {"window_fraction": 0.3, "protected_fraction": 0.5, "sample_factor": 2}],
+    ),
 }

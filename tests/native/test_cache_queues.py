@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from naive_policies import NAIVE
+from naive_policies import REFERENCES
 
 from tierstore import _native
 from tierstore._native import Decision
@@ -131,7 +131,7 @@ def test_victims_are_those_of_the_naive_reference(policy, options, capacity, see
     keys = 40
     cache = Cache(capacity, policy, keys, options)
     frames = {key * 4: 1 for key in range(keys)}
-    naive = NAIVE[policy](capacity, frames, **options)
+    naive = REFERENCES[policy][0](capacity, frames, **options)
     resident = set()
     for key in trace(keys, 400, seed, skew):
         entry, evicted = key * 4, []

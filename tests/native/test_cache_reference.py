@@ -10,85 +10,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from naive_learned_use import NaiveLearnedUse
 from naive_next_use import NaiveNextUse
-from naive_policies import NAIVE, NaivePolicy
+from naive_policies import REFERENCES
 
 from tierstore import _native
 from tierstore._native import Decision as D
 
 WEIGHTS, MOMENTS, GRADIENTS = 0, 1, 2
-
-
-class NaiveLru(NaivePolicy):
-    def __init__(self, capacity, frames):
-        super().__init__(capacity, frames)
-        self.order = []
-
-    def insert(self, e):
-        self.order.append(e)
-
-    def hit(self, e):
-        self.order.remove(e)
-        self.order.append(e)
-
-    def remove(self, e):
-        self.order.remove(e)
-
-    def victims(self, free, need):
-        return [e for e in self.order if e in free][:1]
-
-
-class NaiveLfu(NaivePolicy):
-    """Hits are score / unit, and the unit grows where the algorithm multiplies every count."""
-
-    most_unit = 2.0**500
-
-    def __init__(self, capacity, frames, variant="corrected", threshold=0, beta=0.5, interval=16):
-        super().__init__(capacity, frames)
-        self.paper = variant == "paper"
-        self.threshold, self.beta, self.interval = threshold, beta, interval
-        self.headroom = 1 if self.paper else 0
-        self.score, self.unit = {}, 1.0
-        self.count = 0
-
-    def insert(self, e):
-        self.score[e] = self.unit
-
-    def hit(self, e):
-        self.score[e] += self.unit
-
-    def remove(self, e):
-        del self.score[e]
-
-    def _tick(self):
-        self.count += 1
-        if self.count == self.interval:
-            self.count = 0
-            self.unit /= self.beta
-            if self.unit >= self.most_unit:
-                self.unit /= self.most_unit
-                self.score = {e: score / self.most_unit for e, score in self.score.items()}
-
-    def request(self):
-        if self.paper:
-            self._tick()
-
-    def step(self):
-        if not self.paper:
-            self._tick()
-
-    def victims(self, free, need):
-        known = [e for e in self.score if e in free]
-        if not known:
-            return []
-        least = min(known, key=lambda e: (self.score[e], e))
-        qualified = [e for e in known if self.score[e] >= self.threshold * self.unit]
-        if self.paper:
-            if least in qualified:
-                return sorted(e for e in known if self.score[e] == self.score[least])
-        elif qualified:
-            return [min(qualified, key=lambda e: (self.score[e], e))]
-        self.starved += 1
-        return [least]
 
 
 class Naive:
@@ -330,50 +257,16 @@ def arrays(units):
     return np.array([u[0] for u in units], np.uint32), np.array([u[1] for u in units], np.uint16)
 
 
-POLICIES = [
-    ("fifo", {}),
-    ("clock", {}),
-    ("clock", {"bits": 2}),
-    ("lru", {}),
-    ("lfu", {}),
-    ("sieve", {}),
-    ("lfu-decay", {"variant": "corrected", "threshold": 0, "beta": 0.5, "interval": 1}),
-    ("lfu-decay", {"variant": "corrected", "threshold": 1.5, "beta": 0.3, "interval": 2}),
-    ("lfu-decay", {"variant": "paper", "threshold": 0, "beta": 0.7, "interval": 3}),
-    ("lfu-decay", {"variant": "corrected", "threshold": 0.7, "beta": 1e-100, "interval": 1}),
-    ("lfu-decay", {"variant": "paper", "threshold": 2, "beta": 0.1, "interval": 7}),
-    ("lfu-decay", {"variant": "paper", "threshold": 0.5, "beta": 2.0**-499, "interval": 5}),
-    ("slru", {"segments": 2}),
-    ("slru", {"segments": 4}),
-    ("2q", {}),
-    ("2q", {"in_fraction": 0.5, "out_fraction": 2}),
-    ("arc", {}),
-    ("lirs", {}),
-    ("lirs", {"hir_fraction": 0.3, "stack_fraction": 1.5}),
-    ("s3-fifo", {}),
-    ("s3-fifo", {"small_fraction": 0.3, "move_threshold": 1}),
-    ("next-use", {}),
-    ("next-use", {"half_life": 0.7}),
-    ("learned-use", {}),
-    ("learned-use", {"price": 0.1, "rate": 0.1}),
-    ("w-tinylfu", {}),
-    ("w-tinylfu", {"window_fraction": 0.3, "protected_fraction": 0.5, "sample_factor": 2}),
-]
-
-
-def naive_policy(name, options):
-    kinds = {
-        "lru": NaiveLru,
-        "lfu-decay": NaiveLfu,
-        "next-use": NaiveNextUse,
-        "learned-use": NaiveLearnedUse,
-        **NAIVE,
-    }
-    return lambda capacity, frames: kinds[name](capacity, frames, **options)
+#: For each policy its naive class, and the options that are drawn.
+POLICIES = {
+    **REFERENCES,
+    "next-use": (NaiveNextUse, [{}, {"half_life": 0.7}]),
+    "learned-use": (NaiveLearnedUse, [{}, {"price": 0.1, "rate": 0.1}]),
+}
 
 
 def test_every_policy_has_a_reference():
-    assert {name for name, _ in POLICIES} == set(_native.policy_names())
+    assert set(POLICIES) == set(_native.policy_names())
 
 
 @st.composite
@@ -395,7 +288,9 @@ def units(draw, records):
 @given(data=st.data())
 def test_every_decision_is_the_naive_one(data):
     draw = data.draw
-    name, options = draw(st.sampled_from(POLICIES))
+    name, kind, options = draw(
+        st.sampled_from([(name, kind, one) for name, (kind, every) in POLICIES.items() for one in every])
+    )
     layers = draw(st.integers(1, 3))
     by_layer = draw(st.booleans())
     sizes = draw(st.sampled_from([(1, 1, 1), (2, 3, 2), (1, 4, 2)]))
@@ -414,7 +309,9 @@ def test_every_decision_is_the_naive_one(data):
         layer_quotas=quotas,
         group_order=_native.GroupOrder.RESIDENT_FIRST if residents_first else _native.GroupOrder.KEY,
     )
-    naive = Naive(total, naive_policy(name, options), lookahead, quotas, residents_first)
+    naive = Naive(
+        total, lambda size, frames: kind(size, frames, **options), lookahead, quotas, residents_first
+    )
     count = 5 * layers
     for record in range(count):
         frames = [f + (record % 3 if unequal else 0) for f in sizes]

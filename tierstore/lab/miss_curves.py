@@ -39,6 +39,7 @@ from tierstore.lab.simulate import (
     known_policies,
     replay_each,
     replay_one,
+    replay_windows,
     suits,
 )
 
@@ -168,7 +169,7 @@ def curves(
         detail = Detail.STEPS if machine is None else Detail.EVENTS
         found = replay_one(requests, setting, requests.events_before(warmup_steps), detail)
         point = found.outcome if machine is None else with_costs(requests, found, machine)
-        return [replace(point, windows=found.windows(windows)) if windows else point]
+        return [replace(point, windows=replay_windows(found, windows)) if windows else point]
 
     def once() -> list[Outcome]:
         return list(lru_curve(requests, frames, contract=contract, warmup_steps=warmup_steps).points)

@@ -207,19 +207,6 @@ class Replayed:
     event_writes: NDArray[np.uint32]  # [events]: entries
     layer_misses: NDArray[np.int64]  # [layers]
 
-    def windows(self, count: int) -> tuple[ReplayWindow, ...]:
-        """Hits over ``count`` windows of equal steps after the warm-up; creations are no hits."""
-        asked = self.step_requests.astype(np.int64)
-        first = int(np.flatnonzero(asked)[0]) if asked.any() else 0
-        edges = np.unique(np.linspace(first, len(asked), count + 1).astype(np.int64)[:-1])
-        hits = asked - self.step_misses - self.step_creations
-        return tuple(
-            ReplayWindow(int(edge), int(requested), int(hit))
-            for edge, requested, hit in zip(
-                edges, np.add.reduceat(asked, edges), np.add.reduceat(hits, edges), strict=True
-            )
-        )
-
 
 def in_parallel(
     jobs: Sequence[tuple[float, Callable[[], Reduced]]],
@@ -383,7 +370,9 @@ def simulate(
     """
 
     def reduce(replayed: Replayed) -> Outcome:
-        return replace(replayed.outcome, windows=replayed.windows(windows)) if windows else replayed.outcome
+        if not windows:
+            return replayed.outcome
+        return replace(replayed.outcome, windows=replay_windows(replayed, windows))
 
     specs = [PolicySpec.parse(policy) if isinstance(policy, str) else policy for policy in policies]
     frames = [requests.table.frames_of(capacity) for capacity in capacities]
@@ -401,3 +390,17 @@ def simulate(
 def contract_name(requests: Requests, contract: Contract) -> str:
     """The contract as reports name it, with the pins."""
     return ", ".join(filter(None, (contract.value, requests.table.pins)))
+
+
+def replay_windows(replayed: Replayed, count: int) -> tuple[ReplayWindow, ...]:
+    """Hits over ``count`` windows of equal steps after the warm-up; creations are no hits."""
+    asked = replayed.step_requests.astype(np.int64)
+    first = int(np.flatnonzero(asked)[0]) if asked.any() else 0
+    edges = np.unique(np.linspace(first, len(asked), count + 1).astype(np.int64)[:-1])
+    hits = asked - replayed.step_misses - replayed.step_creations
+    return tuple(
+        ReplayWindow(int(edge), int(requested), int(hit))
+        for edge, requested, hit in zip(
+            edges, np.add.reduceat(asked, edges), np.add.reduceat(hits, edges), strict=True
+        )
+    )
