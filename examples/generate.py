@@ -9,11 +9,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from tierstore.serve.batch.opening import open_runner
 from tierstore.serve.config import ServeConfig
-from tierstore.serve.opening import open_served
-from tierstore.serve.text.language import open_language
-from tierstore.serve.text.sampling import TokenSampler
+from tierstore.serve.language import open_language
+from tierstore.serve.opening import open_runner, open_served
+from tierstore.serve.sampling import TokenSampler
 
 TOKENS = 32
 

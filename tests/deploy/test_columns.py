@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierstore.deploy.compress.columns import columns_of, expert_of, merge, partners
+from tierstore.deploy.compression import columns_of, expert_of, merge, partners
 from tierstore.moe.config import Activation, ExpertShape
 
 _SHAPES = [

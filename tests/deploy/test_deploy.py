@@ -9,6 +9,7 @@ import shutil
 import signal
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,7 @@ from token_cases import conversation, save_tokenizer, write_lines
 
 from tierstore.capabilities import Capability
 from tierstore.cli.deploy import deploy as command
-from tierstore.deploy.checking import store_checks
-from tierstore.deploy.compress.calibration import calibrate
-from tierstore.deploy.compress.distilling import learning_rate, objective
-from tierstore.deploy.compress.grouping import LayerUse
-from tierstore.deploy.compress.student import write_student
+from tierstore.deploy.compression import LayerUse, calibrate, write_student
 from tierstore.deploy.config import (
     CompressionConfig,
     DeployConfig,
@@ -34,13 +31,12 @@ from tierstore.deploy.config import (
     Method,
     StageName,
 )
-from tierstore.deploy.pipeline import deploy
-from tierstore.deploy.stage import DeployInterrupted, DeployStage
-from tierstore.deploy.stages.conversion import ConversionStage
-from tierstore.deploy.stages.distillation import DistillationStage, recovered_fraction
-from tierstore.deploy.stages.fusion import FusionStage
-from tierstore.deploy.teacher import open_teacher
-from tierstore.deploy.text import read_windows
+from tierstore.deploy.distillation import learning_rate, objective, recovered_fraction
+from tierstore.deploy.optimisation import convert
+from tierstore.deploy.pipeline import STAGES, deploy
+from tierstore.deploy.records import DeployInterrupted
+from tierstore.deploy.stages import store_checks
+from tierstore.deploy.teacher import open_teacher, read_windows
 from tierstore.errors import ConfigError, DataError, TierstoreError
 from tierstore.hf.exports.exporting import export
 from tierstore.hf.manifest import Manifest, Weights
@@ -216,7 +212,7 @@ def test_graphs_are_compiled_and_compared_where_they_are_asked_for(store: Path, 
         seen.append(graph)
         return graph.forward
 
-    stages: list[DeployStage] = [FusionStage(), DistillationStage(), ConversionStage(as_it_is)]
+    stages = [*STAGES[:2], replace(STAGES[2], run=partial(convert, compile_graph=as_it_is))]
     config = DeployConfig(store=store, target=tmp_path / "d", graphs=Capability.ON, threads=1)
     figures: Any = deploy(config, until=StageName.CONVERSION, stages=stages).records[-1].figures
     assert figures["graphs"] == len(seen) > 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tierstore.deploy.compress.grouping import LayerUse, groups_of
+from tierstore.deploy.compression import LayerUse, groups_of
 from tierstore.deploy.config import Method
 
 _USE = LayerUse(

@@ -11,10 +11,15 @@ from pathlib import Path
 import pytest
 
 from tierstore.deploy.config import CompressionConfig, DeployConfig, DistillationConfig, StageName
-from tierstore.deploy.deployed import read_deployment
-from tierstore.deploy.pipeline import MARKER, StageProgress, deploy, stage_records
-from tierstore.deploy.records import StageRecord, stage_directory
-from tierstore.deploy.stage import DeployInterrupted, DeployStage, StageContext, StageOutput
+from tierstore.deploy.pipeline import MARKER, DeployStage, StageProgress, deploy, stage_records
+from tierstore.deploy.records import (
+    DeployInterrupted,
+    StageContext,
+    StageOutput,
+    StageRecord,
+    read_deployment,
+    stage_directory,
+)
 from tierstore.errors import ChecksumError, ConfigError, StoreExistsError, StoreFormatError, StoreMissingError
 
 
@@ -52,7 +57,11 @@ def log() -> list[str]:
 
 @pytest.fixture
 def stages(log: list[str]) -> list[DeployStage]:
-    return [_Counting(name, log) for name in StageName]
+    counting = [_Counting(name, log) for name in StageName]
+    return [
+        DeployStage(name=each.name, settings=each.settings, run=each.run, verify=each.verify)
+        for each in counting
+    ]
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierstore.deploy.segments import BlockBytes, Segment, balanced, cut, fewest
+from tierstore.deploy.stages import BlockBytes, Segment, balanced, cut, fewest
 from tierstore.errors import BudgetError, ConfigError
 
 

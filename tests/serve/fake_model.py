@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from tierstore.errors import BudgetError, ChecksumError, DataError
-from tierstore.serve.batch.interface import Joined
-from tierstore.serve.scheduler.interface import Counts, Running
-from tierstore.serve.text.language import ByteCodec, Language
-from tierstore.serve.text.sampling import SamplingOptions
+from tierstore.serve.batch import Joined
+from tierstore.serve.engine import ModelCounts, Running
+from tierstore.serve.language import ByteCodec, Language
+from tierstore.serve.sampling import SamplingOptions
 
 END = 256
 CONTEXT = 512
@@ -128,7 +128,7 @@ def chat_text(messages: Sequence[Mapping[str, object]]) -> str:
 @contextmanager
 def opened(runner: FakeRunner, *, context: int = CONTEXT) -> Iterator[Running]:
     """A model of ``runner``, open."""
-    counts = Counts(hits=3, misses=1, moved_bytes={"nvme read": 4096}, stall_s={"demand read": 0.5})
+    counts = ModelCounts(hits=3, misses=1, moved_bytes={"nvme read": 4096}, stall_s={"demand read": 0.5})
     language = Language(
         FakeCodec(), vocabulary=END + 1, end_tokens=frozenset({END}), defaults=SamplingOptions(temperature=0)
     )

@@ -17,13 +17,11 @@ from dataclasses import dataclass, fields
 import fake_model
 from fake_model import FakeRunner
 
-from tierstore.serve.api.app import Service, make_app
+from tierstore.serve.api.app import Keys, Service, make_app
 from tierstore.serve.api.metrics import ServerMetrics
-from tierstore.serve.api.receiving import Keys
 from tierstore.serve.api.server import ApiServer, listen, url
 from tierstore.serve.config import LimitsConfig
-from tierstore.serve.scheduler.engine import ServingEngine
-from tierstore.serve.scheduler.interface import Running
+from tierstore.serve.engine import Running, ServingEngine
 
 MODEL = "fake"
 

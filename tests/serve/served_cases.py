@@ -17,12 +17,9 @@ from tierstore.model.transformer import Transformer
 from tierstore.moe.source import ExpertLease, ExpertSource, InMemoryExperts, SourceSlot
 from tierstore.prefetch.predictor import Counts
 from tierstore.prefetch.program import GuessCounts
-from tierstore.serve.batch.grouped import GroupedRunner
-from tierstore.serve.batch.meeting import MeetingPasses
-from tierstore.serve.experts.interface import ServingPhase
-from tierstore.serve.model.builtin import BuiltInModel
-from tierstore.serve.model.interface import ServedModel
-from tierstore.serve.model.wrapped import WrappedModel
+from tierstore.serve.batch import GroupedRunner, MeetingPasses
+from tierstore.serve.experts import ServingPhase
+from tierstore.serve.model import BuiltInModel, ServedModel, WrappedModel
 
 
 class MemoryExperts:

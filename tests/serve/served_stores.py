@@ -16,10 +16,9 @@ from tiny_families import make_config, plain_model
 from tierstore.config import load
 from tierstore.errors import BudgetError
 from tierstore.hf.manifest import Weights
-from tierstore.serve.batch.grouped import GroupedRunner
-from tierstore.serve.batch.opening import open_runner
+from tierstore.serve.batch import GroupedRunner
 from tierstore.serve.config import ServeConfig
-from tierstore.serve.opening import ServedParts, open_served
+from tierstore.serve.opening import ServedParts, open_runner, open_served
 
 #: One thread, as in ``tiny_families``; a tiny machine.
 _TINY: dict[str, Any] = {"device": "cpu", "threads": 1, "io.huge_pages": "off", "host_budget": 8 << 20}

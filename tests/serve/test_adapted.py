@@ -14,7 +14,7 @@ from trained_stores import imported, serving
 from tierstore.errors import BudgetError, ConfigError
 from tierstore.model.store_schema import PAIR_SCHEMA
 from tierstore.moe.lora import LoraConfig, LoraTargets
-from tierstore.serve.experts.interface import ServingPhase
+from tierstore.serve.experts import ServingPhase
 from tierstore.serve.opening import open_served
 from tierstore.store.reading import read_summary
 from tierstore.trace.replay import replay

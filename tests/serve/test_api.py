@@ -14,7 +14,7 @@ from fake_server import MODEL, Fake, serving
 from openai.types import completion_create_params as completion_params
 from openai.types.chat import completion_create_params as chat_params
 
-from tierstore.serve.api.calls import chat_call
+from tierstore.serve.api.bodies import chat_call
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,7 @@ from served_stores import least_budget, served_store, store_of
 from torch import Tensor
 
 from tierstore.cache.access import Need
-from tierstore.serve.batch.askers import AskerBits
-from tierstore.serve.batch.grouped import GroupedRunner
-from tierstore.serve.batch.invariant import InvariantRunner
-from tierstore.serve.batch.padded import PaddedRunner
+from tierstore.serve.batch import AskerBits, GroupedRunner, InvariantRunner, PaddedRunner
 from tierstore.trace.format import TraceKind
 from tierstore.trace.reader import load_trace
 from tierstore.trace.replay import replay

@@ -11,8 +11,7 @@ import torch
 from served_cases import drawn, generated, greedy, wrapped
 from tiny_families import FAMILIES
 
-from tierstore.serve.batch.invariant import InvariantRunner
-from tierstore.serve.batch.padded import PaddedRunner
+from tierstore.serve.batch import InvariantRunner, PaddedRunner
 
 DTYPES = (torch.float32, torch.bfloat16)
 LENGTHS = (7, 3, 12, 1, 5, 20, 9, 2)  # gpt-oss has a window of 16

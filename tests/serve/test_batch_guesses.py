@@ -11,9 +11,7 @@ from served_cases import Served, built_in, drawn
 
 from tierstore.moe.guessing import RouterGuesses, StreamDrift
 from tierstore.prefetch.predictor import Counts
-from tierstore.serve.batch.grouped import GroupedRunner
-from tierstore.serve.batch.invariant import InvariantRunner
-from tierstore.serve.batch.padded import PaddedRunner
+from tierstore.serve.batch import GroupedRunner, InvariantRunner, PaddedRunner
 
 LAYERS, EXPERTS = 2, 8
 

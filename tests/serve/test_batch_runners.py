@@ -11,10 +11,8 @@ from served_cases import Served, built_in, drawn, greedy, wrapped
 from torch import Tensor
 
 from tierstore.errors import BudgetError, ChecksumError, ConfigError
-from tierstore.serve.batch.grouped import GroupedRunner
-from tierstore.serve.batch.invariant import InvariantRunner
-from tierstore.serve.batch.padded import PaddedRunner
-from tierstore.serve.experts.interface import ServingPhase
+from tierstore.serve.batch import GroupedRunner, InvariantRunner, PaddedRunner
+from tierstore.serve.experts import ServingPhase
 
 KINDS = (PaddedRunner, InvariantRunner)
 

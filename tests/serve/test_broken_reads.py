@@ -12,7 +12,7 @@ from trained_stores import imported, logits_of, mean_loss, serving, trained
 
 from tierstore.errors import ChecksumError
 from tierstore.model.store_schema import expert_key
-from tierstore.serve.experts.interface import ServingPhase
+from tierstore.serve.experts import ServingPhase
 from tierstore.serve.opening import ServedParts, open_served
 from tierstore.store.format import Group
 from tierstore.trace.replay import replay

@@ -13,7 +13,7 @@ from tierstore.model.config import ComputeDtype
 from tierstore.model.kv_cache import KeyValueCache, visible_tokens
 from tierstore.model.transformer import Transformer
 from tierstore.moe.source import InMemoryExperts, SourceSlot
-from tierstore.serve.batch.padded import PaddedRunner
+from tierstore.serve.batch import PaddedRunner
 
 
 def _again(model: Transformer, tokens: list[int], count: int) -> torch.Tensor:

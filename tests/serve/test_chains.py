@@ -20,7 +20,7 @@ from served_stores import serve_config
 from small_tokenizers import MARKS, byte_level, sentencepiece
 
 from tierstore.cli.main import cli
-from tierstore.serve.scheduler.opening import open_running
+from tierstore.serve.opening import open_running
 
 
 @dataclass

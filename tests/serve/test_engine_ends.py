@@ -15,17 +15,13 @@ from fake_model import FakeRunner
 from fake_server import prepared, serving
 
 from tierstore.errors import StoreError
-from tierstore.serve.api.answering import Answering, EventStream
+from tierstore.serve.admission import Answer, AnswerError, Generation, RequestQueue, Waiting
+from tierstore.serve.api.answers import Answering, EventStream, RequestKind, Shape
 from tierstore.serve.api.metrics import ServerMetrics
-from tierstore.serve.api.shapes import RequestKind, Shape
 from tierstore.serve.config import LimitsConfig
-from tierstore.serve.scheduler.engine import ServingEngine
-from tierstore.serve.scheduler.interface import Running
-from tierstore.serve.scheduler.queue import RequestQueue, Waiting
-from tierstore.serve.scheduler.request import Answer, AnswerError, Generation
-from tierstore.serve.text.language import ByteCodec
-from tierstore.serve.text.sampling import SamplingOptions, TokenSampler
-from tierstore.serve.text.streaming import StreamedText
+from tierstore.serve.engine import Running, ServingEngine
+from tierstore.serve.language import ByteCodec, StreamedText
+from tierstore.serve.sampling import SamplingOptions, TokenSampler
 
 
 def generation(tokens: int, prompt: bytes = b"word") -> Generation:

@@ -14,19 +14,19 @@ from served_stores import least_budget, served_store, store_of
 from tiny_families import FAMILIES
 
 from tierstore.cli.main import cli
-from tierstore.deploy.deployed import Deployment
+from tierstore.deploy.records import Deployment
 from tierstore.errors import BudgetError, ConfigError
 from tierstore.hf.stored import stored_spec
 from tierstore.model.config import ModelConfig
 from tierstore.model.spec import ModelSpec
 from tierstore.prefetch.predictor import PredictorName
-from tierstore.serve.batch.padded import PaddedRunner
+from tierstore.serve.batch import PaddedRunner
 from tierstore.serve.config import BatchConfig
+from tierstore.serve.footprint import batch_bytes, fitted_batch, sequence_bytes
 from tierstore.serve.generating import Ending, TextGenerator, TextRequest
-from tierstore.serve.model.caches import cache_nbytes
-from tierstore.serve.model.memory import batch_bytes, fitted_batch, sequence_bytes
-from tierstore.serve.text.sampling import SamplingOptions, TokenSampler
-from tierstore.serve.text.streaming import BytePieces, StreamedText
+from tierstore.serve.language import BytePieces, StreamedText
+from tierstore.serve.model import cache_nbytes
+from tierstore.serve.sampling import SamplingOptions, TokenSampler
 from tierstore.trace.replay import replay
 from tierstore.train.config import FinetuneConfig
 

@@ -13,8 +13,8 @@ from tierstore.config import load
 from tierstore.errors import CapabilityError
 from tierstore.hf.manifest import Weights
 from tierstore.serve.config import ServeConfig
-from tierstore.serve.experts.interface import ServingPhase
-from tierstore.serve.graphs import compiled_blocks
+from tierstore.serve.dense import compiled_blocks
+from tierstore.serve.experts import ServingPhase
 from tierstore.serve.opening import ServedParts, open_served
 
 

@@ -14,8 +14,8 @@ from tierstore.errors import ConfigError, DataError
 from tierstore.hf.exports.mixtral import byte_tokenizer
 from tierstore.hf.stored import stored_spec
 from tierstore.model.config import ModelConfig
-from tierstore.serve.text.language import Language, not_applied, open_language, sampling_defaults
-from tierstore.serve.text.sampling import PROCESSED, SamplingOptions
+from tierstore.serve.language import Language, open_language
+from tierstore.serve.sampling import PROCESSED, SamplingOptions, not_applied, sampling_defaults
 from tierstore.train.config import FinetuneConfig
 
 _TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from tierstore.serve.linears import FewRowsLinear, quicken_linears
+from tierstore.serve.dense import FewRowsLinear, quicken_linears
 
 
 def _linear(

@@ -11,7 +11,8 @@ from tiny_families import make_config, plain_model
 from trained_stores import logits_of, serving
 from transformers import AutoModelForCausalLM
 
-from tierstore.hf.exports.exporting import ExportDtype, export
+from tierstore.hf.exports.exporting import export
+from tierstore.hf.exports.outline import ExportDtype
 from tierstore.hf.imports.importing import ImportOptions, import_model
 from tierstore.hf.manifest import Weights
 from tierstore.quant.layout import CodeFormat

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from tiny_families import make_config, plain_model
 
 from tierstore.errors import ConfigError
-from tierstore.serve.text.language import sampling_defaults
-from tierstore.serve.text.sampling import PROCESSED, SamplingOptions, TokenSampler
+from tierstore.serve.sampling import PROCESSED, SamplingOptions, TokenSampler, sampling_defaults
 
 
 def _probability(logits: torch.Tensor, options: SamplingOptions, prompt: list[int]) -> torch.Tensor:

@@ -22,7 +22,7 @@ from fake_model import expected
 from fake_server import MODEL, Fake, serving
 
 from tierstore.errors import ConfigError
-from tierstore.serve.api.receiving import Keys
+from tierstore.serve.api.app import Keys
 from tierstore.serve.api.server import listen
 from tierstore.serve.config import LimitsConfig
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from small_tokenizers import MARKS, byte_level
 
 from tierstore.errors import ConfigError
-from tierstore.serve.text.streaming import BytePieces, StreamedText, TokenPieces
+from tierstore.serve.language import BytePieces, StreamedText, TokenPieces
 
 
 def _streamed(text: StreamedText, tokens: Sequence[int]) -> list[str]:

@@ -10,8 +10,7 @@ import torch
 from served_cases import drawn, generated, greedy, wrapped
 from tiny_families import FAMILIES
 
-from tierstore.serve.batch.invariant import InvariantRunner
-from tierstore.serve.batch.padded import PaddedRunner
+from tierstore.serve.batch import InvariantRunner, PaddedRunner
 
 #: Each of them other than it is by default.
 OUTPUTS: dict[str, Any] = {

@@ -15,7 +15,7 @@ from tierstore.hf.manifest import Weights
 from tierstore.model.interface import Batch
 from tierstore.prefetch.predictor import PredictorName
 from tierstore.serve.config import ServeConfig
-from tierstore.serve.experts.interface import ServingPhase
+from tierstore.serve.experts import ServingPhase
 from tierstore.serve.opening import ServedParts
 from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening

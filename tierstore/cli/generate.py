@@ -33,10 +33,10 @@ from tierstore.timeline import open_timeline
 from tierstore.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:  # at run time these import torch, which listing the commands must not
-    from tierstore.serve.batch.grouped import GroupedRunner
+    from tierstore.serve.batch import GroupedRunner
     from tierstore.serve.generating import GeneratedText, GenerationTotals, TextRequest
+    from tierstore.serve.language import Language
     from tierstore.serve.opening import ServedParts
-    from tierstore.serve.text.language import Language
 
 _INTERRUPTED = 130
 
@@ -102,10 +102,9 @@ def generate(
 def _run(
     config: ServeConfig, asked: _Asked, output: Output, *, timeline: Path | None, trace: Path | None
 ) -> int:
-    from tierstore.serve.batch.opening import open_runner
     from tierstore.serve.generating import TextGenerator
-    from tierstore.serve.opening import open_served
-    from tierstore.serve.text.language import open_language
+    from tierstore.serve.language import open_language
+    from tierstore.serve.opening import open_runner, open_served
 
     with (
         Interrupts.heard() as interrupts,
@@ -134,7 +133,7 @@ def _run(
 
 def _requests(asked: _Asked, language: Language) -> list[TextRequest]:
     from tierstore.serve.generating import TextRequest
-    from tierstore.serve.text.sampling import TokenSampler
+    from tierstore.serve.sampling import TokenSampler
 
     given = {
         name: value
@@ -160,7 +159,7 @@ def _requests(asked: _Asked, language: Language) -> list[TextRequest]:
 
 def _announce(parts: ServedParts, runner: GroupedRunner, output: Output) -> None:
     """What it takes, before the first pass."""
-    from tierstore.serve.model.memory import batch_bytes
+    from tierstore.serve.footprint import batch_bytes
 
     spec, batch = parts.spec, parts.config.batch
     architecture = spec.architecture

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tierstore.deploy.deployed import DEPLOYMENT_NAME, read_deployment
+from tierstore.deploy.records import DEPLOYMENT_NAME, read_deployment
 from tierstore.errors import ConfigError
 
 if TYPE_CHECKING:

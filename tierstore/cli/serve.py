@@ -37,7 +37,7 @@ from tierstore.units import format_seconds, printable
 
 if TYPE_CHECKING:
     from tierstore.serve.api.metrics import ServerMetrics
-    from tierstore.serve.scheduler.engine import ServingEngine
+    from tierstore.serve.engine import ServingEngine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,12 +101,11 @@ def serve(
 
 
 def _run(config: ServeConfig, listening: Listening, output: Output) -> None:
-    from tierstore.serve.api.app import Service, make_app
+    from tierstore.serve.api.app import Keys, Service, make_app
     from tierstore.serve.api.metrics import ServerMetrics
-    from tierstore.serve.api.receiving import Keys
     from tierstore.serve.api.server import ApiServer, is_loopback, listen, url
-    from tierstore.serve.scheduler.engine import ServingEngine
-    from tierstore.serve.scheduler.opening import open_running
+    from tierstore.serve.engine import ServingEngine
+    from tierstore.serve.opening import open_running
 
     keys = Keys() if listening.api_keys is None else Keys.read(listening.api_keys)
     metrics, begun_s = ServerMetrics(), time.monotonic()

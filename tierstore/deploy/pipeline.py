@@ -12,20 +12,77 @@ import errno
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from tierstore.deploy.compression import check_count
 from tierstore.deploy.config import DeployConfig, StageName
-from tierstore.deploy.deployed import Deployment, read_deployment
-from tierstore.deploy.records import StageRecord, fingerprint, stage_directory
-from tierstore.deploy.stage import DeployInterrupted, DeployStage, StageContext
-from tierstore.errors import StoreExistsError, StoreMissingError
+from tierstore.deploy.distillation import compress, distillation_settings
+from tierstore.deploy.optimisation import (
+    conversion_settings,
+    convert,
+    optimisation_settings,
+    optimise,
+)
+from tierstore.deploy.records import (
+    DeployInterrupted,
+    Deployment,
+    StageContext,
+    StageOutput,
+    StageRecord,
+    fingerprint,
+    read_deployment,
+    stage_directory,
+)
+from tierstore.deploy.stages import (
+    BlockBytes,
+    assemble,
+    cut,
+    fuse,
+    fusion_settings,
+    segment,
+    segmentation_settings,
+    verify_checks,
+)
+from tierstore.deploy.teacher import read_windows
+from tierstore.errors import ConfigError, StoreExistsError, StoreMissingError
+from tierstore.hf.stored import stored_spec
 from tierstore.store.disk.home import building, building_directory, fsync_directory
+from tierstore.train.config import FinetuneConfig
 from tierstore.units import format_seconds
 
+
+def _verify(root: Path, record: StageRecord) -> None:
+    """Finds the store that ``record`` names as it was left. Raises ChecksumError naming the first figure that differs."""
+    verify_checks(root / record.store, record.checks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeployStage:
+    """One of the six. Its directory is its own: what a run before left there, it goes on from.
+
+    ``settings``: what of a configuration it depends on, as JSON has it: other settings make another output. ``run`` does
+    the work, or the rest of it; it raises DeployInterrupted at a durable point, TierstoreError, OSError. ``verify`` finds
+    what a record says.
+    """
+
+    name: StageName
+    settings: Callable[[DeployConfig], Mapping[str, object]]
+    run: Callable[[StageContext], StageOutput]
+    verify: Callable[[Path, StageRecord], None] = _verify
+
+
+STAGES = (
+    DeployStage(name=StageName.FUSION, settings=fusion_settings, run=fuse),
+    DeployStage(name=StageName.DISTILLATION, settings=distillation_settings, run=compress),
+    DeployStage(name=StageName.CONVERSION, settings=conversion_settings, run=convert),
+    DeployStage(name=StageName.SEGMENTATION, settings=segmentation_settings, run=segment),
+    DeployStage(name=StageName.OPTIMISATION, settings=optimisation_settings, run=optimise),
+    DeployStage(name=StageName.DEPLOYMENT, settings=lambda config: {}, run=assemble),
+)
 #: What the directory of all stages is known by: no other of that name is touched.
 MARKER = ".tierstore-deploy"
 
@@ -53,21 +110,17 @@ def deploy(
     until: StageName = StageName.DEPLOYMENT,
     say: Callable[[str], None] = lambda text: None,
     asked_to_stop: Callable[[], bool] = lambda: False,
-    stages: Sequence[DeployStage] | None = None,
+    stages: Sequence[DeployStage] = STAGES,
 ) -> Deployed:
     """Runs the stages up to ``until``, or the rest of them, and makes ``config.target`` of the last.
 
     Raises ConfigError, DataError, StoreError, StoreExistsError for a target that exists, StoreInUseError where another
     process deploys to it, DeployInterrupted, OSError. A target that the same stages have made is found, and left as it is.
     """
-    from tierstore.deploy.refusing import refuse_early
-    from tierstore.deploy.stages.listed import STAGES
-
-    stages = STAGES if stages is None else stages
     target, root = config.target, building_directory(config.target)
     if os.path.lexists(target):
         return _found(config, stages, root)
-    refuse_early(config)
+    _refuse_early(config)
     with _working(root):
         records: list[StageRecord] = []
         progress: list[StageProgress] = []
@@ -92,6 +145,28 @@ def deploy(
         progress=tuple(progress),
         complete=complete,
     )
+
+
+def _refuse_early(config: DeployConfig) -> None:
+    """Nothing for a built-in model: it is known once it is fused, and the stages refuse the same.
+
+    Raises ConfigError for numbers of experts, blocks and positions that the model does not have, DataError for a text that
+    is too short or cannot be read, StoreFormatError, OSError.
+    """
+    spec = stored_spec(config.store, FinetuneConfig())
+    if spec is None:
+        return
+    count, placement, how = config.compression.experts, config.placement, config.distillation
+    if count is not None:
+        check_count(spec.manifest, spec.config, count)
+    if placement.segments:
+        cut([BlockBytes(0, 0)] * spec.manifest.layers, placement.segments)
+    if how.text:
+        read_windows(how.text, spec.tokenizer, length=how.length, held_out=how.held_out)
+        if how.length > spec.positions > 0:
+            raise ConfigError(
+                f"--length: expected at most {spec.positions}, the positions of the model, got {how.length}"
+            )
 
 
 def _found(config: DeployConfig, stages: Sequence[DeployStage], root: Path) -> Deployed:
@@ -129,7 +204,6 @@ def _describe(finished: Path, records: Sequence[StageRecord]) -> None:
     chosen = next(record for record in records if record.stage is StageName.OPTIMISATION)
     settings: Any = chosen.figures["settings"]
     Deployment(settings=settings, profile=records[-1].figures, stages=tuple(records)).write(finished)
-    fsync_directory(finished)
 
 
 def stage_records(directory: Path) -> tuple[StageRecord, ...]:

@@ -2,22 +2,86 @@
 
 ``host_budget`` holds experts and nothing else: the host cache of their weights, scratch for records whose missed steps are
 replayed, and on a CPU the slots of the device tier. Dense parameters and the cache of keys and values are beside it.
+
+A sequence takes memory as it grows, and at most what its context needs: so ``batch.sequences`` sequences of
+``batch.context`` tokens are the bound, which is held against the machine before anything is served.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from tierstore.errors import BudgetError
+from tierstore.capabilities import Capability
+from tierstore.errors import BudgetError, ConfigError
+from tierstore.hf.sizes import cache_bytes
+from tierstore.hf.spec import HfSpec
 from tierstore.model.config import ComputeDtype
 from tierstore.model.spec import ModelSpec
-from tierstore.serve.config import ServeConfig
-from tierstore.serve.experts.sizes import slot_count
+from tierstore.serve.config import BatchConfig, ExpertMemory, ServeConfig
 from tierstore.store.config import StoreAccess
 from tierstore.store.format import RecordSchema
 from tierstore.store.opening import minimum_host_budget
 from tierstore.tiers.slots import DeviceKind, DeviceSlots
 from tierstore.units import format_bytes
+
+#: Weight slots beyond which overlap gains nothing, where a budget does not ask for more.
+_FEW = 4
+
+
+def copies_weights(config: ServeConfig, device: DeviceKind) -> bool:
+    """Whether experts are copied to slots of the device. A CPU computes with them where they lie in the host cache, unless a
+    ring is asked for, or the configuration says otherwise. Raises ConfigError where it says both.
+    """
+    if device is not DeviceKind.CPU:
+        return True
+    if config.ring.memory is ExpertMemory.RING:
+        if config.weights_in_place is Capability.ON:
+            raise ConfigError(
+                "weights_in_place: expected off or auto with ring.memory = ring, which copies experts, got on"
+            )
+        return True
+    return config.weights_in_place is Capability.OFF or config.links.copy.on
+
+
+def slot_count(config: ServeConfig, spec: ModelSpec, device: DeviceKind, *, each: int, room: int) -> int:
+    """Slots of ``each`` bytes. ``room``: bytes of the host budget that are left for them on a CPU.
+
+    As many as ``ring.layers`` needs, or as ``device_budget`` holds; without either a few, for overlap. Raises BudgetError,
+    ConfigError.
+    """
+    layers = len(spec.moe_layers)
+    if config.ring.layers > layers:
+        raise ConfigError(f"ring.layers: expected at most {layers}, the MoE layers, got {config.ring.layers}")
+    copied, on_host = copies_weights(config, device), device is DeviceKind.CPU
+    if config.device_budget and config.device_budget < each:
+        raise BudgetError(
+            f"device_budget: {config.device_budget} bytes cannot hold one expert; the minimum is {each} bytes"
+        )
+    asked = config.ring.layers * spec.experts if copied else 0
+    if config.device_budget and asked * each > config.device_budget:
+        raise _too_small("device_budget", config.device_budget, config.ring.layers, asked * each)
+    if on_host and asked * each > room:
+        least = asked * each + config.host_budget - room
+        raise _too_small("host_budget", config.host_budget, config.ring.layers, least)
+    budget = config.device_budget or max(asked, _FEW) * each
+    if on_host and not config.device_budget and not asked:
+        budget = max(config.host_budget // 8, each)
+    count = (min(budget, room) if on_host else budget) // each
+    most = layers * spec.experts if copied and (config.device_budget or asked) else _FEW
+    return min(count, most)
+
+
+def ring_layers(config: ServeConfig, spec: ModelSpec, slots: int) -> int:
+    """Layers of a ring in ``slots``; 0: they cannot hold one."""
+    return config.ring.layers or min(len(spec.moe_layers), slots // spec.experts)
+
+
+def _too_small(name: str, budget: int, layers: int, least: int) -> BudgetError:
+    return BudgetError(
+        f"{name}: {budget} bytes ({format_bytes(budget)}) cannot hold a ring of {layers} layers (ring.layers); the minimum "
+        f"is {least} bytes ({format_bytes(least)})"
+    )
+
 
 #: Of pairs, which a pass copies one after another.
 _PAIR_SLOTS = 2
@@ -65,7 +129,7 @@ def served_budgets(
     replays of missed steps need (``replay_scratch_bytes``). Raises BudgetError naming the minimum.
 
     The device tier gets as many slots as ``ring.layers`` or ``device_budget`` say, or without either a few for overlap
-    (``serve/experts/sizes.py``), and fewer where the host budget is tight; at least one.
+    (``slot_count``), and fewer where the host budget is tight; at least one.
     """
     one = DeviceSlots(schema.numel, spec.compute_dtype, weights=1, gradients=0, quantized=schema.quantized)
     on_host = device is DeviceKind.CPU
@@ -121,3 +185,55 @@ def check_memory(footprint: ServedFootprint, device: DeviceKind, *, usable: int)
             f"host_budget: expected at most {format_bytes(max(usable - needed + footprint.experts, 0))}{beside}, for this "
             f"machine gives {format_bytes(usable)}; got {format_bytes(footprint.experts)}"
         )
+
+
+#: A sequence shorter than this serves nobody.
+_LEAST_CONTEXT = 128
+#: Columns by which a context is made shorter.
+_ROUND = 64
+
+
+def sequence_bytes(spec: ModelSpec, tokens: int) -> int:
+    """The most that a sequence of ``tokens`` tokens takes."""
+    if not isinstance(spec, HfSpec):
+        return tokens * 2 * spec.d_model * (len(spec.architecture.units) - 2) * spec.compute_dtype.itemsize
+    return cache_bytes(spec, tokens) + _state_bytes(spec)
+
+
+def batch_bytes(spec: ModelSpec, *, sequences: int, context: int) -> int:
+    """The most that a batch takes: while a pass appends to a layer, that layer is there twice."""
+    layers = len(spec.architecture.units) - 2
+    whole = sequences * sequence_bytes(spec, context)
+    return whole + -(-whole // layers)
+
+
+def fitted_batch(spec: ModelSpec, batch: BatchConfig, *, longest: int, room: int) -> BatchConfig:
+    """``batch`` with its context, of at most ``longest`` tokens, so that it fits in ``room`` bytes.
+
+    Without a context (0) it is as long as fits. Raises BudgetError where the one that is given, or a short one, does not.
+    """
+    asked = batch.context or longest
+    needed = batch_bytes(spec, sequences=batch.sequences, context=asked)
+    if needed <= room:
+        return replace(batch, context=asked)
+    constant = batch_bytes(spec, sequences=batch.sequences, context=0)
+    most = (room - constant) * asked // max(needed - constant, 1) // _ROUND * _ROUND
+    if batch.context or most < _LEAST_CONTEXT:
+        raise BudgetError(
+            f"batch.context: {batch.sequences} sequences of {asked} tokens take {format_bytes(needed)} for keys and "
+            f"values, and {format_bytes(max(room, 0))} are left; {max(most, 0)} tokens would fit, or fewer sequences "
+            "(batch.sequences)"
+        )
+    return replace(batch, context=most)
+
+
+def _state_bytes(spec: HfSpec) -> int:
+    """States of linear attention (gated delta rule): what the convolution looks back to, and a matrix for each head."""
+    config, total = spec.config, 0
+    heads = int(config.get("linear_num_value_heads", 0))
+    matrix = int(config.get("linear_key_head_dim", 0)) * int(config.get("linear_value_head_dim", 0))
+    for unit in spec.manifest.units:
+        for parameter in unit.parameters:
+            if ".linear_attn.conv1d." in parameter.name:
+                total += parameter.numel * spec.compute_dtype.itemsize + heads * matrix * 4
+    return total

@@ -17,9 +17,9 @@ from enum import Enum
 from torch import Tensor
 
 from tierstore.errors import ConfigError
-from tierstore.serve.batch.grouped import GroupedRunner
-from tierstore.serve.text.sampling import TokenSampler
-from tierstore.serve.text.streaming import StreamedText
+from tierstore.serve.batch import GroupedRunner
+from tierstore.serve.language import StreamedText
+from tierstore.serve.sampling import TokenSampler
 
 
 class Ending(Enum):

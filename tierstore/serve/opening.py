@@ -1,4 +1,4 @@
-"""A store, opened read only, becomes a model whose experts are leased as its routers choose.
+"""A store becomes a model that is served: ``open_running`` over ``open_served`` and ``open_runner``.
 
 What can be refused is refused before memory is taken: a store that a trainer holds, one of several ranks, budgets that are
 too small. Nothing of the store is ever written, and several processes may serve it.
@@ -7,52 +7,147 @@ too small. Nothing of the store is ever written, and several processes may serve
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from tierstore._native import StepClock
+from tierstore._native import HugePages, StepClock
 from tierstore.capabilities import Capability
-from tierstore.errors import ConfigError, StoreError
+from tierstore.config import from_dict
+from tierstore.errors import ConfigError, StoreError, StoreFormatError
+from tierstore.hf.stored import stored_spec
 from tierstore.machine import memory
+from tierstore.machine_profile import ASSUMED, Cost, load_profile
+from tierstore.model.config import ModelConfig
 from tierstore.model.interface import Model
 from tierstore.model.spec import ModelSpec
-from tierstore.model.store_schema import EXPERT_SCHEMA, PAIR_SCHEMA, TrainState, expert_key
+from tierstore.model.store_schema import EXPERT_SCHEMA, PAIR_SCHEMA, TrainState, expert_key, pair_key
 from tierstore.moe.guessing import RouterGuesses
-from tierstore.moe.lora import LoraConfig
+from tierstore.moe.lora import LoraConfig, PairShape
 from tierstore.moe.source import SourceSlot
 from tierstore.parallel import RankEnvironment, rank_device
-from tierstore.prefetch.predictor import PredictorName
+from tierstore.plan.ring import ExpertMemorySizes, ServedLayers
+from tierstore.prefetch.experts import FrozenExperts
+from tierstore.prefetch.lora import LoraExperts
+from tierstore.prefetch.predictor import Predictor, PredictorName, make_predictor
+from tierstore.prefetch.program import FrozenProgram
+from tierstore.prefetch.schedule import Schedule
+from tierstore.prefetch.walking import RecordsByExpert
+from tierstore.serve.batch import AskerBits, GroupedRunner, InvariantRunner, MeetingPasses, PaddedRunner
 from tierstore.serve.config import ExpertMemory, ServeConfig
-from tierstore.serve.experts.adapted import open_adapted
-from tierstore.serve.experts.interface import ServedExperts
-from tierstore.serve.experts.opening import open_experts
+from tierstore.serve.dense import compiled_blocks, load_dense, quicken_linears
+from tierstore.serve.engine import ModelCounts, Running
+from tierstore.serve.experts import ServedExperts
+from tierstore.serve.experts.cached import CachedExperts, GatedPredictor, settled_bytes
+from tierstore.serve.experts.ring import Ring
+from tierstore.serve.experts.slots import ExpertSlots
+from tierstore.serve.experts.sparse import ChosenExperts
+from tierstore.serve.experts.switching import MemoryChooser, SlottedExperts
 from tierstore.serve.footprint import (
     ServedBudgets,
     ServedFootprint,
     check_memory,
+    copies_weights,
+    fitted_batch,
+    ring_layers,
     served_budgets,
     served_footprint,
 )
-from tierstore.serve.graphs import compiled_blocks
-from tierstore.serve.linears import quicken_linears
-from tierstore.serve.weights import load_dense, served_lora, served_records, served_spec
+from tierstore.serve.language import open_language
+from tierstore.serve.model import served_model
 from tierstore.stats import StallLedger
 from tierstore.store.config import StoreAccess, StoreConfig
 from tierstore.store.core import StoreCore
 from tierstore.store.disk.home import rank_directories, read_identity
 from tierstore.store.disk.lease import DirectoryLease
-from tierstore.store.format import RecordSchema
+from tierstore.store.format import Group, RecordSchema
 from tierstore.store.optimizer import replay_scratch_bytes
 from tierstore.store.parameter_store import ParameterStore
 from tierstore.store.reading import read_summary
-from tierstore.tiers import weights_in_place
+from tierstore.tiers import (
+    DeviceSlots,
+    DeviceTier,
+    WeightLoads,
+    limited_tier,
+    open_device_tier,
+    weights_in_place,
+)
 from tierstore.tiers.slots import DeviceKind
-from tierstore.timeline import NullTimeline, TimelineSink
+from tierstore.timeline import NullTimeline, TimelineSink, open_timeline
+from tierstore.train.config import FinetuneConfig
 from tierstore.train.footprint import return_freed_memory
 from tierstore.train.session import compute_deterministically, stall_spans
+from tierstore.units import format_bytes
+
+_LOG = logging.getLogger("tierstore.serve")
+#: Guesses are judged by the bytes of this many experts that were read for them.
+_GATE_EXPERTS = 16
+#: Experts that routers guess of a layer at once, for each that a token chooses: those that most sequences are expected to
+#: choose. A batch that reaches most experts of a layer keeps the disk busy anyway; more guesses only take the place of
+#: experts that the next step would have found in memory.
+GUESSED_PER_CHOSEN = 3
+#: The interpreter, torch, transformers, and what a pass works in: 325 MiB measured beside experts and dense parameters.
+_PROCESS_BYTES = 400 << 20
+
+
+@contextlib.contextmanager
+def open_running(
+    config: ServeConfig, *, trace: Path | None = None, timeline: Path | None = None
+) -> Iterator[Running]:
+    """The model in ``config.store`` for a ``ServingEngine``. ``trace`` records its cache's decisions, ``timeline`` what it
+    waits for. Raises what ``open_served`` does.
+    """
+    with open_timeline(timeline) as sink, open_served(config, trace=trace, timeline=sink) as parts:
+        runner, language = open_runner(parts), open_language(parts.spec)
+        yield Running(
+            runner=runner,
+            language=language,
+            context=runner.model.context,
+            counts=lambda: _counts(parts),
+            lines=(*_lines(parts), *language.lines),
+        )
+        parts.store.end_trace()
+
+
+def _counts(parts: ServedParts) -> ModelCounts:
+    residency = parts.store.cache.residency
+    stats = residency.stats()
+    return ModelCounts(
+        hits=stats.hits,
+        misses=stats.misses,
+        moved_bytes={
+            "nvme read": stats.read_bytes,
+            "nvme read early": stats.prefetch_read_bytes,
+            "nvme read in vain": stats.wasted_prefetch_bytes,
+        },
+        stall_s={
+            cause.value: spent_ns / 1e9
+            for cause, spent_ns in parts.ledger.totals(lambda key: key.cause).items()
+        },
+        pinned=sum(residency.state(int(entry)).pins > 0 for entry in residency.resident_entries()),
+    )
+
+
+def _lines(parts: ServedParts) -> tuple[str, ...]:
+    config, spec = parts.config, parts.spec
+    batch = "batch-invariant" if config.batch.invariant else "padded"
+    device = "as the host budget allows" if not config.device_budget else format_bytes(config.device_budget)
+    return (
+        f"model: {len(spec.moe_layers)} layers of {spec.experts} experts, {spec.compute_dtype.value}, on {parts.device}",
+        f"budget: {format_bytes(config.host_budget)} for experts on the host, on the device {device}; a batch of at "
+        f"most {config.batch.sequences} sequences, {batch}",
+        f"cache policy: {config.cache.summary}; guesses: {config.prefetch.predictor.value}",
+        *parts.store.describe(),
+    )
+
+
+# The model --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +159,7 @@ class ServedParts:
     config: ServeConfig
     spec: ModelSpec
     model: Model
-    #: Where the model's layers ask for experts: ``experts``, and for as long as there is one its ``meeting``.
+    #: Where the model's layers request experts: ``experts``, and for as long as there is one its ``meeting``.
     source: SourceSlot
     experts: ServedExperts
     store: StoreCore
@@ -84,38 +179,52 @@ def open_served(
     BudgetError naming the minimum, CapabilityError, StoreError, ChecksumError, OSError.
     """
     directory = config.store
-    _refuse_ranks(directory)
+    if rank_directories(directory):
+        raise ConfigError(
+            f"{directory}: has the stores of several ranks: tierstore deploy, or tierstore reshard, makes one store of it"
+        )
     timeline = timeline or NullTimeline()
     device = rank_device(config.device, RankEnvironment())
     kind = DeviceKind(device.type)
     with contextlib.ExitStack() as stack:
         read_identity(directory)  # a missing store is one, before its lease is
-        # What is read of the store in several openings is of one commit.
+        # The openings below read the same commit.
         stack.enter_context(DirectoryLease(directory, access=StoreAccess.READ))
         stored = read_stored(directory)
         spec = stored.spec
         _refuse_ring(config, stored)
-        # ON is refused where it cannot be.
-        weights_in_place(config.weights_in_place, device, config.links.copy)
+        weights_in_place(config.weights_in_place, device, config.links.copy)  # refuses ON where it cannot be
         budgets = served_budgets(
             config, spec, stored.experts, kind, scratch=stored.scratch, pairs=stored.pairs
         )
         footprint = served_footprint(config, spec, budgets, kind)
         check_memory(footprint, kind, usable=memory().usable_bytes)
-        _configure_torch(config, device)
+        if config.threads:
+            torch.set_num_threads(config.threads)
+        compute_deterministically(device)
+        # Filling memory that is about to be written changes no result, and each token's pass allocates much.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         ledger = StallLedger(listener=stall_spans(timeline) if timeline.enabled else None)
         source = SourceSlot()
         model = spec.build(source, ledger=ledger)
-        store = _open_store(config, spec, budgets.cache, budgets.lookahead, trace)
+        store_config = StoreConfig(
+            host_budget=budgets.cache,
+            lookahead=budgets.lookahead,
+            layers=spec.moe_layers,
+            cache=config.cache,
+            io=config.io,
+            disk=config.links.disk,
+            clock=StepClock.STEPS,
+        )
+        store = ParameterStore.open(directory, store_config, access=StoreAccess.READ, trace=trace).core
         stack.callback(store.close)
         load_dense(store, model, stored.state, compute=spec.compute_dtype.torch, device=device)
         model.module.requires_grad_(False).eval()
         if config.graphs.compile is Capability.OFF:
             quicken_linears(model.module)  # the compiler makes products of its own
         return_freed_memory()
-        experts = _open_experts(
-            stack, config, stored, budgets, store=store, device=device, ledger=ledger, timeline=timeline
-        )
+        opening = _ExpertOpening(stack, config, stored, budgets, store, device, ledger)
+        experts = opening.slotted(timeline) if opening.copied and stored.pairs is None else opening.cached()
         source.target = experts
         if config.prefetch.predictor is PredictorName.ROUTER and config.prefetch.depth:
             guesses = RouterGuesses(model.routers(), experts, frozen=spec.compute_dtype.torch)
@@ -136,21 +245,42 @@ def open_served(
         )
 
 
-def _refuse_ranks(directory: Path) -> None:
-    if rank_directories(directory):
-        raise ConfigError(
-            f"{directory}: has the stores of several ranks: tierstore deploy, or tierstore reshard, makes one store of it"
-        )
-
-
 def _refuse_ring(config: ServeConfig, stored: ServedStore) -> None:
-    """Raises ConfigError where a ring is asked for, and experts have pairs."""
+    """Raises ConfigError for a ring over experts with pairs."""
     if stored.pairs is not None and (config.ring.memory is ExpertMemory.RING or config.ring.layers):
         name = "ring.memory" if config.ring.memory is ExpertMemory.RING else "ring.layers"
         raise ConfigError(
             f"{name}: the experts of {config.store} have an adapter's pairs, which a ring does not hold yet; "
             "tierstore deploy merges them"
         )
+
+
+def open_runner(parts: ServedParts) -> GroupedRunner:
+    """A ``BatchRunner`` over ``parts``; its memory is freed with it.
+
+    Without ``batch.context``, a sequence may be as long as the model's own limit, or as fits in memory ``batch.sequences``
+    times. Raises ConfigError for a context beyond the model's limit, BudgetError for one that does not fit.
+    """
+    config = parts.config
+    if parts.device.type == "cuda":
+        room = int(torch.cuda.mem_get_info(parts.device)[0])
+    else:
+        dense = sum(parameter.nbytes for parameter in parts.model.module.parameters())
+        room = memory().usable_bytes - config.host_budget - dense - _PROCESS_BYTES
+    longest = served_model(parts.model, context=config.batch.context).context
+    batch = fitted_batch(parts.spec, config.batch, longest=longest, room=room)
+    kind = InvariantRunner if batch.invariant else PaddedRunner
+    return kind(
+        served_model(parts.model, context=batch.context),
+        parts.experts,
+        MeetingPasses(parts.source),
+        sequences=batch.sequences,
+        device=parts.device,
+        askers=AskerBits() if config.cache.tells_askers_apart else None,
+    )
+
+
+# The store --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,17 +299,27 @@ class ServedStore:
 
 
 def read_stored(directory: Path) -> ServedStore:
-    """Reads no weights. Raises ConfigError (several ranks), StoreError, StoreFormatError."""
+    """Reads no weights. The model is the one that was imported, with the pairs that were trained beside it, or the built-in
+    one that was trained. Raises ConfigError (several ranks), StoreError, StoreFormatError.
+    """
     summary = read_summary(directory)
     state = TrainState.unpack(summary.state, where=str(directory))
-    spec = served_spec(directory, state)
+    if state.ranks > 1:
+        raise ConfigError(
+            f"{directory}: made by {state.ranks} ranks: tierstore deploy, or tierstore reshard, makes one store of it"
+        )
+    model: Any = state.conditions.get("model", {})  # an import leaves it to the first run
+    if not isinstance(model, Mapping):
+        raise StoreFormatError(f"{directory}: the conditions of the run are damaged: model: {model!r}")
+    given = model.get("lora")
+    lora = from_dict(LoraConfig, given, origin=str(directory)) if isinstance(given, Mapping) else LoraConfig()
+    spec = stored_spec(directory, FinetuneConfig(), lora)
     experts = summary.schema(EXPERT_SCHEMA)
     if experts is None:
         raise StoreError(f"{directory}: it holds no experts")
-    lora = served_lora(directory, state)
     return ServedStore(
         state=state,
-        spec=spec,
+        spec=from_dict(ModelConfig, model, origin=str(directory)) if spec is None else spec,
         experts=experts,
         lora=lora,
         pairs=summary.schema(PAIR_SCHEMA) if lora.enabled and lora.experts else None,
@@ -188,60 +328,138 @@ def read_stored(directory: Path) -> ServedStore:
     )
 
 
-def _configure_torch(config: ServeConfig, device: torch.device) -> None:
-    if config.threads:
-        torch.set_num_threads(config.threads)
-    compute_deterministically(device)
-    # Filling memory that is about to be written changes no result, and each token's pass allocates much.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+# Experts ----------------------------------------------------------------------------------------------------
 
 
-def _open_store(
-    config: ServeConfig, spec: ModelSpec, cache: int, lookahead: int, trace: Path | None
-) -> StoreCore:
-    store_config = StoreConfig(
-        host_budget=cache,
-        lookahead=lookahead,
-        layers=spec.moe_layers,
-        cache=config.cache,
-        io=config.io,
-        disk=config.links.disk,
-        clock=StepClock.STEPS,
-    )
-    return ParameterStore.open(config.store, store_config, access=StoreAccess.READ, trace=trace).core
+def served_predictor(config: ServeConfig, spec: ModelSpec) -> Predictor:
+    """The predictor that ``config`` names, for all experts of a layer of ``spec``."""
+    most = config.prefetch.guesses
+    if not most and config.prefetch.predictor is PredictorName.ROUTER:
+        most = GUESSED_PER_CHOSEN * spec.architecture.top_k
+    return make_predictor(config.prefetch.predictor, range(spec.experts), most=most)
 
 
-def _open_experts(
-    stack: contextlib.ExitStack,
-    config: ServeConfig,
-    stored: ServedStore,
-    budgets: ServedBudgets,
-    *,
-    store: StoreCore,
-    device: torch.device,
-    ledger: StallLedger,
-    timeline: TimelineSink,
-) -> ServedExperts:
-    """What the model's layers ask for experts: with their pairs, where any were trained."""
-    spec = stored.spec
-    if stored.pairs is None:
-        return open_experts(
-            stack,
-            config=config,
-            store=store,
-            spec=spec,
-            device=device,
-            records=served_records(spec, store, expert_key),
-            ledger=ledger,
-            timeline=timeline,
+@dataclass(frozen=True)
+class _ExpertOpening:
+    """Opens the experts of ``store``, which is open to read, for the layers of a model; ``stack`` closes what is opened.
+
+    Raises BudgetError, CapabilityError, OSError.
+    """
+
+    stack: contextlib.ExitStack
+    config: ServeConfig
+    stored: ServedStore
+    budgets: ServedBudgets
+    store: StoreCore
+    device: torch.device
+    ledger: StallLedger
+
+    @property
+    def copied(self) -> bool:
+        """Whether experts are copied to slots of the device."""
+        return copies_weights(self.config, DeviceKind(self.device.type))
+
+    def cached(self) -> CachedExperts:
+        """Experts of the host cache. With pairs that were trained beside them, a pass over a layer copies the pairs that it
+        needs to memory of its own, beside the budgets, and then walks the experts.
+        """
+        spec, experts, pairs = self.stored.spec, self.budgets.slots, self.budgets.pairs
+        residency = self.store.cache.residency
+        slots = DeviceSlots(
+            experts.numel, experts.compute.torch, experts.weights, 0, self.stored.experts.quantized
         )
-    return open_adapted(
-        stack,
-        config=config,
-        store=store,
-        spec=spec,
-        lora=stored.lora,
-        device=device,
-        budgets=budgets,
-        ledger=ledger,
-    )
+        predictor = served_predictor(self.config, spec)
+        if pairs is None:
+            window = _GATE_EXPERTS * self.stored.experts.layout(Group.WEIGHTS).slot_bytes
+            gate = GatedPredictor(predictor, partial(settled_bytes, residency), window=window)
+            return CachedExperts(self._frozen(slots, expert_key, gate), residency, gate)
+        beside = DeviceSlots(pairs.numel, torch.float32, pairs.weights, 0)
+        leased = LoraExperts(
+            self._frozen(slots, expert_key, predictor),
+            self._frozen(beside, pair_key, served_predictor(self.config, spec)),
+            PairShape.of(spec.expert_shape, self.stored.lora),
+            device=self.device,
+        )
+        return CachedExperts(leased, residency)
+
+    def slotted(self, timeline: TimelineSink) -> SlottedExperts:
+        """Experts in the slots of a device: a ring of whole layers, or those that are chosen."""
+        config, spec, schema = self.config, self.stored.spec, self.stored.experts
+        experts, prefetch, link = self.budgets.slots, config.prefetch, config.links.copy
+        tier = self._tier(
+            DeviceSlots(schema.numel, spec.compute_dtype.torch, experts.weights, 0, schema.quantized)
+        )
+        slots = ExpertSlots(self.store, tier, self._records(expert_key), ledger=self.ledger)
+        predictor = served_predictor(config, spec)
+        program = FrozenProgram(self._schedule, predictor)
+        chosen = ChosenExperts(
+            slots,
+            spec.moe_layers,
+            spec.experts,
+            program,
+            cache=config.cache,
+            lookahead=int(slots.count * prefetch.budget) if prefetch.depth else 0,
+        )
+        count = 0 if config.ring.memory is ExpertMemory.SPARSE else ring_layers(config, spec, slots.count)
+        ring = None
+        if count:
+            ring = Ring(
+                slots, spec.moe_layers, spec.experts, count=count, depth=prefetch.depth, timeline=timeline
+            )
+        architecture = spec.architecture
+        chooser = MemoryChooser(
+            asked=config.ring.memory,
+            model=ServedLayers(
+                layers=len(spec.moe_layers),
+                experts=spec.experts,
+                top_k=architecture.top_k,
+                expert_numel=architecture.expert_numel,
+                expert_bytes=slots.weight_bytes,
+                dense_numel=sum(unit.matrices for unit in architecture.units)
+                // max(len(architecture.units), 1),
+            ),
+            sizes=ExpertMemorySizes(
+                device=slots.count,
+                host=self.budgets.cache // schema.layout(Group.WEIGHTS).slot_bytes,
+                ring_layers=count,
+            ),
+            profile=ASSUMED if config.ring.profile is None else load_profile(config.ring.profile),
+            copy=Cost(link.latency, link.bandwidth or math.inf) if link.on else None,
+        )
+        return SlottedExperts(
+            slots, chosen, ring, program=program, predictor=predictor, chooser=chooser, say=_LOG.info
+        )
+
+    @property
+    def _schedule(self) -> Schedule:
+        return Schedule.of_layers(self.stored.spec.moe_layers, depth=self.config.prefetch.depth)
+
+    def _frozen(
+        self, slots: DeviceSlots[torch.dtype], key: Callable[[int, int], str], predictor: Predictor
+    ) -> FrozenExperts:
+        return FrozenExperts(
+            self.store,
+            self._tier(slots),
+            self._records(key),
+            weight_slots=slots.weights,
+            predictor=predictor,
+            schedule=self._schedule,
+            ledger=self.ledger,
+        )
+
+    def _tier(self, slots: DeviceSlots[torch.dtype]) -> DeviceTier:
+        loads = WeightLoads.COPIED if self.copied else WeightLoads.IN_PLACE
+        opened = open_device_tier(self.store.engine, slots, self.device, HugePages.AUTO, loads)
+        self.stack.callback(opened.close)
+        return limited_tier(opened, self.store.engine, self.config.links.copy)
+
+    def _records(self, key: Callable[[int, int], str]) -> RecordsByExpert:
+        """The records called ``key(layer, expert)`` of all experts. Raises StoreError for one that is missing."""
+        spec, store = self.stored.spec, self.store
+        try:
+            return {
+                layer: {expert: store.record(key(layer, expert)) for expert in range(spec.experts)}
+                for layer in spec.moe_layers
+            }
+        except KeyError as error:
+            raise StoreError(f"{store.directory}: record {error.args[0]!r} is missing") from error

@@ -30,8 +30,7 @@ from tierstore.machine_profile import Evidence, Profile
 from tierstore.model.store_schema import expert_record, expert_weight_bytes, quantized_layout
 from tierstore.plan.ring import distinct_experts
 from tierstore.serve.config import ServeConfig
-from tierstore.serve.footprint import ServedBudgets, served_budgets, served_footprint
-from tierstore.serve.model.memory import batch_bytes
+from tierstore.serve.footprint import ServedBudgets, batch_bytes, served_budgets, served_footprint
 from tierstore.store.config import StoreAccess
 from tierstore.store.format import Group, RecordSchema, Training
 from tierstore.store.opening import cache_frames

@@ -28,7 +28,7 @@ from tierstore.bench.generation.workload import GenerationWorkload, vocabulary_o
 from tierstore.cli.bench.generate import show_generate
 from tierstore.cli.output import Output, OutputMode
 from tierstore.errors import CapabilityError, ConfigError
-from tierstore.serve.batch.interface import Joined
+from tierstore.serve.batch import Joined
 
 
 def workload(batch: int = 2) -> GenerationWorkload:

@@ -18,12 +18,11 @@ from tierstore.plan.ring import ExpertMemorySizes, ServedLayers
 from tierstore.prefetch import PredictorName, Schedule, make_predictor
 from tierstore.prefetch.program import FrozenProgram
 from tierstore.serve.config import ExpertMemory
-from tierstore.serve.experts.choosing import MemoryChooser
-from tierstore.serve.experts.interface import ServingPhase
+from tierstore.serve.experts import ServingPhase
 from tierstore.serve.experts.ring import Ring
 from tierstore.serve.experts.slots import ExpertSlots
 from tierstore.serve.experts.sparse import ChosenExperts
-from tierstore.serve.experts.switching import SlottedExperts
+from tierstore.serve.experts.switching import MemoryChooser, SlottedExperts
 from tierstore.stats import StallLedger
 from tierstore.store import NewRecord, ParameterStore, RecordSchema, StoreConfig, Training, WeightFormat
 from tierstore.store.core import StoreCore

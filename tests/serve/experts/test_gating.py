@@ -12,7 +12,8 @@ from tierstore.model.config import ModelConfig
 from tierstore.prefetch.plan import PrefetchConfig
 from tierstore.prefetch.predictor import AllExperts, PredictorName
 from tierstore.serve.config import ServeConfig
-from tierstore.serve.experts.gating import GatedPredictor, Settled, served_predictor
+from tierstore.serve.experts.cached import GatedPredictor, Settled
+from tierstore.serve.opening import served_predictor
 
 
 def test_by_hand() -> None:

@@ -17,7 +17,7 @@ from tierstore.hf.manifest import Weights
 from tierstore.model.store_schema import expert_key
 from tierstore.quant.layout import CodeFormat
 from tierstore.serve.config import ServeConfig
-from tierstore.serve.experts.interface import ServingPhase
+from tierstore.serve.experts import ServingPhase
 from tierstore.serve.opening import ServedParts, open_served
 from tierstore.store.format import Group
 from tierstore.trace.replay import replay

@@ -11,7 +11,7 @@ from slotted import make_store, open_slotted
 
 from tierstore.prefetch import PredictorName
 from tierstore.serve.config import ExpertMemory
-from tierstore.serve.experts.interface import ServingPhase
+from tierstore.serve.experts import ServingPhase
 from tierstore.trace.replay import replay
 
 LAYERS, EXPERTS = (0, 1, 4, 6), 4

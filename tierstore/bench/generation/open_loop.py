@@ -15,7 +15,7 @@ import numpy as np
 
 from tierstore.bench.checks import at_least, more_than_0
 from tierstore.bench.generation.workload import GenerationWorkload
-from tierstore.serve.batch.interface import BatchRunner
+from tierstore.serve.batch import BatchRunner
 
 
 @dataclass(frozen=True, kw_only=True)

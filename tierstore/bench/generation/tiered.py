@@ -17,11 +17,10 @@ from tierstore.bench.generation.contestant import (
 )
 from tierstore.bench.generation.workload import GenerationWorkload
 from tierstore.config import load
-from tierstore.serve.batch.interface import BatchRunner
-from tierstore.serve.batch.opening import open_runner
+from tierstore.serve.batch import BatchRunner
 from tierstore.serve.config import ServeConfig
-from tierstore.serve.experts.interface import ServingPhase
-from tierstore.serve.opening import ServedParts, open_served
+from tierstore.serve.experts import ServingPhase
+from tierstore.serve.opening import ServedParts, open_runner, open_served
 from tierstore.units import format_bytes
 
 

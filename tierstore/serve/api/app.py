@@ -1,8 +1,10 @@
-"""The routes."""
+"""The routes; the keys that a request must bear, and bodies of a limited size in a limited time."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
 import importlib.resources
 import time
 import traceback
@@ -10,31 +12,111 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
-from tierstore.errors import DataError
-from tierstore.serve.api.answering import Answering, EventStream
-from tierstore.serve.api.calls import Call, chat_call, completion_call
-from tierstore.serve.api.errors import ApiError, bad
-from tierstore.serve.api.fields import parse_object, shown
+from tierstore.errors import ConfigError, DataError
+from tierstore.serve.admission import ClosingError, Generation, RefusedError
+from tierstore.serve.api.answers import Answering, EventStream, RequestKind, Shape, model_body, while_there
+from tierstore.serve.api.bodies import ApiError, Call, bad, chat_call, completion_call, parse_object, shown
 from tierstore.serve.api.metrics import ServerMetrics
-from tierstore.serve.api.receiving import Keys, read_body, while_there
-from tierstore.serve.api.shapes import RequestKind, Shape, model_body
 from tierstore.serve.config import LimitsConfig
-from tierstore.serve.scheduler.engine import ServingEngine
-from tierstore.serve.scheduler.queue import ClosingError, RefusedError
-from tierstore.serve.scheduler.request import Generation
-from tierstore.serve.text.sampling import TokenSampler
+from tierstore.serve.engine import ServingEngine
+from tierstore.serve.sampling import TokenSampler
+
+_SHORTEST_KEY = 16
+# Bodies up to this many times the limit are read to their end, unkept: a client that is still sending when its connection is
+# closed sees a reset, not the answer.
+_DISCARDED = 8
+
+
+class Keys:
+    """Bearer keys. With none, everybody may ask."""
+
+    def __init__(self, keys: tuple[str, ...] = ()) -> None:
+        self._digests = tuple(_digest(key) for key in keys)
+
+    @classmethod
+    def read(cls, path: Path) -> Keys:
+        """The keys of a file: one a line; empty lines and lines that start with # are passed over. Raises ConfigError for
+        a file without keys, or with one that is short or has blanks, OSError for one that cannot be read.
+        """
+        try:
+            lines = [line.strip() for line in path.read_text("utf-8").splitlines()]
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"--api-keys: {path} is not UTF-8") from error
+        keys = []
+        for number, line in enumerate(lines, 1):
+            if not line or line.startswith("#"):
+                continue
+            if len(line) < _SHORTEST_KEY or not line.isascii() or " " in line or not line.isprintable():
+                raise ConfigError(
+                    f"--api-keys: {path}:{number}: expected at least {_SHORTEST_KEY} ASCII characters without blanks"
+                )
+            keys.append(line)
+        if not keys:
+            raise ConfigError(f"--api-keys: {path} holds no key")
+        return cls(tuple(keys))
+
+    @property
+    def required(self) -> bool:
+        """Whether a key must be given."""
+        return bool(self._digests)
+
+    def check(self, header: str | None) -> None:
+        """``header``: the field Authorization. Raises ApiError. The time it takes does not tell how much of a key is right:
+        digests are compared, with all keys.
+        """
+        if not self._digests:
+            return
+        scheme, _, key = (header or "").partition(" ")
+        given = _digest(key.strip())
+        known = [hmac.compare_digest(given, digest) for digest in self._digests]
+        if scheme.lower() != "bearer" or not any(known):
+            message = (
+                "a key is needed, as Authorization: Bearer KEY" if header is None else "the key is not known"
+            )
+            raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+async def read_body(request: Request, limits: LimitsConfig) -> bytes:
+    """A JSON request's body. Raises ApiError where it is too large, too slow, or said to be something else."""
+    given = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if given != "application/json":  # a page of another origin can send others without being asked
+        raise ApiError(415, "Content-Type must be application/json")
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(limits.receive_s):
+            async for part in request.stream():
+                size += len(part)
+                if size <= limits.body:
+                    parts.append(part)
+                elif size > _DISCARDED * limits.body:
+                    break
+    except TimeoutError as error:
+        raise ApiError(
+            408, f"the body did not come within {limits.receive_s:g} s", headers={"Connection": "close"}
+        ) from error
+    except ClientDisconnect as error:
+        raise ApiError(400, "the client left before its request was complete") from error
+    if size > limits.body:
+        raise ApiError(413, f"the body is larger than {limits.body} bytes", headers={"Connection": "close"})
+    return b"".join(parts)
+
 
 _PAGE_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-
 _OPENING = "the model is being opened"
 
 

@@ -11,10 +11,10 @@ import prometheus_client as prometheus
 import psutil
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from tierstore.serve.scheduler.interface import RequestOutcome
+from tierstore.serve.admission import RequestOutcome
 
 if TYPE_CHECKING:
-    from tierstore.serve.scheduler.engine import ServingEngine
+    from tierstore.serve.engine import ServingEngine
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 150, 400)
 _SIZES = (1, 2, 4, 8, 16, 32, 64)

@@ -1,26 +1,185 @@
-"""What both kinds of batches share: sequences in groups, each a padded batch with a cache, whose passes meet.
+"""Sequences that a model continues together: they join, take steps and leave.
 
 Shapes: B sequences of a group, T tokens of a pass, S tokens with those before, V vocabulary.
+
+Sequences are in groups, each a padded batch with a cache. There are two runners. ``PaddedRunner`` keeps all sequences in one
+group. ``InvariantRunner`` gives each sequence a group of its own, and thereby the bits that it gets alone.
+The passes of several groups meet at the experts (``MeetingPasses``): one lease of an expert serves all of them.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence, Set
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
+from typing import Protocol
 
 import torch
+from greenlet import greenlet
 from torch import Tensor
 
+from tierstore.cache.access import ASKERS
 from tierstore.errors import BudgetError
+from tierstore.moe.computing import ExpertPass
 from tierstore.moe.guessing import PASS_DRIFT, StreamDrift
-from tierstore.serve.batch.askers import AskerBits
-from tierstore.serve.batch.interface import Joined
-from tierstore.serve.batch.meeting import MeetingPasses, Telling
-from tierstore.serve.experts.interface import ServedExperts, ServingPhase
-from tierstore.serve.model.caches import copied_rows, drop_columns, select_rows, why_apart
-from tierstore.serve.model.interface import LayeredCache, ServedModel
+from tierstore.moe.joint import forward_together
+from tierstore.moe.source import SourceSlot
+from tierstore.serve.experts import ServedExperts, ServingPhase
+from tierstore.serve.model import (
+    LayeredCache,
+    ServedModel,
+    copied_rows,
+    drop_columns,
+    move,
+    select_rows,
+    why_apart,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A sequence that is in the batch from now on: its ``number``, and the logits (V,) of what follows its prompt."""
+
+    number: int
+    logits_V: Tensor
+
+
+class BatchRunner(Protocol):
+    """Sequences that a model continues together. Sequences join and leave between steps. One caller: the thread that runs
+    the model.
+
+    Whatever a pass raises (ChecksumError, OSError, BudgetError), the sequences that were in it have left, and all others
+    are as they were: the next call is good.
+    """
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The sequences in the batch, in the order in which they joined."""
+        ...
+
+    def join(self, prompts: Sequence[Sequence[int]]) -> list[Joined]:
+        """Prefill: computes ``prompts`` (each of at least one token) together, each layer once. Raises BudgetError where
+        the batch has no room for so many.
+        """
+        ...
+
+    def resume(self, prompt: Sequence[int], tokens: Sequence[int]) -> Joined:
+        """A sequence joins that had left when its pass failed, with the ``tokens`` (at least one) that followed ``prompt``;
+        the logits are of what follows them. Raises what ``join`` and ``step`` do.
+        """
+        ...
+
+    def step(self, tokens: Mapping[int, int]) -> dict[int, Tensor]:
+        """Decoding: each sequence of ``tokens`` goes on with one token; returns the logits (V,) of what follows it."""
+        ...
+
+    def leave(self, number: int) -> None:
+        """The sequence has ended: its memory is free."""
+        ...
+
+
+class AskerBits:
+    """A bit for each sequence of a batch, of the ``ASKERS`` that there are.
+
+    A sequence that joins gets the one that fewest have, of those the one that was given back longest ago: a policy that has
+    learned what a sequence uses then seldom takes another one for it. The same joins and leaves give the same bits.
+    """
+
+    def __init__(self) -> None:
+        self._bit_of: dict[int, int] = {}
+        #: All of them, those first that were given back longest ago.
+        self._bits = [1 << number for number in range(ASKERS)]
+
+    def update(self, sequences: Collection[int]) -> None:
+        """The batch has these sequences, in the order in which they joined."""
+        for gone in [sequence for sequence in self._bit_of if sequence not in sequences]:
+            bit = self._bit_of.pop(gone)
+            self._bits.remove(bit)
+            self._bits.append(bit)
+        for sequence in sequences:
+            if sequence not in self._bit_of:
+                held = Counter(self._bit_of.values())
+                self._bit_of[sequence] = min(self._bits, key=held.__getitem__)
+
+    def of(self, sequences: Iterable[int]) -> list[int]:
+        """The bits of these sequences."""
+        return [self._bit_of[sequence] for sequence in sequences]
+
+
+def askers_of(calls: Sequence[ExpertPass], bits: Sequence[Sequence[int]]) -> dict[int, int]:
+    """The sequences that ask for each expert, a bit each; experts that nobody asks for are left out.
+
+    ``bits[i]``: of the sequences of ``calls[i]``, whose tokens lie there one sequence after another, as many of each. A
+    sequence asks with its last token, from which it goes on.
+    """
+    found: dict[int, int] = {}
+    for call, own in zip(calls, bits, strict=True):
+        plan = call.plan
+        each = len(plan.place_TK) // len(own)
+        for bit, places in zip(own, plan.place_TK[each - 1 :: each].tolist(), strict=True):
+            for place in places:
+                if place < plan.rows:  # not dropped
+                    expert = bisect_right(plan.offsets, place) - 1
+                    found[expert] = found.get(expert, 0) | bit
+    return found
+
+
+ExpertCall = tuple[Tensor, Tensor, ExpertPass]
+
+
+@dataclass(frozen=True, slots=True)
+class Telling:
+    """Who is told which sequences ask for which expert. ``bits[i]``: those of pass i (``askers_of``)."""
+
+    experts: ServedExperts
+    bits: Sequence[Sequence[int]]
+
+
+class MeetingPasses:
+    """Forward passes over a model whose experts are leased through ``slot``."""
+
+    def __init__(self, slot: SourceSlot) -> None:
+        self._slot = slot
+
+    def run(self, passes: Sequence[Callable[[], Tensor]], telling: Telling | None = None) -> list[Tensor]:
+        """What each of ``passes`` returns. They are passes of one model: all of them call for experts of the same layers.
+
+        Raises what one of them or its source raises; none goes on then.
+        """
+        if len(passes) == 1 and telling is None:
+            return [passes[0]()]
+        lanes = [greenlet(each) for each in passes]
+        self._slot.meeting = self
+        try:
+            return self._run(lanes, telling)
+        finally:
+            self._slot.meeting = None
+            for lane in lanes:
+                if not lane.dead:
+                    lane.throw()  # ends it: what it has open is closed
+
+    def compute(self, x_TD: Tensor, weight_TK: Tensor, call: ExpertPass) -> Tensor:
+        """The experts' results for the pass that is under way: it stops here until they are there (``Meeting``)."""
+        parent = greenlet.getcurrent().parent
+        assert parent is not None
+        result: Tensor = parent.switch((x_TD, weight_TK, call))
+        return result
+
+    def _run(self, lanes: Sequence[greenlet], telling: Telling | None) -> list[Tensor]:
+        stops: list[ExpertCall | Tensor] = [lane.switch() for lane in lanes]
+        while calls := [stop for stop in stops if not isinstance(stop, Tensor)]:
+            if len(calls) < len(lanes):
+                raise RuntimeError("some passes of a model end where others call for experts")
+            stops.clear()
+            if telling is not None:
+                telling.experts.tell_askers(askers_of([call for _, _, call in calls], telling.bits))
+            results = forward_together(self._slot, calls)
+            del calls
+            stops.extend(lane.switch(results.pop(0)) for lane in lanes)
+        return [stop for stop in stops if isinstance(stop, Tensor)]
 
 
 @dataclass(slots=True, eq=False)
@@ -267,3 +426,64 @@ class GroupedRunner(ABC):
     @abstractmethod
     def _arranged(self, groups: list[SequenceGroup]) -> list[SequenceGroup]:
         """The groups that take a step, as the pass has them."""
+
+
+class PaddedRunner(GroupedRunner):
+    """Sequences that are one batch."""
+
+    @cached_property
+    def apart(self) -> str:
+        """Why sequences that join at different times are not one batch; empty where they are."""
+        return why_apart(self.model.new_cache())
+
+    def describe(self) -> str:
+        if self.apart:
+            return f"padded: one for the sequences that join together, since {self.apart}"
+        return "padded: one for all sequences"
+
+    def resume(self, prompt: Sequence[int], tokens: Sequence[int]) -> Joined:
+        """In one prefill, as the bits of a padded batch depend on its passes anyhow."""
+        (joined,) = self.join([(*prompt, *tokens)])
+        return joined
+
+    def _parts(self, rows: Sequence[int]) -> list[list[int]]:
+        return [list(rows)]
+
+    def _arranged(self, groups: list[SequenceGroup]) -> list[SequenceGroup]:
+        if len(groups) == 1 or self.apart:
+            return groups
+        groups.sort(key=lambda group: group.numbers)
+        length = max(group.mask_BS.shape[1] for group in groups)
+        padding = [length - group.mask_BS.shape[1] for group in groups]
+        cache = self.model.new_cache()
+        move([group.cache for group in groups], cache, padding)
+        mask_BS = torch.cat(
+            [
+                torch.nn.functional.pad(group.mask_BS, (columns, 0))
+                for group, columns in zip(groups, padding, strict=True)
+            ]
+        )
+        numbers = [number for group in groups for number in group.numbers]
+        drift = StreamDrift.joined([group.drift for group in groups])
+        return [SequenceGroup(numbers, cache, mask_BS, drift)]
+
+
+class InvariantRunner(GroupedRunner):
+    """Sequences that are continued together and do not see it in their bits."""
+
+    def describe(self) -> str:
+        return "invariant: each sequence is a pass of its own, and its bits are those that it gets alone"
+
+    def resume(self, prompt: Sequence[int], tokens: Sequence[int]) -> Joined:
+        """Token by token, as they were computed before: a prefill of all of them would round otherwise."""
+        (joined,) = self.join([prompt])
+        number, logits_V = joined.number, joined.logits_V
+        for token in tokens:
+            logits_V = self.step({number: token})[number]
+        return Joined(number, logits_V)
+
+    def _parts(self, rows: Sequence[int]) -> list[list[int]]:
+        return [[row] for row in rows]
+
+    def _arranged(self, groups: list[SequenceGroup]) -> list[SequenceGroup]:
+        return groups

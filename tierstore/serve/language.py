@@ -1,4 +1,4 @@
-"""Text as its tokens come: whole characters, nothing that may become a stop string, and the answer apart from its reasoning.
+"""Text to tokens and back: tokenizers, chat templates, whole characters, stop strings; reasoning apart from the answer.
 
 Models of OpenAI's harmony format (gpt-oss) write messages, each in a channel:
 ``<|start|>assistant<|channel|>analysis<|message|>...<|end|>``. A message in the channel ``final``, or in none, is the
@@ -10,10 +10,18 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from enum import Enum
+from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
-from tierstore.errors import ConfigError
+from tierstore.errors import ConfigError, DataError
+from tierstore.hf.spec import HfSpec
+from tierstore.model.spec import ModelSpec
+from tierstore.serve.sampling import SamplingOptions, generation_defaults
+from tierstore.train.tokens.tokenizing import DocumentTokenizer
+from tierstore.units import is_unicode
 
 #: What decoders put for bytes that are no character, or not yet.
 _REPLACED = "\ufffd"
@@ -269,3 +277,112 @@ def _overlap(text: str, stop: str) -> int:
     return next(
         (count for count in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:count])), 0
     )
+
+
+class Codec(Protocol):
+    """Text to tokens, and back. ``specials``: the tokens that have no text, and their names."""
+
+    specials: Mapping[int, str]
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a prompt."""
+        ...
+
+    def encode_chat(self, messages: Sequence[Mapping[str, object]]) -> list[int]:
+        """The tokens of a conversation, each message with ``role`` and ``content``, up to where the assistant speaks. Raises
+        DataError where the model has no template for it, or the template refuses it.
+        """
+        ...
+
+    def pieces(self, context: Sequence[int] = ()) -> PieceDecoder:
+        """Makes text of the tokens of one answer, which goes on from the text of ``context``."""
+        ...
+
+
+@dataclass(frozen=True)
+class Language:
+    """The text side of a model: ``codec``; ``end_tokens`` and the strings ``stop`` end a text and are no part of it;
+    ``defaults`` sample it where nobody says otherwise. ``vocabulary``: tokens are below it. ``lines``: what of the model's
+    generation_config.json cannot be read, or is not applied.
+    """
+
+    codec: Codec
+    _: KW_ONLY
+    vocabulary: int
+    end_tokens: frozenset[int]
+    defaults: SamplingOptions
+    stop: Sequence[str] = ()
+    lines: Sequence[str] = ()
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a prompt. Raises DataError for one without any, or that is no text."""
+        if not is_unicode(text):
+            raise DataError("the prompt holds half of a surrogate pair, which is no character")
+        tokens = self.codec.encode(text)
+        if not tokens:
+            raise DataError("the prompt has no tokens")
+        return tokens
+
+    def encode_chat(self, messages: Sequence[Mapping[str, object]]) -> list[int]:
+        """The tokens of a conversation, as in ``Codec``."""
+        return self.codec.encode_chat(messages)
+
+    def text(
+        self, stop: Sequence[str] = (), *, prompt: Sequence[int] = (), context: Sequence[int] = ()
+    ) -> StreamedText:
+        """Makes the text of what follows ``prompt``, which ends before the first of ``stop``. It goes on from the text of
+        ``context``: the prompt where it is continued, nothing where a chat is answered.
+        """
+        stop = (*self.stop, *stop)
+        return StreamedText(self.codec.pieces(context), stop, specials=self.codec.specials, prompt=prompt)
+
+
+def open_language(spec: ModelSpec) -> Language:
+    """The text side of the model of ``spec``. Raises ConfigError naming a file that is damaged, CapabilityError."""
+    codec: Codec = ByteCodec() if spec.tokenizer is None else TokenizerCodec(spec.tokenizer)
+    if not isinstance(spec, HfSpec):
+        return Language(codec, vocabulary=spec.vocab_size, end_tokens=frozenset(), defaults=SamplingOptions())
+    said = generation_defaults(spec)
+    return Language(
+        codec,
+        vocabulary=spec.vocab_size,
+        end_tokens=said.end_tokens,
+        defaults=said.sampling,
+        stop=said.stop,
+        lines=said.lines,
+    )
+
+
+class ByteCodec:
+    """Of a model without a tokenizer: every byte is a token."""
+
+    specials: Mapping[int, str] = MappingProxyType({})
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def encode_chat(self, messages: Sequence[Mapping[str, object]]) -> list[int]:
+        raise DataError("this model has no chat template: it continues text")
+
+    def pieces(self, context: Sequence[int] = ()) -> BytePieces:
+        return BytePieces(context)
+
+
+class TokenizerCodec:
+    """The tokenizer in ``directory``. Raises ConfigError naming it, CapabilityError without transformers."""
+
+    def __init__(self, directory: Path) -> None:
+        from tierstore.train.tokens.tokenizing import DocumentTokenizer
+
+        self._tokenizer: DocumentTokenizer = DocumentTokenizer(directory)
+        self.specials: Mapping[int, str] = self._tokenizer.specials
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, object]]) -> list[int]:
+        return self._tokenizer.chat_prompt(messages)
+
+    def pieces(self, context: Sequence[int] = ()) -> TokenPieces:
+        tokenizer = self._tokenizer
+        return TokenPieces(tokenizer.decode, context, stray=tokenizer.stray, cleans=tokenizer.cleans)

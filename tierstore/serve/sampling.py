@@ -1,21 +1,25 @@
-"""Which token follows, chosen by the logits. Numbers are drawn per request: a seed gives the same text in any batch.
+"""Which token follows, chosen by the logits, and what a model's generation_config.json says of it.
 
-Shapes: V vocabulary.
+Shapes: V vocabulary. Numbers are drawn per request: a seed gives the same text in any batch.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tierstore.errors import ConfigError
+from tierstore.hf.describing import CONFIG_NAME, read_config
 from tierstore.hf.packages import transformers
+from tierstore.hf.spec import HfSpec
 from tierstore.moe.seeds import keyed_generator
 
 #: transformers' processors, in its order, by the key of generation_config.json that asks for them: the class, and what it is
@@ -164,3 +168,124 @@ def _nucleus(probability_V: Tensor, top_p: float) -> Tensor:
     dropped_V[0] = False  # in fp32 a tiny ``top_p`` is 0
     ordered_V = ordered_V.masked_fill(dropped_V, 0.0)
     return torch.zeros_like(probability_V).index_put((token_V,), ordered_V)
+
+
+# What a model says of generation ----------------------------------------------------------------------------
+
+#: The file in which a model says how its texts end and are sampled.
+GENERATION_NAME = "generation_config.json"
+_TOP_K = 50  # transformers' own, where a model says nothing
+#: Keys that are applied, or that change no text here.
+_READ = {
+    *("do_sample", "temperature", "top_k", "top_p", "repetition_penalty", *PROCESSED, "stop_strings"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "renormalize_logits"),
+    *("use_cache", "return_dict_in_generate", "transformers_version"),
+}
+#: With these values, others change none either.
+_UNUSED = {
+    **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences", "length_penalty"), 1),
+    **dict.fromkeys(("guidance_scale", "encoder_repetition_penalty"), 1),
+    **dict.fromkeys(("encoder_no_repeat_ngram_size", "diversity_penalty", "penalty_alpha"), 0),
+    "max_length": 20,
+}
+_SHOWN = 40  # characters of a value in a message
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationDefaults:
+    """What a model says of generation. ``lines``: what of its generation_config.json cannot be read, or is not applied."""
+
+    sampling: SamplingOptions
+    end_tokens: frozenset[int]
+    stop: Sequence[str]
+    lines: Sequence[str]
+
+
+def generation_defaults(spec: HfSpec) -> GenerationDefaults:
+    """Reads generation_config.json, or config.json, as older models have it, where the model has no other file, or one that
+    cannot be read. Raises ConfigError naming the file and the key.
+    """
+    where, lines, values = (spec.directory or Path()) / GENERATION_NAME, [], None
+    if spec.directory is not None and where.exists():
+        try:
+            values = read_config(where)
+        except ConfigError as error:
+            lines = [f"{error}; ignored"]
+    if values is None:
+        keys = transformers().GenerationConfig().to_dict()
+        where, values = (
+            where.with_name(CONFIG_NAME),
+            {key: value for key, value in spec.config.items() if key in keys},
+        )
+    stop = _several(values.get("stop_strings"))
+    if not all(isinstance(text, str) and text for text in stop):
+        raise ConfigError(
+            f"{where}: stop_strings: expected a string or several, got {values['stop_strings']!r}"
+        )
+    found = values.get("eos_token_id", spec.config.get("eos_token_id"))
+    ends = _several(found)
+    if not all(isinstance(token, int) and not isinstance(token, bool) for token in ends):
+        raise ConfigError(f"{spec.directory}: eos_token_id: expected a token or several, got {found!r}")
+    end_tokens = frozenset(ends)
+    return GenerationDefaults(
+        sampling=sampling_defaults(values, where=str(where), vocabulary=spec.vocab_size, ends=end_tokens),
+        end_tokens=end_tokens,
+        stop=stop,
+        lines=[*lines, *not_applied(values, where=where.name)],
+    )
+
+
+def _several(found: Any) -> list[Any]:
+    return found if isinstance(found, list) else [] if found is None else [found]
+
+
+def sampling_defaults(
+    values: Mapping[str, Any], *, where: str, vocabulary: int = 2, ends: frozenset[int] = frozenset()
+) -> SamplingOptions:
+    """What a generation_config.json says of sampling. As in transformers, a model samples only where it says so, and of 50
+    tokens where it does not say of how many.
+
+    Raises ConfigError naming ``where`` and the key.
+    """
+    samples = bool(values.get("do_sample"))
+    processed = {key: values[key] for key in PROCESSED if values.get(key) is not None}
+    try:
+        # Processors check their values when they are made, and first used.
+        for key, value in processed.items():
+            try:
+                TokenSampler(SamplingOptions(processed={key: value}, ends=ends), [0])(torch.zeros(vocabulary))
+            except (AttributeError, IndexError, TypeError, ValueError) as error:
+                raise ConfigError(f"{key}: {' '.join(str(error).split())}") from error
+        return SamplingOptions(
+            temperature=_number(values, "temperature") if samples else 0.0,
+            top_k=int(_number(values, "top_k", default=_TOP_K)),
+            top_p=_number(values, "top_p"),
+            repetition_penalty=_number(values, "repetition_penalty"),
+            processed=processed,
+            ends=ends,
+        )
+    except ConfigError as error:
+        read = {key: value for key, value in values.items() if samples or key not in SAMPLED}
+        if len(read) < len(values):  # of no use where nothing is sampled: transformers does not look at them
+            return sampling_defaults(read, where=where, vocabulary=vocabulary, ends=ends)
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def not_applied(values: Mapping[str, Any], *, where: str) -> list[str]:
+    """A line that names what a generation_config.json asks for and serving does not do; none where there is nothing."""
+    left = [
+        f"{key} = {json.dumps(value)[:_SHOWN]}"
+        for key, value in values.items()
+        if not (key in _READ or key.startswith(("output_", "_")) or value is None or value is False)
+        and not (key in _UNUSED and value == _UNUSED[key])
+    ]
+    return [f"{where}: not applied: {', '.join(left)}"] if left else []
+
+
+def _number(values: Mapping[str, Any], key: str, *, default: float = 1.0) -> float:
+    value = values.get(key)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"{key}: expected a number, got {value!r}")
+    return float(value)

@@ -1,7 +1,8 @@
-"""Dense parts of decoder blocks as graphs of torch's compiler (step 3 of SE-MoE section 3.1: conversion).
+"""Dense parameters of a served model: loaded, and computed with in quick products of few rows or in compiled graphs.
 
-Experts stay outside: a block is compiled up to where its experts are asked for, and from there on. What the compiler fuses
-is rounded in other places, so the bits are not those of the eager model: graphs are off unless they are asked for.
+Graphs are those of torch's compiler (step 3 of SE-MoE section 3.1: conversion). Experts stay outside: a block is compiled
+up to the call of its experts, and from there on. What the compiler fuses is rounded in other places, so the bits are not
+those of the eager model: graphs are off unless they are requested.
 
 The first passes compile (minutes on a small machine; later processes find the kernels in ``graphs.cache``). A graph that the
 compiler refuses is computed eagerly, and the reason is kept.
@@ -18,12 +19,76 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from tierstore.capabilities import Finding, Resolution, resolve
+from tierstore.dense import Fusion, unit_layouts
+from tierstore.dense.parameters import load_frozen
+from tierstore.errors import StoreFormatError
 from tierstore.hf.experts import experts_modules
 from tierstore.model.interface import Model
+from tierstore.model.store_schema import TrainState
+from tierstore.moe.products import multiplies_at_once, product
+from tierstore.parallel import RankGroup
 from tierstore.prefetch.predictor import PredictorName
 from tierstore.serve.config import ServeConfig
+from tierstore.store.core import StoreCore
+
+
+def load_dense(
+    store: StoreCore, model: Model, state: TrainState, *, compute: torch.dtype, device: torch.device
+) -> None:
+    """Reads the dense parameters of ``model``, each unit once, in the types that passes need, and what it keeps beside them.
+
+    Raises StoreError, ChecksumError, OSError.
+    """
+    conditions: Any = state.conditions
+    try:
+        fusion = Fusion(conditions["dense"]["fusion"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise StoreFormatError(
+            f"{store.directory}: the conditions of the run are damaged: {error}"
+        ) from error
+    narrow = model.cast_parameters()
+    # With pairs on attention: what is frozen, and the pairs, as records of their own.
+    for units in (model.frozen_units(), model.dense_units()):
+        layouts = unit_layouts(units, ranks=1, narrow=narrow, fusion=fusion)
+        load_frozen(
+            store, units, layouts, group=RankGroup.alone(), device=device, narrow=narrow, compute=compute
+        )
+    model.module.to(device)  # buffers
+    model.load_state(store.committer.state)
+
+
+class FewRowsLinear(nn.Linear):
+    """``nn.Linear`` in bf16 on a CPU, without bias and without gradients."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``input`` (.., inputs) -> (.., outputs)."""
+        # Of rows that lie apart torch may make a product for each sequence; another type it refuses.
+        if input.dtype != self.weight.dtype or not input.is_contiguous():
+            return super().forward(input)
+        out_RN = product(input.view(-1, self.in_features), self.weight)
+        return out_RN.view(*input.shape[:-1], self.out_features)
+
+
+def quicken_linears(module: nn.Module) -> int:
+    """Makes what can be of ``module``'s linear layers ``FewRowsLinear``, for passes without gradients; returns how many.
+    Their parameters, names and hooks stay.
+    """
+    found = [
+        linear
+        for linear in module.modules()
+        if type(linear) is nn.Linear
+        and [name for name, _ in linear.named_parameters()] == ["weight"]
+        and linear.weight.dtype == torch.bfloat16
+        and linear.weight.is_contiguous()
+        and multiplies_at_once(linear.weight)
+    ]
+    for linear in found:
+        linear.__class__ = FewRowsLinear
+    return len(found)
+
 
 _LOG = logging.getLogger("tierstore.serve")
 _Graph = Callable[..., Any]

@@ -10,22 +10,103 @@ tokens that it has (``BatchRunner.resume``): those that fail once more end with 
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch import Tensor
 
 from tierstore.errors import BudgetError, TierstoreError
+from tierstore.serve.admission import Answer, Finish, Generation, RequestOutcome, RequestQueue, Waiting
+from tierstore.serve.batch import BatchRunner
 from tierstore.serve.config import LimitsConfig
-from tierstore.serve.scheduler.interface import Counts, Finish, RequestOutcome, Running, Watcher
-from tierstore.serve.scheduler.queue import RequestQueue, Waiting
-from tierstore.serve.scheduler.rates import Rates
-from tierstore.serve.scheduler.request import Answer, Generation
+from tierstore.serve.language import Language
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelCounts:
+    """What a model's experts have cost since it was opened. ``moved_bytes``: by tier and direction (``nvme read``);
+    ``stall_s``: by cause; ``pinned``: experts that are leased or pinned now.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    moved_bytes: Mapping[str, int] = field(default_factory=dict)
+    stall_s: Mapping[str, float] = field(default_factory=dict)
+    pinned: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Running:
+    """A model that is open. ``context``: the most tokens of a sequence, prompt and answer. ``counts`` reads its counters; it
+    is called by the thread that runs the model, between passes. ``lines`` describe it to people.
+    """
+
+    runner: BatchRunner
+    language: Language
+    context: int
+    counts: Callable[[], ModelCounts]
+    lines: tuple[str, ...] = ()
+
+
+class Watcher(Protocol):
+    """Hears of passes and requests, from the thread that runs the model unless said otherwise."""
+
+    def joined(self, *, sequences: int, tokens: int, seconds: float) -> None:
+        """A prefill of ``tokens`` tokens of ``sequences`` prompts."""
+        ...
+
+    def stepped(self, *, sequences: int, seconds: float) -> None:
+        """One token for each of ``sequences``."""
+        ...
+
+    def split_up(self) -> None:
+        """A pass of several sequences has failed, and each is computed on its own."""
+        ...
+
+    def token(self, *, first: bool, seconds: float) -> None:
+        """A token of an answer: ``seconds`` since its request came, or since its last token."""
+        ...
+
+    def ended(self, outcome: RequestOutcome) -> None:
+        """A request has ended."""
+        ...
+
+
+_WEIGHT = 0.1  # of the newest measurement
+_LONGEST_S = 600
+
+
+class Rates:
+    """Seconds of a decoding pass, and of a token of a prompt: decayed means, 0 before the first pass."""
+
+    def __init__(self) -> None:
+        self.step_s = 0.0
+        self.prompt_token_s = 0.0
+
+    def stepped(self, seconds: float) -> None:
+        """A decoding pass took ``seconds``."""
+        self.step_s = _mean(self.step_s, seconds)
+
+    def joined(self, tokens: int, seconds: float) -> None:
+        """A prefill of ``tokens`` tokens took ``seconds``."""
+        self.prompt_token_s = _mean(self.prompt_token_s, seconds / tokens)
+
+    def retry_after_s(self, *, steps: int, prompt_tokens: int) -> int:
+        """Whole seconds until ``steps`` passes and ``prompt_tokens`` of prefill are done; 1 to 600."""
+        seconds = steps * self.step_s + prompt_tokens * self.prompt_token_s
+        return min(max(math.ceil(seconds), 1), _LONGEST_S)
+
+
+def _mean(before: float, now: float) -> float:
+    return now if before == 0 else before + _WEIGHT * (now - before)
+
 
 _COUNTS_EVERY_S = 0.5
 
@@ -63,7 +144,7 @@ class ServingEngine:
         self._tokens_left = 0  # of the answers in the batch, at most; written by the model's thread
         self._running: Running | None = None
         self._error: BaseException | None = None
-        self._counts = Counts()
+        self._counts = ModelCounts()
         self._counted_s = float("-inf")
         self._thread = threading.Thread(target=self._serve, name="tierstore-engine")
 
@@ -99,7 +180,7 @@ class ServingEngine:
         return self._thread.is_alive()
 
     @property
-    def counts(self) -> Counts:
+    def counts(self) -> ModelCounts:
         """The model's counters, at most a moment old; after the end, the last ones."""
         return self._counts
 

@@ -1,0 +1,384 @@
+"""Fewer experts: how a text uses them, which belong together, what becomes of their weights, and the model that has them.
+
+Shapes: N tokens, D width of the model, F width of an expert, W values of one column, E experts of a layer, K experts of a
+token.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tierstore.dense import UnitLayout
+from tierstore.deploy.config import Method
+from tierstore.deploy.teacher import Teacher
+from tierstore.errors import ConfigError, StoreFormatError
+from tierstore.hf.exports.exporting import outline_of, write_outline
+from tierstore.hf.exports.reading import Bits, Floats, StoredWeights, open_weights, round_bf16
+from tierstore.hf.manifest import Manifest, ParameterEntry
+from tierstore.hf.stored import stored_spec
+from tierstore.model.buffers import BUFFERS_KEY, pack_arrays, unpack_arrays
+from tierstore.model.spec import ModelSpec
+from tierstore.moe.config import ExpertShape
+from tierstore.moe.experts import Workspace, forward_expert
+from tierstore.moe.source import ExpertLease
+from tierstore.train.config import FinetuneConfig
+
+
+@dataclass(frozen=True)
+class LayerUse:
+    """What a calibration text showed of a layer of E experts.
+
+    ``uses``: the routers' weights that each expert got, as a share of all; they add up to 1. ``alike``: E x E, how alike the
+    outputs of two experts are for the same tokens (mean cosine).
+    """
+
+    uses: tuple[float, ...]
+    alike: tuple[tuple[float, ...], ...]
+
+    def __post_init__(self) -> None:
+        if len(self.alike) != len(self.uses) or any(len(row) != len(self.uses) for row in self.alike):
+            raise ValueError(f"alike: expected {len(self.uses)} rows and columns")
+
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+def groups_of(layer: LayerUse, count: int, method: Method) -> Groups:
+    """``count`` groups of experts, each of which becomes one; in the order of their first expert, ascending within.
+
+    Pruning: groups of one, the most used. Merging: again and again the two groups that lose the least by it become one;
+    of equals, the first.
+    """
+    experts = range(len(layer.uses))
+    if method is Method.PRUNE:
+        order = sorted(experts, key=lambda expert: (-layer.uses[expert], expert))
+        return tuple((expert,) for expert in sorted(order[:count]))
+    groups = [[expert] for expert in experts]
+    while len(groups) > count:
+        pairs = [(one, other) for one in range(len(groups)) for other in range(one + 1, len(groups))]
+        one, other = min(pairs, key=lambda pair: _loss(layer, groups[pair[0]], groups[pair[1]]))
+        groups[one] += groups.pop(other)
+    return tuple(sorted(tuple(sorted(group)) for group in groups))
+
+
+def _loss(layer: LayerUse, one: Sequence[int], other: Sequence[int]) -> float:
+    """What is lost when two groups become one: how much their outputs differ, times the use of the less used."""
+    pairs = [layer.alike[a][b] for a in one for b in other]
+    differs = 1.0 - sum(pairs) / len(pairs)
+    use = min(sum(layer.uses[a] for a in one), sum(layer.uses[b] for b in other))
+    return differs * use
+
+
+#: Columns less alike than this are not averaged: the mean of two that do different things does neither.
+LEAST_ALIKE = 0.5
+
+
+def columns_of(shape: ExpertShape, flat: Tensor) -> tuple[Tensor, Tensor]:
+    """The columns (F, W) of an expert: what feeds the activation, its biases, and what leaves it; and the bias behind them,
+    which belongs to none (empty without one).
+    """
+    views = shape.views(flat)
+    gates = shape.inner_rows // shape.d_ff
+    if not shape.activation.transposed:
+        inner = views.inner.view(gates, shape.d_ff, shape.d_model).transpose(0, 1).flatten(1)
+        return torch.cat([inner, views.down.T], 1), flat.new_empty(0)
+    bias, end = views.inner_bias, views.down_bias
+    assert bias is not None
+    assert end is not None
+    inner = views.inner.T.reshape(shape.d_ff, gates * shape.d_model)  # gate and up take turns
+    return torch.cat([inner, bias.view(shape.d_ff, gates), views.down], 1), end
+
+
+def expert_of(shape: ExpertShape, columns_FW: Tensor, bias: Tensor) -> Tensor:
+    """The inverse of ``columns_of``: a flat expert."""
+    gates, width = shape.inner_rows // shape.d_ff, shape.d_model
+    flat = columns_FW.new_empty(shape.numel)
+    views = shape.views(flat)
+    inner, rest = columns_FW[:, : gates * width], columns_FW[:, gates * width :]
+    if not shape.activation.transposed:
+        views.inner.copy_(inner.view(shape.d_ff, gates, width).transpose(0, 1).reshape(-1, width))
+        views.down.copy_(rest.T)
+        return flat
+    assert views.inner_bias is not None
+    assert views.down_bias is not None
+    views.inner.copy_(inner.reshape(-1, width).T)
+    views.inner_bias.copy_(rest[:, :gates].reshape(-1))
+    views.down.copy_(rest[:, gates:])
+    views.down_bias.copy_(bias)
+    return flat
+
+
+def partners(base_FW: Tensor, other_FW: Tensor) -> tuple[Tensor, Tensor]:
+    """For each column of ``base``, the column of ``other`` it goes with, each with one (int64 (F,)), and how alike they are
+    (cosine, (F,)): greedily, the most alike first, ties by position.
+    """
+    alike_FF = functional.normalize(base_FW, dim=1) @ functional.normalize(other_FW, dim=1).T
+    count = len(base_FW)
+    order = torch.argsort(alike_FF.flatten(), descending=True, stable=True)
+    rows, others = (order // count).tolist(), (order % count).tolist()
+    chosen = [-1] * count
+    taken = [False] * count
+    left = count
+    for row, other in zip(rows, others, strict=True):
+        if chosen[row] < 0 and not taken[other]:
+            chosen[row], taken[other] = other, True
+            left -= 1
+            if not left:
+                break
+    partner_F = torch.tensor(chosen)
+    return partner_F, alike_FF.gather(1, partner_F[:, None])[:, 0]
+
+
+def merge(shape: ExpertShape, experts: list[Tensor], uses: list[float]) -> Tensor:
+    """One expert of several (flat, fp32): columns that go together become their mean, weighted by use. A column without a
+    counterpart stays that of the expert that is used most, which is the first of equals.
+    """
+    first = max(range(len(experts)), key=lambda index: uses[index])
+    base_FW, bias = columns_of(shape, experts[first])
+    weight = max(uses[first], 1e-9)
+    sum_FW, weight_F = base_FW * weight, torch.full((len(base_FW), 1), weight)
+    bias_sum, bias_weight = bias * weight, weight
+    for index, expert in enumerate(experts):
+        if index == first or uses[index] <= 0:
+            continue
+        other_FW, other_bias = columns_of(shape, expert)
+        partner_F, alike_F = partners(base_FW, other_FW)
+        share_F = (alike_F >= LEAST_ALIKE).to(base_FW.dtype)[:, None] * uses[index]
+        sum_FW += other_FW[partner_F] * share_F
+        weight_F += share_F
+        bias_sum, bias_weight = bias_sum + other_bias * uses[index], bias_weight + uses[index]
+    return expert_of(shape, sum_FW / weight_F, bias_sum / bias_weight)
+
+
+#: Tokens of each window whose outputs of all experts are compared.
+SAMPLED = 64
+
+
+class _Layer:
+    """Sums over what a layer has seen."""
+
+    def __init__(self, experts: int) -> None:
+        self.weight_E = torch.zeros(experts, dtype=torch.float64)
+        self.alike_EE = torch.zeros(experts, experts, dtype=torch.float64)
+        self.samples = 0
+
+    def use(self) -> LayerUse:
+        uses_E = self.weight_E / self.weight_E.sum().clamp(min=1e-30)
+        alike_EE = self.alike_EE / max(self.samples, 1)
+        return LayerUse(tuple(uses_E.tolist()), tuple(tuple(row) for row in alike_EE.tolist()))
+
+
+def calibrate(
+    teacher: Teacher, windows: Iterable[Tensor], *, passed: Callable[[], None] = lambda: None
+) -> dict[int, LayerUse]:
+    """By layer, what ``teacher`` does with ``windows`` (each (T,)); ``passed`` is called behind each.
+
+    Use is the sum of the routers' weights. Outputs are compared on some tokens of each window, of all experts, whoever was
+    routed to them. Raises ChecksumError, OSError.
+    """
+    spec = teacher.spec
+    layers = {layer: _Layer(spec.experts) for layer in spec.moe_layers}
+    inputs: dict[int, Tensor] = {}
+
+    def routed(layer: int, x_ND: Tensor, expert_NK: Tensor, weight_NK: Tensor) -> None:
+        layers[layer].weight_E.index_add_(0, expert_NK.flatten(), weight_NK.flatten().double())
+        inputs[layer] = x_ND[:: max(len(x_ND) // SAMPLED, 1)].clone()
+
+    for window_T in windows:
+        with teacher.watched(routed):
+            teacher.logits(window_T[None])
+        for layer, leases in teacher.leases(range(spec.experts)):
+            _compare(spec, leases, inputs[layer], layers[layer])
+        passed()
+    return {layer: found.use() for layer, found in layers.items()}
+
+
+@torch.no_grad()
+def _compare(spec: ModelSpec, leases: Iterable[ExpertLease], x_ND: Tensor, into: _Layer) -> None:
+    """Adds the cosines of all experts' outputs for ``x``."""
+    work = Workspace(spec.expert_shape, len(x_ND), x_ND)
+    out_END = x_ND.new_empty(spec.experts, *x_ND.shape)
+    for lease in leases:
+        inner_NP = work.inner(0, len(x_ND))
+        forward_expert(spec.expert_shape, lease.weights, x_ND, inner_NP, out_END[lease.expert], work)
+    unit_END = functional.normalize(out_END.float(), dim=-1)
+    into.alike_EE += torch.einsum("and,bnd->ab", unit_END, unit_END).double()
+    into.samples += len(x_ND)
+
+
+#: Under which names configurations count the experts of a layer.
+COUNTED = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_ROUTER = re.compile(r"^model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.(?:gate|router)\.")
+
+
+def check_count(manifest: Manifest, config: Mapping[str, Any], count: int) -> None:
+    """Raises ConfigError where no model of this kind has ``count`` experts a layer."""
+    experts = manifest.experts
+    if count > experts.count:
+        raise ConfigError(
+            f"--experts: expected at most the {experts.count} experts that there are, got {count}"
+        )
+    if count < experts.top_k:
+        raise ConfigError(
+            f"--experts: expected at least {experts.top_k}, since each token is sent to {experts.top_k} experts "
+            f"(num_experts_per_tok), got {count}"
+        )
+    groups = config.get("n_group") or 1
+    if isinstance(groups, int) and count % groups:
+        raise ConfigError(
+            f"--experts: expected a multiple of the router's {groups} groups (n_group), got {count}"
+        )
+    if not _counts(config, experts.count):
+        raise ConfigError(
+            f"config.json: none of {', '.join(COUNTED)} says {experts.count}, the number of experts"
+        )
+
+
+def write_student(
+    store: Path, checkpoint: Path, groups: Mapping[int, Groups], uses: Mapping[int, LayerUse]
+) -> None:
+    """Writes the model of the frozen ``store``, with the experts of ``groups`` in each layer, to the new directory
+    ``checkpoint``, in the type of the store.
+
+    Raises ConfigError, StoreError, OSError; on a failure there is nothing at ``checkpoint``.
+    """
+    spec = stored_spec(store, FinetuneConfig())
+    if spec is None:
+        raise StoreFormatError(f"{store}: no imported model")
+    manifest = spec.manifest
+    (count,) = {len(each) for each in groups.values()}
+    check_count(manifest, spec.config, count)
+    with open_weights(store) as weights:
+        merged = MergedWeights(weights, manifest, spec.expert_shape, groups, uses)
+        smaller = _smaller(manifest, count)
+        outline = outline_of(store, smaller, 1, None)
+        files = dict(outline.files)
+        config = json.loads(files["config.json"])
+        config.update(dict.fromkeys(_counts(config, manifest.experts.count), count))
+        files["config.json"] = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+        write_outline(replace(outline, files=files), merged, checkpoint)
+
+
+def _counts(config: Mapping[str, Any], count: int) -> list[str]:
+    return [name for name in COUNTED if config.get(name) == count]
+
+
+def _smaller(manifest: Manifest, count: int) -> Manifest:
+    """The manifest of the same model with ``count`` experts a layer."""
+
+    def cut(entry: ParameterEntry) -> ParameterEntry:
+        if not is_router(manifest, entry):
+            return entry
+        return replace(entry, shape=(count, *entry.shape[1:]))
+
+    return replace(
+        manifest,
+        experts=replace(manifest.experts, count=count),
+        units=tuple(
+            replace(unit, parameters=tuple(cut(entry) for entry in unit.parameters))
+            for unit in manifest.units
+        ),
+        buffers=tuple(cut(entry) for entry in manifest.buffers),
+    )
+
+
+def is_router(manifest: Manifest, entry: ParameterEntry) -> bool:
+    """Whether ``entry``, a parameter or a buffer, has a row for each expert of a layer."""
+    found = _ROUTER.match(entry.name)
+    has_experts = found is not None and int(found[1]) in manifest.experts.layers
+    return has_experts and bool(entry.shape) and entry.shape[0] == manifest.experts.count
+
+
+class MergedWeights:
+    """``weights`` with the experts of ``groups`` (``ModelWeights``): each expert, and each row of a router, is that of its
+    group, weighted by ``uses``.
+    """
+
+    def __init__(
+        self,
+        weights: StoredWeights,
+        manifest: Manifest,
+        shape: ExpertShape,
+        groups: Mapping[int, Groups],
+        uses: Mapping[int, LayerUse],
+    ) -> None:
+        self._weights = weights
+        self._shape = shape
+        self._groups = groups
+        self._uses = uses
+        self._experts = manifest.experts.count
+        self._layouts = {layout.key: layout for layout in manifest.unit_layouts(1)}
+        self._rows: dict[tuple[str, int], tuple[int, int]] = {}
+        for layout, unit in zip(manifest.unit_layouts(1), manifest.units, strict=True):
+            for index, entry in enumerate(unit.parameters):
+                if is_router(manifest, entry):
+                    layer = int(unit.name.partition(".")[2])
+                    self._rows[layout.key, index] = layer, entry.numel // self._experts
+        self._buffers = {entry.name: entry for entry in manifest.buffers if is_router(manifest, entry)}
+        self._last: tuple[tuple[int, int], Floats] | None = None
+
+    @property
+    def small(self) -> Mapping[str, bytes]:
+        if not self._buffers:
+            return self._weights.small
+        arrays = unpack_arrays(self._weights.small[BUFFERS_KEY], where="the buffers of the last commit")
+        for name in self._buffers:
+            found = _ROUTER.match(name)
+            assert found is not None
+            wide = np.ascontiguousarray(arrays[name], np.float32)
+            rows = wide.reshape(self._experts, -1)
+            arrays[name] = self._reduced(int(found[1]), rows).reshape(-1, *wide.shape[1:])
+        return {**self._weights.small, BUFFERS_KEY: pack_arrays(arrays)}
+
+    def expert_fp32(self, layer: int, expert: int, experts: int) -> Floats:
+        """Of the group ``expert``; valid until the next one is read."""
+        if self._last is not None and self._last[0] == (layer, expert):
+            return self._last[1]
+        members = self._groups[layer][expert]
+        read = [
+            torch.from_numpy(self._weights.expert_fp32(layer, member, self._experts).copy())
+            for member in members
+        ]
+        uses = [self._uses[layer].uses[member] for member in members]
+        flat = read[0] if len(read) == 1 else merge(self._shape, read, uses)
+        self._last = (layer, expert), flat.numpy()
+        return self._last[1]
+
+    def expert_bf16(self, layer: int, expert: int, experts: int) -> Bits:
+        return round_bf16(self.expert_fp32(layer, expert, experts))
+
+    def dense(self, layout: UnitLayout, index: int) -> Iterator[Floats]:
+        pieces = self._weights.dense(self._layouts[layout.key], index)
+        router = self._rows.get((layout.key, index))
+        if router is None:
+            yield from pieces
+            return
+        layer, width = router
+        whole = np.concatenate(list(pieces)).reshape(self._experts, width)
+        yield self._reduced(layer, whole).reshape(-1)
+
+    def _reduced(self, layer: int, rows_EW: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """A row for each group: the mean of its experts' rows, weighted by their use."""
+        return np.stack([self._row(layer, rows_EW, group) for group in self._groups[layer]])
+
+    def _row(
+        self, layer: int, rows_EW: npt.NDArray[np.float32], group: Sequence[int]
+    ) -> npt.NDArray[np.float32]:
+        members = list(group)
+        uses = np.array([self._uses[layer].uses[member] for member in members], np.float32)
+        if len(members) == 1 or not uses.any():
+            row: npt.NDArray[np.float32] = rows_EW[members[0]]
+            return row
+        mean: npt.NDArray[np.float32] = (uses / uses.sum()) @ rows_EW[members]
+        return mean

@@ -1,0 +1,392 @@
+"""Stage 2: fewer experts, distilled from the model that they were made of; and their weights in fewer bits.
+
+Shapes: B windows, T tokens of each, V vocabulary.
+
+What is durable, in order: ``calibration.json``, the student's checkpoint, its store for training with the steps that it
+has committed, the checkpoint of what was distilled, the frozen store. Each is whole when it has its name, and what comes
+before it is not made again.
+
+The student learns from its teacher's logits. The objective is the divergence of the student's distribution of the next token
+from the teacher's, at temperature 1, plus the loss of the text's own next token. A run that was cut short goes on from its
+last commit: the windows of a step depend on its number, and the learning rate on what is done of the steps or, without a
+number of them, of the time.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tierstore.deploy.compression import LayerUse, calibrate, check_count, groups_of, write_student
+from tierstore.deploy.config import DeployConfig, DistillationConfig
+from tierstore.deploy.records import StageContext, StageOutput, write_json
+from tierstore.deploy.stages import bytes_on_disk, product_dtype, refrozen, store_checks
+from tierstore.deploy.teacher import Teacher, Windows, open_teacher, read_windows
+from tierstore.errors import StoreFormatError
+from tierstore.hf.exports.exporting import export
+from tierstore.hf.imports.importing import ImportOptions, import_model
+from tierstore.hf.loop.tiered import open_model
+from tierstore.hf.manifest import ImportProgress, ImportState
+from tierstore.hf.spec import HfSpec
+from tierstore.hf.stored import stored_spec
+from tierstore.model.store_schema import IMPORT_KEY
+from tierstore.quant.layout import CodeFormat
+from tierstore.store.disk.home import IDENTITY
+from tierstore.store.reading import OpenAt, read_states
+from tierstore.train.config import FinetuneConfig
+from tierstore.units import format_bytes
+
+_CALIBRATED_WINDOWS = 16
+_STORE, _CHECKPOINT, _TRAINING, _EXPORTED = "store", "checkpoint", "training", "distilled"
+_PLAIN, _QUANTIZED = "plain", "quantized"
+_PROGRESS_NAME = "distillation.json"
+#: The learning rate climbs for so many steps, and falls to this part of its largest value.
+_WARM_STEPS, _LEAST_RATE = 8, 0.05
+_CLIP_NORM = 1.0
+#: Windows of a pass that measures a loss.
+_JUDGED_ROWS = 2
+
+
+def distillation_settings(config: DeployConfig) -> Mapping[str, object]:
+    compression, how = config.compression, config.distillation
+    settings: dict[str, object] = {
+        "experts": compression.experts,
+        "weights": None if compression.weights is None else compression.weights.value,
+        "text": [str(path) for path in how.text],
+        "length": how.length,
+        "held_out": how.held_out,
+    }
+    if compression.experts is not None:
+        settings |= {"method": compression.method.value, "minutes": how.minutes, "steps": how.steps}
+        settings |= {"rate": how.rate, "rows": how.rows, "seed": how.seed}
+    return settings
+
+
+def compress(context: StageContext) -> StageOutput:
+    if context.config.threads:
+        torch.set_num_threads(context.config.threads)
+    count = context.config.compression.experts
+    spec = _spec(context.input_store)
+    if count is not None and count != spec.experts:
+        check_count(spec.manifest, spec.config, count)
+        made = _compressed(context, count)
+    else:
+        made = _as_it_is(context)
+    weights = context.config.compression.weights
+    if weights is None or not weights.quantized:
+        return made
+    return _quantized(context, made, CodeFormat(weights.value))
+
+
+def _as_it_is(context: StageContext) -> StageOutput:
+    windows, store = _windows(context), context.input_store
+    figures: dict[str, object] = {"bytes_before": bytes_on_disk(store)}
+    if windows is not None:
+        with open_teacher(store, host_budget=context.config.host_budget) as teacher:
+            figures["teacher_loss"] = held_out_loss(teacher.logits, windows.held)
+    return StageOutput(store=store, checks=context.before[-1].checks, figures=figures)
+
+
+def _quantized(context: StageContext, made: StageOutput, codes: CodeFormat) -> StageOutput:
+    """The experts of ``made`` in fewer bits, and the loss with them."""
+    source, store = context.directory / _PLAIN, context.directory / _QUANTIZED
+    if not _imported(store):
+        if not source.exists():
+            export(made.store, source, dtype=product_dtype(made.store))
+            context.check()
+        refrozen(source, store, context, codes=codes)
+    shutil.rmtree(source, ignore_errors=True)
+    figures = dict(made.figures)
+    windows = _windows(context)
+    if windows is not None:
+        with open_teacher(store, host_budget=context.config.host_budget) as teacher:
+            figures["quantized_loss"] = held_out_loss(teacher.logits, windows.held)
+        context.say(f"distillation: held-out loss {figures['quantized_loss']:.4f} in {codes.value}")
+    figures["bytes_after"] = bytes_on_disk(store)
+    return StageOutput(store=store, checks=store_checks(store), figures=figures)
+
+
+def _compressed(context: StageContext, count: int) -> StageOutput:
+    config, directory, store = context.config, context.directory, context.directory / _STORE
+    windows = _windows(context)
+    assert windows is not None  # a configuration with fewer experts names a text
+    with open_teacher(context.input_store, host_budget=config.host_budget) as teacher:
+        found = _calibrated(context, teacher, windows)
+    progress = None
+    if not _imported(store):
+        source = directory / (_EXPORTED if config.distillation.trains else _CHECKPOINT)
+        if config.distillation.trains:
+            progress = _distilled(context, count, found, windows)
+        elif not source.exists():
+            _write_student(context, count, found)
+        refrozen(source, store, context)
+    progress = progress or DistillProgress.read(directory)
+    with open_teacher(store, host_budget=config.host_budget) as student:
+        after = held_out_loss(student.logits, windows.held)
+    before = after if progress is None else progress.before
+    context.say(
+        f"distillation: held-out loss {found.loss:.4f} of the teacher, {before:.4f} with {count} experts, "
+        f"{after:.4f} distilled"
+    )
+    for name in (_CHECKPOINT, _TRAINING, _EXPORTED):
+        shutil.rmtree(directory / name, ignore_errors=True)
+    return StageOutput(
+        store=store,
+        checks=store_checks(store),
+        figures={
+            "teacher_loss": found.loss,
+            "compressed_loss": before,
+            "distilled_loss": after,
+            "recovered_fraction": recovered_fraction(found.loss, before, after),
+            "distillation_steps": 0 if progress is None else progress.steps,
+            "distillation_s": 0.0 if progress is None else progress.trained_s,
+            "held_out_tokens": windows.held.numel(),
+            "bytes_before": bytes_on_disk(context.input_store),
+            "bytes_after": bytes_on_disk(store),
+        },
+    )
+
+
+def _distilled(context: StageContext, count: int, found: Calibration, windows: Windows) -> DistillProgress:
+    """Leaves the checkpoint of the distilled student."""
+    config, directory = context.config, context.directory
+    training, exported = directory / _TRAINING, directory / _EXPORTED
+    if exported.exists():
+        progress = DistillProgress.read(directory)
+        if progress is None:
+            raise StoreFormatError(f"{exported}: there is no progress of the distillation it came of")
+        return progress
+    if not _imported(training):
+        if not (directory / _CHECKPOINT).exists():
+            _write_student(context, count, found)
+        import_model(
+            directory / _CHECKPOINT,
+            training,
+            ImportOptions(commit_bytes=256 << 20),
+            progress=lambda done, total, fields: context.check(),
+        )
+    shutil.rmtree(directory / _CHECKPOINT, ignore_errors=True)
+    with open_teacher(context.input_store, host_budget=config.host_budget) as teacher:
+        progress = distil(
+            training,
+            teacher,
+            windows,
+            config.distillation,
+            directory=directory,
+            host_budget=config.host_budget,
+            threads=config.threads,
+            say=context.say,
+            check=context.check,
+        )
+    export(training, exported, dtype=product_dtype(training))
+    return progress
+
+
+def recovered_fraction(teacher: float, before: float, after: float) -> float | None:
+    """Of the loss that compression added to that of the ``teacher``; None where it added nothing."""
+    return (before - after) / (before - teacher) if before > teacher else None
+
+
+# Calibration ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What the text showed of the teacher: its held-out ``loss``, in nats, and by layer how its experts are used."""
+
+    loss: float
+    uses: dict[int, LayerUse]
+
+    def write(self, path: Path) -> None:
+        uses = {str(layer): asdict(use) for layer, use in self.uses.items()}
+        write_json(path, {"loss": self.loss, "uses": uses})
+
+    @classmethod
+    def read(cls, path: Path) -> Calibration | None:
+        """None where there is none. Raises StoreFormatError."""
+        try:
+            table = json.loads(path.read_bytes())
+            uses = {
+                int(layer): LayerUse(tuple(use["uses"]), tuple(tuple(row) for row in use["alike"]))
+                for layer, use in table["uses"].items()
+            }
+            return cls(float(table["loss"]), uses)
+        except FileNotFoundError:
+            return None
+        except (KeyError, TypeError, ValueError) as error:
+            raise StoreFormatError(f"{path}: not a calibration: {error}") from error
+
+
+def _calibrated(context: StageContext, teacher: Teacher, windows: Windows) -> Calibration:
+    path = context.directory / "calibration.json"
+    found = Calibration.read(path)
+    if found is None:
+        loss = held_out_loss(teacher.logits, windows.held)
+        context.check()
+        uses = calibrate(teacher, windows.train[:_CALIBRATED_WINDOWS], passed=context.check)
+        found = Calibration(loss, uses)
+        found.write(path)
+    return found
+
+
+def _write_student(context: StageContext, count: int, found: Calibration) -> None:
+    method = context.config.compression.method
+    groups = {layer: groups_of(use, count, method) for layer, use in found.uses.items()}
+    checkpoint = context.directory / _CHECKPOINT
+    write_student(context.input_store, checkpoint, groups, found.uses)
+    context.say(f"distillation: wrote {count} experts a layer, {format_bytes(bytes_on_disk(checkpoint))}")
+    context.check()
+
+
+# The stores -------------------------------------------------------------------------------------------------
+
+
+def _windows(context: StageContext) -> Windows | None:
+    how = context.config.distillation
+    if not how.text:
+        return None
+    return read_windows(
+        how.text, _spec(context.input_store).tokenizer, length=how.length, held_out=how.held_out
+    )
+
+
+def _spec(store: Path) -> HfSpec:
+    """The model that fusion has left in ``store``."""
+    spec = stored_spec(store, FinetuneConfig())
+    if spec is None:
+        raise StoreFormatError(f"{store}: no imported model")
+    return spec
+
+
+def _imported(store: Path) -> bool:
+    """Whether an import to ``store`` has ended."""
+    if not (store / IDENTITY).exists():
+        return False
+    state = read_states(store, IMPORT_KEY).get(OpenAt.LAST)
+    if state is None:
+        return False
+    return ImportState.unpack(state, where=str(store)).progress is ImportProgress.COMPLETE
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillProgress:
+    """How far a distillation has come. ``before``: the student's loss on held-out text before the first step, in nats.
+    ``trained_s`` counts the seconds of steps, in all runs; ``ended``: whether no further step is taken.
+    """
+
+    before: float
+    steps: int = 0
+    trained_s: float = 0.0
+    ended: bool = False
+
+    def write(self, directory: Path) -> None:
+        write_json(directory / _PROGRESS_NAME, asdict(self))
+
+    @classmethod
+    def read(cls, directory: Path) -> DistillProgress | None:
+        """None where no step was prepared. Raises StoreFormatError."""
+        path = directory / _PROGRESS_NAME
+        try:
+            return cls(**json.loads(path.read_bytes()))
+        except FileNotFoundError:
+            return None
+        except (TypeError, ValueError) as error:
+            raise StoreFormatError(f"{path}: not the progress of a distillation: {error}") from error
+
+
+def objective(student_BTV: Tensor, teacher_BTV: Tensor, tokens_BT: Tensor) -> Tensor:
+    """The loss of the student, a scalar, in nats a token."""
+    own = functional.log_softmax(student_BTV.flatten(0, 1).float(), dim=-1)
+    taught = functional.log_softmax(teacher_BTV.flatten(0, 1).float(), dim=-1)
+    divergence = functional.kl_div(own, taught, reduction="batchmean", log_target=True)
+    targets = tokens_BT[:, 1:].flatten()
+    mine = own.view(*tokens_BT.shape, -1)[:, :-1].flatten(0, 1)
+    return divergence + functional.nll_loss(mine, targets)
+
+
+@torch.no_grad()
+def held_out_loss(logits: Callable[[Tensor], Tensor], held: Tensor) -> float:
+    """The mean loss of the next token over the windows ``held`` (W, T), in nats."""
+    total, count = 0.0, 0
+    for tokens_BT in torch.split(held, _JUDGED_ROWS):
+        given = logits(tokens_BT)[:, :-1].flatten(0, 1).float()
+        targets = tokens_BT[:, 1:].flatten()
+        total += float(functional.cross_entropy(given, targets, reduction="sum").double())
+        count += targets.numel()
+    return total / count
+
+
+def learning_rate(config: DistillationConfig, step: int, trained_s: float) -> float:
+    """Of step ``step``: climbing first, then falling in a straight line to the end of the steps, or of the time."""
+    done = step / config.steps if config.steps else trained_s / (60 * config.minutes)
+    return config.rate * min(1.0, (step + 1) / _WARM_STEPS) * max(_LEAST_RATE, 1.0 - done)
+
+
+def distil(
+    store: Path,
+    teacher: Teacher,
+    windows: Windows,
+    config: DistillationConfig,
+    *,
+    directory: Path,
+    host_budget: int,
+    threads: int,
+    say: Callable[[str], None],
+    check: Callable[[], None],
+) -> DistillProgress:
+    """Trains the student in ``store``, an import, until the steps or the time are used up; notes its progress in
+    ``directory``. ``check`` is called behind each step that is durable.
+
+    Raises what ``check`` does, StoreError, OSError.
+    """
+    progress = DistillProgress.read(directory)
+    if progress is not None and progress.ended:
+        return progress
+    settings = {"adamw.weight_decay": 0.0, "threads": threads, "device": "cpu"}
+    with open_model(store, host_budget=host_budget, settings=settings) as tiered:
+        model = tiered.model
+        if progress is None:
+            model.eval()
+            progress = DistillProgress(
+                before=held_out_loss(lambda tokens: _logits(model, tokens), windows.held)
+            )
+            progress.write(directory)
+            check()
+        model.train()
+        before, trained_s, committed_s = progress.before, progress.trained_s, time.monotonic()
+        while not _ended(config, tiered.position, trained_s):
+            began_s, step = time.monotonic(), tiered.position
+            tokens_BT = windows.batch(step, config.rows, config.seed)
+            taught = teacher.logits(tokens_BT)
+            rate = learning_rate(config, step, trained_s)
+            with tiered.step(rate, max_grad_norm=_CLIP_NORM, backward_passes=1) as taken:
+                taken.backward(objective(_logits(model, tokens_BT), taught, tokens_BT))
+            trained_s += time.monotonic() - began_s
+            say(f"distillation: step {step + 1} after {trained_s:.0f} s: objective {taken.loss:.4f}")
+            if time.monotonic() - committed_s >= config.commit_s:
+                tiered.commit()
+                progress = DistillProgress(before=before, steps=tiered.position, trained_s=trained_s)
+                progress.write(directory)
+                check()
+                committed_s = time.monotonic()
+        tiered.commit()
+        progress = DistillProgress(before=before, steps=tiered.position, trained_s=trained_s, ended=True)
+    progress.write(directory)
+    return progress
+
+
+def _ended(config: DistillationConfig, step: int, trained_s: float) -> bool:
+    return trained_s >= 60 * config.minutes or 0 < config.steps <= step
+
+
+def _logits(model: torch.nn.Module, tokens_BT: Tensor) -> Tensor:
+    logits: Tensor = model(input_ids=tokens_BT, use_cache=False).logits
+    return logits

@@ -1,0 +1,212 @@
+"""Stages 3 and 5: dense segments as graphs, and how the model is served fastest here: measured, not assumed.
+
+**Conversion**: a graph is compiled by the process that runs it, for the processor that it runs on, so nothing of it lies in
+the directory: this stage leaves the decision, and what it found. It compiles every block once and compares the logits with
+the eager model's: graphs round in other places, which is why they are not taken unless they are requested.
+
+**Optimisation**: each way gives the same bits, so the fastest is taken: threads, and whether experts are guessed. Which
+kernels compute is decided by how the weights are kept, and is stated with it.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from tierstore.capabilities import Capability
+from tierstore.deploy.config import DeployConfig
+from tierstore.deploy.records import StageContext, StageOutput
+from tierstore.deploy.teacher import open_teacher
+from tierstore.hf.manifest import Manifest
+from tierstore.machine import cores
+from tierstore.prefetch.plan import PrefetchConfig
+from tierstore.prefetch.predictor import PredictorName
+from tierstore.serve.batch import BatchRunner
+from tierstore.serve.config import BatchConfig, GraphsConfig, ServeConfig
+from tierstore.serve.dense import compiled_blocks
+from tierstore.serve.opening import ServedParts, open_runner, open_served
+from tierstore.units import format_bytes
+
+_PROBED_TOKENS = 32
+
+
+def conversion_settings(config: DeployConfig) -> Mapping[str, object]:
+    return {"graphs": config.graphs.value}
+
+
+def convert(context: StageContext, *, compile_graph: Callable[..., Any] | None = None) -> StageOutput:
+    """``compile_graph``: makes a function of a graph and its example inputs; None for torch's compiler.
+
+    Raises CapabilityError where nothing can be compiled.
+    """
+    before, store, config = context.before[-1], context.input_store, context.config
+    blocks = Manifest.read(store).layers
+    if config.graphs is not Capability.ON:
+        off = config.graphs is Capability.OFF
+        why = "--graphs off" if off else "graphs give other bits: --graphs on requests them"
+        return StageOutput(
+            store=store,
+            checks=before.checks,
+            figures={"blocks": blocks, "graphs": 0},
+            notes=(f"dense segments stay eager: {why}",),
+        )
+    with open_teacher(store, host_budget=config.host_budget, threads=config.threads) as teacher:
+        generator = torch.Generator().manual_seed(0)
+        tokens_BT = torch.randint(0, teacher.spec.vocab_size, (1, _PROBED_TOKENS), generator=generator)
+        eager = teacher.logits(tokens_BT).float()
+        began = time.monotonic()
+        graphs = replace(teacher.parts.config, graphs=GraphsConfig(compile=Capability.ON))
+        with compiled_blocks(teacher.parts.model, graphs, compile_graph=compile_graph) as made:
+            compiled = teacher.logits(tokens_BT).float()
+    differs = float((compiled - eager).abs().max())
+    context.say(
+        f"conversion: {made.compiled} graphs of {blocks} blocks; logits differ by {differs:.2g} at most"
+    )
+    return StageOutput(
+        store=store,
+        checks=before.checks,
+        figures={
+            "blocks": blocks,
+            "graphs": made.compiled,
+            "largest_difference_of_logits": differs,
+            "compiled_s": time.monotonic() - began,
+        },
+        notes=tuple(f"computed eagerly: {reason}" for reason in made.refused),
+    )
+
+
+#: A sequence: tokens of its prompt, and tokens that are decoded behind it. The first round is not counted.
+PROMPT_TOKENS, DECODED_TOKENS, ROUNDS = 64, 16, 3
+#: The least budget of a server, whatever memory was given.
+_LEAST_BUDGET = 64 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedSettings:
+    """A way of serving that can be chosen without changing what is computed; names are those of ``ServeConfig``."""
+
+    threads: int
+    predictor: PredictorName
+    host_budget: int
+    graphs: Capability = Capability.OFF
+
+    def config(self, store: Path) -> ServeConfig:
+        return ServeConfig(
+            store=store,
+            device="cpu",
+            host_budget=self.host_budget,
+            threads=self.threads,
+            batch=BatchConfig(sequences=1, context=PROMPT_TOKENS + DECODED_TOKENS + 1),
+            prefetch=PrefetchConfig(predictor=self.predictor),
+            graphs=GraphsConfig(compile=self.graphs),
+        )
+
+    def as_json(self) -> dict[str, object]:
+        """Keys of ``ServeConfig`` by dotted name."""
+        return {
+            "threads": self.threads,
+            "prefetch.predictor": self.predictor.value,
+            "host_budget": self.host_budget,
+            "graphs.compile": self.graphs.value,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingProfile:
+    """What was measured of one way: medians over the rounds of one sequence. ``load``: processes that ran, on average, in
+    the minute before.
+    """
+
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: float
+    decode_read_bytes_per_token: float
+    resident_bytes: int
+    load: float
+
+
+def measure(store: Path, settings: ServedSettings) -> ServingProfile:
+    """Serves one sequence of the model at ``store`` a few times. Raises StoreError, BudgetError, OSError."""
+    gc.collect()  # models of earlier stages lie in cycles: their memory is not this one's
+    with open_served(settings.config(store)) as parts:
+        runner = open_runner(parts)
+        rounds = [_round(parts, runner, number) for number in range(1 + ROUNDS)][1:]
+        resident = psutil.Process().memory_info().rss
+    prefill, decode, read = (statistics.median(values) for values in zip(*rounds, strict=True))
+    return ServingProfile(
+        prefill_tokens_per_s=PROMPT_TOKENS / prefill,
+        decode_tokens_per_s=DECODED_TOKENS / decode,
+        decode_read_bytes_per_token=read / DECODED_TOKENS,
+        resident_bytes=resident,
+        load=os.getloadavg()[0],
+    )
+
+
+def _round(parts: ServedParts, runner: BatchRunner, number: int) -> tuple[float, float, float]:
+    """Seconds of the prefill and of decoding, and bytes that decoding read."""
+    generator = torch.Generator().manual_seed(number)
+    prompt = torch.randint(0, parts.spec.vocab_size, (PROMPT_TOKENS,), generator=generator).tolist()
+    began = time.perf_counter()
+    (joined,) = runner.join([prompt])
+    prefilled, before = time.perf_counter(), _read_bytes(parts)
+    logits_V = joined.logits_V
+    for _ in range(DECODED_TOKENS):
+        logits_V = runner.step({joined.number: int(logits_V.argmax())})[joined.number]
+    ended = time.perf_counter()
+    runner.leave(joined.number)
+    return prefilled - began, ended - prefilled, float(_read_bytes(parts) - before)
+
+
+def _read_bytes(parts: ServedParts) -> int:
+    return sum(drive.read_bytes for drive in parts.store.extents.drive_reports())
+
+
+def optimisation_settings(config: DeployConfig) -> Mapping[str, object]:
+    return {"cores": cores(), "threads": config.threads, "graphs": _graphs(config).value}
+
+
+def optimise(context: StageContext) -> StageOutput:
+    """Takes the way that decodes fastest; of equals, the first."""
+    before, store, config = context.before[-1], context.input_store, context.config
+    placed: Any = before.figures["host_budget"]
+    # A budget beyond all experts holds nothing more; a small one would be all slots and no cache.
+    budget = max(int(placed) + _LEAST_BUDGET, _LEAST_BUDGET)
+    found = []
+    for threads in [config.threads] if config.threads else sorted({1, cores()}):
+        for predictor in (PredictorName.ROUTER, PredictorName.NONE):
+            way = ServedSettings(
+                threads=threads, predictor=predictor, host_budget=budget, graphs=_graphs(config)
+            )
+            profile = measure(store, way)
+            found.append((way, profile))
+            context.say(
+                f"optimisation: threads {threads}, guesses by {predictor.value}: decodes "
+                f"{profile.decode_tokens_per_s:.2f} tokens/s, prefill {profile.prefill_tokens_per_s:.2f}, "
+                f"{format_bytes(int(profile.decode_read_bytes_per_token))} read a token"
+            )
+            context.check()
+    chosen, profile = max(found, key=lambda each: each[1].decode_tokens_per_s)
+    return StageOutput(
+        store=store,
+        checks=before.checks,
+        figures={
+            "decode_tokens_per_s": profile.decode_tokens_per_s,
+            "prefill_tokens_per_s": profile.prefill_tokens_per_s,
+            "settings": chosen.as_json(),
+            "profile": asdict(profile),
+            "measured": [{**way.as_json(), **asdict(profile)} for way, profile in found],
+        },
+    )
+
+
+def _graphs(config: DeployConfig) -> Capability:
+    """Graphs change bits: they are taken only where they are requested."""
+    return Capability.ON if config.graphs is Capability.ON else Capability.OFF

@@ -1,0 +1,363 @@
+"""Stages 1, 4 and 6: fusion, segmentation and deployment; and what each stage checks of the store that another has left.
+
+**Fusion**: the records and slices of all ranks, and the pairs of an adapter, become one logical model. The weights leave the
+training store as an export does it: ranks put together, missed steps replayed, low-rank pairs merged. They come back as a
+frozen store of one rank. Moments, spare slots for copy on write, and the copies of replicas stay behind. A built-in model
+leaves as the Mixtral that it is, and is one from here on.
+
+**Segmentation**: where the model will lie, by the memory that there is. Its blocks are in as few segments as the memory
+holds one at a time, balanced by bytes, or as they were given. All of the dense parameters and the experts that the rest of
+the memory holds stay resident; a segment is what the tiers bring in turn where that is not the whole model.
+
+**Deployment**: the directory that is served. Its files are links to those of the stages before, so that it takes no space
+and the stages stay whole until it has its name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tierstore.dense.layout import Narrow
+from tierstore.deploy.config import DeployConfig
+from tierstore.deploy.records import StageContext, StageOutput
+from tierstore.errors import BudgetError, ChecksumError, ConfigError, StoreFormatError, StoreMissingError
+from tierstore.hf.exports.exporting import export
+from tierstore.hf.exports.outline import ExportDtype
+from tierstore.hf.imports.importing import ImportOptions, import_model
+from tierstore.hf.manifest import MANIFEST_NAME, Manifest, Weights
+from tierstore.machine import memory
+from tierstore.model.config import ComputeDtype
+from tierstore.model.store_schema import EXPERT_SCHEMA, STATE_KEY, TrainState
+from tierstore.quant.layout import CodeFormat
+from tierstore.store.disk.home import IDENTITY, MODEL_DIRECTORY, fsync_directory, rank_directories
+from tierstore.store.format import Group
+from tierstore.store.parameter_store import open_to_read
+from tierstore.store.reading import OpenAt, read_schemas, read_states
+from tierstore.units import format_bytes
+
+
+def store_checks(store: Path) -> dict[str, object]:
+    """Counts, shapes and checksums over all records of the frozen store at ``store``, of one rank or several.
+
+    Everything is read and checked. Raises ChecksumError, StoreFormatError, OSError.
+    """
+    manifest = Manifest.read(store)
+    if manifest.weights is not Weights.FROZEN:
+        raise StoreFormatError(f"{store}: expected a store of weights alone, found {manifest.weights.value}")
+    directories = rank_directories(store) or [store]
+    records, sums = 0, []
+    for directory in directories:
+        with open_to_read(directory) as opened:
+            records += len(opened.keys)
+            sums.append(f"{opened.records_crc32c():08x}")
+    units = sum(1 for layout in manifest.unit_layouts(len(directories)) if not layout.empty)
+    expected = manifest.experts.records + units * len(directories)
+    if records != expected:
+        raise StoreFormatError(f"{store}: {records} records, expected {expected}")
+    return {
+        "records": records,
+        "crc32c": sums,
+        "experts_per_layer": manifest.experts.count,
+        "expert_values": manifest.experts.numel,
+        "moe_layers": len(manifest.experts.layers),
+        "dense_values": manifest.dense_parameters,
+    }
+
+
+def verify_checks(store: Path, wanted: Mapping[str, object]) -> None:
+    """Compares ``store_checks`` with those that were recorded. Raises ChecksumError naming the first that differs."""
+    found = store_checks(store)
+    for name, value in wanted.items():
+        if name in found and found[name] != value:
+            raise ChecksumError(f"{store}: {name}: {found[name]}, and its stage recorded {value}")
+
+
+def bytes_on_disk(directory: Path) -> int:
+    """Bytes that the files below ``directory`` take."""
+    return sum(path.stat().st_blocks * 512 for path in directory.rglob("*") if path.is_file())
+
+
+_STORE, _CHECKPOINT = "store", "checkpoint"
+
+
+def fusion_settings(config: DeployConfig) -> Mapping[str, object]:
+    """The store as it is: another commit of it is another model."""
+    dtype = _export_dtype(config)
+    return {"source": source_fingerprint(config.store), "dtype": None if dtype is None else dtype.value}
+
+
+def fuse(context: StageContext) -> StageOutput:
+    config, store = context.config, context.directory / _STORE
+    checkpoint = context.directory / _CHECKPOINT
+    before = bytes_on_disk(config.store)
+    notes: tuple[str, ...] = ()
+    if not checkpoint.exists():
+        done = export(config.store, checkpoint, dtype=_export_dtype(config))
+        notes = done.notes
+        context.check()
+    refrozen(checkpoint, store, context, codes=_codes_of(config))
+    shutil.rmtree(checkpoint)
+    manifest = Manifest.read(store)
+    after = bytes_on_disk(store)
+    context.say(
+        f"fusion: {manifest.model_type}, {manifest.experts.records} experts; {format_bytes(before)} on disk before, "
+        f"{format_bytes(after)} after"
+    )
+    return StageOutput(
+        store=store,
+        checks=store_checks(store),
+        figures={
+            "source_ranks": len(rank_directories(config.store)) or 1,
+            "bytes_before": before,
+            "bytes_after": after,
+            "expert_parameters": manifest.expert_parameters,
+            "total_parameters": manifest.total_parameters,
+        },
+        notes=notes,
+    )
+
+
+def refrozen(
+    checkpoint: Path, store: Path, context: StageContext, *, codes: CodeFormat | None = None
+) -> None:
+    """Imports ``checkpoint`` frozen to ``store``, or goes on with it; asked to stop, it does after the next record.
+
+    ``codes``: how its experts are quantised; None where they are not.
+    """
+    import_model(
+        checkpoint,
+        store,
+        ImportOptions(weights=Weights.FROZEN, codes=codes, commit_bytes=256 << 20),
+        progress=lambda done, total, fields: context.check(),
+    )
+
+
+def source_fingerprint(store: Path) -> str:
+    """Tells a job's stores at their last commits from all others. Raises StoreMissingError, StoreFormatError."""
+    directories = rank_directories(store) or [store]
+    digest = hashlib.sha256()
+    for directory in directories:
+        identity = directory / IDENTITY
+        if not identity.exists():
+            raise StoreMissingError(f"{directory}: no store here")
+        digest.update(identity.read_bytes())
+        state = read_states(directory, STATE_KEY).get(OpenAt.LAST)
+        position = -1
+        if state is not None:
+            position = TrainState.unpack({STATE_KEY: state}, where=str(directory)).position
+        digest.update(f"step {position}".encode())
+    return digest.hexdigest()[:32]
+
+
+def _codes_of(config: DeployConfig) -> CodeFormat | None:
+    """Experts that came quantised stay so, unless other weights are asked for."""
+    if config.compression.weights is not None or not _imported(config.store):
+        return None
+    return Manifest.read(config.store).codes
+
+
+def _export_dtype(config: DeployConfig) -> ExportDtype | None:
+    """The type that was asked for, or that products have; None for a built-in model, whose export knows it."""
+    weights = config.compression.weights
+    if weights is not None and not weights.quantized:
+        return ExportDtype(weights.value)
+    if not _imported(config.store):
+        return None
+    return product_dtype(config.store)
+
+
+def product_dtype(store: Path) -> ExportDtype:
+    """The type in which the model of ``store`` computes."""
+    narrow = Manifest.read(store).compute is ComputeDtype.BF16
+    return ExportDtype.BF16 if narrow else ExportDtype.FP32
+
+
+def _imported(store: Path) -> bool:
+    return (store / MODEL_DIRECTORY / MANIFEST_NAME).exists()
+
+
+@dataclass(frozen=True)
+class BlockBytes:
+    """What one decoder block takes in memory, in bytes."""
+
+    dense: int
+    experts: int
+
+    @property
+    def whole(self) -> int:
+        return self.dense + self.experts
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Blocks ``first`` to ``last``, and what they take, in bytes."""
+
+    first: int
+    last: int
+    dense: int
+    experts: int
+
+    def as_json(self) -> dict[str, int]:
+        return asdict(self)
+
+
+def block_bytes(manifest: Manifest, expert_bytes: int) -> list[BlockBytes]:
+    """Of each decoder block; the embedding counts with the first, the head with the last. ``expert_bytes``: of one."""
+    dense = []
+    for unit in manifest.units:
+        narrow = sum(p.numel for p in unit.parameters if manifest.narrow(p) is Narrow.YES)
+        dense.append(4 * (unit.numel - narrow) + 2 * narrow)
+    embedding, *blocks, head = dense
+    blocks[0] += embedding
+    blocks[-1] += head
+    return [
+        BlockBytes(each, manifest.experts.count * expert_bytes * (layer in manifest.experts.layers))
+        for layer, each in enumerate(blocks)
+    ]
+
+
+def balanced(sizes: Sequence[int], count: int) -> list[int]:
+    """The first block of each of ``count`` segments, so that the largest is as small as can be; of equals, the first cut.
+
+    Raises ConfigError for more segments than blocks.
+    """
+    total = len(sizes)
+    if not 1 <= count <= total:
+        raise ConfigError(f"segments: expected 1 to {total}, one for each block at most, got {count}")
+    ends = [0]
+    for size in sizes:
+        ends.append(ends[-1] + size)
+    # least[n]: the largest segment of the best cut of the first n blocks, so far into as many segments as rounds.
+    least = [float(end) for end in ends]
+    cuts = [[0] * (total + 1)]
+    for _ in range(count - 1):
+        best, cut = [float("inf")] * (total + 1), [0] * (total + 1)
+        for n in range(1, total + 1):
+            for k in range(1, n):
+                worst = max(least[k], float(ends[n] - ends[k]))
+                if worst < best[n]:
+                    best[n], cut[n] = worst, k
+        least = best
+        cuts.append(cut)
+    firsts, n = [], total
+    for cut in reversed(cuts):
+        n = cut[n]
+        firsts.append(n)
+    return firsts[::-1]
+
+
+def fewest(sizes: Sequence[int], memory: int) -> int:
+    """How many segments there are at least, where each fits ``memory``. Raises BudgetError for a block that does not."""
+    if max(sizes) > memory:
+        raise BudgetError(
+            f"--memory: {format_bytes(memory)} do not hold one block; the minimum is {max(sizes)} bytes "
+            f"({format_bytes(max(sizes))})"
+        )
+    count, filled = 1, 0
+    for size in sizes:
+        if filled + size > memory:
+            count, filled = count + 1, 0
+        filled += size
+    return count
+
+
+def cut(blocks: Sequence[BlockBytes], firsts: Sequence[int]) -> list[Segment]:
+    """The segments that begin with the blocks ``firsts``. Raises ConfigError for one that is not there."""
+    if list(firsts) != sorted(set(firsts)) or not firsts or firsts[0] != 0 or firsts[-1] >= len(blocks):
+        raise ConfigError(
+            f"--segments: expected first blocks ascending from 0, below {len(blocks)}, got {tuple(firsts)}"
+        )
+    ends = [*firsts[1:], len(blocks)]
+    return [
+        Segment(
+            first,
+            end - 1,
+            sum(block.dense for block in blocks[first:end]),
+            sum(block.experts for block in blocks[first:end]),
+        )
+        for first, end in zip(firsts, ends, strict=True)
+    ]
+
+
+#: Of the memory that is there, what a server leaves to caches of keys and values, activations and the interpreter.
+_SERVED_PART = 0.75
+
+
+def segmentation_settings(config: DeployConfig) -> Mapping[str, object]:
+    placement = config.placement
+    return {"memory": placement.memory, "ranks": placement.ranks, "segments": list(placement.segments)}
+
+
+def segment(context: StageContext) -> StageOutput:
+    placement, store = context.config.placement, context.input_store
+    manifest = Manifest.read(store)
+    one = _expert_bytes(store)
+    blocks = block_bytes(manifest, one)
+    sizes = [block.whole for block in blocks]
+    available = placement.memory if placement.memory is not None else memory().usable_bytes
+    given = int(available * _SERVED_PART)
+    firsts = list(placement.segments) or balanced(sizes, min(fewest(sizes, given), len(sizes)))
+    segments = cut(blocks, firsts)
+    dense = sum(block.dense for block in blocks)
+    experts = sum(block.experts for block in blocks)
+    least = manifest.experts.top_k * one
+    host_budget = min(given - dense, experts)
+    if host_budget < least:
+        raise BudgetError(
+            f"--memory: {format_bytes(available)} leave too little beside {format_bytes(dense)} of dense parameters; "
+            f"the minimum is {int((dense + least) / _SERVED_PART) + 1} bytes"
+        )
+    for segment in segments:
+        context.say(
+            f"segmentation: blocks {segment.first} to {segment.last}: {format_bytes(segment.dense)} dense, "
+            f"{format_bytes(segment.experts)} of experts"
+        )
+    return StageOutput(
+        store=store,
+        checks=dict(context.before[-1].checks),
+        figures={
+            "ranks": placement.ranks,
+            "kind": "pipeline of one rank",
+            "segments": [segment.as_json() for segment in segments],
+            "memory": available,
+            "dense_bytes": dense,
+            "expert_bytes": experts,
+            "host_budget": host_budget,
+            "resident_fraction": host_budget / experts,
+        },
+    )
+
+
+def _expert_bytes(store: Path) -> int:
+    """What one expert takes in memory: its record as it is kept. Raises StoreFormatError."""
+    for schema in read_schemas(store):
+        if schema.name == EXPERT_SCHEMA:
+            return sum(section.nbytes for section in schema.layout(Group.WEIGHTS).sections)
+    raise StoreFormatError(f"{store}: it holds no experts")
+
+
+def assemble(context: StageContext) -> StageOutput:
+    before, store = context.before[-1], context.directory / "store"
+    if store.exists():
+        shutil.rmtree(store)
+    link_tree(context.input_store, store)
+    verify_checks(store, before.checks)
+    profile = before.figures.get("profile")  # what the optimisation measured of the way that it chose
+    figures = {"bytes_on_disk": bytes_on_disk(store), **(profile if isinstance(profile, dict) else {})}
+    return StageOutput(store=store, checks=before.checks, figures=figures)
+
+
+def link_tree(source: Path, target: Path) -> None:
+    """``target`` with the files of ``source``, each a link to the same bytes; on disk when this returns. Raises OSError."""
+    target.mkdir()
+    for child in sorted(source.iterdir()):
+        if child.is_dir():
+            link_tree(child, target / child.name)
+        else:
+            os.link(child, target / child.name)
+    fsync_directory(target)

@@ -1,1 +1,0 @@
-"""The six stages, a module each."""

@@ -1,0 +1,238 @@
+"""The objects that OpenAI's API answers with: an answer as one, or as server-sent events while it grows."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import AsyncGenerator, Awaitable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TypeVar
+
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from tierstore.serve.admission import AnswerError, Finish, RequestOutcome, Update, Waiting
+from tierstore.serve.api.bodies import ApiError
+from tierstore.serve.engine import ServingEngine
+
+
+class RequestKind(Enum):
+    """Of which of the two requests an answer is."""
+
+    COMPLETION = "cmpl"
+    CHAT = "chatcmpl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenUsage:
+    """Tokens of a prompt and of its answer."""
+
+    prompt: int
+    answer: int
+
+    def body(self) -> dict[str, int]:
+        """As OpenAI names them."""
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.answer,
+            "total_tokens": self.prompt + self.answer,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The objects of one answer, which share an id and a time. ``usage``: whether its events say how many tokens it took."""
+
+    style: RequestKind
+    model: str
+    usage: bool = False
+    id: str = field(default_factory=lambda: secrets.token_hex(12))
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def whole(
+        self, text: str, finish: Finish, usage: TokenUsage, *, reasoning: str = ""
+    ) -> dict[str, object]:
+        """The answer as one object. A chat has its reasoning, where there is any."""
+        if self.style is RequestKind.CHAT:
+            message = {"role": "assistant", "content": text, "refusal": None}
+            thought = {"reasoning_content": reasoning} if reasoning else {}
+            return self._object("chat.completion", [_choice(finish, message=message | thought)]) | {
+                "usage": usage.body()
+            }
+        return self._object("text_completion", [_choice(finish, text=text)]) | {"usage": usage.body()}
+
+    def opening(self) -> bytes | None:
+        """The event before any text, where there is one."""
+        if self.style is RequestKind.COMPLETION:
+            return None
+        return self._chunk([_choice(None, delta={"role": "assistant", "content": ""})])
+
+    def added(self, text: str, reasoning: str = "") -> bytes:
+        """The event of more text. A chat has its reasoning, too."""
+        if self.style is RequestKind.CHAT:
+            named = {"reasoning_content": reasoning, "content": text}
+            return self._chunk([_choice(None, delta={name: value for name, value in named.items() if value})])
+        return self._chunk([_choice(None, text=text)])
+
+    def closing(self, finish: Finish, usage: TokenUsage) -> bytes:
+        """The events after the text."""
+        empty: dict[str, object] = {"delta": {}} if self.style is RequestKind.CHAT else {"text": ""}
+        events = self._chunk([_choice(finish, **empty)])
+        if self.usage:
+            events += event(self._object(self._chunk_kind, []) | {"usage": usage.body()})
+        return events + b"data: [DONE]\n\n"
+
+    @property
+    def _chunk_kind(self) -> str:
+        return "chat.completion.chunk" if self.style is RequestKind.CHAT else "text_completion"
+
+    def _chunk(self, choices: list[dict[str, object]]) -> bytes:
+        chunk = self._object(self._chunk_kind, choices)
+        return event(chunk | {"usage": None} if self.usage else chunk)
+
+    def _object(self, kind: str, choices: list[dict[str, object]]) -> dict[str, object]:
+        return {
+            "id": f"{self.style.value}-{self.id}",
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": None,
+            "choices": choices,
+        }
+
+
+def _choice(finish: Finish | None, **content: object) -> dict[str, object]:
+    reason = None if finish is None else finish.value
+    return {"index": 0, **content, "logprobs": None, "finish_reason": reason}
+
+
+def event(body: dict[str, object]) -> bytes:
+    """A server-sent event. JSON has no bare ends of lines, so that one line holds it."""
+    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n".encode()
+
+
+def model_body(name: str, created: int) -> dict[str, object]:
+    """The served model, as /v1/models lists it."""
+    return {"id": name, "object": "model", "created": created, "owned_by": "tierstore"}
+
+
+T = TypeVar("T")
+
+
+async def while_there(receive: Receive, work: Awaitable[T]) -> T | None:
+    """What ``work`` returns; None where the client leaves first: then ``work`` is cancelled. The body has been read."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_left(receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        return await working if working.done() else None
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        continue
+
+
+class Answering:
+    """One request that was accepted. ``request_s``: how long it may take from then on."""
+
+    def __init__(self, engine: ServingEngine, waiting: Waiting, shape: Shape, *, request_s: float) -> None:
+        self._engine = engine
+        self._waiting = waiting
+        self._shape = shape
+        self._request_s = request_s
+        self._deadline_s = asyncio.get_running_loop().time() + request_s
+
+    @property
+    def shape(self) -> Shape:
+        """The objects of the answer."""
+        return self._shape
+
+    def usage(self, tokens: int) -> TokenUsage:
+        """With ``tokens`` of answer."""
+        return TokenUsage(prompt=len(self._waiting.generation.prompt), answer=tokens)
+
+    async def updates(self) -> AsyncGenerator[Update, None]:
+        """The answer as it grows. Raises ApiError where it ends early; leaving before the end cancels the request."""
+        outcome = RequestOutcome.CANCELLED
+        try:
+            while True:
+                async with asyncio.timeout_at(self._deadline_s):
+                    update = await self._waiting.answer.take()
+                yield update
+                if update.finish is not None:
+                    return
+        except TimeoutError as error:
+            outcome = RequestOutcome.TIMEOUT
+            raise ApiError(504, f"the answer was not complete within {self._request_s:g} s") from error
+        except AnswerError as error:
+            raise ApiError(500, str(error)) from error
+        finally:
+            self._engine.cancel(self._waiting, outcome)
+
+    def leave(self) -> None:
+        """Nobody waits for it any more, if it has not ended."""
+        self._engine.cancel(self._waiting)
+
+    async def whole(self) -> Response:
+        """The answer as one object."""
+        text = reasoning = ""
+        async for update in self.updates():
+            text, reasoning = text + update.text, reasoning + update.reasoning
+        assert update.finish is not None
+        usage = self.usage(update.tokens)
+        return JSONResponse(self._shape.whole(text, update.finish, usage, reasoning=reasoning))
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The answer as events. Where it ends early, the last is the error."""
+        if (opening := self._shape.opening()) is not None:
+            yield opening
+        tokens, finish = 0, Finish.STOP
+        updates = self.updates()
+        try:
+            async for update in updates:
+                if update.text or update.reasoning:
+                    yield self._shape.added(update.text, update.reasoning)
+                if update.finish is not None:
+                    tokens, finish = update.tokens, update.finish
+        except ApiError as error:
+            yield event(error.body())
+            return
+        finally:
+            await updates.aclose()
+        yield self._shape.closing(finish, self.usage(tokens))
+
+
+class EventStream(Response):
+    """Sends the events of an answer. A client that leaves cancels it."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, answering: Answering) -> None:
+        super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._answering = answering
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Until the last event, or until the client leaves."""
+        try:
+            await while_there(receive, self._send(send))
+        finally:
+            self._answering.leave()  # also where not even the first event could be sent
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        events = self._answering.events()
+        try:
+            async for data in events:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        finally:
+            await events.aclose()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

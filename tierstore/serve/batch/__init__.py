@@ -1,1 +1,0 @@
-"""Sequences that a model continues together."""

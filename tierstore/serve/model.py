@@ -1,0 +1,258 @@
+"""A model as the batches see it: forward passes over tokens that follow what a cache of keys and values holds.
+
+Shapes: B sequences, T tokens of this pass, S tokens with those that the cache holds, V vocabulary, H heads,
+C width of a head.
+
+A batch is padded on the left, so that the last column is every sequence's last token. Keys carry the positions that they
+were computed with, so columns of padding can be put before them and taken away.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from tierstore.errors import ConfigError
+from tierstore.hf.sizes import cached_positions
+from tierstore.model.interface import Model
+from tierstore.model.kv_cache import KeyValueCache
+from tierstore.model.transformer import Transformer
+
+
+class LayeredCache(Protocol):
+    """What a model keeps of the tokens before: transformers' ``DynamicCache``, or the built-in model's.
+
+    A layer of attention has ``keys`` and ``values`` (B, heads, S, width) once it has seen tokens.
+    """
+
+    layers: Any
+
+
+class ServedModel(Protocol):
+    """A model in evaluation, whose experts are leased. One caller, one pass at a time."""
+
+    @property
+    def context(self) -> int:
+        """The most tokens of a sequence."""
+        ...
+
+    @property
+    def vocabulary(self) -> int:
+        """V, the number of tokens that it knows."""
+        ...
+
+    @property
+    def pad_token(self) -> int:
+        """What stands before the shorter sequences of a batch: no token sees it."""
+        ...
+
+    def new_cache(self) -> LayeredCache:
+        """A cache without tokens, of any number of sequences."""
+        ...
+
+    def forward(
+        self, tokens_BT: Tensor, cache: LayeredCache, *, mask_BS: Tensor, positions_BT: Tensor
+    ) -> Tensor:
+        """The logits (B, V), fp32, of what follows; ``cache`` then holds the tokens too.
+
+        ``mask_BS``: 1 for a token, 0 for padding before the first; ``positions_BT``: of each token in its sequence.
+        """
+        ...
+
+
+class BuiltInModel:
+    """``model`` as a ``ServedModel``. ``context`` 0 is the length that it was trained with.
+
+    Raises ConfigError for a context beyond it.
+    """
+
+    def __init__(self, model: Transformer, *, context: int = 0) -> None:
+        self._model = model
+        self._context = checked_context(context, model.config.seq_len)
+
+    @property
+    def context(self) -> int:
+        return self._context
+
+    @property
+    def vocabulary(self) -> int:
+        return self._model.config.vocab_size
+
+    @property
+    def pad_token(self) -> int:
+        return 0
+
+    def new_cache(self) -> LayeredCache:
+        return KeyValueCache.of(len(self._model.blocks))
+
+    def forward(
+        self, tokens_BT: Tensor, cache: LayeredCache, *, mask_BS: Tensor, positions_BT: Tensor
+    ) -> Tensor:
+        return self._model.follow(tokens_BT, cast(KeyValueCache, cache), mask_BS, positions_BT)
+
+
+class WrappedModel:
+    """``module`` of transformers as a ``ServedModel``. ``context`` 0 is the model's own limit.
+
+    Raises ConfigError for a context beyond it.
+    """
+
+    def __init__(self, module: nn.Module, *, context: int = 0) -> None:
+        from transformers import DynamicCache
+
+        wrapped: Any = module
+        # By it torch chooses between one product and one for each sequence, which round otherwise: parameters are as in a
+        # model that transformers has loaded. Passes run in inference mode, without gradients.
+        module.requires_grad_(True)
+        self._module = module
+        self._config: Any = wrapped.config.get_text_config(decoder=True)
+        self._new_cache = partial(DynamicCache, config=wrapped.config)
+        self._context = checked_context(context, cached_positions(self._config.to_dict()))
+        self._options: dict[str, Any] = {"use_cache": True, "return_dict": True}
+        if wrapped._supports_logits_to_keep():
+            self._options["logits_to_keep"] = 1
+
+    @property
+    def context(self) -> int:
+        return self._context
+
+    @property
+    def vocabulary(self) -> int:
+        vocabulary: int = self._config.vocab_size
+        return vocabulary
+
+    @property
+    def pad_token(self) -> int:
+        """The model's own; without one in its vocabulary (-1 is none), its end of text, as in ``generate``, or 0."""
+        for name in ("pad_token_id", "eos_token_id"):
+            found = getattr(self._config, name, None)
+            for token in found if isinstance(found, list) else [found]:
+                if token is not None and 0 <= token < self.vocabulary:
+                    return int(token)
+        return 0
+
+    def new_cache(self) -> LayeredCache:
+        cache: LayeredCache = self._new_cache()
+        return cache
+
+    def forward(
+        self, tokens_BT: Tensor, cache: LayeredCache, *, mask_BS: Tensor, positions_BT: Tensor
+    ) -> Tensor:
+        output = self._module(
+            input_ids=tokens_BT,
+            attention_mask=mask_BS,
+            position_ids=positions_BT,
+            past_key_values=cache,
+            **self._options,
+        )
+        logits: Tensor = output.logits[:, -1].float()
+        return logits
+
+
+def checked_context(asked: int, most: int) -> int:
+    """``asked`` tokens of a sequence, or the model's ``most`` for 0. Raises ConfigError for more."""
+    if asked > most:
+        raise ConfigError(f"batch.context: expected at most {most}, the model's own limit, got {asked}")
+    return asked or most
+
+
+def served_model(model: Model, *, context: int = 0) -> ServedModel:
+    """``model``, which is in evaluation, as batches see it. Raises ConfigError for a ``context`` beyond the model's."""
+    if isinstance(model, Transformer):
+        return BuiltInModel(model, context=context)
+
+    return WrappedModel(model.module, context=context)
+
+
+#: Layers that hold the keys and values of every token and nothing else.
+_PLAIN = ("DynamicLayer", "LayerKeyValues")
+#: Where layers of linear attention keep their states, (B, ...) each.
+_STATES = ("conv_states", "recurrent_states")
+
+
+def why_apart(cache: LayeredCache) -> str:
+    """Why batches with caches of this kind cannot become one; empty where they can.
+
+    A window keeps the last columns alone, and a state of linear attention has taken the padding of its batch.
+    """
+    others = sorted({type(layer).__name__ for layer in cache.layers} - set(_PLAIN))
+    return f"caches of {', '.join(others)} cannot be padded anew" if others else ""
+
+
+def select_rows(cache: LayeredCache, rows: Sequence[int]) -> None:
+    """Keeps the sequences ``rows``, in this order."""
+
+    def kept(value: Tensor) -> Tensor:
+        return value.index_select(0, torch.tensor(rows, device=value.device))
+
+    for layer in cache.layers:
+        if getattr(layer, "keys", None) is not None:
+            layer.keys, layer.values = kept(layer.keys), kept(layer.values)
+        for states in _states(layer):
+            states.update({key: kept(value) for key, value in states.items() if value is not None})
+
+
+def copied_rows(cache: LayeredCache, rows: Sequence[int]) -> LayeredCache:
+    """A cache of the sequences ``rows`` alone; ``cache`` keeps them too."""
+    made = copy.copy(cache)
+    made.layers = [copy.copy(layer) for layer in cache.layers]
+    for layer in made.layers:
+        for name in _STATES:
+            if hasattr(layer, name):
+                setattr(layer, name, dict(getattr(layer, name)))
+    select_rows(made, rows)
+    return made
+
+
+def drop_columns(cache: LayeredCache, columns: int) -> None:
+    """Takes the first ``columns`` of every sequence away: padding. For caches that ``why_apart`` has nothing against."""
+    for layer in cache.layers:
+        layer.keys = layer.keys[:, :, columns:].contiguous()
+        layer.values = layer.values[:, :, columns:].contiguous()
+
+
+def move(caches: Sequence[LayeredCache], into: LayeredCache, padding: Sequence[int]) -> None:
+    """Moves all sequences of ``caches`` to ``into``, which is new, those of each behind so many columns of padding.
+
+    Layer by layer: what has been moved is freed, so that one layer is there twice.
+    """
+    for number, layer in enumerate(into.layers):
+        parts = [cache.layers[number] for cache in caches]
+        layer.update(
+            _side_by_side([part.keys for part in parts], padding),
+            _side_by_side([part.values for part in parts], padding),
+        )
+        for part in parts:
+            part.keys = part.values = None
+
+
+def cache_nbytes(cache: LayeredCache) -> int:
+    """What ``cache`` holds."""
+    total = 0
+    for layer in cache.layers:
+        if getattr(layer, "keys", None) is not None:
+            total += layer.keys.nbytes + layer.values.nbytes
+        total += sum(
+            value.nbytes for states in _states(layer) for value in states.values() if value is not None
+        )
+    return total
+
+
+def _side_by_side(parts_BHSC: Sequence[Tensor], padding: Sequence[int]) -> Tensor:
+    first = parts_BHSC[0]
+    rows = sum(part.shape[0] for part in parts_BHSC)
+    made = first.new_zeros(rows, first.shape[1], first.shape[2] + padding[0], first.shape[3])
+    row = 0
+    for part, columns in zip(parts_BHSC, padding, strict=True):
+        made[row : row + part.shape[0], :, columns:] = part
+        row += part.shape[0]
+    return made
+
+
+def _states(layer: Any) -> list[dict[int, Tensor | None]]:
+    return [getattr(layer, name) for name in _STATES if hasattr(layer, name)]
