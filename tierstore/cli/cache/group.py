@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,32 +11,31 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tierstore.cli.cache.options import (
+    ContractOptions,
+    MachineOptions,
+    ReplayOptions,
+    SearchOptions,
     capacity_option,
     html_option,
-    machine_options,
     pin_option,
     policy_option,
-    replay_options,
     specs_of,
 )
 from tierstore.cli.cache.output import (
     NO_LOOKAHEAD,
+    check_html,
     curves_json,
     outcome_json,
     show_assumptions,
     show_curves,
     show_outcomes,
+    show_trace,
+    show_tuning,
     trace_json,
-)
-from tierstore.cli.cache.shared import (
-    check_html,
-    load_trace_requests,
-    recorded_outcomes,
-    stage_progress,
-    study_of,
+    tuning_json,
     write_html,
 )
-from tierstore.cli.cache.tune import report, study, tune
+from tierstore.cli.cache.study import study
 from tierstore.cli.groups import CommandGroup
 from tierstore.cli.options import (
     EXISTING_FILE,
@@ -43,6 +44,7 @@ from tierstore.cli.options import (
     SIZE,
     checksum_option,
     config_overrides,
+    dataclass_options,
     describe_config,
     help_config_option,
     json_option,
@@ -51,11 +53,16 @@ from tierstore.cli.options import (
     set_option,
 )
 from tierstore.cli.output import Output
-from tierstore.outputs import OutputKind
+from tierstore.errors import BudgetError, ConfigError
+from tierstore.outputs import OutputKind, write_output
 from tierstore.units import format_bytes
 
 if TYPE_CHECKING:
     from tierstore.lab.costs import Machine
+    from tierstore.lab.requests import Requests
+    from tierstore.lab.results import Outcome, RegimeStudy
+    from tierstore.lab.simulate import PolicySpec
+    from tierstore.lab.tuning import TuneOptions
 
 _KINDS = ("npz", "vllm", "megatron", "oracle-general", "csv", "text")
 
@@ -147,8 +154,8 @@ def import_(
     help="Requests alone, or with the prefetches that a run of tierstore train recorded.",
 )
 @pin_option
-@replay_options
-@machine_options
+@dataclass_options(ReplayOptions, "replay")
+@dataclass_options(MachineOptions, "figures")
 @json_option
 def simulate(
     trace: Path,
@@ -156,36 +163,30 @@ def simulate(
     capacities: tuple[str, ...],
     lookahead: str,
     pins: tuple[str, ...],
-    replay: dict[str, Any],
-    machine: Machine,
+    replay: ReplayOptions,
+    figures: MachineOptions,
     output: Output,
 ) -> None:
     """Replay TRACE through policies at capacities, with what it costs."""
     from tierstore.lab.miss_curves import curves
     from tierstore.lab.simulate import contract_name
 
-    requests = load_trace_requests(trace, output, replay["warmup_steps"], pins)
+    machine, arguments = figures.machine(), replay.arguments()
+    requests = _load(trace, output, replay.warmup, pins)
     specs = specs_of(
         requests, policies, ("lru", "lfu-decay", *(() if lookahead == "recorded" else ("belady",)))
     )
     frames = [requests.table.frames_of(capacity, name="--capacity") for capacity in capacities]
-    with stage_progress(output, "simulate") as heard:
+    with _progress(output, "simulate") as notify:
         if lookahead == "recorded":
-            outcomes = recorded_outcomes(trace, requests, specs, frames, replay)
+            outcomes = _recorded_outcomes(trace, requests, specs, frames, arguments)
         else:
-            found = curves(
-                requests,
-                specs,
-                frames,
-                machine=machine,
-                progress=lambda done, total: heard("replays", done, total),
-                **replay,
-            )
+            found = curves(requests, specs, frames, machine=machine, progress=notify("replays"), **arguments)
             outcomes = [point for curve in found for point in curve.points]
     show_outcomes(outcomes, requests.table.frame_bytes, output)
     said = NO_LOOKAHEAD if lookahead == "none" else "the recorded prefetches and their share of the capacity"
-    contract = contract_name(requests, replay["contract"])
-    show_assumptions(machine, f"{contract}, {said}, {replay['scope'].value} scope", output)
+    contract = contract_name(requests, arguments["contract"])
+    show_assumptions(machine, f"{contract}, {said}, {replay.scope} scope", output)
     output.emit(
         {
             "trace": trace_json(requests),
@@ -202,8 +203,8 @@ def simulate(
 @click.option("--points", type=click.IntRange(min=1), default=10, help="Capacities, equally spaced.")
 @policy_option("every policy, and belady")
 @pin_option
-@replay_options
-@machine_options
+@dataclass_options(ReplayOptions, "replay")
+@dataclass_options(MachineOptions, "figures")
 @html_option
 @json_option
 def curve(
@@ -211,8 +212,8 @@ def curve(
     points: int,
     policies: tuple[str, ...],
     pins: tuple[str, ...],
-    replay: dict[str, Any],
-    machine: Machine,
+    replay: ReplayOptions,
+    figures: MachineOptions,
     html: Path | None,
     output: Output,
 ) -> None:
@@ -221,40 +222,211 @@ def curve(
     from tierstore.lab.miss_curves import curve_capacities, curves, keep_ratio
     from tierstore.lab.simulate import contract_name
 
+    machine, arguments = figures.machine(), replay.arguments()
     check_html(html)
-    requests = load_trace_requests(trace, output, replay["warmup_steps"], pins)
+    requests = _load(trace, output, replay.warmup, pins)
     specs = specs_of(requests, policies, ("all",))
-    capacities = curve_capacities(requests, points, scope=replay["scope"])
+    capacities = curve_capacities(requests, points, scope=arguments["scope"])
     extra: dict[str, Any] = {} if html is None else {"machine": machine, "windows": 50}
-    with stage_progress(output, "curve") as heard:
-        found = curves(
-            requests,
-            specs,
-            capacities,
-            progress=lambda done, total: heard("replays", done, total),
-            **extra,
-            **replay,
-        )
+    with _progress(output, "curve") as notify:
+        found = curves(requests, specs, capacities, progress=notify("replays"), **extra, **arguments)
     keep = [keep_ratio(requests, capacity) for capacity in capacities]
     show_curves(found, keep, output)
-    contract = contract_name(requests, replay["contract"])
-    output.line(f"{contract}, {NO_LOOKAHEAD}, {replay['scope'].value} scope; all numbers simulated")
+    contract = contract_name(requests, arguments["contract"])
+    output.line(f"{contract}, {NO_LOOKAHEAD}, {replay.scope} scope; all numbers simulated")
     if html is not None:
         from tierstore.lab.study import regime_study
 
-        regime = regime_study(requests, capacities, machine=machine, found=found, **replay)
-        write_html(html, study_of(regime, machine), output)
+        regime = regime_study(requests, capacities, machine=machine, found=found, **arguments)
+        _write_regime(html, regime, machine, output)
     output.emit(
         {
             "trace": trace_json(requests),
             "contract": contract,
             "lookahead": "none",
-            "scope": replay["scope"].value,
+            "scope": replay.scope,
             "keep_ratio": keep,
             "curves": curves_json(found, requests.table.frame_bytes),
         }
     )
 
 
-for command in (tune, report, study):
-    cache.add_command(command)
+@cache.command()
+@click.argument("trace", type=EXISTING_FILE)
+@capacity_option(multiple=False)
+@click.option(
+    "--out", type=output_file(OutputKind.CONFIGURATION), help="Write the configuration to this file."
+)
+@dataclass_options(SearchOptions, "search")
+@dataclass_options(MachineOptions, "figures")
+@html_option
+@json_option
+def tune(
+    trace: Path,
+    capacity: str,
+    out: Path | None,
+    search: SearchOptions,
+    figures: MachineOptions,
+    html: Path | None,
+    output: Output,
+) -> None:
+    """Choose a policy for TRACE on its first part, and score it on the rest."""
+    machine, options = figures.machine(), search.search()
+    check_html(html)
+    output.emit(_decide(trace, capacity, options, machine, output, html=html, out=out))
+
+
+@cache.command()
+@click.argument("trace", type=EXISTING_FILE)
+@click.option("--html", type=output_file(OutputKind.PAGE), required=True, help="The file to write.")
+@capacity_option(multiple=False)
+@click.option("--points", type=click.IntRange(min=1), default=10, help="Of the curves.")
+@dataclass_options(ContractOptions, "replay")
+@dataclass_options(MachineOptions, "figures")
+@json_option
+def report(
+    trace: Path,
+    html: Path,
+    capacity: str,
+    points: int,
+    replay: ContractOptions,
+    figures: MachineOptions,
+    output: Output,
+) -> None:
+    """Everything about TRACE in one HTML file: curves, half-lives, costs, and a tuned choice."""
+    machine, options = figures.machine(), SearchOptions(**vars(replay)).search()
+    check_html(html)
+    decided = _decide(trace, capacity, options, machine, output, html=html, points=points)
+    output.emit({**decided, "html": str(html)})
+
+
+cache.add_command(study)
+
+
+def _load(trace: Path, output: Output, warmup_steps: int = 0, pins: Sequence[str] = ()) -> Requests:
+    """The requests of a trace, with a line on them. Raises ConfigError for a warm-up that leaves nothing, and for
+    records that cannot be pinned."""
+    from tierstore.lab.requests import load_requests, parse_pins, pin
+
+    requests = load_requests(trace)
+    if pins:
+        requests = pin(requests, parse_pins(pins, name="--pin"), name="--pin")
+    show_trace(requests, output)
+    if warmup_steps >= requests.step_count:
+        raise ConfigError(f"--warmup: expected less than the {requests.step_count} steps of {trace}")
+    return requests
+
+
+@contextmanager
+def _progress(output: Output, label: str) -> Iterator[Callable[[str], Callable[[int, int], None]]]:
+    """Gives a function that makes the ``progress`` argument of a stage."""
+    with output.progress(1, label=label) as bar:
+        yield lambda stage: lambda done, total: bar.update(done, total, {"stage": stage})
+
+
+def _recorded_outcomes(
+    trace: Path,
+    requests: Requests,
+    specs: Sequence[PolicySpec],
+    frames: Sequence[int],
+    arguments: dict[str, Any],
+) -> list[Outcome]:
+    """Outcomes with the prefetches of the recorded run. Raises ConfigError naming the option, or BudgetError."""
+    from tierstore.lab.live import recording_of, replay_recorded
+    from tierstore.lab.simulate import Contract, ReplaySetting
+
+    recording = recording_of(trace, requests)
+    if recording is None:
+        raise ConfigError(f"--lookahead recorded: {trace} has no prefetches of a run that takes steps")
+    if requests.table.pins:
+        raise ConfigError("--pin: expected --lookahead none: a live cache pins nothing")
+    if arguments["contract"] is not Contract.ATOMIC:
+        raise ConfigError("--lookahead recorded: expected --contract event-atomic, as a run replays")
+    others = [spec.name for spec in specs if not spec.runs]
+    if others:
+        raise ConfigError(f"--lookahead recorded: expected policies, got {others[0]}, which knows the future")
+    settings = [ReplaySetting(spec, size, arguments["scope"]) for spec in specs for size in frames]
+    found = []
+    replays = replay_recorded(requests, recording, settings, threads=arguments["threads"])
+    for setting, replayed in zip(settings, replays, strict=True):
+        if replayed is None:
+            raise BudgetError(
+                f"--capacity: {setting.capacity_frames} frames, of which prefetches hold "
+                f"{recording.lookahead_at(setting.capacity_frames)}, are too small for {setting.policy.name}"
+            )
+        found.append(replayed.outcome(requests, slice(arguments["warmup_steps"], None)))
+    return found
+
+
+def _decide(
+    trace: Path,
+    capacity: str,
+    options: TuneOptions,
+    machine: Machine,
+    output: Output,
+    *,
+    html: Path | None,
+    points: int = 10,
+    out: Path | None = None,
+) -> dict[str, object]:
+    """Chooses a policy for ``trace``, shows it, and writes the files that are asked for; returns the choice for JSON.
+
+    ``points``: of the report's curves.
+    """
+    from tierstore.lab.live import recording_of
+    from tierstore.lab.miss_curves import curve_capacities
+    from tierstore.lab.study import half_life_map, regime_study
+    from tierstore.lab.tuning import tune as tuned
+
+    requests = _load(trace, output)
+    frames = requests.table.frames_of(capacity, name="--capacity")
+    recording = recording_of(trace, requests)
+    with _progress(output, "tune") as notify:
+        found = tuned(
+            requests,
+            frames,
+            options,
+            machine=machine,
+            recording=recording,
+            progress=lambda stage, done, total: notify(stage)(done, total),
+        )
+    show_tuning(found, requests.table.frame_bytes, output)
+    show_assumptions(machine, f"{options.contract.value}, {found.result.scored}", output)
+    if out is not None:
+        write_output(out, OutputKind.CONFIGURATION, found.result.configuration)
+    if html is not None:
+        capacities = curve_capacities(requests, points)
+        replay: dict[str, Any] = {"contract": options.contract, "threads": options.threads}
+        with _progress(output, "report") as notify:
+            lives = half_life_map(requests, capacities, progress=notify("half-lives"), **replay)
+            regime = regime_study(
+                requests,
+                capacities,
+                machine=machine,
+                tuning=found,
+                half_life=lives,
+                progress=notify("curves"),
+                **replay,
+            )
+        _write_regime(html, regime, machine, output)
+    return {
+        "trace": trace_json(requests),
+        "contract": options.contract.value,
+        "assumptions": machine.assumptions,
+        **tuning_json(found, requests.table.frame_bytes),
+    }
+
+
+def _write_regime(html: Path, regime: RegimeStudy, machine: Machine, output: Output) -> None:
+    """Writes a report of one regime."""
+    from tierstore import __version__
+    from tierstore.lab.results import Study
+
+    study = Study(
+        title=f"Cache policies on {regime.name}",
+        regimes=(regime,),
+        assumptions=machine.assumptions,
+        source=machine.source,
+        version=__version__,
+    )
+    write_html(html, study, output)

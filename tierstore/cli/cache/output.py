@@ -1,10 +1,11 @@
-"""What the cache commands print: outcomes, curves and a tuned choice, as tables and as JSON."""
+"""Output of the cache commands: outcomes, curves and a tuned choice as tables, JSON and HTML."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tierstore.cli.output import Output
@@ -13,7 +14,7 @@ from tierstore.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from tierstore.lab.costs import Machine
     from tierstore.lab.requests import Requests
-    from tierstore.lab.results import Curve, Outcome, TuneResult
+    from tierstore.lab.results import Curve, Outcome, Study, TuneResult
     from tierstore.lab.tuning import Tuning
 
 NO_LOOKAHEAD = "no lookahead"
@@ -252,3 +253,19 @@ def show_tuning(tuning: Tuning, frame_bytes: int, output: Output) -> None:
     output.line(result.configuration.rstrip("\n"))
     if result.warning is not None:
         output.line(f"warning: {result.warning}")
+
+
+def check_html(html: Path | None) -> None:
+    """Refuses a report that cannot be made, before the work. Raises CapabilityError."""
+    if html is not None:
+        from tierstore.lab.reports.page import check_report
+
+        check_report()
+
+
+def write_html(html: Path, study: Study, output: Output) -> None:
+    """Writes a report and prints its path."""
+    from tierstore.lab.reports.report import write_report
+
+    write_report(study, html)
+    output.line(f"report: {html}")

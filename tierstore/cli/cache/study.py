@@ -1,14 +1,61 @@
-"""The JSON of ``tierstore cache study``: the numbers of each of its tables."""
+"""``tierstore cache study``: every policy in the regimes of several traces."""
 
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tierstore.cli.cache.output import curves_json, gain_json, outcome_json
+import click
+
+from tierstore.cli.cache.options import ContractOptions, MachineOptions, html_option
+from tierstore.cli.cache.output import (
+    NO_LOOKAHEAD,
+    check_html,
+    curves_json,
+    gain_json,
+    outcome_json,
+    write_html,
+)
+from tierstore.cli.options import EXISTING_FILE, dataclass_options, json_option, output_file
+from tierstore.cli.output import Output
+from tierstore.outputs import OutputKind, write_output
 
 if TYPE_CHECKING:
     from tierstore.lab.results import RegimeStudy, Study, TuneResult
+
+
+@click.command()
+@click.argument("sources", nargs=-1, required=True, type=EXISTING_FILE)
+@click.option("--markdown", type=output_file(OutputKind.TABLES), help="Write the tables here.")
+@dataclass_options(ContractOptions, "replay")
+@dataclass_options(MachineOptions, "figures")
+@html_option
+@json_option
+def study(
+    sources: tuple[Path, ...],
+    markdown: Path | None,
+    replay: ContractOptions,
+    figures: MachineOptions,
+    html: Path | None,
+    output: Output,
+) -> None:
+    """Study SOURCES, traces or an npz of expert ids in nine regimes: which policy to use when."""
+    from tierstore.lab.reports.study_tables import study_markdown
+    from tierstore.lab.study import StudyOptions, run_study
+
+    machine = figures.machine()
+    check_html(html)
+    options = StudyOptions(**replay.arguments(), machine=machine)
+    found = run_study(sources, options, progress=lambda regime, what: output.line(f"{regime}: {what}"))
+    tables = study_markdown(found)
+    output.line(tables)
+    output.line(f"{replay.contract}, {NO_LOOKAHEAD}")
+    if markdown is not None:
+        write_output(markdown, OutputKind.TABLES, tables)
+    if html is not None:
+        write_html(html, found, output)
+    output.emit({"title": found.title, "assumptions": found.assumptions, "regimes": regimes_json(found)})
 
 
 def regimes_json(study: Study) -> list[dict[str, object]]:
