@@ -156,7 +156,7 @@ MUTATIONS = [
     ),
     Mutation(
         "gc takes slots of snapshots for garbage",
-        "tierstore/store/gc.py",
+        "tierstore/store/reading.py",
         "index.read_commit(name).records for name in (None, *index.snapshots())",
         "index.read_commit(name).records for name in (None,)",
         POWER + "test_power_cuts[collected]",

@@ -323,7 +323,7 @@ def test_the_life_of_a_drive_is_what_the_run_wrote_in_its_time(
     plain = run.json(*endurance, store=run.directory / "plain")
 
     def writing(store: StoreCore, progress: Callable[[int, int], None]) -> int:
-        key = next(iter(store.records.cached))
+        key = next(key for key in store.records.keys if store.records.live(key).cached)
         with store.optimizer_step(1e-3) as step:
             step.update({key: np.ones(store.records.info(key).schema.numel, np.float32)})
         store.committer.commit()

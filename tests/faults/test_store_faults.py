@@ -74,7 +74,7 @@ def test_a_failed_read_names_key_section_and_file(fs: FaultFs, backend: str, sec
         crc = store.records_crc32c()
     group = Group.WEIGHTS if section == "weight" else Group.MOMENTS
     with ParameterStore.open(path, small) as store:
-        slot, layout = store.core.record("e2").live.slots[group], store.info("e2").schema.layout(group)
+        slot, layout = store.core.record("e2").slot(group), store.info("e2").schema.layout(group)
         assert slot is not None
         at = slot.number * layout.slot_bytes
         for part in layout.sections:
@@ -116,7 +116,7 @@ def test_what_depends_on_a_failed_read_is_never_committed(fs: FaultFs, backend: 
 def test_a_bit_flipped_on_the_way_is_never_trained_on(fs: FaultFs, backend: str, bit: int) -> None:
     path = made(fs)
     with ParameterStore.open(path, config(backend)) as store:
-        slot = store.core.record("e2").live.slots[Group.WEIGHTS]
+        slot = store.core.record("e2").slot(Group.WEIGHTS)
         assert slot is not None
         at = slot.number * store.info("e2").schema.layout(Group.WEIGHTS).slot_bytes + bit // 8
         fs.add(Rule(op="read", action=Action.FLIP, path="s/extents/expert.weights", at=at, bit=bit % 8))

@@ -50,7 +50,7 @@ def test_immediate_steps_as_soon_as_a_gradient_is_complete(make_rig: MakeRig, ro
         rig.backward(2, {0: filled(3.0)})
         rig.backward(0, {1: filled(1.0), 3: filled(-2.0)})
         # Layer 0 is stepped already, and the norm is known: 1024 * (9 + 1 + 4).
-        assert rig.store.record("0.1").live.step == 1
+        assert rig.store.record("0.1").step == 1
         assert rig.experts.gradients.sum_of_squares() == 1024 * 14.0
     close(rig.weight(0, 1), stepped(rig.initial(0, 1), [filled(1.0)], adamw))
     close(rig.weight(0, 3), stepped(rig.initial(0, 3), [filled(-2.0)], adamw))
@@ -74,7 +74,7 @@ def test_micro_batches_add_up(make_rig: MakeRig, timing: StepTiming, room: float
             rig.backward(0, gradients)
         assert rig.experts.gradients.sum_of_squares() == 1024 * (9.0 + 25.0 + 1.0)
         if timing is StepTiming.DEFERRED:
-            assert [rig.store.record(f"0.{expert}").live.step for expert in range(3)] == [0, 0, 0]
+            assert [rig.store.record(f"0.{expert}").step for expert in range(3)] == [0, 0, 0]
             scale = 0.5
             rig.experts.gradients.apply(scale)
     rig.experts.gradients.step_pending()
@@ -91,7 +91,7 @@ def test_deferred_steps_come_before_the_next_use(make_rig: MakeRig) -> None:
         rig.backward(0, {0: filled(1.0), 1: filled(2.0)})
         assert rig.experts.gradients.sum_of_squares() == 1024 * 5.0
         rig.experts.gradients.apply(0.25)
-    assert rig.store.record("0.0").live.step == 0
+    assert rig.store.record("0.0").step == 0
     # The next step is open when these are taken, and they are steps of the one before.
     with rig.store.optimizer_step(100.0) as step:
         rig.experts.begin_micro(index=0, count=1)
@@ -100,7 +100,7 @@ def test_deferred_steps_come_before_the_next_use(make_rig: MakeRig) -> None:
     close(seen[0], stepped(rig.initial(0, 0), [filled(0.25)], adamw))
     close(seen[2], stepped(rig.initial(0, 2), [filled(0.0)], adamw))
     # Expert 1 was not asked for, and its gradient does not outlive the layer's pass.
-    assert rig.store.record("0.1").live.step == 1
+    assert rig.store.record("0.1").step == 1
     assert rig.experts.program.gradient(0, 1) is GradientState.NONE
 
 

@@ -237,7 +237,7 @@ def test_bits_do_not_depend_on_memory(make_run: Callable[..., Run]) -> None:
 def test_the_base_is_never_written(make_run: Callable[..., Run]) -> None:
     """Bytes counted: what is written is the pairs' (and what of their gradients spilled)."""
     run = make_run(LEAST)
-    extents = run.store.extents[0][0].extents[0]
+    extents = run.store.extents.of(0, 0).extents[0]
     before = extents.file.size, dict(extents._last_write)
     written = run.store.engine.stats()["written_bytes"]
     for step in range(5):

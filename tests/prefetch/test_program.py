@@ -335,6 +335,6 @@ def test_a_live_store_asks_for_what_the_program_says(
     assert live.asked == alone.asked
     assert stats_of(rig.store) == stats_of(other)
     for layer in LAYERS:
-        steps_of = [rig.store.record(f"{layer}.{expert}").live.step for expert in range(EXPERTS)]
+        steps_of = [rig.store.record(f"{layer}.{expert}").step for expert in range(EXPERTS)]
         if inactive is Inactive.EXACT:
             assert steps_of == twin.counts.of(layer, np.arange(EXPERTS, dtype=np.uint32)).tolist()

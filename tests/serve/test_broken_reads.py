@@ -32,7 +32,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor
 def damaged(parts: ServedParts, layer: int, expert: int) -> Iterator[str]:
     """One bit of an expert's weights on disk is another for as long as this; its key."""
     key = expert_key(layer, expert)
-    slot = parts.store.records.live(key).slots[Group.WEIGHTS]
+    slot = parts.store.records.live(key).slot(Group.WEIGHTS)
     assert slot is not None
     at = slot.number * slot.extent.slot_bytes + 77
 

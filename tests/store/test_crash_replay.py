@@ -235,9 +235,9 @@ def test_freeing_slots_before_the_commit_fails_the_replay(
     write = LiveRecord.write
 
     def eager(self: LiveRecord, group: int, *rest: object) -> int:
-        before = self.slots[group]
+        before = self.slot(group)
         ticket = write(self, group, *rest)  # type: ignore[arg-type]
-        if before is not None and self.slots[group] != before:
+        if before is not None and self.slot(group) != before:
             before.extent.free(before.number)
         return ticket
 

@@ -68,7 +68,7 @@ def test_one_flipped_bit(tmp_path: Path, weight_format: WeightFormat, section: s
     with small_store(tmp_path / "store", numel=1100, weight_format=weight_format) as store:
         schema = store.info("e2").schema
         group = Group[SECTIONS[weight_format][section].upper()]
-        slot = store.core.record("e2").live.slots[group]
+        slot = store.core.record("e2").slot(group)
         part = next(s for s in schema.layout(group).sections if s.name == section)
     assert slot is not None
     extent = slot.extent.path
@@ -96,7 +96,7 @@ def test_one_flipped_bit(tmp_path: Path, weight_format: WeightFormat, section: s
 
 def test_damage_in_a_snapshot_is_found(tmp_path: Path) -> None:
     with small_store(tmp_path / "store", retain=1) as store:
-        schema, slot = store.info("e1").schema, store.core.record("e1").live.slots[Group.WEIGHTS]
+        schema, slot = store.info("e1").schema, store.core.record("e1").slot(Group.WEIGHTS)
         store.commit(snapshot="old")
         store.update({"e1": np.ones(3000, np.float32)}, lr=0.1)
         store.commit()

@@ -30,7 +30,7 @@ from tierstore.store import (
     StoreConfig,
 )
 from tierstore.store.disk.store_extents import StoreExtents
-from tierstore.store.optimizer import CachedRecord
+from tierstore.store.index.live import LiveRecord
 
 NUMEL = 3000
 CONFIG = StoreConfig(host_budget=1 << 20)
@@ -45,7 +45,7 @@ def register_many(store: ParameterStore, count: int) -> None:
         store.register(f"new{number}", "expert", weight=weights(1, NUMEL)["e0"])
 
 
-def leave_access(store: ParameterStore, records: list[CachedRecord]) -> None:
+def leave_access(store: ParameterStore, records: list[LiveRecord]) -> None:
     for _ in store.core.access(Phase.USER, 0, records, Need.STEP):
         raise ZeroDivisionError
 
@@ -100,10 +100,10 @@ def test_holes_are_filled_before_they_are_written(tmp_path: Path) -> None:
     """A copied store may be sparse: free slots without blocks are not taken for reserved space."""
     with small_store(tmp_path / "store") as store:
         extent = tmp_path / "store" / "extents" / "expert.weights"
-        free = store.core.extents[0][Group.WEIGHTS].extents[0]._free.array().tolist()
+        free = store.core.extents.of(0, Group.WEIGHTS).extents[0]._free.array().tolist()
         slot_bytes = store.info("e0").schema.layout(Group.WEIGHTS).slot_bytes
         for slot in free:
-            store.core.extents[0][Group.WEIGHTS].extents[0].file.punch(slot * slot_bytes, slot_bytes)
+            store.core.extents.of(0, Group.WEIGHTS).extents[0].file.punch(slot * slot_bytes, slot_bytes)
         holes = extent.stat().st_blocks
     with ParameterStore.open(tmp_path / "store", CONFIG) as store:
         store.update(ones("e0"), lr=0.1)
@@ -264,7 +264,7 @@ def test_only_direct_records_are_written_and_read_through(tmp_path: Path) -> Non
 def test_a_late_read_of_a_slot_left_behind_meets_its_own_checksums(tmp_path: Path) -> None:
     """A read ahead that nobody waits for may still be queued when its record is written to a new slot."""
     with small_store(tmp_path / "store") as store:
-        record = store.core.record("e0").live
+        record = store.core.record("e0")
         arena = _native.Arena(1 << 16, _native.HugePages.OFF)
         late = store.core.engine.external()
         read = record.read(

@@ -30,31 +30,19 @@ from tierstore.store.format import (
     WeightFormat,
     format_version,
 )
-from tierstore.store.index.table import GroupLocation, RecordEntry, check_name, pack_table, unpack_table
-
-u32 = st.integers(0, 2**32 - 1)
-locations = st.builds(
-    GroupLocation,
-    st.integers(0, 2**16 - 1),
-    u32,
-    st.integers(0, 2**64 - 1),
-    st.lists(u32, max_size=4).map(tuple),
-)
-entries = st.builds(
-    RecordEntry,
-    st.integers(0, 2**16 - 1),
-    st.integers(0, 2**16 - 1),
-    st.integers(-(2**63), 2**63 - 1),
-    st.lists(locations, max_size=3).map(tuple),
-)
+from tierstore.store.index.database import pack_table, unpack_table
+from tierstore.store.index.table import CommittedRecords, GroupLocation, RecordEntry, check_name
 
 
 def test_entry_by_hand() -> None:
-    entry = RecordEntry(1, 2, 3, (GroupLocation(0, 5, 7, (0xAABBCCDD,)),))
-    assert entry.pack() == bytes.fromhex(
+    packed = bytes.fromhex(
         "0100 0200 0100 0000 0300000000000000"  # schema, layer, groups, zero, step
         "0000 0100 05000000 0700000000000000 ddccbbaa"  # directory, sections, slot, generation, crc
     )
+    schemas = [RecordSchema("x", 8), RecordSchema("y", 8, training=Training.FROZEN)]
+    table = CommittedRecords.of(schemas, [(b"k", packed)], where="here")
+    assert table["k"] == RecordEntry(1, 2, 3, (GroupLocation(0, 5, 7, (0xAABBCCDD,)),))
+    assert list(table.packed()) == [("k", packed)]
 
 
 def test_layout_by_hand() -> None:
@@ -67,16 +55,6 @@ def test_layout_by_hand() -> None:
     assert [s.name for s in moments.sections] == ["weight_lo", "exp_avg", "exp_avg_sq"]
     assert (weights_layout.slot_bytes, moments.slot_bytes) == (4096, 4096 + 2 * 8192)
     assert schema.record_bytes == 12 * 1500
-
-
-@settings(max_examples=60, deadline=None)
-@given(entries)
-def test_entries_round_trip(entry: RecordEntry) -> None:
-    packed = entry.pack()
-    assert RecordEntry.unpack(packed, where="here") == entry
-    for damaged in (packed[:-1], packed + b"\0"):
-        with pytest.raises(StoreFormatError, match="here"):
-            RecordEntry.unpack(damaged, where="here")
 
 
 @settings(max_examples=60, deadline=None)

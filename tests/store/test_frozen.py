@@ -103,7 +103,7 @@ def test_they_are_written_once_and_never_again(tmp_path: Path) -> None:
     """With memory for two of them beside everything trained: they come and go all the time, and always clean."""
     pairs = COUNT * 4 * 4096
     with made(tmp_path / "s", budget=2 * BF16 + pairs) as store:
-        registered = store.core.extents[0][Group.WEIGHTS].extents[0]
+        registered = store.core.extents.of(0, Group.WEIGHTS).extents[0]
         file = registered.file
         before, stats = written(store), store.core.cache.residency.stats()
         assert before == COUNT * (BF16 + 3 * 4096)

@@ -140,7 +140,7 @@ def test_moments_that_are_damaged_are_named(tmp_path: Path) -> None:
     """The weights alone would be right; what they are caught up with is not."""
     behind(tmp_path / "store")
     with ParameterStore.open(tmp_path / "store", StoreConfig(host_budget=1 << 20), access=READ) as store:
-        slot = store.core.records.live("e2").slots[Group.MOMENTS]
+        slot = store.core.records.live("e2").slot(Group.MOMENTS)
         assert slot is not None
         path, offset = slot.extent.path, slot.number * slot.extent.slot_bytes
     with open(path, "r+b") as file:

@@ -50,7 +50,7 @@ from tierstore.prefetch.walking import AccessWalk, RecordsByExpert
 from tierstore.stats import Cause, StallLedger, Tier
 from tierstore.store.adamw import StepHistory
 from tierstore.store.core import StoreCore
-from tierstore.store.optimizer import CachedRecord
+from tierstore.store.index.live import LiveRecord
 from tierstore.tiers.device import DeviceTier
 
 
@@ -108,7 +108,7 @@ class TieredExperts:
         self,
         store: StoreCore,
         device: DeviceTier,
-        records: Mapping[int, Mapping[int, CachedRecord]],
+        records: Mapping[int, Mapping[int, LiveRecord]],
         *,
         weight_slots: int,
         timing: StepTiming,
@@ -228,7 +228,7 @@ class TieredExperts:
         self.gradients.take(record, Action(int(access.actions[unit])), access.step, gradient)
         self._cache.end_unit(unit)
 
-    def _bring_up(self, access: Access, unit: int, record: CachedRecord) -> None:
+    def _bring_up(self, access: Access, unit: int, record: LiveRecord) -> None:
         """What comes before an expert is computed with."""
         action = Action(int(access.actions[unit]))
         if action is Action.CATCH_UP:
@@ -329,7 +329,7 @@ class FrozenExperts:
 class _RecordSteps:
     """``StepCounts`` of a store's records."""
 
-    def __init__(self, history: StepHistory, records: Mapping[int, Mapping[int, CachedRecord]]) -> None:
+    def __init__(self, history: StepHistory, records: Mapping[int, Mapping[int, LiveRecord]]) -> None:
         self._history = history
         self._records = records
 
@@ -343,4 +343,4 @@ class _RecordSteps:
 
     def of(self, layer: int, experts: Experts) -> npt.NDArray[np.int64]:
         records = self._records[layer]
-        return np.array([records[expert].live.step for expert in experts.tolist()], np.int64)
+        return np.array([records[expert].step for expert in experts.tolist()], np.int64)

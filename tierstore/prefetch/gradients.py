@@ -25,7 +25,7 @@ from tierstore.prefetch.program import Access, AccessProgram, Action
 from tierstore.stats import Cause, StallLedger, Tier
 from tierstore.store.core import StoreCore
 from tierstore.store.format import Group
-from tierstore.store.optimizer import CachedRecord
+from tierstore.store.index.live import LiveRecord
 from tierstore.tiers import DeviceSlots
 from tierstore.tiers.device import DeviceTier
 
@@ -77,7 +77,7 @@ class GradientAccumulator:
         self,
         store: StoreCore,
         device: DeviceTier,
-        records: Mapping[int, Mapping[int, CachedRecord]],
+        records: Mapping[int, Mapping[int, LiveRecord]],
         program: AccessProgram,
     ) -> None:
         self._store = store
@@ -98,7 +98,7 @@ class GradientAccumulator:
 
     # Actions on a pinned record ----------------------------------------------------------------------------
 
-    def take(self, record: CachedRecord, action: Action, step: int, slot: int) -> None:
+    def take(self, record: LiveRecord, action: Action, step: int, slot: int) -> None:
         """The gradient in device slot ``slot`` is complete for this micro-batch; ``step`` is as in ``Access``."""
         copied, after = self._device.copy_to_host(slot)
         if action & (Action.KEEP | Action.ACCUMULATE):
@@ -109,7 +109,7 @@ class GradientAccumulator:
             reading = [square, self._store.optimizer.step(record, copied, number=step, after=after)]
         self._device.free_gradient(slot, reading)
 
-    def settle(self, record: CachedRecord, action: Action, step: int) -> None:
+    def settle(self, record: LiveRecord, action: Action, step: int) -> None:
         """Finishes the kept gradient, and takes optimizer step ``step`` with it, as ``action`` says. A stepped gradient is
         dropped at the end of the record's turn in the access.
         """
@@ -122,7 +122,7 @@ class GradientAccumulator:
             ticket = self._store.optimizer.step(record, gradient, number=step, scale=self._scale, after=after)
             self._cache.reads(entry, ticket)
 
-    def _accumulate(self, record: CachedRecord, action: Action, copied: Buffer, after: Sequence[int]) -> int:
+    def _accumulate(self, record: LiveRecord, action: Action, copied: Buffer, after: Sequence[int]) -> int:
         entry = record.entry(Group.GRADIENTS)
         target = self._cache.sections(entry)[0]
         before = [*after, *self._cache.before_write(entry)]
@@ -131,7 +131,7 @@ class GradientAccumulator:
         self._cache.wrote(entry, ticket)
         return ticket
 
-    def _square(self, record: CachedRecord, gradient: Buffer, after: Sequence[int]) -> int:
+    def _square(self, record: LiveRecord, gradient: Buffer, after: Sequence[int]) -> int:
         ticket = self._engine.sum_of_squares(gradient, self._squares, record.number, after=list(after))
         self._square_tickets.append(ticket)
         return ticket

@@ -23,13 +23,13 @@ from tierstore.stats import Cause, StallLedger, Tier
 from tierstore.store.config import StoreAccess
 from tierstore.store.core import StoreCore
 from tierstore.store.format import Group
-from tierstore.store.optimizer import CachedRecord
+from tierstore.store.index.live import LiveRecord
 from tierstore.tiers.device import DeviceTier
 
 #: ``records[layer][expert]`` says which record each expert is.
-RecordsByExpert = Mapping[int, Mapping[int, CachedRecord]]
+RecordsByExpert = Mapping[int, Mapping[int, LiveRecord]]
 #: What comes before an expert is computed with: the access, the place in it, the record.
-BringUp = Callable[[Access, int, CachedRecord], None]
+BringUp = Callable[[Access, int, LiveRecord], None]
 
 
 class Arrived(NamedTuple):
@@ -143,10 +143,10 @@ class AccessWalk:
         numbers = _numbers(self._records_of(ahead))
         return self._cache.prefetch(ahead.phase, ahead.layer, numbers, ahead.flags)
 
-    def _records_of(self, asked: Access | Speculation) -> list[CachedRecord]:
+    def _records_of(self, asked: Access | Speculation) -> list[LiveRecord]:
         return [self._records[asked.layer][expert] for expert in asked.experts.tolist()]
 
-    def _distance(self, record: CachedRecord) -> int:
+    def _distance(self, record: LiveRecord) -> int:
         """0 in memory, 1 read ahead, 2 read by the access that is open: it follows from the program's order alone."""
         entry = record.entry(Group.WEIGHTS)
         if not self._cache.ready(entry):
@@ -154,7 +154,7 @@ class AccessWalk:
         fetched = self._cache.fetched(entry)
         return 1 if fetched is not None and fetched.speculative else 2
 
-    def _stage(self, record: CachedRecord) -> _Staged | None:
+    def _stage(self, record: LiveRecord) -> _Staged | None:
         """None: no slot is free."""
         entry = record.entry(Group.WEIGHTS)
         weights = self._device.in_place(self._cache.sections(entry)[0])
@@ -164,13 +164,13 @@ class AccessWalk:
             return None
         return self._load(self._free_slots.popleft(), record)
 
-    def _load(self, slot: int, record: CachedRecord) -> _Staged:
+    def _load(self, slot: int, record: LiveRecord) -> _Staged:
         entry = record.entry(Group.WEIGHTS)
         ticket = self._device.load(slot, self._cache.sections(entry)[0], self._cache.ready(entry))
         self._cache.reads(entry, ticket)
         return _Staged([ticket], slot)
 
-    def _arrive(self, record: CachedRecord, staged: deque[_Staged], layer: int) -> Weights:
+    def _arrive(self, record: LiveRecord, staged: deque[_Staged], layer: int) -> Weights:
         """Waits for the first of ``staged``, the weights of ``record``. Raises ChecksumError, OSError."""
         coming = staged[0]
         if coming.after:
@@ -208,13 +208,13 @@ class AccessWalk:
                 self._cache.next_group()
             self._cache.end_group()
 
-    def _wait_weights(self, record: CachedRecord, tickets: Sequence[int], layer: int) -> None:
+    def _wait_weights(self, record: LiveRecord, tickets: Sequence[int], layer: int) -> None:
         if all(map(self._store.engine.done, tickets)):
             self._store.wait(tickets)
         else:
             self.wait(tickets, layer, *self._reason(record))
 
-    def _reason(self, record: CachedRecord) -> tuple[Tier, Cause]:
+    def _reason(self, record: LiveRecord) -> tuple[Tier, Cause]:
         """What the weights of ``record`` are still waiting for."""
         cache, done = self._cache, self._store.engine.done
         weights = record.entry(Group.WEIGHTS)
@@ -239,5 +239,5 @@ class AccessWalk:
         return Tier.HOST, Cause.OPTIMIZER
 
 
-def _numbers(records: Sequence[CachedRecord]) -> npt.NDArray[np.uint32]:
+def _numbers(records: Sequence[LiveRecord]) -> npt.NDArray[np.uint32]:
     return np.array([record.number for record in records], np.uint32)

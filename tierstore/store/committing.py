@@ -153,10 +153,10 @@ class Committer:
     def load(self) -> None:
         """Takes up the last commit, with its records, and its snapshots. Raises StoreFormatError."""
         index, live, extents = self._parts.index, self._parts.live, self._parts.extents
-        commit, self._parts.commit = self._parts.commit or index.read_commit(), None
+        commit, self._parts.commit = self._parts.commit or index.read_commit(None, extents.schemas), None
         live.generation = commit.generation
         self.state = commit.state
-        self.snapshots = {name: index.read_commit(name) for name in index.snapshots()}
+        self.snapshots = {name: index.read_commit(name, extents.schemas) for name in index.snapshots()}
         for where, table in self._named(commit.records):
             live.check_table(table, f"{self._parts.home.directory}: {where}")
             live.retain_table(table)

@@ -24,8 +24,9 @@ from tierstore.store.disk.extents import scratch_buffers
 from tierstore.store.disk.store_extents import copies
 from tierstore.store.format import Group
 from tierstore.store.index.database import index_bytes
+from tierstore.store.index.live import LiveRecord
 from tierstore.store.opening import Parts
-from tierstore.store.optimizer import CachedRecord, RecordOptimizer, refuse_frozen
+from tierstore.store.optimizer import RecordOptimizer, refuse_frozen
 from tierstore.store.records import Records, by_layer
 from tierstore.units import format_bytes
 
@@ -63,9 +64,9 @@ class StoreCore:
         """What of the host budget is not for records: in a store opened to read, memory for replays of missed steps."""
         return 0 if self._parts.caught_up is None else self._parts.caught_up.scratch_bytes
 
-    def record(self, key: str) -> CachedRecord:
+    def record(self, key: str) -> LiveRecord:
         """The cached record ``key``. Raises KeyError."""
-        return self.records.cached[key]
+        return self.records.cached(key)
 
     # Space --------------------------------------------------------------------------------------------------
 
@@ -82,8 +83,8 @@ class StoreCore:
     def reserve_scratch(self, schema: str) -> None:
         """Reserves disk to spill one gradient of each record of ``schema``. Raises OSError (ENOSPC)."""
         self.failures.check_writable("reserve")
-        extents = self.extents[self.records.schema_index(schema)]
-        extents[Group.GRADIENTS].reserve(self.records.counts()[schema])
+        number = self.records.schema_index(schema)
+        self.extents.of(number, Group.GRADIENTS).reserve(self.records.counts()[schema])
 
     def _before_change(self) -> None:
         if not self._space_reserved:
@@ -106,8 +107,8 @@ class StoreCore:
             raise BudgetError(f"host_budget: {error}") from error
 
     def access(
-        self, phase: Phase, layer: int, records: Sequence[CachedRecord], need: Need
-    ) -> Iterator[CachedRecord]:
+        self, phase: Phase, layer: int, records: Sequence[LiveRecord], need: Need
+    ) -> Iterator[LiveRecord]:
         """Walks ``records`` of ``layer`` (ascending) as one atomic event; each is pinned while yielded.
 
         If they do not fit at once, those that are resident come first.
@@ -129,7 +130,7 @@ class StoreCore:
             finally:
                 self.cache.end_group()
 
-    def read_again(self, record: CachedRecord) -> None:
+    def read_again(self, record: LiveRecord) -> None:
         """In a store opened to read: reads the weights of ``record``, which are in an open access, once more, and waits.
 
         A read fails with whatever it follows, such as another record's read into memory that this one has taken over; and
@@ -176,7 +177,7 @@ class StoreCore:
         """
         self.failures.check_writable("write_through")
         live = self.records.direct(key)
-        if live.schema.frozen and live.slots[Group.WEIGHTS] is not None:
+        if live.schema.frozen and live.slot(Group.WEIGHTS) is not None:
             raise StoreError(f"record {key!r} is frozen: it is written once")
         self._before_change()
         tickets = [live.write(group, sections, ()) for group, sections in groups.items()]
@@ -210,15 +211,15 @@ class StoreCore:
         beside the host budget, and missed steps are replayed there. Raises KeyError, ChecksumError, OSError.
         """
         self.failures.check()
-        live, cached, cache = self.records.live(key), self.records.cached.get(key), self.cache
-        behind = cached is not None and self.optimizer.behind(cached) > 0
+        live, cache = self.records.live(key), self.cache
+        behind = self.optimizer.behind(live) > 0
         # A reader's cache holds caught-up weights of such a record; what is on disk is what must be replayed.
-        held = None if behind and self.opened_to is StoreAccess.READ else cached
+        held = live.cached and not (behind and self.opened_to is StoreAccess.READ)
         sections: list[_native.Buffer] = []
         tickets: list[int] = []
         for group in live.schema.groups:
-            resident = () if held is None else cache.sections(held.entry(group))
-            ready = cache.ready(held.entry(group)) if held is not None and resident else []
+            resident = cache.sections(live.entry(group)) if held else ()
+            ready = cache.ready(live.entry(group)) if resident else []
             if resident and not behind:
                 sections += resident
                 tickets += ready
@@ -230,8 +231,8 @@ class StoreCore:
                 tickets += [self.engine.copy(copy, source, after=ready) for copy, source in pairs]
             else:
                 tickets.append(live.read(group, scratch, (), _native.Priority.DEMAND))
-        if cached is not None and behind:
-            tickets = [self.optimizer.replay_copy(cached, sections, after=tickets)]
+        if behind:
+            tickets = [self.optimizer.replay_copy(live, sections, after=tickets)]
         self.wait(tickets)
         return sections
 
@@ -306,18 +307,18 @@ class OptimizerStep:
         self._check_open()
         records = [core.record(key) for key in gradients]
         for record in records:
-            key = record.live.key
-            refuse_frozen(record.live)
+            key = record.key
+            refuse_frozen(record)
             check_array(f"record {key!r}: gradient", gradients[key], core.records.info(key).schema.numel)
             if core.records.leased[key]:
                 raise StoreError(f"update: record {key!r} is leased; release it first")
         tickets: list[int] = []
         for layer, group in by_layer(records):
             for record in core.access(Phase.OPTIMIZER, layer, group, Need.STEP_SPILLED):
-                tickets.append(self._update(record, gradients[record.live.key]))
+                tickets.append(self._update(record, gradients[record.key]))
         return tickets
 
-    def _update(self, record: CachedRecord, gradient: npt.NDArray[np.float32]) -> int:
+    def _update(self, record: LiveRecord, gradient: npt.NDArray[np.float32]) -> int:
         cache, entry = self._core.cache, record.entry(Group.GRADIENTS)
         self._core.wait(cache.before_write(entry))  # for the last owners of its frames
         staged = cache.sections(entry)[0]

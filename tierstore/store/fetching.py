@@ -14,7 +14,7 @@ from tierstore.errors import BudgetError, StoreError
 from tierstore.store.config import StoreAccess
 from tierstore.store.core import StoreCore
 from tierstore.store.format import Group, RecordSchema
-from tierstore.store.optimizer import CachedRecord
+from tierstore.store.index.live import LiveRecord
 from tierstore.store.records import by_layer
 
 _NEED = {Group.WEIGHTS: Need.WEIGHTS, Group.MOMENTS: Need.MOMENTS}
@@ -118,7 +118,7 @@ def begin_fetch(core: StoreCore, keys: Sequence[str], groups: Sequence[Group]) -
             pinned.append((numbers, flags))
             for record in records:
                 sections = {Group(g): core.cache.sections(record.entry(g)) for g in groups}
-                views[record.live.key] = RecordView(record.live.schema, sections)
+                views[record.key] = RecordView(record.schema, sections)
                 tickets += [ticket for g in groups for ticket in core.cache.ready(record.entry(g))]
     except BaseException:
         unpin()
@@ -130,7 +130,7 @@ def begin_fetch(core: StoreCore, keys: Sequence[str], groups: Sequence[Group]) -
 def _pin_layer(
     core: StoreCore,
     layer: int,
-    records: Sequence[CachedRecord],
+    records: Sequence[LiveRecord],
     numbers: npt.NDArray[np.uint32],
     flags: npt.NDArray[np.uint16],
 ) -> None:
@@ -163,15 +163,15 @@ def prefetch(core: StoreCore, keys: Sequence[str], groups: Sequence[Group]) -> i
     return covered
 
 
-def _wanted(core: StoreCore, keys: Sequence[str], groups: Sequence[Group]) -> list[CachedRecord]:
+def _wanted(core: StoreCore, keys: Sequence[str], groups: Sequence[Group]) -> list[LiveRecord]:
     """The records of ``keys``. Raises KeyError, and ValueError where a frozen one is asked for its moments."""
     wanted = [core.record(key) for key in dict.fromkeys(keys)]
     for record in wanted:
-        if Group.MOMENTS in groups and record.live.schema.frozen:
-            raise ValueError(f"groups: record {record.live.key!r} is frozen: it has no moments")
+        if Group.MOMENTS in groups and record.schema.frozen:
+            raise ValueError(f"groups: record {record.key!r} is frozen: it has no moments")
         if Group.MOMENTS in groups and core.opened_to is StoreAccess.READ and core.optimizer.behind(record):
             raise StoreError(
-                f"record {record.live.key!r} has missed steps, which a store that was opened to read replays on weights "
+                f"record {record.key!r} has missed steps, which a store that was opened to read replays on weights "
                 "alone: its moments are read by a store that is opened to write"
             )
     return wanted
@@ -187,7 +187,7 @@ def _base_need(groups: Sequence[Group]) -> Need:
 
 
 def _needs(
-    core: StoreCore, records: Sequence[CachedRecord], base: Need
+    core: StoreCore, records: Sequence[LiveRecord], base: Need
 ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint16]]:
     replays = core.opened_to is StoreAccess.WRITE
     flags = [

@@ -17,8 +17,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -38,10 +37,9 @@ from tierstore.store.disk.home import (
     refuse_shared,
 )
 from tierstore.store.disk.lease import DirectoryLease
-from tierstore.store.format import RecordSchema
+from tierstore.store.format import Group, RecordSchema
 from tierstore.store.index.database import PREVIOUS, Index
-from tierstore.store.index.table import CommittedRecords, locations
-from tierstore.store.reading import read_meta
+from tierstore.store.reading import read_meta, used_slots
 
 _BLOCK = 512  # of st_blocks
 
@@ -75,7 +73,7 @@ class GcReport:
 
 
 #: By schema's place, group and directory: the slots that are in use.
-_Used = Mapping[tuple[int, int, int], set[int]]
+_Used = Mapping[tuple[int, Group, int], set[int]]
 
 
 def collect(store: Path, mode: Mode) -> GcReport:
@@ -181,7 +179,7 @@ class _Collector:
             schemas, _, known = read_meta(home, index)
             if PREVIOUS in index.snapshots():
                 self.report.left.append(f"{directory}: a prepared commit that not every rank may have")
-            used = _used_slots(index, schemas)
+            used = used_slots(index, schemas)
             self._one_directory(directory, 0, schemas, used, ranks | {"index", "model", "tokens", IDENTITY})
             for number, entry in enumerate(known[1:], 1):
                 stripe = Path(str(entry["path"]))
@@ -249,17 +247,6 @@ class _Collector:
             _fsync(path)
 
         self._found(path, "slots that no commit refers to", max(nbytes, 0), remove)
-
-
-def _used_slots(index: Index, schemas: Sequence[RecordSchema]) -> _Used:
-    used: dict[tuple[int, int, int], set[int]] = defaultdict(set)
-    tables: Iterable[CommittedRecords] = (
-        index.read_commit(name).records for name in (None, *index.snapshots())
-    )
-    for table in tables:
-        for schema, group, directory, slots in locations(table.rows, [schema.groups for schema in schemas]):
-            used[schema, group, directory].update(slots.tolist())
-    return used
 
 
 def _gaps(used: set[int]) -> Iterator[tuple[int, int]]:

@@ -12,25 +12,12 @@ from dataclasses import dataclass, field
 
 from tierstore import _native
 from tierstore._native import Buffer, Engine, Priority
-from tierstore.cache.access import GROUP_STRIDE
 from tierstore.cache.host_cache import Backing, HostCache
 from tierstore.errors import StoreError
 from tierstore.store.adamw import Row, StepHistory
 from tierstore.store.disk.extents import scratch_buffers
 from tierstore.store.format import Group, MomentFormat, Placement, RecordSchema
 from tierstore.store.index.live import LiveIndex, LiveRecord
-
-
-@dataclass(frozen=True, slots=True)
-class CachedRecord:
-    """A record that the host cache holds: its number there, and the record itself."""
-
-    number: int
-    live: LiveRecord
-
-    def entry(self, group: Group) -> int:
-        return self.number * GROUP_STRIDE + group
-
 
 _NATIVE = {
     MomentFormat.FP32: _native.MomentFormat.FP32,
@@ -58,30 +45,32 @@ class RecordOptimizer:
         self._engine = engine
         self._cache = cache
 
-    def behind(self, record: CachedRecord) -> int:
-        """Steps that must be replayed before the record's weights are used; none of a frozen one."""
-        if record.live.schema.frozen:
+    def behind(self, record: LiveRecord) -> int:
+        """Steps that must be replayed before the record's weights are used: none of a frozen one, or of one that its owner
+        holds.
+        """
+        if not replays(record.schema):
             return 0
-        return max(self.history.missed(record.live.step), 0)  # one that the open step has stepped is ahead
+        return max(self.history.missed(record.step), 0)  # one that the open step has stepped is ahead
 
-    def catch_up(self, record: CachedRecord) -> None:
+    def catch_up(self, record: LiveRecord) -> None:
         """Queues the replay of every applied step that the record missed, in one pass."""
         if self.behind(record) > 0:
             applied = self.history.applied
-            self._adamw(record, self.history.rows(record.live.step, applied), applied, None, 1.0, ())
+            self._adamw(record, self.history.rows(record.step, applied), applied, None, 1.0, ())
 
-    def replay_copy(self, record: CachedRecord, sections: Sequence[Buffer], *, after: Sequence[int]) -> int:
+    def replay_copy(self, record: LiveRecord, sections: Sequence[Buffer], *, after: Sequence[int]) -> int:
         """Queues the replay of what the record missed on a copy of its weights and moments; returns its ticket.
 
         The record itself stays as far behind as it is.
         """
         applied = self.history.applied
-        rows = self.history.rows(record.live.step, applied)
-        return self._queue(record.live, sections, rows, applied, None, 1.0, after)
+        rows = self.history.rows(record.step, applied)
+        return self._queue(record, sections, rows, applied, None, 1.0, after)
 
     def step(
         self,
-        record: CachedRecord,
+        record: LiveRecord,
         gradient: Buffer,
         *,
         number: int | None = None,
@@ -95,15 +84,15 @@ class RecordOptimizer:
         replayed in the same pass. Raises StoreError where no step is open, or the record has taken the step already, or
         is frozen.
         """
-        refuse_frozen(record.live)
+        refuse_frozen(record)
         if number is None or number > self.history.applied:
             number = self.history.current
-        rows, reached = self.history.step_rows(record.live.step, number)
+        rows, reached = self.history.step_rows(record.step, number)
         return self._adamw(record, rows, reached, gradient, scale, after)
 
     def _adamw(
         self,
-        record: CachedRecord,
+        record: LiveRecord,
         rows: Row,
         reached: int,
         gradient: Buffer | None,
@@ -115,10 +104,10 @@ class RecordOptimizer:
         weights, moments = record.entry(Group.WEIGHTS), record.entry(Group.MOMENTS)
         sections = [*cache.sections(weights), *cache.sections(moments)]
         after = [*after, *cache.before_write(weights), *cache.before_write(moments)]
-        ticket = self._queue(record.live, sections, rows, reached, gradient, scale, after)
+        ticket = self._queue(record, sections, rows, reached, gradient, scale, after)
         cache.wrote(weights, ticket)
         cache.wrote(moments, ticket)
-        record.live.step, record.live.changed = reached, True
+        record.step, record.changed = reached, True
         return ticket
 
     def _queue(
@@ -217,25 +206,23 @@ class CaughtUpRecords:
     def backing(self, number: int) -> Backing:
         """The record that the host cache knows by ``number``."""
         live = self._live.backing(number)
-        record = CachedRecord(number, live)
-        if self._optimizer is None or not self._optimizer.behind(record):
+        if self._optimizer is None or not self._optimizer.behind(live):
             return live
-        return _Replayed(record, self)
+        return _Replayed(live, self)
 
     def read(
-        self, record: CachedRecord, sections: Sequence[Buffer], after: Sequence[int], priority: Priority
+        self, record: LiveRecord, sections: Sequence[Buffer], after: Sequence[int], priority: Priority
     ) -> int:
         """Queues the read of the weights of ``record``, and the replay of what it missed; returns the replay's ticket."""
         assert self._optimizer is not None
-        live = record.live
-        ring = self._scratch[live.schema.name]
+        ring = self._scratch[record.schema.name]
         scratch = ring.pop(0)
         ring.append(scratch)
         # What has finished, even badly, delays nothing any more, and must not fail this.
         before = [ticket for ticket in scratch.used if not self._engine.done(ticket)]
         tickets = [
-            live.read(Group.WEIGHTS, sections, after, priority),
-            live.read(Group.MOMENTS, scratch.sections, before, priority),
+            record.read(Group.WEIGHTS, sections, after, priority),
+            record.read(Group.MOMENTS, scratch.sections, before, priority),
         ]
         replay = self._optimizer.replay_copy(record, [*sections, *scratch.sections], after=tickets)
         scratch.used = [replay]
@@ -245,13 +232,13 @@ class CaughtUpRecords:
 class _Replayed:
     """The ``Backing`` of a record that has missed steps."""
 
-    def __init__(self, record: CachedRecord, records: CaughtUpRecords) -> None:
+    def __init__(self, record: LiveRecord, records: CaughtUpRecords) -> None:
         self._record = record
         self._records = records
 
     @property
     def key(self) -> str:
-        return self._record.live.key
+        return self._record.key
 
     def read(self, group: int, sections: Sequence[Buffer], after: Sequence[int], priority: Priority) -> int:
         if group != Group.WEIGHTS:

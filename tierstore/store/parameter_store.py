@@ -316,7 +316,7 @@ class ParameterStore:
         """Reads every section of the last commit and of the snapshots and checks it; see ``verify_store``."""
         self.core.failures.check()
         core = self.core
-        return verify_tables(core.live, core.extents, core.engine, core.committer.tables(), progress)
+        return verify_tables(core.extents, core.engine, core.committer.tables(), progress)
 
 
 def verify_store(directory: Path | str, progress: Callable[[int, int], None] | None = None) -> VerifyReport:

@@ -7,7 +7,7 @@ OSError. Other processes may read the store at the same time.
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -23,9 +23,11 @@ from tierstore.store.format import (
     FORMAT_VERSION,
     NARROW_MOMENTS_VERSION,
     QUANTIZED_WEIGHTS_VERSION,
+    Group,
     RecordSchema,
 )
 from tierstore.store.index.database import PREVIOUS, Commit, Index
+from tierstore.store.index.table import locations
 from tierstore.store.optimizer import replays
 
 
@@ -72,30 +74,33 @@ def read_drives(store: Path) -> list[DriveReport]:
     """
     with reading(store) as (home, index):
         schemas, _, known = read_meta(home, index)
-        commits = [index.read_commit(name) for name in (None, *index.snapshots())]
+        used = used_slots(index, schemas)
     paths = [store.absolute(), *(Path(str(entry["path"])) for entry in known[1:])]
     bandwidths = [float(str(entry["bandwidth"])) for entry in known] or [0.0]
-    slots = {
-        (entry.schema, group, location.directory, location.slot)
-        for commit in commits
-        for entry in commit.records.values()
-        for group, location in zip(schemas[entry.schema].groups, entry.groups, strict=True)
-    }
-    used = [0 for _ in paths]
-    for schema, group, directory, _ in slots:
-        used[directory] += schemas[schema].layout(group).slot_bytes
+    held = [0 for _ in paths]
+    for (schema, group, directory), slots in used.items():
+        held[directory] += len(slots) * schemas[schema].layout(group).slot_bytes
     return [
         DriveReport(
             path=path,
             share=share,
-            used_bytes=held,
+            used_bytes=nbytes,
             reserved_bytes=sum(file.stat().st_blocks * 512 for file in (path / "extents").glob("*")),
             bandwidth=bandwidth,
         )
-        for path, share, held, bandwidth in zip(
-            paths, BandwidthEstimator(bandwidths).shares, used, bandwidths, strict=True
+        for path, share, nbytes, bandwidth in zip(
+            paths, BandwidthEstimator(bandwidths).shares, held, bandwidths, strict=True
         )
     ]
+
+
+def used_slots(index: Index, schemas: Sequence[RecordSchema]) -> dict[tuple[int, Group, int], set[int]]:
+    """By schema number, group and directory: the slots that the last commit or a snapshot refers to."""
+    used: dict[tuple[int, Group, int], set[int]] = defaultdict(set)
+    for table in (index.read_commit(name).records for name in (None, *index.snapshots())):
+        for schema, group, directory, _, slots in locations(table.rows, schemas):
+            used[schema, group, directory].update(slots.tolist())
+    return used
 
 
 def read_meta(home: Home, index: Index) -> tuple[list[RecordSchema], Inactive, list[dict[str, object]]]:
@@ -104,9 +109,6 @@ def read_meta(home: Home, index: Index) -> tuple[list[RecordSchema], Inactive, l
     versions = (FORMAT_VERSION, NARROW_MOMENTS_VERSION, QUANTIZED_WEIGHTS_VERSION)
     if meta.get("uuid") != home.uuid or meta.get("format") not in versions:
         raise StoreFormatError(f"{home.directory}: the index belongs to another store or format version")
-    raw = meta.get("schemas")
-    if not isinstance(raw, list) or not all(isinstance(item, dict) for item in raw):
-        raise StoreFormatError(f"{home.directory}: the index has no record schemas")
     try:
         inactive = Inactive(meta.get("inactive"))
     except ValueError as error:
@@ -117,7 +119,7 @@ def read_meta(home: Home, index: Index) -> tuple[list[RecordSchema], Inactive, l
         isinstance(item, dict) and item.keys() >= keys for item in known
     ):
         raise StoreFormatError(f"{home.directory}: the index does not say what the store's directories are")
-    return [RecordSchema.from_json(item) for item in raw], inactive, known
+    return index.read_schemas(), inactive, known
 
 
 def missed_records(schemas: Sequence[RecordSchema], commit: Commit, inactive: Inactive) -> Mapping[int, int]:

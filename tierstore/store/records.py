@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
@@ -19,7 +19,7 @@ from tierstore.store.disk.store_extents import StoreExtents
 from tierstore.store.format import Group, Placement, RecordSchema
 from tierstore.store.index.live import LiveIndex, LiveRecord
 from tierstore.store.index.table import CommittedRecords
-from tierstore.store.optimizer import CachedRecord, replayed_bytes, replays
+from tierstore.store.optimizer import replayed_bytes, replays
 
 
 @dataclass(frozen=True)
@@ -29,30 +29,6 @@ class RecordInfo:
     schema: RecordSchema
     layer: int
     step: int
-
-
-class _Cached(Mapping[str, CachedRecord]):
-    """The records that the host cache holds, by key; one is made when it is asked for."""
-
-    def __init__(self, live: LiveIndex) -> None:
-        self._live = live
-
-    def __getitem__(self, key: str) -> CachedRecord:
-        record = self._live.records[key]
-        number = self._live.number(record.row)
-        if number is None:
-            raise KeyError(key)
-        return CachedRecord(number, record)
-
-    def __contains__(self, key: object) -> bool:
-        row = self._live.keys.find(key) if isinstance(key, str) else -1
-        return row >= 0 and self._live.number(row) is not None
-
-    def __iter__(self) -> Iterator[str]:
-        return (key for key in self._live.keys.ordered() if key in self)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
 
 
 class Records:
@@ -69,7 +45,6 @@ class Records:
         self._opened_to = opened_to
         self._extents = extents
         self._cache = cache
-        self.cached: Mapping[str, CachedRecord] = _Cached(live)
         #: How many leases hold each record.
         self.leased: Counter[str] = Counter()
 
@@ -85,14 +60,22 @@ class Records:
         return key in self._live.keys
 
     def live(self, key: str) -> LiveRecord:
-        """The record's live index value. Raises KeyError."""
-        return self._live.records[key]
+        """The record ``key``. Raises KeyError."""
+        return self._live.record(key)
+
+    def cached(self, key: str) -> LiveRecord:
+        """The record ``key``, which the host cache holds. Raises KeyError, also for one that its owner holds."""
+        record = self.live(key)
+        if not record.cached:
+            raise KeyError(key)
+        return record
 
     def direct(self, key: str) -> LiveRecord:
         """The record ``key``, which its owner holds. Raises KeyError, also for one that the host cache holds."""
-        if key in self.cached:
+        record = self.live(key)
+        if record.cached:
             raise KeyError(key)
-        return self.live(key)
+        return record
 
     def info(self, key: str) -> RecordInfo:
         """Raises KeyError."""
@@ -113,9 +96,9 @@ class Records:
 
     def trained_steps(self) -> npt.NDArray[np.int64]:
         """The steps of all records that the host cache holds and an optimizer step may take."""
-        schemas = [extents.schema for extents in self._extents]
-        wanted = [s.placement is Placement.CACHED and not s.frozen for s in schemas]
-        return self._live.steps_of([number for number, trained in enumerate(wanted) if trained])
+        return self._live.steps_of(
+            [number for number, schema in enumerate(self._extents.schemas) if replays(schema)]
+        )
 
     def load(self, table: CommittedRecords, history: StepHistory) -> None:
         """Takes up the records of the opened commit, in the order of their keys. A reader's are read as ``history`` says:
@@ -123,9 +106,10 @@ class Records:
         """
         self._live.load(table)
         rows = table.rows
-        cached = [extents.schema.placement is Placement.CACHED for extents in self._extents]
-        held = np.flatnonzero(np.array(cached)[rows["schema"]])
-        stepped = np.array([replays(extents.schema) for extents in self._extents])[rows["schema"]]
+        schemas = self._extents.schemas
+        cached = np.array([schema.placement is Placement.CACHED for schema in schemas])
+        held = np.flatnonzero(cached[rows["schema"]])
+        stepped = np.array([replays(schema) for schema in schemas])[rows["schema"]]
         reading = self._opened_to is StoreAccess.READ and history.replays
         missed = stepped & (rows["step"] < history.applied) & reading
         # Runs of records alike: the numbers in the host cache ascend with the keys.
@@ -133,7 +117,7 @@ class Records:
         begins = np.flatnonzero(np.diff(alike[held], prepend=-1))
         for run in np.split(held, begins[1:]):
             if len(run):
-                schema = self._extents[int(rows["schema"][run[0]])].schema
+                schema = schemas[int(rows["schema"][run[0]])]
                 layers = np.ascontiguousarray(rows["layer"][run])
                 sections, charged = _sizes(schema)
                 if missed[run[0]]:
@@ -141,19 +125,12 @@ class Records:
                 first = self._cache.add_records(layers, sections, charged, stored=True)
                 self._live.hold(run, first)
 
-    def add(self, key: str, schema: int, layer: int) -> LiveRecord:
-        """Adds a new record."""
-        return self._cached(self._live.add_record(key, schema, layer), stored=False)
-
-    def add_stored(self, key: str, schema: int, layer: int) -> LiveRecord:
-        """Adds a new record whose content the caller writes to its slots before anything reads it."""
-        return self._cached(self._live.add_record(key, schema, layer), stored=True)
-
-    def _cached(self, live: LiveRecord, *, stored: bool) -> LiveRecord:
-        if live.schema.placement is Placement.DIRECT:
-            return live
-        number = self._cache.add_record(live.layer, *_sizes(live.schema), stored=stored)
-        self._live.hold(np.array([live.row]), number)
+    def add(self, key: str, schema: int, layer: int, *, stored: bool = False) -> LiveRecord:
+        """Adds a new record. ``stored``: the caller writes its content to its slots before anything reads it."""
+        live = self._live.add_record(key, schema, layer)
+        if live.schema.placement is Placement.CACHED:
+            number = self._cache.add_record(live.layer, *_sizes(live.schema), stored=stored)
+            self._live.hold(np.array([live.row]), number)
         return live
 
     def remove(self, key: str) -> None:
@@ -161,7 +138,7 @@ class Records:
 
         The host cache never uses its number again.
         """
-        self._live.remove_last(self._live.records[key])
+        self._live.remove_last(self._live.record(key))
 
 
 @cache
@@ -172,7 +149,7 @@ def _sizes(schema: RecordSchema) -> tuple[list[list[int]], list[int]]:
     return sections, [layout.slot_bytes for layout in layouts]
 
 
-def by_layer(records: Iterable[CachedRecord]) -> list[tuple[int, list[CachedRecord]]]:
+def by_layer(records: Iterable[LiveRecord]) -> list[tuple[int, list[LiveRecord]]]:
     """Records grouped by layer, both ascending: accesses are of one layer."""
-    ordered = sorted(records, key=lambda record: (record.live.layer, record.number))
-    return [(layer, list(group)) for layer, group in groupby(ordered, key=lambda record: record.live.layer)]
+    ordered = sorted(records, key=lambda record: (record.layer, record.number))
+    return [(layer, list(group)) for layer, group in groupby(ordered, key=lambda record: record.layer)]

@@ -26,7 +26,6 @@ from tierstore.store.format import (
 )
 from tierstore.store.index.live import LiveRecord
 from tierstore.store.index.table import check_name
-from tierstore.store.optimizer import CachedRecord
 
 #: New records are written back an eighth of the host budget at a time, when it is nearly full.
 _PARTS = 8
@@ -142,11 +141,11 @@ def _weight_of(new: NewRecord) -> str:
     return f"record {new.key!r}: weight"
 
 
-def _fill(core: StoreCore, record: CachedRecord, content: Sequence[npt.NDArray[np.generic]]) -> None:
-    cache, begun, groups = core.cache, False, record.live.schema.groups
-    need = Need.WEIGHTS | Need.DIRTY_WEIGHTS if record.live.schema.frozen else Need.STEP
+def _fill(core: StoreCore, record: LiveRecord, content: Sequence[npt.NDArray[np.generic]]) -> None:
+    cache, begun, groups = core.cache, False, record.schema.groups
+    need = Need.WEIGHTS | Need.DIRTY_WEIGHTS if record.schema.frozen else Need.STEP
     try:
-        for _ in core.access(Phase.INIT, record.live.layer, [record], need):
+        for _ in core.access(Phase.INIT, record.layer, [record], need):
             begun = True
             moments = record.entry(Group.MOMENTS)
             sections = [section for group in groups for section in cache.sections(record.entry(group))]
@@ -159,9 +158,9 @@ def _fill(core: StoreCore, record: CachedRecord, content: Sequence[npt.NDArray[n
                 cache.wrote(moments, core.engine.fill_zero(section, after=cache.ready(moments)))
     except BaseException as error:
         if begun:
-            core.failures.poison(f"registering {record.live.key!r} was cut short", error)
+            core.failures.poison(f"registering {record.key!r} was cut short", error)
         else:  # it does not fit beside what is leased
-            core.records.remove(record.live.key)
+            core.records.remove(record.key)
         raise
 
 
@@ -174,9 +173,9 @@ class RecordLoader:
     def __init__(self, core: StoreCore) -> None:
         self._core = core
         self._zeros: dict[int, Buffer] = {}
-        for extents in core.extents:
-            for group in extents.schema.groups:
-                for extent in extents[group].extents:
+        for number, schema in enumerate(core.extents.schemas):
+            for group in schema.groups:
+                for extent in core.extents.of(number, group).extents:
                     extent.clear_holes()
 
     def add(self, key: str, schema: str, layer: int, sections: Sequence[Buffer | None]) -> list[int]:
@@ -198,7 +197,7 @@ class RecordLoader:
             has not in (None, size) for has, size in zip(given, sizes, strict=True)
         ):
             raise StoreError(f"record {key!r}: sections of {given} bytes, expected {sizes}")
-        live = core.records.add_stored(key, number, layer)
+        live = core.records.add(key, number, layer, stored=True)
         live.step, live.changed = (core.history.applied if core.history.replays else 0), True
         tickets: list[int] = []
         for layout in layouts:
@@ -212,8 +211,7 @@ class RecordLoader:
         self._core.wait(tickets)
 
     def _write(self, live: LiveRecord, layout: GroupLayout, sections: Sequence[Buffer | None]) -> list[int]:
-        slot = live.extents[layout.group].allocate()
-        live.slots[layout.group] = slot
+        slot = live.allocate(layout.group)
         count = len(sections)
         if slot.extent.reads_as_zeros(slot.number):
             while count and sections[count - 1] is None:

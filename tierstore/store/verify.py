@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tierstore import _native
@@ -12,8 +12,7 @@ from tierstore.store.disk.drives import DriveReport
 from tierstore.store.disk.extents import Slot, scratch_buffers
 from tierstore.store.disk.store_extents import StoreExtents
 from tierstore.store.format import GroupLayout
-from tierstore.store.index.live import LiveIndex
-from tierstore.store.index.table import RecordEntry
+from tierstore.store.index.table import CommittedRecords
 
 
 @dataclass
@@ -38,10 +37,9 @@ Progress = Callable[[int, int], None]
 
 
 def verify_tables(
-    live: LiveIndex,
     extents: StoreExtents,
     engine: Engine,
-    tables: Sequence[tuple[str, Mapping[str, RecordEntry]]],
+    tables: Sequence[tuple[str, CommittedRecords]],
     progress: Progress | None = None,
 ) -> VerifyReport:
     """Checks every slot that ``tables`` (name, table; the last commit's first) refer to; shared ones are read
@@ -51,8 +49,9 @@ def verify_tables(
     work: dict[tuple[Slot, int], tuple[str, tuple[int, ...]]] = {}
     for commit, table in tables:
         for key, entry in table.items():
-            for location, slot in live.slots_of(entry):
-                what = f"{commit}: record {key!r}"
+            what = f"{commit}: record {key!r}"
+            for group, location in zip(extents.schemas[entry.schema].groups, entry.groups, strict=True):
+                slot = Slot(extents.of(entry.schema, group).extents[location.directory], location.slot)
                 work.setdefault((slot, location.generation), (what, location.crcs))
     reads = _Reads(engine, report)
     for done, ((slot, _), (what, crcs)) in enumerate(work.items()):

@@ -44,8 +44,8 @@ from tierstore.store.config import StoreConfig
 from tierstore.store.core import StoreCore
 from tierstore.store.disk.home import IDENTITY
 from tierstore.store.format import RecordSchema
+from tierstore.store.index.live import LiveRecord
 from tierstore.store.opening import minimum_host_budget
-from tierstore.store.optimizer import CachedRecord
 from tierstore.store.parameter_store import ParameterStore
 from tierstore.store.registering import NewRecord, register_many
 from tierstore.tiers import DeviceSlots, WeightLoads, open_device_tier
@@ -136,7 +136,7 @@ def _check(store: Path, found: bytes, expected: bytes) -> None:
 
 def _find_records(
     core: StoreCore, store: Path, layers: Sequence[int], experts: int
-) -> dict[int, dict[int, CachedRecord]]:
+) -> dict[int, dict[int, LiveRecord]]:
     """The records by layer and expert. Raises StoreFormatError for one that is missing."""
     try:
         return {

@@ -27,7 +27,7 @@ from tierstore.prefetch.predictor import Predictor, make_predictor
 from tierstore.prefetch.schedule import Schedule
 from tierstore.stats import StallLedger
 from tierstore.store.core import StoreCore
-from tierstore.store.optimizer import CachedRecord
+from tierstore.store.index.live import LiveRecord
 from tierstore.store.registering import NewRecord, register_many
 from tierstore.tiers import (
     DeviceSlots,
@@ -126,7 +126,7 @@ class ExpertOpener:
             replicas=self.mesh.replica,
         )
 
-    def _records(self, key: Callable[[int, int], str]) -> Mapping[int, Mapping[int, CachedRecord]]:
+    def _records(self, key: Callable[[int, int], str]) -> Mapping[int, Mapping[int, LiveRecord]]:
         return {
             layer: {expert: self.store.record(key(layer, expert)) for expert in self.owned}
             for layer in self.config.model.moe_layers

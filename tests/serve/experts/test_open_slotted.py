@@ -112,7 +112,7 @@ def test_a_damaged_expert(store: Path, tmp_path: Path, expected: list[torch.Tens
     config = serving(store, ring__memory=memory, ring__layers=2, weights_in_place="off")
     with open_served(config, trace=tmp_path / "trace") as parts:
         key = expert_key(1, 2)
-        slot = parts.store.records.live(key).slots[Group.WEIGHTS]
+        slot = parts.store.records.live(key).slot(Group.WEIGHTS)
         assert slot is not None
         at = slot.number * slot.extent.slot_bytes + 33
 

@@ -103,7 +103,7 @@ def test_it_is_reserved_again_before_it_is_used(store_of_six: Path, monkeypatch:
             def allocate(self, offset: int, nbytes: int) -> None:
                 full(self._file, offset, nbytes)
 
-        weights = store.core.extents[0][Group.WEIGHTS].extents[0]
+        weights = store.core.extents.of(0, Group.WEIGHTS).extents[0]
         file, weights.file = weights.file, Full(weights.file)  # type: ignore[assignment]
         needed = 6 * COUNT * SLOT[Group.WEIGHTS]  # all of them: what an opened file has is not known
         with pytest.raises(OSError, match=f"{needed} more bytes are needed") as refused:
@@ -119,7 +119,7 @@ def test_it_is_reserved_again_before_it_is_used(store_of_six: Path, monkeypatch:
 def test_a_slot_is_not_used_before_its_hole_is_made(store_of_six: Path) -> None:
     with ParameterStore.open(store_of_six, config(retain=4)) as store:
         store.reserve()
-        striped = store.core.extents[0][Group.WEIGHTS]
+        striped = store.core.extents.of(0, Group.WEIGHTS)
         (extent,) = striped.extents
         gate = store.core.engine.external()
         for slot in range(extent.slots):
@@ -142,7 +142,7 @@ def test_a_file_system_without_holes(
     def refuse(path: Path) -> None:
         raise OSError(errno.EOPNOTSUPP, "Operation not supported", str(path))
 
-    monkeypatch.setattr("tierstore.store.disk.discard._try", refuse)
+    monkeypatch.setattr("tierstore.store.disk.extents._try", refuse)
     if wanted is Capability.ON:
         with pytest.raises(OSError, match="not supported"):
             Discard(wanted, [tmp_path])
@@ -227,10 +227,10 @@ def test_a_hole_before_the_commit_is_durable_fails_the_replay(
 
     def eager(self: Committer, *arguments: object) -> None:
         live, engine = self._parts.live, self._parts.engine
-        for key in live.changed_entries():
-            for _, slot in live.slots_of(self.table[key]) if key in self.table else ():
-                nbytes = slot.extent.slot_bytes
-                engine.wait(engine.punch(slot.extent.file, slot.number * nbytes, nbytes))
+        changed = live.changed_entries().numbers
+        for extent, slots in live._by_extent(live.table.rows[changed[changed < len(live.table)]]):
+            for slot in slots.tolist():
+                engine.wait(engine.punch(extent.file, slot * extent.slot_bytes, extent.slot_bytes))
         write_index(self, *arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Committer, "_write_index", eager)

@@ -114,11 +114,11 @@ def test_a_quota_is_used_up_and_the_rest_left_to_the_other(tmp_path: Path) -> No
     with ParameterStore.create(
         tmp_path / "store", [schema], StoreConfig(host_budget=1 << 20, stripe=stripe)
     ) as store:
-        extent = store.core.extents[0][Group.WEIGHTS].extents[1]
+        extent = store.core.extents.of(0, Group.WEIGHTS).extents[1]
         file, slot_bytes = extent.file, extent.layout.slot_bytes
         extent.file = _Quota(file, 13, slot_bytes)  # type: ignore[assignment]
         store.reserve({"expert": 20})
-        own, other = store.core.extents[0][Group.WEIGHTS].extents
+        own, other = store.core.extents.of(0, Group.WEIGHTS).extents
         assert (own.reserved_slots, other.reserved_slots) == (27, 13)
         with pytest.raises(OSError, match=r"Disk quota exceeded: \d+ more bytes are needed") as caught:
             extent.reserve(14)

@@ -67,7 +67,7 @@ def step(store: ParameterStore, seed: int) -> None:
 
 def directories(store: ParameterStore, group: Group = Group.WEIGHTS) -> list[int]:
     """Where each record's group lies."""
-    slots = [record.slots[group] for record in store.core.live.records.values()]
+    slots = [store.core.records.live(key).slot(group) for key in store.keys]
     return [slot.extent.directory for slot in slots if slot is not None]
 
 
@@ -127,7 +127,7 @@ def test_shares_converge_and_each_slot_has_one_place(
             store.update({f"e{i}": np.ones(100, np.float32) for i in chosen}, lr=0.1)
             store.commit()
             for group in COMMITTED_GROUPS:
-                slots = {record.slots[group] for record in store.core.live.records.values()}
+                slots = {store.core.records.live(key).slot(group) for key in store.keys}
                 assert len(slots) == 24
         store.update({key: np.ones(100, np.float32) for key in store.keys}, lr=0.1)
         store.commit()
@@ -234,7 +234,7 @@ def test_what_was_refused_for_space_is_not_asked_for_again(tmp_path: Path) -> No
 def test_a_drive_is_full_when_it_has_no_room_for_one_slot(tmp_path: Path) -> None:
     """Extents grow by an eighth; where that is too much, by what there is room for."""
     with small_store(tmp_path / "store", count=8, stripe=StripeConfig(limits=(17 * SLOT_BYTES,))) as store:
-        weights = store.core.extents[0][Group.WEIGHTS]
+        weights = store.core.extents.of(0, Group.WEIGHTS)
         free = 8 + 3  # the last commit's share, and of the 17th slots' room, moments' included
         assert len({weights.allocate() for _ in range(free)}) == free
         with pytest.raises(OSError, match="No space left"):
@@ -483,7 +483,7 @@ def test_space_follows_the_shares_and_is_always_enough(
                 assert abs(directories(store).count(1) - count * shares[1]) <= 2
             for group in COMMITTED_GROUPS:
                 # And no more than that, but for what a change of shares adds until it is discarded.
-                reserved = sum(extent.reserved_slots for extent in store.core.extents[0][group].extents)
+                reserved = sum(extent.reserved_slots for extent in store.core.extents.of(0, group).extents)
                 assert 2 * count <= reserved <= 3 * count
             if limited:
                 assert store.status().drives[1].reserved_bytes <= 4 * slot_bytes

@@ -58,14 +58,14 @@ def test_a_group_that_was_not_written_keeps_its_generation(tmp_path: Path) -> No
 
 def test_only_the_first_write_back_after_a_commit_takes_a_new_slot(tmp_path: Path) -> None:
     with small_store(tmp_path / "store") as store:
-        live: LiveRecord = store.core.record("e0").live
+        live: LiveRecord = store.core.record("e0")
         places = []
         for commit in (False, False, True, False):
             update(store, "e0")
             store.commit() if commit else store.core.cache.clean()
-            places.append([live.slots[group] for group in COMMITTED_GROUPS])
+            places.append([live.slot(group) for group in COMMITTED_GROUPS])
         assert places[0] == places[1] == places[2] != places[3]
-        assert live.slots[Group.GRADIENTS] is None
+        assert live.slot(Group.GRADIENTS) is None
         left = places[2][Group.WEIGHTS]
         assert left is not None
         assert left.extent.shared(left.number)

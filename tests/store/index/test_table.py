@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,68 +15,108 @@ from hypothesis import strategies as st
 from tierstore import _native
 from tierstore._native import KeyTable, NumberSet
 from tierstore.errors import StoreFormatError
+from tierstore.store.format import MomentFormat, RecordSchema, Training, WeightFormat
 from tierstore.store.index.database import Index
 from tierstore.store.index.live import LiveIndex, LiveRecord
 from tierstore.store.index.table import Changed, CommittedRecords, GroupLocation, RecordEntry
 
+#: One group of one section; groups of one and two; of one and five.
+SCHEMAS = [
+    RecordSchema("frozen", 8, training=Training.FROZEN),
+    RecordSchema("plain", 8),
+    RecordSchema("narrow", 8, WeightFormat.SPLIT_BF16, moments=MomentFormat.INT8),
+]
 u16, u32 = st.integers(0, 2**16 - 1), st.integers(0, 2**32 - 1)
-locations = st.builds(
-    GroupLocation, u16, u32, st.integers(0, 2**64 - 1), st.lists(u32, max_size=4).map(tuple)
-)
-entries = st.builds(
-    RecordEntry, u16, u16, st.integers(-(2**63), 2**63 - 1), st.lists(locations, max_size=3).map(tuple)
-)
-commits = st.dictionaries(st.text(min_size=1, max_size=9), entries, max_size=12)
+
+
+def sections(schema: RecordSchema) -> list[int]:
+    return [len(schema.layout(group).sections) for group in schema.groups]
+
+
+@st.composite
+def entries(draw: st.DrawFn) -> RecordEntry:
+    schema = draw(st.integers(0, len(SCHEMAS) - 1))
+    groups = [
+        GroupLocation(
+            draw(u16), draw(u32), draw(st.integers(0, 2**64 - 1)), tuple(draw(u32) for _ in range(count))
+        )
+        for count in sections(SCHEMAS[schema])
+    ]
+    return RecordEntry(schema, draw(u16), draw(st.integers(-(2**63), 2**63 - 1)), tuple(groups))
+
+
+commits = st.dictionaries(st.text(min_size=1, max_size=9), entries(), max_size=12)
+
+
+def pack(entry: RecordEntry) -> bytes:
+    """As docs/FORMAT.md says."""
+    parts = [struct.pack("<HHHHq", entry.schema, entry.layer, len(entry.groups), 0, entry.step)]
+    for place in entry.groups:
+        parts.append(struct.pack("<HHIQ", place.directory, len(place.crcs), place.slot, place.generation))
+        parts.append(struct.pack(f"<{len(place.crcs)}I", *place.crcs))
+    return b"".join(parts)
+
+
+def table_of(commit: dict[str, RecordEntry]) -> CommittedRecords:
+    return CommittedRecords.of(
+        SCHEMAS, [(key.encode(), pack(entry)) for key, entry in commit.items()], where="here"
+    )
+
+
+def changed_to(table: CommittedRecords, new: dict[str, RecordEntry]) -> Changed:
+    """``new``, whose keys are added, as a commit has what changed."""
+    for key in new:
+        if table.keys_by_number.find(key) < 0:
+            table.keys_by_number.add(key)
+    numbers = {table.keys_by_number.find(key): entry for key, entry in new.items()}
+    changed = Changed(table, np.array(sorted(numbers), np.int64))
+    for row, number in zip(changed.rows, sorted(numbers), strict=True):
+        entry = numbers[number]
+        row["schema"], row["layer"], row["step"] = entry.schema, entry.layer, entry.step
+        crcs = [crc for place in entry.groups for crc in place.crcs]
+        row["crcs"][: len(crcs)] = crcs
+        for group, place in enumerate(entry.groups):
+            row["slot"][group], row["directory"][group] = place.slot, place.directory
+            row["generation"][group] = place.generation
+    return changed
 
 
 @given(commits, commits)
 def test_a_table_is_the_mapping_that_it_was_made_of(
     first: dict[str, RecordEntry], second: dict[str, RecordEntry]
 ) -> None:
-    packed = [(key.encode(), entry.pack()) for key, entry in first.items()]
-    table = CommittedRecords.of(packed, where="here")
+    table = table_of(first)
     assert table == first
-    assert list(table.packed()) == [(key, entry.pack()) for key, entry in sorted(first.items())]
-    for key in second:
-        if key not in table:
-            table.keys_by_number.add(key)
+    assert list(table.packed()) == [(key, pack(entry)) for key, entry in sorted(first.items())]
+    changed = changed_to(table, second)
+    assert sorted(changed.packed()) == sorted((key, pack(entry)) for key, entry in second.items())
     kept = table.copy()
-    table.update(second)
+    table.merge(changed)
     assert table == first | second
     assert kept == first
     assert list(table) == sorted(first | second)
     assert "nothing of the kind" not in table
 
 
-def test_changed_entries_are_merged() -> None:
-    """Some of the records have new entries, and one is new; of two schemas, with other sections."""
-    table = CommittedRecords.of([(b"a", _entry(0, 1).pack()), (b"b", _entry(1, 2).pack())], where="here")
-    table.keys_by_number.add("c")
-    changed = Changed(table.keys_by_number, np.array([1, 2]), [(2, 1), (1,)])
-    for row, entry in zip(changed.rows, (_entry(1, 7), _entry(0, 8)), strict=True):
-        row["schema"] = entry.schema
-        row["shape"] = 1 - entry.schema
-        crcs = [crc for location in entry.groups for crc in location.crcs]
-        row["crcs"][: len(crcs)] = crcs
-        for group, location in enumerate(entry.groups):
-            row["slot"][group], row["generation"][group] = location.slot, location.generation
-    assert dict(changed) == {"b": _entry(1, 7), "c": _entry(0, 8)}
-    assert changed.packed() == [(key, entry.pack()) for key, entry in changed.items()]
-    kept = table.copy()
-    table.merge(changed)
-    assert dict(table) == {"a": _entry(0, 1)} | dict(changed)
-    assert dict(kept) == {"a": _entry(0, 1), "b": _entry(1, 2)}
-
-
-def _entry(schema: int, slot: int) -> RecordEntry:
-    groups = [GroupLocation(0, slot, 2, (3,)), GroupLocation(0, slot + 1, 4, (5, 6))]
-    return RecordEntry(schema, 0, 0, tuple(groups[:1] if schema == 0 else groups[::-1]))
-
-
-def test_an_entry_that_is_cut_short_is_named() -> None:
-    whole = RecordEntry(0, 0, 0, (GroupLocation(0, 1, 2, (3,)),)).pack()
-    with pytest.raises(StoreFormatError, match="here: record 'b': truncated index entry of 35 bytes"):
-        CommittedRecords.of([(b"a", whole), (b"b", whole[:-1]), (b"c", whole)], where="here")
+@pytest.mark.parametrize(
+    ("schema", "damage", "message"),
+    [
+        (1, lambda whole: whole[:-1], "truncated index entry of 59 bytes, expected 60"),
+        (1, lambda whole: whole + b"\0", "truncated index entry of 61 bytes, expected 60"),
+        (1, lambda whole: whole[:9], "truncated index entry"),
+        (1, lambda whole: b"", "truncated index entry"),
+        (0, lambda whole: b"\x03" + whole[1:], "schema 3 is unknown"),
+        (0, lambda whole: whole[:4] + b"\x02" + whole[5:], "not as its schema says"),
+        (1, lambda whole: whole[:18] + b"\x02" + whole[19:], "not as its schema says"),
+    ],
+)
+def test_an_entry_that_is_damaged_is_named(
+    schema: int, damage: Callable[[bytes], bytes], message: str
+) -> None:
+    groups = [GroupLocation(0, 1, 2, tuple(range(count))) for count in sections(SCHEMAS[schema])]
+    whole = pack(RecordEntry(schema, 0, 0, tuple(groups)))
+    with pytest.raises(StoreFormatError, match=f"here: record 'b': {message}"):
+        CommittedRecords.of(SCHEMAS, [(b"a", whole), (b"b", damage(whole)), (b"c", whole)], where="here")
 
 
 @given(st.lists(st.tuples(st.sampled_from(["add", "discard", "pop"]), st.integers(0, 70_000))))
@@ -142,7 +184,7 @@ def test_a_commit_looks_at_what_changed(tmp_path: Path, looked_at: list[int], co
         store.update({f"e{number}": np.ones(64, np.float32) for number in (3, 5, 7)}, lr=0.1)
         looked_at.clear()
         store.commit()
-        assert set(looked_at) == {store.core.record(f"e{number}").live.row for number in (3, 5, 7)}
+        assert set(looked_at) == {store.core.record(f"e{number}").row for number in (3, 5, 7)}
         assert len(looked_at) <= 3 * 8
         looked_at.clear()
         store.commit()

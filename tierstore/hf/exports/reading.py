@@ -119,8 +119,7 @@ class StoredWeights:
             live = core.records.live(key)
         except KeyError as error:
             raise StoreFormatError(f"{core.directory}: record {key!r} is missing") from error
-        schema, cached = live.schema, core.records.cached.get(key)
-        behind = cached is not None and core.optimizer.behind(cached) > 0
+        schema, behind = live.schema, core.optimizer.behind(live) > 0
         groups = schema.groups[:1]
         if behind or (masters and schema.weight_format is WeightFormat.SPLIT_BF16):
             groups = schema.groups
@@ -130,8 +129,8 @@ class StoredWeights:
             into = self._memory(schema, group)
             sections += into
             tickets.append(live.read(group, into, (), Priority.DEMAND))
-        if behind and cached is not None:
-            tickets = [core.optimizer.replay_copy(cached, sections, after=tickets)]
+        if behind:
+            tickets = [core.optimizer.replay_copy(live, sections, after=tickets)]
         core.wait(tickets)
         return schema, sections
 

@@ -23,7 +23,7 @@ from tierstore.stats import Cause, StallLedger, Tier
 from tierstore.store.config import StoreAccess
 from tierstore.store.core import StoreCore
 from tierstore.store.format import Group
-from tierstore.store.optimizer import CachedRecord
+from tierstore.store.index.live import LiveRecord
 from tierstore.tiers.device import DeviceTier
 
 
@@ -38,7 +38,7 @@ class Asked(Enum):
 class _Load:
     """What a slot was loaded with: the copy's ticket, and the read that the copy follows, if it was read."""
 
-    record: CachedRecord
+    record: LiveRecord
     ticket: int
     read: Fetched | None
     asked: Asked
@@ -152,7 +152,7 @@ class ExpertSlots:
         self._used.discard(slot)
         self._device.release_weights(slot)
 
-    def _copy(self, record: CachedRecord, slot: int, asked: Asked) -> None:
+    def _copy(self, record: LiveRecord, slot: int, asked: Asked) -> None:
         if slot in self._used:  # by a pass that was not completed
             self.release(slot)
         entry = record.entry(Group.WEIGHTS)
@@ -168,7 +168,7 @@ class ExpertSlots:
         self.copies += 1
         self.copied_bytes += source.nbytes
 
-    def _load_again(self, record: CachedRecord, slot: int, layer: int) -> None:
+    def _load_again(self, record: LiveRecord, slot: int, layer: int) -> None:
         """A read may have failed with what it followed; a second one is waited for. Raises ChecksumError, OSError."""
         resident = bool(self._cache.sections(record.entry(Group.WEIGHTS)))
         with self._ledger.stall(layer=layer, tier=Tier.NVME, cause=Cause.DEMAND_READ):

@@ -6,9 +6,7 @@ import contextlib
 import errno
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from tierstore._native import DirectIo, Engine, FileAccess, FileCreate, Link
 from tierstore.capabilities import Capability
@@ -216,108 +214,10 @@ def _free_bytes(drive: Drive) -> int:
     return space.f_bavail * space.f_frsize
 
 
-class SchemaExtents:
-    """The extents of the records of one schema, by group. ``number`` is the schema's in the store."""
-
-    def __init__(self, number: int, schema: RecordSchema, make: Callable[[Group], StripedExtent]) -> None:
-        self.number = number
-        self.schema = schema
-        self._make = make
-        self._groups = {group: make(group) for group in schema.groups}
-
-    def __getitem__(self, group: int) -> StripedExtent:
-        """The extent of ``group``. That of gradients is made when it is first used. Raises StoreError for frozen records,
-        which have weights alone.
-        """
-        if group not in self._groups:
-            if self.schema.frozen:
-                raise StoreError(
-                    f"records of schema {self.schema.name!r} are frozen: they have no {Group(group).label}"
-                )
-            self._groups[Group(group)] = self._make(Group(group))
-        return self._groups[Group(group)]
-
-    def rebalance(self) -> None:
-        """Reserves the drives' shares as they are now."""
-        for extent in self._groups.values():
-            extent.rebalance()
-
-
-@dataclass(frozen=True)
-class _Opener:
-    """What the files of extents are opened with. It does not know ``StoreExtents``: a closed store is freed without
-    the garbage collector, and its arena with it.
-    """
-
-    engine: Engine
-    drives: Drives
-    direct: DirectIo
-    link: Link | None
-    budget: WriteBudget | None
-    discard: Discard
-    added: Collection[str]
-    access: FileAccess
-
-    def striped(self, schema: RecordSchema, group: Group) -> StripedExtent:
-        layout, name = schema.layout(group), f"{schema.name}.{group.label}"
-        new = schema.name in self.added
-        return self._striped(name, layout, FileCreate.YES if new else FileCreate.NO)
-
-    def scratch(self, name: str, layout: GroupLayout) -> StripedExtent:
-        return self._striped(name, layout, FileCreate.YES)
-
-    def _striped(self, name: str, layout: GroupLayout, create: FileCreate) -> StripedExtent:
-        files = [self._open(drive, name, layout, create) for drive in self.drives]
-        return StripedExtent(self.drives, files, self.discard)
-
-    def _open(self, drive: Drive, name: str, layout: GroupLayout, create: FileCreate) -> Extent:
-        scratch = layout.group is Group.GRADIENTS
-        path = drive.path / ("scratch" if scratch else "extents") / name
-        new = scratch or create is FileCreate.YES
-        if scratch:  # cleaners of temporary directories remove empty ones
-            path.parent.mkdir(exist_ok=True)
-        if new:  # a process that was killed before its commit may have left one
-            path.unlink(missing_ok=True)
-        try:
-            extent = Extent(
-                self.engine,
-                path,
-                layout,
-                directory=drive.number,
-                direct=self.direct,
-                create=FileCreate.YES if new else drive.create,
-                access=self.access,
-                links=[link for link in (drive.link, self.link) if link is not None],
-                budget=self.budget,
-                meter=drive.meter,
-            )
-        except FileNotFoundError as error:
-            if scratch:
-                raise
-            raise StoreFormatError(f"{error.filename}: the extent file is missing") from error
-        drive.extents.append(extent)
-        if scratch:
-            # Nothing resumes from gradients: without a name their space is free however the process ends.
-            path.unlink()
-        elif drive.lease is not None:
-            drive.lease.watch(f"extents/{name}", extent.file.fileno())
-        return extent
-
-
-def _prepare(drives: Drives) -> None:
-    """Makes the directories of extents that are to be written, and removes what a killed process left in them."""
-    for drive in drives:
-        if drive.create is FileCreate.YES:
-            (drive.path / "extents").mkdir()
-        scratch = drive.path / "scratch"
-        scratch.mkdir(exist_ok=True)
-        for stale in scratch.iterdir():
-            stale.unlink()
-
-
 class StoreExtents:
-    """The extents of the schemas of a store, by number. ``link`` limits the speed of all drives together. ``added``: names
-    of schemas that no commit knows yet. With ``StoreAccess.READ`` no file or directory is made, removed or written.
+    """The extents of the schemas of a store, by schema number and group. ``link`` limits the speed of all drives together.
+    ``added``: names of schemas that no commit knows yet. With ``StoreAccess.READ`` no file or directory is made, removed or
+    written.
     """
 
     def __init__(
@@ -336,28 +236,39 @@ class StoreExtents:
         self.schemas = list(schemas)
         self.budget = budget
         self.link = link
+        self._engine = engine
         self._drives = drives
+        self._direct = direct
         #: The most records of each schema that space was reserved for.
         self.promised: Counter[str] = Counter()
+        self._access = FileAccess.READ
         if access is StoreAccess.WRITE:
+            self._access = FileAccess.READ_WRITE
             _prepare(drives)
         discard = discard if access is StoreAccess.WRITE else Capability.OFF
         self.discarding = Discard(discard, [drive.path / "scratch" for drive in drives])
-        file_access = FileAccess.READ_WRITE if access is StoreAccess.WRITE else FileAccess.READ
-        self._opener = _Opener(engine, drives, direct, link, budget, self.discarding, added, file_access)
-        self._by_schema: list[SchemaExtents] = []
+        self._extents: dict[tuple[int, int], StripedExtent] = {}
         try:
             for number, schema in enumerate(self.schemas):
-                self._by_schema.append(SchemaExtents(number, schema, partial(self._opener.striped, schema)))
+                create = FileCreate.YES if schema.name in added else FileCreate.NO
+                for group in schema.groups:
+                    name, layout = f"{schema.name}.{group.label}", schema.layout(group)
+                    self._extents[number, group] = self._open(name, layout, create)
         except BaseException:
             self.close()
             raise
 
-    def __getitem__(self, number: int) -> SchemaExtents:
-        return self._by_schema[number]
-
-    def __iter__(self) -> Iterator[SchemaExtents]:
-        return iter(self._by_schema)
+    def of(self, schema: int, group: int) -> StripedExtent:
+        """The extent of ``group`` of schema number ``schema``; that of gradients is made when it is first used. Raises
+        StoreError for the moments or gradients of frozen records.
+        """
+        if (schema, group) not in self._extents:
+            shape, group = self.schemas[schema], Group(group)
+            if shape.frozen:
+                raise StoreError(f"records of schema {shape.name!r} are frozen: they have no {group.label}")
+            name = f"{shape.name}.{group.label}"
+            self._extents[schema, group] = self._open(name, shape.layout(group), FileCreate.YES)
+        return self._extents[schema, group]
 
     @property
     def files(self) -> list[Extent]:
@@ -367,6 +278,42 @@ class StoreExtents:
     @property
     def _committed(self) -> list[Extent]:
         return [extent for extent in self.files if extent.layout.group is not Group.GRADIENTS]
+
+    def _open(self, name: str, layout: GroupLayout, create: FileCreate) -> StripedExtent:
+        files = [self._open_file(drive, name, layout, create) for drive in self._drives]
+        return StripedExtent(self._drives, files, self.discarding)
+
+    def _open_file(self, drive: Drive, name: str, layout: GroupLayout, create: FileCreate) -> Extent:
+        scratch = layout.group is Group.GRADIENTS
+        path = drive.path / ("scratch" if scratch else "extents") / name
+        if scratch:  # cleaners of temporary directories remove empty ones
+            path.parent.mkdir(exist_ok=True)
+        if create is FileCreate.YES:  # a process that was killed before its commit may have left one
+            path.unlink(missing_ok=True)
+        try:
+            extent = Extent(
+                self._engine,
+                path,
+                layout,
+                directory=drive.number,
+                direct=self._direct,
+                create=create if create is FileCreate.YES else drive.create,
+                access=self._access,
+                links=[link for link in (drive.link, self.link) if link is not None],
+                budget=self.budget,
+                meter=drive.meter,
+            )
+        except FileNotFoundError as error:
+            if scratch:
+                raise
+            raise StoreFormatError(f"{error.filename}: the extent file is missing") from error
+        drive.extents.append(extent)
+        if scratch:
+            # Nothing resumes from gradients: without a name their space is free however the process ends.
+            path.unlink()
+        elif drive.lease is not None:
+            drive.lease.watch(f"extents/{name}", extent.file.fileno())
+        return extent
 
     # Space --------------------------------------------------------------------------------------------------
 
@@ -395,17 +342,16 @@ class StoreExtents:
             extent.discard(slots)
 
     def _needed(self, copies: int, counts: Counter[str]) -> Iterator[tuple[StripedExtent, int]]:
-        for extents in self:
-            schema = extents.schema
+        for number, schema in enumerate(self.schemas):
             for group in schema.groups:
-                yield extents[group], counts[schema.name] * schema_copies(schema, copies)
+                yield self.of(number, group), counts[schema.name] * schema_copies(schema, copies)
 
     def open_scratch(self, name: str, nbytes: int, slots: int) -> StripedExtent:
         """Space for ``slots`` pieces of ``nbytes`` that no commit holds, reserved; its files have no name, so their space
         is free however the process ends. Raises OSError (ENOSPC) with nothing left.
         """
         layout = GroupLayout(Group.GRADIENTS, (Section(name, "|u1", nbytes),), 0)
-        extent = self._opener.scratch(name, layout)
+        extent = self._open(name, layout, FileCreate.YES)
         try:
             extent.reserve(slots)
         except BaseException:
@@ -447,8 +393,8 @@ class StoreExtents:
         """After a commit: transfers before it have finished, and the drives' shares may have changed."""
         for extent in self.files:
             extent.forget_finished()
-        for extents in self:
-            extents.rebalance()
+        for striped in self._extents.values():
+            striped.rebalance()
 
     # What they are ------------------------------------------------------------------------------------------
 
@@ -472,3 +418,14 @@ class StoreExtents:
     def close(self) -> None:
         for extent in self.files:
             extent.close()
+
+
+def _prepare(drives: Drives) -> None:
+    """Makes the directories of extents that are to be written, and removes what a killed process left in them."""
+    for drive in drives:
+        if drive.create is FileCreate.YES:
+            (drive.path / "extents").mkdir()
+        scratch = drive.path / "scratch"
+        scratch.mkdir(exist_ok=True)
+        for stale in scratch.iterdir():
+            stale.unlink()

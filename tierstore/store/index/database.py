@@ -1,6 +1,6 @@
 """The LMDB index of a store: one synchronous transaction acknowledges a whole commit.
 
-Databases: ``meta`` (uuid, schemas, optimizer, generation), ``records`` (key -> RecordEntry), ``state`` (name
+Databases: ``meta`` (uuid, schemas, optimizer, generation), ``records`` (key -> packed entry), ``state`` (name
 -> bytes: random state, data position, schedules) and ``snapshots`` (name -> a commit's whole table, see
 ``docs/FORMAT.md``). Between commits the live index is in memory only; what is here is always the last commit.
 
@@ -20,7 +20,7 @@ import errno
 import json
 import os
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -31,7 +31,8 @@ import numpy as np
 from tierstore import _native
 from tierstore.errors import StoreFormatError
 from tierstore.store.config import StoreAccess
-from tierstore.store.index.table import Changed, CommittedRecords, pack_table, unpack_table
+from tierstore.store.format import RecordSchema
+from tierstore.store.index.table import Changed, CommittedRecords
 
 _PAGE = 4096
 _READ_BYTES = 1 << 20
@@ -314,26 +315,43 @@ class Index:
             raise StoreFormatError(f"{self._data}: meta is not a table")
         return value
 
-    def read_commit(self, snapshot: str | None = None) -> Commit:
-        """The last commit, or the snapshot named. Raises KeyError for an unknown snapshot."""
+    def read_schemas(self) -> list[RecordSchema]:
+        """The record schemas that the last commit names; none before the first. Raises StoreFormatError."""
+        raw = self.read_meta().get("schemas", [])
+        if not isinstance(raw, list) or not all(isinstance(item, dict) for item in raw):
+            raise StoreFormatError(f"{self._data}: the index has no record schemas")
+        return [RecordSchema.from_json(item) for item in raw]
+
+    def read_commit(
+        self, snapshot: str | None = None, schemas: Sequence[RecordSchema] | None = None
+    ) -> Commit:
+        """The last commit, or the snapshot named. ``schemas``: those of the index (None), or with more after them. Raises
+        KeyError for an unknown snapshot, StoreFormatError for an entry that is not as its schema says.
+        """
+        schemas = self.read_schemas() if schemas is None else schemas
+        generation, packed, state = self._read_packed(snapshot)
+        return Commit(generation, CommittedRecords.of(schemas, packed, where=str(self._data)), state)
+
+    def _read_packed(self, snapshot: str | None) -> tuple[int, list[tuple[bytes, bytes]], dict[str, bytes]]:
+        """Generation, keys with packed entries, and state of a commit."""
         with self._reading() as txn:
-            if snapshot is not None:
-                raw = txn.get(snapshot.encode(), db=self._snapshots)
-                if raw is None:
-                    raise KeyError(snapshot)
-                table = unpack_table(bytes(raw), where=f"{self._data}: snapshot {snapshot!r}")
-                generation = int(table.pop("generation"))
-                packed = [
-                    (k.removeprefix("record/").encode(), v)
-                    for k, v in table.items()
-                    if k.startswith("record/")
-                ]
-                state = {k.removeprefix("state/"): v for k, v in table.items() if k.startswith("state/")}
-            else:
+            if snapshot is None:
                 generation = int(bytes(txn.get(b"generation", db=self._meta, default=b"0")))
                 packed = [(bytes(k), bytes(v)) for k, v in txn.cursor(db=self._records)]
-                state = {bytes(k).decode(): bytes(v) for k, v in txn.cursor(db=self._state)}
-        return Commit(generation, CommittedRecords.of(packed, where=str(self._data)), state)
+                return (
+                    generation,
+                    packed,
+                    {bytes(k).decode(): bytes(v) for k, v in txn.cursor(db=self._state)},
+                )
+            raw = txn.get(snapshot.encode(), db=self._snapshots)
+            if raw is None:
+                raise KeyError(snapshot)
+            table = unpack_table(bytes(raw), where=f"{self._data}: snapshot {snapshot!r}")
+            records, states = (
+                {name.removeprefix(prefix): value for name, value in table.items() if name.startswith(prefix)}
+                for prefix in ("record/", "state/")
+            )
+            return int(table["generation"]), [(k.encode(), v) for k, v in records.items()], states
 
     def layers(self) -> tuple[int, ...]:
         """The layers that the last commit's records are of, ascending."""
@@ -346,7 +364,7 @@ class Index:
         unknown snapshot.
         """
         if snapshot is not None:
-            return self.read_commit(snapshot).state.get(name)
+            return self._read_packed(snapshot)[2].get(name)
         with self._reading() as txn:  # without its records, of which there are many
             raw = txn.get(name.encode(), db=self._state)
             return None if raw is None else bytes(raw)
@@ -379,7 +397,7 @@ class Index:
         def work(changes: _Changes) -> None:
             changes.put(b"meta", b"store", json.dumps(meta, sort_keys=True).encode())
             changes.put(b"meta", b"generation", str(generation).encode())
-            changes.put_tables(changed, state)
+            changes.put_tables(((key.encode(), value) for key, value in changed.packed()), state)
             for name in drop_snapshots:
                 changes.delete(b"snapshots", name.encode())
             for name, commit in add_snapshots.items():
@@ -401,13 +419,13 @@ class Index:
 
         Generations go on counting, so that what is written next is newer than what is given up.
         """
-        commit = self.read_commit(snapshot)
-        later = [name for name, generation in self.snapshots().items() if generation > commit.generation]
+        generation, records, state = self._read_packed(snapshot)
+        later = [name for name, other in self.snapshots().items() if other > generation]
 
         def work(changes: _Changes) -> None:
             changes.clear(b"records")
             changes.clear(b"state")
-            changes.put_tables(commit.records, commit.state)
+            changes.put_tables(records, state)
             for name in {snapshot, *later}:
                 changes.delete(b"snapshots", name.encode())
 
@@ -460,8 +478,8 @@ class _Changes:
             self._total -= _entry_crc32c(database, key, old)
         self._txn.put(key, value, db=self._databases[database])
 
-    def put_tables(self, records: Changed | CommittedRecords, state: Mapping[str, bytes]) -> None:
-        items = [(key.encode(), value) for key, value in records.packed()]
+    def put_tables(self, records: Iterable[tuple[bytes, bytes]], state: Mapping[str, bytes]) -> None:
+        items = list(records)
         with self._txn.cursor(db=self._databases[b"records"]) as cursor:
             old = [(bytes(key), bytes(value)) for key, value in cursor.getmulti([key for key, _ in items])]
             self._total -= _native.entries_crc32c(b"records", old)
@@ -499,6 +517,39 @@ def _pack_snapshot(commit: Commit) -> bytes:
     table |= {f"state/{name}": value for name, value in commit.state.items()}
     table["generation"] = str(commit.generation).encode()
     return pack_table(table)
+
+
+_TABLE_HEAD = struct.Struct("<HI")
+
+
+def pack_table(table: dict[str, bytes]) -> bytes:
+    """A mapping of keys to values as one value: per item key length (u16), value length (u32), key, value."""
+    parts = []
+    for key, value in sorted(table.items()):
+        encoded = key.encode()
+        parts += [_TABLE_HEAD.pack(len(encoded), len(value)), encoded, value]
+    return b"".join(parts)
+
+
+def unpack_table(data: bytes, *, where: str) -> dict[str, bytes]:
+    """The inverse of ``pack_table``. Raises StoreFormatError naming ``where``."""
+    table: dict[str, bytes] = {}
+    offset = 0
+    while offset < len(data):
+        if offset + _TABLE_HEAD.size > len(data):
+            raise StoreFormatError(f"{where}: table ends inside an item at byte {offset}")
+        key_length, value_length = _TABLE_HEAD.unpack_from(data, offset)
+        offset += _TABLE_HEAD.size
+        end = offset + key_length + value_length
+        if end > len(data):
+            raise StoreFormatError(f"{where}: table ends inside an item at byte {offset}")
+        try:
+            key = data[offset : offset + key_length].decode()
+        except UnicodeDecodeError as error:
+            raise StoreFormatError(f"{where}: a key is not UTF-8 at byte {offset}") from error
+        table[key] = data[offset + key_length : end]
+        offset = end
+    return table
 
 
 def _allocate(fd: int, nbytes: int, path: Path) -> None:
