@@ -286,7 +286,7 @@ class StoreCore:
         if not self.failures.closed:
             self.failures.closed = True
             if not self.failures.forked:
-                self._parts.close()
+                self._parts.resources.close()
 
 
 class OptimizerStep:

@@ -13,10 +13,9 @@ from typing import Any
 
 from tierstore import _native
 from tierstore._native import Arena, DirectIo, Engine, HugePages, IoBackend, MapSync, Residency, StepClock
-from tierstore.cache.config import CacheConfig, GroupOrder, Scope
+from tierstore.cache.config import CacheConfig, Scope
 from tierstore.cache.frames import choose_frame_bytes_beside, frames_of
 from tierstore.cache.host_cache import HostCache
-from tierstore.capabilities import Capability
 from tierstore.errors import (
     BudgetError,
     ConfigError,
@@ -54,15 +53,6 @@ from tierstore.store.reading import OpenAt, missed_records, read_meta
 from tierstore.trace.replay import quotas_by_layer
 from tierstore.trace.writer import TraceRecorder
 
-_MAP_SYNC = {Capability.OFF: MapSync.OFF, Capability.AUTO: MapSync.AUTO, Capability.ON: MapSync.ON}
-_DIRECT = {Capability.OFF: DirectIo.OFF, Capability.AUTO: DirectIo.AUTO, Capability.ON: DirectIo.ON}
-_SCOPES = {Scope.GLOBAL: _native.Scope.GLOBAL, Scope.LAYER: _native.Scope.LAYER}
-_ORDERS = {
-    GroupOrder.RESIDENT_FIRST: _native.GroupOrder.RESIDENT_FIRST,
-    GroupOrder.KEY: _native.GroupOrder.KEY,
-}
-_HUGE = {Capability.OFF: HugePages.OFF, Capability.AUTO: HugePages.AUTO, Capability.ON: HugePages.ON}
-
 
 @dataclass
 class Parts:
@@ -73,7 +63,6 @@ class Parts:
     config: StoreConfig
     access: StoreAccess
     adamw: AdamWConfig
-    lease: DirectoryLease
     engine: Engine
     arena: Arena
     index: Index
@@ -82,9 +71,11 @@ class Parts:
     cache: HostCache
     recording: TraceRecorder | None
     tuning: TransferTuning
+    #: Closes the parts in the reverse order, but the engine first: when it has stopped, nothing moves any more.
+    resources: contextlib.ExitStack
     #: Of a store that is opened to read.
     caught_up: CaughtUpRecords | None = None
-    #: The last commit, where it has been read already; taken by whoever loads it.
+    #: The last commit, where it has been read already; ``Committer.load`` takes it.
     commit: Commit | None = None
 
     def meta(self) -> dict[str, object]:
@@ -96,22 +87,6 @@ class Parts:
             "inactive": self.adamw.inactive.value,
             **({"stripe": self.drives.as_json()} if len(self.drives) > 1 else {}),
         }
-
-    def close(self) -> None:
-        """The engine first: when it has stopped, nothing moves any more. The lease last."""
-        with contextlib.ExitStack() as stack:
-            stack.callback(self.home.remove_made)
-            stack.callback(self.lease.close)
-            stack.callback(self.home.remove_unpublished)
-            stack.callback(self.drives.close)
-            stack.callback(self.index.close)
-            stack.callback(self.extents.close)
-            if self.recording is not None:
-                stack.callback(self.recording.close)
-            if self.caught_up is not None:
-                stack.callback(self.caught_up.end)
-            stack.callback(self.engine.close)
-            stack.callback(self.extents.end_discards)
 
 
 def create(
@@ -149,9 +124,7 @@ def create(
         index = Index.create(directory / "index")
         stack.callback(index.close)
         lease.watch("index/data.mdb", index.fileno())
-        parts = _assemble(stack, drives, schemas, config, adamw, lease, index, trace, io_log)
-        stack.pop_all()
-        return parts
+        return _assemble(stack, drives, schemas, config, adamw, index, trace, io_log)
 
 
 def open_existing(
@@ -198,11 +171,8 @@ def open_existing(
         drives = Drives.open(home, config.stripe, known, access)
         stack.callback(drives.close)
         added = [schema.name for schema in schemas[len(own) :]]
-        parts = _assemble(
-            stack, drives, schemas, config, adamw, lease, index, trace, io_log, added, access, missed
-        )
+        parts = _assemble(stack, drives, schemas, config, adamw, index, trace, io_log, added, access, missed)
         parts.commit = commit
-        stack.pop_all()
         return parts
 
 
@@ -312,7 +282,7 @@ def check_budget(
 
 def _host_arena(config: StoreConfig, nbytes: int) -> Arena:
     try:
-        return Arena(nbytes, _HUGE[config.io.huge_pages])
+        return Arena(nbytes, HugePages[config.io.huge_pages.name])
     except OSError as error:
         if error.errno != errno.ENOMEM:
             raise
@@ -327,7 +297,6 @@ def _assemble(
     schemas: Sequence[RecordSchema],
     config: StoreConfig,
     adamw: AdamWConfig,
-    lease: DirectoryLease,
     index: Index,
     trace: Path | None,
     io_log: Path | None,
@@ -335,7 +304,7 @@ def _assemble(
     access: StoreAccess = StoreAccess.WRITE,
     missed: Sequence[RecordSchema] = (),
 ) -> Parts:
-    """The rest of the parts; what fails takes back, through ``stack``, what was made."""
+    """Makes the rest of the parts; ``stack`` closes what was made if one fails, and otherwise goes to the parts."""
     tuning = tune(config.io, drives.home.directory)
     fds = [fd for drive in drives if drive.lease is not None for fd in drive.lease.fds]
     engine = make_engine(config.io, tuning, lease_fds=fds, log_path=io_log)
@@ -343,13 +312,14 @@ def _assemble(
     scratch = sum(replay_scratch_bytes(schema) for schema in missed)
     frames, frame = cache_frames(config.host_budget - scratch, schemas, access)
     arena = _host_arena(config, frames * frame)
+    writes = config.wear.daily_write_budget if access is StoreAccess.WRITE else 0
     extents = StoreExtents(
         engine,
         drives,
         schemas,
-        direct=_DIRECT[config.io.direct],
+        direct=DirectIo[config.io.direct.name],
         link=open_link(config.disk),
-        budget=_write_budget(engine, config, access),
+        budget=WriteBudget(engine, writes) if writes else None,
         discard=config.wear.discard,
         added=added,
         access=access,
@@ -368,13 +338,16 @@ def _assemble(
         residency=residency,
         find_backing=live.backing if caught_up is None else caught_up.backing,
     )
+    if caught_up is not None:
+        stack.callback(caught_up.end)
+    stack.callback(engine.close)
+    stack.callback(extents.end_discards)
     return Parts(
         home=drives.home,
         drives=drives,
         config=config,
         access=access,
         adamw=adamw,
-        lease=lease,
         engine=engine,
         arena=arena,
         index=index,
@@ -383,13 +356,9 @@ def _assemble(
         cache=cache,
         recording=recording,
         tuning=tuning,
+        resources=stack.pop_all(),
         caught_up=caught_up,
     )
-
-
-def _write_budget(engine: Engine, config: StoreConfig, access: StoreAccess) -> WriteBudget | None:
-    budget = config.wear.daily_write_budget
-    return WriteBudget(engine, budget) if budget and access is StoreAccess.WRITE else None
 
 
 def make_residency(config: StoreConfig, frames: int, frame_bytes: int) -> Residency:
@@ -397,9 +366,9 @@ def make_residency(config: StoreConfig, frames: int, frame_bytes: int) -> Reside
     settings: dict[str, Any] = {
         "policy": config.cache.policy,
         "policy_options": dict(config.cache.options),
-        "scope": _SCOPES[config.cache.scope],
+        "scope": _native.Scope[config.cache.scope.name],
         "lookahead_frames": min(config.lookahead // frame_bytes, frames),
-        "group_order": _ORDERS[config.group_order],
+        "group_order": _native.GroupOrder[config.group_order.name],
         "clock": config.clock,
     }
     if config.cache.scope is Scope.LAYER:
@@ -418,6 +387,6 @@ def make_engine(
         chunk_bytes=tuning.chunk_bytes,
         compute_threads=io.compute_threads or min(cores(), 4),
         lease_fds=lease_fds,
-        map_sync=_MAP_SYNC[io.map_sync],
+        map_sync=MapSync[io.map_sync.name],
         log_path=None if log_path is None else str(log_path),
     )

@@ -19,12 +19,6 @@ from tierstore.store.disk.extents import scratch_buffers
 from tierstore.store.format import Group, MomentFormat, Placement, RecordSchema
 from tierstore.store.index.live import LiveIndex, LiveRecord
 
-_NATIVE = {
-    MomentFormat.FP32: _native.MomentFormat.FP32,
-    MomentFormat.BF16: _native.MomentFormat.BF16,
-    MomentFormat.INT8: _native.MomentFormat.INT8,
-}
-
 
 def record_hash(key: str) -> int:
     """64 bits that name record ``key`` wherever it lies: narrow moments are rounded by them."""
@@ -133,7 +127,7 @@ class RecordOptimizer:
             gradient,
             rows,
             scale,
-            moments=_NATIVE[moments],
+            moments=_native.MomentFormat[moments.name],
             scales=sections[ends:],
             record_hash=record_hash(live.key),
             last_step=reached,

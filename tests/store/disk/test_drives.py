@@ -15,7 +15,7 @@ from conftest_store import small_store, weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierstore._native import Activity, Link
+from tierstore._native import Link
 from tierstore.capabilities import Capability
 from tierstore.errors import (
     ConfigError,
@@ -39,7 +39,6 @@ from tierstore.store import (
 )
 from tierstore.store.disk import drives, extents
 from tierstore.store.disk.drives import Drive
-from tierstore.store.disk.extents import over_links
 from tierstore.store.disk.home import Home
 from tierstore.store.format import COMMITTED_GROUPS
 from tierstore.store.index.database import Index
@@ -159,12 +158,7 @@ def test_a_drive_that_slows_down_gets_less_from_the_next_commit_on(
         slow.link = Link(speed / 20)
         slow._seen = (slow._seen[0], 0.0)  # a link that is new has no past
         for extent in slow.extents:
-            extent._transfer_in = over_links(
-                store.core.engine.read, store.core.engine, [slow.link], Activity.READ
-            )
-            extent._transfer_out = over_links(
-                store.core.engine.write, store.core.engine, [slow.link], Activity.WRITE
-            )
+            extent.links = [slow.link]
         counts = []
         for _ in range(4):
             store.update(gradients, lr=0.1)

@@ -13,10 +13,9 @@ from __future__ import annotations
 import errno
 import os
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -41,31 +40,6 @@ from tierstore.capabilities import Capability
 from tierstore.links import limited
 from tierstore.store.disk.write_budget import WriteBudget
 from tierstore.store.format import SECTION_ALIGNMENT, GroupLayout
-
-#: ``Engine.read`` or ``Engine.write``.
-Transfer = TypeVar("Transfer", bound=Callable[..., int])
-
-
-def over_links(transfer: Transfer, engine: Engine, links: Sequence[Link], activity: Activity) -> Transfer:
-    """``transfer``, a method of ``engine``, that also passes each of ``links``; without any it is itself."""
-
-    def run(
-        file: File,
-        offset: int,
-        sections: Sequence[Buffer],
-        *checksums: object,
-        align: int,
-        after: Sequence[int],
-        priority: Priority,
-    ) -> int:
-        ticket = transfer(file, offset, sections, *checksums, align=align, after=after, priority=priority)
-        nbytes = sum(-(-section.nbytes // align) * align for section in sections)
-        for link in links:
-            ticket = limited(engine, link, ticket, nbytes, activity=activity, after=after, priority=priority)
-        return ticket
-
-    return cast(Transfer, run) if links else transfer
-
 
 _PAGE = 4096
 
@@ -148,8 +122,8 @@ class Extent:
         #: The file or its size changed since the directory was last synced.
         self.unsynced_directory = not path.exists()
         self._engine = engine
-        self._transfer_in = over_links(engine.read, engine, links, Activity.READ)
-        self._transfer_out = over_links(engine.write, engine, links, Activity.WRITE)
+        #: Emulated links that limit the speed (``tierstore.links``).
+        self.links = list(links)
         self._budget = budget
         # Free slots: those with blocks, and those that may have none.
         self._free = NumberSet()
@@ -333,17 +307,19 @@ class Extent:
         """Queues a read of a whole slot, after the last write to it, checked by ``crcs``, where the record's checksums begin
         at ``crcs_from``.
         """
-        write = self._last_write.get(slot)
-        ticket = self._transfer_in(
+        if slot in self._last_write:
+            after = [*after, self._last_write[slot]]
+        ticket = self._engine.read(
             self.file,
             slot * self.slot_bytes,
             sections,
             crcs,
             crcs_from + self.layout.first_section,
             align=SECTION_ALIGNMENT,
-            after=[*after, write] if write else after,
+            after=after,
             priority=priority,
         )
+        ticket = self._limited(ticket, sections, Activity.READ, after, priority)
         reads = self._reads.setdefault(slot, [])
         if len(reads) >= _PRUNE_READS:
             reads[:] = self._unfinished(reads)
@@ -375,7 +351,7 @@ class Extent:
         if self._budget is not None:
             written = sum(section.padded_nbytes for section in self.layout.sections[: len(sections)])
             before.append(self._budget.turn(written, before))
-        ticket = self._transfer_out(
+        ticket = self._engine.write(
             self.file,
             slot * self.slot_bytes,
             sections,
@@ -385,8 +361,26 @@ class Extent:
             after=before,
             priority=Priority.WRITE_BACK,
         )
+        ticket = self._limited(ticket, sections, Activity.WRITE, before, Priority.WRITE_BACK)
         self._last_write[slot] = ticket
         self._written = True
+        return ticket
+
+    def _limited(
+        self,
+        ticket: int,
+        sections: Sequence[Buffer],
+        activity: Activity,
+        after: Sequence[int],
+        priority: Priority,
+    ) -> int:
+        """``ticket`` at the speed of the emulated links."""
+        if self.links:
+            nbytes = sum(-(-section.nbytes // SECTION_ALIGNMENT) * SECTION_ALIGNMENT for section in sections)
+            for link in self.links:
+                ticket = limited(
+                    self._engine, link, ticket, nbytes, activity=activity, after=after, priority=priority
+                )
         return ticket
 
     def sync(self, after: Sequence[int]) -> int | None:
