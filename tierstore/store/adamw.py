@@ -76,11 +76,10 @@ class AdamWConfig:
 
 
 class StepHistory:
-    """The rows of the optimizer steps that some record may still have to replay.
+    """The rows (28 bytes each) of the optimizer steps that some record may still have to replay.
 
-    ``applied`` is the last step that the whole model has taken. A step in progress is ``applied + 1``:
-    ``begin`` gives it a row, ``finish`` makes it the last applied one, ``abandon`` forgets it. Rows are kept
-    in memory (28 bytes a step) from the oldest step that some record has yet to replay.
+    ``applied`` is the last step that the whole model has taken. A step in progress is ``applied + 1``: ``begin`` gives it a
+    row, ``finish`` makes it the last applied one, ``abandon`` forgets it.
     """
 
     def __init__(self, config: AdamWConfig) -> None:
@@ -114,7 +113,7 @@ class StepHistory:
         return self.applied + 1
 
     def finish(self) -> None:
-        """The open step has been applied: from now on whoever got no gradient in it is behind."""
+        """The open step has been applied: records that got no gradient in it are behind from now on."""
         self.applied = self.current
 
     def abandon(self) -> None:
@@ -140,10 +139,10 @@ class StepHistory:
         return np.stack(self._rows[begin:end]) if end > begin else np.empty((0, ROW_COLUMNS), np.float32)
 
     def step_rows(self, reached: int, step: int) -> tuple[Row, int]:
-        """Rows that take a record with a gradient of step number ``step`` through it, and what the record has reached then.
+        """The rows that take a record with a gradient through step ``step``, and the record's step after it.
 
-        EXACT: whatever it missed, then that step. SKIP: one row, bias-corrected by the record's own count.
-        Raises StoreError for a record that has taken the step already.
+        EXACT: the steps that it missed, then that step. SKIP: one row, bias-corrected by the record's own count. Raises
+        StoreError for a record that has taken the step already.
         """
         if self.replays:
             if reached >= step:
@@ -170,7 +169,7 @@ class StepHistory:
         return self._HEAD.pack(self.applied, self._first, 0.0) + rows.astype("<f4").tobytes()
 
     def unpack(self, data: bytes) -> None:
-        """Takes up what ``pack`` gave. Raises StoreFormatError."""
+        """Restores what ``pack`` gave. Raises StoreFormatError."""
         try:
             self.applied, self._first, _ = self._HEAD.unpack_from(data)
             rows = np.frombuffer(data, "<f4", offset=self._HEAD.size).reshape(-1, ROW_COLUMNS)
@@ -193,7 +192,11 @@ _MOMENTS = (Moment.EXP_AVG, Moment.EXP_AVG_SQ)
 
 
 def convert_moments(schema: RecordSchema, sections: Sequence[Array], moments: MomentFormat) -> list[Array]:
-    """All ``sections`` of a record of ``schema``, with its moments kept as ``moments``. To fp32 it is exact."""
+    """All ``sections`` of a record of ``schema``, with its moments converted to ``moments`` (to fp32 exactly).
+
+    A conversion rounds to nearest, once; steps round by a hash instead (``native/optim/moments.hpp``), so that their errors
+    have a mean of zero.
+    """
     if schema.moments is moments:
         return list(sections)
     count = len(moment_sections(schema.moments, schema.numel))

@@ -5,13 +5,13 @@ synced by their directories, and only then the index transaction says where thin
 transaction leaves behind are free once it is durable, and not before: until then a crash reopens at the
 commit that refers to them.
 
-``begin`` queues the write-backs and, behind them, the syncs, as engine tickets; ``commit`` does so too, waits for all
-of them, and writes the index. So ``begin`` may be called and its tickets awaited before, and what changes meanwhile is
-found by the next call. The transaction stays on the caller's thread: it holds the live state as it is at that moment.
+``begin`` queues the write-backs and, behind them, the syncs; ``commit`` does so too, waits for all of them, and writes the
+index. A caller may await the tickets of ``begin`` first; the next call finds what changed meanwhile. The transaction stays
+on the caller's thread: it holds the live state of that moment.
 
-A commit of several ranks has two phases. A rank's local commit is a *prepare*: it keeps the commit before it
-under a name of its own, so that the rank can go back if another one never got as far. When all ranks have
-theirs, ``acknowledge`` lets that one go.
+A commit of several ranks has two phases. A rank's local commit is a *prepare*: it keeps the commit before it under a name
+of its own, so that the rank can go back if another rank never got as far. ``acknowledge`` releases that one when all ranks
+have theirs.
 
 In a log of I/O events the marks ``index G`` and ``commit G`` stand before and after the transaction of
 generation G, and ``acknowledge G`` after the one that drops the commit before it.
@@ -211,10 +211,8 @@ class Committer:
                 raise StoreError(f"snapshot {snapshot!r} exists already")
 
     def begin(self, state: Mapping[str, bytes] | None = None, *, snapshot: str | None = None) -> list[int]:
-        """Queues what a commit waits for, which may be waited for beforehand: the write-back of everything dirty and,
-        behind all writes, the syncs. Returns the tickets that have not finished.
-
-        Raises StoreError or ValueError, with nothing lost, for a commit that cannot be.
+        """Queues what a commit waits for: the write-back of everything dirty and, behind all writes, the syncs. Returns the
+        tickets that have not finished. Raises StoreError or ValueError, with nothing lost, for a commit that cannot be.
         """
         self._check(state or {}, snapshot)
         with self._failures.poisoning(
@@ -251,9 +249,8 @@ class Committer:
     ) -> int:
         """Makes everything so far durable; returns the generation.
 
-        With ``Keep.PREVIOUS`` it is the local half of a commit of several ranks: until ``acknowledge``,
-        ``open(at=OpenAt.PREVIOUS)`` goes back to the commit before. It takes no more space than a commit does, for
-        nothing may be written before the acknowledgement.
+        ``Keep.PREVIOUS`` prepares a commit of several ranks: until ``acknowledge``, ``OpenAt.PREVIOUS`` opens the commit
+        before. It takes no more space than another, for nothing may be written before the acknowledgement.
         """
         if keep is Keep.PREVIOUS and PREVIOUS in self.snapshots:
             raise StoreError("prepare: the prepared commit before this one was not acknowledged")

@@ -133,8 +133,8 @@ class StoreCore:
     def read_again(self, record: LiveRecord) -> None:
         """In a store opened to read: reads the weights of ``record``, which are in an open access, once more, and waits.
 
-        A read fails with whatever it follows, such as another record's read into memory that this one has taken over; and
-        a drive may have failed for a moment. Raises ChecksumError, OSError where it fails again.
+        A read fails with what it follows, such as another record's read into the same memory; and a drive may fail for a
+        moment. Raises ChecksumError, OSError where it fails again.
         """
         self.failures.check()
         self.wait(self.cache.read_again(record.entry(Group.WEIGHTS)))
@@ -147,12 +147,7 @@ class StoreCore:
 
     @contextlib.contextmanager
     def optimizer_step(self, lr: float) -> Iterator[OptimizerStep]:
-        """One optimizer step of the whole store with learning rate ``lr``: the only way to take one.
-
-        The end of the block completes the step, unless it was abandoned; either way the cache's step ends. If the block
-        raises, the step is not taken. If a record has been stepped by then, the store is also poisoned: every later call
-        raises StorePoisonedError, and only the last commit can be opened. Raises StoreError if a step is open.
-        """
+        """As ``ParameterStore.optimizer_step``, without write-backs. The cache's step ends with the block."""
         self.failures.check_writable("optimizer_step")
         step = OptimizerStep(self, self.history.begin(lr), lr)
         try:
@@ -171,9 +166,8 @@ class StoreCore:
     def write_through(
         self, key: str, groups: Mapping[Group, Sequence[_native.Buffer]], *, step: int
     ) -> list[int]:
-        """Queues the write of a DIRECT record from the owner's memory, which must not change until
-        ``commit``, or until the tickets that are returned have been waited for. Raises StoreError for a frozen record that
-        has been written already.
+        """Queues the write of a DIRECT record from the owner's memory, which must not change until ``commit`` or until the
+        returned tickets have finished. Raises StoreError for a frozen record that was written before.
         """
         self.failures.check_writable("write_through")
         live = self.records.direct(key)
@@ -298,10 +292,8 @@ class OptimizerStep:
         self.lr = lr
 
     def update(self, gradients: Mapping[str, npt.NDArray[np.float32]]) -> list[int]:
-        """Steps the records in ``gradients`` (float32 [numel]); returns the engine's tickets.
-
-        Each gradient is copied into the host budget while its record is there. Raises KeyError, ValueError, StoreError (a
-        record is leased, say), OSError (ENOSPC) and BudgetError.
+        """Steps the records in ``gradients`` (float32 [numel], copied); returns the engine's tickets. Raises KeyError,
+        ValueError, StoreError (a record is leased, say), OSError (ENOSPC) and BudgetError.
         """
         core = self._core
         self._check_open()

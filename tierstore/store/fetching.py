@@ -1,4 +1,4 @@
-"""Pinning records for whoever reads them: a lease, and views of the sections that it holds."""
+"""Pinning records to read them: a lease, and views of the sections that it holds."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class RecordView:
         return list(self._sections)
 
     def view(self, name: str) -> npt.NDArray[np.generic]:
-        """The section, read-only: the host cache's own memory where the section lies there in one piece, otherwise a copy
-        that is made once for the lease. Raises KeyError for a section that was not fetched.
+        """The section, read-only: the host cache's memory where it is in one piece, otherwise a copy made once for the
+        lease. Raises KeyError for a section that was not fetched.
         """
         if name not in self._views:
             section, buffer = self._sections[name]

@@ -97,9 +97,7 @@ def create(
     trace: Path | None,
     io_log: Path | None,
 ) -> Parts:
-    """A directory with everything but an identity, which the first commit gives it. On failure nothing is
-    left.
-    """
+    """A directory with everything but an identity, which the first commit adds. On failure nothing is left."""
     refuse_foreign(directory)
     names = [schema.name for schema in schemas]
     if not names or len(set(names)) != len(names):
@@ -137,10 +135,7 @@ def open_existing(
     further: Sequence[RecordSchema] = (),
     access: StoreAccess = StoreAccess.WRITE,
 ) -> Parts:
-    """The store in ``directory``; without ``adamw``, the defaults with the store's own ``inactive``. ``further``: schemas
-    that it is to have from its next commit on, if it does not yet. With ``StoreAccess.READ`` it is opened as it is, under a
-    shared lease, and the budget holds weights alone.
-    """
+    """As ``ParameterStore.open``."""
     if access is StoreAccess.READ and further:
         raise StoreError(
             f"{directory}: a store that is opened to read is opened as it is, with no new schema"
@@ -222,11 +217,8 @@ def minimum_host_budget(
     layers: int = 1,
     access: StoreAccess = StoreAccess.WRITE,
 ) -> int:
-    """Fewest bytes of host cache that one record of each schema can be worked on in: all its groups at once, or with
-    ``StoreAccess.READ`` its weights.
-
-    With a quota for each of ``layers`` layers, so much in each, the smallest included. Algorithm 1 as printed
-    leaves one frame empty.
+    """The least bytes of host cache in which one record of each schema fits: all its groups, or with ``StoreAccess.READ``
+    its weights. With quotas for ``layers`` layers, the smallest quota holds that much.
     """
     sizes = [[section.nbytes for section in record] for record in _cached_sections(schemas, access)]
     frame = record_frame_bytes(schemas, access)

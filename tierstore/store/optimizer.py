@@ -71,12 +71,11 @@ class RecordOptimizer:
         scale: float = 1.0,
         after: Sequence[int] = (),
     ) -> int:
-        """Queues optimizer step ``number`` (None: the open one) with ``gradient`` (fp32, flat) times ``scale``; returns its
-        ticket.
+        """Queues optimizer step ``number`` (None: the open one) with ``gradient`` (fp32, flat) times ``scale``, and in the
+        same pass the steps that the record missed; returns the ticket.
 
-        An applied step's number is for a gradient that waited for that step's norm. Whatever the record missed before is
-        replayed in the same pass. Raises StoreError where no step is open, or the record has taken the step already, or
-        is frozen.
+        The number of an applied step is for a gradient that waited for that step's norm. Raises StoreError where no step is
+        open, or the record is frozen or has taken the step.
         """
         refuse_frozen(record)
         if number is None or number > self.history.applied:
@@ -145,7 +144,7 @@ def replays(schema: RecordSchema) -> bool:
 
 
 def replay_scratch_bytes(schema: RecordSchema) -> int:
-    """Bytes of the host budget that replays take where any record of ``schema`` has missed steps."""
+    """Bytes of the host budget for replays where a record of ``schema`` has missed steps."""
     return _REPLAYS * schema.layout(Group.MOMENTS).slot_bytes
 
 
@@ -187,9 +186,7 @@ class CaughtUpRecords:
         self._optimizer = optimizer
 
     def end(self) -> None:
-        """Nothing is read any more. The optimizer knows the cache that reads here: a cycle would keep the cache's memory
-        until a collection of garbage.
-        """
+        """Breaks a cycle with the optimizer, which would keep the cache's memory until a garbage collection."""
         self._optimizer = None
 
     @property

@@ -91,12 +91,10 @@ class ParameterStore:
         trace: Path | None = None,
         io_log: Path | None = None,
     ) -> ParameterStore:
-        """A new store in ``directory`` (made if missing), holding records of ``schemas``. Until its first commit there is
-        nothing that ``open`` could open.
+        """A new store of ``schemas`` in ``directory`` (made if missing). ``open`` finds it after its first commit.
 
-        ``trace`` records every residency decision's input; ``io_log`` every write and sync (for crash
-        replay). Raises StoreExistsError, ConfigError, BudgetError, OSError; on failure nothing is left
-        behind.
+        ``trace`` records the input of every residency decision, ``io_log`` every write and sync (for crash replay). Raises
+        StoreExistsError, ConfigError, BudgetError, OSError; on failure nothing is left behind.
         """
         config, adamw = config or StoreConfig(), adamw or AdamWConfig()
         return cls(StoreCore(create_store(Path(directory), schemas, config, adamw, trace, io_log)))
@@ -114,16 +112,15 @@ class ParameterStore:
         trace: Path | None = None,
         io_log: Path | None = None,
     ) -> ParameterStore:
-        """The store in ``directory`` at its last commit. With ``OpenAt.PREVIOUS`` a commit that several ranks prepared and
-        did not acknowledge is undone, and the store opens at the one before it.
+        """The store in ``directory`` at its last commit. ``OpenAt.PREVIOUS`` undoes a commit that several ranks prepared and
+        did not acknowledge.
 
-        With ``StoreAccess.READ`` not a byte of its directories is written, several processes may read it at once while
-        none writes, and whatever would change it raises StoreError. Its host cache is for weights. ``OpenAt.PREVIOUS`` then
-        undoes nothing.
+        With ``StoreAccess.READ`` nothing is written or undone, several processes may read while none writes, changes raise
+        StoreError, and the host cache is for weights.
 
-        ``adamw`` may differ from the last time, except for ``inactive``; None means the defaults with the store's own
-        ``inactive``. ``further``: schemas for records to come, which the store has from its next commit on. Raises
-        StoreMissingError, StoreInUseError, StoreFormatError, StoreError (another schema of that name), BudgetError, OSError.
+        ``adamw`` may differ from the last time, except for ``inactive``; None: the defaults with the store's ``inactive``.
+        ``further``: schemas that the store has from its next commit on. Raises StoreMissingError, StoreInUseError,
+        StoreFormatError, StoreError (another schema of that name), BudgetError, OSError.
         """
         config = config or StoreConfig()
         core = StoreCore(open_existing(Path(directory), config, adamw, at, trace, io_log, further, access))
@@ -135,8 +132,8 @@ class ParameterStore:
         return cls(core)
 
     def close(self) -> None:
-        """Stops; what was not committed is gone. Safe to call twice, after a failure, and in a forked child,
-        where it does nothing: the store goes on belonging to the process that opened it.
+        """Closes the store; what was not committed is lost. Safe to call twice and after a failure. In a forked child it
+        does nothing: the store belongs to the process that opened it.
         """
         self.core.close()
 
@@ -160,31 +157,26 @@ class ParameterStore:
         return self.core.records.info(key)
 
     def reserve(self, counts: Mapping[str, int] | None = None) -> None:
-        """Reserves disk for the live records, their last commit and the retained snapshots: 2 + ``retain``
-        copies.
+        """Reserves disk for 2 + ``retain`` copies: the live records, their last commit, and the retained snapshots.
 
-        ``counts`` says how many records of each schema there will be; without it, as many as there are.
-        Raises OSError (ENOSPC) naming the file and the bytes needed, with nothing changed but reservations. A
-        store that was not asked to reserves when records are added, and before the first change after it was
-        opened.
+        ``counts``: the records of each schema that there will be (default: those that there are). Raises OSError (ENOSPC)
+        naming the file and the bytes needed, with nothing changed but reservations. Registering records reserves too, and so
+        does the first change after opening.
         """
         self.core.reserve(counts)
 
     def register(
         self, key: str, schema: str, *, layer: int = 0, weight: npt.NDArray[np.float32] | None = None
     ) -> None:
-        """Adds a record with ``weight`` (float32 [numel], zeros if None) and zero moments.
+        """Adds a record with ``weight`` (float32 [numel], zeros if None) and zero moments; the next commit makes it durable.
 
-        It is durable after the next commit. Raises StoreError for a key that exists, ValueError for a wrong
-        shape or name, OSError (ENOSPC), each with nothing changed.
+        Raises StoreError (the key exists), ValueError (a wrong shape or name), OSError (ENOSPC), with nothing changed.
         """
         register_many(self.core, [NewRecord(key, schema, layer, weight)])
 
     def register_many(self, records: Iterable[NewRecord]) -> None:
-        """``register`` for many records, with space for all of them reserved first.
-
-        Where a callable that makes a weight raises, the records before that one are registered; that one and the rest
-        are not.
+        """``register`` for many records, with space for all of them reserved first. When a callable that makes a weight
+        raises, the records before it are registered.
         """
         register_many(self.core, records)
 
@@ -221,12 +213,11 @@ class ParameterStore:
     # Updating -----------------------------------------------------------------------------------------------
 
     def update(self, gradients: Mapping[str, npt.NDArray[np.float32]], *, lr: float) -> None:
-        """One AdamW step of the whole store: records in ``gradients`` (float32 [numel]) are stepped now, the
-        others as ``inactive`` says. Queued when this returns; ``fetch`` waits for what it needs.
+        """One AdamW step of the whole store: records in ``gradients`` (float32 [numel]) are stepped now, the others as
+        ``inactive`` says. It is queued when this returns; ``fetch`` waits for what it needs.
 
-        Each gradient is copied into the host budget while its record is there. Raises KeyError, ValueError,
-        StoreError (a record is leased), OSError (ENOSPC) and BudgetError with nothing changed; when it is
-        interrupted later the store is poisoned.
+        Raises KeyError, ValueError, StoreError (a record is leased), OSError (ENOSPC) and BudgetError with nothing changed;
+        an interruption later poisons the store.
         """
         with self.optimizer_step(lr) as step:
             step.update(gradients)
@@ -267,14 +258,12 @@ class ParameterStore:
         return LastCommit(self.core.live.generation, committer.state, list(committer.snapshots))
 
     def commit(self, state: Mapping[str, bytes] | None = None, *, snapshot: str | None = None) -> int:
-        """Makes everything so far durable, with ``state`` merged into the named state; returns the
-        generation.
+        """Makes everything so far durable, with ``state`` merged into the named state; returns the generation.
 
-        With ``snapshot`` the commit is also kept under that name, which costs the dirty bytes, not a copy of the store;
-        the oldest snapshots beyond ``retain`` are dropped. When this returns the commit is acknowledged. StoreError and
-        ValueError leave all as it was (a lease holds what must be written, say); after any other error the store is
-        poisoned, and reopens at this commit or the one before. OSError (ESTALE) names a file of the store that was removed
-        or replaced.
+        ``snapshot`` keeps the commit under that name too, at the cost of the dirty bytes; the oldest snapshots beyond
+        ``retain`` are dropped. When this returns the commit is acknowledged. StoreError and ValueError change nothing (a
+        lease pins what must be written, say); any other error poisons the store, which reopens at this commit or the one
+        before. OSError (ESTALE) names a file of the store that was removed or replaced.
         """
         return self.core.committer.commit(state, snapshot=snapshot)
 
@@ -283,9 +272,8 @@ class ParameterStore:
     ) -> int:
         """``commit``, awaiting writes and syncs. What other tasks change meanwhile is part of it.
 
-        It awaits up to three rounds of writes and syncs, each of what changed during the one before. What other tasks
-        change after the third is written while the event loop is blocked. The index transaction always blocks the loop,
-        and so does the sync of a directory whose extents have grown.
+        It awaits up to three rounds, each of what changed during the one before. Later changes, the index transaction and
+        syncs of directories whose extents have grown block the event loop.
         """
         for _ in range(_ROUNDS):
             tickets = self.core.committer.begin(state, snapshot=snapshot)
@@ -305,10 +293,9 @@ class ParameterStore:
         return StoreStatus(self.core.history.applied, self.core.describe(), self.core.extents.drive_reports())
 
     def records_crc32c(self, progress: Callable[[int, int], None] | None = None) -> int:
-        """CRC-32C over every record's content in key order, caught up to the last applied step.
-
-        Two stores with equal content have equal values, wherever their bytes lie. It reads what is not resident, and
-        changes nothing. ``progress`` is called with the records done and in all. Raises ChecksumError, OSError.
+        """CRC-32C over every record's content in key order, caught up to the last applied step: equal for stores of equal
+        content, wherever their bytes lie. ``progress`` is called with the records done and in all. Raises ChecksumError,
+        OSError.
         """
         return self.core.records_crc32c(progress)
 

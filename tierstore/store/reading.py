@@ -32,7 +32,7 @@ from tierstore.store.optimizer import replays
 
 
 class OpenAt(Enum):
-    """Which commit an opening takes up."""
+    """Which commit to open."""
 
     LAST = "last"
     PREVIOUS = "previous"
@@ -40,10 +40,7 @@ class OpenAt(Enum):
 
 @contextlib.contextmanager
 def reading(directory: Path) -> Iterator[tuple[Home, Index]]:
-    """The index of the store in ``directory``, which no process may have open to write. Nothing is written.
-
-    Raises StoreMissingError, StoreInUseError, StoreFormatError, OSError.
-    """
+    """The index of the store in ``directory``, under a shared lease."""
     home, access = Home(directory, read_identity(directory), published=True), StoreAccess.READ
     with (
         DirectoryLease(directory, access=access),
@@ -53,13 +50,13 @@ def reading(directory: Path) -> Iterator[tuple[Home, Index]]:
 
 
 def read_schemas(directory: Path) -> list[RecordSchema]:
-    """The record schemas of the store in ``directory``, as ``reading`` finds it."""
+    """The record schemas of the store in ``directory``."""
     with reading(directory) as (home, index):
         return read_meta(home, index)[0]
 
 
 def read_states(directory: Path, name: str) -> dict[OpenAt, bytes]:
-    """State ``name`` at each commit that the store in ``directory``, as ``reading`` finds it, can be opened at."""
+    """State ``name`` at each commit that the store in ``directory`` can be opened at."""
     with reading(directory) as (home, index):
         read_meta(home, index)
         states = {OpenAt.LAST: index.read_state(name)}
@@ -69,9 +66,7 @@ def read_states(directory: Path, name: str) -> dict[OpenAt, bytes]:
 
 
 def read_drives(store: Path) -> list[DriveReport]:
-    """The directories of the store in ``store``, as ``reading`` finds it, as of its last commit; a stripe directory that is
-    missing is no error.
-    """
+    """The directories of the store in ``store`` as of its last commit; a missing stripe directory is no error."""
     with reading(store) as (home, index):
         schemas, _, known = read_meta(home, index)
         used = used_slots(index, schemas)
@@ -123,9 +118,8 @@ def read_meta(home: Home, index: Index) -> tuple[list[RecordSchema], Inactive, l
 
 
 def missed_records(schemas: Sequence[RecordSchema], commit: Commit, inactive: Inactive) -> Mapping[int, int]:
-    """How many records of each schema, by its number, have missed steps; those that have none are not there.
-
-    Raises StoreFormatError for a damaged history.
+    """The number of records that have missed steps, by schema number, where there are any. Raises StoreFormatError for a
+    damaged history.
     """
     history = StepHistory(AdamWConfig(inactive=inactive))
     history.unpack(commit.state.get(HISTORY_KEY, b""))
@@ -137,8 +131,8 @@ def missed_records(schemas: Sequence[RecordSchema], commit: Commit, inactive: In
 
 @dataclass(frozen=True, kw_only=True)
 class StoreSummary:
-    """The last commit of a store: the ``schemas`` of its records, its named ``state``, how many ``records`` each schema
-    has, by its name, and how many of them have ``missed`` optimizer steps, which reading them replays.
+    """The last commit of a store. By schema name: the number of ``records``, and of those that have ``missed`` optimizer
+    steps, which reading them replays.
     """
 
     schemas: tuple[RecordSchema, ...]
@@ -152,10 +146,7 @@ class StoreSummary:
 
 
 def read_summary(directory: Path) -> StoreSummary:
-    """The summary of the store in ``directory``. Other processes may read it at the same time.
-
-    Raises StoreMissingError, StoreInUseError (one writes it), StoreFormatError.
-    """
+    """The summary of the store in ``directory``."""
     with reading(directory) as (home, index):
         schemas, inactive, _ = read_meta(home, index)
         commit = index.read_commit()

@@ -34,11 +34,10 @@ Array = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class NewRecord:
-    """A record to register. ``weight``: its initial weights (float32 [numel], None for zeros), or what makes them when
-    its turn comes.
+    """A record to register. ``weight``: initial weights (float32 [numel], None for zeros), or a callable that makes them.
 
-    A record that comes from another store has ``sections`` instead: what makes all of them, in the schema's order,
-    as they were after ``step`` optimizer steps.
+    A record of another store has ``sections`` instead: a callable that makes all of them, in the schema's order, as they
+    were after ``step`` optimizer steps.
     """
 
     key: str
@@ -71,7 +70,7 @@ def register_many(core: StoreCore, records: Iterable[NewRecord]) -> None:
             unwritten.append(core.record(new.key).number)
             nbytes += sum(shape.layout(group).slot_bytes for group in shape.groups)
             if nbytes * _PARTS > core.config.host_budget and core.cache.filled > 1 - 2 / _PARTS:
-                # Ahead of their eviction, or whoever takes over their memory would wait for one write after another.
+                # Ahead of their eviction: the next owners of their memory would wait for one write after another.
                 core.cache.clean(unwritten)
                 unwritten, nbytes = [], 0
     except BaseException:

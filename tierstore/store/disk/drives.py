@@ -40,10 +40,10 @@ if TYPE_CHECKING:
     from tierstore.store.disk.extents import Extent
 import math
 
-#: A drive is measured anew once so much was moved to or from it: less is latency and noise.
+#: A drive is measured anew once this much was moved to or from it: less is latency and noise.
 LEAST_BYTES = 4 << 20
-#: An estimate moves by the root of what was measured over it, which counts as at most so much: one hiccup cannot
-#: halve a drive's share twice, and a drive that stays slow is known in a few commits.
+#: An estimate moves by the root of the ratio measured, which counts as at most this: one hiccup cannot halve a drive's
+#: share twice, and a drive that stays slow is known in a few commits.
 _MOST_CHANGE = 4.0
 #: No share falls below this part of an equal one: a drive that gets nothing could never be seen to recover.
 _LEAST_SHARE = 1 / 16
@@ -278,7 +278,7 @@ class Drives:
             raise
 
     def _attach(self, path: Path, own: str, access: StoreAccess) -> None:
-        """Adds a directory that commits refer to; whoever writes records in its identity where the store is now."""
+        """Adds a directory that commits refer to; a writer records in its identity where the store is now."""
         number = len(self._drives)
         self._recognise(path, number, own)
         lease = DirectoryLease(path.absolute(), access=access)
@@ -482,7 +482,7 @@ def profiled_bandwidth(directory: Path) -> float:
 
 
 def _put_identity(path: Path, identity: Identity) -> None:
-    """Durably, and at once or not at all."""
+    """Replaces the identity atomically and durably."""
     write_identity(path, identity, f"{IDENTITY}.new")
     (path / f"{IDENTITY}.new").rename(path / IDENTITY)
     fsync_directory(path)

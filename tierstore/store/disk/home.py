@@ -102,7 +102,7 @@ class Home:
 
 
 def write_identity(directory: Path, identity: Identity, name: str) -> None:
-    """Durably, but for the name."""
+    """Writes and fsyncs the file; the caller fsyncs the directory."""
     with open(directory / name, "w") as file:
         file.write(json.dumps(identity.as_json()) + "\n")
         file.flush()
@@ -173,9 +173,8 @@ def refuse_foreign(directory: Path) -> None:
 def refuse_shared(home: Home, path: Path, identity: Identity) -> None:
     """Raises StoreFormatError where ``path``, with ``identity``, belongs to another copy of the store in ``home``.
 
-    Copying a store's own directory alone makes two stores that share stripe directories, each with an index of its own:
-    a slot that is free to one may be in use by the other's last commit. A store that was moved, or copied with all of
-    its directories, is no such case.
+    A copy of a store's own directory alone shares its stripe directories, with an index of its own: a slot that is free to
+    one may be in use by the other's last commit. A store may be moved, or copied with all of its directories.
     """
     other = Path(identity.home)
     if same_directory(other, home.directory) or not same_directory(Path(identity.path), path):

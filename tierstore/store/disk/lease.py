@@ -1,20 +1,17 @@
 """One process at a time has a store's directory open to write, or several have it open to read.
 
-The lease is a ``flock``, exclusive for whoever writes, shared for readers, on two things: the directory itself, and the
-file ``lease`` in it. Cleaners of temporary directories remove old files, and a lock on a file that is gone keeps nobody
-out; a directory that is not empty they leave (``systemd-tmpfiles`` even leaves alone what is below a locked one). The file
-holds the writer's pid, and is what counts where a file system cannot lock directories, or does so on this machine alone
-(NFS). Readers lock the directory alone where there is no such file.
+The lease is a ``flock``, exclusive for a writer, shared for readers, on the directory and on the file ``lease`` in it.
+Cleaners of temporary directories remove old files, and a lock on a removed file excludes no process; they leave a directory
+that is not empty. The file holds the writer's pid, and it alone counts where a file system cannot lock directories, or does
+so on this machine alone (NFS). Readers lock the directory alone where there is no such file.
 
 A flock lives as long as its open file description, so a writer's descriptors are also registered in the engine's ring:
-after SIGKILL the ring, torn down by the kernel only when its last direct write has landed, keeps the locks until then.
-(With the thread backend the process's threads, and with them the descriptor table, end only after their last system call
-has.) A reader leaves nothing in flight that anybody could find, and nothing in the file.
+after SIGKILL the kernel tears the ring down only when its last direct write has landed, and the locks stay until then.
+(With the thread backend the descriptor table ends only after the threads' last system calls.) A reader writes nothing.
 
-Readers may not write their pids, and a full disk takes no writer's: such holders are looked up in ``/proc/locks``; one in
-another container is not named there.
-
-A forked child shares the descriptions, and so the locks: there ``close`` must not unlock them under its parent.
+Readers may not write their pids, and a full disk takes no writer's: such holders are looked up in ``/proc/locks``, which
+does not name processes of other containers. A forked child shares the descriptions, and so the locks: ``close`` must not
+unlock them there.
 """
 
 from __future__ import annotations
@@ -53,11 +50,11 @@ def try_lock(fd: int, kind: int, path: Path) -> bool:
 
 
 class DirectoryLease:
-    """A hold on the store in ``directory``, exclusive or, with ``StoreAccess.READ``, shared; a context manager.
+    """The lease of the store in ``directory``; a context manager.
 
-    Raises StoreInUseError naming the holder's pid when another process holds it, or when a killed holder's
-    does not end within ``patience_s`` seconds (its last I/O may take a moment to land). A reader changes no byte. Raises
-    OSError naming what cannot be locked, and StoreFormatError where a reader finds nothing that it can lock.
+    Raises StoreInUseError naming the holder's pid when another process holds it, or when that of a killed holder does not
+    end within ``patience_s`` seconds (its last I/O may take a moment). Raises OSError naming what cannot be locked, and
+    StoreFormatError where a reader finds nothing that it can lock.
     """
 
     def __init__(
@@ -84,12 +81,12 @@ class DirectoryLease:
             raise
         if access is StoreAccess.WRITE and self._fd >= 0:
             self.watch("lease", self._fd)
-            with contextlib.suppress(OSError):  # no more than a courtesy, for which a disk may be full
+            with contextlib.suppress(OSError):  # a courtesy: the disk may be full
                 os.ftruncate(self._fd, 0)
                 os.pwrite(self._fd, f"{self._owner}\n".encode(), 0)
 
     def _take(self, deadline: float) -> bool:
-        """Locks what there is; False where it is not what is there any more: a creation taken back removes it."""
+        """Locks what there is; False where it has been replaced meanwhile: an undone creation removes it."""
         self._directory_fd = os.open(self._given, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             self._acquire(self._directory_fd, self._given, deadline)
@@ -173,16 +170,12 @@ class DirectoryLease:
 
     @property
     def fds(self) -> list[int]:
-        """The locked descriptors, to be registered where the locks must outlive this process's I/O: a writer's. Of a reader
-        none.
-        """
+        """A writer's locked descriptors, for the engine's ring; none of a reader."""
         held = (self._fd, self._directory_fd) if self._access is StoreAccess.WRITE else ()
         return [fd for fd in held if fd >= 0]
 
     def watch(self, name: str, fd: int | None = None) -> None:
-        """From now on ``check`` expects the file ``name`` of the directory to be the one that ``fd`` has open, as long as it
-        has, or the one that is there now.
-        """
+        """From now on ``check`` expects the file ``name`` to be the one that ``fd`` has open, or the one that is there."""
         if fd is None:  # kept open: the number of an inode that is gone soon belongs to another file
             fd = os.open(self.directory / name, os.O_RDONLY | os.O_CLOEXEC)
             self._kept.append(fd)

@@ -9,12 +9,11 @@ Every write to an extent or a scratch file takes its turn in the bucket *before*
 - when it is empty, those wait too that the caller waits for: dirty victims of demanded fetches, and commits. That time
   is charged to the cause "write budget".
 
-So the budget changes when bytes move, and never a decision: the cache does not know of it, for a decision that looked at
-a clock would differ from run to run, and from its replay.
+So the budget changes when bytes move, and never a decision: one that looked at a clock would differ from run to run, and
+from its replay.
 
-The level is kept with each commit. Within a run time is CLOCK_MONOTONIC; between runs it is the wall clock, of which
-nothing is believed that it cannot have done: back is no time at all, forward at most fills the bucket. What is written after
-the last commit of a run that is killed is not remembered.
+Each commit keeps the level. Within a run time is CLOCK_MONOTONIC; between runs it is the wall clock: a step back counts as
+no time, a step forward at most fills the bucket. What a killed run wrote after its last commit is not counted.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ class WriteBudget:
         return _STATE.pack(self.level, self._clock())
 
     def unpack(self, raw: bytes) -> None:
-        """Goes on from an earlier run's ``pack``; what is not one is taken as an empty bucket."""
+        """Continues from an earlier run's ``pack``; anything else is an empty bucket."""
         level, then = _STATE.unpack(raw) if len(raw) == _STATE.size else (0.0, self._clock())
         # Written so that a number that is none (NaN) counts as nothing.
         refilled = max(0.0, min(self._clock() - then, _BURST_S)) * self._bytes_per_s

@@ -178,9 +178,9 @@ _ENTRY_BYTES = 256  # a record's key and entry with LMDB's overhead, rounded up
 
 
 def index_bytes(records: int, retain: int) -> int:
-    """Bytes to reserve for the index of ``records`` records: the table, ``retain`` snapshots of it, the
-    one being added and the previous commit, and as much again, for LMDB writes pages anew before it frees the
-    old ones."""
+    """Bytes to reserve for the index of ``records`` records: the table, ``retain`` snapshots of it, the one being added and
+    the previous commit, twice, because LMDB writes new pages before it frees the old ones.
+    """
     needed = _FIRST_BYTES + records * _ENTRY_BYTES * 2 * (3 + retain)
     return -(-needed // _FIRST_BYTES) * _FIRST_BYTES
 
