@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import statistics
+import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -28,15 +29,9 @@ from typing import Any
 import torch
 from emulation import OUTPUT, finish, options, run_ranks, start
 
-from tierstore.bench.processes.namespaces import (
-    RankNamespace,
-    delay_namespace,
-    limit_namespace,
-    probe_netem,
-    rank_namespaces,
-)
+from tierstore.bench.processes.namespaces import RankNamespace, limit_namespace, rank_namespaces
 from tierstore.capabilities import Capability, Finding
-from tierstore.errors import ConfigError
+from tierstore.errors import CapabilityError, ConfigError
 from tierstore.links import CollectiveLink, LinkConfig, open_link
 from tierstore.parallel import Collective, Mesh
 from tierstore.parallel.config import ExchangeMode, ParallelConfig
@@ -61,6 +56,31 @@ def grid_of(layout: str) -> NodeGrid:
     if not (nodes.isdecimal() and each.isdecimal() and int(nodes) > 1 and int(each) > 1):
         raise ConfigError(f"--layouts: expected NODESxRANKS, two of each at least, got {layout!r}")
     return NodeGrid(int(nodes), int(each))
+
+
+def delay_namespace(namespace: RankNamespace, *, bandwidth: int, latency_s: float) -> None:
+    """What ``namespace`` sends from now on leaves ``latency_s`` later, ``bandwidth`` bytes a second.
+
+    Raises CapabilityError.
+    """
+    device = namespace.environment["GLOO_SOCKET_IFNAME"]
+    delay = ["delay", f"{round(latency_s * 1e6)}us", "rate", f"{bandwidth * 8}bit"]
+    command = ["tc", "-n", namespace.name, "qdisc", "replace", "dev", device, "root", "netem", *delay]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        reason = [*done.stderr.strip().splitlines(), str(done.returncode)][0]
+        raise CapabilityError(f"the kernel has no netem ({reason})")
+
+
+def probe_netem() -> Finding:
+    """Whether a namespace here can delay what it sends: one is made, with ``tc netem``, and removed."""
+    with rank_namespaces(1, bandwidth=1 << 20) as (resolution, namespaces):
+        try:
+            for namespace in namespaces:
+                delay_namespace(namespace, bandwidth=1 << 20, latency_s=1e-3)
+        except CapabilityError as error:
+            return Finding(False, str(error))
+        return Finding(bool(namespaces), resolution.reason)
 
 
 @contextlib.contextmanager

@@ -64,7 +64,7 @@ def test_the_drawing_of_a_race(tmp_path: Path) -> None:
     ran = {"outcome": "ran", "rival": "tierstore", "title": "tierstore", "times": times}
     saved, target = tmp_path / "rivals.json", tmp_path / "rivals.svg"
     saved.write_text(json.dumps({"figures": {"rivals": [ran, {"outcome": "skipped"}]}}))
-    subprocess.run([sys.executable, ROOT / "scripts/plot_rivals.py", saved, target], check=True)
+    subprocess.run([sys.executable, ROOT / "rivals/plot.py", saved, target], check=True)
     for title in ("Tokens a second", "Peak resident memory, GiB", "Disk, GiB a step"):
         assert title in target.read_text()
 

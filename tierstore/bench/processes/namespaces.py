@@ -37,37 +37,10 @@ class RankNamespace:
         return ["ip", "netns", "exec", self.name, *arguments]
 
 
-def probe_netem() -> Finding:
-    """Whether a namespace here can delay what it sends: one is made, with ``tc netem``, and removed."""
-    found = probe_namespaces()
-    if not found.available:
-        return found
-    try:
-        with _network(f"tierstore-netem-{os.getpid()}", 1, 1 << 20) as (namespace,):
-            delay_namespace(namespace, bandwidth=1 << 20, latency_s=1e-3)
-            return Finding(True, "a namespace with netem was made")
-    except CapabilityError as error:
-        _, _, reason = str(error).partition(": ")  # behind the command
-        return Finding(False, f"the kernel has no netem ({reason})")
-
-
-def delay_namespace(namespace: RankNamespace, *, bandwidth: int, latency_s: float) -> None:
-    """What ``namespace`` sends from now on leaves ``latency_s`` later, ``bandwidth`` bytes a second.
-
-    Raises CapabilityError.
-    """
-    delay = ["netem", "delay", f"{round(latency_s * 1e6)}us", "rate", f"{bandwidth * 8}bit"]
-    _run([*_qdisc(namespace.name), *delay])
-
-
 def limit_namespace(namespace: RankNamespace, bandwidth: int) -> None:
     """``namespace`` sends at most ``bandwidth`` bytes a second from now on. Raises CapabilityError."""
     bucket = ["rate", f"{bandwidth}bps", "burst", str(_BURST_BYTES), "latency", f"{_QUEUE_MS}ms"]
-    _run([*_qdisc(namespace.name), "tbf", *bucket])
-
-
-def _qdisc(namespace: str) -> list[str]:
-    return ["tc", "-n", namespace, "qdisc", "replace", "dev", _INTERFACE, "root"]
+    _run(["tc", "-n", namespace.name, "qdisc", "replace", "dev", _INTERFACE, "root", "tbf", *bucket])
 
 
 def probe_namespaces() -> Finding:

@@ -14,7 +14,6 @@ import click
 
 from tierstore.bench import BENCHMARKS
 from tierstore.bench.harness import Benchmark, ExistingPath, Found, Progress
-from tierstore.cli.bench.generate import generate
 from tierstore.cli.bench.io import io
 from tierstore.cli.bench.machine import machine
 from tierstore.cli.bench.order import order
@@ -26,7 +25,6 @@ from tierstore.cli.bench.results import (
     results_options,
     show_comparison,
 )
-from tierstore.cli.bench.rivals import rivals
 from tierstore.cli.bench.scale import scale
 from tierstore.cli.bench.tiers import tiers
 from tierstore.cli.bench.train import train
@@ -193,7 +191,7 @@ def _show(found: Found, output: Output) -> None:
             output.table(shown.title, list(shown.columns), shown.cells)
 
 
-for _old in (io, tiers, train, order, rivals, generate, overlap, machine, scale):
+for _old in (io, tiers, train, order, overlap, machine, scale):
     bench.add_command(_old)
 
 

@@ -1,4 +1,4 @@
-"""The race with tiny sizes: who needs nothing beyond torch trains the same; who is missing, dies or disagrees is told of."""
+"""The race of training with tiny sizes: rivals that need only torch train the same; the others are named with a reason."""
 
 from __future__ import annotations
 
@@ -11,33 +11,21 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import entrants
 import pytest
-import rival_that_ends
 import torch
-from click.testing import CliRunner
+import train_tierstore
+import train_torch
+import training_race
+from entrants import Outcome, Rival, order
+from fake_disk import FakeDisk
+from process import RivalError, RivalProcess
+from train_deepspeed import settings_of
+from training import BuiltIn, Steps, TrainTask, disk_bytes, fill
+from training_race import RIVALS, TrainingRace, agreed, difference, measurements, show
 
 from tierstore.bench.probes.disk import Bytes
-from tierstore.bench.processes.spawn import WorkerError
-from tierstore.bench.results.figures import to_json
-from tierstore.bench.rivals import run as race
-from tierstore.bench.rivals.deepspeed import settings_of
-from tierstore.bench.rivals.plain import open_plain
-from tierstore.bench.rivals.registry import RIVALS, Entry
-from tierstore.bench.rivals.rival import RivalTask
-from tierstore.bench.rivals.run import (
-    RivalOutcome,
-    RivalsBench,
-    RivalsResult,
-    difference,
-    measurements,
-    order,
-)
-from tierstore.bench.rivals.tiered import open_in_ram, open_tiered
-from tierstore.bench.rivals.worker import Ready, RivalProcess, RivalSteps, disk_bytes
-from tierstore.bench.rivals.workload import BuiltIn, fill
 from tierstore.bench.training.bound import Compulsory
-from tierstore.cli.bench.rivals import show_rivals
-from tierstore.cli.main import cli
 from tierstore.cli.output import Output, OutputMode
 from tierstore.errors import CapabilityError, ConfigError
 from tierstore.model import ModelConfig
@@ -112,7 +100,7 @@ def test_the_rivals_model_is_ours(config: TrainConfig, more: dict[str, Any]) -> 
 def test_what_the_rivals_cannot_do_is_refused(config: TrainConfig, changes: dict[str, Any]) -> None:
     changed = replace(config, model=ModelConfig(**SIZES, **changes))
     with pytest.raises(ConfigError, match=next(iter(changes))):
-        race.run(changed, RivalsBench())
+        TrainingRace().run(changed)
     assert not changed.store.exists()
 
 
@@ -121,7 +109,7 @@ def test_deepspeed_is_told_to_train_the_same(config: TrainConfig, tmp_path: Path
     over.write_text(
         '{"zero_optimization": {"offload_param": {"buffer_count": 7}}, "aio": {"queue_depth": 8}}'
     )
-    told = settings_of(RivalTask(config=config, directory=tmp_path, settings=over), "nvme", [512, 8])
+    told = settings_of(task(config, tmp_path, rival="deepspeed-nvme", settings=over), "nvme", [512, 8])
     assert told["gradient_clipping"] == 0.0  # and not its default of 1
     assert told["optimizer"]["params"]["adam_w_mode"] is True
     zero = told["zero_optimization"]
@@ -132,64 +120,54 @@ def test_deepspeed_is_told_to_train_the_same(config: TrainConfig, tmp_path: Path
     assert told["aio"]["block_size"] == 1 << 20
 
 
+def task(config: TrainConfig, directory: Path, **more: Any) -> TrainTask:
+    directory.mkdir(exist_ok=True)
+    given = {"rival": "torch", "module": "train_torch", **more}
+    return TrainTask(config=config, directory=directory, **given)
+
+
 # A whole race -----------------------------------------------------------------------------------------------
 
 
-class FakeDisk:
-    """A disk of 1 MB/s: the real one's probe moves hundreds of MB."""
-
-    def __init__(self, directory: Path, config: TrainConfig, mix: Bytes) -> None:
-        assert mix.total > 0
-
-    def measured(self) -> float:
-        return 1e6
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-
 @pytest.mark.slow
-def test_a_race_of_those_that_need_torch_alone(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_race_of_rivals_that_need_torch_alone(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     names = ("torch", "fsdp2-cpu", "tierstore", "deepspeed-nvme")
     missing = {**RIVALS, "deepspeed-nvme": replace(RIVALS["deepspeed-nvme"], needs="no_such")}
-    monkeypatch.setattr(race, "RIVALS", MappingProxyType(missing))
-    monkeypatch.setattr(race, "StepDisk", FakeDisk)
-    plan = RivalsBench(rivals=names, steps=1, warmup=3, rounds=2)
-    found = race.run(replace(config, clip_norm=0.5), plan, said.append)
+    monkeypatch.setattr(training_race, "RIVALS", MappingProxyType(missing))
+    monkeypatch.setattr(training_race, "StepDisk", FakeDisk)
+    race = TrainingRace(rivals=names, steps=1, warmup=3, rounds=2)
+    found = race.run(replace(config, clip_norm=0.5), said.append)
     assert not config.store.exists()
-    by_name = {one.rival: one for one in found.rivals}
-    assert [one.outcome for one in found.rivals] == [RivalOutcome.RAN] * 3 + [RivalOutcome.SKIPPED], said
-    assert by_name["deepspeed-nvme"].reason == "no_such is not installed (pip install tierstore[rivals])"
+    by_name = {one["rival"]: one for one in found["rivals"]}
+    assert [one["outcome"] for one in found["rivals"]] == ["ran"] * 3 + ["skipped"], said
+    assert by_name["deepspeed-nvme"]["reason"] == "no_such is not installed (pip install tierstore[rivals])"
     assert any("no_such is not installed" in line for line in said)
-    assert found.agreed
-    assert found.reference == "torch"
+    assert agreed(found)
+    assert found["reference"] == "torch"
     for name in names[:3]:
-        losses = by_name[name].losses
+        losses = by_name[name]["losses"]
         assert len(losses) == 5
-        assert losses == pytest.approx(by_name["torch"].losses, abs=1e-4)
+        assert losses == pytest.approx(by_name["torch"]["losses"], abs=1e-4)
     # Had one of them stood still, its loss would show it.
-    assert by_name["torch"].losses[-1] < by_name["torch"].losses[0] - 0.1
-    assert found.orders == [list(names[:3]), [*names[1:3], names[0]]]
-    assert {one.rival for one in found.against} == {"torch", "fsdp2-cpu"}
-    document = json.loads(json.dumps(to_json(found)))
-    assert document["bench"] == "rivals"
+    assert by_name["torch"]["losses"][-1] < by_name["torch"]["losses"][0] - 0.1
+    assert found["orders"] == [list(names[:3]), [*names[1:3], names[0]]]
+    assert {one["rival"] for one in found["against"]} == {"torch", "fsdp2-cpu"}
+    document = json.loads(json.dumps(found))
     assert len(document["rivals"][0]["times"]["step_samples_s"]) == 2
     assert "times" not in document["rivals"][3]
     labels = {one.label for one in measurements(found)}
     assert {"tokens (rival=torch)", "read a step (rival=tierstore)"} <= labels
     assert not any("deepspeed" in label for label in labels)
-    show_rivals(found, Output(OutputMode.HUMAN))
+    show(found, Output(OutputMode.SILENT))
 
 
-def test_in_ram_we_train_the_same_too(config: TrainConfig, tmp_path: Path) -> None:
+def test_tierstore_in_ram_trains_the_same(config: TrainConfig, tmp_path: Path) -> None:
     losses = []
-    for opener in (open_plain, open_in_ram):
-        directory = tmp_path / opener.__name__
-        directory.mkdir()
-        with opener(RivalTask(config=config, directory=directory)) as rival:
-            losses.append([rival.step() for _ in range(3)])
-            assert rival.describe()
+    for module, name in ((train_torch, "torch"), (train_tierstore, "tierstore-ram")):
+        with module.opened(task(config, tmp_path / name, rival=name)) as (description, step):
+            losses.append([step() for _ in range(3)])
+            assert description
     assert losses[0] == pytest.approx(losses[1], abs=1e-4)
 
 
@@ -198,61 +176,58 @@ def test_tierstore_takes_the_order_that_its_command_would(config: TrainConfig, t
     data = replace(config.data, micro_batches=2)
     slow = replace(config.links, disk=replace(config.links.disk, bandwidth=1 << 20))
     auto = replace(config, data=data, links=slow, host_budget=200_000)
-    for name, opener, taken in (("tiered", open_tiered, "layer order"), ("ram", open_in_ram, "micro order")):
-        (tmp_path / name).mkdir()
-        with opener(RivalTask(config=auto, directory=tmp_path / name)) as rival:
-            assert taken in " ".join(rival.describe())
+    for name, taken in (("tierstore", "layer order"), ("tierstore-ram", "micro order")):
+        with train_tierstore.opened(task(auto, tmp_path / name, rival=name)) as (description, _):
+            assert taken in " ".join(description)
 
 
 def test_the_bound_and_the_aim(
     config: TrainConfig, fake: type[FakeProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # 3 MB of compulsory bytes at 1 MB/s: 3 s, more than the 2.5 s in RAM; DeepSpeed's step takes 8 s.
-    monkeypatch.setattr(race, "StepDisk", FakeDisk)
+    monkeypatch.setattr(training_race, "StepDisk", FakeDisk)
     moved = Bytes(12_000_000, 6_000_000)
-    monkeypatch.setattr(
-        race, "compulsory", lambda trace, first_step, steps: Compulsory("lru", moved, {"lru": moved}, moved)
-    )
+    least = Compulsory("lru", moved, {"lru": moved}, moved)
+    monkeypatch.setattr(training_race, "compulsory", lambda trace, first_step, steps: least)
     fake.behaviour |= {"tierstore": "moves bytes"}
     found = raced(config, rivals=("deepspeed-nvme", "tierstore", "tierstore-ram"))
-    bound = found.bound
-    assert bound is not None
-    assert (bound.compulsory_read_bytes, bound.compulsory_written_bytes) == (2_000_000, 1_000_000)
-    assert bound.in_ram_step_s == 2.5
-    assert bound.bound_s == 3.0
-    assert bound.step_to_bound_ratio == pytest.approx(2 / 3)
-    assert bound.aim_s == pytest.approx(3.3)  # more than 8 s / 4
-    assert bound.step_to_aim_ratio == pytest.approx(2 / 3.3)
+    bound = found["bound"]
+    assert (bound["compulsory_read_bytes"], bound["compulsory_written_bytes"]) == (2_000_000, 1_000_000)
+    assert bound["in_ram_step_s"] == 2.5
+    assert bound["bound_s"] == 3.0
+    assert bound["step_to_bound_ratio"] == pytest.approx(2 / 3)
+    assert bound["aim_s"] == pytest.approx(3.3)  # more than 8 s / 4
+    assert bound["step_to_aim_ratio"] == pytest.approx(2 / 3.3)
     targets = {one.label: one.met for one in measurements(found) if one.target is not None}
     assert targets == {"resident to rival's (rival=deepspeed-nvme)": True, "step to aim": True}
-    show_rivals(found, Output(OutputMode.HUMAN))
+    show(found, Output(OutputMode.SILENT))
 
 
-# Rivals of the imagination ----------------------------------------------------------------------------------
+# Fake rivals -------------------------------------------------------------------------------------------------
 
 
 class FakeProcess:
-    """A rival that answers at once, as ``behaviour`` has it for its name. Turns are kept in ``log``."""
+    """A rival that answers at once, as ``behaviour`` has it for its name, and logs its turns."""
 
     behaviour: dict[str, str]
     log: list[str]
 
-    def __init__(self, name: str, *, confinement: Any, **given: Any) -> None:
-        self.name, self._number, self.closed = name, 0, False
+    def __init__(self, name: str, *given: Any, data_bytes: int = 0, **more: Any) -> None:
+        self.name, self._number = name, 0
         self._how = self.behaviour.get(name, "")
-        if self._how == "does not open" or (self._how == "too large" and confinement.data_bytes):
-            raise WorkerError(f"{name}: was killed by signal 9")
-        self.ready = Ready(description=[name], open_s=0.5)
+        if self._how == "does not open" or (self._how == "too large" and data_bytes):
+            raise RivalError(f"{name}: was killed by signal 9")
+        self.description, self.open_s = [name], 0.5
 
-    def run(self, steps: int) -> RivalSteps:
+    def ask(self, steps: int) -> Steps:
         self.log.append(self.name)
         if self._how == "dies" and self._number >= 3:
-            raise WorkerError(f"{self.name}: RivalError: no more")
+            raise RivalError(f"{self.name}: ValueError: no more")
         losses = [1.0 / (self._number + i + 1) for i in range(steps)]
         if self._how == "trains something else":
             losses = [loss + 0.01 * (self._number + i) for i, loss in enumerate(losses)]
         self._number += steps
-        return RivalSteps(
+        return Steps(
             step_s=[{"torch": 1.0, "tierstore": 2.0, "tierstore-ram": 2.5}.get(self.name, 8.0)] * steps,
             losses=losses,
             cpu_s=2.0 * steps,
@@ -264,20 +239,20 @@ class FakeProcess:
         )
 
     def close(self) -> None:
-        self.closed = True
+        """Nothing is open."""
 
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeProcess]:
     kind = type("Fake", (FakeProcess,), {"behaviour": {}, "log": []})
-    monkeypatch.setattr(race, "RivalProcess", kind)
-    everyone = {name: Entry(entry.title, entry.opener) for name, entry in RIVALS.items()}
-    monkeypatch.setattr(race, "RIVALS", MappingProxyType(everyone))
+    monkeypatch.setattr(training_race, "RivalProcess", kind)
+    everyone = {name: Rival(rival.title, rival.module) for name, rival in RIVALS.items()}
+    monkeypatch.setattr(training_race, "RIVALS", MappingProxyType(everyone))
     return kind
 
 
-def raced(config: TrainConfig, **bench: Any) -> RivalsResult:
-    return race.run(config, RivalsBench(steps=2, warmup=1, rounds=3, **bench))
+def raced(config: TrainConfig, **options: Any) -> dict[str, Any]:
+    return TrainingRace(steps=2, warmup=1, rounds=3, **options).run(config)
 
 
 def test_each_round_begins_with_another_one() -> None:
@@ -295,13 +270,13 @@ def test_rivals_take_turns(config: TrainConfig, fake: type[FakeProcess]) -> None
     found = raced(config, rivals=names)
     warm, rounds = fake.log[:3], fake.log[3:]
     assert warm == list(names)
-    assert rounds == [*itertools.chain(*found.orders)]
-    assert [first[0] for first in found.orders] == list(names)
-    against = {one.rival: one for one in found.against}
-    assert against["deepspeed-nvme"].tokens_ratio == 4.0
-    assert against["torch"].tokens_ratio == 0.5
-    assert against["deepspeed-nvme"].resident_ratio == 0.25
-    disk = {one.rival: one.times and one.times.disk_step_read_bytes for one in found.rivals}
+    assert rounds == [*itertools.chain(*found["orders"])]
+    assert [first[0] for first in found["orders"]] == list(names)
+    against = {one["rival"]: one for one in found["against"]}
+    assert against["deepspeed-nvme"]["tokens_ratio"] == 4.0
+    assert against["torch"]["tokens_ratio"] == 0.5
+    assert against["deepspeed-nvme"]["resident_ratio"] == 0.25
+    disk = {one["rival"]: one["times"]["disk_step_read_bytes"] for one in found["rivals"]}
     assert disk == {"torch": None, "deepspeed-nvme": 3, "tierstore": 3}
 
 
@@ -310,27 +285,27 @@ def test_one_that_dies_or_does_not_open_leaves_the_others_racing(
 ) -> None:
     fake.behaviour |= {"torch": "does not open", "deepspeed-cpu": "dies"}
     found = raced(config, rivals=("torch", "deepspeed-cpu", "fsdp2-cpu", "tierstore"))
-    by_name = {one.rival: one for one in found.rivals}
-    assert by_name["torch"].outcome is RivalOutcome.SKIPPED
-    assert by_name["torch"].reason == "torch: was killed by signal 9"
-    assert by_name["deepspeed-cpu"].outcome is RivalOutcome.DIED
-    assert by_name["deepspeed-cpu"].reason == "round 2: deepspeed-cpu: RivalError: no more"
-    assert found.reference == "tierstore"
-    assert [one.rival for one in found.against] == ["fsdp2-cpu"]
-    assert found.orders[2] == ["fsdp2-cpu", "tierstore"]
-    assert found.agreed
-    show_rivals(found, Output(OutputMode.HUMAN))
+    by_name = {one["rival"]: one for one in found["rivals"]}
+    assert by_name["torch"]["outcome"] == "skipped"
+    assert by_name["torch"]["reason"] == "torch: was killed by signal 9"
+    assert by_name["deepspeed-cpu"]["outcome"] == "died"
+    assert by_name["deepspeed-cpu"]["reason"] == "round 2: deepspeed-cpu: ValueError: no more"
+    assert found["reference"] == "tierstore"
+    assert [one["rival"] for one in found["against"]] == ["fsdp2-cpu"]
+    assert found["orders"][2] == ["fsdp2-cpu", "tierstore"]
+    assert agreed(found)
+    show(found, Output(OutputMode.SILENT))
 
 
 def test_one_that_trains_something_else_is_no_rival(config: TrainConfig, fake: type[FakeProcess]) -> None:
     fake.behaviour |= {"deepspeed-nvme": "trains something else"}
     found = raced(config, rivals=("torch", "deepspeed-nvme", "tierstore"))
-    assert not found.agreed
-    told = found.rivals[1]
-    assert told.outcome is RivalOutcome.DISAGREED
-    assert told.loss_difference == pytest.approx(0.06)
-    assert "0.06 nats from those of torch" in str(told.reason)
-    assert [one.rival for one in found.against] == ["torch"]
+    assert not agreed(found)
+    told = found["rivals"][1]
+    assert told["outcome"] == Outcome.DISAGREED.value
+    assert told["loss_difference"] == pytest.approx(0.06)
+    assert "0.06 nats from those of torch" in str(told["reason"])
+    assert [one["rival"] for one in found["against"]] == ["torch"]
     assert not any("deepspeed" in one.label for one in measurements(found))
 
 
@@ -340,22 +315,22 @@ def test_one_too_large_for_the_limit_races_without(
     def refused(limit: int, *, name: str) -> None:
         raise CapabilityError("no")
 
-    monkeypatch.setattr(race, "MemoryLimit", refused)
+    monkeypatch.setattr(entrants, "MemoryLimit", refused)
     fake.behaviour |= {"deepspeed-nvme": "too large"}
     found = raced(config, rivals=("deepspeed-nvme", "tierstore"), memory_limit=1 << 30)
-    memory = {one.rival: one.memory for one in found.rivals}
+    memory = {one["rival"]: one["memory"] for one in found["rivals"]}
     assert memory["tierstore"] == "RLIMIT_DATA"
     assert memory["deepspeed-nvme"].startswith(
         "no limit: not in the RLIMIT_DATA's (deepspeed-nvme: was killed"
     )
-    assert all(one.outcome is RivalOutcome.RAN for one in found.rivals)
+    assert all(one["outcome"] == "ran" for one in found["rivals"])
 
 
 def test_differences_of_losses() -> None:
     assert difference([1.0, 2.0], [1.0, 2.5, 9.0]) == 0.5
     assert difference([1.0], [math.nan]) == math.inf
     assert difference([], []) == math.inf
-    drifted = [1.0] * race.COMPARED_STEPS + [5.0]
+    drifted = [1.0] * training_race.COMPARED_STEPS + [5.0]
     assert difference([1.0] * len(drifted), drifted) == 0.0
 
 
@@ -364,20 +339,18 @@ def test_differences_of_losses() -> None:
 
 @pytest.mark.slow
 def test_reasons_of_a_process(config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(rival_that_ends.__file__).parent))
     lost = replace(config, data=DataConfig(paths=(str(tmp_path / "nowhere"),)))
-    with pytest.raises(WorkerError, match=r"torch: DataError: .*nowhere"):
-        RivalProcess("torch", config=lost, directory=tmp_path / "lost", timeout_s=60)
-    with pytest.raises(WorkerError, match=r"torch: no answer within 0\.05 s"):
-        RivalProcess("torch", config=config, directory=tmp_path / "late", timeout_s=0.05)
-    with pytest.raises(WorkerError, match=r"exited with status 7; its last line: the end$"):
-        RivalProcess(
-            "torch",
-            config=config,
-            directory=tmp_path / "dead",
-            timeout_s=60,
-            module="rival_that_ends",
-        )
+    with pytest.raises(RivalError, match=r"torch: DataError: .*nowhere"):
+        RivalProcess("torch", task(lost, tmp_path), tmp_path / "lost", timeout_s=60)
+    with pytest.raises(RivalError, match=r"torch: no answer within 0\.05 s"):
+        RivalProcess("torch", task(config, tmp_path), tmp_path / "late", timeout_s=0.05)
+    (tmp_path / "rival_that_ends.py").write_text(
+        "import os\ndef opened(task):\n    print('begun\\nthe end\\n', flush=True)\n    os._exit(7)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    ends = task(config, tmp_path, module="rival_that_ends")
+    with pytest.raises(RivalError, match=r"torch: exited with status 7; its last line: the end$"):
+        RivalProcess("torch", ends, tmp_path / "dead", timeout_s=60)
 
 
 def test_bytes_of_a_disk(tmp_path: Path) -> None:
@@ -390,29 +363,16 @@ def test_bytes_of_a_disk(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("bad", "said"),
+    ("bad", "named"),
     [
-        ({"rivals": ("nobody",)}, "expected one of torch, "),
-        ({"rivals": ("torch", "torch")}, "named twice"),
+        ({"rivals": ("other",)}, "expected one of torch, "),
+        ({"rivals": ("torch", "torch")}, "each once"),
         ({"rivals": ()}, "at least one"),
         ({"rounds": 0}, "rounds"),
         ({"memory_limit": -1}, "memory_limit"),
     ],
 )
-def test_plans_that_make_no_sense(bad: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        RivalsBench(**bad)
-
-
-def test_the_command(
-    config: TrainConfig, fake: type[FakeProcess], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    fake.behaviour |= {"fsdp2-cpu": "trains something else"}
-    saved = tmp_path / "saved.json"
-    arguments = ["bench", "rivals", "--rival", "torch", "--rival", "fsdp2-cpu", "--rival", "tierstore"]
-    arguments += ["--rounds", "2", "--store", str(config.store), "--save", str(saved), "--json"]
-    done = CliRunner().invoke(cli, arguments, standalone_mode=False)
-    assert done.exception is None or isinstance(done.exception, SystemExit), done.output
-    figures = json.loads(done.stdout.splitlines()[-1])
-    assert [one["outcome"] for one in figures["rivals"]] == ["ran", "disagreed", "ran"]
-    assert json.loads(saved.read_text())["bench"] == "rivals"
+def test_races_that_make_no_sense(config: TrainConfig, bad: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        TrainingRace(**bad).run(config)
+    assert not config.store.exists()

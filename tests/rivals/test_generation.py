@@ -9,35 +9,31 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from served_stores import store_of
-
-from tierstore.bench.generation.contestant import Generated
-from tierstore.bench.generation.figures import (
-    ContestantOutcome,
+from generating import Generated, Load, Ran, Workload, serve_load
+from generation_race import (
     Turn,
-    measurements,
+    agreed,
+    drop_page_cache,
+    read_ahead_bytes,
+    read_ahead_of,
     speed_figures,
     speed_ratios,
+    vocabulary_of,
 )
-from tierstore.bench.generation.gguf_file import write_gguf
-from tierstore.bench.generation.models import BenchModel
-from tierstore.bench.generation.open_loop import OpenLoop, run_open_loop
-from tierstore.bench.generation.page_cache import drop_page_cache, read_ahead_bytes, read_ahead_of
-from tierstore.bench.generation.run import GenerationBench, run
-from tierstore.bench.generation.workload import GenerationWorkload, vocabulary_of
-from tierstore.cli.bench.generate import show_generate
-from tierstore.cli.output import Output, OutputMode
+from gguf_file import write_gguf
+from served_stores import store_of
+
 from tierstore.errors import CapabilityError, ConfigError
 from tierstore.serve.batch import Joined
 
 
-def workload(batch: int = 2) -> GenerationWorkload:
-    return GenerationWorkload(batch=batch, prompt_tokens=4, new_tokens=3, vocabulary=50)
+def workload(batch: int = 2) -> Workload:
+    return Workload(batch=batch, prompt_tokens=4, new_tokens=3, vocabulary=50)
 
 
 def test_tokens_are_forced_and_the_same_for_all() -> None:
     asked = workload()
-    assert asked.prompts() == GenerationWorkload(**asked.as_json()).prompts()
+    assert asked.prompts() == workload().prompts()
     assert [len(prompt) for prompt in asked.prompts()] == [4, 4]
     assert [len(step) for step in asked.forced()] == [2, 2, 2]
     assert all(3 <= token < 50 for row in (*asked.prompts(), *asked.forced()) for token in row)
@@ -56,38 +52,33 @@ def turn(prefill_s: float, step_s: float, chosen: int = 9) -> Turn:
         prefill_read_bytes=800,
         decode_read_bytes=600,
         chosen=[[chosen, 1]] * 4,
+        tiers={
+            "nvme_read": 60,
+            "speculated": 6,
+            "useful_speculated": 0,
+            "late_prefetch": 0,
+            "hits": 3,
+            "misses": 1,
+        },
     )
-    return Turn(
-        generated=made,
-        open_s=1.0,
-        cpu_s=1.0,
-        peak_resident_bytes=10,
-        peak_group_bytes=20,
-        description=(),
-    )
+    ran = Ran(generated=made, cpu_s=1.0, peak_resident_bytes=10)
+    return Turn(ran=ran, open_s=1.0, peak_group_bytes=20)
 
 
 def test_figures_by_hand() -> None:
     asked, ours, theirs = workload(), [turn(2.0, 0.5), turn(4.0, 1.0)], [turn(8.0, 2.0, chosen=8)] * 2
-    made = speed_figures(
-        asked,
-        ours,
-        theirs,
-        contestant="tierstore",
-        title="",
-        outcome=ContestantOutcome.RAN,
-        reason=None,
-        memory="",
-        description=(),
-    )
-    assert made.round_prefill_tokens_per_s == [4.0, 2.0]  # eight tokens
-    assert made.round_decode_tokens_per_s == [4.0, 2.0]  # two a step
-    assert (made.prefill_token_read_bytes, made.decode_token_read_bytes) == (100, 100)
-    assert made.chosen_same_ratio == 0.5
+    made = speed_figures(asked, ours, theirs)
+    assert made["round_prefill_tokens_per_s"] == [4.0, 2.0]  # eight tokens
+    assert made["round_decode_tokens_per_s"] == [4.0, 2.0]  # two a step
+    assert (made["prefill_token_read_bytes"], made["decode_token_read_bytes"]) == (100, 100)
+    assert (made["tier_token_nvme_read_bytes"], made["tier_token_speculated_bytes"]) == (10, 1)
+    assert made["hit_ratio"] == 0.75
+    assert made["chosen_same_ratio"] == 0.5
     against = speed_ratios(asked, ours, "other", theirs)
-    assert against.round_decode_ratio == [4.0, 2.0]
-    assert against.decode_ratio == 3.0
-    assert against.peak_group_ratio == 1.0
+    assert against["round_decode_ratio"] == [4.0, 2.0]
+    assert against["decode_ratio"] == 3.0
+    assert against["peak_group_ratio"] == 1.0
+    assert not agreed({"speeds": [{"contestant": "tierstore", **made}]})
 
 
 # Load -------------------------------------------------------------------------------------------------------
@@ -130,9 +121,10 @@ class FakeRunner:
 
 def test_latencies_begin_with_the_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = FakeRunner()
-    load = OpenLoop(requests=3, requests_per_s=1.0, sequences=2, prompt_tokens=2, new_tokens=2, vocabulary=9)
-    monkeypatch.setattr(OpenLoop, "arrivals", lambda self: [1.0, 1.5, 2.0])
-    found = run_open_loop(runner, load, clock=lambda: runner.now, sleep=runner.sleep)
+    asked = Workload(batch=3, prompt_tokens=2, new_tokens=2, vocabulary=9)
+    load = Load(requests=asked, requests_per_s=1.0, sequences=2)
+    monkeypatch.setattr(Load, "arrivals", lambda self: [1.0, 1.5, 2.0])
+    found = serve_load(runner, load, clock=lambda: runner.now, sleep=runner.sleep)
     # The first joins at 1 and has its token at 3; the second joins then, until 5; two steps end at 7 for both. The first
     # has waited through the second's prefill. The third finds room at 7: its token comes at 9, its last at 11.
     assert found.first_token_s == [2.0, 3.5, 7.0]
@@ -143,9 +135,8 @@ def test_latencies_begin_with_the_arrival(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_arrivals_are_a_poisson_process() -> None:
-    load = OpenLoop(
-        requests=4000, requests_per_s=8.0, sequences=1, prompt_tokens=1, new_tokens=1, vocabulary=9
-    )
+    asked = Workload(batch=4000, prompt_tokens=1, new_tokens=1, vocabulary=9)
+    load = Load(requests=asked, requests_per_s=8.0, sequences=1)
     gaps = np.diff([0.0, *load.arrivals()])
     assert gaps.min() > 0
     assert gaps.mean() == pytest.approx(1 / 8, rel=0.1)
@@ -189,30 +180,3 @@ def test_the_gguf_file_has_the_checkpoints_weights(tmp_path: Path) -> None:
     store_of(tmp_path / "other", "mixtral")
     with pytest.raises(ConfigError, match="qwen3_moe"):
         write_gguf(tmp_path / "other/model", tmp_path / "other.gguf")
-
-
-@pytest.mark.slow
-def test_turns_of_tierstore_and_transformers(tmp_path: Path) -> None:
-    store_of(tmp_path, "qwen3_moe", torch.bfloat16)
-    bench = GenerationBench(
-        contestants=("tierstore", "transformers"),
-        memory=0,
-        host_budget=1 << 20,
-        batches=(2,),
-        prompt_tokens=6,
-        new_tokens=4,
-        rounds=1,
-        threads=1,
-        load=0.8,
-        requests=2,
-    )
-    said: list[str] = []
-    model = BenchModel(tmp_path / "model", store=tmp_path / "store")
-    result = run(model, bench, tmp_path / "work", said.append)
-    assert result.same_choices, said
-    assert {one.chosen_same_ratio for one in result.speeds} == {1.0}
-    assert [one.batch_count for one in result.bounds] == [2]
-    assert result.load is not None
-    assert not (tmp_path / "work").exists()
-    assert len([*measurements(result)]) > 6
-    show_generate(result, Output(OutputMode.SILENT))

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Draws a race: tokens a second with the range over rounds, peak resident memory, and bytes a step, of each that ran.
 
-    tierstore bench rivals examples/configs/deepspeed-139m.toml --save rivals.json
-    scripts/plot_rivals.py rivals.json docs/rivals.svg
+    python rivals/race.py train examples/configs/deepspeed-139m.toml --save rivals.json
+    python rivals/plot.py rivals.json docs/rivals.svg
 
 The same file gives the same drawing, byte for byte. Needs matplotlib (the extra ``report``).
 """
@@ -53,7 +53,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("saved", type=Path, help="written by tierstore bench rivals --save")
+    parser.add_argument("saved", type=Path, help="written by race.py train --save")
     parser.add_argument("target", type=Path, help="the SVG to write")
     options = parser.parse_args()
     draw(json.loads(options.saved.read_text())["figures"], options.target)

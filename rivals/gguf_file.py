@@ -7,16 +7,15 @@ numbers, and no text is compared.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from tierstore.errors import ConfigError, DataError
 from tierstore.hf.describing import read_config
@@ -42,18 +41,6 @@ _EXACT = ("norm", "gate_inp")
 _NORMAL, _CONTROL, _BYTE, _UNKNOWN = 1, 3, 6, 2
 
 
-@dataclass(frozen=True)
-class _Source:
-    """A tensor of the file: its name, and what of the checkpoint is stacked in it (one, or every expert's)."""
-
-    name: str
-    parts: tuple[str, ...]
-
-    @property
-    def exact(self) -> bool:
-        return any(word in self.name for word in _EXACT)
-
-
 def write_gguf(checkpoint: Path, path: Path) -> None:
     """Writes the model of the directory ``checkpoint`` to ``path``, whole or not at all.
 
@@ -67,39 +54,62 @@ def write_gguf(checkpoint: Path, path: Path) -> None:
             f"{checkpoint}: model_type: expected {_FAMILY}, got {config.get('model_type')!r}: other families' GGUF files "
             "are made by llama.cpp's own converter; give one with --gguf"
         )
-    tensors = _Checkpoint(checkpoint)
-    sources = [*_sources(config, tensors)]
+    files, names = _open_files(checkpoint), dict(_tensors(config))
+    for part in itertools.chain(*names.values()):
+        if part not in files:
+            raise DataError(f"{checkpoint}: has no tensor {part}")
     beside = path.with_name(f"{path.name}.partial")
     writer = gguf.GGUFWriter(beside, _ARCHITECTURE)
     try:
         _write_keys(writer, config)
-        for source in sources:
-            shape, dtype = tensors.shape(source), np.dtype(np.float32 if source.exact else np.uint16)
-            kind = gguf.GGMLQuantizationType.F32 if source.exact else gguf.GGMLQuantizationType.BF16
-            nbytes = int(np.prod(shape)) * dtype.itemsize
-            writer.add_tensor_info(source.name, shape, dtype, nbytes, raw_dtype=kind)
+        for name, parts in names.items():
+            exact = any(word in name for word in _EXACT)
+            one = tuple(files[parts[0]].get_slice(parts[0]).get_shape())
+            shape = one if len(parts) == 1 else (len(parts), *one)
+            dtype = np.dtype(np.float32 if exact else np.uint16)
+            kind = gguf.GGMLQuantizationType.F32 if exact else gguf.GGMLQuantizationType.BF16
+            writer.add_tensor_info(name, shape, dtype, int(np.prod(shape)) * dtype.itemsize, raw_dtype=kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for source in sources:
-            writer.write_tensor_data(tensors.read(source))
+        for name, parts in names.items():
+            loaded = [files[part].get_tensor(part) for part in parts]
+            tensor = loaded[0] if len(parts) == 1 else torch.stack(loaded)
+            if any(word in name for word in _EXACT):
+                writer.write_tensor_data(tensor.float().contiguous().numpy())
+            else:
+                writer.write_tensor_data(tensor.to(torch.bfloat16).contiguous().view(torch.uint16).numpy())
         writer.close()
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
 
 
-def _sources(config: Mapping[str, Any], tensors: _Checkpoint) -> Iterator[_Source]:
+def _tensors(config: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[str]]]:
+    """The tensors of the file by name: what of the checkpoint is stacked in each (one, or every expert's)."""
     for name, of in _ENDS.items():
         if name != "output" or not config.get("tie_word_embeddings"):
-            yield _Source(f"{name}.weight", (f"{of}.weight",))
+            yield f"{name}.weight", (f"{of}.weight",)
     for layer in range(config["num_hidden_layers"]):
         for name, of in _OF_LAYER.items():
-            yield _Source(f"blk.{layer}.{name}.weight", (f"model.layers.{layer}.{of}.weight",))
+            yield f"blk.{layer}.{name}.weight", (f"model.layers.{layer}.{of}.weight",)
         for name, of in _OF_EXPERTS.items():
             experts = range(config.get("num_experts") or config["num_local_experts"])
-            parts = tuple(f"model.layers.{layer}.mlp.experts.{e}.{of}.weight" for e in experts)
-            yield _Source(f"blk.{layer}.{name}.weight", parts)
+            parts = [f"model.layers.{layer}.mlp.experts.{e}.{of}.weight" for e in experts]
+            yield f"blk.{layer}.{name}.weight", parts
+
+
+def _open_files(directory: Path) -> dict[str, Any]:
+    """The safetensors file of each tensor."""
+    from safetensors import safe_open
+
+    index = directory / _INDEX
+    if index.exists():
+        files: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        opened = {name: safe_open(directory / name, "pt") for name in {*files.values()}}
+        return {tensor: opened[name] for tensor, name in files.items()}
+    single = safe_open(directory / _SINGLE, "pt")
+    return dict.fromkeys(single.keys(), single)
 
 
 def _write_keys(writer: Any, config: Mapping[str, Any]) -> None:
@@ -132,36 +142,3 @@ def _write_keys(writer: Any, config: Mapping[str, Any]) -> None:
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_add_bos_token(False)
-
-
-class _Checkpoint:
-    """The tensors of a directory of safetensors files."""
-
-    def __init__(self, directory: Path) -> None:
-        from safetensors import safe_open
-
-        index = directory / _INDEX
-        if index.exists():
-            files: dict[str, str] = json.loads(index.read_text())["weight_map"]
-            opened = {name: safe_open(directory / name, "pt") for name in {*files.values()}}
-            self._files = {tensor: opened[name] for tensor, name in files.items()}
-        else:
-            single = safe_open(directory / _SINGLE, "pt")
-            self._files = dict.fromkeys(single.keys(), single)  # type: ignore[no-untyped-call]
-        self._directory = directory
-
-    def _file(self, name: str) -> Any:
-        if name not in self._files:
-            raise DataError(f"{self._directory}: has no tensor {name}")
-        return self._files[name]
-
-    def shape(self, source: _Source) -> tuple[int, ...]:
-        one = tuple(self._file(source.parts[0]).get_slice(source.parts[0]).get_shape())
-        return one if len(source.parts) == 1 else (len(source.parts), *one)
-
-    def read(self, source: _Source) -> NDArray[Any]:
-        parts = [self._file(name).get_tensor(name) for name in source.parts]
-        tensor = parts[0] if len(parts) == 1 else torch.stack(parts)
-        if source.exact:
-            return tensor.float().contiguous().numpy()
-        return tensor.to(torch.bfloat16).contiguous().view(torch.uint16).numpy()

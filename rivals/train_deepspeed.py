@@ -12,16 +12,12 @@ import contextlib
 import importlib
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
-
-from tierstore.bench.rivals.fsdp import alone_on_gloo
-from tierstore.bench.rivals.rival import Rival, RivalTask, TorchLoop, set_threads
-from tierstore.bench.rivals.workload import FirstWeights
-from tierstore.model.interface import Batch
+from torch import Tensor
+from training import BuiltIn, TorchLoop, TrainTask, alone_on_gloo
 
 _NEVER = 1 << 60
 #: Optimizer state is stepped, and swapped, in pieces of so many parameters.
@@ -31,13 +27,13 @@ _LIVE, _AHEAD = 20_000_000, 8_000_000
 _SPARE_BUFFERS = 12
 
 
-class _DeepSpeed(TorchLoop):
-    def __init__(self, task: RivalTask, engine: Any, settings: Mapping[str, Any], version: str) -> None:
-        super().__init__(task, task.workload(), engine, engine.optimizer)
-        self._engine, self._settings, self._version = engine, settings, version
+class _DeepSpeedLoop(TorchLoop):
+    def __init__(self, task: TrainTask, workload: BuiltIn, engine: Any) -> None:
+        super().__init__(task, workload, engine, engine.optimizer)
+        self._engine = engine
 
-    def micro(self, batch: Batch) -> float:
-        objective, loss = self._engine(batch.tokens_BT, batch.targets_BT)
+    def micro(self, tokens_BT: Tensor, targets_BT: Tensor) -> float:
+        objective, loss = self._engine(tokens_BT, targets_BT)
         self._engine.backward(objective)  # which divides by the number of micro-batches
         if not self._engine.is_gradient_accumulation_boundary():
             self._engine.step()
@@ -45,17 +41,6 @@ class _DeepSpeed(TorchLoop):
 
     def update(self) -> None:
         self._engine.step()
-
-    def describe(self) -> Sequence[str]:
-        zero = self._settings["zero_optimization"]
-        kinds = [f"{name.removeprefix('offload_')} on {zero[name]['device']}" for name in _OFFLOADS]
-        return [
-            f"DeepSpeed {self._version} ZeRO-3, {', '.join(kinds)}, pieces of {zero['sub_group_size']:,}; "
-            f"{type(self._engine.optimizer.optimizer).__name__}"
-        ]
-
-
-_OFFLOADS = ("offload_param", "offload_optimizer")
 
 
 def _buffers(sizes: Sequence[int], most: int) -> int:
@@ -70,10 +55,9 @@ def _buffers(sizes: Sequence[int], most: int) -> int:
     return longest + _SPARE_BUFFERS
 
 
-def settings_of(task: RivalTask, device: str, sizes: Sequence[int]) -> dict[str, Any]:
+def settings_of(task: TrainTask, device: str, sizes: Sequence[int]) -> dict[str, Any]:
     """DeepSpeed's configuration: ``device`` is cpu or nvme; ``sizes``: of all parameters, in the order of their use."""
-    config = task.config
-    adamw = config.adamw
+    config, adamw = task.config, task.config.adamw
     parameters: dict[str, Any] = {"device": device, "pin_memory": True}
     optimizer: dict[str, Any] = {"device": device, "pin_memory": True}
     limits: dict[str, Any] = {}
@@ -90,23 +74,21 @@ def settings_of(task: RivalTask, device: str, sizes: Sequence[int]) -> dict[str,
         buffers = {"buffer_count": _buffers(sizes, live + ahead), "buffer_size": max(sizes), "max_in_cpu": 0}
         parameters |= {"nvme_path": path, **buffers}
         optimizer |= {"nvme_path": path, "buffer_count": 12, "pipeline_read": True, "pipeline_write": True}
+    adamw_parameters = {
+        "lr": config.lr_at(0),
+        "betas": list(adamw.betas),
+        "eps": adamw.eps,
+        "weight_decay": adamw.weight_decay,
+        "torch_adam": False,
+        "adam_w_mode": True,
+    }
     return task.overlaid(
         {
             "train_micro_batch_size_per_gpu": config.data.batch_size,
             "gradient_accumulation_steps": config.data.micro_batches,
             "gradient_clipping": config.clip_norm,
             "steps_per_print": _NEVER,
-            "optimizer": {
-                "type": "AdamW",
-                "params": {
-                    "lr": config.lr_at(0),
-                    "betas": list(adamw.betas),
-                    "eps": adamw.eps,
-                    "weight_decay": adamw.weight_decay,
-                    "torch_adam": False,
-                    "adam_w_mode": True,
-                },
-            },
+            "optimizer": {"type": "AdamW", "params": adamw_parameters},
             "zero_optimization": {
                 "stage": 3,
                 "sub_group_size": _SUB_GROUP,
@@ -126,44 +108,37 @@ def settings_of(task: RivalTask, device: str, sizes: Sequence[int]) -> dict[str,
 
 
 @contextlib.contextmanager
-def _open(task: RivalTask, device: str) -> Iterator[Rival]:
+def opened(task: TrainTask) -> Iterator[tuple[Sequence[str], Callable[[], float]]]:
+    """The description and the step of ``deepspeed-cpu`` or ``deepspeed-nvme``."""
     os.environ |= {"DS_ACCELERATOR": "cpu", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29500")
     library: Any = importlib.import_module("deepspeed")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    set_threads(task.config)
     (task.directory / "nvme").mkdir(parents=True, exist_ok=True)
     workload = task.workload()
     with alone_on_gloo():
         library.init_distributed(dist_backend="gloo", verbose=False)
         with torch.device("meta"):
             sizes = [parameter.numel() for parameter in workload.module().parameters()]
-        settings = settings_of(task, device, sizes)
+        settings = settings_of(task, task.rival.removeprefix("deepspeed-"), sizes)
         # Without dtype: where an accelerator has no fp16, it is not heeded, and parameters become bf16.
         with library.zero.Init(config_dict_or_path=settings):
             module = workload.module().train()
-        _fill(library, module, workload.first_weights())
+        first = workload.first_weights()
+        for name, parameter in module.named_parameters():
+            with library.zero.GatheredParameters(parameter, modifier_rank=0), torch.no_grad():
+                parameter.copy_(first(name))
         engine, *_ = library.initialize(
             model=module, model_parameters=list(module.parameters()), config=settings
         )
+        zero = settings["zero_optimization"]
+        places = [f"{kind} on {zero[f'offload_{kind}']['device']}" for kind in ("param", "optimizer")]
+        described = (
+            f"DeepSpeed {library.__version__} ZeRO-3, {', '.join(places)}, pieces of {zero['sub_group_size']:,}; "
+            f"{type(engine.optimizer.optimizer).__name__}"
+        )
         try:
-            yield _DeepSpeed(task, engine, settings, library.__version__)
+            yield [described], _DeepSpeedLoop(task, workload, engine).step
         finally:
             engine.destroy()
-
-
-def _fill(library: Any, module: nn.Module, first: FirstWeights) -> None:
-    for name, parameter in module.named_parameters():
-        with library.zero.GatheredParameters(parameter, modifier_rank=0), torch.no_grad():
-            parameter.copy_(first(name))
-
-
-def open_on_cpu(task: RivalTask) -> contextlib.AbstractContextManager[Rival]:
-    """Parameters and optimizer offloaded to host memory."""
-    return _open(task, "cpu")
-
-
-def open_on_nvme(task: RivalTask) -> contextlib.AbstractContextManager[Rival]:
-    """Parameters and optimizer offloaded to files in the task's directory."""
-    return _open(task, "nvme")

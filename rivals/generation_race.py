@@ -1,0 +1,645 @@
+"""The race of generation: every turn is a process of its own, which opens the model, runs one workload and ends.
+
+So page cache, allocators and caches of one turn do not help another. The page cache of the machine is dropped before each,
+and a confined rival lives in a memory cgroup of the same limit, so that what the kernel caches for it counts as its memory.
+A rival that is not installed or dies is left out with its reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from entrants import OURS, OURS_IN_RAM, Entrant, Outcome, Rival, enter, memory_group, order
+from generating import GenerateTask, Load, LoadResult, Ran, Workload
+from gguf_file import write_gguf
+from process import RivalError, RivalProcess
+
+from tierstore import machine
+from tierstore.bench.harness import at_least, work_directory
+from tierstore.bench.probes.disk import Bytes, DiskProbe
+from tierstore.bench.probes.memory_limit import MemoryLimit
+from tierstore.bench.results.document import Better, Measurement, counted, derived, measured
+from tierstore.bench.training.bound import bound_s, compulsory
+from tierstore.cli.output import Output
+from tierstore.errors import CapabilityError, ConfigError, DataError
+from tierstore.hf.describing import CONFIG_NAME, read_config
+from tierstore.hf.manifest import MANIFEST_NAME, Manifest, Weights
+from tierstore.stats import percentile
+from tierstore.store.config import IoConfig
+from tierstore.store.disk.home import MODEL_DIRECTORY
+from tierstore.units import format_bytes, format_seconds
+
+REFERENCE, OFFLOADED, MAPPED = "transformers", "accelerate", "llama.cpp"
+#: In the order of the table.
+RIVALS: Mapping[str, Rival] = MappingProxyType(
+    {
+        OURS: Rival("tierstore", "generate_tierstore", "transformers", "hf"),
+        OURS_IN_RAM: Rival("tierstore, all in memory", "generate_tierstore", "transformers", "hf"),
+        REFERENCE: Rival("transformers, all in memory", "generate_transformers", "transformers", "hf"),
+        OFFLOADED: Rival("accelerate, disk offload", "generate_accelerate", "accelerate"),
+        MAPPED: Rival("llama.cpp, mmap", "generate_llama_cpp", "xllamacpp"),
+    }
+)
+#: These have all the memory that they want: they show what computing takes.
+UNCONFINED = frozenset({OURS_IN_RAM, REFERENCE})
+#: Decode time per token may take so much of its bound.
+WITHIN_BOUND = 1.15
+#: What tierstore is to reach of each rival's speed, where it is named: prefill and decoding, by sequences of a batch.
+TARGETS: Mapping[tuple[str, str, int], float] = MappingProxyType(
+    {
+        (MAPPED, "decode", 1): 2.0,
+        (OFFLOADED, "decode", 1): 4.0,
+        (MAPPED, "prefill", 1): 1.5,
+        (MAPPED, "decode", 8): 1.0,
+        (OFFLOADED, "decode", 8): 1.0,
+    }
+)
+#: Of the disk's probe.
+PROBE_BYTES = 256 << 20
+_SPARE_BYTES = 64 << 20  # beyond the experts, where all of them are to be in memory
+_DROP = Path("/proc/sys/vm/drop_caches")
+_SYS = Path("/sys")
+
+
+# The model and the page cache -------------------------------------------------------------------------------
+
+
+class RacedModel:
+    """The model that every rival generates with: the same weights as a checkpoint, a store and a GGUF file.
+
+    ``path`` is a directory of transformers or a store; ``store`` and ``gguf`` are the same model, if they are there already.
+    ``prepare`` makes what is missing. Raises ConfigError.
+    """
+
+    manifest: Manifest
+
+    def __init__(self, path: Path, *, store: Path | None = None, gguf: Path | None = None) -> None:
+        stored = (path / MODEL_DIRECTORY / MANIFEST_NAME).exists()
+        if stored and store is not None:
+            raise ConfigError(f"{path}: is a store; expected no --imported")
+        self.checkpoint, self.store, self.gguf = (None, path, gguf) if stored else (path, store, gguf)
+        for given in (path, store, gguf):
+            if given is not None and not given.exists():
+                raise ConfigError(f"{given}: missing")
+        config = read_config(path / MODEL_DIRECTORY if stored else path)
+        self.name = str(config.get("model_type", CONFIG_NAME))
+        self.vocabulary = vocabulary_of(config)
+
+    @property
+    def expert_bytes(self) -> int:
+        """Weights of one expert in the type that computes."""
+        return self.manifest.experts.numel * self.manifest.compute.itemsize
+
+    @property
+    def experts_budget(self) -> int:
+        """A host budget for all experts."""
+        return (self.manifest.experts.records + 4) * self.expert_bytes * 9 // 8 + _SPARE_BYTES
+
+    def prepare(self, names: Set[str], directory: Path, say: Callable[[str], None]) -> None:
+        """Makes what the rivals need in ``directory``: the store (whose sizes are read in any case), the checkpoint, the
+        GGUF file. Raises ConfigError for a family without the last, StoreError, OSError.
+        """
+        if self.checkpoint is None and names & {REFERENCE, OFFLOADED, MAPPED}:
+            from tierstore.hf.exports.exporting import export
+
+            say("writing a checkpoint of the store")
+            export(self.store, directory / "checkpoint")
+            self.checkpoint = directory / "checkpoint"
+        if self.store is None:
+            from tierstore.hf.imports.importing import ImportOptions, import_model
+
+            say("importing the checkpoint, frozen")
+            self.store = directory / "store"
+            import_model(self.checkpoint, self.store, ImportOptions(weights=Weights.FROZEN))
+        self.manifest = Manifest.read(self.store)
+        if self.gguf is None and MAPPED in names:
+            say("writing a GGUF file of the checkpoint")
+            write_gguf(self.checkpoint, directory / "model.gguf")
+            self.gguf = directory / "model.gguf"
+
+
+def vocabulary_of(config: Mapping[str, Any]) -> int:
+    """The number of tokens of a model's configuration. Raises ConfigError where it does not say."""
+    for table in (config, config.get("text_config") or {}):
+        if "vocab_size" in table:
+            return int(table["vocab_size"])
+    raise ConfigError("config.json: vocab_size: missing")
+
+
+def drop_page_cache(file: Path = _DROP) -> str | None:
+    """Writes out and drops the whole machine's page cache. None, or why it could not."""
+    os.sync()
+    try:
+        file.write_text("3\n")
+    except OSError as error:
+        return f"{file}: {error.strerror}"
+    return None
+
+
+def _read_ahead_file(directory: Path, sys: Path) -> Path | None:
+    """Where the kernel says how far it reads ahead on the disk under ``directory``."""
+    number = os.stat(directory).st_dev
+    entry = sys / f"dev/block/{os.major(number)}:{os.minor(number)}"
+    holders = (entry, entry.resolve().parent)  # a partition's queue is its disk's
+    files = [holder / "queue/read_ahead_kb" for holder in holders]
+    return next((file for file in files if file.exists()), None)
+
+
+def read_ahead_bytes(directory: Path, sys: Path = _SYS) -> int | None:
+    """What the kernel reads at most around a missing page of a mapped file in ``directory``; None where it does not say."""
+    file = _read_ahead_file(directory, sys)
+    return None if file is None else int(file.read_text()) << 10
+
+
+@contextlib.contextmanager
+def read_ahead_of(directory: Path, nbytes: int, sys: Path = _SYS) -> Iterator[None]:
+    """Sets the readahead of the disk under ``directory``, and restores it at exit. Raises CapabilityError."""
+    file = _read_ahead_file(directory, sys)
+    if file is None:
+        raise CapabilityError(f"read-ahead: {directory}: its disk has no such setting")
+    before = file.read_text()
+    try:
+        file.write_text(f"{nbytes >> 10}\n")
+    except OSError as error:
+        raise CapabilityError(f"read-ahead: {file}: {error.strerror}") from error
+    try:
+        yield
+    finally:
+        file.write_text(before)
+
+
+# The race ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """One process: what it did, and the most memory that its group has had (page cache included; None without a group)."""
+
+    ran: Ran
+    open_s: float
+    peak_group_bytes: int | None = None
+
+    def prefill_tokens_per_s(self, asked: Workload) -> float:
+        return asked.batch * asked.prompt_tokens / self.ran.generated.prefill_s
+
+    def decode_tokens_per_s(self, asked: Workload) -> float:
+        return asked.batch / self.step_s
+
+    @property
+    def step_s(self) -> float:
+        """The mean step."""
+        return statistics.fmean(self.ran.generated.step_s)
+
+
+@dataclass(kw_only=True)
+class GenerationRace:
+    """What to measure, and whom. ``memory``: bytes for each confined process (0: no limit). ``host_budget``: tierstore's
+    experts, of that memory. ``threads``: of each (0: one a core). ``read_ahead``: the disk's while it is measured (0: as it
+    is). ``load``: the share of capacity at which requests arrive in the end (0: no such load). ``timeout_s``: for one
+    answer. ``settings``: of tierstore's configuration, by key. Raises ConfigError.
+    """
+
+    rivals: tuple[str, ...] = tuple(RIVALS)
+    memory: int = 1240 << 20
+    host_budget: int = 512 << 20
+    batches: tuple[int, ...] = (1, 8)
+    prompt_tokens: int = 32
+    new_tokens: int = 16
+    rounds: int = 3
+    threads: int = 0
+    read_ahead: int = 0
+    load: float = 0.0
+    requests: int = 40
+    timeout_s: float = 900.0
+    settings: Mapping[str, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        at_least(1, rounds=self.rounds, host_budget=self.host_budget, requests=self.requests)
+        at_least(1, prompt_tokens=self.prompt_tokens)
+        at_least(2, new_tokens=self.new_tokens)
+        at_least(0, memory=self.memory, read_ahead=self.read_ahead)
+        at_least(0, threads=self.threads, load=self.load, timeout=self.timeout_s)
+        if not self.batches or min(self.batches) < 1:
+            raise ConfigError(f"batch: expected sizes of at least 1, got {self.batches}")
+        self.entrants = enter(self.rivals, RIVALS)
+        self.threads = self.threads or machine.cores()
+        self._confined_by = "nothing: no limit was asked for"
+        self._page_cache = "dropped before each"
+        self._processes = 0
+
+    def run(
+        self, model: RacedModel, directory: Path, say: Callable[[str], None] = lambda _: None
+    ) -> dict[str, Any]:
+        """The figures. ``directory``: for all that is kept on disk, made and removed here.
+
+        Raises ConfigError (the directory exists, no GGUF file of that family), CapabilityError (a readahead that cannot be
+        set), OSError. Whatever befalls a rival is in the figures.
+        """
+        self._model, self._directory, self._say = model, directory, say
+        orders, bounds = [], []
+        with work_directory(directory), contextlib.ExitStack() as stack:
+            if self.read_ahead:
+                stack.enter_context(read_ahead_of(directory, self.read_ahead))
+            for entrant in self.entrants.values():
+                if entrant.reason is not None:
+                    say(f"{entrant.name}: {entrant.outcome.value}: {entrant.reason}")
+            try:
+                model.prepare({*self._racing()}, directory, say)
+            except ConfigError as error:
+                if MAPPED not in self._racing():
+                    raise
+                self._leave(self.entrants[MAPPED], Outcome.SKIPPED, str(error))
+                model.prepare({*self._racing()}, directory, say)
+            probe = DiskProbe(directory, PROBE_BYTES, (model.expert_bytes,), IoConfig())
+            self._disk = stack.enter_context(contextlib.closing(probe))
+            for number in range(self.rounds):
+                orders.append(order(self._racing(), number))
+                for batch in self.batches:
+                    for name in orders[-1]:
+                        if self.entrants[name].outcome is Outcome.RAN:
+                            self._turn(self.entrants[name], batch, number)
+            for batch in self.batches:
+                try:
+                    bounds += [self._bound(batch)] if self._turns(OURS, batch) else []
+                except (DataError, OSError) as error:
+                    say(f"batch {batch}: no bound: {error}")
+            load = self._load()
+            read_ahead = read_ahead_bytes(directory)
+        found = {
+            "bench": "generate",
+            "model": model.name,
+            "memory_limit_bytes": self.memory,
+            "confined_by": self._confined_by,
+            "page_cache": self._page_cache,
+            "read_ahead_bytes": read_ahead,
+            "host_budget_bytes": self.host_budget,
+            "threads": self.threads,
+            "prompt_tokens_count": self.prompt_tokens,
+            "new_tokens_count": self.new_tokens,
+            "rounds": self.rounds,
+            "reference": REFERENCE,
+            "orders": orders,
+            "speeds": [
+                {"contestant": name, "batch_count": batch, **one.facts(), **self._speeds(name, batch)}
+                for batch in self.batches
+                for name, one in self.entrants.items()
+            ],
+            "against": [
+                speed_ratios(self._workload(batch), ours, name, theirs)
+                for batch in self.batches
+                if (ours := self._turns(OURS, batch))
+                for name in self.entrants
+                if name != OURS and (theirs := self._turns(name, batch))
+            ],
+            "bounds": bounds,
+        }
+        return found if load is None else found | {"load": load}
+
+    def _racing(self) -> list[str]:
+        return [name for name, one in self.entrants.items() if one.outcome is Outcome.RAN]
+
+    def _turns(self, name: str, batch: int) -> list[Turn]:
+        return self.entrants[name].turns.get(batch, []) if name in self.entrants else []
+
+    def _leave(self, entrant: Entrant, outcome: Outcome, reason: str) -> None:
+        entrant.leave(outcome, reason)
+        self._say(f"{entrant.name}: {outcome.value}: {reason}")
+
+    def _workload(self, batch: int, seed: int = 7) -> Workload:
+        return Workload(
+            batch=batch,
+            prompt_tokens=self.prompt_tokens,
+            new_tokens=self.new_tokens,
+            vocabulary=self._model.vocabulary,
+            seed=seed,
+        )
+
+    def _speeds(self, name: str, batch: int) -> dict[str, Any]:
+        return speed_figures(self._workload(batch), self._turns(name, batch), self._turns(REFERENCE, batch))
+
+    def _turn(self, entrant: Entrant, batch: int, number: int) -> None:
+        ours, asked = entrant.name == OURS, self._workload(batch)
+        before = self._disk_speed() if ours else 0.0
+        trace = self._directory / f"trace-{batch}" if ours and number == 0 else None
+        try:
+            with self._process(entrant, batch, trace) as (process, group):
+                turn = Turn(
+                    ran=process.ask(asked),
+                    open_s=process.open_s,
+                    peak_group_bytes=None if group is None else group.use().peak_bytes,
+                )
+        except (RivalError, OSError) as error:
+            self._leave(entrant, Outcome.DIED, f"round {number + 1}, batch {batch}: {error}")
+            return
+        entrant.turns.setdefault(batch, []).append(turn)
+        entrant.description = process.description
+        if ours:
+            speeds = [before, self._disk_speed()]
+            entrant.disk_speeds.setdefault(batch, []).append(statistics.harmonic_mean(speeds))
+        self._say(
+            f"round {number + 1}, batch {batch}, {entrant.name}: prefill {turn.prefill_tokens_per_s(asked):.2f} and decode "
+            f"{turn.decode_tokens_per_s(asked):.2f} tokens/s"
+        )
+
+    def _disk_speed(self) -> float:
+        return self._disk.bytes_per_s(Bytes(PROBE_BYTES, 0))
+
+    @contextlib.contextmanager
+    def _process(
+        self, entrant: Entrant, batch: int, trace: Path | None = None
+    ) -> Iterator[tuple[RivalProcess, MemoryLimit | None]]:
+        """A process of the rival, in a group of its own if it is confined, with a cold page cache."""
+        self._processes += 1
+        model, name = self._model, entrant.name
+        with contextlib.ExitStack() as stack:
+            group: MemoryLimit | None = None
+            if self.memory and name not in UNCONFINED:
+                made = memory_group(self.memory, str(self._processes), stack)
+                if isinstance(made, str):
+                    self._confined_by = f"nothing, and the page cache may help: {made}"
+                    entrant.memory = self._confined_by
+                else:
+                    group, entrant.memory = made, "cgroup"
+                    self._confined_by = "a memory cgroup of the same limit for each"
+            if (reason := drop_page_cache()) is not None:
+                self._page_cache = f"not dropped, and may help: {reason}"
+            directory = self._directory / f"{name}-{self._processes}"
+            task = GenerateTask(
+                rival=name,
+                module=entrant.rival.module,
+                directory=directory,
+                threads=self.threads,
+                sequences=batch,
+                context=self.prompt_tokens + self.new_tokens + 1,  # of a token that is not needed
+                checkpoint=model.checkpoint,
+                store=model.store,
+                gguf=model.gguf,
+                host_budget=model.experts_budget if name == OURS_IN_RAM else self.host_budget,
+                trace=trace,
+                settings=self.settings,
+            )
+            # OpenMP's threads wait as ``tierstore generate`` and ``serve`` have it.
+            process = RivalProcess(
+                name, task, directory, timeout_s=self.timeout_s, group=group, omp_wait=None
+            )
+            stack.callback(process.close)
+            yield process, group
+
+    def _bound(self, batch: int) -> dict[str, Any]:
+        """tierstore's decode step and what it could take at best: max(the same in RAM, compulsory bytes / bandwidth).
+
+        Compulsory bytes are the least that any of the native policies reads of this run's accesses with this run's memory;
+        ``clairvoyant_step_read_bytes`` is what knowing the future would read. ``in_ram_step_s``: None where tierstore-ram
+        did not take part, and the bound is the disk's alone.
+        """
+        # The trace's first step is the prefill; its last has no end, since none begins after it.
+        steps = self.new_tokens - 1
+        least = compulsory(self._directory / f"trace-{batch}", first_step=1, steps=steps)
+        moved, speeds = least.least.per(steps), self.entrants[OURS].disk_speeds[batch]
+        in_ram = [statistics.median(turn.ran.generated.step_s) for turn in self._turns(OURS_IN_RAM, batch)]
+        ram = statistics.median(in_ram) if in_ram else 0.0
+        bounds = [bound_s(ram, moved, speed) for speed in speeds]
+        to_bound = [turn.step_s / bound for turn, bound in zip(self._turns(OURS, batch), bounds, strict=True)]
+        return {
+            "batch_count": batch,
+            "compulsory_policy": least.policy,
+            "compulsory_step_read_bytes": moved.read,
+            "clairvoyant_step_read_bytes": least.clairvoyant.per(steps).read,
+            "disk_bytes_per_s": statistics.median(speeds),
+            "compulsory_s": statistics.median(moved.total / speed for speed in speeds),
+            "in_ram_step_s": ram or None,
+            "bound_s": statistics.median(bounds),
+            "round_step_to_bound_ratio": to_bound,
+            "step_to_bound_ratio": statistics.median(to_bound),
+        }
+
+    def _load(self) -> dict[str, Any] | None:
+        """Open-loop load on tierstore, at a share of what its largest batch was measured to serve."""
+        batch = max(self.batches)
+        turns = self._turns(OURS, batch)
+        if not self.load or not turns:
+            return None
+        busy_s = statistics.median(
+            turn.ran.generated.prefill_s + turn.step_s * self.new_tokens for turn in turns
+        )
+        rate = self.load * batch / busy_s
+        load = Load(requests=self._workload(self.requests, seed=11), requests_per_s=rate, sequences=batch)
+        try:
+            with self._process(self.entrants[OURS], batch) as (process, _):
+                found: LoadResult = process.ask(load)
+        except (RivalError, OSError) as error:
+            self._say(f"no figures under load: {error}")
+            return None
+        return {
+            "capacity_ratio": self.load,
+            "requests": self.requests,
+            "requests_per_s": rate,
+            "elapsed_s": found.elapsed_s,
+            "most_waiting_count": found.most_waiting,
+            **{
+                f"{name}_p{percent}_s": percentile(values, percent)
+                for name, values, percents in (
+                    ("first_token", found.first_token_s, (50, 90, 99)),
+                    ("between_tokens", found.between_tokens_s, (50, 90, 99)),
+                    ("complete", found.complete_s, (50, 99)),
+                )
+                for percent in percents
+            },
+        }
+
+
+# What was found ---------------------------------------------------------------------------------------------
+
+
+def speed_figures(asked: Workload, turns: Sequence[Turn], reference: Sequence[Turn]) -> dict[str, Any]:
+    """One rival with one batch, over rounds. Read bytes are those that its process had read from storage, by token; those of
+    ``tier_`` are tierstore's own counts. ``chosen_same_ratio``: the share of the model's own choices that are the
+    reference's. Nothing for a rival that had no turn.
+    """
+    if not turns:
+        return {}
+    made = [turn.ran.generated for turn in turns]
+    steps = [seconds for one in made for seconds in one.step_s]
+    prefill = [turn.prefill_tokens_per_s(asked) for turn in turns]
+    decode = [turn.decode_tokens_per_s(asked) for turn in turns]
+    tokens = asked.batch * asked.new_tokens
+    tiers = [one.tiers for one in made if one.tiers is not None]
+    demanded = sum(one["hits"] + one["misses"] for one in tiers)
+    found = {
+        "open_s": statistics.median(turn.open_s for turn in turns),
+        "round_prefill_tokens_per_s": prefill,
+        "round_decode_tokens_per_s": decode,
+        "prefill_tokens_per_s": statistics.median(prefill),
+        "decode_tokens_per_s": statistics.median(decode),
+        "first_token_s": statistics.median(one.prefill_s for one in made),
+        "step_p50_s": percentile(steps, 50),
+        "step_p99_s": percentile(steps, 99),
+        "prefill_token_read_bytes": round(
+            statistics.median(one.prefill_read_bytes for one in made) / (asked.batch * asked.prompt_tokens)
+        ),
+        "decode_token_read_bytes": round(statistics.median(one.decode_read_bytes for one in made) / tokens),
+        **{
+            f"tier_token_{name}_bytes": round(statistics.median(one[name] for one in tiers) / tokens)
+            for name in ("nvme_read", "speculated", "useful_speculated", "late_prefetch")
+            if tiers
+        },
+        "hit_ratio": sum(one["hits"] for one in tiers) / demanded if demanded else None,
+        "peak_resident_bytes": max(turn.ran.peak_resident_bytes for turn in turns),
+        "peak_group_bytes": max((turn.peak_group_bytes or 0 for turn in turns), default=0) or None,
+        "cpu_s": statistics.median(turn.ran.cpu_s for turn in turns),
+        "chosen_same_ratio": same_choices(made[0].chosen, reference[0].ran.generated.chosen)
+        if reference
+        else None,
+    }
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def same_choices(chosen: Sequence[Sequence[int]], reference: Sequence[Sequence[int]]) -> float | None:
+    """The share of choices that are equal; None where one's are not known."""
+    pairs = [
+        (a, b)
+        for mine, other in zip(chosen, reference, strict=False)
+        for a, b in zip(mine, other, strict=True)
+    ]
+    return sum(a == b for a, b in pairs) / len(pairs) if pairs else None
+
+
+def speed_ratios(asked: Workload, ours: Sequence[Turn], rival: str, theirs: Sequence[Turn]) -> dict[str, Any]:
+    """tierstore to one rival with one batch, in the rounds that both have: prefill and decode tokens a second; memory."""
+    both = [*zip(ours, theirs, strict=False)]
+    prefill = [a.prefill_tokens_per_s(asked) / b.prefill_tokens_per_s(asked) for a, b in both]
+    decode = [a.decode_tokens_per_s(asked) / b.decode_tokens_per_s(asked) for a, b in both]
+    peaks = [max(turn.peak_group_bytes or 0 for turn in turns) for turns in zip(*both, strict=True)]
+    return {
+        "rival": rival,
+        "batch_count": asked.batch,
+        "round_prefill_ratio": prefill,
+        "round_decode_ratio": decode,
+        "prefill_ratio": statistics.median(prefill),
+        "decode_ratio": statistics.median(decode),
+        "peak_group_ratio": peaks[0] / peaks[1] if all(peaks) else None,
+    }
+
+
+def agreed(found: Mapping[str, Any]) -> bool:
+    """Whether tierstore chose as the reference did, wherever both ran."""
+    ours = [one for one in found["speeds"] if one["contestant"] in (OURS, OURS_IN_RAM)]
+    return all(one.get("chosen_same_ratio", 1.0) == 1.0 for one in ours)
+
+
+def measurements(found: Mapping[str, Any]) -> Iterator[Measurement]:
+    """For a document."""
+    for one in found["speeds"]:
+        if one["outcome"] != Outcome.RAN.value or "decode_tokens_per_s" not in one:
+            continue
+        how: dict[str, float | str] = {"contestant": one["contestant"], "batch": one["batch_count"]}
+        for name in ("prefill", "decode"):
+            rates = one[f"round_{name}_tokens_per_s"]
+            yield measured(name, rates, "tokens/s", Better.HIGHER, parameters=how)
+        for name, key in (
+            ("read a token, decoding", "decode_token_read_bytes"),
+            ("read a token, prefill", "prefill_token_read_bytes"),
+            ("peak of the group", "peak_group_bytes"),
+            ("peak resident memory", "peak_resident_bytes"),
+        ):
+            if key in one:
+                yield counted(name, one[key], "bytes", Better.LOWER, parameters=how)
+        if "hit_ratio" in one:
+            yield counted("hits", one["hit_ratio"], "ratio", Better.HIGHER, parameters=how)
+    for one in found["against"]:
+        how = {"rival": one["rival"], "batch": one["batch_count"]}
+        for name in ("prefill", "decode"):
+            target = TARGETS.get((one["rival"], name, one["batch_count"]))
+            values, label = one[f"round_{name}_ratio"], f"{name} to rival's"
+            yield derived(label, values, "ratio", Better.HIGHER, parameters=how, target=target)
+        if (peak := one["peak_group_ratio"]) is not None:
+            yield derived("peak to rival's", peak, "ratio", Better.LOWER, parameters=how)
+    for one in found["bounds"]:
+        how, values = {"batch": one["batch_count"]}, one["round_step_to_bound_ratio"]
+        yield derived(
+            "decode step to bound", values, "ratio", Better.LOWER, parameters=how, target=WITHIN_BOUND
+        )
+    if "load" in found:
+        for name in ("first_token", "between_tokens"):
+            label = f"{name.replace('_', ' ')} under load, p99"
+            yield measured(label, found["load"][f"{name}_p99_s"], "s", Better.LOWER)
+
+
+def show(found: Mapping[str, Any], output: Output) -> None:
+    """Tables and ratios, for people."""
+    ahead = found["read_ahead_bytes"]
+    output.line(
+        f"memory: {format_bytes(found['memory_limit_bytes'])}, by {found['confined_by']}; page cache: "
+        f"{found['page_cache']}; the disk's readahead: {'unknown' if ahead is None else format_bytes(ahead)}"
+    )
+    for batch in dict.fromkeys(one["batch_count"] for one in found["speeds"]):
+        output.table(
+            f"{found['model']}, batch {batch}: {found['prompt_tokens_count']} tokens of prompt, "
+            f"{found['new_tokens_count']} of decoding, {found['threads']} threads, {found['rounds']} rounds",
+            (
+                *("", "prefill tokens/s", "decode tokens/s", "first token", "step p50", "step p99"),
+                *("read a token", "hits", "peak resident", "peak of the group"),
+            ),
+            [_row(one) for one in found["speeds"] if one["batch_count"] == batch],
+        )
+    for one in {one["contestant"]: one for one in found["speeds"]}.values():
+        if one["reason"] is not None:
+            output.line(f"{one['title']}: {one['outcome']}: {one['reason']}")
+        for line in one["description"]:
+            output.line(f"{one['title']}: {line}")
+    for one in found["speeds"]:
+        if "chosen_same_ratio" in one and one["contestant"] != REFERENCE:
+            share = f"{one['chosen_same_ratio']:.1%} of the choices are {REFERENCE}'s"
+            output.line(f"batch {one['batch_count']}: {one['title']}: {share}")
+    for one in found["against"]:
+        peak = one["peak_group_ratio"]
+        output.line(
+            f"batch {one['batch_count']}: tierstore / {one['rival']}: prefill {one['prefill_ratio']:.2f}, decode "
+            f"{one['decode_ratio']:.2f}" + ("" if peak is None else f", peak of the group {peak:.2f}")
+        )
+    for one in found["bounds"]:
+        in_ram = "" if one["in_ram_step_s"] is None else f", in RAM {format_seconds(one['in_ram_step_s'])}"
+        output.line(
+            f"batch {one['batch_count']}: decode step / bound {one['step_to_bound_ratio']:.3f}; bound "
+            f"{format_seconds(one['bound_s'])}: {format_bytes(one['compulsory_step_read_bytes'])} "
+            f"({one['compulsory_policy']}) at {format_bytes(one['disk_bytes_per_s'])}/s take "
+            f"{format_seconds(one['compulsory_s'])}{in_ram}; a clairvoyant policy would read "
+            f"{format_bytes(one['clairvoyant_step_read_bytes'])}"
+        )
+    if (load := found.get("load")) is not None:
+        first, between = (
+            ", ".join(f"p{percent} {format_seconds(load[f'{name}_p{percent}_s'])}" for percent in (50, 99))
+            for name in ("first_token", "between_tokens")
+        )
+        output.line(
+            f"{load['requests']} requests at {load['capacity_ratio']:.0%} of capacity, {load['requests_per_s']:.2f} a "
+            f"second: first token {first}; between tokens {between}; at most {load['most_waiting_count']} waited"
+        )
+
+
+def _row(one: Mapping[str, Any]) -> tuple[str, ...]:
+    if "decode_tokens_per_s" not in one:
+        return (one["title"], one["outcome"], *["-"] * 8)
+    times, sizes = (
+        [form(one[key]) if key in one else "-" for key in keys]
+        for form, keys in (
+            (format_seconds, ("first_token_s", "step_p50_s", "step_p99_s")),
+            (format_bytes, ("decode_token_read_bytes", "peak_resident_bytes", "peak_group_bytes")),
+        )
+    )
+    return (
+        one["title"],
+        f"{one['prefill_tokens_per_s']:.2f}",
+        f"{one['decode_tokens_per_s']:.2f}",
+        *times,
+        sizes[0],
+        f"{one['hit_ratio']:.1%}" if "hit_ratio" in one else "-",
+        *sizes[1:],
+    )

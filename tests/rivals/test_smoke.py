@@ -1,0 +1,106 @@
+"""Each race runs as its documentation calls it, at its smallest size, and what it saves can be compared."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import generation_race
+import pytest
+import race
+import torch
+import training_race
+from click.testing import CliRunner, Result
+from fake_disk import FakeDisk
+from served_stores import store_of
+
+from tierstore.bench.results.comparing import compare
+from tierstore.bench.results.document import load_document
+
+_SIZES = "d_model=16 n_heads=2 n_layers=2 seq_len=16 d_ff=32 experts=4 top_k=1 activation=gelu"
+_RUN = "threads=1 host_budget=16MiB commit_every=0 data.paths=text data.batch_size=2"
+SETTINGS = [*_RUN.split(), *(f"model.{size}" for size in _SIZES.split())]
+
+
+def run(*arguments: str) -> tuple[Result, dict[str, Any]]:
+    done = CliRunner().invoke(race.race, arguments, standalone_mode=False)
+    lines = done.stdout.splitlines()
+    return done, json.loads(lines[-1]) if lines and lines[-1].startswith("{") else {}
+
+
+@pytest.mark.slow
+def test_the_race_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain torch and tierstore with a Mixtral, which tierstore imports and wraps."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(training_race, "StepDisk", FakeDisk)
+    Path("text").write_bytes(bytes(range(32, 127)) * 40)
+    done, found = run(
+        *("train", "--rival", "torch", "--rival", "tierstore", "--model", "mixtral"),
+        *("--steps", "1", "--warmup", "1", "--rounds", "1", "--save", "race.json"),
+        *(part for setting in SETTINGS for part in ("--set", setting)),
+    )
+    assert done.return_value == 0, done.output
+    assert [one["outcome"] for one in found["rivals"]] == ["ran", "ran"]
+    losses = [one["losses"] for one in found["rivals"]]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
+    saved = load_document(Path("race.json"))
+    assert (saved.bench, saved.options["rounds"]) == ("rivals", 1)
+    assert len(compare(saved, saved).rows) == len(saved.measurements) > 10
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["race.json", "text"]
+
+
+@pytest.mark.slow
+def test_the_race_of_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """tierstore, transformers and accelerate with a checkpoint, which tierstore imports; load at the end."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(generation_race, "PROBE_BYTES", 4 << 20)
+    monkeypatch.setattr(race, "RESULTS", tmp_path / "results")
+    store_of(tmp_path, "qwen3_moe", torch.bfloat16)
+    done, found = run(
+        *("generate", "model", "--rivals", "tierstore,transformers,accelerate", "--memory", "0"),
+        *(
+            "--host-budget",
+            "1MiB",
+            "--batch",
+            "2",
+            "--prompt-tokens",
+            "6",
+            "--new-tokens",
+            "4",
+            "--rounds",
+            "1",
+        ),
+        *("--threads", "1", "--load", "0.8", "--requests", "2", "--machine", "test"),
+    )
+    assert done.return_value == 0, done.output
+    assert [one["outcome"] for one in found["speeds"]] == ["ran"] * 3, done.output
+    assert [one["chosen_same_ratio"] for one in found["speeds"]] == [1.0] * 3
+    assert [one["batch_count"] for one in found["bounds"]] == [2]
+    assert found["load"]["requests"] == 2
+    (saved,) = (tmp_path / "results/test").iterdir()
+    assert saved.name.endswith("-generate.json")
+    assert len(load_document(saved).measurements) > 6
+    assert not Path("tierstore-race").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ("train --set model.capacity_factor=1", "race.py: error: model.router_noise, model.capacity_factor"),
+        ("train --rival other", "--rival"),
+        ("generate . --batch two", "race.py: error: --batch"),
+    ],
+)
+def test_what_cannot_be_raced_is_one_line(tmp_path: Path, arguments: str, named: str) -> None:
+    """In a process of its own, as a user calls it."""
+    environ = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"}
+    command = [sys.executable, race.__file__, *arguments.split()]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert named in done.stderr
+    assert not list(tmp_path.iterdir())

@@ -1,1 +1,0 @@
-"""The same training by other libraries and by tierstore, in turns."""
