@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tierstore.errors import DataError
-from tierstore.lab.importing import SourceKind, detect_kind, import_trace
+from tierstore.lab.importing import SourceKind, import_trace
 from tierstore.trace.reader import load_trace
 
 
@@ -170,34 +170,6 @@ def test_long_logs_are_several_chunks(tmp_path, monkeypatch):
     assert np.array_equal(left.kinds, right.kinds)
     assert np.array_equal(left.steps, right.steps)
     assert len(left.records) >= 200
-
-
-def test_what_is_wrong_is_named(imported, tmp_path):
-    good = route(0, 0, 1)
-
-    def refused(data, message, kind=SourceKind.VLLM, **options):
-        with pytest.raises(DataError, match=message):
-            imported(data, kind, **options)
-
-    refused(lines(good) + b"{oops\n", "line 2: expected a JSON object: .* column 2")
-    refused(lines(good) + b"\n" + lines(good), "line 2: an empty line")
-    refused(lines(good, 3), "line 2: expected an object, found 3")
-    refused(lines({"type": "route"}), "line 1: expected fields layer")
-    refused(lines(META), "expected lines with routing, found none")
-    refused(lines(good, {**good, "layer": "three"}), 'line 2: layer: expected a layer number, found "three"')
-    refused(lines(good, {**good, "layer": -1}), "line 2: layer: expected a layer number, found -1")
-    refused(lines(good, {**good, "topk_ids": "many"}), "line 2: topk_ids: expected expert ids")
-    refused(lines(good, {**good, "topk_ids": [1, True]}), "line 2: topk_ids: expected expert ids")
-    refused(lines(good, {"layer": 1, "token_idx": 1}), "line 2: expected the field topk_ids")
-    refused(lines(good), "line 1: expected the field lap", step="lap")
-    refused(lines({**good, "req_id": [1]}), "line 1: req_id: expected a request's name or number")
-    refused(lines({**good, "phase": "sideways"}), "line 1: phase: expected one of forward")
-    counts = {"iteration": 1, "layer_number": 1, "tokens_per_expert": [1, "two"]}
-    refused(lines(counts), "line 1: tokens_per_expert: expected a list of token counts", SourceKind.MEGATRON)
-    unknown = tmp_path / "unknown"
-    unknown.write_bytes(lines({"stage": 1}))
-    with pytest.raises(DataError, match="JSON lines of no known routing log"):
-        detect_kind(unknown)
 
 
 # Several files of one log ------------------------------------------------------------------------------------

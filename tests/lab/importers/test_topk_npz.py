@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import io
-import zipfile
 
 import numpy as np
-import pytest
-
-from tierstore.errors import ConfigError, DataError
-from tierstore.lab.importing import SourceKind
 
 FIRST, SECOND, BOTH = 1 | 1 << 9, 1 | 1 << 10, 1 | 3 << 9  # weights, and the numbers of who asks
 # Three tokens of one prompt and one of another; two layers, two of four experts.
@@ -84,29 +79,3 @@ def test_many_steps_in_several_blocks(imported, monkeypatch):
             sorted({layer * 8 + int(e) for e in chosen[:, layer].ravel()}) for layer in (0, 1, 2, 2, 1, 0)
         ]
         assert [records for at, *_, records, _ in whole if at == step] == expected
-
-
-def test_what_is_wrong_is_named(imported):
-    def refused(data, message, error=DataError, **options):
-        with pytest.raises(error, match=message):
-            imported(data, SourceKind.NPZ, **options)
-
-    archive = io.BytesIO()
-    with zipfile.ZipFile(archive, "w") as file:
-        file.writestr("topk.npy", b"junk")
-    refused(b"junk", "expected an .npz of plain arrays")
-    refused(archive.getvalue(), "source: expected an .npz of plain arrays|expected integers")
-    refused(npz(topk=np.array([{}], object)), "expected an .npz of plain arrays")
-    refused(npz(other=TOPK), "expected an array topk")
-    refused(npz(topk=TOPK[0]), r"topk: expected integers \[tokens, layers, k\], found uint8 \[2, 2\]")
-    refused(npz(topk=TOPK * 0.5), "topk: expected integers")
-    refused(npz(topk=TOPK.astype(int) - 1), "topk: token 0, layer 0: expected expert ids")
-    refused(npz(topk=TOPK, prompt_len=np.array([3])), "prompt_len: .* sum to 4 tokens, .* sum 3")
-    refused(npz(topk=TOPK), "4 tokens are less than a step of 5", regime="train", tokens_per_step=5)
-    refused(npz(topk=TOPK), "1 prompts cannot fill 2 sequences", sequences=2)
-    refused(npz(topk=TOPK), "expert 3, but option experts is 3", experts=3)
-    refused(npz(topk=TOPK), "sequences: expected at least 1", ConfigError, sequences=0)
-    refused(npz(topk=TOPK), "regime: expected one of decode, train", ConfigError, regime="serve")
-    one = io.BytesIO()
-    np.save(one, TOPK)
-    refused(one.getvalue(), "found a single array")
