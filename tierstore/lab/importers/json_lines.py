@@ -1,15 +1,14 @@
-"""JSON lines of routing logs: what inference and training logs have in common.
+"""Routing logs of inference and training as JSON lines.
 
-Every line is one object: a layer, and the experts that one token (a list of ids) or several tokens (a list
-of lists, or the tokens that each expert got) chose in it. Neighbouring lines of one step, layer and phase
-are one access. Names of fields are options; a default is the first name known for the kind that the first
-routing line has.
+Every line is one object: a layer, and the experts that one token (a list of ids) or several tokens (a list of lists, or
+the tokens that each expert got) chose in it. Neighbouring lines of one step, layer and phase are one access. Names of
+fields are options; the default is the first name known for the kind that the first routing line has.
 
-Where no field says the step, one begins when the layer number falls, or when a layer comes again for the same
-request and the token's number does not rise (a log of one layer only). Where no field says the phase, it is forward.
+Where no field says the step, a step begins when the layer number falls, or when a layer comes again for the same request
+and the token's number does not rise (a log of one layer only). Where no field says the phase, it is forward.
 
-Several files are the layers of one log, which one logger a layer has written: each is cut into steps by itself, and
-the steps are merged, forward passes in the order of the layers. Where no field says the layer, the file's name does.
+Several files are the layers of one log, written by one logger a layer: each is cut into steps by itself, and the steps
+are merged, forward passes in the order of the layers. Where no field says the layer, the file's name does.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 
@@ -59,7 +59,7 @@ _PHASES = {"forward": FORWARD, "fwd": FORWARD, "backward": BACKWARD, "bwd": BACK
 
 
 class LoggedPasses(enum.Enum):
-    """What the log holds of a step: its passes as they are, or forward passes whose backward is to be added."""
+    """The passes that the log holds: all of them, or forward passes, to which backward passes are added."""
 
     AS_LOGGED = "as-logged"
     ADD_BACKWARD = "add-backward"
@@ -107,17 +107,17 @@ class _Line:
 
 
 class _Fields:
-    """Which field of a line is what; settled by the first line that has a layer and experts."""
+    """The field of each value; the first line with a layer and experts decides."""
 
     def __init__(self, kind: str, options: JsonOptions, layer: int | None) -> None:
-        self._layer = layer  # where no field says it
+        self._layer = layer  # used where no field says it
         given = {name: getattr(options, name) for name in _NAMES}
         self._known = {name: (given[name],) if given[name] else KNOWN_FIELDS[kind][name] for name in _NAMES}
         self._required = {name for name in _NAMES if given[name]}
         self.names: Mapping[str, str | None] = {}
 
     def read(self, row: Mapping[str, object]) -> _Line | None:
-        """The line, or None for one without routing (a ``meta`` line). Raises ValueError saying what is wrong."""
+        """The line, or None for one without routing (a ``meta`` line). Raises ValueError with the reason."""
         if not self.names:
             chosen = {name: next((key for key in self._known[name] if key in row), None) for name in _NAMES}
             no_layer = chosen["layer"] is None and self._layer is None
@@ -202,7 +202,7 @@ def _shown(value: object) -> str:
 
 @dataclass(slots=True)
 class _Access:
-    """Experts that one layer's pass asks for, in the order in which they appear."""
+    """The experts of one layer's pass, in the order in which they appear."""
 
     layer: int
     phase: int
@@ -211,12 +211,12 @@ class _Access:
 
 @dataclass(slots=True)
 class _Step:
-    """The accesses of each pass over the layers; ``name`` is what a field says of the step, ``line`` its first."""
+    """The accesses of each pass over the layers; ``name``: the value of the step's field; ``line``: its first line."""
 
     name: object
     line: int
     passes: list[list[_Access]]
-    tokens: set[tuple[str | int | None, int | None]]  # (request, token) of its lines, if it is merged
+    tokens: set[tuple[str | int | None, int | None]]  # (request, token) of its lines, of merged files
 
 
 class _Source:
@@ -228,7 +228,7 @@ class _Source:
         self._merged = merged
         found = re.search(r"layers?[^0-9a-z]?(\d+)", path.name, re.IGNORECASE)
         self.fields = _Fields(kind, options, int(found[1]) if found and merged else None)
-        self._tokens: dict[str | int | None, int] = {}  # of each request, the last in this layer's pass
+        self._tokens: dict[str | int | None, int] = {}  # the last of each request in this layer's pass
 
     def steps(self) -> Generator[_Step]:
         last: _Line | None = None
@@ -298,6 +298,10 @@ class _Source:
         accesses[-1].experts.update(dict.fromkeys(sorted(line.experts)))
 
 
+#: Step, kind, phase, layer and records of an event.
+_Event: TypeAlias = tuple[int, TraceKind, int, int, list[int]]
+
+
 def _merged_steps(sources: Sequence[_Source]) -> Iterator[_Step]:
     """The steps of all sources, each of which has a part of every step."""
     first = sources[0].path
@@ -348,23 +352,26 @@ class RoutingLog:
         self._options = options
         self._layers = KeyNumbers()
         self._records = KeyNumbers()  # (layer, expert) as the log numbers them
-        self._rows: list[tuple[int, int, int, list[int]]] = []  # events: kind, phase, layer, records
-        self._steps: list[int] = []
-        self._units = 0
 
     def chunks(self) -> Iterator[EventColumns]:
         one = len(self._sources) == 1
         steps = self._sources[0].steps() if one else _merged_steps(self._sources)
+        events: list[_Event] = []
+        units = 0
         for number, step in enumerate(steps):
             for accesses in step.passes:
-                self._add_pass(accesses, number)
-            self._add(number, TraceKind.END_STEP)
-            if self._units >= _FLUSH_UNITS:
-                yield self._flushed()
-        if self._rows:
-            yield self._flushed()
+                found = self._events(number, accesses)
+                units += sum(len(records) for *_, records in found)
+                events += found
+            events.append((number, TraceKind.END_STEP, 0, 0, []))
+            if units >= _FLUSH_UNITS:
+                yield self._columns(events)
+                events, units = [], 0
+        if events:
+            yield self._columns(events)
 
-    def _add_pass(self, accesses: Sequence[_Access], step: int) -> None:
+    def _events(self, step: int, accesses: Sequence[_Access]) -> list[_Event]:
+        """The accesses of one pass over the layers, and of the backward pass where it is added."""
         numbered = []
         for access in accesses:
             layer = self._layers[access.layer]
@@ -372,31 +379,20 @@ class RoutingLog:
             numbered.append((access.phase, layer, records))
         if self._options.passes is LoggedPasses.ADD_BACKWARD:
             numbered += [(BACKWARD, layer, records) for _, layer, records in reversed(numbered)]
-        for phase, layer, records in numbered:
-            if records:
-                self._add(step, TraceKind.ACCESS, phase, layer, records)
+        return [(step, TraceKind.ACCESS, *access) for access in numbered if access[2]]
 
-    def _add(
-        self, step: int, kind: TraceKind, phase: int = 0, layer: int = 0, records: Sequence[int] = ()
-    ) -> None:
-        self._rows.append((kind, phase, layer, list(records)))
-        self._steps.append(step)
-        self._units += len(records)
-
-    def _flushed(self) -> EventColumns:
-        kinds, phases, layers, records = zip(*self._rows, strict=True)
+    def _columns(self, events: Sequence[_Event]) -> EventColumns:
+        steps, kinds, phases, layers, records = zip(*events, strict=True)
         counts = [len(units) for units in records]
-        columns = EventColumns.build(
+        return EventColumns.build(
             counts,
             np.array([record for units in records for record in units], np.uint32),
             kinds=kinds,
             phases=phases,
             layers=layers,
-            steps=self._steps,
+            steps=steps,
             flags=expert_unit_flags(np.repeat(np.array(phases, np.uint8), counts), self._options.sections),
         )
-        self._rows, self._steps, self._units = [], [], 0
-        return columns
 
     def table(self) -> RecordTable:
         layers = np.array([self._layers[layer] for layer, _ in self._records], np.uint32)
