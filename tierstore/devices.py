@@ -148,8 +148,8 @@ _ATA_LBAS_WRITTEN = 241
 
 @dataclass(frozen=True, kw_only=True)
 class Health:
-    """What a disk says; None is what it does not. ``warnings`` are why it should be replaced. ``reason``: why nothing is
-    known, empty when something is.
+    """What a disk reports; None where it does not. ``warnings``: reasons to replace it. ``reason``: why nothing is known;
+    empty when something is.
     """
 
     source: str = ""
@@ -177,7 +177,7 @@ class Health:
 
 
 def disk_health(disk: Disk, *, sys: Path = _SYS, dev: Path = _DEV) -> Health:
-    """What ``disk`` says of itself, from the first source that answers."""
+    """The health of ``disk``, from the first source that answers."""
     if disk.bus == "virtio":
         return Health(reason="not offered by virtio")
     asked: list[Callable[[], Health]] = []
@@ -196,7 +196,7 @@ def disk_health(disk: Disk, *, sys: Path = _SYS, dev: Path = _DEV) -> Health:
             refused.append(str(error))
         except (LookupError, TypeError, AttributeError) as error:
             # An unknown version of a tool must not keep a run from starting.
-            refused.append(f"said in another form than is known: {error!r}")
+            refused.append(f"unknown output: {error!r}")
     return Health(reason=f"not known: {'; '.join(refused)}")
 
 
@@ -259,7 +259,7 @@ def _critical(bits: int) -> tuple[str, ...]:
 
 
 def parse_smartctl(text: str) -> Health:
-    """What ``smartctl --json -H -A`` prints, for NVMe, SATA and SAS. Raises ValueError where it says nothing of health."""
+    """What ``smartctl --json -H -A`` prints, for NVMe, SATA and SAS. Raises ValueError where no health status."""
     found = _object(text)
     log = found.get("nvme_smart_health_information_log")
     if isinstance(log, Mapping):
@@ -276,7 +276,7 @@ def parse_smartctl(text: str) -> Health:
     if passed is None:
         messages = found.get("smartctl", {}).get("messages", [])
         said = "; ".join(str(message.get("string")) for message in messages)
-        raise ValueError(f"smartctl: {said or 'it says nothing of health'}")
+        raise ValueError(f"smartctl: {said or 'no health status'}")
     table = {row["id"]: row for row in found.get("ata_smart_attributes", {}).get("table", [])}
     life = next((int(table[number]["value"]) for number in _ATA_LIFE if number in table), None)
     written = table.get(_ATA_LBAS_WRITTEN, {}).get("raw", {}).get("value")

@@ -1,10 +1,10 @@
-"""What an access asks for: the flags of one unit, as the residency core and traces take them."""
+"""What an access requests: its phase, and the flags of each record, as the residency core and traces have them."""
 
 from __future__ import annotations
 
 from enum import IntEnum, IntFlag
 
-#: Sequences of a batch that an access can tell apart.
+#: Sequences of a batch that an access can distinguish.
 ASKERS = 7
 
 #: An entry of the host cache, one group of one record, has the number ``record * GROUP_STRIDE + group``.
@@ -23,7 +23,7 @@ class Phase(IntEnum):
 
 
 class Need(IntFlag):
-    """Per unit: which groups must be resident, which are dirty at its end, which are discarded at its end."""
+    """Of each record: the groups that must be resident, that are dirty at the end, and that are then discarded."""
 
     WEIGHTS = 1 << 0
     MOMENTS = 1 << 1
@@ -33,7 +33,7 @@ class Need(IntFlag):
     DIRTY_GRADIENTS = 1 << 5
     DROP_GRADIENTS = 1 << 8
 
-    #: In an access: that the first sequence of a batch asks for the record (in a prompt: with its last token); the bits
+    #: In an access: the first sequence of a batch requests the record (in a prompt: with its last token); the bits
     #: above it are the next six's.
     FIRST_ASKER = 1 << 9
 

@@ -46,7 +46,7 @@ class CacheConfig:
     )
     write_back_every: int = field(
         default=0,
-        metadata={"help": "update cycle: write dirty entries back every so many steps (0: on eviction)"},
+        metadata={"help": "update cycle: write dirty entries back every N steps (0: on eviction)"},
     )
     options: Mapping[str, float | str] = field(
         default_factory=dict, metadata={"help": "options of the policy, by name"}
@@ -71,12 +71,12 @@ class CacheConfig:
 
     @property
     def tells_askers_apart(self) -> bool:
-        """Whether the policy heeds which sequences ask for a record (``Need.FIRST_ASKER``)."""
+        """Whether the policy uses which sequences request a record (``Need.FIRST_ASKER``)."""
         return self.policy == _LEARNED_USE
 
     @property
     def counts_steps(self) -> bool:
-        """Whether the policy hears of steps: LFU-decay but for the paper's variant, and one of your own."""
+        """Whether the policy counts steps: LFU-decay except for the paper's variant, and a policy of your own."""
         if self.policy != _LFU_DECAY:
             return ":" in self.policy
         return _native.lfu_decay_options(dict(self.options)).variant != "paper"

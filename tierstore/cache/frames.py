@@ -108,7 +108,7 @@ class FrameAllocator:
         return sorted(frames), sorted(guards)
 
     def free(self, sections: Sequence[Buffer], after: Sequence[int]) -> None:
-        """Takes the memory back; whoever writes it next follows the tickets ``after``."""
+        """Frees the memory; its next writer follows the tickets ``after``."""
         size = self._frame_bytes
         spans = [span for section in sections for span in section.spans]
         frames = [

@@ -63,7 +63,7 @@ class WriteBacks:
 
 Decision = _native.Decision
 _GRADIENTS = 2
-#: From so many tickets on, readers of an entry that have finished are forgotten.
+#: From this many readers of an entry on, finished ones are removed.
 _READERS = 16
 
 
@@ -200,7 +200,7 @@ class HostCache:
     def next_group(self) -> list[int]:
         """Pins the next group; its fetches are queued ahead of the speculation for the groups after it.
 
-        Returns its units, by their place in the access, in the order in which they are served: pinned, and resident
+        Returns its units, as indices into the access, in the order in which they are served: pinned, and resident
         or in flight.
         """
         units, demanded, speculative = self.residency.next_group()
@@ -268,7 +268,7 @@ class HostCache:
         return [state.ready] if state is not None and state.ready else []
 
     def came(self, entry: int) -> None:
-        """The caller has waited for ``ready(entry)``, or for what follows it, and nothing has failed: nobody need again."""
+        """The caller has waited for ``ready(entry)``, or a follower of it, without a failure: no caller needs to again."""
         self._entries[entry].ready = 0
 
     def fetched(self, entry: int) -> Fetched | None:
@@ -333,7 +333,7 @@ class HostCache:
                 state.ready = backing.read(entry % GROUP_STRIDE, state.sections, guards, priority)
                 state.fetched = Fetched(state.ready, priority is Priority.SPECULATIVE)
             elif kind == Decision.CREATE:
-                # Nothing to read; whoever fills it must still follow the last owners of its frames.
+                # Nothing to read; its writer must still follow the last owners of its frames.
                 state, guards = self._allocate(entry)
                 state.readers = guards
             elif kind == Decision.WRITE_BACK:

@@ -17,10 +17,10 @@ from tierstore._native import Candidates, Clock
 
 
 class PythonPolicy(Protocol):
-    """What the cache tells a policy, and the one thing that it asks. Entries are numbers.
+    """The calls that the cache makes. Entries are numbers.
 
     More methods are called if the class has them: ``set_capacity(frames)`` first of all;
-    ``add(entry, record, layer, frames)`` for each entry before anything else is said of it (0 frames: it never
+    ``add(entry, record, layer, frames)`` for each entry before any other call about it (0 frames: it never
     comes); ``access(phase, layer, entries)`` as each access begins (``tierstore.cache.access.Phase``); and
     ``miss(entry)`` before frames are freed for an entry.
     """
@@ -39,7 +39,7 @@ class PythonPolicy(Protocol):
 
     def select(self, frames: int, candidates: Candidates) -> Iterable[int]:
         """Entries to evict, in order: of those for which ``candidates.evictable(entry)``, until their
-        ``candidates.frames(entry)`` sum to ``frames``, or all. What follows after that is not looked at.
+        ``candidates.frames(entry)`` sum to ``frames``, or all. The rest is ignored.
 
         Evicts nothing: ``remove`` is called for each.
         """

@@ -62,7 +62,7 @@ class Zipf:
 
     Which key has which rank is a random permutation. It is drawn anew every ``phase_requests`` requests (0:
     never), and it moves on by one rank, cyclically, every ``1 / drift`` requests (0: never): request i of
-    rank r asks for ``permutation[(r - 1 + floor(i * drift)) mod keys]``.
+    rank r is for ``permutation[(r - 1 + floor(i * drift)) mod keys]``.
     """
 
     keys: int

@@ -4,7 +4,7 @@ LRU has the inclusion property (a larger cache holds what a smaller one does), s
 capacity at once (Mattson et al. 1970): ``lru_curve``. That holds with one cache for all layers, entries of one size,
 nothing pinned, and capacities that no event exceeds. Everything else is replayed in parallel.
 
-``survey`` tells a regime before any policy is tuned. Where a pass asks for most of a layer's records, every sensible
+``survey`` tells a regime before any policy is tuned. Where a pass requests most of a layer's records, every sensible
 policy keeps a part and misses the rest: the miss ratio is close to 1 - C/N and to the clairvoyant choice (on real
 routing of 64 experts a layer, from about 512 tokens a step). There time is won with fewer bytes written back, earlier
 fetches, or more memory. The survey measures it: sensible policies and Belady's choice replay a part of the trace.
@@ -113,7 +113,7 @@ def lru_curve(
         contract=_native.Contract[contract.name],
         warmup_events=warmup,
     )
-    # Misses at c entries: those asked for the first time, and those deeper than c.
+    # Misses at c entries: first requests, and those deeper than c.
     deeper = np.concatenate((np.cumsum(found["depths"][::-1], dtype=np.int64)[::-1], [0]))
     created = len(requests.creations.since(warmup).events)
     warm = _distinct(requests.entries[: int(requests.offsets[warmup])])

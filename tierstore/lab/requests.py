@@ -1,4 +1,4 @@
-"""The requests of a trace as columns for the simulator: what was asked for, without how it was held.
+"""The requests of a trace as columns for the simulator: the program's own, without how a cache held them.
 
 Only accesses count. Prefetches, cancellations, pins, write-backs requested from outside (CLEAN) and DROP depend on
 how the recorded run was configured, so they are left out; ``tierstore.trace.replay`` repeats all of them exactly.
@@ -40,7 +40,7 @@ Capacity: TypeAlias = int | float | str
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class EntryTable:
-    """The entries that a trace asks for, as columns. An entry is one section group of one record; entries are numbered
+    """The entries that a trace requests, as columns. An entry is one section group of one record; entries are numbered
     densely in the order of their keys.
     """
 
@@ -49,7 +49,7 @@ class EntryTable:
     frames: NDArray[np.uint32]
     nbytes: NDArray[np.uint64]
     stored: NDArray[np.bool_]  # whether there is a backing copy at the start
-    record_frames: NDArray[np.uint32]  # of all groups of the entry's record, asked for or not
+    record_frames: NDArray[np.uint32]  # of all groups of the entry's record, requested or not
     record_indices: NDArray[np.uint32]  # of the entry's record among the records of its layer, from 0
     pinned: NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))  # empty: none
 
@@ -102,7 +102,7 @@ class EntryTable:
 
     @cached_property
     def present_layers(self) -> list[int]:
-        """The layers that ask for anything, ascending."""
+        """The layers that have requests, ascending."""
         layers: list[int] = np.unique(self.layers).tolist()
         return layers
 
@@ -165,7 +165,7 @@ class Creations:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Requests:
-    """A trace's requests. Event i asks for ``entries[offsets[i]:offsets[i + 1]]`` at once.
+    """A trace's requests. Event i requests ``entries[offsets[i]:offsets[i + 1]]`` at once.
 
     Entries are numbered as in ``table``. ``writes`` is 1 where the request leaves its entry dirty. ``steps`` counts
     from 0 without gaps.
@@ -215,7 +215,7 @@ class Requests:
         """Requests from arrays, without a trace. Entries are numbered from 0; all have a backing copy.
 
         Defaults: a step for each event, layer 0, forward, no writes, a frame each; an entry's layer is that of the
-        first event that asks for it. Raises ValueError for columns that do not fit together.
+        first event that requests it. Raises ValueError for columns that do not fit together.
         """
         bounds, asked = np.asarray(offsets, np.uint64), np.asarray(entries, np.uint32)
         events, known = len(bounds) - 1, int(asked.max()) + 1 if len(asked) else 0
@@ -300,7 +300,7 @@ class Requests:
 
     @cached_property
     def records_per_event(self) -> float:
-        """Mean number of records that an event asks for: the groups of one record count once."""
+        """Mean number of records that an event requests: the groups of one record count once."""
         records = self.table.records[self.entries]
         new = np.ones(len(records), np.bool_)
         new[1:] = records[1:] != records[:-1]
@@ -362,7 +362,7 @@ def pin(requests: Requests, records: Sequence[tuple[int, int]], *, name: str = "
     """``requests`` with ``records`` pinned, all groups of each, beside what is pinned already.
 
     ``records`` are (layer, index) pairs; the index counts the records of a layer from 0 in the order of the trace.
-    Raises ConfigError, naming ``name``, for a record that the trace does not ask for.
+    Raises ConfigError, naming ``name``, for a record that the trace does not request.
     """
     table = requests.table
     pinned = table.pinned.copy() if len(table.pinned) else np.zeros(len(table), np.uint8)
@@ -461,7 +461,7 @@ class _Columns:
         return before
 
     def requests(self, *, name: str, sha256: str, path: str) -> Requests:
-        """The whole, with entries numbered densely. Raises DataError if the trace asks for nothing."""
+        """The whole, with entries numbered densely. Raises DataError if the trace has no requests."""
         # One column at a time, so that parts and whole are never all in memory.
         whole = {column: np.concatenate(self._parts.pop(column)) for column in list(self._parts)}
         keys, writes, askers, counts = (

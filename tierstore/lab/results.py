@@ -73,14 +73,14 @@ class Outcome:
     """One replay. Capacities in frames (records, where all are equal), sizes in bytes, times in seconds.
 
     ``requests`` is ``hits + misses + creates``: a created entry had no backing copy and was not read. With a
-    lookahead, ``misses`` are all reads, ahead or on demand. What a replay did not ask for is None or empty.
+    lookahead, ``misses`` are all reads, ahead or on demand. Details that a replay lacks are None or empty.
     """
 
     policy: str
     policy_options: Mapping[str, float | str] = field(default_factory=dict)
     role: Role = Role.POLICY
     capacity_frames: int
-    capacity_fraction: float  # of the frames of all entries that the trace asks for
+    capacity_fraction: float  # of the frames of all entries that the trace requests
     scope: str  # "global" or "layer"
     contract: str  # "event-atomic" or "sequential", and what is pinned
     lookahead_frames: int = 0  # that the recorded prefetches may hold; 0: replayed without prefetch
@@ -251,7 +251,7 @@ class TraceInfo:
     requests: int
     records: int
     layers: int
-    total_frames: int  # of all entries that the trace asks for
+    total_frames: int  # of all entries that the trace requests
     total_bytes: int
     clock: str = "steps"  # what a step was to the policy of the run, see docs/TRACES.md
 
@@ -264,7 +264,7 @@ class RegimeStudy:
     trace: TraceInfo
     contract: str
     scope: str
-    active_per_layer: float  # records that one access asks for, the mean
+    active_per_layer: float  # records that one access requests, the mean
     records_per_layer: float
     curves: tuple[Curve, ...]
     half_lives: HalfLifeMap | None = None

@@ -63,7 +63,7 @@ def suits(requests: Requests, policy: str) -> bool:
     """Whether a policy is made for such requests.
 
     next-use and learned-use look at all entries of a layer in each of its passes: they need passes through several
-    layers that ask for a good part of them. On plain keys they would take hours and learn nothing.
+    layers that request a good part of them. On plain keys they would take hours and learn nothing.
     """
     if policy not in ("next-use", "learned-use"):
         return True

@@ -44,7 +44,7 @@ class RecordTable(Sequence[TraceRecord]):
     """The records, numbered from 0, as runs of equal ones. Immutable; equal tables compare equal.
 
     ``layers`` (uint32 [records]), ``frames`` (uint32 [records, 3]), ``bytes`` (uint64 [records, 3]) and
-    ``stored`` (uint16 [records]) are its columns, made when they are asked for.
+    ``stored`` (uint16 [records]) are its columns, made on first use.
     """
 
     def __init__(self, records: Iterable[TraceRecord] = ()) -> None:

@@ -85,7 +85,7 @@ def cache() -> None:
 @help_config_option()
 @click.pass_context
 def record(ctx: click.Context, /, trace: Path, **options: Any) -> None:
-    """Train as ``tierstore train`` does, and record to TRACE what its cache is asked for."""
+    """Train as ``tierstore train`` does, and record the requests of its cache to TRACE."""
     from tierstore.cli.train import train
 
     ctx.invoke(train, record_trace=trace, **options)
@@ -369,7 +369,7 @@ def _decide(
     points: int = 10,
     out: Path | None = None,
 ) -> dict[str, object]:
-    """Chooses a policy for ``trace``, shows it, and writes the files that are asked for; returns the choice for JSON.
+    """Chooses a policy for ``trace``, shows it, and writes the requested files; returns the choice for JSON.
 
     ``points``: of the report's curves.
     """

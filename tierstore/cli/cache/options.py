@@ -26,7 +26,7 @@ class ContractOptions:
 
     contract: str = option(
         "event-atomic",
-        help="Whether what a layer asks for at once is one set.",
+        help="Whether the requests of one layer pass are one set.",
         type=click.Choice(["event-atomic", "sequential"]),
     )
     threads: int = option(0, help="Replays at a time (0: one for each core).", type=click.IntRange(min=0))
@@ -189,7 +189,7 @@ def capacity_option(*, multiple: bool) -> Callable[[F], F]:
         type=FRACTION,
         multiple=multiple,
         default=("0.5",) if multiple else "0.5",
-        help="Size of the cache: 512MiB, or a fraction of what the trace asks for.",
+        help="Size of the cache: 512MiB, or a fraction of all entries of the trace.",
     )
 
 
@@ -207,7 +207,7 @@ def pin_option(command: F) -> F:
         "pins",
         multiple=True,
         metavar="LAYER:EXPERT,..",
-        help="Records that stay once they have come, by layer and place in it; any number of times.",
+        help="Records that stay once they have come, by layer and index in it; any number of times.",
     )(command)
 
 

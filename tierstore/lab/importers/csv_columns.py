@@ -102,16 +102,16 @@ def _columns(
 ) -> tuple[int, int | None, bool]:
     """Indices of key and size, and whether the first row of ``head`` is a header. ``columns`` says it in words."""
     wanted = [name for name in (options.key, options.size) if name is not None]
-    named = not all(_is_place(name) for name in wanted)
-    place = int(options.key) - 1 if options.key is not None and _is_place(options.key) else 0
-    header = named or _is_header(head, place)
+    named = not all(_is_index(name) for name in wanted)
+    index_of_key = int(options.key) - 1 if options.key is not None and _is_index(options.key) else 0
+    header = named or _is_header(head, index_of_key)
     names = [name.strip() for name in head[0]] if header and head else []
     usual = [_usual(name) for name in names]
 
     def index(name: str) -> int:
         if name.strip() in names:
             return names.index(name.strip())
-        if not _is_place(name):
+        if not _is_index(name):
             found = ", ".join(names) or "none"
             raise refuse_line(path, options.skip_lines + 1, f"expected a column {name!r}, found {found}")
         return int(name) - 1
@@ -135,7 +135,7 @@ def _columns(
     return key, size, header
 
 
-def _is_place(name: str) -> bool:
+def _is_index(name: str) -> bool:
     return name.isdecimal() and len(name) < 10 and int(name) > 0
 
 

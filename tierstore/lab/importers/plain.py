@@ -57,7 +57,7 @@ class KeyOptions(SourceOptions):
 
 
 class KeyNumbers(dict[Any, int]):
-    """Numbers keys from 0 as they are first asked for."""
+    """Numbers keys from 0 in order of their first requests."""
 
     def __missing__(self, key: Any) -> int:
         number = self[key] = len(self)
@@ -157,9 +157,9 @@ def stepped(records: NDArray[np.uint32], first: int, per_step: int) -> EventColu
     events = len(records) + ends_after
     kinds = np.full(events, TraceKind.END_STEP, np.uint8)
     counts = np.zeros(events, np.uint64)
-    place = np.arange(len(records)) + ended_before
-    kinds[place] = TraceKind.ACCESS
-    counts[place] = 1
+    accesses = np.arange(len(records)) + ended_before
+    kinds[accesses] = TraceKind.ACCESS
+    counts[accesses] = 1
     # An end belongs to the step it ends: as many steps as there were ends before it.
     steps = first // per_step + np.cumsum(kinds == TraceKind.END_STEP) - (kinds == TraceKind.END_STEP)
     return EventColumns.build(counts, records, kinds=kinds, phases=Phase.USER, steps=steps)
