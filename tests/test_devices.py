@@ -287,7 +287,7 @@ def test_a_tool_of_another_time_says_nothing(
     (tmp_path / "smartctl").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     found = disk_health(disk("sda", "ata"))
-    assert found.reason.startswith("not known: said in another form")
+    assert found.reason.startswith("not known: unknown output")
 
 
 def test_the_tools_are_asked_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
