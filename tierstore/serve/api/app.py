@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,9 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from tierstore.errors import ConfigError, DataError
-from tierstore.serve.admission import ClosingError, Generation, RefusedError
+from tierstore.serve.admission import ClosingError, Generation, RefusedError, Waiting
 from tierstore.serve.api.answers import Answering, EventStream, RequestKind, Shape, model_body, while_there
-from tierstore.serve.api.bodies import ApiError, Call, bad, chat_call, completion_call, parse_object, shown
+from tierstore.serve.api.bodies import ApiError, ChatBody, CompletionBody, bad, parse_body, shown
 from tierstore.serve.api.metrics import ServerMetrics
 from tierstore.serve.config import LimitsConfig
 from tierstore.serve.engine import ServingEngine
@@ -88,7 +89,7 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
-async def read_body(request: Request, limits: LimitsConfig) -> bytes:
+async def receive_body(request: Request, limits: LimitsConfig) -> bytes:
     """A JSON request's body. Raises ApiError where it is too large, too slow, or said to be something else."""
     given = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if given != "application/json":  # a page of another origin can send others without being asked
@@ -207,25 +208,25 @@ class _Routes:
         return JSONResponse(model_body(self._service.model, self._created))
 
     async def completions(self, request: Request) -> Response:
-        return await self._answer(request, RequestKind.COMPLETION, completion_call)
+        return await self._answer(request, RequestKind.COMPLETION, CompletionBody)
 
     async def chat(self, request: Request) -> Response:
-        return await self._answer(request, RequestKind.CHAT, chat_call)
+        return await self._answer(request, RequestKind.CHAT, ChatBody)
 
     async def _answer(
-        self, request: Request, style: RequestKind, read: Callable[[dict[str, object]], Call]
+        self, request: Request, style: RequestKind, kind: type[ChatBody | CompletionBody]
     ) -> Response:
         service = self._service
         self._admit(request)
-        call = read(parse_object(await read_body(request, service.limits)))
-        self._check_model(call.model)
+        body = parse_body(kind, await receive_body(request, service.limits))
+        self._check_model(body.model)
         answering = Answering(
             service.engine,
-            self._submit(call, await self._tokens(call)),
-            Shape(style=style, model=service.model, usage=call.parameters.include_usage),
+            self._submit(body, await self._tokens(body)),
+            Shape(style=style, model=service.model, usage=body.include_usage),
             request_s=service.limits.request_s,
         )
-        if call.parameters.stream:
+        if body.stream:
             return EventStream(answering)
         answered = await while_there(request.receive, answering.whole())
         return _Nobody() if answered is None else answered
@@ -239,32 +240,26 @@ class _Routes:
                 code="model_not_found",
             )
 
-    async def _tokens(self, call: Call) -> list[int]:
+    async def _tokens(self, body: ChatBody | CompletionBody) -> list[int]:
         language = self._service.engine.running.language
-        work: Callable[[], list[int]]
-        if call.tokens is not None:
-            if any(token >= language.vocabulary for token in call.tokens):
-                raise ApiError(
-                    400, f"prompt: tokens of this model are below {language.vocabulary}", param="prompt"
-                )
-            return list(call.tokens)
-        if call.text is not None:
-            text = call.text
-            work = lambda: language.encode(text)  # noqa: E731
+        if isinstance(body, ChatBody):
+            work = partial(language.encode_chat, [message.spoken() for message in body.messages])
+        elif isinstance(body.prompt, str):
+            work = partial(language.encode, body.prompt)
         else:
-            messages = call.messages
-            assert messages is not None
-            work = lambda: language.encode_chat(messages)  # noqa: E731
+            if any(token >= language.vocabulary for token in body.prompt):
+                raise bad("prompt", f"tokens of this model are below {language.vocabulary}")
+            return body.prompt
         try:
             return await asyncio.get_running_loop().run_in_executor(self._texts, work)
         except DataError as error:
-            raise ApiError(400, f"{call.prompt_field}: {error}", param=call.prompt_field) from error
+            raise bad(body.prompt_field, str(error)) from error
 
-    def _submit(self, call: Call, prompt: list[int]) -> Any:
-        service, parameters, field = self._service, call.parameters, call.prompt_field
+    def _submit(self, body: ChatBody | CompletionBody, prompt: list[int]) -> Waiting:
+        service, field = self._service, body.prompt_field
         limits, running = service.limits, service.engine.running
         if not prompt:
-            raise ApiError(400, f"{field}: holds no token", param=field)
+            raise bad(field, "holds no token")
         left = running.context - len(prompt)
         if left < 1:
             raise ApiError(
@@ -273,10 +268,10 @@ class _Routes:
                 param=field,
                 code="context_length_exceeded",
             )
-        if any(token >= running.language.vocabulary for token in parameters.stop_tokens):
+        if any(token >= running.language.vocabulary for token in body.stop_token_ids):
             raise bad("stop_token_ids", f"tokens of this model are below {running.language.vocabulary}")
         most = min(left, limits.tokens or left)
-        asked = parameters.max_tokens
+        asked = body.limit
         if asked is not None and asked > most:
             reason = f"the context of {running.context}" if most == left else "the limit of this server"
             raise ApiError(
@@ -288,12 +283,12 @@ class _Routes:
         generation = Generation(
             prompt=tuple(prompt),
             max_tokens=min(most, limits.default_tokens) if asked is None else asked,
-            sampler=TokenSampler(parameters.sampled(running.language.defaults), prompt),
+            sampler=TokenSampler(body.sampled(running.language.defaults), prompt),
             # A completion goes on with its prompt; a chat's answer is a text of its own.
             text=running.language.text(
-                parameters.stop, prompt=prompt, context=prompt if call.messages is None else ()
+                body.stop, prompt=prompt, context=() if isinstance(body, ChatBody) else prompt
             ),
-            stop_tokens=parameters.stop_tokens,
+            stop_tokens=frozenset(body.stop_token_ids),
         )
         try:
             return service.engine.submit(generation)

@@ -1,11 +1,28 @@
-"""Bodies of requests: each value of its type and range, or refused by name in OpenAI's shape."""
+"""Bodies of requests: pydantic reads each field of its type, or it is refused by name in OpenAI's shape.
+
+Fields that are not offered are accepted where their value changes nothing. Null is as if left out.
+"""
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Any, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from tierstore.serve.sampling import SamplingOptions
 from tierstore.units import is_unicode
@@ -17,10 +34,21 @@ _KINDS = {
     503: "server_error",
     504: "timeout_error",
 }
+_SHOWN = 40  # characters of a value in a message
+_MOST_MESSAGES = 4096
+_MOST_STOPS, _LONGEST_STOP = 4, 256
+_MOST_TOKENS = 1 << 31
+_SEEDS = 1 << 63
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+#: What is told of pydantic's errors whose own words name its types.
+_WORDS = {"extra_forbidden": "unknown field", "missing": "is missing", "model_type": "expected an object"}
+#: Fields whose items have no name of their own.
+_WHOLE = ("stop", "stop_token_ids", "prompt")
+Body = TypeVar("Body", bound=BaseModel)
 
 
 class ApiError(Exception):
-    """What a client is told instead of an answer. ``param`` is the field that is to blame."""
+    """A refusal: a status, and one sentence. ``param`` is the field that is to blame."""
 
     def __init__(
         self,
@@ -54,56 +82,6 @@ def bad(param: str, message: str) -> ApiError:
     return ApiError(400, f"{param}: {message}", param=param)
 
 
-_SHOWN = 40  # characters of a value in a message
-#: Fields that are not offered: which values change nothing, and why others are refused.
-Neutral = Mapping[str, tuple[Callable[[object], bool], str]]
-NOT_OFFERED = "is not offered by this server"
-
-
-def one_of(*values: object) -> Callable[[object], bool]:
-    """Accepts these values; without any, none. A boolean is no number."""
-    return lambda value: any(
-        value == one and isinstance(value, bool) == isinstance(one, bool) for one in values
-    )
-
-
-def any_of(kind: type) -> Callable[[object], bool]:
-    """Accepts every value of ``kind``."""
-    return lambda value: isinstance(value, kind)
-
-
-def parse_object(body: bytes) -> dict[str, object]:
-    """The JSON object of a request. Raises ApiError for anything else."""
-    try:
-        value = json.loads(body, parse_constant=_not_json)
-    except UnicodeDecodeError as error:
-        raise ApiError(400, "the body is not UTF-8") from error
-    except RecursionError as error:
-        raise ApiError(400, "the body is nested too deeply") from error
-    except ValueError as error:
-        raise ApiError(400, f"the body is not JSON: {shown(str(error), most=120)}") from error
-    if not isinstance(value, dict):
-        raise ApiError(400, f"the body must be a JSON object, got {kind(value)}")
-    return value
-
-
-def _not_json(text: str) -> object:
-    raise ValueError(f"{text} is no JSON number")
-
-
-def kind(value: object) -> str:
-    """What JSON calls its type."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "a boolean"
-    if isinstance(value, int | float):
-        return "a number"
-    if isinstance(value, str):
-        return "a string"
-    return "an array" if isinstance(value, list) else "an object"
-
-
 def shown(value: object, *, most: int = _SHOWN) -> str:
     """A value in a message: short, printable, on one line."""
     text = value if isinstance(value, str) else json.dumps(value)
@@ -111,354 +89,285 @@ def shown(value: object, *, most: int = _SHOWN) -> str:
     return text if len(text) <= most else f"{text[:most]}..."
 
 
-class Fields:
-    """The fields of an object: each is taken once, and ``done`` refuses what nobody took. Null is as if left out."""
-
-    def __init__(self, values: dict[str, object], *, path: str = "") -> None:
-        self._left = {name: value for name, value in values.items() if value is not None}
-        self._path = path
-
-    def name(self, field: str) -> str:
-        """Where a field is: ``messages[0].role``."""
-        return f"{self._path}{field}"
-
-    def take(self, field: str) -> object:
-        """A value of any type; None where there is none."""
-        return self._left.pop(field, None)
-
-    def text(self, field: str) -> str | None:
-        """A string."""
-        value = self.take(field)
-        return None if value is None else as_text(value, self.name(field))
-
-    def flag(self, field: str) -> bool:
-        """A boolean; False where there is none."""
-        value = self.take(field)
-        if value is not None and not isinstance(value, bool):
-            raise bad(self.name(field), f"expected a boolean, got {kind(value)}")
-        return bool(value)
-
-    def whole(self, field: str, low: int, high: int) -> int | None:
-        """A whole number from ``low`` to ``high``."""
-        value = self.take(field)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise bad(self.name(field), f"expected a whole number, got {_numeric(value)}")
-        if not low <= value <= high:
-            raise bad(self.name(field), f"expected {low} to {high}, got {shown(value)}")
-        return value
-
-    def number(self, field: str, low: float, high: float) -> float | None:
-        """A number from ``low`` to ``high``."""
-        value = self.take(field)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise bad(self.name(field), f"expected a number, got {kind(value)}")
-        if not low <= value <= high or not math.isfinite(value):
-            raise bad(self.name(field), f"expected {low:g} to {high:g}, got {shown(value)}")
-        return float(value)
-
-    def inner(self, field: str) -> Fields | None:
-        """An object."""
-        value = self.take(field)
-        if value is None:
-            return None
-        if not isinstance(value, dict):
-            raise bad(self.name(field), f"expected an object, got {kind(value)}")
-        return Fields(value, path=f"{self.name(field)}.")
-
-    def neutral(self, table: Neutral) -> None:
-        """Fields that are not offered: each is accepted where it changes nothing, and refused by its reason elsewhere."""
-        for field, (accepted, reason) in table.items():
-            value = self.take(field)
-            if value is not None and not accepted(value):
-                raise bad(self.name(field), reason)
-
-    def done(self) -> None:
-        """Refuses what is left."""
-        for field in self._left:
-            raise bad(shown(self.name(field)), "is no field of this request")
+def parse_body(kind: type[Body], content: bytes) -> Body:
+    """The request in ``content``. Raises ApiError naming the field."""
+    try:
+        value = json.loads(content, parse_constant=_not_json)
+    except UnicodeDecodeError as error:
+        raise ApiError(400, "the body is not UTF-8") from error
+    except RecursionError as error:
+        raise ApiError(400, "the body is nested too deeply") from error
+    except ValueError as error:
+        raise ApiError(400, f"the body is not JSON: {shown(str(error), most=120)}") from error
+    if not isinstance(value, dict):
+        raise ApiError(400, f"the body must be a JSON object, got {shown(value)}")
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        raise _refusal(error) from error
 
 
-def _numeric(value: object) -> str:
-    return shown(value) if isinstance(value, float) else kind(value)
+def _not_json(text: str) -> object:
+    raise ValueError(f"{text} is not a JSON number")
 
 
-def as_text(value: object, name: str) -> str:
-    """A string that is text: lone surrogates, which JSON can write, are not."""
-    if not isinstance(value, str):
-        raise bad(name, f"expected a string, got {kind(value)}")
-    if not is_unicode(value):
-        raise bad(name, "holds half of a surrogate pair, which is no character")
-    return value
+def _refusal(error: ValidationError) -> ApiError:
+    """The first of the errors that pydantic found."""
+    found = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    first, *rest = found["loc"] or ("body",)
+    param = str(first)
+    if param not in _WHOLE:
+        param += "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in rest)
+    message = _WORDS.get(found["type"], found["msg"][:1].lower() + found["msg"][1:])
+    return bad(shown(param), message)
 
 
-_MOST_STOPS = 4
-_LONGEST_STOP = 256
-_MOST_TOKENS = 1 << 31
-_SEEDS = 1 << 63
+def _refused(message: str) -> PydanticCustomError:
+    return PydanticCustomError("refused", "{text}", {"text": message})
+
+
+def _only(*values: object, why: str = "is not offered by this server") -> PlainValidator:
+    """A field that is not offered: these values change nothing, and are accepted. A boolean is no number."""
+
+    def checked(value: object) -> object:
+        if any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values):
+            return value
+        raise _refused(why)
+
+    return PlainValidator(checked)
+
+
+def _unicode(text: str) -> str:
+    """JSON can write lone surrogates, which are not text."""
+    if not is_unicode(text):
+        raise _refused("holds half of a surrogate pair, which is no character")
+    return text
+
+
+Text = Annotated[str, AfterValidator(_unicode)]
+
+
+class _Object(BaseModel):
+    """An object without other fields."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, values: object) -> object:
+        if not isinstance(values, dict):
+            return values
+        return {name: value for name, value in values.items() if value is not None}
+
+
+# What both kinds of requests have ---------------------------------------------------------------------------
+
 _NO_PENALTY = "penalties are not offered by this server"
 _NO_LOGPROBS = "log probabilities are not offered by this server"
-_NEUTRAL: Neutral = {
-    "n": (one_of(1), "several choices are not offered: send as many requests"),
-    "presence_penalty": (one_of(0), _NO_PENALTY),
-    "frequency_penalty": (one_of(0), _NO_PENALTY),
-    "logit_bias": (one_of({}), "biased tokens are not offered by this server"),
-    "logprobs": (one_of(False), _NO_LOGPROBS),
-    "top_logprobs": (one_of(0), _NO_LOGPROBS),
-    "user": (any_of(str), "expected a string"),
-}
-_NEUTRAL_STREAM: Neutral = {
-    "include_obfuscation": (one_of(False), "obfuscation is not offered by this server")
-}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Parameters:
-    """``max_tokens``: None where the request names none. ``sampling``: the options of sampling that it names."""
-
-    sampling: dict[str, float]
-    max_tokens: int | None
-    stop: tuple[str, ...]
-    stop_tokens: frozenset[int]
-    stream: bool
-    include_usage: bool
-
-    def sampled(self, defaults: SamplingOptions) -> SamplingOptions:
-        """``defaults`` with what the request says."""
-        return replace(defaults, **self.sampling)  # type: ignore[arg-type]
+class _StreamOptions(_Object):
+    include_usage: bool = False
+    include_obfuscation: Annotated[Any, _only(False, why="obfuscation is not offered by this server")] = False
 
 
-def take_parameters(fields: Fields, *, limit: str = "max_tokens") -> Parameters:
-    """The fields that both kinds of request have. ``limit`` names the one for ``max_tokens``."""
-    fields.neutral(_NEUTRAL)
-    stream = fields.flag("stream")
-    return Parameters(
-        sampling=_sampling(fields),
-        max_tokens=_limit(fields, limit),
-        stop=_stops(fields),
-        stop_tokens=_stop_tokens(fields),
-        stream=stream,
-        include_usage=_usage(fields, stream),
-    )
+def _listed(value: object) -> object:
+    return value if isinstance(value, list) else [value]
 
 
-def _sampling(fields: Fields) -> dict[str, float]:
-    """Also ``top_k`` and ``repetition_penalty``, which OpenAI's API does not have."""
-    named = {
-        "temperature": fields.number("temperature", 0, 2),
-        "top_p": fields.number("top_p", 0, 1),
-        "top_k": fields.whole("top_k", 0, _MOST_TOKENS),
-        "repetition_penalty": fields.number("repetition_penalty", 0, 10),
-        "seed": fields.whole("seed", -_SEEDS, _SEEDS - 1),
-    }
-    for field in ("top_p", "repetition_penalty"):
-        if named[field] == 0:
-            raise bad(fields.name(field), "expected more than 0")
-    return {field: value for field, value in named.items() if value is not None}
+_Stop = Annotated[Text, Field(min_length=1, max_length=_LONGEST_STOP)]
 
 
-def _limit(fields: Fields, name: str) -> int | None:
-    plain = fields.whole("max_tokens", 1, _MOST_TOKENS)
-    if name == "max_tokens":
-        return plain
-    other = fields.whole(name, 1, _MOST_TOKENS)
-    if plain is not None and other is not None and plain != other:
-        raise bad(fields.name(name), "differs from max_tokens, and one of them is enough")
-    return plain if other is None else other
+class RequestBody(_Object):
+    """How an answer is sampled and when it stops; ``top_k`` and ``repetition_penalty`` are not OpenAI's."""
 
+    model: Text
+    max_tokens: int | None = Field(None, ge=1, le=_MOST_TOKENS)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=0, le=_MOST_TOKENS)
+    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    seed: int | None = Field(None, ge=-_SEEDS, lt=_SEEDS)
+    stop: Annotated[list[_Stop], Field(max_length=_MOST_STOPS), BeforeValidator(_listed)] = []
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] = []
+    stream: bool = False
+    stream_options: _StreamOptions | None = None
+    n: Annotated[Any, _only(1, why="several choices are not offered: send as many requests")] = 1
+    presence_penalty: Annotated[Any, _only(0, why=_NO_PENALTY)] = 0
+    frequency_penalty: Annotated[Any, _only(0, why=_NO_PENALTY)] = 0
+    logit_bias: Annotated[Any, _only({}, why="biased tokens are not offered by this server")] = None
+    logprobs: Annotated[Any, _only(False, why=_NO_LOGPROBS)] = False
+    top_logprobs: Annotated[Any, _only(0, why=_NO_LOGPROBS)] = 0
+    user: str | None = None
 
-def _stops(fields: Fields) -> tuple[str, ...]:
-    value = fields.take("stop")
-    if value is None:
-        return ()
-    name = fields.name("stop")
-    listed = value if isinstance(value, list) else [value]
-    if not isinstance(value, str | list):
-        raise bad(name, f"expected a string or an array of strings, got {kind(value)}")
-    if len(listed) > _MOST_STOPS:
-        raise bad(name, f"expected at most {_MOST_STOPS} strings, got {len(listed)}")
-    stops = tuple(as_text(one, name) for one in listed)
-    for stop in stops:
-        if not 1 <= len(stop) <= _LONGEST_STOP:
-            raise bad(name, f"expected strings of 1 to {_LONGEST_STOP} characters, got one of {len(stop)}")
-    return stops
-
-
-def _stop_tokens(fields: Fields) -> frozenset[int]:
-    value = fields.take("stop_token_ids")
-    tokens = [] if value is None else value
-    if not isinstance(tokens, list) or any(type(token) is not int or token < 0 for token in tokens):
-        raise bad(
-            fields.name("stop_token_ids"), "expected an array of tokens, which are whole numbers from 0"
-        )
-    return frozenset(tokens)
-
-
-def _usage(fields: Fields, stream: bool) -> bool:
-    options = fields.inner("stream_options")
-    if options is None:
-        return False
-    if not stream:
-        raise bad(fields.name("stream_options"), "is for requests with stream = true")
-    included = options.flag("include_usage")
-    options.neutral(_NEUTRAL_STREAM)
-    options.done()
-    return included
-
-
-_MOST_MESSAGES = 4096
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-_NO_TOOLS = "tools are not offered by this server"
-_A_STRING = "expected a string"
-_NEUTRAL_COMPLETION: Neutral = {
-    "best_of": (one_of(1), NOT_OFFERED),
-    "echo": (one_of(False), "an echo of the prompt is not offered by this server"),
-    "suffix": (one_of(""), NOT_OFFERED),
-}
-_NEUTRAL_CHAT: Neutral = {
-    "audio": (one_of(), NOT_OFFERED),
-    "function_call": (one_of("none", "auto"), _NO_TOOLS),
-    "functions": (one_of([]), "functions are not offered by this server"),
-    "metadata": (any_of(dict), "expected an object"),
-    "modalities": (one_of(["text"]), "only text is offered"),
-    "moderation": (one_of(), NOT_OFFERED),
-    "parallel_tool_calls": (any_of(bool), "expected a boolean"),
-    "prediction": (one_of(), NOT_OFFERED),
-    "prompt_cache_key": (any_of(str), _A_STRING),
-    "prompt_cache_options": (any_of(dict), "expected an object"),
-    "prompt_cache_retention": (any_of(str), _A_STRING),
-    "reasoning_effort": (one_of(), NOT_OFFERED),
-    "safety_identifier": (any_of(str), _A_STRING),
-    "service_tier": (one_of("auto", "default"), "other tiers are not offered by this server"),
-    "store": (one_of(False), "stored answers are not offered by this server"),
-    "tool_choice": (one_of("none", "auto"), _NO_TOOLS),
-    "tools": (one_of([]), _NO_TOOLS),
-    "verbosity": (one_of("medium"), NOT_OFFERED),
-    "web_search_options": (one_of(), NOT_OFFERED),
-}
-#: ``type`` is what older versions of lm-eval send; ``annotations`` come with the messages of answers.
-_NEUTRAL_MESSAGE: Neutral = {
-    "annotations": (one_of([]), "annotations are not offered by this server"),
-    "audio": (one_of(), "audio is not offered by this server"),
-    "function_call": (one_of([]), _NO_TOOLS),
-    "name": (any_of(str), _A_STRING),
-    "refusal": (any_of(str), _A_STRING),
-    "tool_calls": (one_of([]), _NO_TOOLS),
-    "type": (one_of("text"), "only text is offered"),
-}
-_NEUTRAL_PART: Neutral = {"prompt_cache_breakpoint": (any_of(dict), "expected an object")}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Call:
-    """A request. One of the three: ``text``, ``tokens`` or ``messages``. ``model``: the name that it gives."""
-
-    model: str
-    parameters: Parameters
-    text: str | None = None
-    tokens: tuple[int, ...] | None = None
-    messages: tuple[dict[str, str], ...] | None = None
+    @field_validator("stream_options")
+    @classmethod
+    def _streams(cls, value: _StreamOptions, info: ValidationInfo) -> _StreamOptions:
+        if not info.data.get("stream"):
+            raise _refused("is for requests with stream = true")
+        return value
 
     @property
     def prompt_field(self) -> str:
         """The field that the prompt came in."""
-        return "prompt" if self.messages is None else "messages"
+        return "prompt"
+
+    @property
+    def limit(self) -> int | None:
+        """The most tokens of the answer; None where the request names none."""
+        return self.max_tokens
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether the events of the answer say how many tokens it took."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def sampled(self, defaults: SamplingOptions) -> SamplingOptions:
+        """``defaults`` with what the request says."""
+        names = ("temperature", "top_p", "top_k", "repetition_penalty", "seed")
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return replace(defaults, **given)
 
 
-def completion_call(body: dict[str, object]) -> Call:
-    """A body of /v1/completions. Raises ApiError."""
-    fields = Fields(body)
-    model = _model(fields)
-    prompt = fields.take("prompt")
-    fields.neutral(_NEUTRAL_COMPLETION)
-    parameters = take_parameters(fields)
-    fields.done()
-    if prompt is None:
-        raise bad("prompt", "is missing")
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
-        prompt = prompt[0]
-    if isinstance(prompt, str):
-        return Call(model=model, parameters=parameters, text=as_text(prompt, "prompt"))
-    if not isinstance(prompt, list):
-        raise bad("prompt", f"expected a string or an array of tokens, got {kind(prompt)}")
-    if any(isinstance(one, str | list) for one in prompt):
-        raise bad("prompt", "several prompts in one request are not offered: send as many requests")
-    if any(isinstance(one, bool) or not isinstance(one, int) or one < 0 for one in prompt):
-        raise bad("prompt", "expected an array of tokens, which are whole numbers from 0")
-    return Call(model=model, parameters=parameters, tokens=tuple(prompt))
+# Completions ------------------------------------------------------------------------------------------------
 
 
-def chat_call(body: dict[str, object]) -> Call:
-    """A body of /v1/chat/completions. Raises ApiError."""
-    fields = Fields(body)
-    model = _model(fields)
-    messages = fields.take("messages")
-    fields.neutral(_NEUTRAL_CHAT)
-    if (shape := fields.inner("response_format")) is not None:
-        given = shape.text("type")
-        if given != "text":
-            raise bad("response_format", f"only text is offered, got {shown(given)}")
-        shape.done()
-    parameters = take_parameters(fields, limit="max_completion_tokens")
-    fields.done()
-    if messages is None:
-        raise bad("messages", "is missing")
-    if not isinstance(messages, list):
-        raise bad("messages", f"expected an array, got {kind(messages)}")
-    if not 1 <= len(messages) <= _MOST_MESSAGES:
-        raise bad("messages", f"expected 1 to {_MOST_MESSAGES} messages, got {len(messages)}")
-    read = tuple(_message(one, f"messages[{number}]") for number, one in enumerate(messages))
-    return Call(model=model, parameters=parameters, messages=read)
+def _prompt(value: object) -> str | list[int]:
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
+        value = value[0]
+    if isinstance(value, str):
+        return _unicode(value)
+    if not isinstance(value, list):
+        raise _refused("expected a string or an array of tokens")
+    if any(isinstance(one, str | list) for one in value):
+        raise _refused("several prompts in one request are not offered: send as many requests")
+    if any(isinstance(one, bool) or not isinstance(one, int) or one < 0 for one in value):
+        raise _refused("expected an array of tokens, which are whole numbers from 0")
+    return value
 
 
-def _model(fields: Fields) -> str:
-    model = fields.text("model")
-    if model is None:
-        raise bad("model", "is missing")
-    return model
+class CompletionBody(RequestBody):
+    """A body of /v1/completions."""
+
+    prompt: Annotated[str | list[int], PlainValidator(_prompt)]
+    best_of: Annotated[Any, _only(1)] = 1
+    echo: Annotated[Any, _only(False, why="an echo of the prompt is not offered by this server")] = False
+    suffix: Annotated[Any, _only("")] = ""
 
 
-def _message(value: object, name: str) -> dict[str, str]:
-    if not isinstance(value, dict):
-        raise bad(name, f"expected an object, got {kind(value)}")
-    fields = Fields(value, path=f"{name}.")
-    role = fields.text("role")
-    if role is None:
-        raise bad(f"{name}.role", "is missing")
+# Chats ------------------------------------------------------------------------------------------------------
+
+_NO_TOOLS = "tools are not offered by this server"
+
+
+class _Part(_Object):
+    """A part of a message's content."""
+
+    type: str
+    text: Text
+    prompt_cache_breakpoint: dict[str, Any] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_text(cls, values: Any) -> Any:
+        if isinstance(values, dict) and isinstance(kind := values.get("type"), str) and kind != "text":
+            raise _refused(f"only text is offered, got {shown(kind)}")
+        return values
+
+
+class _ResponseFormat(_Object):
+    type: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_text(cls, values: Any) -> Any:
+        if (
+            isinstance(values, dict)
+            and isinstance(kind := values.get("type", "null"), str)
+            and kind != "text"
+        ):
+            raise _refused(f"only text is offered, got {shown(kind)}")
+        return values
+
+
+def _role(role: str) -> str:
     if role in ("tool", "function"):
-        raise bad(f"{name}.role", "tools are not offered by this server")
+        raise _refused(_NO_TOOLS)
     if role not in _ROLES:
-        raise bad(f"{name}.role", f"expected one of {', '.join(_ROLES)}, got {shown(role)}")
-    content, reasoning = fields.take("content"), fields.text("reasoning_content")
-    fields.neutral(_NEUTRAL_MESSAGE)
-    fields.done()
-    if content is None and reasoning is not None:  # an answer that ended before there was more
-        content = ""
-    if content is None:
-        raise bad(f"{name}.content", "is missing")
-    if isinstance(content, list):
-        text = "".join(_part(one, f"{name}.content[{number}]") for number, one in enumerate(content))
-    else:
-        text = as_text(content, f"{name}.content")
-    thought = {} if reasoning is None else {"reasoning_content": reasoning}
-    return {"role": _ROLES[role], "content": text, **thought}
+        raise _refused(f"expected one of {', '.join(_ROLES)}, got {shown(role)}")
+    return _ROLES[role]
 
 
-def _part(value: object, name: str) -> str:
-    if not isinstance(value, dict):
-        raise bad(name, f"expected an object, got {kind(value)}")
-    fields = Fields(value, path=f"{name}.")
-    given = fields.text("type")
-    if given is None:
-        raise bad(f"{name}.type", "is missing")
-    if given != "text":
-        raise ApiError(400, f"{name}: only text is offered, got {shown(given)}", param=name)
-    text = fields.text("text")
-    fields.neutral(_NEUTRAL_PART)
-    fields.done()
-    if text is None:
-        raise bad(f"{name}.text", "is missing")
-    return text
+class _Message(_Object):
+    """``type`` is what older versions of lm-eval send; ``annotations`` come with the messages of answers."""
+
+    role: Annotated[str, AfterValidator(_role)]
+    reasoning_content: Text | None = None
+    content: list[_Part] = Field(None, validate_default=True)
+    annotations: Annotated[Any, _only([], why="annotations are not offered by this server")] = None
+    audio: Annotated[Any, _only(why="audio is not offered by this server")] = None
+    function_call: Annotated[Any, _only([], why=_NO_TOOLS)] = None
+    name: str | None = None
+    refusal: str | None = None
+    tool_calls: Annotated[Any, _only([], why=_NO_TOOLS)] = None
+    type: Annotated[Any, _only("text", why="only text is offered")] = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _parts(cls, value: object, info: ValidationInfo) -> object:
+        if isinstance(value, str):
+            return [{"type": "text", "text": _unicode(value)}]
+        if value is None and info.data.get("reasoning_content") is None:
+            raise _refused("is missing")
+        return [] if value is None else value  # an answer that ended within its reasoning has no content
+
+    def spoken(self) -> dict[str, str]:
+        """The message as chat templates read it."""
+        said = {"role": self.role, "content": "".join(part.text for part in self.content)}
+        return (
+            said if self.reasoning_content is None else {**said, "reasoning_content": self.reasoning_content}
+        )
+
+
+class ChatBody(RequestBody):
+    """A body of /v1/chat/completions."""
+
+    messages: Annotated[list[_Message], Field(min_length=1, max_length=_MOST_MESSAGES)]
+    max_completion_tokens: int | None = Field(None, ge=1, le=_MOST_TOKENS)
+    response_format: _ResponseFormat | None = None
+    audio: Annotated[Any, _only()] = None
+    function_call: Annotated[Any, _only("none", "auto", why=_NO_TOOLS)] = None
+    functions: Annotated[Any, _only([], why="functions are not offered by this server")] = None
+    metadata: dict[str, Any] | None = None
+    modalities: Annotated[Any, _only(["text"], why="only text is offered")] = None
+    moderation: Annotated[Any, _only()] = None
+    parallel_tool_calls: bool | None = None
+    prediction: Annotated[Any, _only()] = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_retention: str | None = None
+    reasoning_effort: Annotated[Any, _only()] = None
+    safety_identifier: str | None = None
+    service_tier: Annotated[
+        Any, _only("auto", "default", why="other tiers are not offered by this server")
+    ] = None
+    store: Annotated[Any, _only(False, why="stored answers are not offered by this server")] = None
+    tool_choice: Annotated[Any, _only("none", "auto", why=_NO_TOOLS)] = None
+    tools: Annotated[Any, _only([], why=_NO_TOOLS)] = None
+    verbosity: Annotated[Any, _only("medium")] = None
+    web_search_options: Annotated[Any, _only()] = None
+
+    @field_validator("max_completion_tokens")
+    @classmethod
+    def _one_limit(cls, value: int, info: ValidationInfo) -> int:
+        if info.data.get("max_tokens") not in (None, value):
+            raise _refused("differs from max_tokens, and one of them is enough")
+        return value
+
+    @property
+    def prompt_field(self) -> str:
+        return "messages"
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
