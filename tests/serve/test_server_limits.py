@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import fcntl
+import io
 import itertools
 import json
 import os
@@ -23,7 +26,7 @@ from fake_server import MODEL, Fake, serving
 
 from tierstore.errors import ConfigError
 from tierstore.serve.api.app import Keys
-from tierstore.serve.api.server import listen
+from tierstore.serve.api.server import ServerLog, listen
 from tierstore.serve.config import LimitsConfig
 
 PATIENCE_S = 60
@@ -234,3 +237,34 @@ def test_the_end_of_draining_and_a_second_signal() -> None:
         time.sleep(0.2)  # two of one number at the same time are one signal
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE_S) == 128 + signal.SIGTERM
+
+
+async def test_a_log_that_nobody_reads_stops_neither_the_loop_nor_the_model() -> None:
+    """A full pipe blocks who writes to it; lines keep their order, and the oldest give way."""
+    reading, writing = os.pipe()
+    filled = fcntl.fcntl(writing, fcntl.F_GETPIPE_SZ)
+    os.write(writing, b"\n" * filled)
+    log = ServerLog(writing)
+    with open(reading, "rb", buffering=0) as reader:
+        async with log.writing():
+            log.write("first")
+            await asyncio.sleep(0.05)  # its write is under way, and waits
+            for number in range(2 * ServerLog.KEPT):
+                await asyncio.to_thread(log.write, f"line {number}")
+            begun = asyncio.get_running_loop().time()
+            for _ in range(10):
+                await asyncio.sleep(0.001)
+            assert asyncio.get_running_loop().time() - begun < 1
+            read = asyncio.create_task(asyncio.to_thread(_until, reader, b"line 1999\n"))
+        lines = [line for line in (await read).splitlines() if line]
+        log.write("after the loop")
+        assert reader.read(100) == b"after the loop\n"
+    os.close(writing)
+    assert lines == [b"first", *(b"line %d" % number for number in range(ServerLog.KEPT, 2 * ServerLog.KEPT))]
+
+
+def _until(reader: io.RawIOBase, end: bytes) -> bytes:
+    found = b""
+    while not found.endswith(end):
+        found += reader.read(1 << 16) or b""
+    return found

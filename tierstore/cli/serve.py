@@ -103,12 +103,12 @@ def serve(
 def _run(config: ServeConfig, listening: Listening, output: Output) -> None:
     from tierstore.serve.api.app import Keys, Service, make_app
     from tierstore.serve.api.metrics import ServerMetrics
-    from tierstore.serve.api.server import ApiServer, is_loopback, listen, url
+    from tierstore.serve.api.server import ApiServer, ServerLog, is_loopback, listen, url
     from tierstore.serve.engine import ServingEngine
     from tierstore.serve.opening import open_running
 
     keys = Keys() if listening.api_keys is None else Keys.read(listening.api_keys)
-    metrics, begun_s = ServerMetrics(), time.monotonic()
+    metrics, log, begun_s = ServerMetrics(), ServerLog(), time.monotonic()
     with ExitStack() as stack:
         bound = stack.enter_context(listen(listening.host, listening.port))
         if not is_loopback(bound) and not keys.required:
@@ -121,6 +121,7 @@ def _run(config: ServeConfig, listening: Listening, output: Output) -> None:
             sequences=config.batch.sequences,
             limits=config.limits,
             watcher=metrics,
+            log=log.write,
         )
         stack.enter_context(engine)
         metrics.show(engine)
@@ -132,7 +133,9 @@ def _run(config: ServeConfig, listening: Listening, output: Output) -> None:
             output.line(f"opened in {format_seconds(time.monotonic() - begun_s)}")
             output.line(f"serving {name} at {url(bound)}")
 
-        service = Service(engine=engine, metrics=metrics, limits=config.limits, keys=keys, model=name)
+        service = Service(
+            engine=engine, metrics=metrics, limits=config.limits, keys=keys, model=name, log=log
+        )
         server = ApiServer(make_app(service), engine, config.limits, opened=opened)
         asyncio.run(server.serve([bound]))
     output.line(f"stopped after {format_seconds(time.monotonic() - begun_s)}")

@@ -120,8 +120,13 @@ class _Sequence:
     tokens: list[int] = field(default_factory=list)
 
 
+def _print(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
 class ServingEngine:
     """The model's thread. ``opened`` opens the model, on that thread; ``sequences`` is the most of a batch.
+    ``log`` is given lines for people.
 
     A context manager: entering begins to open the model; leaving ends what is under way, and raises what opening or running
     it has raised. ``submit`` and ``cancel`` are the event loop's.
@@ -134,8 +139,10 @@ class ServingEngine:
         sequences: int,
         limits: LimitsConfig,
         watcher: Watcher,
+        log: Callable[[str], None] = _print,
     ) -> None:
         self._open = opened
+        self._log = log
         self._room = sequences
         self._watcher = watcher
         self._rates = Rates()
@@ -259,11 +266,11 @@ class ServingEngine:
                     self._split_up("prefill", len(taken), error)
                     self._join(running, taken[:1])
             else:
-                self._fail(taken[0], _sentence(error))
+                self._fail(taken[0], self._sentence(error))
             return
         except Exception as error:
             if len(taken) == 1:
-                self._fail(taken[0], _sentence(error))
+                self._fail(taken[0], self._sentence(error))
             else:
                 self._split_up("prefill", len(taken), error)
                 for waiting in taken:
@@ -286,7 +293,7 @@ class ServingEngine:
             failed = list(self._batch.values())
             self._batch.clear()
             if len(failed) == 1:
-                self._fail(failed[0].waiting, _sentence(error))
+                self._fail(failed[0].waiting, self._sentence(error))
             else:
                 self._split_up("step", len(failed), error)
                 self._join_again(running, failed)
@@ -299,10 +306,8 @@ class ServingEngine:
 
     def _split_up(self, what: str, sequences: int, error: Exception) -> None:
         """A pass of several has failed: each is computed on its own, which takes far longer where it fails each time."""
-        reason = _reason(error)
-        print(
-            f"a {what} of {sequences} sequences failed, and each is computed alone: {reason}", file=sys.stderr
-        )
+        reason = self._reason(error)
+        self._log(f"a {what} of {sequences} sequences failed, and each is computed alone: {reason}")
         self._watcher.split_up()
 
     def _join_again(self, running: Running, failed: list[_Sequence]) -> None:
@@ -313,7 +318,7 @@ class ServingEngine:
             try:
                 one = running.runner.resume(sequence.waiting.generation.prompt, sequence.tokens)
             except Exception as error:
-                self._fail(sequence.waiting, _sentence(error))
+                self._fail(sequence.waiting, self._sentence(error))
             else:
                 self._batch[one.number] = sequence
                 self._advance(running, one.number, one.logits_V)
@@ -333,7 +338,7 @@ class ServingEngine:
             finish = Finish.STOP if stopped else Finish.LENGTH if last else None
         except Exception as error:  # logits that are not finite; it disturbs no other request
             self._leave(running, number)
-            self._fail(sequence.waiting, _sentence(error))
+            self._fail(sequence.waiting, self._sentence(error))
             return
         now = time.monotonic()
         self._watcher.token(first=not sequence.tokens, seconds=now - sequence.last_s)
@@ -360,15 +365,13 @@ class ServingEngine:
             self._counted_s = now
             self._counts = running.counts()
 
+    def _sentence(self, error: Exception) -> str:
+        """What a client is told."""
+        return f"the answer could not be computed: {self._reason(error)}"
 
-def _sentence(error: Exception) -> str:
-    """What a client is told."""
-    return f"the answer could not be computed: {_reason(error)}"
-
-
-def _reason(error: Exception) -> str:
-    """One line. An error that nothing raises on purpose keeps its traceback, on stderr."""
-    if not isinstance(error, TierstoreError | OSError):
-        traceback.print_exception(error)
-        return type(error).__name__
-    return " ".join(str(error).split())
+    def _reason(self, error: Exception) -> str:
+        """One line. The log has the traceback of an error that nothing raises on purpose."""
+        if not isinstance(error, TierstoreError | OSError):
+            self._log("".join(traceback.format_exception(error)).rstrip())
+            return type(error).__name__
+        return " ".join(str(error).split())

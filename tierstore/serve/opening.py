@@ -124,7 +124,7 @@ def _counts(parts: ServedParts) -> ModelCounts:
         moved_bytes={
             "nvme read": stats.read_bytes,
             "nvme read early": stats.prefetch_read_bytes,
-            "nvme read in vain": stats.wasted_prefetch_bytes,
+            "wasted prefetch reads": stats.wasted_prefetch_bytes,
         },
         stall_s={
             cause.value: spent_ns / 1e9

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from tierstore.serve.admission import ClosingError, Generation, RefusedError, Wa
 from tierstore.serve.api.answers import Answering, EventStream, RequestKind, Shape, model_body, while_there
 from tierstore.serve.api.bodies import ApiError, ChatBody, CompletionBody, bad, parse_body, shown
 from tierstore.serve.api.metrics import ServerMetrics
+from tierstore.serve.api.server import ServerLog
 from tierstore.serve.config import LimitsConfig
 from tierstore.serve.engine import ServingEngine
 from tierstore.serve.sampling import TokenSampler
@@ -130,6 +131,7 @@ class Service:
     limits: LimitsConfig
     keys: Keys
     model: str
+    log: ServerLog = field(default_factory=ServerLog)
 
 
 def make_app(service: Service) -> FastAPI:
@@ -138,7 +140,8 @@ def make_app(service: Service) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> Any:
-        yield
+        async with service.log.writing():
+            yield
         routes.close()
 
     # No pages of FastAPI's own: they load scripts from elsewhere.
@@ -316,7 +319,7 @@ class _Routes:
 
     async def fail(self, request: Request, error: Exception) -> Response:
         """An error of the program itself."""
-        traceback.print_exception(error)
+        self._service.log.write("".join(traceback.format_exception(error)).rstrip())
         return await self.refuse(request, ApiError(500, "the server failed, and its log says how"))
 
 

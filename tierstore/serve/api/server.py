@@ -10,15 +10,18 @@ at a time, or reads nothing of its answer, would keep a descriptor for as long a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import math
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import AsyncIterator, Callable
 from types import FrameType
 from typing import ClassVar
 
+import aiofiles
 import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -127,6 +130,59 @@ def is_loopback(bound: socket.socket) -> bool:
     return ipaddress.ip_address(bound.getsockname()[0].partition("%")[0]).is_loopback
 
 
+class ServerLog:
+    """Lines for a descriptor, which stays open: a server's standard error.
+
+    While the event loop runs, ``write`` never waits: aiofiles writes the lines on a thread of the loop's executor, so that a
+    stream that nobody reads (a full pipe, a disk that hangs) stops neither the loop nor the model. The last ``KEPT``
+    unwritten lines are kept; those that cannot be written are dropped.
+    """
+
+    KEPT = 1000
+
+    def __init__(self, fd: int = 2) -> None:
+        self._fd = fd
+        self._lines: deque[str] = deque(maxlen=self.KEPT)  # a thread appends or takes at once
+        self._ready = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def write(self, line: str) -> None:
+        """From any thread."""
+        if self._loop is None:
+            with open(self._fd, "a", closefd=False) as file:
+                print(line, file=file)
+            return
+        self._lines.append(line)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends
+            self._loop.call_soon_threadsafe(self._ready.set)
+
+    @contextlib.asynccontextmanager
+    async def writing(self) -> AsyncIterator[None]:
+        """Writes lines as they come. At the end the rest gets ``_LAST_WORDS_S`` seconds."""
+        self._loop = asyncio.get_running_loop()
+        task = asyncio.create_task(self._write_all())
+        try:
+            yield
+        finally:
+            self._loop = None
+            self._ready.set()
+            await asyncio.wait({task}, timeout=_LAST_WORDS_S)
+            task.cancel()
+
+    async def _write_all(self) -> None:
+        # Not closed: each line is flushed, and closing would wait for a write that hangs.
+        file = await aiofiles.open(self._fd, "a", closefd=False)
+        while True:
+            await self._ready.wait()
+            self._ready.clear()
+            while self._lines:
+                with contextlib.suppress(OSError):
+                    await file.write(f"{self._lines.popleft()}\n")
+                    await file.flush()
+            if self._loop is None:
+                return
+
+
 class ApiServer(uvicorn.Server):
     """Serves ``app`` for as long as ``engine`` runs. ``opened`` is called once, when its model is open."""
 
@@ -168,8 +224,8 @@ class ApiServer(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Ten times a second: whether it is over."""
         if self._opened is not None and self._engine.opened:
-            self._opened()
-            self._opened = None
+            opened, self._opened = self._opened, None
+            await asyncio.to_thread(opened)  # it prints
         if time.monotonic() >= self._until_s:
             self._engine.close()
         if not self._engine.alive:
