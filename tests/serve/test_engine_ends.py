@@ -15,7 +15,7 @@ from fake_model import FakeRunner
 from fake_server import prepared, serving
 
 from tierstore.errors import StoreError
-from tierstore.serve.admission import Answer, AnswerError, Generation, RequestQueue, Waiting
+from tierstore.serve.admission import AnswerError, GenerationRequest, RequestQueue
 from tierstore.serve.api.answers import Answering, EventStream, RequestKind, Shape
 from tierstore.serve.api.metrics import ServerMetrics
 from tierstore.serve.config import LimitsConfig
@@ -24,8 +24,8 @@ from tierstore.serve.language import ByteCodec, StreamedText
 from tierstore.serve.sampling import SamplingOptions, TokenSampler
 
 
-def generation(tokens: int, prompt: bytes = b"word") -> Generation:
-    return Generation(
+def request(tokens: int, prompt: bytes = b"word") -> GenerationRequest:
+    return GenerationRequest(
         prompt=tuple(prompt),
         max_tokens=tokens,
         sampler=TokenSampler(SamplingOptions(temperature=0)),
@@ -106,13 +106,13 @@ def test_a_pass_that_is_split_up_is_counted_and_logged(capsys: pytest.CaptureFix
         opens = threading.Event()
         with serving(opens=lambda: opens.wait(60)) as fake:
             engine = fake.service.engine
-            good, broken = (engine.submit(generation(4, prompt)) for prompt in (b"Once", b"a\x01"))
+            good, broken = (engine.submit(request(4, prompt)) for prompt in (b"Once", b"a\x01"))
             opens.set()
             text = ""
-            while (update := await good.answer.take()).finish is None:
+            while (update := await good.take()).finish is None:
                 text += update.text
             with pytest.raises(AnswerError, match="layer 1, expert 5 is corrupt"):
-                await broken.answer.take()
+                await broken.take()
             return text + update.text, fake.service.metrics.text().decode()
 
     text, metrics = asyncio.run(run())
@@ -138,11 +138,11 @@ def test_a_client_that_leaves_before_its_first_event() -> None:
 
         with serving(pass_s=0.01) as fake:
             engine = fake.service.engine
-            waiting = engine.submit(generation(400))
+            waiting = engine.submit(request(400))
             shape = Shape(style=RequestKind.CHAT, model="fake")
             stream = EventStream(Answering(engine, waiting, shape, request_s=60))
             await stream({}, receive, send)
-            assert waiting.answer.cancelled
+            assert waiting.cancelled
 
     asyncio.run(run())
 
@@ -152,11 +152,11 @@ def test_what_is_given_back_is_still_wanted() -> None:
 
     async def run() -> None:
         queue = RequestQueue(LimitsConfig(), lambda: 1)
-        both = [Waiting(generation(5), Answer(asyncio.get_running_loop())) for _ in range(2)]
+        both = [request(5) for _ in range(2)]
         for one in both:
             queue.add(one)
         taken = queue.take(2)
-        both[0].answer.cancelled = True
+        both[0].cancelled = True
         queue.remove(both[0])
         queue.give_back(taken)
         assert (len(queue), queue.tokens) == (1, 9)
@@ -171,8 +171,8 @@ def test_prompts_that_are_computed_together_count_as_padded() -> None:
     async def run() -> None:
         queue = RequestQueue(LimitsConfig(prefill_tokens=12), lambda: 1)
         for length in (2, 4, 4, 2, 9):
-            queue.add(Waiting(generation(1, b"x" * length), Answer(asyncio.get_running_loop())))
-        taken = [[len(one.generation.prompt) for one in queue.take(8)] for _ in range(3)]
+            queue.add(request(1, b"x" * length))
+        taken = [[len(one.prompt) for one in queue.take(8)] for _ in range(3)]
         assert taken == [[2, 4, 4], [2], [9]]
 
     asyncio.run(run())

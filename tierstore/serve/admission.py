@@ -7,8 +7,8 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum
 
 from tierstore.serve.config import LimitsConfig
@@ -33,24 +33,6 @@ class RequestOutcome(Enum):
     FAILED = "failed"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Generation:
-    """What a client asks for: at most ``max_tokens`` tokens after ``prompt``, and none after one of ``stop_tokens``, which
-    end it besides the model's own.
-    """
-
-    prompt: tuple[int, ...]
-    max_tokens: int
-    sampler: TokenSampler
-    text: StreamedText
-    stop_tokens: frozenset[int] = frozenset()
-
-    @property
-    def tokens(self) -> int:
-        """The tokens that it can come to hold."""
-        return len(self.prompt) + self.max_tokens
-
-
 @dataclass(frozen=True, slots=True)
 class Update:
     """``text`` and ``reasoning``: what has been added since the last update; ``tokens``: the tokens of the answer so far.
@@ -67,63 +49,76 @@ class AnswerError(Exception):
     """An answer ended too early. The message is one sentence for its client."""
 
 
-class Answer:
-    """What was computed and not yet taken. The thread that runs the model writes and never waits: what a slow client leaves
-    here is at most its own answer. The event loop ``loop`` reads.
+class GenerationRequest:
+    """At most ``max_tokens`` tokens after ``prompt``, and none after one of ``stop_tokens``, which end it besides the
+    model's own; and the answer on its way.
+
+    The event loop makes it and reads the answer. The thread that runs the model writes and never waits: what a slow client
+    leaves here is at most its own answer.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._ready = asyncio.Event()
-        self._lock = threading.Lock()  # guards the six below
-        self._text: list[str] = []
-        self._reasoning: list[str] = []
-        self._tokens = 0
-        self._finish: Finish | None = None
-        self._error: AnswerError | None = None
-        self._settled = False
+    def __init__(
+        self,
+        *,
+        prompt: Sequence[int],
+        max_tokens: int,
+        sampler: TokenSampler,
+        text: StreamedText,
+        stop_tokens: frozenset[int] = frozenset(),
+    ) -> None:
+        self.prompt = tuple(prompt)
+        self.max_tokens = max_tokens
+        self.sampler = sampler
+        self.text = text
+        self.stop_tokens = stop_tokens
+        #: When it was made, and then when its last token came, by ``time.monotonic``.
+        self.last_s = time.monotonic()
+        #: The answer so far: the next step goes on with the last. Of the model's thread.
+        self.tokens: list[int] = []
         #: Its client wants no more. Written by the event loop, read by the thread that runs the model.
         self.cancelled = False
+        self._loop = asyncio.get_running_loop()
+        self._updates = asyncio.Queue[Update | AnswerError]()
+        self._settled = threading.Lock()  # taken once
+
+    @property
+    def most_tokens(self) -> int:
+        """The tokens that it can come to hold."""
+        return len(self.prompt) + self.max_tokens
 
     def settle(self) -> bool:
         """The request has ended. True for the first who says so: an end is counted once."""
-        with self._lock:
-            first, self._settled = not self._settled, True
-        return first
+        return self._settled.acquire(blocking=False)
 
-    def put(self, text: str, tokens: int, finish: Finish | None = None, *, reasoning: str = "") -> None:
-        """Add ``text`` and ``reasoning``; the answer has ``tokens`` tokens now."""
-        with self._lock:
-            self._text.append(text)
-            self._reasoning.append(reasoning)
-            self._tokens = tokens
-            self._finish = finish
-        if text or reasoning or finish is not None:
-            self._wake()
+    def put(self, update: Update) -> None:
+        """Adds to the answer."""
+        if update.text or update.reasoning or update.finish is not None:
+            self._put(update)
 
     def fail(self, message: str) -> None:
         """The answer ends here. What was put before is given first."""
-        with self._lock:
-            self._error = AnswerError(message)
-        self._wake()
+        self._put(AnswerError(message))
 
-    def _wake(self) -> None:
+    def _put(self, found: Update | AnswerError) -> None:
         # The loop is closed when the process ends at once: nobody reads any more.
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._ready.set)
+            self._loop.call_soon_threadsafe(self._updates.put_nowait, found)
 
     async def take(self) -> Update:
-        """Waits for more of the answer. Raises AnswerError where it failed."""
-        await self._ready.wait()
-        self._ready.clear()
-        with self._lock:
-            text, self._text = "".join(self._text), []
-            reasoning, self._reasoning = "".join(self._reasoning), []
-            if self._error is not None and not (text or reasoning):
-                raise self._error
-            if self._error is not None:
-                self._ready.set()
-            return Update(text, self._tokens, self._finish, reasoning)
+        """Waits for more of the answer; what has come by then is one update. Raises AnswerError where it failed."""
+        parts = []
+        found = await self._updates.get()
+        while isinstance(found, Update):
+            parts.append(found)
+            if self._updates.empty():
+                break
+            found = self._updates.get_nowait()
+        else:
+            if not parts:
+                raise found
+            self._updates.put_nowait(found)
+        text, reasoning = ("".join(getattr(part, name) for part in parts) for name in ("text", "reasoning"))
+        return Update(text, parts[-1].tokens, parts[-1].finish, reasoning)
 
 
 class RefusedError(Exception):
@@ -136,15 +131,6 @@ class RefusedError(Exception):
 
 class ClosingError(Exception):
     """The server is being shut down and accepts no more requests."""
-
-
-@dataclass(frozen=True, eq=False)
-class Waiting:
-    """A request that was accepted. ``since_s``: when, by ``time.monotonic``."""
-
-    generation: Generation
-    answer: Answer
-    since_s: float = field(default_factory=time.monotonic)
 
 
 class _State(Enum):
@@ -163,7 +149,7 @@ class RequestQueue:
         self._limits = limits
         self._retry_after_s = retry_after_s
         self._changed = threading.Condition()  # guards the three below
-        self._waiting: deque[Waiting] = deque()
+        self._waiting: deque[GenerationRequest] = deque()
         self._tokens = 0
         self._state = _State.OPEN
 
@@ -180,15 +166,15 @@ class RequestQueue:
         """Whether it is not being drained or closed."""
         return self._state is _State.OPEN
 
-    def add(self, waiting: Waiting) -> None:
+    def add(self, request: GenerationRequest) -> None:
         """Raises RefusedError where a limit is reached, ClosingError where nothing is accepted any more."""
-        asked = waiting.generation.tokens
+        asked = request.most_tokens
         with self._changed:
             if self._state is not _State.OPEN:
                 raise ClosingError("the server is shutting down")
             if len(self._waiting) >= self._limits.queue:
                 raise RefusedError(
-                    f"{len(self._waiting)} requests wait already, and no more may",
+                    f"the queue is full ({len(self._waiting)} requests are waiting)",
                     retry_after_s=self._retry_after_s(),
                 )
             if self._waiting and self._tokens + asked > self._limits.queue_tokens:
@@ -197,46 +183,46 @@ class RequestQueue:
                     f"more than {self._limits.queue_tokens}",
                     retry_after_s=self._retry_after_s(),
                 )
-            self._waiting.append(waiting)
+            self._waiting.append(request)
             self._tokens += asked
             self._changed.notify()
 
-    def remove(self, waiting: Waiting) -> bool:
+    def remove(self, request: GenerationRequest) -> bool:
         """Its client wants no more; whether it was still waiting."""
         with self._changed:
             self._changed.notify()  # also a sequence of the batch may leave
-            if waiting not in self._waiting:
+            if request not in self._waiting:
                 return False
-            self._waiting.remove(waiting)
-            self._tokens -= waiting.generation.tokens
+            self._waiting.remove(request)
+            self._tokens -= request.most_tokens
             return True
 
-    def give_back(self, waiting: list[Waiting]) -> None:
+    def give_back(self, waiting: list[GenerationRequest]) -> None:
         """What was taken and found no room: it is first again. Not what nobody waits for any more."""
         with self._changed:
-            wanted = [one for one in waiting if not one.answer.cancelled]
+            wanted = [one for one in waiting if not one.cancelled]
             self._waiting.extendleft(reversed(wanted))
-            self._tokens += sum(one.generation.tokens for one in wanted)
+            self._tokens += sum(one.most_tokens for one in wanted)
 
-    def take(self, room: int) -> list[Waiting]:
+    def take(self, room: int) -> list[GenerationRequest]:
         """The first of those that wait: at most ``room``, and as many prompts as may be computed together, each padded to
         the longest.
         """
-        taken: list[Waiting] = []
+        taken: list[GenerationRequest] = []
         longest = 0
         with self._changed:
             while self._waiting and len(taken) < room:
-                longest = max(longest, len(self._waiting[0].generation.prompt))
+                longest = max(longest, len(self._waiting[0].prompt))
                 if taken and longest * (len(taken) + 1) > self._limits.prefill_tokens:
                     break
                 taken.append(self._waiting.popleft())
-                self._tokens -= taken[-1].generation.tokens
+                self._tokens -= taken[-1].most_tokens
         return taken
 
     def prompt_tokens(self) -> int:
         """The tokens of the prompts that wait."""
         with self._changed:
-            return sum(len(one.generation.prompt) for one in self._waiting)
+            return sum(len(one.prompt) for one in self._waiting)
 
     def wait(self) -> bool:
         """Waits until a request is there; False where there are none, and none will come."""
@@ -254,7 +240,7 @@ class RequestQueue:
                 self._state = _State.DRAINING
             self._changed.notify()
 
-    def close(self) -> list[Waiting]:
+    def close(self) -> list[GenerationRequest]:
         """Accepts and serves nothing more; returns what waited."""
         with self._changed:
             self._state = _State.CLOSED

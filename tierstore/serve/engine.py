@@ -9,7 +9,6 @@ tokens that it has (``BatchRunner.resume``): those that fail once more end with 
 
 from __future__ import annotations
 
-import asyncio
 import math
 import sys
 import threading
@@ -23,7 +22,7 @@ from typing import Protocol
 from torch import Tensor
 
 from tierstore.errors import BudgetError, TierstoreError
-from tierstore.serve.admission import Answer, Finish, Generation, RequestOutcome, RequestQueue, Waiting
+from tierstore.serve.admission import Finish, GenerationRequest, RequestOutcome, RequestQueue, Update
 from tierstore.serve.batch import BatchRunner
 from tierstore.serve.config import LimitsConfig
 from tierstore.serve.language import Language
@@ -111,15 +110,6 @@ def _mean(before: float, now: float) -> float:
 _COUNTS_EVERY_S = 0.5
 
 
-@dataclass(eq=False)
-class _Sequence:
-    """A request in the batch. ``tokens`` are its answer's; the next step goes on with the last."""
-
-    waiting: Waiting
-    last_s: float
-    tokens: list[int] = field(default_factory=list)
-
-
 def _print(line: str) -> None:
     print(line, file=sys.stderr)
 
@@ -147,7 +137,7 @@ class ServingEngine:
         self._watcher = watcher
         self._rates = Rates()
         self.queue = RequestQueue(limits, self._retry_after_s)
-        self._batch: dict[int, _Sequence] = {}  # by the runner's numbers; of the model's thread
+        self._batch: dict[int, GenerationRequest] = {}  # by the runner's numbers; of the model's thread
         self._tokens_left = 0  # of the answers in the batch, at most; written by the model's thread
         self._running: Running | None = None
         self._error: BaseException | None = None
@@ -191,17 +181,16 @@ class ServingEngine:
         """The model's counters, at most a moment old; after the end, the last ones."""
         return self._counts
 
-    def submit(self, generation: Generation) -> Waiting:
+    def submit(self, request: GenerationRequest) -> GenerationRequest:
         """Accept a request. Raises RefusedError or ClosingError."""
-        waiting = Waiting(generation, Answer(asyncio.get_running_loop()))
-        self.queue.add(waiting)
-        return waiting
+        self.queue.add(request)
+        return request
 
-    def cancel(self, waiting: Waiting, outcome: RequestOutcome = RequestOutcome.CANCELLED) -> None:
+    def cancel(self, request: GenerationRequest, outcome: RequestOutcome = RequestOutcome.CANCELLED) -> None:
         """Nobody waits for the answer any more: it leaves the queue at once, the batch before the next step."""
-        if waiting.answer.settle():
-            waiting.answer.cancelled = True
-            self.queue.remove(waiting)
+        if request.settle():
+            request.cancelled = True
+            self.queue.remove(request)
             self._watcher.ended(outcome)
 
     def drain(self) -> None:
@@ -210,8 +199,8 @@ class ServingEngine:
 
     def close(self) -> None:
         """End every request after the pass under way."""
-        for waiting in self.queue.close():
-            self._fail(waiting, "the server was shut down before the answer was complete")
+        for request in self.queue.close():
+            self._fail(request, "the server was shut down before the answer was complete")
 
     def _retry_after_s(self) -> int:
         """When what waits now has been served: who comes back earlier would find as many before it."""
@@ -233,30 +222,28 @@ class ServingEngine:
         except BaseException as error:  # it is raised again by the thread that leaves
             self._error = error
         finally:
-            for waiting in [*(one.waiting for one in self._batch.values()), *self.queue.close()]:
-                self._fail(waiting, "the server was shut down before the answer was complete")
+            for request in [*self._batch.values(), *self.queue.close()]:
+                self._fail(request, "the server was shut down before the answer was complete")
             self._batch.clear()
 
     def _turn(self, running: Running) -> None:
         """A prefill where there is room, and a step."""
-        for number, sequence in list(self._batch.items()):
-            if sequence.waiting.answer.cancelled:
+        for number, request in list(self._batch.items()):
+            if request.cancelled:
                 self._leave(running, number)
             elif self.queue.closed:
                 self._leave(running, number)
-                self._fail(sequence.waiting, "the server was shut down before the answer was complete")
+                self._fail(request, "the server was shut down before the answer was complete")
         if taken := self.queue.take(self._room - len(self._batch)):
             self._join(running, taken)
         if self._batch:
             self._step(running)
-        self._tokens_left = sum(
-            one.waiting.generation.max_tokens - len(one.tokens) for one in self._batch.values()
-        )
+        self._tokens_left = sum(one.max_tokens - len(one.tokens) for one in self._batch.values())
         self._count(running)
 
-    def _join(self, running: Running, taken: list[Waiting]) -> None:
+    def _join(self, running: Running, taken: list[GenerationRequest]) -> None:
         begun = time.monotonic()
-        prompts = [waiting.generation.prompt for waiting in taken]
+        prompts = [request.prompt for request in taken]
         try:
             joined = running.runner.join(prompts)
         except BudgetError as error:
@@ -273,27 +260,27 @@ class ServingEngine:
                 self._fail(taken[0], self._sentence(error))
             else:
                 self._split_up("prefill", len(taken), error)
-                for waiting in taken:
-                    self._join(running, [waiting])
+                for request in taken:
+                    self._join(running, [request])
             return
         seconds = time.monotonic() - begun
         tokens = sum(map(len, prompts))
         self._rates.joined(tokens, seconds)
         self._watcher.joined(sequences=len(taken), tokens=tokens, seconds=seconds)
-        for waiting, one in zip(taken, joined, strict=True):
-            self._batch[one.number] = _Sequence(waiting, waiting.since_s)
+        for request, one in zip(taken, joined, strict=True):
+            self._batch[one.number] = request
             self._advance(running, one.number, one.logits_V)
 
     def _step(self, running: Running) -> None:
         begun = time.monotonic()
-        tokens = {number: sequence.tokens[-1] for number, sequence in self._batch.items()}
+        tokens = {number: request.tokens[-1] for number, request in self._batch.items()}
         try:
             logits = running.runner.step(tokens)
         except Exception as error:  # by BatchRunner's contract, all that were in the pass have left
             failed = list(self._batch.values())
             self._batch.clear()
             if len(failed) == 1:
-                self._fail(failed[0].waiting, self._sentence(error))
+                self._fail(failed[0], self._sentence(error))
             else:
                 self._split_up("step", len(failed), error)
                 self._join_again(running, failed)
@@ -310,54 +297,53 @@ class ServingEngine:
         self._log(f"a {what} of {sequences} sequences failed, and each is computed alone: {reason}")
         self._watcher.split_up()
 
-    def _join_again(self, running: Running, failed: list[_Sequence]) -> None:
+    def _join_again(self, running: Running, failed: list[GenerationRequest]) -> None:
         """After a pass that failed: each on its own."""
-        for sequence in failed:
-            if sequence.waiting.answer.cancelled:
+        for request in failed:
+            if request.cancelled:
                 continue
             try:
-                one = running.runner.resume(sequence.waiting.generation.prompt, sequence.tokens)
+                one = running.runner.resume(request.prompt, request.tokens)
             except Exception as error:
-                self._fail(sequence.waiting, self._sentence(error))
+                self._fail(request, self._sentence(error))
             else:
-                self._batch[one.number] = sequence
+                self._batch[one.number] = request
                 self._advance(running, one.number, one.logits_V)
 
     def _advance(self, running: Running, number: int, logits_V: Tensor) -> None:
         """Chooses the next token of a sequence."""
-        sequence = self._batch[number]
-        generation, answer = sequence.waiting.generation, sequence.waiting.answer
+        request = self._batch[number]
         try:
-            token = generation.sampler(logits_V)
-            ends = token in running.language.end_tokens | generation.stop_tokens
-            last = len(sequence.tokens) + 1 == generation.max_tokens
-            text = "" if ends else generation.text.push(token)
+            token = request.sampler(logits_V)
+            ends = token in running.language.end_tokens | request.stop_tokens
+            last = len(request.tokens) + 1 == request.max_tokens
+            text = "" if ends else request.text.push(token)
             if ends or last:
-                text += generation.text.finish()  # a stop string may be in what was held
-            stopped = ends or generation.text.stopped
+                text += request.text.finish()  # a stop string may be in what was held
+            stopped = ends or request.text.stopped
             finish = Finish.STOP if stopped else Finish.LENGTH if last else None
         except Exception as error:  # logits that are not finite; it disturbs no other request
             self._leave(running, number)
-            self._fail(sequence.waiting, self._sentence(error))
+            self._fail(request, self._sentence(error))
             return
         now = time.monotonic()
-        self._watcher.token(first=not sequence.tokens, seconds=now - sequence.last_s)
-        sequence.last_s = now
-        sequence.tokens.append(token)
+        self._watcher.token(first=not request.tokens, seconds=now - request.last_s)
+        request.last_s = now
+        request.tokens.append(token)
         if finish is not None:
             self._leave(running, number)
-            if answer.settle():
+            if request.settle():
                 self._watcher.ended(RequestOutcome(finish.value))
-        answer.put(text, len(sequence.tokens), finish, reasoning=generation.text.reasoning())
+        request.put(Update(text, len(request.tokens), finish, request.text.reasoning()))
 
     def _leave(self, running: Running, number: int) -> None:
         del self._batch[number]
         running.runner.leave(number)
 
-    def _fail(self, waiting: Waiting, message: str) -> None:
-        if waiting.answer.settle():
+    def _fail(self, request: GenerationRequest, message: str) -> None:
+        if request.settle():
             self._watcher.ended(RequestOutcome.FAILED)
-        waiting.answer.fail(message)
+        request.fail(message)
 
     def _count(self, running: Running) -> None:
         now = time.monotonic()

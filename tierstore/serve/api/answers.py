@@ -14,7 +14,7 @@ from typing import TypeVar
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from tierstore.serve.admission import AnswerError, Finish, RequestOutcome, Update, Waiting
+from tierstore.serve.admission import AnswerError, Finish, GenerationRequest, RequestOutcome, Update
 from tierstore.serve.api.bodies import ApiError
 from tierstore.serve.engine import ServingEngine
 
@@ -24,22 +24,6 @@ class RequestKind(Enum):
 
     COMPLETION = "cmpl"
     CHAT = "chatcmpl"
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenUsage:
-    """Tokens of a prompt and of its answer."""
-
-    prompt: int
-    answer: int
-
-    def body(self) -> dict[str, int]:
-        """As OpenAI names them."""
-        return {
-            "prompt_tokens": self.prompt,
-            "completion_tokens": self.answer,
-            "total_tokens": self.prompt + self.answer,
-        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,16 +37,16 @@ class Shape:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(
-        self, text: str, finish: Finish, usage: TokenUsage, *, reasoning: str = ""
+        self, text: str, finish: Finish, usage: dict[str, int], *, reasoning: str = ""
     ) -> dict[str, object]:
         """The answer as one object. A chat has its reasoning, where there is any."""
         if self.style is RequestKind.CHAT:
             message = {"role": "assistant", "content": text, "refusal": None}
             thought = {"reasoning_content": reasoning} if reasoning else {}
             return self._object("chat.completion", [_choice(finish, message=message | thought)]) | {
-                "usage": usage.body()
+                "usage": usage
             }
-        return self._object("text_completion", [_choice(finish, text=text)]) | {"usage": usage.body()}
+        return self._object("text_completion", [_choice(finish, text=text)]) | {"usage": usage}
 
     def opening(self) -> bytes | None:
         """The event before any text, where there is one."""
@@ -77,12 +61,12 @@ class Shape:
             return self._chunk([_choice(None, delta={name: value for name, value in named.items() if value})])
         return self._chunk([_choice(None, text=text)])
 
-    def closing(self, finish: Finish, usage: TokenUsage) -> bytes:
+    def closing(self, finish: Finish, usage: dict[str, int]) -> bytes:
         """The events after the text."""
         empty: dict[str, object] = {"delta": {}} if self.style is RequestKind.CHAT else {"text": ""}
         events = self._chunk([_choice(finish, **empty)])
         if self.usage:
-            events += event(self._object(self._chunk_kind, []) | {"usage": usage.body()})
+            events += event(self._object(self._chunk_kind, []) | {"usage": usage})
         return events + b"data: [DONE]\n\n"
 
     @property
@@ -143,21 +127,23 @@ async def _left(receive: Receive) -> None:
 class Answering:
     """One request that was accepted. ``request_s``: how long it may take from then on."""
 
-    def __init__(self, engine: ServingEngine, waiting: Waiting, shape: Shape, *, request_s: float) -> None:
+    def __init__(
+        self, engine: ServingEngine, request: GenerationRequest, shape: Shape, *, request_s: float
+    ) -> None:
         self._engine = engine
-        self._waiting = waiting
+        self._request = request
         self._shape = shape
         self._request_s = request_s
         self._deadline_s = asyncio.get_running_loop().time() + request_s
 
-    @property
-    def shape(self) -> Shape:
-        """The objects of the answer."""
-        return self._shape
-
-    def usage(self, tokens: int) -> TokenUsage:
-        """With ``tokens`` of answer."""
-        return TokenUsage(prompt=len(self._waiting.generation.prompt), answer=tokens)
+    def usage(self, tokens: int) -> dict[str, int]:
+        """As OpenAI names it, with ``tokens`` of answer."""
+        prompt = len(self._request.prompt)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": tokens,
+            "total_tokens": prompt + tokens,
+        }
 
     async def updates(self) -> AsyncGenerator[Update, None]:
         """The answer as it grows. Raises ApiError where it ends early; leaving before the end cancels the request."""
@@ -165,7 +151,7 @@ class Answering:
         try:
             while True:
                 async with asyncio.timeout_at(self._deadline_s):
-                    update = await self._waiting.answer.take()
+                    update = await self._request.take()
                 yield update
                 if update.finish is not None:
                     return
@@ -175,11 +161,11 @@ class Answering:
         except AnswerError as error:
             raise ApiError(500, str(error)) from error
         finally:
-            self._engine.cancel(self._waiting, outcome)
+            self._engine.cancel(self._request, outcome)
 
     def leave(self) -> None:
         """Nobody waits for it any more, if it has not ended."""
-        self._engine.cancel(self._waiting)
+        self._engine.cancel(self._request)
 
     async def whole(self) -> Response:
         """The answer as one object."""

@@ -22,7 +22,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from tierstore.errors import ConfigError, DataError
-from tierstore.serve.admission import ClosingError, Generation, RefusedError, Waiting
+from tierstore.serve.admission import ClosingError, GenerationRequest, RefusedError
 from tierstore.serve.api.answers import Answering, EventStream, RequestKind, Shape, model_body, while_there
 from tierstore.serve.api.bodies import ApiError, ChatBody, CompletionBody, bad, parse_body, shown
 from tierstore.serve.api.metrics import ServerMetrics
@@ -258,7 +258,7 @@ class _Routes:
         except DataError as error:
             raise bad(body.prompt_field, str(error)) from error
 
-    def _submit(self, body: ChatBody | CompletionBody, prompt: list[int]) -> Waiting:
+    def _submit(self, body: ChatBody | CompletionBody, prompt: list[int]) -> GenerationRequest:
         service, field = self._service, body.prompt_field
         limits, running = service.limits, service.engine.running
         if not prompt:
@@ -283,8 +283,8 @@ class _Routes:
                 param="max_tokens",
                 code="context_length_exceeded" if most == left else None,
             )
-        generation = Generation(
-            prompt=tuple(prompt),
+        request = GenerationRequest(
+            prompt=prompt,
             max_tokens=min(most, limits.default_tokens) if asked is None else asked,
             sampler=TokenSampler(body.sampled(running.language.defaults), prompt),
             # A completion goes on with its prompt; a chat's answer is a text of its own.
@@ -294,7 +294,7 @@ class _Routes:
             stop_tokens=frozenset(body.stop_token_ids),
         )
         try:
-            return service.engine.submit(generation)
+            return service.engine.submit(request)
         except RefusedError as error:
             raise ApiError(
                 429, str(error), code="rate_limit_exceeded", headers={"Retry-After": str(error.retry_after_s)}
