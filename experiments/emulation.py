@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from tierstore.bench.processes.namespaces import RankNamespace
-from tierstore.cli.output import Output
+from tierstore.cli.output import Output, finite
 from tierstore.errors import TierstoreError
 from tierstore.links import wait_until
 from tierstore.moe.config import ExpertShape
@@ -212,8 +212,10 @@ def options(description: str | None, **defaults: Any) -> argparse.Namespace:
 
 
 def finish(findings: Mapping[str, object], failures: Sequence[str] = ()) -> None:
-    """Prints ``findings`` as one line of JSON, and ends: with status 1 where there are ``failures``, which it names."""
-    print(json.dumps(findings), flush=True)
+    """Prints ``findings`` as one line of JSON (numbers that are not finite as null), and ends: with status 1 where there
+    are ``failures``, which it names.
+    """
+    print(json.dumps(finite(findings), allow_nan=False), flush=True)
     for failure in failures:
         print(failure, file=sys.stderr)
     sys.exit(1 if failures else 0)

@@ -165,9 +165,9 @@ def test_an_experiment_at_its_smallest_size(name: str, tmp_path: Path) -> None:
 
 
 def test_every_experiment_has_its_smallest_size() -> None:
-    """Apart from ``guesses``, which needs a store and has tests of its own."""
+    """Apart from those that need a store or a trace and have tests of their own."""
     scripts = {path.stem for path in SCRIPTS.glob("*.py")} - {"emulation"}
-    assert scripts - SMALLEST.keys() == {"guesses"}
+    assert scripts - SMALLEST.keys() == {"guesses", "policy_study"}
 
 
 @pytest.mark.slow

@@ -26,10 +26,20 @@ if TYPE_CHECKING:
     from tierstore.lab.miss_curves import curves
     from tierstore.lab.reports.report import write_report
     from tierstore.lab.requests import Requests, load_requests, trace_requests
-    from tierstore.lab.results import Curve, Outcome, Role, Study, TraceInfo, TuneResult
+    from tierstore.lab.results import (
+        Curve,
+        HalfLifeMap,
+        Outcome,
+        OutcomeEvidence,
+        RegimeStudy,
+        Role,
+        Study,
+        TraceInfo,
+        TuneResult,
+    )
     from tierstore.lab.routing import Passes, Sections
     from tierstore.lab.simulate import Contract, PolicySpec, Replayed, ReplaySetting, known_policies
-    from tierstore.lab.study import StudyOptions, run_study
+    from tierstore.lab.study import half_life_map, regime_study
     from tierstore.lab.tuning import Hindsight, TuneOptions, Tuning, tune
     from tierstore.plan import Profile
     from tierstore.trace import EventColumns, RecordTable, Trace
@@ -42,6 +52,7 @@ __all__ = [
     "Contract",
     "Curve",
     "EventColumns",
+    "HalfLifeMap",
     "Hindsight",
     "ImportSummary",
     "KeySource",
@@ -50,12 +61,14 @@ __all__ = [
     "Machine",
     "Objective",
     "Outcome",
+    "OutcomeEvidence",
     "Overlap",
     "Passes",
     "PolicySpec",
     "Profile",
     "RecordTable",
     "Recording",
+    "RegimeStudy",
     "ReplaySetting",
     "Replayed",
     "Requests",
@@ -66,7 +79,6 @@ __all__ = [
     "Sections",
     "SourceKind",
     "Study",
-    "StudyOptions",
     "Tenants",
     "Trace",
     "TraceInfo",
@@ -77,13 +89,14 @@ __all__ = [
     "Workload",
     "Zipf",
     "curves",
+    "half_life_map",
     "import_trace",
     "in_memory",
     "known_policies",
     "load_requests",
     "options_of",
     "recording_of",
-    "run_study",
+    "regime_study",
     "trace_requests",
     "tune",
     "write_report",

@@ -338,10 +338,6 @@ def test_refusals(trace: Path, tmp_path: Path) -> None:
         (("curve", trace, "--points", "0"), "--points"),
         (("curve", trace, "--html", missing / "deep.html"), "--html"),
         (("tune", trace, "--out", missing / "cache.toml"), f"--out: there is no directory {missing}"),
-        (
-            ("study", trace, "--markdown", missing / "study.md"),
-            f"--markdown: there is no directory {missing}",
-        ),
         (("tune", trace, "--prefix", "1"), "--prefix: expected a fraction"),
         (("tune", trace, "--confidence", "0"), "--confidence: expected"),
         (("tune", trace, "--objective", "joy"), "--objective"),
@@ -460,20 +456,3 @@ def test_reports(trace: Path, tmp_path: Path) -> None:
             assert value["assumptions"]["read bandwidth"] == "100 us an entry and 2 GB/s (assumed)"
         for said in ("run.trace", value["trace"]["sha256"][:12], "event-atomic", "simulated", "estimated"):
             assert said in page, (arguments, said)
-
-
-def test_study(trace: Path, tmp_path: Path) -> None:
-    tables = tmp_path / "study.md"
-    value = found("study", trace, "--markdown", tables)
-    (regime,) = value["regimes"]
-    assert len(regime["sha256"]) == 64
-    assert regime["chosen_miss_ratio"] >= regime["best_miss_ratio"]
-    assert {curve["policy"] for curve in regime["curves"]} >= {"lru", "lfu-decay", "belady"}
-    text = tables.read_text()
-    assert "### Distance from the bound" in text
-    for outcome in regime["layered"]:
-        assert f"{outcome['miss_ratio']:.4f}".removeprefix("0") in text
-    assert len(regime["tuned"]) == 2
-    assert regime["against_lru"]["baseline"]["policy"] == "lru"
-    assert {"half_life_steps", "capacity_ratio", "miss_ratio"} == set(regime["half_lives"][0])
-    assert "expected a trace or an npz" in refused("study", tables)

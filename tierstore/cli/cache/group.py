@@ -35,7 +35,6 @@ from tierstore.cli.cache.output import (
     tuning_json,
     write_html,
 )
-from tierstore.cli.cache.study import study
 from tierstore.cli.groups import CommandGroup
 from tierstore.cli.options import (
     EXISTING_FILE,
@@ -298,9 +297,6 @@ def report(
     check_html(html)
     decided = _decide(trace, capacity, options, machine, output, html=html, points=points)
     output.emit({**decided, "html": str(html)})
-
-
-cache.add_command(study)
 
 
 def _load(trace: Path, output: Output, warmup_steps: int = 0, pins: Sequence[str] = ()) -> Requests:

@@ -1,10 +1,191 @@
-"""A study as tables in Markdown, for people who read documents rather than reports."""
+"""Which cache policy, when: every policy, tuned and bounded, on one routing trace in nine regimes and on recorded traces.
+
+    python experiments/policy_study.py ROUTING.npz RUN.trace [--markdown study.md] [--html study.html]
+
+For each regime: curves of all policies and of Belady's choice over capacity; at the focus also with a quota for each layer;
+LFU-decay over half-lives; the tuner's choice on the first half, scored on the second against the best of everything tried;
+and LFU-decay tuned alone against LRU. It prints the tables in Markdown (docs/STUDY.md).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
+import click
+from emulation import OUTPUT, finish, start
+
+from tierstore import __version__
+from tierstore.bench.harness import plain
+from tierstore.cache.config import Scope
+from tierstore.cli.cache.options import ContractOptions, MachineOptions, html_option
+from tierstore.cli.cache.output import check_html, write_html
+from tierstore.cli.options import EXISTING_FILE, dataclass_options, output_file
+from tierstore.errors import ConfigError, DataError
+from tierstore.lab.candidates import Candidate
+from tierstore.lab.costs import Machine, with_costs
+from tierstore.lab.importing import SourceKind, detect_kind, import_trace
+from tierstore.lab.miss_curves import all_policies
+from tierstore.lab.requests import Requests, load_requests
 from tierstore.lab.results import Outcome, RegimeStudy, Role, Study, TuneResult
+from tierstore.lab.simulate import Contract, PolicySpec, Replayed, ReplaySetting, replay_each
+from tierstore.lab.study import half_life_map, regime_study
+from tierstore.lab.tuning import LEAST_STEPS, Hindsight, TuneOptions, tune
+from tierstore.outputs import OutputKind, write_output
+from tierstore.trace.format import MAGIC
+from tierstore.units import printable
+
+#: Nine regimes of one routing trace; a recorded run of our own is the tenth.
+TOPK_REGIMES: Mapping[str, Mapping[str, object]] = {
+    "decode, 1 sequence": {"regime": "decode", "sequences": 1},
+    "decode, 8 sequences": {"regime": "decode", "sequences": 8},
+    "decode, 32 sequences": {"regime": "decode", "sequences": 32},
+    **{
+        f"train, {tokens} tokens a step": {"regime": "train", "tokens_per_step": tokens}
+        for tokens in (16, 64, 128, 256, 512, 2048)
+    },
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudyOptions:
+    """What is studied. Capacities are fractions of what a trace asks for."""
+
+    capacities: tuple[float, ...] = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8)
+    focus: float = 0.4
+    tuned_at: tuple[float, ...] = (0.2, 0.4)
+    half_life_capacities: tuple[float, ...] = (0.2, 0.4, 0.6)
+    weight_bytes: int = 17_301_504  # of an expert of an npz: 3 matrices of 2048 x 1408 in bf16
+    contract: Contract = Contract.ATOMIC
+    machine: Machine = field(default_factory=Machine)
+    threads: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.focus not in self.capacities or self.focus not in self.tuned_at:
+            raise ConfigError(
+                f"focus: expected one of the capacities that are drawn and tuned, got {self.focus:g}"
+            )
+
+
+def run_study(
+    sources: Sequence[Path], options: StudyOptions, say: Callable[[str], None] = lambda _: None
+) -> Study:
+    """Studies each of ``sources``: an npz with ``topk`` in the nine regimes, a trace as it was recorded.
+
+    A regime that an npz has too few prompts or tokens for is left out, and ``say`` receives the reason. Raises DataError,
+    ConfigError, BudgetError or OSError.
+    """
+    regimes = [
+        _regime(name, requests, options, say)
+        for source in sources
+        for name, requests in _regimes(source, options, say)
+    ]
+    return Study(
+        title="Cache policies by regime",
+        regimes=tuple(regimes),
+        assumptions=options.machine.assumptions,
+        source=options.machine.source,
+        version=__version__,
+    )
+
+
+def _regimes(
+    source: Path, options: StudyOptions, say: Callable[[str], None]
+) -> Iterator[tuple[str, Requests]]:
+    """Names and requests of the regimes that one source is studied in."""
+    with source.open("rb") as file:
+        recorded = file.read(len(MAGIC)) == MAGIC
+    if recorded:
+        yield printable(source.stem), load_requests(source)
+        return
+    if detect_kind(source) is not SourceKind.NPZ:
+        raise ConfigError(f"{source}: expected a trace or an npz with topk; import it first")
+    left_out: list[DataError] = []
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "regime.trace"
+        for name, settings in TOPK_REGIMES.items():
+            say(f"{name}: importing")
+            chosen = {**settings, "weight_bytes": options.weight_bytes}
+            try:
+                import_trace(source, target, kind=SourceKind.NPZ, options=chosen)
+                requests = load_requests(target, name=f"{source.name}: {name}")
+                if requests.step_count < LEAST_STEPS:
+                    found = f"expected at least {LEAST_STEPS} steps, found {requests.step_count}"
+                    raise DataError(f"{source}: {name}: {found}")
+            except DataError as error:  # too few prompts or tokens for this one
+                say(f"{name}: left out: {error}")
+                left_out.append(error)
+                continue
+            yield name, requests
+    if len(left_out) == len(TOPK_REGIMES):
+        raise left_out[0]
+
+
+def _regime(name: str, requests: Requests, options: StudyOptions, say: Callable[[str], None]) -> RegimeStudy:
+    everything = TuneOptions(
+        contract=options.contract,
+        threads=options.threads,
+        seed=options.seed,
+        hindsight=Hindsight.ALL,
+    )
+    tunings = {}
+    for capacity in options.tuned_at:
+        say(f"{name}: tuning at {capacity:.0%}")
+        tunings[capacity] = tune(requests, capacity, everything, machine=options.machine)
+    say(f"{name}: tuning LFU-decay against LRU")
+    alone = replace(
+        everything,
+        policies=("lfu-decay",),
+        scopes=(Scope.GLOBAL,),
+        baseline=Candidate(PolicySpec("lru")),
+        hindsight=Hindsight.FINALISTS,
+    )
+    against_lru = tune(requests, options.focus, alone, machine=options.machine)
+    say(f"{name}: half-lives")
+    lives = half_life_map(
+        requests, options.half_life_capacities, contract=options.contract, threads=options.threads
+    )
+    say(f"{name}: curves")
+    drawn = regime_study(
+        requests,
+        options.capacities,
+        name=name,
+        contract=options.contract,
+        machine=options.machine,
+        tuning=tunings[options.focus],
+        half_life=lives,
+        threads=options.threads,
+    )
+    say(f"{name}: quotas for layers")
+    return replace(
+        drawn,
+        focus=options.focus,
+        against_lru=against_lru.result,
+        elsewhere=tuple(tuning.result for at, tuning in tunings.items() if at != options.focus),
+        layered=_layered(requests, options),
+    )
+
+
+def _layered(requests: Requests, options: StudyOptions) -> tuple[Outcome, ...]:
+    """Every policy at the focus with equal quotas; none where there is one layer only."""
+    if requests.info.layers < 2:
+        return ()
+    capacity = requests.table.frames_of(options.focus)
+    settings = [
+        ReplaySetting(spec, capacity, Scope.LAYER, options.contract) for spec in all_policies(requests)
+    ]
+
+    def reduce(replayed: Replayed) -> Outcome:
+        return with_costs(requests, replayed, options.machine)
+
+    return tuple(replay_each(requests, settings, reduce, threads=options.threads))
+
+
+# Tables -----------------------------------------------------------------------------------------------------
+
 
 _WITHIN = 0.01  # of the best in hindsight: what a choice is held to
 
@@ -13,7 +194,7 @@ def study_markdown(study: Study) -> str:
     """Every table of the study, each under a heading."""
     regimes = study.regimes
     parts = [
-        ("Regimes", _regimes(regimes)),
+        ("Regimes", _regime_table(regimes)),
         ("Miss ratio, one cache for all layers", _by_policy(regimes, RegimeStudy.focused, _miss_ratio)),
         (
             "Miss ratio, a quota for each layer",
@@ -66,7 +247,7 @@ def _writing(regimes: Sequence[RegimeStudy]) -> list[RegimeStudy]:
     return [regime for regime in regimes if any(one.written_bytes for one in regime.focused())]
 
 
-def _regimes(regimes: Sequence[RegimeStudy]) -> str:
+def _regime_table(regimes: Sequence[RegimeStudy]) -> str:
     columns = ("regime", "steps", "requests", "records", "asked for of a layer", "contract", "trace")
     return _table(
         columns,
@@ -230,3 +411,35 @@ def _chosen(name: str, outcomes: Sequence[Outcome]) -> str:
     role = Role.POLICY if name in ("lru", "lfu-decay", "best") else Role(name)
     among = [one for one in outcomes if one.role is role and name in ("best", role.value, one.policy)]
     return _ratio(min(one.miss_ratio for one in among)) if among else ""
+
+
+# The command ------------------------------------------------------------------------------------------------
+
+
+@click.command(help=__doc__)
+@click.argument("sources", nargs=-1, required=True, type=EXISTING_FILE)
+@click.option("--markdown", type=output_file(OutputKind.TABLES), help="Write the tables here.")
+@dataclass_options(ContractOptions, "replay")
+@dataclass_options(MachineOptions, "figures")
+@html_option
+def study(
+    sources: tuple[Path, ...],
+    markdown: Path | None,
+    replay: ContractOptions,
+    figures: MachineOptions,
+    html: Path | None,
+) -> None:
+    check_html(html)
+    options = StudyOptions(**replay.arguments(), machine=figures.machine())
+    found = run_study(sources, options, say=OUTPUT.line)
+    tables = study_markdown(found)
+    OUTPUT.line(tables)
+    if markdown is not None:
+        write_output(markdown, OutputKind.TABLES, tables)
+    if html is not None:
+        write_html(html, found, OUTPUT)
+    finish(plain(found))
+
+
+if __name__ == "__main__":
+    start(study)
