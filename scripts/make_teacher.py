@@ -7,7 +7,7 @@ Each layer's tokens are clustered by the direction of what the router sees; the 
 rows of the router, and each expert keeps the columns of the dense network that its own cluster uses most. So
 experts are narrow and know different things, and a part of them cannot be left out for nothing. Fine-tuning
 on the text then brings back what the other columns did. What is written is a checkpoint of transformers with its
-tokenizer; it is saved every few minutes. Used by the measurements of docs/DEPLOY.md.
+tokenizer; it is saved every few minutes. Used by the measurements of docs/SERVING.md.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ a fraction such as ``"25%"`` can be resolved once the whole is known.
 TOML has no null, so the word ``none`` stands for one: in a field that may be None, ``"none"`` is None.
 
 A user's mistake raises ConfigError with one line: the file, the dotted key, what was expected. A
-declaration that this module cannot read raises TypeError. ``docs/decisions/configuration.md`` says which libraries
+declaration that this module cannot read raises TypeError. ``docs/DESIGN.md`` says which libraries
 were tried in its place.
 """
 

@@ -21,7 +21,7 @@ struct ActivationOptions {
 // The state says what the sequence's passes have used in all layers so far, this token's and those before: each place
 // of each layer has a vector of kRank numbers, and the state is their sum, fading by the pass at two speeds. What is
 // used in the early layers all but names the token, so later tokens and later layers follow from it; that is where most
-// of the information is (docs/STUDY.md). Vectors, V and w are learned by gradient steps on the log loss whenever a layer
+// of the information is (docs/RESULTS.md). Vectors, V and w are learned by gradient steps on the log loss whenever a layer
 // says what it was asked for; w by Adagrad (Duchi et al. 2011).
 //
 // All in float, in one fixed order, without randomness: the same calls give the same numbers.

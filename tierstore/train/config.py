@@ -110,7 +110,7 @@ class TrainConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     adamw: AdamWConfig = field(default_factory=AdamWConfig)
     dense: DenseConfig = field(default_factory=DenseConfig)
-    # Training walks a known schedule, and next-use knows it: docs/STUDY.md. A store by itself knows nothing of its user.
+    # Training walks a known schedule, and next-use knows it: docs/CACHE_LAB.md. A store by itself knows nothing of its user.
     cache: CacheConfig = field(default_factory=lambda: CacheConfig(policy="next-use"))
     prefetch: PrefetchConfig = field(default_factory=PrefetchConfig)
     io: IoConfig = field(default_factory=IoConfig)

@@ -29,7 +29,7 @@ struct LearnedUseOptions {
 // bring elsewhere. What the open access announced and has not used yet goes last.
 //
 // What is learned about a layer while the present token walks towards it is not used: even if the whole step's choices
-// were known at its beginning, evictions would hardly be better (docs/STUDY.md), since what is not resident must be
+// were known at its beginning, evictions would hardly be better (docs/RESULTS.md), since what is not resident must be
 // read anyway.
 //
 // A sequence that a whole cycle did not hear of has ended: its number may be another's. Cycles do not count in which

@@ -11,7 +11,7 @@ made in the forward pass, while the logits are there: they are neither kept nor 
 once. So the backward pass sends one number, and multiplies.
 
 The same bits in every run. Against one process the sums over the vocabulary, and those over tokens of products of other
-shapes, round otherwise: see docs/parallel/embedding.md for the tolerance.
+shapes, round otherwise: see docs/PARALLEL.md for the tolerance.
 """
 
 from __future__ import annotations
