@@ -4,7 +4,7 @@
 
 For each regime: curves of all policies and of Belady's choice over capacity; at the focus also with a quota for each layer;
 LFU-decay over half-lives; the tuner's choice on the first half, scored on the second against the best of everything tried;
-and LFU-decay tuned alone against LRU. It prints the tables in Markdown (docs/STUDY.md).
+and LFU-decay tuned alone against LRU. It prints the tables in Markdown (docs/RESULTS.md has the main ones).
 """
 
 from __future__ import annotations
