@@ -1,9 +1,14 @@
-"""Stores of tiny models to be served, and what opens them."""
+"""Stores of tiny models to be served, and what opens them. As a program, a tiny store with a tokenizer and a chat template:
+
+PYTHONPATH=tests/hf:tests/train python tests/serve/served_stores.py DIRECTORY
+"""
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,13 +17,20 @@ import pytest
 import torch
 from checkpoints import imported
 from tiny_families import make_config, plain_model
+from token_cases import save_tokenizer
 
 from tierstore.config import load
 from tierstore.errors import BudgetError
 from tierstore.hf.manifest import Weights
+from tierstore.model.interface import Batch
+from tierstore.prefetch.predictor import PredictorName
 from tierstore.serve.batch import GroupedRunner
 from tierstore.serve.config import ServeConfig
+from tierstore.serve.experts import ServingPhase
 from tierstore.serve.opening import ServedParts, open_runner, open_served
+from tierstore.train.config import TrainConfig
+from tierstore.train.ranks import Opening
+from tierstore.train.session import open_session
 
 #: One thread, as in ``tiny_families``; a tiny machine.
 _TINY: dict[str, Any] = {"device": "cpu", "threads": 1, "io.huge_pages": "off", "host_budget": 8 << 20}
@@ -74,3 +86,127 @@ def _named_minimum(store: Path, key: str, **settings: Any) -> int:
     found = re.search(r"minimum is (\d+) bytes", str(refusal.value))
     assert found is not None
     return int(found[1])
+
+
+def chain_store(
+    directory: Path,
+    tokenizer: Any,
+    scripts: Sequence[Sequence[int]],
+    *,
+    generation: dict[str, Any] | None = None,
+) -> tuple[Any, Path]:
+    """transformers' own Mixtral, and a store that it was imported into. ``scripts``: tokens that follow each other; behind
+    all others comes ``</s>``. ``generation``: values of its generation_config.json.
+    """
+    from transformers import GenerationConfig
+
+    size, end = len(tokenizer), tokenizer.eos_token_id
+    follows = dict.fromkeys(range(size), end)
+    for script in scripts:
+        follows.update(itertools.pairwise(script))
+    width = -(-size // 32) * 32
+    plain = plain_model(
+        make_config("mixtral", vocab_size=size, hidden_size=width, max_position_embeddings=256), torch.float32
+    ).eval()
+    with torch.no_grad():
+        for name, parameter in plain.named_parameters():
+            if "o_proj" in name or "down_proj" in name:
+                parameter.zero_()
+        plain.model.embed_tokens.weight.copy_(torch.eye(size, width))
+        plain.lm_head.weight.zero_()
+        for last, token in follows.items():
+            plain.lm_head.weight[token, last] = 1.0
+    plain.generation_config = GenerationConfig(**{"eos_token_id": end, **(generation or {})})
+    plain.save_pretrained(directory / "model")
+    tokenizer.save_pretrained(directory / "model")
+    imported(directory / "model", directory / "store", weights=Weights.FROZEN)
+    return plain, directory / "store"
+
+
+TOKENS = 280
+
+
+def make_tiny_store(directory: Path, *, context: int = 512, **options: Any) -> Path:
+    """A frozen store of a Mixtral with random weights, in ``directory``; its checkpoint is beside it."""
+    source = directory.with_name(f"{directory.name}.source")
+    config = make_config("mixtral", vocab_size=TOKENS, max_position_embeddings=context, **options)
+    plain_model(config, torch.float32).save_pretrained(source)
+    save_tokenizer(source, size=TOKENS)
+    imported(source, directory, weights=Weights.FROZEN)
+    return directory
+
+
+_TRAINED: dict[str, Any] = {
+    "device": "cpu",
+    "threads": 1,
+    "host_budget": 8 << 20,
+    "steps": 6,
+    "commit_every": 0,
+    "eval_every": 0,
+    "eval_batches": 2,
+    "sample_tokens": 0,
+    "model.d_model": 16,
+    "model.n_layers": 2,
+    "model.n_heads": 2,
+    "model.seq_len": 8,
+    "model.d_ff": 32,
+    "model.experts": 12,
+    "model.top_k": 2,
+    "data.batch_size": 1,
+    "schedule.lr": 5e-3,
+    "schedule.warmup_steps": 4,
+    "schedule.total_steps": 40,
+    "io.huge_pages": "off",
+}
+
+
+def trained(text: Path, store: Path, **changes: Any) -> tuple[list[Batch], float]:
+    """Trains a built-in model in ``store``; its validation batches, and their mean loss by the trainer opened again."""
+    config = load(TrainConfig, None, {"data.paths": (str(text),), "store": store} | _TRAINED | changes)
+    with open_session(config, Opening.CREATE) as trainer:
+        for _ in range(config.steps):
+            trainer.step()
+        trainer.commit()
+    with open_session(config, Opening.RESUME) as trainer:
+        return list(trainer.data.validation_batches(config.eval_batches)), trainer.evaluate()
+
+
+def imported_store(
+    root: Path, family: str = "qwen3_moe", dtype: torch.dtype = torch.float32, *, frozen: bool = True
+) -> tuple[Any, Path]:
+    """As ``store_of``."""
+    return store_of(root, family, dtype, weights=Weights.FROZEN if frozen else Weights.TRAINABLE)
+
+
+def serving(store: Path, changes: Mapping[str, Any] | None = None) -> ServeConfig:
+    """Guesses by history, memory for everything."""
+    given = {"store": store, "prefetch.predictor": PredictorName.HISTORY, **(changes or {})}
+    return load(ServeConfig, None, {**_TINY, **given})
+
+
+def mean_loss(parts: ServedParts, batches: list[Batch]) -> float:
+    """As ``Trainer.evaluate`` computes it."""
+    total, counted = 0.0, 0
+    for batch in batches:
+        parts.experts.begin(ServingPhase.PREFILL, batch.tokens_BT.numel())
+        with torch.inference_mode():
+            loss = parts.model.run(batch).loss
+        assert loss is not None
+        total += float(loss) * batch.counted
+        counted += batch.counted
+    return total / counted
+
+
+def logits_of(parts: ServedParts, tokens_BT: torch.Tensor) -> torch.Tensor:
+    """Of a wrapped model, by one pass without a cache."""
+    parts.experts.begin(ServingPhase.PREFILL, tokens_BT.numel())
+    with torch.inference_mode():
+        logits: torch.Tensor = parts.model.module(input_ids=tokens_BT, use_cache=False).logits
+    return logits
+
+
+if __name__ == "__main__":
+    print(make_tiny_store(Path(sys.argv[1])))
+
+
+#: Twelve experts of 2 layers, of which a step of 16 tokens leaves some out.

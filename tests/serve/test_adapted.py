@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from lora_cases import batch, quiet_peft, session, take
+from served_stores import imported_store, serving
 from test_reading import fingerprint
-from trained_stores import imported, serving
 
 from tierstore.errors import BudgetError, ConfigError
 from tierstore.model.store_schema import PAIR_SCHEMA
@@ -25,7 +25,7 @@ STEPS = 3
 
 def adapted(root: Path, lora: LoraConfig, dtype: torch.dtype) -> tuple[Path, list[float]]:
     """A store whose pairs took some steps, and the trainer's losses of batches that it was not trained with."""
-    _, store = imported(root, "qwen3_moe", dtype)
+    _, store = imported_store(root, "qwen3_moe", dtype)
     with session(store, lora) as parts:
         for step in range(STEPS):
             take(parts, step)

@@ -11,6 +11,7 @@ import openai.types.chat
 import pytest
 from fake_model import BROKEN_LATER, BROKEN_PROMPT, CONTEXT, REFUSED_CHAT, chat_text, expected
 from fake_server import MODEL, Fake, serving
+from malformed import malformed
 from openai.types import completion_create_params as completion_params
 from openai.types.chat import completion_create_params as chat_params
 
@@ -431,3 +432,20 @@ def test_the_page_needs_nothing_from_elsewhere(plain: httpx.Client) -> None:
     assert "://" not in answer.text
     for path in ("/v1/models", "/v1/completions", "/v1/chat/completions"):
         assert f'"{path}"' in answer.text
+
+
+@pytest.mark.slow
+def test_each_is_refused_with_a_sentence() -> None:
+    with serving() as fake, httpx.Client(base_url=fake.url) as client:
+        for number, request in enumerate(malformed(270, model=MODEL, seed=7)):
+            answer = client.request(
+                request.method, request.path, content=request.content, headers={"Content-Type": request.kind}
+            )
+            assert answer.status_code in request.statuses, (number, request, answer.text)
+            error = answer.json()["error"]
+            assert set(error) == {"message", "type", "param", "code"}
+            message = error["message"]
+            assert 5 < len(message) < 300, (request, message)
+            assert message.isprintable(), (request, message)
+        assert fake.runner.passes == []
+        assert client.get("/health").status_code == 200

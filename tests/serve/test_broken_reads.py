@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from trained_stores import imported, logits_of, mean_loss, serving, trained
+from served_stores import imported_store, logits_of, mean_loss, serving, trained
 
 from tierstore.errors import ChecksumError
 from tierstore.model.store_schema import expert_key
@@ -23,7 +23,7 @@ TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor]:
     """An imported store, which no test changes for long, and transformers' logits of ``TOKENS``."""
-    plain, store = imported(tmp_path_factory.mktemp("served"))
+    plain, store = imported_store(tmp_path_factory.mktemp("served"))
     with torch.inference_mode():
         return store, plain(input_ids=TOKENS, use_cache=False).logits
 

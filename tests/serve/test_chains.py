@@ -13,10 +13,9 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from chain_stores import chain_store
 from click.testing import CliRunner
 from fake_server import MODEL, serving
-from served_stores import serve_config
+from served_stores import chain_store, serve_config
 from small_tokenizers import MARKS, byte_level, sentencepiece
 
 from tierstore.cli.main import cli
@@ -195,22 +194,12 @@ def test_what_ends_a_text(words: _Chain) -> None:
     assert choice["message"]["content"] == streamed["content"] == before.strip()
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (7, "expected an array of tokens"),
-        ([1.0], "expected an array of tokens"),
-        ([True], "expected an array of tokens"),
-        (["</s>"], "expected an array of tokens"),
-        ([-1], "expected an array of tokens"),
-        ([1, 1 << 70], "tokens of this model are below"),
-    ],
-)
-def test_stop_tokens_that_are_none(words: _Chain, value: object, message: str) -> None:
+@pytest.mark.parametrize("value", [7, [1.0], [True], ["</s>"], [-1], [1, 1 << 70]])
+def test_stop_tokens_that_are_none(words: _Chain, value: object) -> None:
     body = {"model": MODEL, "prompt": "a", "stop_token_ids": value}
     answer = words.client.post("/v1/completions", json=body)
     assert answer.status_code == 400
-    assert answer.json()["error"]["message"].startswith(f"stop_token_ids: {message}")
+    assert answer.json()["error"]["param"] == "stop_token_ids"
 
 
 def test_channels_of_an_answer(channels: _Chain) -> None:

@@ -1,15 +1,20 @@
-"""A store, opened read only, becomes a model that computes what training and transformers compute."""
+"""Opening a store to serve it: what is refused, what the model computes, what is free at its end."""
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from served_stores import imported_store, logits_of, mean_loss, served_store, serving, store_of, trained
 from test_reading import fingerprint, reader
-from trained_stores import imported, logits_of, mean_loss, serving, trained
+from tiny_families import make_config, plain_model
+from transformers import AutoModelForCausalLM
 
 from tierstore.errors import (
     BudgetError,
@@ -19,8 +24,13 @@ from tierstore.errors import (
     StoreInUseError,
     StoreMissingError,
 )
+from tierstore.hf.exports.exporting import export
+from tierstore.hf.exports.outline import ExportDtype
+from tierstore.hf.imports.importing import ImportOptions, import_model
+from tierstore.hf.manifest import Weights
 from tierstore.model.config import ComputeDtype
 from tierstore.model.store_schema import EXPERT_SCHEMA
+from tierstore.quant.layout import CodeFormat
 from tierstore.serve.footprint import ServedFootprint, check_memory, served_budgets
 from tierstore.serve.opening import open_served
 from tierstore.store import ParameterStore, StoreConfig
@@ -86,7 +96,7 @@ def test_what_missed_steps_cost_is_what_the_formula_says(text: Path, tmp_path: P
 @pytest.mark.parametrize("frozen", [True, False])
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_an_imported_store_gives_transformers_logits(tmp_path: Path, family: str, frozen: bool) -> None:
-    plain, store = imported(tmp_path, family, torch.bfloat16, frozen=frozen)
+    plain, store = imported_store(tmp_path, family, torch.bfloat16, frozen=frozen)
     before, least = fingerprint(store), least_budget(store)
     with torch.inference_mode():
         expected = plain(input_ids=TOKENS, use_cache=False).logits
@@ -237,3 +247,85 @@ def test_nothing_is_left_open(text: Path, tmp_path: Path) -> None:
         assert parts.store.opened_to is StoreAccess.READ
         assert any(str(store) in name for name in descriptors())
     assert [name for name in descriptors() if str(store) in name] == before == []
+
+
+@pytest.mark.parametrize("codes", CodeFormat)
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_logits_are_those_of_the_export(tmp_path: Path, codes: CodeFormat, family: str) -> None:
+    """The same bits at the least budget and with room for all, in the host cache and copied to slots."""
+    plain_model(make_config(family), torch.float32).save_pretrained(tmp_path / "m")
+    store = tmp_path / "s"
+    for kept, path in ((None, tmp_path / "whole"), (codes, store)):
+        import_model(tmp_path / "m", path, ImportOptions(weights=Weights.FROZEN, codes=kept))
+    export(store, tmp_path / "out", dtype=ExportDtype.FP32)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    with torch.inference_mode():
+        expected = plain(TOKENS, use_cache=False).logits
+    least = least_budget(store)
+    assert least <= least_budget(tmp_path / "whole")
+    found = []
+    for changes in ({"host_budget": least}, {}, {"weights_in_place": "off"}):
+        with open_served(serving(store, changes)) as parts:
+            found.append(logits_of(parts, TOKENS))
+    assert torch.allclose(found[0], expected, rtol=1e-4, atol=1e-5)
+    assert all(torch.equal(logits, found[0]) for logits in found)
+
+
+def test_guesses_end_with_the_first_pass_that_reads_nothing(tmp_path: Path) -> None:
+    model, store = imported_store(tmp_path)
+    with torch.inference_mode():
+        expected = model(input_ids=TOKENS[:1], use_cache=False).logits
+    options = {"prefetch.predictor": "router", "prefetch.depth": 1}
+    with open_served(serving(store, options)) as parts:
+        first = parts.spec.moe_layers[0]
+        reads, reached = [], []
+        for _ in range(5):
+            before = parts.store.cache.residency.stats().read_bytes
+            torch.testing.assert_close(logits_of(parts, TOKENS[:1]), expected)
+            reads.append(parts.store.cache.residency.stats().read_bytes - before)
+            reached.append(parts.experts.reach(first))
+    assert reads[0] > 0
+    assert reads[-2:] == [0, 0]
+    # A pass is judged by what the one before it has read.
+    assert [not layers for layers in reached[1:]] == [read == 0 for read in reads[:-1]]
+
+
+PROMPTS = [[3, 1, 4, 1], [5, 9]]
+
+
+@pytest.fixture
+def _no_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def _still_there(store: Path, *, invariant: bool) -> list[str]:
+    """Which parts are there still after a prefill, a step and the end."""
+    with served_store(store, batch__invariant=invariant) as (parts, runner):
+        joined = runner.join(PROMPTS)
+        runner.step({each.number: 7 for each in joined})
+        kept: dict[str, weakref.ref[object]] = {
+            "runner": weakref.ref(runner),
+            "module": weakref.ref(parts.model.module),
+            "parameter": weakref.ref(next(parts.model.module.parameters())),
+            "experts": weakref.ref(parts.experts),
+            "store": weakref.ref(parts.store),
+            "cache": weakref.ref(parts.store.cache),
+        }
+    del parts, runner, joined
+    return [name for name, reference in kept.items() if reference() is not None]
+
+
+@pytest.mark.usefixtures("_no_collection")
+@pytest.mark.parametrize("invariant", [False, True])
+def test_a_wrapped_model_is_free_at_its_end(tmp_path: Path, invariant: bool) -> None:
+    _, store = store_of(tmp_path, "mixtral", torch.bfloat16)
+    assert _still_there(store, invariant=invariant) == []
+
+
+@pytest.mark.usefixtures("_no_collection")
+def test_a_trained_model_is_free_at_its_end(text: Path, tmp_path: Path) -> None:
+    trained(text, tmp_path / "store")
+    assert _still_there(tmp_path / "store", invariant=False) == []

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import openai
 import pytest
-from tiny_stores import make_tiny_store
+from served_stores import make_tiny_store
 
 from tierstore.cli.main import cli
 from tierstore.serve.config import LimitsConfig

@@ -34,7 +34,7 @@ from pathlib import Path
 from tierstore.store import ParameterStore, StoreConfig
 from tierstore.store.config import StoreAccess
 with ParameterStore.open(Path(sys.argv[1]), StoreConfig(host_budget=1 << 20), access=StoreAccess.READ) as store:
-    with store.fetch(store.keys) as lease:
+    with store.fetch([key for key in store.keys if store.core.records.live(key).cached]) as lease:
         print("open", float(sum(lease[key].view("weight").sum() for key in lease)), flush=True)
     sys.stdin.read()
 """

@@ -1,16 +1,20 @@
-"""Runners: who is in the batch, what is refused, what is left after an error, and that neighbours change no bit."""
+"""Batches: sequences join, go on and leave with the tokens and the bits that are promised; who guesses for them."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+import numpy as np
 import pytest
 import torch
-from served_cases import Served, built_in, drawn, greedy, wrapped
+from served_cases import Served, built_in, drawn, generated, greedy, wrapped
+from tiny_families import FAMILIES
 from torch import Tensor
 
 from tierstore.errors import BudgetError, ChecksumError, ConfigError
+from tierstore.moe.guessing import RouterGuesses, StreamDrift
+from tierstore.prefetch.predictor import Counts
 from tierstore.serve.batch import GroupedRunner, InvariantRunner, PaddedRunner
 from tierstore.serve.experts import ServingPhase
 
@@ -238,3 +242,143 @@ def test_neighbours_change_no_bit_of_wrapped_models(family: str) -> None:
         for number, prompt in case.prompts.items():
             found = torch.stack(case.logits[number])
             assert torch.equal(found, _alone(served, prompt, len(found), known)), (seed, number)
+
+
+DTYPES = (torch.float32, torch.bfloat16)
+LENGTHS = (7, 3, 12, 1, 5, 20, 9, 2)  # gpt-oss has a window of 16
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=("fp32", "bf16"))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_same_bits_as_generate(family: str, dtype: torch.dtype) -> None:
+    plain, served = wrapped(family, dtype)
+    prompts = drawn(LENGTHS)
+    for batch in (prompts[:1], prompts):
+        found = greedy(served.runner(PaddedRunner), batch, 5)
+        for (tokens, logits), (expected, bits) in zip(found, generated(plain, batch, 5), strict=True):
+            assert tokens == expected
+            assert torch.equal(logits, bits)
+    together = greedy(served.runner(InvariantRunner), prompts[:4], 4)
+    for prompt, (tokens, logits) in zip(prompts[:4], together, strict=True):
+        ((expected, bits),) = generated(plain, [prompt], 4)
+        assert tokens == expected
+        assert torch.equal(logits, bits)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next"])
+def test_joined_between_steps(family: str) -> None:
+    """Sequences that join one under way, in another batch and with other padding: what they get alone, within rounding."""
+    plain, served = wrapped(family)
+    prompts = drawn((5, 9, 3))
+    runner = served.runner(PaddedRunner)
+    (first,) = runner.join(prompts[:1])
+    found = {first.number: [first.logits_V]}
+    for waiting in ([], [prompts[1], prompts[2]], [], []):
+        tokens = {number: int(each[-1].argmax()) for number, each in found.items()}
+        for number, logits_V in runner.step(tokens).items():
+            found[number].append(logits_V)
+        for joined in runner.join(waiting) if waiting else []:
+            found[joined.number] = [joined.logits_V]
+    assert runner.numbers == tuple(found)
+    for prompt, logits in zip(prompts, found.values(), strict=True):
+        ((expected, bits),) = generated(plain, [prompt], len(logits))
+        assert [int(each.argmax()) for each in logits] == expected
+        torch.testing.assert_close(torch.stack(logits), bits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "qwen3_next"])
+def test_leaving_changes_nobody(family: str) -> None:
+    """A row that leaves takes its columns of padding along; the others go on as they would have, within rounding."""
+    plain, served = wrapped(family)
+    prompts = drawn((20, 4, 6))
+    runner = served.runner(PaddedRunner)
+    found = {each.number: [each.logits_V] for each in runner.join(prompts)}
+    for leaving in (None, 0, None):
+        if leaving is not None:
+            runner.leave(leaving)
+        tokens = {number: int(found[number][-1].argmax()) for number in runner.numbers}
+        for number, logits_V in runner.step(tokens).items():
+            found[number].append(logits_V)
+    for number in (1, 2):
+        ((expected, bits),) = generated(plain, [prompts[number]], 4)
+        assert [int(each.argmax()) for each in found[number]] == expected
+        torch.testing.assert_close(torch.stack(found[number]), bits, rtol=1e-4, atol=1e-4)
+
+
+LAYERS, EXPERTS = 2, 8
+
+
+class Listener:
+    """Adds up what is offered of each layer, as a predictor does."""
+
+    def __init__(self) -> None:
+        self.offered = np.zeros((LAYERS, EXPERTS), np.int64)
+
+    def reach(self, layer: int) -> Sequence[int]:
+        return range(layer + 1, LAYERS)
+
+    def offer(self, source: int, layer: int, chosen_E: Counts) -> None:
+        self.offered[layer] += chosen_E
+
+    def take(self) -> np.ndarray:  # type: ignore[type-arg]
+        offered, self.offered = self.offered, np.zeros_like(self.offered)
+        return offered
+
+
+@pytest.fixture
+def listened() -> Iterator[tuple[Served, Listener]]:
+    torch.manual_seed(0)
+    model, served = built_in()
+    listener = Listener()
+    guesses = RouterGuesses(model.routers(), listener, frozen=torch.float32)
+    yield served, listener
+    guesses.remove()
+
+
+@pytest.mark.parametrize("kind", [PaddedRunner, InvariantRunner])
+def test_each_sequence_is_guessed_as_it_is_alone(
+    listened: tuple[Served, Listener], kind: type[GroupedRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sequences join, wait, and leave: each step's guesses are the sum of those that its sequences have alone."""
+    served, listener = listened
+    monkeypatch.setattr(StreamDrift, "TOKENS", 1)  # with more, what few sequences have shown tells nothing
+    prompts, tokens = drawn((5, 3, 7), vocabulary=61), drawn((6, 6, 6), vocabulary=61, seed=1)
+
+    def alone(number: int) -> list[np.ndarray]:  # type: ignore[type-arg]
+        runner = served.runner(InvariantRunner)
+        (joined,) = runner.join([prompts[number]])
+        listener.take()
+        found = []
+        for token in tokens[number]:
+            runner.step({joined.number: token})
+            found.append(listener.take())
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(StreamDrift, "ahead", lambda self, layer, target, stream: torch.zeros_like(stream))
+        plain = [alone(number) for number in range(3)]
+    expected = [alone(number) for number in range(3)]
+    assert not np.array_equal(plain, expected), "what is expected makes no difference"
+    runner = served.runner(kind)
+    taken = [0, 0, 0]
+
+    def step(*numbers: int) -> None:
+        listener.take()
+        runner.step({number: tokens[number][taken[number]] for number in numbers})
+        assert np.array_equal(listener.take(), sum(expected[number][taken[number]] for number in numbers))
+        for number in numbers:
+            taken[number] += 1
+
+    runner.join(prompts[:2])
+    step(0, 1)
+    step(1)  # leaves the group of the other, which waits
+    runner.join(prompts[2:])
+    step(2)
+    step(0, 1, 2)
+    step(0, 2)
+    step(0, 1, 2)
+    runner.leave(1)
+    step(0, 2)
+    runner.leave(0)
+    step(2)
+    assert taken == [5, 4, 6]
