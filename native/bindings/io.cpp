@@ -23,11 +23,8 @@ void bind_io(nb::module_& m) {
         .value("OFF", DirectIo::Off)
         .value("AUTO", DirectIo::Auto)
         .value("ON", DirectIo::On);
-    nb::enum_<IoBackend>(m, "IoBackend")
-        .value("AUTO", IoBackend::Auto)
-        .value("URING", IoBackend::Uring)
-        .value("THREADS", IoBackend::Threads)
-        .value("PMEM", IoBackend::Pmem);
+    nb::enum_<IoBackend> backends(m, "IoBackend");
+    for (const auto& [name, backend] : kIoBackends) backends.value(name, backend);
     nb::enum_<MapSync>(
         m, "MapSync",
         "Whether the pmem backend's mappings make stores durable by themselves. ON fails where they\n"

@@ -8,6 +8,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "native/base/error.hpp"
@@ -15,8 +16,14 @@
 
 namespace tierstore {
 
-// registry.cpp makes each of them.
+// registry.cpp makes each of them; Python has them under these names.
 enum class IoBackend { Auto, Uring, Threads, Pmem };
+inline constexpr std::pair<const char*, IoBackend> kIoBackends[] = {
+    {"AUTO", IoBackend::Auto},
+    {"URING", IoBackend::Uring},
+    {"THREADS", IoBackend::Threads},
+    {"PMEM", IoBackend::Pmem},
+};
 // Punch gives the blocks of a range back; it then reads as zeros.
 enum class IoKind { Read, Write, Sync, Punch };
 

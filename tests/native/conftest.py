@@ -16,7 +16,7 @@ from tierstore import _native as native
 MakeEngine = Callable[..., native.Engine]
 
 
-@pytest.fixture(params=["threads", "uring", "pmem"])
+@pytest.fixture(params=[name.lower() for name in native.IoBackend.__members__ if name != "AUTO"])
 def make_engine(request: pytest.FixtureRequest) -> Iterator[MakeEngine]:
     """Makes engines of the parametrised backend with the options given, and closes them."""
     backend = native.IoBackend[request.param.upper()]
