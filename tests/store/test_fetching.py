@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -56,19 +55,6 @@ def test_a_view_in_one_piece_is_the_caches_own_memory(tmp_path: Path) -> None:
         assert (lease["e0"].view("weight") == weights(4, 3000)["e0"]).all()
         with pytest.raises(KeyError, match="exp_avg"):
             lease["e0"].view("exp_avg")
-
-
-@pytest.mark.parametrize("groups", [[Group.GRADIENTS], [Group.WEIGHTS, Group.GRADIENTS], ["weights"]])
-async def test_groups_that_are_none_are_named(tmp_path: Path, groups: Sequence[Group]) -> None:
-    match = r"groups: expected Group\.WEIGHTS or Group\.MOMENTS, got"
-    with small_store(tmp_path / "store") as store:
-        with pytest.raises(ValueError, match=match):
-            store.fetch(["e0"], groups)
-        with pytest.raises(ValueError, match=match):
-            store.prefetch(["e0"], groups)
-        with pytest.raises(ValueError, match=match):
-            await store.fetch_async(["e0"], groups)
-        assert store.commit() == 2
 
 
 def test_a_store_is_verified_by_the_name_of_its_directory(tmp_path: Path) -> None:

@@ -121,31 +121,6 @@ def test_they_are_written_once_and_never_again(tmp_path: Path) -> None:
         assert file.size == COUNT * BF16
 
 
-def test_no_step_takes_one(tmp_path: Path) -> None:
-    with made(tmp_path / "s") as store:
-        before = store.records_crc32c()
-        gradient = np.ones(NUMEL, np.float32)
-        with pytest.raises(StoreError, match="'e1' is frozen"):
-            store.update({"p0": np.ones(1024, np.float32), "e1": gradient}, lr=0.1)
-        assert store.records_crc32c() == before, "nothing was stepped, the trained one neither"
-        record = store.core.record("e1")
-        with store.fetch(["e1"]), store.optimizer_step(0.1) as step:
-            (weight,) = store.core.cache.sections(record.entry(Group.WEIGHTS))
-            with pytest.raises(StoreError, match="'e1' is frozen"):
-                store.core.optimizer.step(record, weight)
-            step.abandon()
-
-
-def test_they_have_no_moments_and_no_gradients(tmp_path: Path) -> None:
-    with made(tmp_path / "s") as store:
-        with pytest.raises(ValueError, match="'e1' is frozen: it has no moments"):
-            store.fetch(["e1"], [Group.WEIGHTS, Group.MOMENTS])
-        with pytest.raises(ValueError, match="'e1' is frozen: it has no moments"):
-            store.prefetch(["e1"], [Group.MOMENTS])
-        with pytest.raises(StoreError, match="they have no gradients"):
-            store.core.reserve_scratch("base")
-
-
 @pytest.mark.parametrize("inactive", Inactive)
 def test_steps_pass_them_by(tmp_path: Path, inactive: Inactive) -> None:
     """They are never behind, and keep no step's row alive."""

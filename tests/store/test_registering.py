@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tierstore.errors import BudgetError, StoreError
+from tierstore._native import Arena, Buffer, HugePages
+from tierstore.errors import BudgetError
 from tierstore.store import (
     CacheConfig,
     Group,
@@ -21,6 +22,9 @@ from tierstore.store import (
     Scope,
     StoreConfig,
 )
+from tierstore.store.format import COMMITTED_GROUPS, Placement, Training, WeightFormat
+from tierstore.store.parameter_store import verify_store
+from tierstore.store.registering import RecordLoader
 
 NUMEL = 1 << 18
 CONFIG = StoreConfig(host_budget=5 * NUMEL * 4)
@@ -55,33 +59,6 @@ def state(store: ParameterStore) -> tuple[Any, ...]:
         extents.allocated_bytes,
         store.core.cache.residency.stats().creates,
     )
-
-
-@pytest.mark.parametrize(
-    ("new", "error"),
-    [
-        (NewRecord("new", "expert", weight=np.ones(5, np.float32)), r"'new': weight is float32 \(5,\)"),
-        (NewRecord("new", "expert", weight=np.ones(NUMEL)), "'new': weight is float64"),
-        (NewRecord("new", "expert", layer=1 << 16), "a layer from 0 to 65535"),
-        (NewRecord("", "expert"), "record"),
-        (NewRecord("e0", "expert"), "exists already"),
-        (NewRecord("new", "dense"), "this store has: expert"),
-    ],
-    ids=["shape", "type", "layer", "name", "key", "schema"],
-)
-@pytest.mark.parametrize("before", [0, 2], ids=["alone", "behind others"])
-def test_a_refused_registration_changes_nothing(
-    tmp_path: Path, new: NewRecord, error: str, before: int
-) -> None:
-    with ParameterStore.create(tmp_path / "store", [RecordSchema("expert", NUMEL)], CONFIG) as store:
-        store.register("e0", "expert")
-        expected = state(store)
-        good = [NewRecord(f"good{i}", "expert", weight=ONES) for i in range(before)]
-        with pytest.raises((ValueError, StoreError), match=error):
-            store.register_many([*good, new])
-        assert state(store) == expected
-        store.register("new", "expert")
-        assert store.commit() == 1
 
 
 def broken() -> np.ndarray:
@@ -128,3 +105,140 @@ def test_a_record_for_which_leases_leave_no_room_is_not_added(tmp_path: Path) ->
             assert (lease["new"].view("weight") == ONES).all()
         assert store.commit() == 1
         assert store.verify().failures == []
+
+
+# Records written past the host cache ------------------------------------------------------------------------
+
+
+_NUMEL = 3000
+_BF16 = RecordSchema("half", _NUMEL, WeightFormat.SPLIT_BF16)
+_FP32 = RecordSchema("full", _NUMEL)
+_OWNED = RecordSchema("owned", _NUMEL, placement=Placement.DIRECT)
+_FROZEN = RecordSchema("frozen", _NUMEL, WeightFormat.BF16, training=Training.FROZEN)
+_CONFIG = StoreConfig(host_budget=1 << 20)
+
+
+def _buffer(array: np.ndarray[Any, Any]) -> Buffer:
+    size = -(-array.nbytes // 4096) * 4096
+    buffer = Buffer(Arena(size, HugePages.OFF), [(0, size)], array.nbytes)
+    buffer.copy_from(np.ascontiguousarray(array).view(np.uint8))
+    return buffer
+
+
+def _create(path: Path) -> ParameterStore:
+    return ParameterStore.create(path, [_BF16, _FP32, _OWNED, _FROZEN], _CONFIG)
+
+
+def _sections(store: ParameterStore, key: str) -> dict[str, np.ndarray[Any, Any]]:
+    groups = store.info(key).schema.groups
+    with store.fetch([key], groups) as lease:
+        return {name: lease[key].copy(name) for name in lease[key].sections}
+
+
+def test_leading_sections_are_written_and_zeros_are_not(tmp_path: Path) -> None:
+    high = np.arange(_NUMEL, dtype=np.uint16)
+    wide = np.arange(_NUMEL, dtype=np.float32)
+    with _create(tmp_path / "s") as store:
+        loader = RecordLoader(store.core)
+        store.reserve({"half": 2, "full": 1, "frozen": 1})
+        store.commit()
+        loader.add("a", "half", 0, [_buffer(high), None, None, None])
+        loader.add("b", "half", 0, [_buffer(high), _buffer(high.view(np.int16)), None, None])
+        loader.add("c", "full", 1, [_buffer(wide), None, None])
+        loader.add("d", "frozen", 1, [_buffer(high)])
+        store.commit()
+        written = sum(drive.written_bytes for drive in store.status().drives)
+        assert written == 8192 * 3 + 12288 + 8192  # hi, hi and lo, fp32, frozen; moments of nobody
+        found = {key: _sections(store, key) for key in "abcd"}
+        crc = store.records_crc32c()
+    assert np.array_equal(found["a"]["weight_hi"], high)
+    assert not any(found["a"][name].any() for name in ("weight_lo", "exp_avg", "exp_avg_sq"))
+    assert np.array_equal(found["b"]["weight_lo"], high.view(np.int16))
+    assert np.array_equal(found["c"]["weight"], wide)
+    assert np.array_equal(found["d"]["weight"], high)
+    assert verify_store(tmp_path / "s").failures == []
+    with ParameterStore.open(tmp_path / "s", _CONFIG) as store:
+        assert store.records_crc32c() == crc
+
+
+def test_it_is_what_registering_makes(tmp_path: Path) -> None:
+    weight = np.random.default_rng(0).standard_normal(_NUMEL).astype(np.float32)
+    with _create(tmp_path / "a") as store:
+        store.register("x", "full", weight=weight)
+        store.commit()
+        wanted = store.records_crc32c()
+    with _create(tmp_path / "b") as store:
+        loader = RecordLoader(store.core)
+        store.reserve({"full": 1})
+        loader.add("x", "full", 0, [_buffer(weight), None, None])
+        store.commit()
+        assert store.records_crc32c() == wanted
+        store.update({"x": weight}, lr=0.1)
+        stepped = store.records_crc32c()
+    with ParameterStore.open(tmp_path / "a", _CONFIG) as store:
+        store.update({"x": weight}, lr=0.1)
+        assert store.records_crc32c() == stepped
+
+
+@pytest.mark.parametrize("holes", ["punched", "refused"])
+def test_zeros_are_written_where_a_slot_may_hold_something(
+    holes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wide = np.ones(_NUMEL, np.float32)
+    with _create(tmp_path / "s") as store:
+        store.reserve({"full": 1})
+        store.commit()
+    for path in (tmp_path / "s/extents").iterdir():
+        path.write_bytes(b"\xff" * path.stat().st_size)
+    with ParameterStore.open(tmp_path / "s", _CONFIG) as store:
+        if holes == "refused":
+            from tierstore.store.disk.extents import Extent
+
+            monkeypatch.setattr(Extent, "clear_holes", lambda self: None)
+        loader = RecordLoader(store.core)
+        store.reserve({"full": 1})
+        loader.add("x", "full", 0, [_buffer(wide), None, None])
+        store.commit()
+        written = sum(drive.written_bytes for drive in store.status().drives)
+        assert written == 12288 * (1 if holes == "punched" else 3)
+        found = _sections(store, "x")
+        assert np.array_equal(found["weight"], wide)
+        assert not found["exp_avg"].any()
+    assert verify_store(tmp_path / "s").failures == []
+
+
+def test_slots_that_were_freed_are_not_taken_for_zeros(tmp_path: Path) -> None:
+    weight = np.full(_NUMEL, 2, np.float32)
+    with _create(tmp_path / "s") as store:
+        loader = RecordLoader(store.core)
+        store.register("x", "full", weight=weight)
+        for _ in range(3):  # copy on write: each step leaves the slots of the commit before
+            store.commit()
+            store.update({"x": weight}, lr=0.1)
+        store.commit()
+        loader.add("y", "full", 0, [None, None, None])
+        store.reserve()
+        loader.add("z", "full", 0, [_buffer(weight), None, None])
+        store.commit()
+        for key in "yz":
+            found = _sections(store, key)
+            assert not found["exp_avg"].any()
+            assert not found["exp_avg_sq"].any()
+    assert verify_store(tmp_path / "s").failures == []
+
+
+def test_records_of_an_owner(tmp_path: Path) -> None:
+    wide = np.arange(_NUMEL, dtype=np.float32)
+    with _create(tmp_path / "s") as store:
+        loader = RecordLoader(store.core)
+        store.reserve({"owned": 1})
+        loader.wait(loader.add("x", "owned", 0, [_buffer(wide), None, None]))
+        store.commit()
+        into = {group: [] for group in COMMITTED_GROUPS}
+        for group, count in zip(COMMITTED_GROUPS, (1, 2), strict=True):
+            into[group] = [_buffer(np.full(_NUMEL, 7, np.float32)) for _ in range(count)]
+        store.core.read_through("x", into)
+        arrays = [buffer.array().view(np.float32) for group in COMMITTED_GROUPS for buffer in into[group]]
+    assert np.array_equal(arrays[0], wide)
+    assert not arrays[1].any()
+    assert not arrays[2].any()

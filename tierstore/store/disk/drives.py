@@ -9,16 +9,17 @@ added, and is part of the store from the next commit on.
 from __future__ import annotations
 
 import contextlib
+import math
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tierstore._native import FileCreate, Link, Meter
 from tierstore.errors import ConfigError, DataError, StoreExistsError, StoreFormatError, StoreMissingError
 from tierstore.io_profile import load_io_point
 from tierstore.store.config import StoreAccess, StripeConfig
+from tierstore.store.disk.extents import Extent
 from tierstore.store.disk.home import (
     IDENTITY,
     Home,
@@ -35,10 +36,6 @@ from tierstore.store.disk.home import (
     write_identity,
 )
 from tierstore.store.disk.lease import DirectoryLease
-
-if TYPE_CHECKING:
-    from tierstore.store.disk.extents import Extent
-import math
 
 #: A drive is measured anew once this much was moved to or from it: less is latency and noise.
 LEAST_BYTES = 4 << 20
