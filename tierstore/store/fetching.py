@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 
 import numpy as np
@@ -91,32 +92,64 @@ class Lease:
         self.release()
 
 
+@dataclass(frozen=True)
+class _Request:
+    """The records of one layer, and what is needed of each, as the host cache takes them."""
+
+    layer: int
+    records: Sequence[LiveRecord]
+    numbers: npt.NDArray[np.uint32]
+    flags: npt.NDArray[np.uint16]
+
+
+def _requests(core: StoreCore, keys: Sequence[str], groups: Sequence[Group]) -> list[_Request]:
+    """``groups`` of ``keys``, by layer. Raises KeyError, StoreError, and ValueError for groups that are not to be had."""
+    core.failures.check()
+    base, reads = Need(0), core.opened_to is StoreAccess.READ
+    for group in groups:
+        if group not in _NEED:
+            raise ValueError(f"groups: expected Group.WEIGHTS or Group.MOMENTS, got {group!r}")
+        base |= _NEED[group]
+    wanted = [core.record(key) for key in dict.fromkeys(keys)]
+    for record in wanted if Group.MOMENTS in groups else ():
+        if record.schema.frozen:
+            raise ValueError(f"groups: record {record.key!r} is frozen: it has no moments")
+        if reads and core.optimizer.behind(record):
+            raise StoreError(
+                f"record {record.key!r} has missed steps, which a store that was opened to read replays on weights "
+                "alone: its moments are read by a store that is opened to write"
+            )
+    requests = []
+    for layer, records in by_layer(wanted):
+        numbers = np.array([record.number for record in records], np.uint32)
+        step = [not reads and core.optimizer.behind(record) > 0 for record in records]
+        flags = np.where(step, base | Need.STEP, base).astype(np.uint16)
+        requests.append(_Request(layer, records, numbers, flags))
+    return requests
+
+
 def begin_fetch(core: StoreCore, keys: Sequence[str], groups: Sequence[Group]) -> Lease:
     """Pins ``keys`` with ``groups``, caught up with the optimizer; their bytes are there after the lease's tickets.
 
     Raises KeyError, ValueError, BudgetError.
     """
-    core.failures.check()
-    base = _base_need(groups)
-    wanted = _wanted(core, keys, groups)
     views: dict[str, RecordView] = {}
     tickets: list[int] = []
-    pinned: list[tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint16]]] = []
+    pinned: list[_Request] = []
 
     def unpin() -> None:
-        for numbers, flags in pinned:
-            core.cache.unpin(numbers, flags)
+        for request in pinned:
+            core.cache.unpin(request.numbers, request.flags)
 
     def release() -> None:
         core.records.leased.subtract(list(views))
         unpin()
 
     try:
-        for layer, records in by_layer(wanted):
-            numbers, flags = _needs(core, records, base)
-            _pin_layer(core, layer, records, numbers, flags)
-            pinned.append((numbers, flags))
-            for record in records:
+        for request in _requests(core, keys, groups):
+            _pin(core, request)
+            pinned.append(request)
+            for record in request.records:
                 sections = {Group(g): core.cache.sections(record.entry(g)) for g in groups}
                 views[record.key] = RecordView(record.schema, sections)
                 tickets += [ticket for g in groups for ticket in core.cache.ready(record.entry(g))]
@@ -127,70 +160,28 @@ def begin_fetch(core: StoreCore, keys: Sequence[str], groups: Sequence[Group]) -
     return Lease(views, tickets, release)
 
 
-def _pin_layer(
-    core: StoreCore,
-    layer: int,
-    records: Sequence[LiveRecord],
-    numbers: npt.NDArray[np.uint32],
-    flags: npt.NDArray[np.uint16],
-) -> None:
-    """One access that catches ``records`` up and leaves them pinned. Raises BudgetError if it takes several groups."""
-    count = core.begin_access(Phase.USER, layer, numbers, flags)
+def _pin(core: StoreCore, request: _Request) -> None:
+    """One access that catches the records up and leaves them pinned. Raises BudgetError if they do not fit at once."""
+    count = core.begin_access(Phase.USER, request.layer, request.numbers, request.flags)
     for _ in range(count):
         for unit in core.cache.next_group():
             if core.opened_to is StoreAccess.WRITE:  # a reader's weights come caught up
-                core.optimizer.catch_up(records[unit])
+                core.optimizer.catch_up(request.records[unit])
         if count == 1:
-            core.cache.residency.pin(numbers, flags)
+            core.cache.residency.pin(request.numbers, request.flags)
         core.cache.end_group()
     if count > 1:
         raise BudgetError(
-            f"host_budget: {len(records)} records do not fit at once; fetch fewer, or in {count} parts"
+            f"host_budget: {len(request.records)} records do not fit at once; fetch fewer, or in {count} parts"
         )
 
 
 def prefetch(core: StoreCore, keys: Sequence[str], groups: Sequence[Group]) -> int:
     """Starts to bring ``keys`` in, within the lookahead; returns how many are covered. Raises KeyError, ValueError."""
-    core.failures.check()
-    base = _base_need(groups)
     covered = 0
-    for layer, records in by_layer(_wanted(core, keys, groups)):
-        numbers, flags = _needs(core, records, base)
-        taken = core.cache.prefetch(Phase.USER, layer, numbers, flags)
+    for request in _requests(core, keys, groups):
+        taken = core.cache.prefetch(Phase.USER, request.layer, request.numbers, request.flags)
         covered += taken
-        if taken < len(records):
+        if taken < len(request.records):
             break
     return covered
-
-
-def _wanted(core: StoreCore, keys: Sequence[str], groups: Sequence[Group]) -> list[LiveRecord]:
-    """The records of ``keys``. Raises KeyError, and ValueError where a frozen one is asked for its moments."""
-    wanted = [core.record(key) for key in dict.fromkeys(keys)]
-    for record in wanted:
-        if Group.MOMENTS in groups and record.schema.frozen:
-            raise ValueError(f"groups: record {record.key!r} is frozen: it has no moments")
-        if Group.MOMENTS in groups and core.opened_to is StoreAccess.READ and core.optimizer.behind(record):
-            raise StoreError(
-                f"record {record.key!r} has missed steps, which a store that was opened to read replays on weights "
-                "alone: its moments are read by a store that is opened to write"
-            )
-    return wanted
-
-
-def _base_need(groups: Sequence[Group]) -> Need:
-    need = Need(0)
-    for group in groups:
-        if group not in _NEED:
-            raise ValueError(f"groups: expected Group.WEIGHTS or Group.MOMENTS, got {group!r}")
-        need |= _NEED[group]
-    return need
-
-
-def _needs(
-    core: StoreCore, records: Sequence[LiveRecord], base: Need
-) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint16]]:
-    replays = core.opened_to is StoreAccess.WRITE
-    flags = [
-        base | (Need.STEP if replays and core.optimizer.behind(record) else Need(0)) for record in records
-    ]
-    return np.array([record.number for record in records], np.uint32), np.array(flags, np.uint16)

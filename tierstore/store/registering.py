@@ -59,15 +59,20 @@ def register_many(core: StoreCore, records: Iterable[NewRecord]) -> None:
     schemas = _check(core, records)
     promised = core.extents.promised
     core.reserve(core.records.counts(schemas))
+    # A new record is up to date; where missed steps are dropped each counts its own, from nothing.
+    fresh = core.history.applied if core.history.replays else 0
     unwritten: list[int] = []
     nbytes = 0
     try:
         for new, schema in zip(records, schemas, strict=True):
             shape = core.extents.schemas[schema]
-            _add(core, new, schema)
-            if shape.placement is Placement.DIRECT:
+            content = [] if shape.placement is Placement.DIRECT else _content(new, shape)
+            record = core.records.add(new.key, schema, new.layer)
+            record.step = fresh if new.step is None else new.step
+            if not record.cached:
                 continue
-            unwritten.append(core.record(new.key).number)
+            _fill(core, record, content)
+            unwritten.append(record.number)
             nbytes += sum(shape.layout(group).slot_bytes for group in shape.groups)
             if nbytes * _PARTS > core.config.host_budget and core.cache.filled > 1 - 2 / _PARTS:
                 # Ahead of their eviction: the next owners of their memory would wait for one write after another.
@@ -98,17 +103,6 @@ def _check(core: StoreCore, records: Sequence[NewRecord]) -> list[int]:
         if isinstance(new.weight, np.ndarray):
             check_array(_weight_of(new), new.weight, core.extents.schemas[schemas[-1]].numel)
     return schemas
-
-
-def _add(core: StoreCore, new: NewRecord, schema: int) -> None:
-    shape = core.extents.schemas[schema]
-    content = [] if shape.placement is Placement.DIRECT else _content(new, shape)
-    live = core.records.add(new.key, schema, new.layer)
-    # A new record is up to date; where missed steps are dropped each counts its own, from nothing.
-    fresh = core.history.applied if core.history.replays else 0
-    live.step = fresh if new.step is None else new.step
-    if content:
-        _fill(core, core.record(new.key), content)
 
 
 def _content(new: NewRecord, shape: RecordSchema) -> list[npt.NDArray[np.generic]]:
