@@ -34,7 +34,9 @@ def everything(data: Path) -> object:
     index = Index(data.parent)
     try:
         names = index.snapshots()
-        return names, index.read_meta(), index.read_commit(), [index.read_commit(name) for name in names]
+        commits = [index.read_commit(name) for name in (None, *names)]
+        packed = [(commit.generation, list(commit.records.packed()), commit.state) for commit in commits]
+        return names, index.read_meta(), packed
     finally:
         index.close()
 
