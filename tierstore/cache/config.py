@@ -75,30 +75,33 @@ class CacheConfig:
         return self.policy == _LEARNED_USE
 
     @property
+    def _lfu_decay(self) -> _native.LfuDecayOptions | None:
+        """The options of LFU-decay with its defaults; None for another policy."""
+        return _native.lfu_decay_options(dict(self.options)) if self.policy == _LFU_DECAY else None
+
+    @property
     def counts_steps(self) -> bool:
         """Whether the policy counts steps: LFU-decay except for the paper's variant, and a policy of your own."""
-        if self.policy != _LFU_DECAY:
-            return ":" in self.policy
-        return _native.lfu_decay_options(dict(self.options)).variant != "paper"
+        known = self._lfu_decay
+        return ":" in self.policy if known is None else known.variant != "paper"
 
     @property
     def half_life(self) -> float | None:
         """LFU-decay: steps (requests, for the paper variant) after which a hit counts half."""
-        if self.policy != _LFU_DECAY:
-            return None
-        return _native.lfu_decay_options(dict(self.options)).half_life
+        known = self._lfu_decay
+        return None if known is None else known.half_life
 
     @property
     def summary(self) -> str:
         """The policy and its options in a few words."""
-        if self.policy == _LFU_DECAY:
-            known = _native.lfu_decay_options(dict(self.options))
-            unit = "requests" if known.variant == "paper" else "steps"
-            return (
-                f"{self.policy} ({known.variant}), threshold {known.threshold:g}, "
-                f"half-life {known.half_life:g} {unit}"
-            )
-        return ", ".join([self.policy, *(f"{name} {value}" for name, value in self.options.items())])
+        known = self._lfu_decay
+        if known is None:
+            return ", ".join([self.policy, *(f"{name} {value}" for name, value in self.options.items())])
+        unit = "requests" if known.variant == "paper" else "steps"
+        return (
+            f"{self.policy} ({known.variant}), threshold {known.threshold:g}, "
+            f"half-life {known.half_life:g} {unit}"
+        )
 
     @property
     def starvation_warning(self) -> str | None:
@@ -106,10 +109,8 @@ class CacheConfig:
 
         Entries whose hits decay below the threshold can no longer be chosen and spoil the cache.
         """
-        if self.policy != _LFU_DECAY:
-            return None
-        known = _native.lfu_decay_options(dict(self.options))
-        if known.threshold == 0 or known.beta == 1:
+        known = self._lfu_decay
+        if known is None or known.threshold == 0 or known.beta == 1:
             return None
         return (
             f"cache.options.threshold = {known.threshold:g} with a half-life of {known.half_life:g}: entries that "

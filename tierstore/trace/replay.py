@@ -88,15 +88,40 @@ def replay(
 ) -> ResidencyStats:
     """Replays a trace in the native loop, chunk by chunk, and returns ``Residency.stats()``.
 
-    What is not given is as it was recorded: then the statistics are those of the live run, exactly. Another
-    policy starts with its default options; one written in Python must be given, as a file alone shall not
-    decide which code runs; with layer scope and another capacity or scope, quotas are equal shares for the
-    layers that have records unless given. Raises DataError (a malformed trace), ConfigError (a policy or option
-    that cannot be), BudgetError (a capacity too small for the trace; names what the refused access needs),
-    OSError.
+    The defaults are the recorded settings: then the statistics are exactly those of the live run. Another policy starts
+    with its default options. A policy written in Python must be named, since a file alone shall not decide which code
+    runs. With layer scope and another capacity or scope, quotas are equal shares for the layers that have records. Raises
+    DataError (a malformed trace), ConfigError (an unknown policy or option), BudgetError (a capacity too small for the
+    trace; it names what the refused access needs), OSError.
     """
-    header = _chosen(
-        path, policy, policy_options, capacity_frames, lookahead_frames, scope=scope, quotas=layer_quotas
+    with Path(path).open("rb") as file:
+        recorded = read_header(file)
+    if policy is None and ":" in recorded.policy:
+        raise ConfigError(
+            f"{os.fspath(path)}: recorded under {recorded.policy}, a policy written in Python: "
+            "name it as the policy of the replay"
+        )
+    capacity = recorded.capacity_frames if capacity_frames is None else capacity_frames
+    chosen_scope = recorded.scope if scope is None else scope
+    quotas: Sequence[int] = ()
+    if chosen_scope not in ("global", "layer"):
+        raise ConfigError(f"scope: expected 'global' or 'layer', got {chosen_scope!r}")
+    if chosen_scope == "layer":
+        if layer_quotas is not None:
+            quotas = layer_quotas
+        elif capacity_frames is None and recorded.scope == "layer":
+            quotas = recorded.layer_quotas
+        else:
+            quotas = quotas_by_layer(np.unique(recorded.table.layers).tolist() or [0], capacity)
+    options = recorded.policy_options if policy in (None, recorded.policy) else {}
+    header = replace(
+        recorded,
+        capacity_frames=capacity,
+        lookahead_frames=recorded.lookahead_frames if lookahead_frames is None else lookahead_frames,
+        scope=chosen_scope,
+        layer_quotas=tuple(quotas),
+        policy=recorded.policy if policy is None else policy,
+        policy_options=options if policy_options is None else policy_options,
     )
     return _driven(path, header).stats()
 
@@ -114,9 +139,16 @@ def replay_steps(
 
     What comes after the last end of a step is one more. Raises as ``replay`` does.
     """
-    scope = "layer" if layer_quotas else "global"
-    header = _chosen(
-        path, policy, policy_options, capacity_frames, lookahead_frames, scope=scope, quotas=layer_quotas
+    with Path(path).open("rb") as file:
+        recorded = read_header(file)
+    header = replace(
+        recorded,
+        capacity_frames=capacity_frames,
+        lookahead_frames=lookahead_frames,
+        scope="layer" if layer_quotas else "global",
+        layer_quotas=tuple(layer_quotas),
+        policy=policy,
+        policy_options=policy_options,
     )
     totals: list[list[int]] = []
 
@@ -128,49 +160,6 @@ def replay_steps(
     counts = np.array(totals, np.int64)
     counts[1:] -= counts[:-1].copy()
     return counts if len(counts) == 1 or counts[-1].any() else counts[:-1]
-
-
-def _chosen(
-    path: str | os.PathLike[str],
-    policy: str | None,
-    policy_options: Mapping[str, float | str] | None,
-    capacity_frames: int | None,
-    lookahead_frames: int | None,
-    *,
-    scope: str | None,
-    quotas: Sequence[int] | None,
-) -> TraceHeader:
-    """The recorded core with what is given instead."""
-    with Path(path).open("rb") as file:
-        recorded = read_header(file)
-    capacity = recorded.capacity_frames if capacity_frames is None else capacity_frames
-    chosen_scope = recorded.scope if scope is None else scope
-    if chosen_scope not in ("global", "layer"):
-        raise ConfigError(f"scope: expected 'global' or 'layer', got {chosen_scope!r}")
-    layer_quotas: tuple[int, ...] = ()
-    if chosen_scope == "layer":
-        if quotas is not None:
-            layer_quotas = tuple(quotas)
-        elif capacity_frames is None and recorded.scope == "layer":
-            layer_quotas = recorded.layer_quotas
-        else:
-            layers = np.unique(recorded.table.layers).tolist()
-            layer_quotas = tuple(quotas_by_layer(layers or [0], capacity))
-    if policy is None and ":" in recorded.policy:
-        raise ConfigError(
-            f"{os.fspath(path)}: recorded under {recorded.policy}, a policy written in Python: "
-            "name it as the policy of the replay"
-        )
-    options = recorded.policy_options if policy in (None, recorded.policy) else {}
-    return replace(
-        recorded,
-        capacity_frames=capacity,
-        lookahead_frames=recorded.lookahead_frames if lookahead_frames is None else lookahead_frames,
-        scope=chosen_scope,
-        layer_quotas=layer_quotas,
-        policy=recorded.policy if policy is None else policy,
-        policy_options=options if policy_options is None else policy_options,
-    )
 
 
 def _driven(
