@@ -27,12 +27,11 @@ from tierstore.errors import ConfigError, DataError
 from tierstore.lab.candidates import Candidate
 from tierstore.lab.costs import Machine, with_costs
 from tierstore.lab.importing import SourceKind, detect_kind, import_trace
-from tierstore.lab.miss_curves import all_policies
+from tierstore.lab.miss_curves import REPORT_WINDOWS, all_policies, curves
 from tierstore.lab.requests import Requests, load_requests
 from tierstore.lab.results import Outcome, RegimeStudy, Role, Study, TuneResult
 from tierstore.lab.simulate import Contract, PolicySpec, Replayed, ReplaySetting, replay_each
-from tierstore.lab.study import half_life_map, regime_study
-from tierstore.lab.tuning import LEAST_STEPS, Hindsight, TuneOptions, tune
+from tierstore.lab.tuning import LEAST_STEPS, Hindsight, TuneOptions, half_life_map, regime_study, tune
 from tierstore.outputs import OutputKind, write_output
 from tierstore.trace.format import MAGIC
 from tierstore.units import printable
@@ -149,12 +148,20 @@ def _regime(name: str, requests: Requests, options: StudyOptions, say: Callable[
         requests, options.half_life_capacities, contract=options.contract, threads=options.threads
     )
     say(f"{name}: curves")
-    drawn = regime_study(
+    found = curves(
         requests,
+        all_policies(requests),
         options.capacities,
-        name=name,
         contract=options.contract,
         machine=options.machine,
+        windows=REPORT_WINDOWS,
+        threads=options.threads,
+    )
+    drawn = regime_study(
+        requests,
+        found,
+        name=name,
+        contract=options.contract,
         tuning=tunings[options.focus],
         half_life=lives,
         threads=options.threads,

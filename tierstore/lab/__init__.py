@@ -39,8 +39,7 @@ if TYPE_CHECKING:
     )
     from tierstore.lab.routing import Passes, Sections
     from tierstore.lab.simulate import Contract, PolicySpec, Replayed, ReplaySetting, known_policies
-    from tierstore.lab.study import half_life_map, regime_study
-    from tierstore.lab.tuning import Hindsight, TuneOptions, Tuning, tune
+    from tierstore.lab.tuning import Hindsight, TuneOptions, Tuning, half_life_map, regime_study, tune
     from tierstore.plan import Profile
     from tierstore.trace import EventColumns, RecordTable, Trace
     from tierstore.train import TrainConfig

@@ -43,7 +43,9 @@ from tierstore.lab.simulate import (
     suits,
 )
 
-_ONE_PASS = 10.0  # beside a replay of FIFO
+_ONE_PASS = 10.0  # expected time, relative to a replay of FIFO
+REPORT_WINDOWS = 50
+"""Windows of the hits over time that a report draws."""
 
 
 def all_policies(requests: Requests) -> list[PolicySpec]:

@@ -14,6 +14,7 @@ prefetches of its run, every candidate is replayed once, over the whole trace, a
 Only the split of the capacity comes from curves without lookahead; it is then scored with it.
 
 Without prefetches steps 1 and 2 cost the same whatever the trace's length, steps 3 and 4 some twenty replays.
+``regime_study`` makes of a trace's curves and the choice what a report shows.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import TypeAlias
 
 import numpy as np
@@ -35,6 +37,8 @@ from tierstore.lab.candidates import (
     cache_configuration,
     configuration_text,
     default_candidate,
+    half_lives,
+    lfu_decay,
     live_policies,
     neighbours,
     split_capacity,
@@ -44,8 +48,16 @@ from tierstore.lab.costs import Machine, Objective, cost_by_step, with_costs
 from tierstore.lab.live import LiveReplay, Recording, replay_recorded
 from tierstore.lab.miss_curves import Regime, survey
 from tierstore.lab.requests import Capacity, Requests
-from tierstore.lab.results import Outcome, TuneResult, TuneVerdict
-from tierstore.lab.simulate import Contract, OnProgress, Replayed, replay_each, suits
+from tierstore.lab.results import Curve, HalfLifeMap, Outcome, RegimeStudy, TuneResult, TuneVerdict
+from tierstore.lab.simulate import (
+    Contract,
+    OnProgress,
+    Replayed,
+    ReplaySetting,
+    contract_name,
+    replay_each,
+    suits,
+)
 
 OnStage: TypeAlias = Callable[[str, int, int], None]
 """Called with the stage, and with the number of finished replays and of all."""
@@ -362,3 +374,72 @@ def _best_of(scored: Sequence[_Scored], scope: Scope, policy: str | None = None)
         if one.candidate.scope is scope and (policy is None or one.candidate.policy.name == policy)
     ]
     return sorted(among, key=lambda one: (one.total, one.candidate.complexity))[:1]
+
+
+def half_life_map(
+    requests: Requests,
+    capacities: Sequence[Capacity],
+    *,
+    scope: Scope = Scope.GLOBAL,
+    contract: Contract = Contract.ATOMIC,
+    warmup_steps: int = 0,
+    threads: int = 0,
+    progress: OnProgress | None = None,
+) -> HalfLifeMap:
+    """Miss ratios of LFU-decay over half-lives (a step to the trace's length, and never) and capacities."""
+    frames = sorted({requests.table.frames_of(capacity) for capacity in capacities})
+    tried = half_lives(requests.step_count)
+    settings = [
+        ReplaySetting(lfu_decay(half_life), size, scope, contract)
+        for half_life, size in product(tried, frames)
+    ]
+    ratios = replay_each(
+        requests,
+        settings,
+        lambda replayed: replayed.outcome.miss_ratio,
+        warmup_steps=warmup_steps,
+        detail=Detail.STEPS,
+        threads=threads,
+        progress=progress,
+    )
+    width = len(frames)
+    return HalfLifeMap(
+        half_lives=tuple(tried),
+        capacity_fractions=tuple(size / requests.table.total_frames for size in frames),
+        miss_ratios=tuple(tuple(ratios[at : at + width]) for at in range(0, len(ratios), width)),
+    )
+
+
+def regime_study(
+    requests: Requests,
+    drawn: Sequence[Curve],
+    *,
+    name: str | None = None,
+    scope: Scope = Scope.GLOBAL,
+    contract: Contract = Contract.ATOMIC,
+    tuning: Tuning | None = None,
+    half_life: HalfLifeMap | None = None,
+    threads: int = 0,
+) -> RegimeStudy:
+    """One trace in a report: its curves ``drawn``, the tuner's choice, and LFU-decay over half-lives.
+
+    The curves should have windows (``REPORT_WINDOWS``) and the costs of a machine.
+    """
+    if tuning is None:
+        points = drawn[0].points
+        middle = points[len(points) // 2].capacity_frames
+        regime = survey(requests, middle, contract=contract, threads=threads)
+    else:
+        regime = tuning.regime
+    return RegimeStudy(
+        name=name or requests.name,
+        trace=requests.info,
+        contract=contract_name(requests, contract),
+        scope=scope.value,
+        active_per_layer=regime.active_records,
+        records_per_layer=regime.layer_records,
+        curves=tuple(drawn),
+        half_lives=half_life,
+        tuned=None if tuning is None else tuning.result,
+        advice=regime.advice,
+    )

@@ -218,7 +218,7 @@ def curve(
 ) -> None:
     """Miss-ratio curves of TRACE over capacity, with the clairvoyant choice (a bound, where entries are of one size) and the
     line 1 - C/N."""
-    from tierstore.lab.miss_curves import curve_capacities, curves, keep_ratio
+    from tierstore.lab.miss_curves import REPORT_WINDOWS, curve_capacities, curves, keep_ratio
     from tierstore.lab.simulate import contract_name
 
     machine, arguments = figures.machine(), replay.arguments()
@@ -226,7 +226,7 @@ def curve(
     requests = _load(trace, output, replay.warmup, pins)
     specs = specs_of(requests, policies, ("all",))
     capacities = curve_capacities(requests, points, scope=arguments["scope"])
-    extra: dict[str, Any] = {} if html is None else {"machine": machine, "windows": 50}
+    extra: dict[str, Any] = {} if html is None else {"machine": machine, "windows": REPORT_WINDOWS}
     with _progress(output, "curve") as notify:
         found = curves(requests, specs, capacities, progress=notify("replays"), **extra, **arguments)
     keep = [keep_ratio(requests, capacity) for capacity in capacities]
@@ -234,9 +234,15 @@ def curve(
     contract = contract_name(requests, arguments["contract"])
     output.line(f"{contract}, {NO_LOOKAHEAD}, {replay.scope} scope; all numbers simulated")
     if html is not None:
-        from tierstore.lab.study import regime_study
+        from tierstore.lab.tuning import regime_study
 
-        regime = regime_study(requests, capacities, machine=machine, found=found, **arguments)
+        regime = regime_study(
+            requests,
+            found,
+            scope=arguments["scope"],
+            contract=arguments["contract"],
+            threads=replay.threads,
+        )
         _write_regime(html, regime, machine, output)
     output.emit(
         {
@@ -370,8 +376,8 @@ def _decide(
     ``points``: of the report's curves.
     """
     from tierstore.lab.live import recording_of
-    from tierstore.lab.miss_curves import curve_capacities
-    from tierstore.lab.study import half_life_map, regime_study
+    from tierstore.lab.miss_curves import REPORT_WINDOWS, all_policies, curve_capacities, curves
+    from tierstore.lab.tuning import half_life_map, regime_study
     from tierstore.lab.tuning import tune as tuned
 
     requests = _load(trace, output)
@@ -395,15 +401,16 @@ def _decide(
         replay: dict[str, Any] = {"contract": options.contract, "threads": options.threads}
         with _progress(output, "report") as notify:
             lives = half_life_map(requests, capacities, progress=notify("half-lives"), **replay)
-            regime = regime_study(
+            drawn = curves(
                 requests,
+                all_policies(requests),
                 capacities,
                 machine=machine,
-                tuning=found,
-                half_life=lives,
+                windows=REPORT_WINDOWS,
                 progress=notify("curves"),
                 **replay,
             )
+        regime = regime_study(requests, drawn, tuning=found, half_life=lives, **replay)
         _write_regime(html, regime, machine, output)
     return {
         "trace": trace_json(requests),
