@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from emulation import OUTPUT, TIMEOUT_S, finish, options, run_ranks, start
 
-from tierstore.bench.processes.namespaces import namespaces_limited_to
+from tierstore.bench.namespaces import namespaces_limited_to
 from tierstore.dense import DenseConfig, DenseSlices, Fusion, GatherOnDemand, unit_layouts
 from tierstore.model import ModelConfig, Transformer
 from tierstore.parallel import ParallelConfig, RankGroup, launch

@@ -25,7 +25,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from tierstore.bench.processes.namespaces import RankNamespace
+from tierstore.bench.namespaces import RankNamespace
 from tierstore.cli.output import Output, finite
 from tierstore.errors import TierstoreError
 from tierstore.links import wait_until

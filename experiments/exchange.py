@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from emulation import OUTPUT, finish, options, run_ranks, start
 
-from tierstore.bench.processes.namespaces import RankNamespace, limit_namespace, rank_namespaces
+from tierstore.bench.namespaces import RankNamespace, limit_namespace, rank_namespaces
 from tierstore.capabilities import Capability, Finding
 from tierstore.errors import CapabilityError, ConfigError
 from tierstore.links import CollectiveLink, LinkConfig, open_link

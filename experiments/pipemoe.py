@@ -30,8 +30,7 @@ from typing import Any
 import torch
 from emulation import OUTPUT, DeviceSpeed, SleepingDevice, SleepingExperts, finish, options, run_ranks, start
 
-from tierstore.bench.pictures.bars import Bar, BarPanel, BarRow, draw_bars, joined
-from tierstore.bench.pictures.slices import TimelineSlice, read_slices
+from tierstore.bench.pictures import Bar, BarPanel, BarRow, TimelineSlice, draw_bars, joined, read_slices
 from tierstore.links import CollectiveLink, LinkConfig, open_link
 from tierstore.machine_profile import Cost, fit_cost
 from tierstore.moe.computing import ExpertPass, Weighting, compute_experts

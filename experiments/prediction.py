@@ -22,10 +22,17 @@ from typing import Any
 
 from emulation import OUTPUT, finish, options, start
 
-from tierstore.bench.overlap.device import Computation
-from tierstore.bench.overlap.rank import CAUGHT_UP, RankRequest, RankSteps
-from tierstore.bench.overlap.run import Balance, RankProcesses, links_for
-from tierstore.bench.overlap.stack import StackShape
+from tierstore.bench.overlap import (
+    CAUGHT_UP,
+    Balance,
+    Computation,
+    RankProcesses,
+    RankRequest,
+    RankSteps,
+    StackShape,
+    links_for,
+)
+from tierstore.bench.overlap_rank import schedule_of
 from tierstore.cache.access import Phase
 from tierstore.links import LinkConfig, LinksConfig
 from tierstore.machine_profile import ASSUMED, Cost
@@ -134,7 +141,7 @@ class StackWorkload:
     @cached_property
     def schedule(self) -> Schedule:
         """The stack's, with the lookahead that its store allows."""
-        asked, (_, lookahead) = self.shape.schedule(), self.shape.budgets
+        asked, (_, lookahead) = schedule_of(self.shape), self.shape.budgets
         vertical = QueueLimits(asked.vertical.depth, lookahead) if lookahead else QueueLimits(0)
         return replace(asked, vertical=vertical)
 

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from emulation import OUTPUT, finish, options, start
 
-from tierstore.bench.overlap.device import EmulatedDevice, EmulatedTier
+from tierstore.bench.overlap_rank import EmulatedDevice, EmulatedTier
 from tierstore.errors import ConfigError
 from tierstore.links import LinkConfig
 from tierstore.serve.experts.ring import Ring

@@ -29,8 +29,7 @@ import torch
 from emulation import OUTPUT, TIMEOUT_S, finish, options, run_ranks, start, taking
 from torch import Tensor
 
-from tierstore.bench.pictures.bars import Bar, BarPanel, BarRow, draw_bars
-from tierstore.bench.pictures.slices import TimelineSlice, read_slices
+from tierstore.bench.pictures import Bar, BarPanel, BarRow, TimelineSlice, draw_bars, read_slices
 from tierstore.config import load
 from tierstore.model.interface import Batch, ModelOutput
 from tierstore.model.stage import StageBorder, StagePass

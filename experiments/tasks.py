@@ -28,7 +28,7 @@ import torch
 from emulation import OUTPUT, TIMEOUT_S, finish, options, run_ranks, start
 
 from tierstore import _native
-from tierstore.bench.overlap.device import EmulatedDevice
+from tierstore.bench.overlap_rank import EmulatedDevice
 from tierstore.parallel import Mesh, ParallelConfig, launch
 from tierstore.train.data import TextData
 from tierstore.train.files import DataConfig

@@ -11,7 +11,7 @@ from typing import Any
 
 from process import RivalProcess
 
-from tierstore.bench.probes.memory_limit import MemoryLimit
+from tierstore.bench.probes import MemoryLimit
 from tierstore.errors import CapabilityError, ConfigError
 
 #: The rival whose ratios to the others are shown, and the one with everything in RAM that bounds it.

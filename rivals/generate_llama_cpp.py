@@ -19,7 +19,7 @@ from typing import Any
 from generate_transformers import Opened
 from generating import Generated, GenerateTask, Workload
 
-from tierstore.bench.probes.usage import process_bytes
+from tierstore.bench.probes import process_bytes
 from tierstore.errors import DataError
 
 _SAMPLE_S = 0.01

@@ -23,7 +23,7 @@ import numpy as np
 from process import Opened
 
 from tierstore.bench.harness import at_least, more_than_0
-from tierstore.bench.probes.usage import process_bytes
+from tierstore.bench.probes import process_bytes
 from tierstore.errors import ConfigError
 from tierstore.serve.batch import BatchRunner
 from tierstore.train.footprint import peak_resident_bytes

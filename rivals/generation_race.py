@@ -22,11 +22,10 @@ from gguf_file import write_gguf
 from process import RivalError, RivalProcess
 
 from tierstore import machine
+from tierstore.bench.documents import Better, Measurement, counted, derived, measured
 from tierstore.bench.harness import at_least, work_directory
-from tierstore.bench.probes.disk import Bytes, DiskProbe
-from tierstore.bench.probes.memory_limit import MemoryLimit
-from tierstore.bench.results.document import Better, Measurement, counted, derived, measured
-from tierstore.bench.training.bound import bound_s, compulsory
+from tierstore.bench.probes import Bytes, DiskProbe, MemoryLimit
+from tierstore.bench.train_bound import bound_s, compulsory
 from tierstore.cli.output import Output
 from tierstore.errors import CapabilityError, ConfigError, DataError
 from tierstore.hf.describing import CONFIG_NAME, read_config
@@ -333,7 +332,7 @@ class GenerationRace:
                 turn = Turn(
                     ran=process.ask(asked),
                     open_s=process.open_s,
-                    peak_group_bytes=None if group is None else group.use().peak_bytes,
+                    peak_group_bytes=None if group is None else group.use()["peak_bytes"],
                 )
         except (RivalError, OSError) as error:
             self._leave(entrant, Outcome.DIED, f"round {number + 1}, batch {batch}: {error}")

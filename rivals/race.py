@@ -22,7 +22,7 @@ import click
 import generation_race
 import training_race
 
-from tierstore.bench.results.document import Document, Measurement, machine_facts, now, save_document
+from tierstore.bench.documents import Document, Measurement, machine_facts, now, save_document
 from tierstore.cli.options import (
     EXISTING_DIRECTORY,
     FILE,

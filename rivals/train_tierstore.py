@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from training import Mixtral, TrainTask
 
-from tierstore.bench.training.run import in_ram
+from tierstore.bench.train import in_ram
 from tierstore.plan.order import choose_order
 from tierstore.train.ranks import Opening
 from tierstore.train.session import open_session

@@ -24,7 +24,7 @@ from process import Opened
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from tierstore.bench.probes.usage import process_bytes
+from tierstore.bench.probes import process_bytes
 from tierstore.errors import CapabilityError, ConfigError
 from tierstore.model.config import ModelConfig
 from tierstore.model.transformer import Transformer

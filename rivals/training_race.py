@@ -21,11 +21,11 @@ from entrants import OURS, OURS_IN_RAM, Entrant, Outcome, Rival, enter, memory_g
 from process import RivalError, RivalProcess
 from training import Steps, TrainTask, check_workload, make_mixtral
 
+from tierstore.bench.documents import Better, Measurement, counted, derived, measured
 from tierstore.bench.harness import at_least, work_directory
-from tierstore.bench.probes.disk import Bytes
-from tierstore.bench.results.document import Better, Measurement, counted, derived, measured
-from tierstore.bench.training.bound import bound_s, compulsory
-from tierstore.bench.training.run import StepDisk
+from tierstore.bench.probes import Bytes
+from tierstore.bench.train import StepDisk
+from tierstore.bench.train_bound import bound_s, compulsory
 from tierstore.cli.output import Output
 from tierstore.errors import DataError
 from tierstore.stats import spread

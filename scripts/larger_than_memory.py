@@ -26,9 +26,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tierstore.bench.io.load import drop_pages
-from tierstore.bench.probes.disk import Bytes, DiskProbe, Durable
-from tierstore.bench.probes.memory_limit import MemoryLimit, page_cache_bytes
+from tierstore.bench.probes import Bytes, DiskProbe, Durable, MemoryLimit, drop_pages, page_cache_bytes
 from tierstore.store.config import IoConfig
 from tierstore.units import format_bytes, parse_size
 
@@ -92,9 +90,9 @@ def confined(name: str, command: Sequence[str], limit_bytes: int, files: Path) -
         limit_bytes=limit_bytes,
         status=process.returncode,
         seconds=seconds,
-        peak_bytes=used.peak_bytes,
+        peak_bytes=used["peak_bytes"],
         group_cache_bytes=cache,
-        kills=used.kills_count,
+        kills=used["kills_count"],
         read_bytes=usage.ru_inblock * SECTOR,
         written_bytes=usage.ru_oublock * SECTOR,
         reported_s=json.loads(answer).get("moving_s") if answer else None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tierstore.bench.results.document import (
+from tierstore.bench.documents import (
     Better,
     Document,
     MachineFacts,

@@ -15,7 +15,7 @@ import tasks
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierstore.bench.pictures.slices import TimelineSlice
+from tierstore.bench.pictures import TimelineSlice
 from tierstore.capabilities import Finding
 from tierstore.links import LinkConfig
 

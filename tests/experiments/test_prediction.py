@@ -9,10 +9,15 @@ from typing import Any
 import pytest
 from prediction import StackCalibration, StackWorkload, cases
 
-from tierstore.bench.overlap.device import Computation
-from tierstore.bench.overlap.rank import CAUGHT_UP, RankRequest
-from tierstore.bench.overlap.run import Balance, RankProcesses, links_for
-from tierstore.bench.overlap.stack import StackShape
+from tierstore.bench.overlap import (
+    CAUGHT_UP,
+    Balance,
+    Computation,
+    RankProcesses,
+    RankRequest,
+    StackShape,
+    links_for,
+)
 from tierstore.links import LinkConfig, LinksConfig
 from tierstore.machine_profile import Cost
 from tierstore.plan.traffic import StepWindow

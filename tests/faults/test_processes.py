@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from conftest_store import small_store
 
-from tierstore.bench.probes.memory_limit import MemoryLimit
+from tierstore.bench.probes import MemoryLimit
 from tierstore.errors import CapabilityError
 from tierstore.store import StoreConfig
 
@@ -307,7 +307,7 @@ def test_a_store_many_times_its_memory_is_trained_within_a_cgroup(tmp_path: Path
             limit.add(process.pid)
             out, err = process.communicate("go\n", 120)
         assert process.returncode == 0, err
-        assert limit.use().kills_count == 0
+        assert limit.use()["kills_count"] == 0
     assert out == free.stdout
 
 

@@ -18,8 +18,8 @@ from click.testing import CliRunner, Result
 from fake_disk import FakeDisk
 from served_stores import store_of
 
-from tierstore.bench.results.comparing import compare
-from tierstore.bench.results.document import load_document
+from tierstore.bench.comparing import compare
+from tierstore.bench.documents import load_document
 
 _SIZES = "d_model=16 n_heads=2 n_layers=2 seq_len=16 d_ff=32 experts=4 top_k=1 activation=gelu"
 _RUN = "threads=1 host_budget=16MiB commit_every=0 data.paths=text data.batch_size=2"

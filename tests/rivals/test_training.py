@@ -24,8 +24,8 @@ from train_deepspeed import settings_of
 from training import BuiltIn, Steps, TrainTask, disk_bytes, fill
 from training_race import RIVALS, TrainingRace, agreed, difference, measurements, show
 
-from tierstore.bench.probes.disk import Bytes
-from tierstore.bench.training.bound import Compulsory
+from tierstore.bench.probes import Bytes
+from tierstore.bench.train_bound import Compulsory
 from tierstore.cli.output import Output, OutputMode
 from tierstore.errors import CapabilityError, ConfigError
 from tierstore.model import ModelConfig

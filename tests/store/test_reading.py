@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from conftest_store import fingerprint, read_only, small_store, weights
 
-from tierstore.bench.soak.audit import committed_generation
+from tierstore.bench.soak_plan import committed_generation
 from tierstore.errors import BudgetError, ConfigError, StoreError, StoreInUseError
 from tierstore.store import Group, ParameterStore, RecordSchema, StoreConfig, StripeConfig, verify_store
 from tierstore.store.committing import Keep

@@ -6,6 +6,12 @@ has what was found as documents, their comparison and the report. Tests lie at t
 
 #: All benchmarks: the module, and the class in it, by the name of the command.
 BENCHMARKS = {
+    "io": "IoBench",
+    "tiers": "TiersBench",
+    "train": "TrainBench",
+    "overlap": "OverlapBench",
+    "machine": "MachineBench",
+    "scale": "ScaleBench",
     "adamw": "AdamWBench",
     "commit": "CommitBench",
     "cache": "CacheBench",

@@ -34,9 +34,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore import _native
+from tierstore.bench.documents import Better, derived, measured
 from tierstore.bench.harness import Benchmark, ExistingPath, Found, Progress, at_least, option, ratios
-from tierstore.bench.probes.disk import Bytes, DiskProbe
-from tierstore.bench.results.document import Better, derived, measured
+from tierstore.bench.probes import Bytes, DiskProbe
 from tierstore.store.config import IoConfig, tune
 from tierstore.store.opening import make_engine
 

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tierstore.bench.documents import Better, counted, derived, measured
 from tierstore.bench.harness import (
     Benchmark,
     Found,
@@ -32,8 +33,7 @@ from tierstore.bench.harness import (
     store_option,
     work_directory,
 )
-from tierstore.bench.probes.disk import Bytes, DiskProbe, Durable
-from tierstore.bench.results.document import Better, counted, derived, measured
+from tierstore.bench.probes import Bytes, DiskProbe, Durable
 from tierstore.stats import spread
 from tierstore.store import ParameterStore, RecordSchema, StoreConfig
 

@@ -21,7 +21,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from tierstore.bench.results.document import Better, Measurement, Origin, shown
+from tierstore.bench.documents import Better, Measurement, Origin, shown
 from tierstore.errors import ConfigError
 from tierstore.machine import existing_parent
 from tierstore.units import parse_size
@@ -56,9 +56,9 @@ def size_option(default: str, text: str = "", **how: Any) -> Any:
     return option(parse_size(default), text, size=True, typed=default, **how)
 
 
-def store_option() -> Any:
+def store_option(**how: Any) -> Any:
     """``--store``: the benchmark's work directory."""
-    return option(WORK_DIRECTORY, "A directory to make, measure in, and remove.", shown=False)
+    return option(WORK_DIRECTORY, "A directory to make, measure in, and remove.", shown=False, **how)
 
 
 class Benchmark(ABC):
@@ -143,10 +143,11 @@ class Table:
 
 
 def _at(row: Mapping[str, object], key: str) -> object:
-    found: object = row
-    for part in key.split("."):
-        found = found.get(part) if isinstance(found, Mapping) else None
-    return found
+    if key in row:
+        return row[key]
+    outer, _, inner = key.partition(".")
+    found = row.get(outer)
+    return found.get(inner) if isinstance(found, Mapping) else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,7 +52,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "reshard": ("tierstore.cli.reshard", "Make a store over for another number of ranks."),
     "cache": ("tierstore.cli.cache.group", "Record, replay, bound and tune cache policies from traces."),
     "bench": (
-        "tierstore.cli.bench.group",
+        "tierstore.cli.bench",
         "Stress-test disks and stores; measure training, kernels, policies and links.",
     ),
 }

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tierstore.bench.probes import disk
-from tierstore.bench.probes.disk import Bytes, DiskProbe, Durable
+from tierstore.bench import probes
+from tierstore.bench.probes import Bytes, DiskProbe, Durable
 from tierstore.capabilities import Capability
 from tierstore.store.config import IoConfig
 
@@ -38,7 +38,7 @@ def direct(request: pytest.FixtureRequest) -> Capability:
 def test_the_disk_s_own_speed(tmp_path: Path, direct: Capability, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each place once: 8 reads, 8 writes of 8 places. Through the page cache it is emptied first, and written out."""
     dropped: list[Path] = []
-    monkeypatch.setattr(disk, "drop_pages", dropped.append)
+    monkeypatch.setattr(probes, "drop_pages", dropped.append)
     Watched.log = []
     with closing(Watched(tmp_path, 8 * SIZE, (SIZE,), IoConfig(direct=direct))) as probe:
         past = probe._file.direct

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from tierstore.bench.processes.namespaces import namespaces_limited_to, probe_namespaces, rank_namespaces
+from tierstore.bench.namespaces import namespaces_limited_to, probe_namespaces, rank_namespaces
 from tierstore.capabilities import Capability
 from tierstore.errors import CapabilityError, ConfigError
 

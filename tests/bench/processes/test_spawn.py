@@ -6,12 +6,12 @@ import signal
 
 import pytest
 
-from tierstore.bench.processes.spawn import WorkerError, end, receive, send, start_module
+from tierstore.bench.processes import WorkerError, end, receive, send, start_module
 
 #: Echoes the first request, says of the second that it failed, and ends without an answer to the third.
 WORKER = """
 import json, sys
-from tierstore.bench.processes.spawn import answer_channel, write_line
+from tierstore.bench.processes import answer_channel, write_line
 channel = answer_channel()
 print("what a library prints")
 write_line(channel, json.loads(sys.stdin.readline()))
@@ -42,7 +42,7 @@ def test_a_conversation(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_that_was_killed() -> None:
-    process = start_module("tierstore.bench.training.worker")
+    process = start_module("tierstore.bench.train_process")
     process.send_signal(signal.SIGKILL)
     with pytest.raises(WorkerError, match=r"^in RAM: was killed by signal 9$"):
         receive(process, "in RAM")

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import t
 
-from tierstore.bench.results import comparing
-from tierstore.bench.results.comparing import ChangeKind, compare, table
-from tierstore.bench.results.document import Better, Measurement, counted, derived, measured
+from tierstore.bench import comparing
+from tierstore.bench.comparing import ChangeKind, compare, table
+from tierstore.bench.documents import Better, Measurement, counted, derived, measured
 from tierstore.errors import DataError
 
 

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierstore import machine
-from tierstore.bench.results.comparing import compare
-from tierstore.bench.results.document import (
+from tierstore.bench.comparing import compare
+from tierstore.bench.documents import (
     Better,
     Origin,
     counted,
@@ -26,7 +26,7 @@ from tierstore.bench.results.document import (
     save_document,
     shown,
 )
-from tierstore.bench.results.report import write_report
+from tierstore.bench.report import write_report
 from tierstore.errors import ConfigError, DataError
 
 

@@ -8,10 +8,10 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 from documents import document, small
 
-from tierstore.bench.results.comparing import compare
-from tierstore.bench.results.document import Better, Measurement, counted, measured
-from tierstore.bench.results.plots import plots_of
-from tierstore.bench.results.report import render_report
+from tierstore.bench.comparing import compare
+from tierstore.bench.documents import Better, Measurement, counted, measured
+from tierstore.bench.plots import plots_of
+from tierstore.bench.report import render_report
 
 
 def texts(svg: str) -> set[str]:

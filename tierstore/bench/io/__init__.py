@@ -1,1 +1,0 @@
-"""Raw disks: jobs through the engine beside fio and other libraries."""

@@ -1,0 +1,247 @@
+"""Programs of ``bench io`` that do the same, in turns: their series, their ratios, and the comparisons to make.
+
+Apart from the benchmark because its libraries (``io_peers``) take turns as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from tierstore.bench.documents import Better, Measurement, derived, measured
+from tierstore.bench.harness import plain, ratios
+from tierstore.bench.io_load import Checksums, FileSet, Fio, Job, Load, Pages, Reuse, Sample
+from tierstore.bench.probes import Latencies
+from tierstore.stats import percentile, spread
+
+#: Bandwidth of fio that the engine is to reach, and the CPU time a byte that it may take, in fio's.
+FIO_TARGET, CPU_TARGET = 0.95, 1.3
+#: Throughput with checksums that must remain, of that without.
+CHECKSUM_TARGET = 0.95
+OURS, SMALL_PAGES, CHECKED = "tierstore", "tierstore, 4 KiB pages", "tierstore, checksums"
+_WARM_S = 0.05
+
+
+@dataclass(frozen=True)
+class Series:
+    """One program's rounds of a job, in their order."""
+
+    program: str
+    samples: Sequence[Sample]
+
+    @property
+    def speeds(self) -> list[float]:
+        return [sample.bytes_per_s for sample in self.samples]
+
+    @property
+    def costs(self) -> list[float]:
+        """CPU seconds for 10**9 bytes."""
+        return [sample.cpu_per_gb_s for sample in self.samples]
+
+    def figures(self) -> dict[str, Any]:
+        speed, latencies = spread(self.speeds), Latencies()
+        for sample in self.samples:
+            latencies.merge(sample.latencies)
+        return {
+            "program": self.program,
+            "median_bytes_per_s": speed.median,
+            "least_bytes_per_s": speed.least,
+            "greatest_bytes_per_s": speed.greatest,
+            "operations_per_s": percentile([one.operations / one.elapsed_s for one in self.samples], 50),
+            "cpu_per_gb_s": percentile(self.costs, 50),
+            "latency": latencies.summary(),
+            "rounds_bytes_per_s": self.speeds,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeedRatio:
+    """One program's bandwidth to that of the program ``to``, round by round, and its CPU time a byte to the other's.
+
+    ``cpu`` is None where the other's CPU time was too short to count. ``target``: the least median.
+    """
+
+    to: str
+    rounds: Sequence[float]
+    cpu: float | None
+    target: float | None = None
+
+    @staticmethod
+    def of(ours: Series, theirs: Series, target: float | None = None) -> SpeedRatio:
+        cpu = percentile(ratios(ours.costs, theirs.costs), 50) if all(theirs.costs) else None
+        return SpeedRatio(
+            to=theirs.program, rounds=ratios(ours.speeds, theirs.speeds), cpu=cpu, target=target
+        )
+
+    def figures(self) -> dict[str, Any]:
+        found = spread(self.rounds)
+        return {
+            "to": self.to,
+            "median_ratio": found.median,
+            "least_ratio": found.least,
+            "greatest_ratio": found.greatest,
+            "cpu_ratio": self.cpu,
+            "target_ratio": self.target,
+            "met": None if self.target is None else found.median >= self.target,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramComparison:
+    """Programs that did the same, in turns; the first is ours. ``targets``: the least ratio of ours to another, by name."""
+
+    title: str
+    job: Job | None = None
+    series: Sequence[Series]
+    targets: Mapping[str, float]
+
+    @property
+    def ratios(self) -> list[SpeedRatio]:
+        """Ours to each of the others'."""
+        ours, *others = self.series
+        return [SpeedRatio.of(ours, theirs, self.targets.get(theirs.program)) for theirs in others]
+
+    @property
+    def small_pages_to_fio(self) -> SpeedRatio | None:
+        """The ratio of the engine with buffers in small pages, as fio's are; None where one of both took no part."""
+        series = {one.program: one for one in self.series}
+        if not {SMALL_PAGES, "fio"} <= series.keys():
+            return None
+        return SpeedRatio.of(series[SMALL_PAGES], series["fio"])
+
+    def figures(self) -> dict[str, Any]:
+        return {
+            "title": self.title,
+            "job": plain(self.job),
+            "series": [one.figures() for one in self.series],
+            "ratios": [one.figures() for one in self.ratios],
+        }
+
+    def measurements(self) -> Iterator[Measurement]:
+        """Bandwidths, CPU times and latencies of each series, ratios with their targets.
+
+        The points that have a title have names of their own: two runs may find their best point in different places.
+        """
+        for one in self.series:
+            how = self._parameters | {"program": one.program}
+            yield measured(self._name("bandwidth"), one.speeds, "bytes/s", Better.HIGHER, parameters=how)
+            yield measured(self._name("CPU time of 1 GB"), one.costs, "s", Better.LOWER, parameters=how)
+            for percent in (50.0, 99.0) if all(sample.latencies.count for sample in one.samples) else ():
+                times = [sample.latencies.percentile_ns(percent) / 1e9 for sample in one.samples]
+                yield measured(self._name(f"latency p{percent:g}"), times, "s", Better.LOWER, parameters=how)
+        if (small := self.small_pages_to_fio) is not None:
+            yield self._ratio("bandwidth in 4 KiB pages to fio", small.rounds, Better.HIGHER, None)
+        for ratio in self.ratios:
+            yield self._ratio(f"bandwidth to {ratio.to}", ratio.rounds, Better.HIGHER, ratio.target)
+            if ratio.to == "fio" and ratio.cpu is not None:
+                limit = None if ratio.target is None else CPU_TARGET
+                yield self._ratio("CPU time a byte to fio", ratio.cpu, Better.LOWER, limit)
+
+    def _ratio(
+        self, what: str, found: float | Sequence[float], better: Better, target: float | None
+    ) -> Measurement:
+        return derived(self._name(what), found, "ratio", better, parameters=self._parameters, target=target)
+
+    def _name(self, what: str) -> str:
+        return f"{what}, {self.title}" if self.title else what
+
+    @property
+    def _parameters(self) -> dict[str, float | str]:
+        job = self.job
+        if job is None:
+            return {}
+        if self.title == "best point":
+            return {"kind": job.kind.value}
+        named: dict[str, float | str] = {"kind": job.kind.value, "block_bytes": job.block_bytes}
+        if self.title:
+            return named
+        past = "direct" if job.past_cache else "page cache"
+        way = f"{job.backend.value}, {past}"
+        return named | {"depth": job.depth, "pattern": job.pattern.value, "way": way}
+
+
+class Program(Protocol):
+    """A program that does a job again and again."""
+
+    @property
+    def program(self) -> str: ...
+    def measure(self) -> Sample: ...
+
+
+def take_turns(programs: Sequence[Program], rounds: int, tick: Callable[[], None]) -> list[Series]:
+    """Each program's measurements; the order turns round from one round to the next. ``tick`` after each measurement."""
+    samples: dict[str, list[Sample]] = {program.program: [] for program in programs}
+    for number in range(rounds):
+        for program in programs if number % 2 == 0 else reversed(programs):
+            samples[program.program].append(program.measure())
+            tick()
+    return [Series(program, found) for program, found in samples.items()]
+
+
+class _EngineProgram:
+    def __init__(self, program: str, job: Job, files: FileSet, seconds: float) -> None:
+        self.program, self._seconds = program, seconds
+        self.load = Load(job, files)
+
+    def measure(self) -> Sample:
+        return self.load.run(self._seconds)
+
+
+class _FioProgram:
+    def __init__(self, fio: Fio, job: Job, files: FileSet, seconds: float) -> None:
+        self.program = "fio"
+        self._fio, self._job, self._files, self._seconds = fio, job, files, seconds
+
+    def measure(self) -> Sample:
+        if not self._job.past_cache:
+            self._files.forget()
+        return self._fio.run(self._job, self._files.paths, self._files.nbytes, self._seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobPlan:
+    """One comparison to come: ``ours`` are the engine's programs by name, ours first; with fio where ``fio`` is it."""
+
+    title: str
+    ours: Mapping[str, Job]
+    fio: Fio | None = None
+    targets: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def programs(self) -> int:
+        return len(self.ours) + (self.fio is not None)
+
+
+def compare(
+    plan: JobPlan, files: FileSet, *, seconds: float, rounds: int, tick: Callable[[], None] = lambda: None
+) -> ProgramComparison:
+    """Carries out ``plan``. Raises OSError, FioError, ChecksumMismatch."""
+    job = next(iter(plan.ours.values()))
+    with contextlib.ExitStack() as stack:
+        programs: list[Program] = []
+        for name, own in plan.ours.items():
+            program = _EngineProgram(name, own, files, seconds)
+            stack.callback(program.load.close)
+            program.load.run(min(_WARM_S, seconds))
+            programs.append(program)
+        if plan.fio is not None:
+            programs.append(_FioProgram(plan.fio, job, files, seconds))
+        series = take_turns(programs, rounds, tick)
+    return ProgramComparison(title=plan.title, job=job, series=series, targets=plan.targets)
+
+
+def with_fio(job: Job, fio: Fio | None, title: str) -> JobPlan:
+    """``job`` beside fio, with a target: in huge pages, as the store's memory is, and in small ones, as fio's."""
+    if fio is None or not fio.can_run(job):
+        return JobPlan(title=title, ours={OURS: job})
+    ours = {OURS: job, SMALL_PAGES: replace(job, pages=Pages.SMALL)}
+    return JobPlan(title=title, ours=ours, fio=fio, targets={"fio": FIO_TARGET})
+
+
+def with_checksums(job: Job) -> JobPlan:
+    """``job`` with checksums, and without; in memory like a store's."""
+    job = replace(job, reuse=Reuse.LATE)
+    ours = {CHECKED: replace(job, checksums=Checksums.ON), OURS: job}
+    return JobPlan(title="checksums", ours=ours, targets={OURS: CHECKSUM_TARGET})

@@ -1,0 +1,393 @@
+"""The costs of this machine that ``tierstore plan`` predicts with, as alpha-beta lines.
+
+Disk: streams of transfers through the engine, past the page cache, of several sizes. Copies and AdamW: the engine's own
+kernels. Computation: a block of the model under autograd, and one expert's formulas, forward and backward, over several
+numbers of tokens. Collectives: the group's own, between local ranks on Gloo; all-to-alls also of fewer ranks. Each point is
+measured several times, in turns; lines go through the medians (``machine_profile.fit_cost``).
+
+It is a benchmark and not part of ``plan``, which measures nothing and answers at once. Run as a module
+it is one rank that measures collectives.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tierstore import _native, machine
+from tierstore.bench.documents import Better, Measurement, derived, measured
+from tierstore.bench.harness import (
+    Benchmark,
+    ExistingPath,
+    Found,
+    Progress,
+    Table,
+    at_least,
+    option,
+    size_option,
+)
+from tierstore.bench.probes import Bytes, DiskProbe
+from tierstore.bench.processes import AskedRanks, serve
+from tierstore.capabilities import chosen_instruction_set
+from tierstore.config import as_dict, from_dict
+from tierstore.errors import ConfigError
+from tierstore.links import LinksConfig
+from tierstore.machine_profile import ASSUMED, Cost, Evidence, Profile, fit_cost, fit_errors, save_profile
+from tierstore.outputs import OutputKind
+from tierstore.parallel.collectives import RankGroup, Work
+from tierstore.store.config import IoConfig
+from tierstore.train.config import TrainConfig
+from tierstore.train.footprint import resident_bytes
+
+_Points = list[tuple[float, float]]
+#: How the all-to-alls of a number of ranks are called.
+_EXCHANGE = "all_to_all of "
+#: Floating point operations are the amounts of these costs, bytes those of the others.
+_COMPUTING = ("dense_flops", "expert_flops", "expert_forward", "expert_backward")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineBench(Benchmark):
+    """Measure disk, copies, AdamW, computation and collectives into PROFILE, a JSON file for `plan --profile`.
+
+    --set links.gather... and links.exchange... limit the collectives.
+    """
+
+    profile: Path = option(argument=True, path=OutputKind.PROFILE)
+    ranks: int = option(2, "Local ranks for the collectives.")
+    repeats: int = option(5, "Measurements of each point.")
+    threads: int = option(0, "torch's threads (0: as they are).")
+    disk_bytes: int = size_option("64MiB", "Bytes of one transfer stream.")
+    directory: Path = option(
+        Path(), "Measure the disk under this directory.", flag="--dir", path=ExistingPath.DIRECTORY
+    )
+    train: TrainConfig = field(
+        default_factory=TrainConfig, metadata={"configuration": ("links.gather.", "links.exchange.")}
+    )
+
+    def __post_init__(self) -> None:
+        at_least(2, **{"--ranks": self.ranks})
+        at_least(1, **{"--repeats": self.repeats})
+        if self.disk_bytes < 8 << 20:
+            raise ConfigError(f"--disk-bytes: expected at least 8 MiB, got {self.disk_bytes}")
+
+    @property
+    def measured_in(self) -> Path:
+        return self.directory
+
+    def run(self, progress: Progress) -> Found:
+        """Measures, and writes the profile. Raises OSError, WorkerError."""
+        found = measure_machine(self, progress)
+        save_profile(found.profile, self.profile)
+        costs, rows = [], []
+        for name in found.points:
+            cost, assumed, errors = cost_of(found.profile, name), _assumed(name), found.error_ratios(name)
+            rate = "flops_per_s" if name in _COMPUTING else "bytes_per_s"
+            costs.append(
+                {
+                    "cost": name,
+                    "latency_s": cost.latency_s,
+                    rate: cost.per_s,
+                    "median_error_ratio": statistics.median(errors),
+                    "largest_error_ratio": max(errors),
+                }
+            )
+            rates = {"rate": cost, "assumed": assumed}
+            rows.append(costs[-1] | {column: _rate(name, one.per_s) for column, one in rates.items()})
+        columns = {
+            "": "cost",
+            "latency": "latency_s",
+            "rate": "rate",
+            "off the line: median": "median_error_ratio",
+            "at most": "largest_error_ratio",
+            "assumed without a profile": "assumed",
+        }
+        return Found(
+            figures={"profile": self.profile, "costs": costs},
+            measurements=list(measurements(found)),
+            shown=[Table(f"{found.profile.machine}; written to {self.profile}", columns, rows)],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredMachine:
+    """A profile, and by the names of its costs the points that its lines go through: amounts, and seconds for each."""
+
+    profile: Profile
+    points: Mapping[str, _Points]
+
+    def error_ratios(self, name: str) -> list[float]:
+        """By how much of itself each point of the cost ``name`` is off its line."""
+        points, cost = self.points[name], cost_of(self.profile, name)
+        return fit_errors(cost, [amount for amount, _ in points], [spent for _, spent in points])
+
+
+def measure_machine(bench: MachineBench, progress: Progress) -> MeasuredMachine:
+    """The profile of this machine. Raises OSError, WorkerError."""
+    progress.say("computation")
+    points = _computation(bench)
+    process = resident_bytes()  # torch and its libraries are imported by now
+    progress.say("copies and AdamW")
+    points |= _kernels(bench.repeats)
+    progress.say("disk")
+    points |= _disk(bench)
+    progress.say(f"collectives of {bench.ranks} ranks")
+    points |= _collectives(bench)
+    profile = Profile(
+        evidence=Evidence.MEASURED,
+        machine=f"{machine.cores()} cores, {chosen_instruction_set()}, kernel {machine.kernel()}",
+        ranks=bench.ranks,
+        process_bytes=process,
+        exchanges={count: _fit(points[f"{_EXCHANGE}{count}"]) for count in _counts(bench.ranks)},
+        **{name: _fit(pairs) for name, pairs in points.items() if not name.startswith(_EXCHANGE)},
+    )
+    return MeasuredMachine(profile, points)
+
+
+def cost_of(profile: Profile, name: str) -> Cost:
+    """The cost that ``points`` call ``name``."""
+    if name.startswith(_EXCHANGE):
+        return profile.exchanges[int(name.removeprefix(_EXCHANGE))]
+    cost: Cost = getattr(profile, name)
+    return cost
+
+
+def _counts(ranks: int) -> list[int]:
+    """Numbers of ranks whose all-to-alls are measured: 2, 4, 8, .. and ``ranks``."""
+    return sorted({*(1 << power for power in range(1, ranks.bit_length())), ranks})
+
+
+def _fit(points: _Points) -> Cost:
+    return fit_cost([amount for amount, _ in points], [spent for _, spent in points])
+
+
+def _timed(work: Callable[[], object], repeats: int) -> list[float]:
+    """Seconds of ``work``, once it has run unmeasured."""
+    work()
+    found = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - started)
+    return found
+
+
+def _rate(name: str, per_s: float) -> str:
+    if math.isinf(per_s):
+        return "any"
+    return f"{per_s / 1e9:.3g} GFLOP/s" if name in _COMPUTING else f"{per_s / 1e9:.3g} GB/s"
+
+
+def _assumed(name: str) -> Cost:
+    if name.startswith(_EXCHANGE):
+        return ASSUMED.all_to_all
+    cost: Cost | None = getattr(ASSUMED, name)
+    return cost or ASSUMED.expert_flops
+
+
+def measurements(found: MeasuredMachine) -> Iterator[Measurement]:
+    """What ``run`` found, for a document: each point with its samples, and the lines through them."""
+    for name, points in found.points.items():
+        kind = "operations" if name in _COMPUTING else "bytes"
+        samples: dict[float, list[float]] = {}
+        for amount, spent in points:
+            samples.setdefault(amount, []).append(spent)
+        for amount, times in samples.items():
+            yield measured(name, times, "s", Better.LOWER, parameters={kind: amount})
+        cost = cost_of(found.profile, name)
+        yield derived("latency", cost.latency_s, "s", Better.LOWER, parameters={"cost": name})
+        if math.isfinite(cost.per_s):
+            yield derived("rate", cost.per_s, f"{kind}/s", Better.HIGHER, parameters={"cost": name})
+
+
+# Disk -------------------------------------------------------------------------------------------------------
+
+
+def _disk(bench: MachineBench) -> dict[str, _Points]:
+    half = bench.disk_bytes // 2
+    mixes = [Bytes(bench.disk_bytes, 0), Bytes(0, bench.disk_bytes), Bytes(half, half)]
+    points: dict[str, _Points] = {"disk_read": [], "disk_write": [], "disk_mixed": []}
+    for size in (64 << 10, 256 << 10, 1 << 20, 4 << 20):
+        with closing(DiskProbe(bench.directory, bench.disk_bytes, (size,), IoConfig())) as probe:
+            for _ in range(bench.repeats):
+                for found, mix in zip(points.values(), mixes, strict=True):
+                    found.append((size, size / probe.disk_bytes_per_s(mix)))
+    return points
+
+
+# Copies and AdamW -------------------------------------------------------------------------------------------
+
+
+def _kernels(repeats: int) -> dict[str, _Points]:
+    copies: _Points = []
+    steps: _Points = []
+    row = np.array([[1e-3, 0.9, 0.95, 1e-8, 0.01, 0.1, 0.2]], np.float32)
+    engine = _native.Engine(backend=_native.IoBackend.THREADS)
+    try:
+        for size in (256 << 10, 1 << 20, 4 << 20, 16 << 20):
+            arena = _native.Arena(2 * size, _native.HugePages.AUTO)
+            source, target = (_native.Buffer(arena, [(i * size, size)], size) for i in range(2))
+
+            def copy(source: _native.Buffer = source, target: _native.Buffer = target) -> None:
+                engine.wait_all([engine.copy(target, source)])
+
+            copies += [(size, spent) for spent in _timed(copy, repeats)]
+            arrays = [np.full(size // 4, 1e-3, np.float32) for _ in range(4)]
+
+            def step(arrays: list[np.ndarray[tuple[int], np.dtype[np.float32]]] = arrays) -> None:
+                _native.adamw(arrays[0], arrays[1], arrays[2], arrays[3], row)
+
+            steps += [(size // 4 * 28, spent) for spent in _timed(step, repeats)]
+    finally:
+        engine.close()
+    return {"copy": copies, "adamw": steps}
+
+
+# Computation ------------------------------------------------------------------------------------------------
+
+
+def _computation(bench: MachineBench) -> dict[str, _Points]:
+    import torch
+
+    before = torch.get_num_threads()
+    if bench.threads:
+        torch.set_num_threads(bench.threads)
+    try:
+        return {
+            "dense_flops": _dense_points(bench.repeats),
+            **_expert_points(bench.repeats),
+        }
+    finally:
+        torch.set_num_threads(before)
+
+
+def _dense_points(repeats: int) -> _Points:
+    """One dense block, forward and backward: 6 operations a parameter and token, and attention's. Two passes."""
+    import torch
+
+    from tierstore.model.attention import rotary_tables
+    from tierstore.model.config import ModelConfig
+    from tierstore.model.transformer import Block
+    from tierstore.moe.router import NoiseKey
+
+    positions, d = 128, 256
+    config = ModelConfig(d_model=d, n_heads=4, seq_len=positions, d_ff_dense=512)
+    block = Block(config, 0, None)
+    cos, sin = rotary_tables(positions, config.head_dim, config.rope_theta)
+    numel = sum(parameter.numel() for parameter in block.parameters())
+    points: _Points = []
+    for batch in (1, 2, 4, 8):
+        x = torch.randn(batch, positions, d, requires_grad=True)
+
+        def work(x: torch.Tensor = x) -> None:
+            y, _ = block(x, cos, sin, NoiseKey())
+            torch.autograd.backward(y.sum())
+
+        # A pass is a third of this on average: forward 2, backward 4 of the 6 operations.
+        flops = 6 * batch * positions * (numel + positions * d)
+        points += [(flops / 2, spent / 2) for spent in _timed(work, repeats)]
+    return points
+
+
+def _expert_points(repeats: int) -> dict[str, _Points]:
+    """One expert by its rows: forward, backward, and a pass of either in the mean."""
+    import torch
+
+    from tierstore.moe.config import ExpertShape
+    from tierstore.moe.experts import Workspace, backward_weighted_expert, forward_expert
+
+    shape = ExpertShape(256, 512)
+    points: dict[str, _Points] = {"expert_flops": [], "expert_forward": [], "expert_backward": []}
+    for rows in (16, 64, 256, 1024):
+        x = torch.randn(rows, shape.d_model)
+        flat, gradients = torch.randn(shape.numel), torch.empty(shape.numel)
+        inner, out = torch.empty(rows, shape.inner_rows), torch.empty(rows, shape.d_model)
+        weight, grad_out = torch.ones(rows), torch.randn(rows, shape.d_model)
+        work = Workspace(shape, rows, x, inner=2, hidden=2)
+        forward = _timed(partial(forward_expert, shape, flat, x, inner, out, work), repeats)
+        backward = _timed(
+            partial(backward_weighted_expert, shape, flat, gradients, x, inner, weight, grad_out, out, work),
+            repeats,
+        )
+        flops = 2 * rows * shape.numel
+        points["expert_forward"] += [(flops, spent) for spent in forward]
+        points["expert_backward"] += [(2 * flops, spent) for spent in backward]
+        both = zip(forward, backward, strict=True)
+        points["expert_flops"] += [(1.5 * flops, (there + back) / 2) for there, back in both]
+    return points
+
+
+# Collectives ------------------------------------------------------------------------------------------------
+
+
+def _collectives(bench: MachineBench) -> dict[str, _Points]:
+    sizes = (16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
+    request = {"links": as_dict(bench.train.links), "repeats": bench.repeats, "sizes": sizes}
+    points: dict[str, _Points] = {}
+    for count in _counts(bench.ranks):
+        with AskedRanks("tierstore.bench.machine", count) as ranks:
+            answers = ranks.ask([request] * count)
+        found: dict[str, _Points] = {
+            name: [(amount, spent) for amount, spent in pairs] for name, pairs in answers[0].items()
+        }
+        points[f"{_EXCHANGE}{count}"] = found["all_to_all"]
+    return found | points
+
+
+def collective_times(
+    group: RankGroup, sizes: Sequence[int], repeats: int
+) -> dict[str, list[tuple[int, float]]]:
+    """Seconds of gathers, reduce-scatters and all-to-alls in which each rank sends about ``sizes`` bytes."""
+    import torch
+
+    found: dict[str, list[tuple[int, float]]] = {"gather": [], "reduce_scatter": [], "all_to_all": []}
+    others = group.size - 1
+    for size in sizes:
+        numel = max(size // 4 // others, 1)
+        piece, whole = torch.zeros(numel), torch.zeros(numel * group.size)
+        rows, received = torch.zeros(group.size * numel), torch.empty(group.size * numel)
+        splits = [numel] * group.size
+        works: dict[str, Callable[[], Work]] = {
+            "gather": lambda w=whole, p=piece: group.all_gather(w, p),  # type: ignore[misc]
+            "reduce_scatter": lambda w=whole, p=piece: group.reduce_scatter(w, p),  # type: ignore[misc]
+            "all_to_all": lambda o=received, i=rows, s=splits: group.all_to_all(o, i, s, s),  # type: ignore[misc]
+        }
+        for _ in range(repeats + 1):
+            for name, issue in works.items():
+                group.barrier()
+                started = time.perf_counter()
+                issue().wait()
+                found[name].append((numel * others * 4, time.perf_counter() - started))
+    # The first of each is slower: connections are made.
+    return {name: _without_first(pairs, repeats + 1) for name, pairs in found.items()}
+
+
+def _without_first(pairs: list[tuple[int, float]], each: int) -> list[tuple[int, float]]:
+    return [pair for index, pair in enumerate(pairs) if index % each]
+
+
+def _answers(requests: Iterator[Any]) -> Generator[Mapping[str, object]]:
+    import torch
+
+    from tierstore.parallel.config import ParallelConfig
+    from tierstore.parallel.launching import launch
+    from tierstore.parallel.limited import limited_groups
+
+    torch.set_num_threads(1)
+    for request in requests:
+        groups = limited_groups(from_dict(LinksConfig, request["links"]))
+        with launch(ParallelConfig(timeout_s=60.0), device="cpu", make_group=groups) as mesh:
+            yield collective_times(mesh.world, request["sizes"], request["repeats"])
+
+
+if __name__ == "__main__":
+    serve(_answers)

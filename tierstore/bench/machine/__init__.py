@@ -1,1 +1,0 @@
-"""The costs of this machine that ``plan`` predicts with."""

@@ -1,0 +1,414 @@
+"""How much of gathers and expert fetches disappears behind computation, and behind each other.
+
+Two ranks step the same stack of layers (``tierstore.bench.overlap_rank``, or the trainer) over links that are
+limited such that computation, gathers and expert fetches each take a chosen time of their own. Serial, a step
+would take their sum; overlapped perfectly, the longest of them. The figure is the step over the longest.
+
+The three times: computation is measured in the same run, alone; the other two are what the run moved in a step,
+by what its link carries. A first run over unlimited links says how many bytes that will be, and how long a step takes
+in which nothing is waited for: computation and the program that drives it. A second ratio takes that for the computation.
+
+Each rank (``tierstore.bench.overlap_rank``) gets any number of ``RankRequest``, the same for all, and answers each with
+``RankSteps``.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from tierstore.bench.documents import Better, Measurement, derived, measured
+from tierstore.bench.harness import (
+    Benchmark,
+    Found,
+    Progress,
+    Table,
+    at_least,
+    more_than_0,
+    option,
+    size_option,
+    store_option,
+    work_directory,
+)
+from tierstore.bench.namespaces import RankNamespace, namespaces_limited_to
+from tierstore.bench.pictures import Bar, BarPanel, BarRow, TimelineSlice, draw_bars, joined, read_slices
+from tierstore.bench.processes import AskedRanks
+from tierstore.config import as_dict
+from tierstore.errors import ConfigError
+from tierstore.links import LinkConfig, LinksConfig
+from tierstore.outputs import OutputKind, write_output
+from tierstore.timeline import Track
+from tierstore.train.config import TrainConfig
+
+_RANKS = 2
+#: The device copies are not among the three: their link is that much faster than the disk's.
+_COPY_SPEED = 4.0
+#: What a step may take at most, in times of the longest of the three: all equal, and one three times the others.
+_TO_LONGEST, _TO_LONGEST_OF_ALL = 1.15, 1.05
+#: Steps that are not measured once computation was measured alone: meanwhile the links have caught up with what was
+#: asked of them, and a first step would find all that it needs.
+CAUGHT_UP = 1
+
+
+class Balance(StrEnum):
+    """Which of the three takes three times as long as each of the others."""
+
+    EQUAL = "all equal"
+    COMPUTATION = "computation 3x"
+    GATHERS = "gathers 3x"
+    FETCHES = "expert fetches 3x"
+
+
+class Prefetch(StrEnum):
+    """Which queues look ahead."""
+
+    BOTH = "both"
+    HORIZONTAL = "horizontal only"
+    VERTICAL = "vertical only"
+    NONE = "none"
+
+
+class Stack(StrEnum):
+    """What steps."""
+
+    SYNTHETIC = "synthetic"  # layers that do nothing but take time: tierstore.bench.overlap_rank
+    TRAINER = "trainer"
+
+
+class Computation(StrEnum):
+    """What a layer's computation is."""
+
+    MATMUL = "matmul"  # on the processor that also drives the queues
+    DEVICE = "device"  # a given time on a device that the processor does not wait for, as on a GPU
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackShape:
+    """The size of a stack of layers, and how far ahead its queues look.
+
+    ``forward_s``: computation of one forward pass; a backward pass takes twice that. Half of it is the experts'.
+    ``cached_layers``: how many layers' experts, whole, the host cache holds. ``experts``: of each layer, on each rank.
+    """
+
+    layers: int = 16
+    experts: int = 4
+    dense_side: int = 512
+    expert_side: int = 256
+    cached_layers: float = 8.0
+    forward_s: float = 0.02
+    computation: Computation = Computation.MATMUL
+    horizontal_depth: int = 2
+    vertical_depth: int = 12
+
+    def __post_init__(self) -> None:
+        at_least(1, layers=self.layers)
+        more_than_0(forward_s=self.forward_s)
+
+    @property
+    def dense_numel(self) -> int:
+        return self.dense_side**2
+
+    @property
+    def expert_numel(self) -> int:
+        return self.expert_side**2
+
+    @property
+    def budgets(self) -> tuple[int, int]:
+        """Bytes of the host cache, and how many of them speculation may hold."""
+        layer = self.experts * 16 * self.expert_numel
+        lookahead = int(max(self.cached_layers - 1.0, 0.0) * layer) if self.vertical_depth else 0
+        return int(self.cached_layers * layer), lookahead
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankRequest:
+    """What a rank runs and measures; it makes ``directory`` and removes it. ``shape`` is for the synthetic
+    stack, ``train`` for the trainer.
+    """
+
+    directory: Path
+    steps: int = 5
+    warmup: int = 3
+    timeline: Path | None = None
+    stack: Stack = Stack.SYNTHETIC
+    shape: StackShape = field(default_factory=StackShape)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    links: LinksConfig = field(default_factory=LinksConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSteps:
+    """What one rank measured: seconds of each step, and what a step moved and was stalled, in the mean.
+
+    ``computing_s``: the computation of a step alone. ``stalls``: seconds by dimension and cause.
+    """
+
+    step_samples_s: Sequence[float]
+    computing_s: float
+    disk_bytes: float
+    disk_transfers: float
+    sent_bytes: float
+    collectives: float
+    stalls: Mapping[str, float]
+
+    @property
+    def step_s(self) -> float:
+        """The median."""
+        return statistics.median(self.step_samples_s)
+
+    @staticmethod
+    def slowest(ranks: Sequence[RankSteps]) -> RankSteps:
+        """Of each figure the greatest: a step is over when all ranks have done it."""
+        means = ("computing_s", "disk_bytes", "disk_transfers", "sent_bytes", "collectives")
+        causes = {cause for rank in ranks for cause in rank.stalls}
+        return RankSteps(
+            step_samples_s=[max(each) for each in zip(*(rank.step_samples_s for rank in ranks), strict=True)],
+            stalls={cause: max(rank.stalls.get(cause, 0.0) for rank in ranks) for cause in causes},
+            **{name: max(getattr(rank, name) for rank in ranks) for name in means},
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlapBench(Benchmark):
+    """Two ranks over limited links: how much of gathers and expert fetches is hidden, and by which queue."""
+
+    stack: Stack = option(
+        Stack.SYNTHETIC, "Layers that only take time, or the trainer as CONFIG and --set say."
+    )
+    layers: int = option(16, "Of the synthetic stack.")
+    steps: int = option(4, "Steps measured of each run.")
+    warmup: int = option(6, "Steps before them.")
+    forward_ms: float = option(40.0, "Computation of a layer's forward pass.")
+    computation: Computation = option(
+        Computation.MATMUL, "On the processor, or as a device would: a time in which the processor is free."
+    )
+    store: Path = store_option()
+    timeline: Path | None = option(
+        None, "Rank 0's Chrome trace of the balanced run.", path=OutputKind.TIMELINE
+    )
+    svg: Path | None = option(None, "A picture of one of its steps.", path=OutputKind.PICTURE)
+    namespace_bandwidth: int = size_option(
+        "0", "Ranks in network namespaces, in which each sends N bytes a second (needs root, ip and tc)."
+    )
+    train: TrainConfig = field(
+        default_factory=TrainConfig, metadata={"configuration": (), "fixed": {"threads": 1}}
+    )
+
+    def __post_init__(self) -> None:
+        at_least(1, layers=self.layers, steps=self.steps, warmup=self.warmup)
+        if self.svg is not None and self.stack is Stack.TRAINER:
+            raise ConfigError("svg: a picture is drawn of the synthetic stack only")
+        assert self.shape  # raises ConfigError for a computation that takes no time
+
+    @property
+    def shape(self) -> StackShape:
+        """The synthetic stack."""
+        return StackShape(
+            layers=self.layers,
+            cached_layers=self.layers / 2,
+            vertical_depth=max(1, self.layers * 3 // 4),
+            forward_s=self.forward_ms / 1e3,
+            computation=self.computation,
+        )
+
+    def run(self, progress: Progress) -> Found:
+        """Measures. Raises ConfigError (``store`` exists), CapabilityError (no namespaces), WorkerError, OSError."""
+        with (
+            work_directory(self.store),
+            namespaces_limited_to(self.namespace_bandwidth, _RANKS) as namespaces,
+            RankProcesses(namespaces) as ranks,
+        ):
+            return _run(self, ranks, progress)
+
+
+def links_for(balance: Balance, computing_s: float, sent_bytes: float, disk_bytes: float) -> LinksConfig:
+    """Links over which gathers and fetches take as long as ``balance`` says."""
+    least = computing_s / 3 if balance is Balance.COMPUTATION else computing_s
+    gathers = 3 * least if balance is Balance.GATHERS else least
+    fetches = 3 * least if balance is Balance.FETCHES else least
+    disk = disk_bytes / fetches
+    return LinksConfig(
+        gather=LinkConfig(bandwidth=round(sent_bytes / gathers)),
+        disk=LinkConfig(bandwidth=round(disk)),
+        copy=LinkConfig(bandwidth=round(disk_bytes / least * _COPY_SPEED)),
+    )
+
+
+def _run(bench: OverlapBench, ranks: RankProcesses, progress: Progress) -> Found:
+    asked = RankRequest(
+        directory=bench.store / "run",
+        steps=bench.steps,
+        warmup=bench.warmup,
+        stack=bench.stack,
+        shape=bench.shape,
+        train=bench.train,
+    )
+    timeline = bench.timeline
+    if bench.svg is not None:
+        timeline = timeline or bench.store / "timeline.json"
+    progress.say("unlimited links")
+    free = ranks.measure(asked)
+    cases = [(balance, Prefetch.BOTH) for balance in Balance]
+    cases += [(Balance.EQUAL, prefetch) for prefetch in Prefetch if prefetch is not Prefetch.BOTH]
+    runs = []
+    for balance, prefetch in cases:
+        progress.say(f"{balance}, prefetch {prefetch}")
+        links = links_for(balance, free.computing_s, free.sent_bytes, free.disk_bytes)
+        drawn = timeline if (balance, prefetch) == (Balance.EQUAL, Prefetch.BOTH) else None
+        found = ranks.measure(_limited_to(replace(asked, links=links, timeline=drawn), prefetch))
+        if bench.stack is Stack.TRAINER:
+            found = replace(found, computing_s=free.computing_s)
+        runs.append(overlap_run(balance, prefetch, links, found, free.step_s))
+    if bench.svg is not None:
+        assert timeline is not None
+        draw(timeline, bench.svg)
+    figures = {
+        "ranks": _RANKS,
+        "stack": bench.stack,
+        "namespace_bytes_per_s": bench.namespace_bandwidth or None,
+        "unlimited_step_s": free.step_s,
+        "unlimited_computing_s": free.computing_s,
+        "sent_bytes": free.sent_bytes,
+        "collectives": free.collectives,
+        "disk_bytes": free.disk_bytes,
+        "disk_transfers": free.disk_transfers,
+        "runs": runs,
+    }
+    columns = {
+        "": "balance",
+        "prefetch": "prefetch",
+        "computation": "computation_s",
+        "gathers": "gathers_s",
+        "fetches": "fetches_s",
+        "step": "step_s",
+        "/ longest": "ratio",
+        "/ unlimited": "driven_ratio",
+        "stalled: horizontal": "horizontal_s",
+        "vertical": "vertical_s",
+    }
+    rows = [
+        {**one, **{f"{way}_s": _stalled_s(one, way) for way in ("horizontal", "vertical")}} for one in runs
+    ]
+    table = Table(f"{_RANKS} ranks, {bench.stack.value} layers, links limited", columns, rows)
+    return Found(figures=figures, measurements=list(_measurements(runs)), shown=[table])
+
+
+def _stalled_s(one: Mapping[str, Any], dimension: str) -> object:
+    """Seconds of a step that were stalled along ``dimension``, for all causes."""
+    return sum(stall["step_stall_s"] for stall in one["stalls"] if stall["cause"].startswith(dimension))
+
+
+def _limited_to(asked: RankRequest, prefetch: Prefetch) -> RankRequest:
+    """The measurement with the lookahead of the other queue taken away."""
+    shape, ahead = asked.shape, asked.train.prefetch
+    if prefetch in (Prefetch.NONE, Prefetch.VERTICAL):
+        shape, ahead = replace(shape, horizontal_depth=0), replace(ahead, gather_depth=0)
+    if prefetch in (Prefetch.NONE, Prefetch.HORIZONTAL):
+        shape, ahead = replace(shape, vertical_depth=0), replace(ahead, depth=0)
+    return replace(asked, shape=shape, train=replace(asked.train, prefetch=ahead))
+
+
+def overlap_run(
+    balance: Balance, prefetch: Prefetch, links: LinksConfig, found: RankSteps, unlimited_s: float
+) -> dict[str, Any]:
+    """What ``found`` says of the overlap over ``links``; ``unlimited_s``: a step over unlimited ones.
+
+    The ratios: a step to the longest of the three, and to that or a step over unlimited links, if that is longer.
+    """
+    gathers_s, fetches_s = found.sent_bytes / links.gather.bandwidth, found.disk_bytes / links.disk.bandwidth
+    times = (found.computing_s, gathers_s, fetches_s)
+    return {
+        "balance": balance,
+        "prefetch": prefetch,
+        "step_s": found.step_s,
+        "step_samples_s": found.step_samples_s,
+        "computation_s": found.computing_s,
+        "gathers_s": gathers_s,
+        "fetches_s": fetches_s,
+        "longest_s": max(times),
+        "serial_s": sum(times),
+        "ratio": found.step_s / max(times),
+        "driven_ratio": found.step_s / max(*times, unlimited_s),
+        "stalls": [{"cause": name, "step_stall_s": spent} for name, spent in sorted(found.stalls.items())],
+    }
+
+
+def _measurements(runs: Sequence[Mapping[str, Any]]) -> Iterator[Measurement]:
+    for one in runs:
+        how = {"balance": one["balance"].value, "prefetch": one["prefetch"].value}
+        target = _TO_LONGEST if one["balance"] is Balance.EQUAL else _TO_LONGEST_OF_ALL
+        yield measured("step", one["step_samples_s"], "s", Better.LOWER, parameters=how)
+        yield derived(
+            "step to the longest",
+            [step / one["longest_s"] for step in one["step_samples_s"]],
+            "ratio",
+            Better.LOWER,
+            parameters=how,
+            target=target if one["prefetch"] is Prefetch.BOTH else None,
+        )
+
+
+class RankProcesses(AskedRanks):
+    """The processes of the ranks; a context manager. ``namespaces``: one for each to live in, if any."""
+
+    def __init__(self, namespaces: Sequence[RankNamespace] = ()) -> None:
+        super().__init__("tierstore.bench.overlap_rank", _RANKS, namespaces=namespaces)
+
+    def measure(self, asked: RankRequest) -> RankSteps:
+        """What the ranks measured, each figure that of the slowest. Raises WorkerError."""
+        # One timeline is enough, and one file cannot hold two.
+        others = replace(asked, timeline=None)
+        answers = self.ask([as_dict(asked if rank == 0 else others) for rank in range(_RANKS)])
+        return RankSteps.slowest([RankSteps(**answer) for answer in answers])
+
+
+# The picture of one step: what computed, and what was on which link meanwhile -------------------------------
+
+#: Rows from the top: title, track, whether only the turns on its link are drawn, colour.
+_ROWS = (
+    ("computation", Track.COMPUTE, False, "#4c72b0"),
+    ("stalls", Track.STALLS, False, "#c44e52"),
+    ("gathers", Track.GATHERS, False, "#55a868"),
+    ("reduce-scatters", Track.REDUCTIONS, False, "#8cc99b"),
+    ("device copies", Track.DEVICE_COPIES, True, "#ccb974"),
+    ("disk reads", Track.DISK_READS, True, "#8172b3"),
+    ("disk writes", Track.DISK_WRITES, True, "#b3a8d6"),
+)
+_PASS_COLOURS = {"forward": "#4c72b0", "backward": "#dd8452", "optimizer": "#937860"}
+_CAPTION = "ms: one step of one of two ranks (forward blue, backward orange)"
+
+
+def draw(timeline: Path, svg: Path) -> None:
+    """Draws the last step of ``timeline`` into ``svg``."""
+    slices, (begin, end) = last_step(read_slices(timeline))
+    rows: list[BarRow] = []
+    for title, track, link_only, colour in _ROWS:
+        kept = [part for part in slices.get(track.value, []) if part.name.endswith("(link)") or not link_only]
+        bars: list[Bar] = []
+        for name, start, stop in kept:
+            face = _PASS_COLOURS.get(name.split()[0], colour) if track is Track.COMPUTE else colour
+            bars.append(Bar((start - begin) / 1e3, (stop - begin) / 1e3, face))
+        if link_only:
+            # Transfers that follow one another at once are one bar: a reader cannot see them apart.
+            spans = joined([(bar.begin, bar.end) for bar in bars], (end - begin) / 1e6)
+            bars = [Bar(*span, colour) for span in spans]
+        rows.append(BarRow(title=title, bars=bars))
+    drawn = draw_bars([BarPanel(rows=rows)], length=(end - begin) / 1e3, caption=_CAPTION)
+    write_output(svg, OutputKind.PICTURE, drawn)
+
+
+def last_step(
+    slices: Mapping[str, Sequence[TimelineSlice]],
+) -> tuple[dict[str, list[TimelineSlice]], tuple[float, float]]:
+    """``slices`` by track, and begin and end of the last step: from its first forward pass."""
+    compute = slices[Track.COMPUTE.value]
+    begin = max(start for name, start, _ in compute if name == "forward 0")
+    end = max(end for _, _, end in compute)
+    return {
+        track: [part for part in parts if part.end > begin and part.begin < end]
+        for track, parts in slices.items()
+    }, (begin, end)

@@ -1,0 +1,408 @@
+"""What several benchmarks measure with: the disk's speed, latencies, a memory limit, and what a process holds."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import os
+import random
+import shutil
+import stat
+import subprocess
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+from numpy.typing import NDArray
+
+from tierstore import _native
+from tierstore.errors import CapabilityError
+from tierstore.store.config import IoConfig, tune
+
+# The disk ---------------------------------------------------------------------------------------------------
+
+_PAGE = 4096
+_IN_FLIGHT_BYTES = 96 << 20
+
+
+def drop_pages(path: Path) -> None:
+    """Writes back what is dirty of a file, then asks the kernel to forget its pages (POSIX_FADV_DONTNEED)."""
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        os.fdatasync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """Bytes that moved between disk and memory."""
+
+    read: int
+    written: int
+
+    @property
+    def total(self) -> int:
+        return self.read + self.written
+
+    def per(self, steps: int) -> Bytes:
+        """The mean over ``steps``."""
+        return Bytes(self.read // steps, self.written // steps)
+
+
+class Durable(Enum):
+    """Whether a measurement ends when the bytes are written, or when they are durable."""
+
+    NO = "no"
+    YES = "yes"
+
+
+class DiskProbe:
+    """The disk's speed for transfers of the sizes, and in the mix of reads and writes, that a run needs.
+
+    Transfers go through the engine, past the page cache where the file system allows it, between a small arena and a file
+    of ``nbytes`` in ``directory``: preallocated and written once beforehand, as extents are, and removed by ``close``.
+    ``transfer_bytes`` are the sizes of transfers, taken in turn. Raises OSError.
+    """
+
+    def __init__(self, directory: Path, nbytes: int, transfer_bytes: Sequence[int], io: IoConfig) -> None:
+        self._sizes = [-(-size // _PAGE) * _PAGE for size in transfer_bytes]
+        self._slot_bytes = max(self._sizes)
+        self._slots = max(nbytes // self._slot_bytes, 2)
+        self._random = random.Random(0)
+        self._order = itertools.cycle(self._random.sample(range(self._slots), self._slots))
+        self._path = directory / "bench-disk.tmp"
+        buffers = max(_IN_FLIGHT_BYTES // self._slot_bytes, 2)
+        arena = _native.Arena(buffers * self._slot_bytes, _native.HugePages.AUTO)
+        # A virtual disk may be faster with zeros.
+        noise = np.frombuffer(self._random.randbytes(self._slot_bytes), np.uint8)
+        for i in range(buffers):
+            arena.view(i * self._slot_bytes, self._slot_bytes)[:] = noise
+        self._buffers = [
+            {
+                size: _native.Buffer(arena, [(i * self._slot_bytes, self._slot_bytes)], size)
+                for size in {*self._sizes, self._slot_bytes}
+            }
+            for i in range(buffers)
+        ]
+        self._tickets = [0] * buffers
+        self._turn = 0
+        tuning = tune(io, directory)
+        self._engine = _native.Engine(
+            backend=_native.IoBackend[io.backend.name],
+            io_threads=io.threads,
+            queue_depth=tuning.queue_depth,
+            chunk_bytes=tuning.chunk_bytes,
+        )
+        try:
+            self._file = _native.File(
+                self._path, create=_native.FileCreate.YES, direct=_native.DirectIo[io.direct.name]
+            )
+            self._file.allocate(0, self._slots * self._slot_bytes)
+            for slot in range(self._slots):
+                self._submit("write", slot, self._slot_bytes)
+            self._drain(Durable.YES)
+        except BaseException:
+            self.close()
+            raise
+
+    def disk_bytes_per_s(self, mix: Bytes) -> float:
+        """``bytes_per_s`` of the disk itself: without O_DIRECT the file's pages are dropped before, and what is written
+        is synced within the time, or it would be memory's. At most the file's bytes are read once each.
+        """
+        if self._file.direct:
+            return self.bytes_per_s(mix)
+        drop_pages(self._path)
+        return self.bytes_per_s(mix, durable=Durable.YES)
+
+    def bytes_per_s(self, mix: Bytes, *, durable: Durable = Durable.NO) -> float:
+        """Bytes per second over ``mix``, its reads and writes interleaved in proportion, at random slots."""
+        moved = Bytes(0, 0)
+        sizes = itertools.cycle(self._sizes)
+        begun = time.perf_counter()
+        while moved.read < mix.read or moved.written < mix.written:
+            size = next(sizes)
+            # Whichever is further behind goes next.
+            if moved.written * mix.read >= moved.read * mix.written and moved.read < mix.read:
+                self._submit("read", next(self._order), size)
+                moved = Bytes(moved.read + size, moved.written)
+            elif moved.written < mix.written:
+                self._submit("write", next(self._order), size)
+                moved = Bytes(moved.read, moved.written + size)
+            else:
+                self._submit("read", next(self._order), size)
+                moved = Bytes(moved.read + size, moved.written)
+        self._drain(durable)
+        return moved.total / (time.perf_counter() - begun)
+
+    def _submit(self, kind: str, slot: int, size: int) -> None:
+        lane = self._turn % len(self._buffers)
+        self._turn += 1
+        call = self._engine.read if kind == "read" else self._engine.write
+        before = self._tickets[lane]
+        self._tickets[lane] = call(
+            self._file,
+            slot * self._slot_bytes,
+            [self._buffers[lane][size]],
+            after=[before] if before else [],
+        )
+
+    def _drain(self, durable: Durable) -> None:
+        tickets = [ticket for ticket in self._tickets if ticket]
+        if durable is Durable.YES:
+            tickets = [self._engine.sync(self._file, after=tickets)]
+        self._engine.wait_all(tickets)
+        self._tickets = [0] * len(self._tickets)
+
+    def close(self) -> None:
+        """Removes the file. Safe to call twice."""
+        self._engine.close()
+        self._path.unlink(missing_ok=True)
+
+
+# Latencies ---------------------------------------------------------------------------------------------------
+
+_HALF = 128  # buckets a power of two
+_EXACT = 2 * _HALF  # below this each value has a bucket of its own
+_SHIFTS = 64 - 8
+_BUCKETS = _EXACT + _SHIFTS * _HALF
+
+
+class Latencies:
+    """Durations in nanoseconds in a log-linear histogram, as HDR histograms keep them: of constant size, mergeable, within
+    1/128; the greatest one is exact.
+    """
+
+    def __init__(self) -> None:
+        self._counts = np.zeros(_BUCKETS, np.int64)
+        self.greatest_ns = 0
+
+    @property
+    def count(self) -> int:
+        return int(self._counts.sum())
+
+    def add(self, values_ns: Sequence[int] | NDArray[np.int64], times: Sequence[int] | None = None) -> None:
+        """Counts each of ``values_ns`` (at least 0) once, or as often as ``times`` says. Raises ValueError."""
+        values = np.asarray(values_ns, np.int64)
+        if not values.size:
+            return
+        if int(values.min()) < 0:
+            raise ValueError(f"a duration of {int(values.min())} ns")
+        weights = np.ones(values.size, np.int64) if times is None else np.asarray(times, np.int64)
+        np.add.at(self._counts, _buckets(values), weights)
+        self.greatest_ns = max(self.greatest_ns, int(values.max()))
+
+    def merge(self, other: Latencies) -> None:
+        """Counts what ``other`` has counted, too."""
+        self._counts += other._counts
+        self.greatest_ns = max(self.greatest_ns, other.greatest_ns)
+
+    def percentile_ns(self, percent: float) -> int:
+        """The value that ``percent`` of the durations do not exceed (nearest rank), as the top of its bucket.
+
+        Raises ValueError where nothing was counted, or for a percent outside 0..100.
+        """
+        total = self.count
+        if not total or not 0 <= percent <= 100:
+            raise ValueError(f"percentile {percent} of {total} durations")
+        # 99.9 is not a float: without the tolerance the rank of 1000 durations would be 1000.
+        rank = max(int(np.ceil(percent / 100 * total - 1e-9)), 1)
+        bucket = int(np.searchsorted(np.cumsum(self._counts), rank))
+        return min(_top(bucket), self.greatest_ns)
+
+    def summary(self) -> dict[str, float]:
+        """Percentiles and the greatest, seconds; nothing where nothing was counted."""
+        if not self.count:
+            return {}
+        percents = {f"p{percent:g}_s": self.percentile_ns(percent) / 1e9 for percent in (50, 90, 99, 99.9)}
+        return {**percents, "greatest_s": self.greatest_ns / 1e9}
+
+
+def _buckets(values: NDArray[np.int64]) -> NDArray[np.int64]:
+    # frexp gives the bit length; of what a double rounds up to a power of two it gives one more.
+    lengths = np.frexp(values.astype(np.float64))[1].astype(np.int64)
+    shift = np.maximum(lengths - 8, 0)
+    shift = np.where((shift > 0) & ((values >> shift) < _HALF), shift - 1, shift)
+    return np.where(shift > 0, _EXACT + (shift - 1) * _HALF + (values >> shift) - _HALF, values)
+
+
+def _top(bucket: int) -> int:
+    """The greatest value of a bucket."""
+    if bucket < _EXACT:
+        return bucket
+    shift, index = divmod(bucket - _EXACT, _HALF)
+    return ((index + _HALF + 1) << (shift + 1)) - 1
+
+
+# Memory ------------------------------------------------------------------------------------------------------
+
+_ROOT = Path("/sys/fs/cgroup")
+
+
+class MemoryLimit:
+    """A memory cgroup limited to ``limit_bytes``, without swap; ``close`` removes it. It proves that a run fits: the kernel
+    kills what does not. The page cache that its processes fill counts too, as it does in a container. ``name`` tells several
+    of one process apart.
+
+    Raises CapabilityError where the machine does not let this process make one (version 1 or 2 of cgroups, as root or in a
+    delegated subtree).
+    """
+
+    def __init__(self, limit_bytes: int, *, root: Path = _ROOT, name: str = "") -> None:
+        self.limit_bytes = limit_bytes
+        self._unified = (root / "cgroup.controllers").exists()
+        parent = root if self._unified else root / "memory"
+        self._path = parent / "-".join(filter(None, ["tierstore-bench", str(os.getpid()), name]))
+        try:
+            self._path.mkdir()
+            limit = "memory.max" if self._unified else "memory.limit_in_bytes"
+            (self._path / limit).write_text(f"{limit_bytes}\n")
+            if self._unified:
+                (self._path / "memory.swap.max").write_text("0\n")
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._path.rmdir()
+            raise CapabilityError(f"memory limit: {error.filename}: {error.strerror}") from error
+
+    def add(self, pid: int) -> None:
+        """Puts process ``pid`` into the group."""
+        (self._path / "cgroup.procs").write_text(f"{pid}\n")
+
+    def use(self) -> dict[str, int]:
+        """What the group has seen so far: its greatest use (page cache included), and processes killed."""
+        peak = "memory.peak" if self._unified else "memory.max_usage_in_bytes"
+        events = "memory.events" if self._unified else "memory.oom_control"
+        kills = 0
+        for line in (self._path / events).read_text().splitlines():
+            name, _, count = line.partition(" ")
+            if name == "oom_kill":
+                kills = int(count)
+        peak_bytes = int((self._path / peak).read_text())
+        return {"limit_bytes": self.limit_bytes, "peak_bytes": peak_bytes, "kills_count": kills}
+
+    def close(self) -> None:
+        """Removes the group; its processes must have ended."""
+        for _ in range(50):  # a process that has just ended may still be leaving
+            try:
+                self._path.rmdir()
+            except FileNotFoundError:
+                return
+            except OSError:
+                time.sleep(0.02)
+            else:
+                return
+
+
+def page_cache_bytes(files: Iterable[Path]) -> int | None:
+    """Bytes of ``files`` that the page cache holds, as fincore (util-linux) says; None without it."""
+    names = [str(path) for path in files]
+    tool = shutil.which("fincore")
+    if tool is None or not names:
+        return None
+    done = subprocess.run(
+        [tool, "--bytes", "--json", "--output", "RES", *names], capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        return None
+    return sum(int(row["res"]) for row in json.loads(done.stdout)["fincore"])
+
+
+# What a process holds ----------------------------------------------------------------------------------------
+
+_BLOCK = 512  # the unit of st_blocks, whatever the file system's
+_DEVIATIONS = 3.0
+_LEAST_SAMPLES = 12
+
+
+@dataclass(frozen=True)
+class ProcessUsage:
+    """Of this process now: bytes resident, descriptors open, and bytes of blocks that its store takes."""
+
+    resident_bytes: int
+    descriptors: int
+    disk_bytes: int
+
+
+def usage(*directories: Path) -> ProcessUsage:
+    """The ProcessUsage of this process, whose store is in ``directories``. Open files without a name count."""
+    nameless = 0
+    descriptors = os.listdir("/proc/self/fd")
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError):  # the listing's own
+            status = os.stat(f"/proc/self/fd/{descriptor}")
+            if stat.S_ISREG(status.st_mode) and status.st_nlink == 0:
+                nameless += status.st_blocks * _BLOCK
+    return ProcessUsage(
+        resident_bytes=int(psutil.Process().memory_info().rss),
+        descriptors=len(descriptors) - 1,
+        disk_bytes=sum(map(disk_bytes, directories)) + nameless,
+    )
+
+
+def disk_bytes(directory: Path) -> int:
+    """Bytes of blocks of all files under ``directory``: what they take, not what they are long."""
+    total = 0
+    for where, _, names in os.walk(directory):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                total += os.stat(os.path.join(where, name)).st_blocks * _BLOCK
+    return total
+
+
+def process_bytes() -> tuple[int, int]:
+    """Bytes that this process has caused to be read from storage, and sent to it: direct transfers, page faults, and page
+    cache that it made dirty.
+    """
+    with open("/proc/self/io") as file:
+        fields = dict(line.split(": ") for line in file.read().splitlines())
+    return int(fields["read_bytes"]), int(fields["write_bytes"]) - int(fields["cancelled_write_bytes"])
+
+
+def process_written_bytes() -> int:
+    """The second of ``process_bytes``."""
+    return process_bytes()[1]
+
+
+def trend_of(
+    times: Sequence[float], values: Sequence[float], unit: str, *, tolerance: float, least_span_s: float
+) -> dict[str, Any]:
+    """The trend of ``values`` at ``times`` (seconds, rising), by a straight line through those after the first quarter.
+
+    ``unit``: ``bytes`` or ``count``. ``grows``: the line rises by more than ``tolerance`` within the samples, and by more
+    than three standard errors of its slope. ``judged``: there were samples enough, over time enough, to say so. Raises
+    ValueError for no values.
+    """
+    if not values:
+        raise ValueError("a trend of no samples")
+    begin = len(values) // 4
+    t, y = np.array(times[begin:], np.float64), np.array(values[begin:], np.float64)
+    span = float(t[-1] - t[0])
+    enough = len(y) >= _LEAST_SAMPLES and span >= least_span_s
+    slope, error = _slope(t, y) if len(y) > 2 and span > 0 else (0.0, math.inf)
+    return {
+        f"first_{unit}": values[0],
+        f"middle_{unit}": values[len(values) // 2],
+        f"last_{unit}": values[-1],
+        f"slope_{unit}_per_s": slope,
+        "unit": unit,
+        "span_s": span,
+        "judged": enough,
+        "grows": enough and slope * span > tolerance and slope > _DEVIATIONS * error,
+    }
+
+
+def _slope(t: np.ndarray[Any, Any], y: np.ndarray[Any, Any]) -> tuple[float, float]:
+    """Least squares: the slope and its standard error."""
+    away = t - t.mean()
+    weight = float((away**2).sum())
+    slope = float((away * y).sum()) / weight
+    rest = y - y.mean() - slope * away
+    return slope, math.sqrt(float((rest**2).sum()) / (len(y) - 2) / weight)

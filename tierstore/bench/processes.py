@@ -1,0 +1,166 @@
+"""Workers and ranks of benchmarks in processes of their own, and JSON objects between them and their parent, one a line.
+
+A child is a module of this package. It keeps its standard output for its answers (``answer_channel``), and says of a
+failure ``{"error": text}``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import IO, Any, Self
+
+from tierstore.bench.namespaces import RankNamespace
+from tierstore.errors import TierstoreError
+
+_Process = subprocess.Popen[bytes]
+
+
+class WorkerError(TierstoreError):
+    """A process of a benchmark that failed, or was killed."""
+
+
+def start_module(
+    module: str,
+    arguments: Sequence[str] = (),
+    *,
+    environ: Mapping[str, str] = MappingProxyType({}),
+    inside: Sequence[str] = (),
+    new_session: bool = False,
+) -> _Process:
+    """``python -m module arguments`` with pipes to and from it. ``inside``: a command that runs it, as ``ip netns`` does."""
+    package = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join([package, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    return subprocess.Popen(
+        # -P: the installed package, whatever lies in the directory that this is called from.
+        [*inside, sys.executable, "-P", "-m", module, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"OMP_WAIT_POLICY": "passive", "PYTHONPATH": path, **environ},
+        start_new_session=new_session,
+    )
+
+
+def _pipes(process: _Process) -> tuple[IO[bytes], IO[bytes]]:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    return process.stdin, process.stdout
+
+
+def write_line(pipe: IO[bytes], content: Mapping[str, object]) -> None:
+    """One object, sent at once."""
+    pipe.write(json.dumps(content).encode() + b"\n")
+    pipe.flush()
+
+
+def send(process: _Process, request: Mapping[str, object]) -> None:
+    """Sends ``request``. A process that has died raises nothing: its missing answer says so."""
+    with contextlib.suppress(BrokenPipeError):
+        write_line(_pipes(process)[0], request)
+
+
+def receive(process: _Process, who: str) -> dict[str, Any]:
+    """The next answer. Raises WorkerError, naming ``who``, for an error, and for a process that has ended."""
+    line = _pipes(process)[1].readline()
+    if not line:
+        status = process.wait()
+        how = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
+        raise WorkerError(f"{who}: {how}")
+    answer: dict[str, Any] = json.loads(line)
+    if "error" in answer:
+        raise WorkerError(f"{who}: {answer['error']}")
+    return answer
+
+
+def ask_module(
+    module: str, request: Mapping[str, object], *, environ: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, Any]:
+    """The answer of ``python -m module``, started and ended for this one request. Raises WorkerError."""
+    process = start_module(module, environ=environ)
+    try:
+        send(process, request)
+        return receive(process, module)
+    finally:
+        end(process)
+
+
+def close_input(process: _Process) -> None:
+    """Closes the pipe to ``process``, which ends it. Safe to call twice."""
+    with contextlib.suppress(BrokenPipeError):
+        _pipes(process)[0].close()
+
+
+def end(process: _Process) -> None:
+    """Closes the pipes of ``process``, and waits for its end. Safe to call twice."""
+    close_input(process)
+    process.wait()
+    _pipes(process)[1].close()
+
+
+def answer_channel() -> IO[bytes]:
+    """The child's standard output, for its answers alone: whatever a library prints goes to stderr from now on."""
+    channel = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    return channel
+
+
+def serve(answers: Callable[[Iterator[Any]], Generator[Mapping[str, object]]]) -> None:
+    """A child's work: it sends its parent what ``answers`` yields for the requests. A failure is the last answer."""
+    channel = answer_channel()
+    try:
+        with contextlib.closing(answers(json.loads(line) for line in sys.stdin.buffer)) as found:
+            for answer in found:
+                write_line(channel, answer)
+    except (TierstoreError, OSError) as error:
+        write_line(channel, {"error": f"{type(error).__name__}: {error}"})
+
+
+class AskedRanks:
+    """``python -m module`` as ``count`` ranks that answer requests until they are closed; a context manager.
+
+    They meet on the loopback, or in ``namespaces``, if any: one for each to live in.
+    """
+
+    def __init__(self, module: str, count: int, *, namespaces: Sequence[RankNamespace] = ()) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+        self._processes = []
+        for rank in range(count):
+            environ = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(count),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+            }
+            inside: Sequence[str] = ()
+            if namespaces:
+                environ |= namespaces[rank].environment
+                inside = namespaces[rank].command(())
+            self._processes.append(start_module(module, environ=environ, inside=inside))
+
+    def ask(self, requests: Sequence[Mapping[str, object]]) -> list[dict[str, Any]]:
+        """Each rank's answer to its own request, in rank order. Raises WorkerError."""
+        for process, request in zip(self._processes, requests, strict=True):
+            send(process, request)
+        return [receive(process, f"rank {rank}") for rank, process in enumerate(self._processes)]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        for process in self._processes:
+            close_input(process)
+            if kind is not None:
+                process.kill()
+        for process in self._processes:
+            end(process)

@@ -1,1 +1,0 @@
-"""Ranks and workers of benchmarks, in processes of their own."""

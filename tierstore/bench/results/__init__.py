@@ -1,1 +1,0 @@
-"""Result types as JSON, documents, their comparison, plots and the report."""

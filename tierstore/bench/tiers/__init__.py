@@ -1,1 +1,0 @@
-"""A store under load: throughput, latencies, write and space amplification."""

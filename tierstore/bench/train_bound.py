@@ -1,0 +1,215 @@
+"""What a training step could take at best: its computation, or its compulsory bytes over the disk's
+bandwidth.
+
+Compulsory bytes come from the trace of a run, its capacity and its sections, not from what the run happened
+to move: the trace is replayed without its speculation, through every native policy (with its default options, or
+as recorded), and the least is taken. ``clairvoyant`` is what an eviction that knows the whole future would move (Belady's
+rule, a heuristic for entries of several sizes; demanded entries admitted, one record pinned at a time): less, as a rule.
+It is shown beside the bound and does not enter it: no policy can know the future.
+"""
+
+from __future__ import annotations
+
+import heapq
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierstore._native import CapacityError, Replay, policy_names
+from tierstore.bench.probes import Bytes
+from tierstore.cache.access import GROUP_STRIDE
+from tierstore.errors import DataError
+from tierstore.trace.format import Trace, TraceHeader, TraceKind
+from tierstore.trace.reader import load_trace
+from tierstore.trace.replay import make_replay
+
+_GROUPS = 3
+_NEED, _DIRTY, _DROP = 0, 3, 6  # shifts of a unit's flags
+_SPECULATION = (TraceKind.PREFETCH, TraceKind.CANCEL)
+
+
+@dataclass(frozen=True, slots=True)
+class Compulsory:
+    """The least bytes that a policy moved in the steps that were asked for, and which one it was."""
+
+    policy: str
+    least: Bytes
+    by_policy: dict[str, Bytes]
+    clairvoyant: Bytes
+
+
+def bound_s(in_ram_s: float, moved: Bytes, bytes_per_s: float) -> float:
+    """The best step, seconds: ``max(the same in RAM, compulsory bytes / bandwidth)``."""
+    if bytes_per_s <= 0:
+        raise ValueError(f"bandwidth: expected more than 0 bytes per second, got {bytes_per_s}")
+    return max(in_ram_s, moved.total / bytes_per_s)
+
+
+def compulsory(path: str | os.PathLike[str], *, first_step: int, steps: int) -> Compulsory:
+    """Bytes of the ``steps`` training steps after ``first_step`` of them, in the trace at ``path``.
+
+    Raises DataError for a trace that is malformed or has fewer steps.
+    """
+    trace = load_trace(path)
+    ends = np.flatnonzero(trace.kinds == TraceKind.END_STEP)
+    if len(ends) < first_step + steps:
+        raise DataError(f"{os.fspath(path)}: {len(ends)} steps, expected at least {first_step + steps}")
+    begin = int(ends[first_step - 1]) + 1 if first_step else 0
+    end = int(ends[first_step + steps - 1]) + 1
+    by_policy = {}
+    for policy in policy_names():
+        try:
+            by_policy[policy] = replayed(trace, policy, begin, end)
+        except CapacityError:  # a policy that needs more frames than the one that ran
+            continue
+    best = min(by_policy, key=lambda name: by_policy[name].total)
+    return Compulsory(best, by_policy[best], by_policy, clairvoyant(trace, begin, end))
+
+
+def replayed(trace: Trace, policy: str, begin: int, end: int) -> Bytes:
+    """Bytes that ``policy`` (as recorded, if it is the recorded one) moves in events ``begin`` to ``end``."""
+    header = trace.header
+    options = header.policy_options if policy == header.policy else {}
+    header = replace(header, policy=policy, policy_options=options, lookahead_frames=0)
+    residency, loop = make_replay(header)
+    moved: list[tuple[int, int]] = []
+    for first, last in ((0, begin), (begin, end)):
+        _run(loop, trace, first, last)
+        stats = residency.stats()
+        moved.append((stats.read_bytes, stats.written_bytes))
+    (read_before, written_before), (read, written) = moved
+    return Bytes(read - read_before, written - written_before)
+
+
+def _run(loop: Replay, trace: Trace, first: int, last: int) -> None:
+    keep = first + np.flatnonzero(~np.isin(trace.kinds[first:last], _SPECULATION))
+    counts = np.diff(trace.offsets)[keep].astype(np.int64)
+    offsets = np.zeros(len(keep) + 1, np.uint64)
+    np.cumsum(counts, out=offsets[1:])
+    starts = trace.offsets[:-1][keep].astype(np.int64)
+    # Index of every unit of the kept events: its event's start plus its place in it.
+    units = np.repeat(starts - offsets[:-1].astype(np.int64), counts) + np.arange(int(counts.sum()))
+    loop.run(
+        trace.kinds[keep],
+        trace.phases[keep],
+        trace.at[keep],
+        trace.layers[keep],
+        offsets,
+        trace.records[units],
+        trace.flags[units],
+    )
+    loop.finish()
+
+
+@dataclass(slots=True)
+class _Use:
+    """One use of one entry; ``unit`` counts the units of all accesses."""
+
+    unit: int
+    entry: int
+    dirty: bool
+    drop: bool
+    counted: bool
+
+
+def clairvoyant(trace: Trace, begin: int, end: int) -> Bytes:
+    """Bytes that move in events ``begin`` to ``end`` when the evicted entry is always the one that is needed last.
+
+    The last training step is assumed to repeat after the end, so that entries kept for a next step are kept
+    here too.
+    """
+    uses = list(_uses(trace, begin, end))
+    following = _next_uses(uses)
+    state = _Clairvoyant(trace.header)
+    for index, use in enumerate(uses):
+        state.use(use, following[index])
+    return Bytes(state.read, state.written)
+
+
+def _uses(trace: Trace, begin: int, end: int) -> Iterator[_Use]:
+    ends = np.flatnonzero(trace.kinds[:end] == TraceKind.END_STEP)
+    last_step = int(ends[-2]) + 1 if len(ends) > 1 else begin
+    unit = 0
+    spans: Iterable[tuple[range, bool]] = ((range(end), True), (range(last_step, end), False))
+    for events, inside in spans:
+        for event in events:
+            if trace.kinds[event] != TraceKind.ACCESS:
+                continue
+            span = slice(int(trace.offsets[event]), int(trace.offsets[event + 1]))
+            counted = inside and event >= begin
+            for record, flags in zip(trace.records[span].tolist(), trace.flags[span].tolist(), strict=True):
+                for group in range(_GROUPS):
+                    if flags >> (_NEED + group) & 1:
+                        dirty, drop = flags >> (_DIRTY + group) & 1, flags >> (_DROP + group) & 1
+                        yield _Use(unit, record * GROUP_STRIDE + group, bool(dirty), bool(drop), counted)
+                unit += 1
+
+
+def _next_uses(uses: list[_Use]) -> NDArray[np.int64]:
+    """For each use the unit of the entry's next one; past the end for none."""
+    never = np.iinfo(np.int64).max
+    following = np.full(len(uses), never, np.int64)
+    seen: dict[int, int] = {}
+    for index in range(len(uses) - 1, -1, -1):
+        following[index] = seen.get(uses[index].entry, never)
+        seen[uses[index].entry] = uses[index].unit
+    return following
+
+
+class _Clairvoyant:
+    """Residency under Belady's rule."""
+
+    def __init__(self, header: TraceHeader) -> None:
+        self._records = tuple(header.records)
+        self._free = header.capacity_frames
+        self._dirty: dict[int, bool] = {}  # of what is resident
+        self._next: dict[int, int] = {}
+        self._stored = {
+            number * GROUP_STRIDE + group
+            for number, record in enumerate(self._records)
+            for group in range(_GROUPS)
+            if record.stored >> group & 1
+        }
+        self._heap: list[tuple[int, int]] = []
+        self.read = 0
+        self.written = 0
+
+    def use(self, use: _Use, following: int) -> None:
+        record, group = self._records[use.entry // GROUP_STRIDE], use.entry % GROUP_STRIDE
+        if use.entry not in self._dirty:
+            self._make_room(record.frames[group], use)
+            self._free -= record.frames[group]
+            self._dirty[use.entry] = False
+            if use.entry in self._stored and use.counted:
+                self.read += record.bytes[group]
+        self._dirty[use.entry] |= use.dirty
+        self._next[use.entry] = following
+        heapq.heappush(self._heap, (-following, use.entry))
+        if use.drop:
+            self._dirty[use.entry] = False
+            self._stored.discard(use.entry)
+            self._evict(use)
+
+    def _make_room(self, frames: int, use: _Use) -> None:
+        held = []
+        while self._free < frames:
+            following, entry = heapq.heappop(self._heap)
+            if entry not in self._dirty or self._next[entry] != -following:
+                continue  # used again, or gone, since it was pushed
+            if entry // 4 == use.entry // 4:  # the record in use
+                held.append((following, entry))
+                continue
+            self._evict(_Use(use.unit, entry, False, False, use.counted))
+        for item in held:
+            heapq.heappush(self._heap, item)
+
+    def _evict(self, use: _Use) -> None:
+        record, group = self._records[use.entry // GROUP_STRIDE], use.entry % GROUP_STRIDE
+        if self._dirty.pop(use.entry):
+            self._stored.add(use.entry)
+            if use.counted:
+                self.written += record.bytes[group]
+        self._free += record.frames[group]

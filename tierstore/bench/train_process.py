@@ -1,0 +1,165 @@
+"""A training run in a process of its own, that does a few steps at each request.
+
+``bench train`` compares runs in turns. Each has its own process, so that each has its own peak memory, and
+the runs are open side by side, the one resting while the other steps: both see the same disk and the same
+neighbours.
+
+The protocol is one JSON object a line. The parent sends ``{"config": .., "trace": ..}``, then any number of
+``{"steps": n}``, then closes the pipe. The child answers each with one line: ``Opened``, then ``RoundSteps``; a
+failure is ``{"error": text}``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tierstore.bench.probes import MemoryLimit
+from tierstore.bench.processes import end, receive, send, serve, start_module
+from tierstore.config import as_dict, from_dict
+
+if TYPE_CHECKING:
+    from tierstore.train.step_time import StepTime
+    from tierstore.train.trainer import Trainer
+
+#: What is shown of a step's time (``tierstore.train.step_time``).
+PARTS = (
+    "computing_s",
+    "torch_cpu_s",
+    "engine_cpu_s",
+    "run_queue_s",
+    "stolen_s",
+    "threads_s",
+    "unaccounted_s",
+)
+_COUNTERS = ("read_bytes", "written_bytes", "hits", "misses", "wasted_prefetch_bytes")
+_SPILLED = ("boundary_read_bytes", "boundary_written_bytes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """An open run: the memory that it always holds, and its store's description of itself."""
+
+    fixed_resident_bytes: int
+    effective: Sequence[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundSteps:
+    """Some steps of a run: the time and the loss of each, and what all of them took."""
+
+    step_s: Sequence[float]
+    losses: Sequence[float]
+    cpu_s: float
+    stall_s_by_cause: Mapping[str, float]
+    peak_resident_bytes: int
+    read_bytes: int
+    written_bytes: int
+    wasted_prefetch_bytes: int
+    hits: int
+    misses: int
+    #: Parts of ``StepTime``, seconds of all steps; those that the kernel does not count are left out.
+    part_s: Mapping[str, float]
+    #: Block inputs that went to disk and came back, in layer order.
+    spilled_bytes: int = 0
+
+
+class TrainingProcess:
+    """The parent's end. ``limit``: a memory cgroup for the process to live in."""
+
+    def __init__(
+        self, name: str, config: object, *, trace: Path | None = None, limit: MemoryLimit | None = None
+    ) -> None:
+        self._name = name
+        self._process = start_module("tierstore.bench.train_process")
+        try:
+            if limit is not None:
+                limit.add(self._process.pid)
+            send(self._process, {"config": as_dict(config), "trace": None if trace is None else str(trace)})
+            self.opened = Opened(**receive(self._process, name))
+        except BaseException:
+            self._process.kill()
+            self.close()
+            raise
+
+    def run(self, steps: int) -> RoundSteps:
+        """Trains ``steps`` steps. Raises WorkerError."""
+        send(self._process, {"steps": steps})
+        return RoundSteps(**receive(self._process, self._name))
+
+    def close(self) -> None:
+        """Ends the process and waits for it; its trace is whole then."""
+        end(self._process)
+
+
+# The child's end
+# ------------------------------------------------------------------------------------------------
+
+
+def _answers(requests: Iterator[Any]) -> Generator[Mapping[str, object]]:
+    from tierstore.plan.order import choose_order
+    from tierstore.train.config import TrainConfig
+    from tierstore.train.footprint import fixed_cost, keep_freed_memory, resident_bytes
+    from tierstore.train.ranks import Opening
+    from tierstore.train.session import open_session
+
+    first = next(requests, None)
+    if first is None:
+        return
+    config = from_dict(TrainConfig, first["config"])
+    trace = None if first["trace"] is None else Path(first["trace"])
+    keep_freed_memory()
+    order = choose_order(config)
+    config = order.applied(config)
+    config.model.import_code()
+    fixed = fixed_cost(config, resident_bytes()).nbytes
+    described = [] if (line := order.describe()) is None else [line]
+    with open_session(config, Opening.CREATE, trace=trace) as trainer:
+        yield asdict(
+            Opened(
+                fixed_resident_bytes=fixed,
+                effective=[*trainer.store.describe(), trainer.describe_weights(), *described],
+            )
+        )
+        for request in requests:
+            yield asdict(_steps(trainer, request["steps"]))
+
+
+def _steps(trainer: Trainer, count: int) -> RoundSteps:
+    from tierstore.train.footprint import peak_resident_bytes
+    from tierstore.train.report import counters
+
+    before, stalls, cpu = counters(trainer), _stalls(trainer), time.process_time()
+    results, times = [], []
+    for _ in range(count):
+        results.append(trainer.step())
+        times += [trainer.timer.last] if trainer.timer.last is not None else []
+    cpu, after = time.process_time() - cpu, counters(trainer)
+    return RoundSteps(
+        step_s=[result.seconds for result in results],
+        losses=[result.loss for result in results],
+        cpu_s=cpu,
+        stall_s_by_cause={
+            cause: (total - stalls.get(cause, 0)) / 1e9 for cause, total in _stalls(trainer).items()
+        },
+        peak_resident_bytes=peak_resident_bytes(),
+        part_s={name: sum(getattr(one, name) for one in times) for name in PARTS if _counted(times, name)},
+        spilled_bytes=sum(after.get(name, 0) - before.get(name, 0) for name in _SPILLED),
+        **{name: after[name] - before[name] for name in _COUNTERS},
+    )
+
+
+def _counted(times: Sequence[StepTime], part: str) -> bool:
+    return bool(times) and all(getattr(one, part) is not None for one in times)
+
+
+def _stalls(trainer: Trainer) -> dict[str, int]:
+    totals = trainer.ledger.totals(lambda key: key.cause.value)
+    return {str(cause): spent for cause, spent in totals.items()}
+
+
+if __name__ == "__main__":
+    serve(_answers)

@@ -1,1 +1,0 @@
-"""The same training steps in RAM and tiered, against the bound of bytes and bandwidth."""

@@ -1,0 +1,412 @@
+"""``tierstore bench``: a command a benchmark, with options derived from the benchmark's fields; report and compare.
+
+A run is a ``Session``: what could not be reported is refused before the work; after it the tables are printed, the document
+saved, compared and reported, and the object of ``--json`` printed last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, fields
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from tierstore.bench import BENCHMARKS
+from tierstore.bench.harness import Benchmark, ExistingPath, Found, Progress, plain
+from tierstore.cli.groups import CommandGroup
+from tierstore.cli.interrupts import Interrupts, ended_by_sigterm
+from tierstore.cli.options import (
+    EXISTING_DIRECTORY,
+    EXISTING_FILE,
+    FILE,
+    PATH,
+    SIZE,
+    Defaults,
+    F,
+    bundled,
+    config_overrides,
+    declared_option,
+    help_config_option,
+    json_option,
+    options,
+    output_file,
+    set_option,
+)
+from tierstore.cli.output import Output, ProgressBar, finite
+from tierstore.config import FieldInfo, dotted_fields, load
+from tierstore.errors import ConfigError, DataError
+from tierstore.outputs import OutputKind
+
+if TYPE_CHECKING:
+    from tierstore.bench.comparing import Comparison
+    from tierstore.bench.documents import Document, Measurement
+
+#: Exit status where a check of a benchmark failed.
+CHECK_FAILED = 1
+_EXISTING = {ExistingPath.FILE: EXISTING_FILE, ExistingPath.DIRECTORY: EXISTING_DIRECTORY}
+
+
+class BenchGroup(CommandGroup):
+    """The benchmarks of the table, imported when they are asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The table's benchmarks, then what is done with their documents."""
+        return [*BENCHMARKS, *super().list_commands(ctx)]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command, derived from its benchmark."""
+        if cmd_name in BENCHMARKS and cmd_name not in self.commands:
+            self.add_command(_command(cmd_name))
+        return super().get_command(ctx, cmd_name)
+
+
+@click.group(cls=BenchGroup)
+@click.pass_context
+def bench(ctx: click.Context) -> None:
+    """Stress tests and benchmarks. Each prints a table; with --json the last line is one object.
+
+    With --save FILE.json all that was measured is kept, for `bench report` and --compare.
+    """
+    ctx.with_resource(ended_by_sigterm())
+
+
+# Options ----------------------------------------------------------------------------------------------------
+
+
+def _command(name: str) -> click.Command:
+    """The command of a benchmark."""
+    kind: type[Benchmark] = getattr(importlib.import_module(f"tierstore.bench.{name}"), BENCHMARKS[name])
+    infos = [info for info in dotted_fields(kind) if "help" in info.metadata and "." not in info.name]
+    configured = next((each for each in dataclasses.fields(kind) if "configuration" in each.metadata), None)  # type: ignore[arg-type]
+
+    def command(reporting: Reporting, **given: Any) -> int:
+        values = {info.name: given[info.name] for info in infos if _was_given(info, given[info.name])}
+        if configured is not None:
+            values[configured.name] = _configuration(configured.metadata, infos, given)
+        benchmark = kind(**values)
+        session = reporting.begin(name=benchmark.saved_as, directory=benchmark.measured_in)
+        with _CommandProgress(session.output, f"bench {name}") as progress:
+            found = benchmark.run(progress)
+        _show(found, session.output)
+        session.end(found.figures, found.measurements)
+        return CHECK_FAILED if found.failed else 0
+
+    decorators = [_parameter(info) for info in infos]
+    if configured is not None:
+        decorators.append(set_option())
+        if not configured.metadata["configuration"]:
+            decorators = [
+                click.argument("config", required=False, type=PATH),
+                *decorators,
+                help_config_option(),
+            ]
+    return click.command(name, help=kind.__doc__)(options(*decorators, results_options())(command))
+
+
+def _parameter(info: FieldInfo) -> Callable[[Any], Any]:
+    """The option of one field, or its argument."""
+    how, settings = info.metadata, dict[str, Any](multiple=info.repeated)
+    path = how.get("path")
+    if path is not None:
+        settings["type"] = output_file(path) if isinstance(path, OutputKind) else _EXISTING[path]
+    elif info.size:
+        settings["type"] = SIZE
+    elif "least" in how:
+        settings["type"] = click.IntRange(min=how["least"])
+    elif "choices" in how:
+        settings["type"] = click.Choice([member.value for member in how["choices"]])
+    elif info.kind in (int, str):
+        settings["type"] = info.kind
+    if how.get("argument"):
+        kind = settings.get("type", PATH)
+        return click.argument(info.name, nargs=-1 if info.repeated else 1, required=info.required, type=kind)
+    if "typed" in how:
+        settings["default"] = how["typed"]
+    names = (how.get("flag", f"--{info.name.replace('_', '-')}"), info.name)
+    return declared_option(
+        info, names, settings, Defaults.SHOWN if how.get("shown", True) else Defaults.ELSEWHERE
+    )
+
+
+def _was_given(info: FieldInfo, value: object) -> bool:
+    """Whether ``value`` is not that of an option that was left out, for which the field's default stands."""
+    return value is not None and (value != () or info.metadata.get("shown", True))
+
+
+def _configuration(how: Mapping[str, Any], infos: list[FieldInfo], given: Mapping[str, Any]) -> Any:
+    """The TrainConfig of CONFIG, --set and the options that stand for keys of it.
+
+    ``how``: the field's ``configuration`` (how keys must begin that --set may set) and ``fixed`` (keys that have one value).
+    """
+    from tierstore.train.config import TrainConfig
+
+    settings, only = given["settings"], how["configuration"]
+    for key in (setting.partition("=")[0] for setting in settings):
+        if only and not key.startswith(only):
+            raise ConfigError(f"--set {key}: expected a key that begins with {' or '.join(only)}")
+    keys = dict(how.get("fixed", {}))
+    for info in infos:
+        if "key" in info.metadata:
+            value = given[info.name]
+            keys[info.metadata["key"]] = info.default if value is None else value
+    return load(TrainConfig, given.get("config"), config_overrides(settings, keys))
+
+
+# Documents of a run ----------------------------------------------------------------------------------------
+
+
+def results_options() -> Callable[[F], F]:
+    """The four options, as one argument ``reporting`` of the command."""
+
+    return options(
+        json_option,
+        click.option(
+            "--save",
+            metavar="FILE.json",
+            type=output_file(OutputKind.DOCUMENT),
+            help="Write everything, with all samples.",
+        ),
+        click.option(
+            "--html",
+            metavar="FILE",
+            type=output_file(OutputKind.PAGE),
+            help="Write a report with plots (see bench report).",
+        ),
+        click.option(
+            "--compare",
+            metavar="OLD.json",
+            type=FILE,
+            help="Say what became slower or faster than in this --save, beyond noise.",
+        ),
+        bundled(Reporting, "reporting"),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reporting:
+    """What was asked for beside the table."""
+
+    output: Output
+    save: Path | None
+    html: Path | None
+    compare: Path | None
+
+    def begin(self, *, name: str | None = None, directory: Path | None = None) -> Session:
+        """Call it before the work. ``name``: in documents, where it is not the command's. ``directory``: where the benchmark
+        measures; the document names its file system and device.
+
+        Raises errors that would otherwise come after the work: DataError for a document that cannot be compared with,
+        CapabilityError without the report's libraries.
+        """
+        from tierstore.bench.documents import load_document, now
+
+        context = click.get_current_context()
+        bench = name or str(context.info_name)
+        if self.html is not None:
+            from tierstore.lab.reports.page import check_report
+
+            check_report()
+        against = None if self.compare is None else load_document(self.compare)
+        if against is not None and against.bench != bench:
+            raise DataError(
+                f"{self.compare}: expected a document of bench {bench}, got one of {against.bench}"
+            )
+        own = {field.name for field in fields(self)}
+        options = {
+            name: plain
+            for name, value in context.params.items()
+            if name not in own and (plain := _plain(value)) is not None
+        }
+        return Session(
+            asked=self,
+            bench=bench,
+            options=options,
+            against=against,
+            directory=directory,
+            started=now(),
+            output=self.output,
+        )
+
+
+def _plain(value: object) -> float | str | None:
+    """An option's value as a document holds it; None where it was not given."""
+    if value is None or value == ():
+        return None
+    if isinstance(value, tuple):
+        return " ".join(str(_plain(one)) for one in value)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return value
+    return str(value.value if isinstance(value, Enum) else value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """One run of one benchmark."""
+
+    asked: Reporting
+    bench: str
+    options: Mapping[str, float | str]
+    against: Document | None
+    directory: Path | None
+    started: str
+    output: Output
+
+    def end(self, result: Mapping[str, object], measurements: Iterable[Measurement]) -> None:
+        """After the work and its table: saves, compares, reports, and prints the object of ``--json``, in which the
+        comparison is ``compared``. Raises DataError where there is nothing to compare; the object is printed first.
+        """
+        figures = plain(result)
+        compared: dict[str, object] = {}
+        try:
+            self._report(figures, measurements, compared)
+        finally:
+            self.output.emit(figures | compared)
+
+    def _report(
+        self, result: Mapping[str, object], measurements: Iterable[Measurement], compared: dict[str, object]
+    ) -> None:
+        from tierstore.bench.documents import Document, machine_facts, now, save_document
+        from tierstore.bench.report import write_report
+
+        if self.asked.save or self.asked.html or self.against:
+            figures = finite(result)
+            assert isinstance(figures, Mapping)
+            document = Document(
+                bench=self.bench,
+                options=self.options,
+                machine=machine_facts(self.directory),
+                started=self.started,
+                ended=now(),
+                measurements=tuple(measurements),
+                figures=figures,
+            )
+            if self.asked.save is not None:  # first: it may be the end of a long run
+                save_document(document, self.asked.save)
+            comparisons = [] if self.against is None else [self._compare(self.against, document)]
+            for comparison in comparisons:
+                show_comparison(comparison, self.output)
+                compared["compared"] = comparison_json(comparison)
+            if self.asked.html is not None:
+                write_report([document], self.asked.html, comparisons=comparisons)
+
+    def _compare(self, old: Document, new: Document) -> Comparison:
+        from tierstore.bench.comparing import compare
+
+        try:
+            return compare(old, new)
+        except DataError as error:
+            raise DataError(f"{self.asked.compare}: {error}") from error
+
+
+def comparison_json(comparison: Comparison) -> dict[str, object]:
+    """The comparison for programs."""
+    return {
+        "bench": comparison.bench,
+        "warnings": list(comparison.warnings),
+        "measurements": [
+            {
+                "measurement": row.new.label,
+                "unit": row.new.unit,
+                "new_to_old_ratio": row.ratio,
+                "low_ratio": row.low,
+                "high_ratio": row.high,
+                "verdict": row.word,
+            }
+            for row in comparison.rows
+        ],
+        "only_old": list(comparison.only_old),
+        "only_new": list(comparison.only_new),
+    }
+
+
+def show_comparison(comparison: Comparison, output: Output) -> None:
+    """The comparison for people."""
+    from tierstore.bench.comparing import table
+
+    for warning in comparison.warnings:
+        output.line(f"warning: {warning}")
+    columns, rows = table(comparison)
+    output.table(f"bench {comparison.bench}: new against old, beyond the noise within runs", columns, rows)
+    for where, labels in (("the old", comparison.only_old), ("the new", comparison.only_new)):
+        if labels:
+            output.line(f"only in {where} document: {'; '.join(labels)}")
+
+
+# Running ----------------------------------------------------------------------------------------------------
+
+
+class _CommandProgress(Progress):
+    """Progress on the command's output; a bar once there is something to count."""
+
+    def __init__(self, output: Output, label: str) -> None:
+        self._output, self._label = output, label
+        self._stack = ExitStack()
+        self._bar: ProgressBar | None = None
+
+    def __enter__(self) -> _CommandProgress:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._stack.close()
+
+    def say(self, text: str) -> None:
+        self._output.line(text)
+
+    def update(self, done: int, total: int, fields: Mapping[str, object]) -> None:
+        if self._bar is None:
+            self._bar = self._stack.enter_context(self._output.progress(total, label=self._label))
+        self._bar.update(done, total, fields)
+
+    @contextlib.contextmanager
+    def interruptible(self) -> Iterator[Callable[[], bool]]:
+        with Interrupts.heard() as interrupts:
+            yield lambda: interrupts.asked
+
+
+def _show(found: Found, output: Output) -> None:
+    for shown in (*found.shown, found.summary()):
+        if isinstance(shown, str):
+            output.line(shown)
+        elif shown.rows:
+            output.table(shown.title, list(shown.columns), shown.cells)
+
+
+# What is done with documents --------------------------------------------------------------------------------
+
+
+@bench.command()
+@click.argument("documents", nargs=-1, required=True, type=FILE)
+@click.option(
+    "--html", metavar="FILE", type=output_file(OutputKind.PAGE), required=True, help="The page to write."
+)
+@json_option
+def report(documents: tuple[Path, ...], html: Path, output: Output) -> None:
+    """One HTML page of DOCUMENTS, which any benchmarks saved with --save: targets, plots, tables, machines."""
+    from tierstore.bench.documents import load_document
+    from tierstore.bench.report import write_report
+
+    loaded = [load_document(path) for path in documents]
+    write_report(loaded, html)
+    output.line(f"{len(loaded)} benchmark{'s' if len(loaded) > 1 else ''} in {html}")
+    output.emit({"html": str(html), "benches": [document.bench for document in loaded]})
+
+
+@bench.command()
+@click.argument("old", type=FILE)
+@click.argument("new", type=FILE)
+@json_option
+def compare(old: Path, new: Path, output: Output) -> None:
+    """What became slower or faster from OLD to NEW, beyond noise: two files that one benchmark saved with --save."""
+    from tierstore.bench.comparing import compare as compared
+    from tierstore.bench.documents import load_document
+
+    found = compared(load_document(old), load_document(new))
+    show_comparison(found, output)
+    output.emit(comparison_json(found))
