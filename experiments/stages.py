@@ -43,9 +43,9 @@ from tierstore.timeline import Track, open_timeline
 from tierstore.train.budgets import budgets
 from tierstore.train.config import TrainConfig
 from tierstore.train.files import MicroOrder
+from tierstore.train.stages.blocks import stage_config
 from tierstore.train.stages.order import one_forward_one_backward
 from tierstore.train.stages.pipeline import StagePipeline
-from tierstore.train.stages.spec import stage_config
 from tierstore.units import format_seconds
 
 TARGET = 1.10

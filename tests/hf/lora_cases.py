@@ -13,7 +13,7 @@ import torch
 
 from tierstore.hf.imports.importing import ImportOptions, import_model
 from tierstore.hf.manifest import Weights
-from tierstore.hf.stored import stored_spec
+from tierstore.hf.spec import stored_spec
 from tierstore.model.interface import Batch
 from tierstore.model.store_schema import STATE_KEY
 from tierstore.moe.lora import LoraConfig

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tierstore.config import load
-from tierstore.hf.stored import stored_spec
+from tierstore.hf.spec import stored_spec
 from tierstore.parallel import Mesh
 from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening

@@ -9,9 +9,9 @@ import torch
 from tiny_families import FAMILIES
 from torch.profiler import ProfilerActivity, profile
 
-from tierstore.hf.activations import activation_bytes, forward_bytes
+from tierstore.hf.activations import forward_bytes
 from tierstore.hf.describing import describe_config
-from tierstore.hf.spec import HfSpec
+from tierstore.hf.spec import HfSpec, hf_spec
 from tierstore.model.config import CheckpointActivations, ComputeDtype
 from tierstore.model.interface import Batch
 from tierstore.moe.config import SaveActivations
@@ -26,7 +26,7 @@ _SLACK = 96 << 10
 
 def _spec(family: str, compute: ComputeDtype, finetune: FinetuneConfig) -> HfSpec:
     config = FAMILIES[family](**_SIZES).to_dict()
-    return HfSpec(manifest=describe_config(config, compute), finetune=finetune, config=config)
+    return hf_spec(describe_config(config, compute), config, finetune)
 
 
 def _peaks(spec: HfSpec) -> tuple[int, int]:
@@ -78,7 +78,7 @@ def test_the_estimate_is_above_what_is_measured_and_not_far(family: str, compute
     ):
         spec = _spec(family, compute, finetune)
         trained, inferred = _peaks(spec)
-        estimate = activation_bytes(spec, 2 * _SEQUENCE)
+        estimate = spec.activation_bytes(2 * _SEQUENCE)
         assert estimate >= trained - _SLACK
         assert estimate <= 1.5 * trained + _SLACK
         assert forward_bytes(spec, 2 * _SEQUENCE) >= inferred - _SLACK

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from tierstore.cli.main import cli
 from tierstore.config import load
 from tierstore.hf.manifest import Weights
-from tierstore.hf.stored import stored_spec
+from tierstore.hf.spec import stored_spec
 from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening
 from tierstore.train.session import open_session

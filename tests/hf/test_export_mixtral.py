@@ -22,6 +22,7 @@ from tierstore.hf.exports.mixtral import _units, refusals
 from tierstore.hf.exports.outline import ExportDtype
 from tierstore.model.config import ModelConfig
 from tierstore.model.store_schema import EXPERT_SCHEMA
+from tierstore.model.transformer import Transformer
 from tierstore.moe.source import InMemoryExperts
 from tierstore.parallel.config import RowPlacement
 from tierstore.parallel.layout import Layout
@@ -312,7 +313,7 @@ def test_the_units_are_those_of_the_model(tied: str) -> None:
     config = ModelConfig(
         d_model=16, n_layers=2, n_heads=2, d_ff=8, experts=3, vocab_size=7, tie_embeddings=tied
     )  # type: ignore[arg-type]
-    model = config.build(InMemoryExperts(config.expert_shape, layers=(), experts=0))
+    model = Transformer(config, InMemoryExperts(config.expert_shape, layers=(), experts=0))
     found = [(name, [tuple(value.shape) for value in parameters]) for name, parameters in model.dense_units()]
     assert [(name, [shape for _, shape in parameters]) for name, parameters in _units(config)] == found
 

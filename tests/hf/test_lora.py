@@ -159,7 +159,7 @@ def test_five_steps_follow_peft(frozen_stores: Any, family: str) -> None:
     with session(store, lora) as parts:
         units = parts.model.dense_units()
         counts = [sum(parameter.numel() for parameter in parameters) for _, parameters in units]
-        assert list(parts.config.model.adapter_units) == counts
+        assert list(parts.config.spec.adapter_units) == counts
         oracle = Oracle(directory, lora, parts)
         for step in range(5):
             assert take(parts, step) == pytest.approx(oracle.step(step), rel=2e-5)

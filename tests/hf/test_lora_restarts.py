@@ -14,6 +14,7 @@ from tiny_families import make_config, plain_model
 
 from tierstore.errors import StoreExistsError, StoreFormatError
 from tierstore.hf.manifest import Weights
+from tierstore.hf.spec import stored_spec
 from tierstore.model.store_schema import STATE_KEY
 from tierstore.moe.lora import LoraConfig, LoraTargets
 from tierstore.parallel import Mesh, RankEnvironment
@@ -85,5 +86,5 @@ def test_pairs_are_not_lost_by_resharding(model: Path, tmp_path: Path, targets: 
         take(parts, 0)
         Stepper(parts).commit()
     with pytest.raises(StoreFormatError, match="low-rank pairs cannot be resharded"):
-        reshard(store, tmp_path / "two", Layout(1, 1, 2, 1), model=replace(config.model, lora=LoraConfig()))
+        reshard(store, tmp_path / "two", Layout(1, 1, 2, 1), model=stored_spec(store))
     assert not (tmp_path / "two").exists()

@@ -12,7 +12,7 @@ from lora_cases import LR, configured
 from tiny_families import make_config, plain_model
 
 from tierstore.hf.manifest import Weights
-from tierstore.hf.stored import stored_spec
+from tierstore.hf.spec import stored_spec
 from tierstore.model.interface import Batch
 from tierstore.moe.lora import LoraConfig, LoraTargets
 from tierstore.plan.capacity import Setting, capacity
@@ -51,7 +51,7 @@ def test_bytes_of_a_step(tmp_path: Path, use: Use, targets: LoraTargets) -> None
     spec = stored_spec(tmp_path / "store", finetune)
     assert spec is not None
     budget = 6 * least_host_budget(config, DeviceKind.CPU)
-    config = replace(config, host_budget=budget, model=replace(spec, lora=lora))
+    config = replace(config, host_budget=budget, model=stored_spec(tmp_path / "store", finetune, lora))
     planned = Setting(
         config=replace(config, model=spec, lora=LoraConfig()),
         model=spec.architecture,

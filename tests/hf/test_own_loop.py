@@ -23,7 +23,7 @@ from tierstore.errors import ConfigError, StoreMissingError, StorePoisonedError
 from tierstore.hf import Autocast, StepError, TieredModel, open_model
 from tierstore.hf.experts import experts_modules
 from tierstore.hf.imports.importing import ImportOptions, import_model
-from tierstore.hf.stored import stored_spec
+from tierstore.hf.spec import stored_spec
 from tierstore.model.config import ComputeDtype
 from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening

@@ -10,14 +10,12 @@ import pytest
 from published import COUNTS, PUBLISHED
 
 from tierstore.errors import ConfigError
-from tierstore.hf.activations import activation_bytes, forward_bytes
+from tierstore.hf.activations import forward_bytes
 from tierstore.hf.describing import describe_config
 from tierstore.hf.manifest import Manifest
 from tierstore.hf.sizes import attention_sizes, cache_bytes, pair_parameters
-from tierstore.hf.spec import HfSpec
-from tierstore.hf.stored import stored_spec
+from tierstore.hf.spec import HfSpec, hf_spec, model_of, stored_spec
 from tierstore.model.config import CheckpointActivations, ComputeDtype
-from tierstore.plan.foreign import model_of
 from tierstore.train.config import FinetuneConfig
 
 
@@ -27,12 +25,7 @@ def _manifest(name: str) -> Manifest:
 
 
 def _spec(name: str, **finetune: object) -> HfSpec:
-    config = PUBLISHED[name]
-    return HfSpec(
-        manifest=_manifest(name),
-        finetune=FinetuneConfig(**finetune),  # type: ignore[arg-type]
-        config=config,
-    )
+    return hf_spec(_manifest(name), PUBLISHED[name], FinetuneConfig(**finetune))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -65,8 +58,8 @@ def test_pairs_of_attention() -> None:
 def test_activations_grow_with_tokens_and_shrink_with_checkpointing(name: str) -> None:
     spec = _spec(name)
     block = _spec(name, checkpoint_activations=CheckpointActivations.BLOCK)
-    assert activation_bytes(block, 1024) < activation_bytes(spec, 1024) < activation_bytes(spec, 2048)
-    assert forward_bytes(spec, 1024) < activation_bytes(block, 1024)
+    assert block.activation_bytes(1024) < spec.activation_bytes(1024) < spec.activation_bytes(2048)
+    assert forward_bytes(spec, 1024) < block.activation_bytes(1024)
 
 
 def test_the_compute_type_is_the_configurations() -> None:
@@ -101,10 +94,10 @@ def test_a_bad_configuration_is_named_in_one_line(tmp_path: Path, content: str |
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(ConfigError, match=message) as caught:
-        model_of(tmp_path, FinetuneConfig())
+        model_of(tmp_path)
     assert str(tmp_path) in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_a_directory_without_a_manifest_holds_no_imported_model(tmp_path: Path) -> None:
-    assert stored_spec(tmp_path, FinetuneConfig()) is None
+    assert stored_spec(tmp_path) is None

@@ -15,15 +15,13 @@ from tierstore.hf.exports.exporting import ExportDtype, export
 from tierstore.hf.exports.reading import open_weights
 from tierstore.hf.imports.importing import ImportOptions
 from tierstore.hf.manifest import Manifest, Weights
-from tierstore.hf.spec import HfSpec
-from tierstore.hf.stored import stored_spec
+from tierstore.hf.spec import HfSpec, stored_spec
 from tierstore.model.store_schema import EXPERT_SCHEMA, quantized_layout
 from tierstore.moe.lora import LoraConfig
 from tierstore.quant.layout import CodeFormat, dequantize, quantize
 from tierstore.store import WeightFormat
 from tierstore.store.parameter_store import verify_store
 from tierstore.store.reading import read_schemas
-from tierstore.train.config import FinetuneConfig
 
 
 @pytest.mark.parametrize("codes", CodeFormat)
@@ -36,7 +34,7 @@ def test_records_are_the_checkpoints_quantised(
     imported(tmp_path / "m", tmp_path / "plain", weights=Weights.FROZEN)
     report = imported(tmp_path / "m", tmp_path / "s", weights=Weights.FROZEN, codes=codes)
     assert report.manifest.codes is codes
-    spec = stored_spec(tmp_path / "s", FinetuneConfig())
+    spec = stored_spec(tmp_path / "s")
     assert isinstance(spec, HfSpec)
     layout = quantized_layout(spec)
     assert layout is not None

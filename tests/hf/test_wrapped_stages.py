@@ -28,17 +28,16 @@ from tierstore.hf.exports.adapter import export_adapter
 from tierstore.hf.exports.exporting import export
 from tierstore.hf.imports.importing import ImportOptions, plan_import
 from tierstore.hf.manifest import Weights
-from tierstore.hf.stored import stored_spec
+from tierstore.hf.spec import stored_spec
 from tierstore.model.config import ComputeDtype
 from tierstore.parallel import Mesh, ParallelConfig
 from tierstore.parallel.layout import Layout
-from tierstore.train.config import FinetuneConfig
 from tierstore.train.ranks import Opening
 from tierstore.train.resharding import reshard
 from tierstore.train.resharding.reading import open_stored
 from tierstore.train.session import open_session
+from tierstore.train.stages.blocks import stage_config
 from tierstore.train.stages.order import one_forward_one_backward
-from tierstore.train.stages.spec import stage_config
 
 Whole = Callable[..., Path]
 
@@ -193,7 +192,7 @@ def test_what_was_trained_in_stages_is_exported(
     ranks.run(2, wrapped, store, given, 1, stages=2)
     wrapped(alone(), store, one, 1)
     back = tmp_path / "back"
-    reshard(given["store"], back, Layout(1, 1, 1, 1), model=stored_spec(given["store"], FinetuneConfig()))
+    reshard(given["store"], back, Layout(1, 1, 1, 1), model=stored_spec(given["store"]))
     export(one["store"], tmp_path / "expected")
     for source, target in ((back, tmp_path / "out"), (given["store"], tmp_path / "at once")):
         export(source, target)
@@ -221,7 +220,7 @@ def test_pairs_that_were_trained_in_stages_are_exported(
 
 def test_there_and_back_is_the_same_store(whole: Whole, tmp_path: Path) -> None:
     store = whole("deepseek_v3")
-    spec = stored_spec(store, FinetuneConfig())
+    spec = stored_spec(store)
     reshard(store, tmp_path / "stages", Layout(2, 2, 1, 1), model=spec)
     reshard(tmp_path / "stages", tmp_path / "back", Layout(1, 1, 1, 1), model=spec)
     export(store, tmp_path / "before")
@@ -254,7 +253,7 @@ def test_the_command_cuts_where_it_is_told(whole: Whole, tmp_path: Path) -> None
     made = call("--stages", "2", "--stage-blocks", "1,2", "--json")
     assert made.exit_code == 0, made.output
     assert json.loads(made.stdout.splitlines()[-1])["stages"] == 2
-    with open_stored(tmp_path / "new", stored_spec(tmp_path / "new", FinetuneConfig())) as stored:
+    with open_stored(tmp_path / "new", stored_spec(tmp_path / "new")) as stored:
         assert stored.blocks == [range(1), range(1, 3)]
 
 
@@ -263,7 +262,7 @@ def test_the_command_cuts_where_it_is_told(whole: Whole, tmp_path: Path) -> None
 
 def test_a_tied_head_is_refused(whole: Whole, settings: MakeSettings, tmp_path: Path) -> None:
     store = whole("mixtral", tie_word_embeddings=True)
-    spec = stored_spec(store, FinetuneConfig())
+    spec = stored_spec(store)
     with pytest.raises(ConfigError, match=r"parallel\.stages: expected 1: the head of this model is its emb"):
         reshard(store, tmp_path / "stages", Layout(2, 1, 1, 1), model=spec)
     assert not (tmp_path / "stages").exists()

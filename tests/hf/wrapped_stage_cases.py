@@ -14,9 +14,8 @@ from stage_cases import contents, sends
 from stage_runs import StageRun
 from stored_runs import configuration
 
-from tierstore.hf.stored import stored_spec
+from tierstore.hf.spec import stored_spec
 from tierstore.parallel import Mesh
-from tierstore.train.config import FinetuneConfig
 from tierstore.train.ranks import Opening
 from tierstore.train.resharding import reshard
 from tierstore.train.session import open_session
@@ -29,7 +28,7 @@ def made_over(mesh: Mesh, whole: Path, settings: Settings) -> None:
     """The store of a run is what one rank imported into ``whole``, for the ranks of ``mesh``."""
     store, blocks = settings["store"], settings.get("parallel.stage_blocks", ())
     if mesh.world.rank == 0 and not store.exists():
-        spec = stored_spec(whole, FinetuneConfig())
+        spec = stored_spec(whole)
         reshard(whole, store, mesh.layout, model=spec, stage_blocks=blocks)
     mesh.world.barrier()
 

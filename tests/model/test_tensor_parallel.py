@@ -16,6 +16,7 @@ from tierstore.errors import ConfigError
 from tierstore.model import CheckpointActivations, ComputeDtype, ModelConfig, Transformer
 from tierstore.model.attention import Attention, rotary_tables
 from tierstore.model.division import check_divisible, divided_units, divisions
+from tierstore.model.spec import spec_of
 from tierstore.moe import ExpertShape, FeedForward, InMemoryExperts
 from tierstore.moe.config import Activation
 from tierstore.parallel import Collective, Mesh, TensorRanks
@@ -164,7 +165,7 @@ def test_the_units_of_a_rank_are_counted_as_its_model_has_them(ranks: Ranks) -> 
         d_model=16, n_heads=2, d_ff=8, experts=3, n_layers=2, moe_every=2, shared_expert_d_ff=4
     )
     for size, found in ((1, [unit_sizes(alone(), config)]), (2, ranks.run(2, unit_sizes, config, tensor=2))):
-        assert found == [[unit.numel for unit in divided_units(config, size)]] * size
+        assert found == [[unit.numel for unit in divided_units(spec_of(config), size)]] * size
 
 
 def unit_sizes(mesh: Mesh, config: ModelConfig) -> list[int]:

@@ -9,7 +9,7 @@ from small_config import SMALL_QWEN3_MOE
 
 from tierstore.config import load
 from tierstore.hf.describing import describe_config
-from tierstore.hf.spec import HfSpec
+from tierstore.hf.spec import hf_spec
 from tierstore.model.config import ComputeDtype
 from tierstore.moe.lora import LoraConfig, LoraTargets
 from tierstore.plan.capacity import Setting, capacity
@@ -29,8 +29,9 @@ from tierstore.train.footprint import fixed_cost
 )
 def test_the_same_division(compute: ComputeDtype, device: DeviceKind, use: Use, targets: LoraTargets) -> None:
     lora = LoraConfig(rank=4, targets=targets)
-    spec = HfSpec(manifest=describe_config(SMALL_QWEN3_MOE, compute), config=SMALL_QWEN3_MOE)
-    run = replace(load(TrainConfig, None, {"data.batch_size": 2}), model=replace(spec, lora=lora), lora=lora)
+    manifest = describe_config(SMALL_QWEN3_MOE, compute)
+    spec, adapted = hf_spec(manifest, SMALL_QWEN3_MOE), hf_spec(manifest, SMALL_QWEN3_MOE, lora=lora)
+    run = replace(load(TrainConfig, None, {"data.batch_size": 2}), model=adapted, lora=lora)
     usage = usage_of(spec, use, rank=4)
     setting = Setting(
         config=replace(run, model=spec, lora=LoraConfig()),
@@ -40,7 +41,7 @@ def test_the_same_division(compute: ComputeDtype, device: DeviceKind, use: Use, 
     )
     assert setting.schema == expert_schema(run)
     assert usage.pairs == pair_schema(run)
-    assert list(usage.attention) == list(run.model.adapter_units)
+    assert list(usage.attention) == list(adapted.adapter_units)
     least = least_host_budget(run, device)
     assert setting.least_host_budget == least
     for budget in (least, 2 * least, 20 * least):
@@ -57,9 +58,7 @@ def test_the_same_division(compute: ComputeDtype, device: DeviceKind, use: Use, 
 def test_layer_order_of_pairs() -> None:
     """A layer's pairs have gradients for each micro-batch; AUTO weighs the orders of the use that the run has."""
     lora = LoraConfig(rank=4)
-    spec = HfSpec(
-        manifest=describe_config(SMALL_QWEN3_MOE, ComputeDtype.FP32), config=SMALL_QWEN3_MOE, lora=lora
-    )
+    spec = hf_spec(describe_config(SMALL_QWEN3_MOE, ComputeDtype.FP32), SMALL_QWEN3_MOE, lora=lora)
     settings = {"data.batch_size": 2, "data.micro_batches": 3, "links.disk.bandwidth": "1KiB"}
     run = replace(load(TrainConfig, None, settings), model=spec, lora=lora)
     run = replace(run, host_budget=least_host_budget(run, DeviceKind.CPU))

@@ -54,12 +54,12 @@ def test_activations_by_hand(setting: Make) -> None:
     """Of each of M micro-batches: the graph of one block, four copies of its experts' rows, two of its stream; once, the
     largest expert's scratch and the head.
     """
-    model = setting().config.model
+    spec = setting().config.spec
     tokens, d, rows = 32, 16, 32 * 12
     graph = tokens * d * (18 * 4 + 16) + tokens * (2 * d * 4 + 12 * 24)
     one = graph + rows * 4 * d * 4 + 2 * tokens * d * 4
     once = tokens * (64 + 2 * 32) * 4 + 4 * tokens * 256 * 4
-    assert model.layer_order_bytes(tokens, 4) == 4 * one + once
+    assert spec.layer_order_bytes(tokens, 4) == 4 * one + once
     assert capacity(setting(LAYER)).term("activations").nbytes == 4 * one + once
 
 

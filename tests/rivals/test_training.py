@@ -29,6 +29,7 @@ from tierstore.bench.train_bound import Compulsory
 from tierstore.cli.output import Output, OutputMode
 from tierstore.errors import CapabilityError, ConfigError
 from tierstore.model import ModelConfig
+from tierstore.model.spec import spec_of
 from tierstore.train.config import TrainConfig
 from tierstore.train.data import TextData
 from tierstore.train.files import DataConfig
@@ -77,7 +78,7 @@ def test_the_rivals_model_is_ours(config: TrainConfig, more: dict[str, Any]) -> 
         seed=model.seed,
         depth=model.n_layers,
     )
-    ours = model.build(experts)
+    ours = spec_of(model).build(experts)
     batch = TextData(config.data, seq_len=model.seq_len).batch(0)
     expected = ours.run(batch)
     objective, loss = module(batch.tokens_BT, batch.targets_BT)

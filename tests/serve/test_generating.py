@@ -16,9 +16,9 @@ from tiny_families import FAMILIES
 from tierstore.cli.main import cli
 from tierstore.deploy.records import Deployment
 from tierstore.errors import BudgetError, ConfigError
-from tierstore.hf.stored import stored_spec
+from tierstore.hf.spec import stored_spec
 from tierstore.model.config import ModelConfig
-from tierstore.model.spec import ModelSpec
+from tierstore.model.spec import spec_of
 from tierstore.prefetch.predictor import PredictorName
 from tierstore.serve.batch import PaddedRunner
 from tierstore.serve.config import BatchConfig
@@ -28,7 +28,6 @@ from tierstore.serve.language import BytePieces, StreamedText
 from tierstore.serve.model import cache_nbytes
 from tierstore.serve.sampling import SamplingOptions, TokenSampler
 from tierstore.trace.replay import replay
-from tierstore.train.config import FinetuneConfig
 
 GREEDY = SamplingOptions(temperature=0)
 
@@ -116,7 +115,7 @@ def test_a_replay_decides_alike(predictor: PredictorName, tmp_path: Path) -> Non
 def test_what_caches_take(family: str, tmp_path: Path) -> None:
     """What is announced beside what transformers' caches hold: equal, but where a window keeps fewer tokens."""
     _, store = store_of(tmp_path, family, torch.bfloat16)
-    spec = stored_spec(store, FinetuneConfig())
+    spec = stored_spec(store)
     assert spec is not None
     _, served = wrapped(family, torch.bfloat16)
     runner = served.runner(PaddedRunner)
@@ -135,7 +134,7 @@ def test_what_the_built_in_cache_takes() -> None:
 
 def test_the_context_that_fits() -> None:
     """By hand: 4 layers of width 256 in fp32 take 8 KiB a token; 8 sequences of 512 take 32 MiB, and a layer more."""
-    spec: ModelSpec = ModelConfig(n_layers=4, d_model=256, n_heads=4)
+    spec = spec_of(ModelConfig(n_layers=4, d_model=256, n_heads=4))
     assert sequence_bytes(spec, 1) == 4 * 2 * 256 * spec.compute_dtype.itemsize
     whole = batch_bytes(spec, sequences=8, context=512)
     assert whole == 8 * 512 * sequence_bytes(spec, 1) * 5 // 4

@@ -12,11 +12,11 @@ from served_stores import store_of
 
 from tierstore.errors import ConfigError, DataError
 from tierstore.hf.exports.mixtral import byte_tokenizer
-from tierstore.hf.stored import stored_spec
+from tierstore.hf.spec import stored_spec
 from tierstore.model.config import ModelConfig
+from tierstore.model.spec import spec_of
 from tierstore.serve.language import Language, open_language
 from tierstore.serve.sampling import PROCESSED, SamplingOptions, not_applied, sampling_defaults
-from tierstore.train.config import FinetuneConfig
 
 _TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
 
@@ -32,7 +32,7 @@ def _language_of(model: Path, files: dict[str, Any], *, gone: Sequence[str] = ()
     manifest = json.loads((model / "manifest.json").read_text())
     manifest["files"] = sorted({*manifest["files"], *files}.difference(gone))
     (model / "manifest.json").write_text(json.dumps(manifest))
-    spec = stored_spec(model.parent, FinetuneConfig())
+    spec = stored_spec(model.parent)
     assert spec is not None
     return open_language(spec)
 
@@ -44,7 +44,7 @@ _TOKENIZER = {
 
 
 def test_bytes_without_a_tokenizer() -> None:
-    language = open_language(ModelConfig())
+    language = open_language(spec_of(ModelConfig()))
     assert language.encode("é") == [0xC3, 0xA9]
     assert language.end_tokens == frozenset()
     assert language.defaults == SamplingOptions()

@@ -17,12 +17,10 @@ from tierstore.cli.main import cli
 from tierstore.errors import BudgetError, ConfigError, DataError
 from tierstore.hf.imports.importing import ImportOptions, import_model
 from tierstore.hf.manifest import Weights
-from tierstore.hf.spec import HfSpec
+from tierstore.hf.spec import HfSpec, model_of
 from tierstore.machine_profile import ASSUMED, Cost, Evidence
-from tierstore.plan.foreign import model_of
 from tierstore.quant.layout import CodeFormat
 from tierstore.serve.planning import ServedWork, plan_serving
-from tierstore.train.config import FinetuneConfig
 
 TOP_K = 2
 #: One byte or operation a second, but for the disk's four bytes.
@@ -43,7 +41,7 @@ def store(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def spec(store: Path) -> HfSpec:
-    return model_of(store, FinetuneConfig())
+    return model_of(store)
 
 
 def test_even_routing_by_hand(spec: HfSpec) -> None:

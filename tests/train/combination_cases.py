@@ -16,7 +16,7 @@ from tierstore.config import load
 from tierstore.errors import ConfigError
 from tierstore.hf.imports.importing import ImportOptions, import_model
 from tierstore.hf.manifest import Weights
-from tierstore.hf.stored import stored_spec
+from tierstore.hf.spec import stored_spec
 from tierstore.parallel import ExchangeMode, Mesh
 from tierstore.store.format import MomentFormat
 from tierstore.train.combinations import Feature
@@ -137,7 +137,7 @@ def _import_for(mesh: Mesh, model: Path, store: Path, options: ImportOptions) ->
     if mesh.world.rank == 0:
         whole = store.with_name(f"{store.name}-whole")
         import_model(model, whole, options)
-        reshard(whole, store, mesh.layout, model=stored_spec(whole, FinetuneConfig()))
+        reshard(whole, store, mesh.layout, model=stored_spec(whole))
     mesh.world.barrier()
 
 

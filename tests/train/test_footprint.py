@@ -44,8 +44,8 @@ def test_by_hand(config: TrainConfig) -> None:
         fusion=4 * (embedding + 2 * block + 2 * half),
         gradients=2 * 4 * (max(embedding, 2 * half) + 2 * block),
     )
-    assert alone.activations == config.model.activation_bytes(32)
-    assert together.activations == config.model.activation_bytes(16)
+    assert alone.activations == config.spec.activation_bytes(32)
+    assert together.activations == config.spec.activation_bytes(16)
     for cost in (alone, together):
         assert (cost.process, cost.text, cost.working) == (1000, 3000, WORKING_BYTES)
         assert cost.nbytes == 4000 + WORKING_BYTES + cost.dense.total + cost.activations

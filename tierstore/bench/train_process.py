@@ -114,7 +114,7 @@ def _answers(requests: Iterator[Any]) -> Generator[Mapping[str, object]]:
     keep_freed_memory()
     order = choose_order(config)
     config = order.applied(config)
-    config.model.import_code()
+    config.import_code()
     fixed = fixed_cost(config, resident_bytes()).nbytes
     described = [] if (line := order.describe()) is None else [line]
     with open_session(config, Opening.CREATE, trace=trace) as trainer:

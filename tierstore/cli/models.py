@@ -18,7 +18,7 @@ def with_stored_model(config: TrainConfig) -> TrainConfig:
 
     Raises ConfigError where ``[model]`` or ``[finetune]`` is of no use, StoreFormatError for a damaged description.
     """
-    from tierstore.hf.stored import stored_spec
+    from tierstore.hf.spec import stored_spec
     from tierstore.model.config import ModelConfig
     from tierstore.train.config import FinetuneConfig
 

@@ -179,7 +179,7 @@ def _with_model(config: TrainConfig, path: Path | None) -> TrainConfig:
 
     if path is None:
         return with_stored_model(config)
-    from tierstore.plan.foreign import model_of
+    from tierstore.hf.spec import model_of
 
     if config.model != ModelConfig():
         raise ConfigError(

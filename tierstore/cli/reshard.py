@@ -60,10 +60,9 @@ def reshard(
     """Make of STORE one for another layout of ranks, dense parameters cut anew and experts moved, or one that keeps
     experts' moments in another format. STORE stays as it is.
     """
-    from tierstore.hf.stored import stored_spec
+    from tierstore.hf.spec import stored_spec
     from tierstore.parallel import ParallelConfig
     from tierstore.parallel.layout import layout_of
-    from tierstore.train.config import FinetuneConfig
     from tierstore.train.resharding import VocabularyPlacement
     from tierstore.train.resharding import reshard as make
 
@@ -84,7 +83,7 @@ def reshard(
                 None if head is None else RowPlacement(head),
             ),
             moments=None if moments is None else MomentFormat(moments),
-            model=stored_spec(store, FinetuneConfig()),
+            model=stored_spec(store),
             stage_blocks=blocks,
         )
     elapsed_s = time.monotonic() - start

@@ -156,13 +156,13 @@ def _train(
     from tierstore.train.footprint import keep_freed_memory
     from tierstore.train.report import Instant, MetricsLog, totals
     from tierstore.train.session import open_session
-    from tierstore.train.stages.spec import stage_config
+    from tierstore.train.stages.blocks import stage_config
 
     keep_freed_memory()
     order = agreed_order(config, mesh)
     config = order.applied(config)
     own = stage_config(config, mesh.pipeline.rank, mesh.stages)
-    own.model.import_code()
+    own.import_code()
     fixed = _fixed_bytes(own, mesh)
     tokenising = _Tokenising(output)
 
@@ -217,7 +217,7 @@ def _fixed_bytes(placed: TrainConfig, mesh: Mesh) -> int:
     from tierstore.train.footprint import fixed_cost, resident_bytes
 
     device = DeviceKind(mesh.device.type)
-    units = divided_units(placed.model, mesh.tensor.size)
+    units = divided_units(placed.spec, mesh.tensor.size)
     return fixed_cost(placed, resident_bytes(), ranks=mesh.data.size, device=device, units=units).nbytes
 
 

@@ -26,13 +26,12 @@ from tierstore.errors import ConfigError, StoreFormatError
 from tierstore.hf.exports.exporting import outline_of, write_outline
 from tierstore.hf.exports.reading import Bits, Floats, StoredWeights, open_weights, round_bf16
 from tierstore.hf.manifest import Manifest, ParameterEntry
-from tierstore.hf.stored import stored_spec
+from tierstore.hf.spec import stored_spec
 from tierstore.model.buffers import BUFFERS_KEY, pack_arrays, unpack_arrays
 from tierstore.model.spec import ModelSpec
 from tierstore.moe.config import ExpertShape
 from tierstore.moe.experts import Workspace, forward_expert
 from tierstore.moe.source import ExpertLease
-from tierstore.train.config import FinetuneConfig
 
 
 @dataclass(frozen=True)
@@ -253,7 +252,7 @@ def write_student(
 
     Raises ConfigError, StoreError, OSError; on a failure there is nothing at ``checkpoint``.
     """
-    spec = stored_spec(store, FinetuneConfig())
+    spec = stored_spec(store)
     if spec is None:
         raise StoreFormatError(f"{store}: no imported model")
     manifest = spec.manifest

@@ -35,13 +35,11 @@ from tierstore.hf.exports.exporting import export
 from tierstore.hf.imports.importing import ImportOptions, import_model
 from tierstore.hf.loop.tiered import open_model
 from tierstore.hf.manifest import ImportProgress, ImportState
-from tierstore.hf.spec import HfSpec
-from tierstore.hf.stored import stored_spec
+from tierstore.hf.spec import HfSpec, stored_spec
 from tierstore.model.store_schema import IMPORT_KEY
 from tierstore.quant.layout import CodeFormat
 from tierstore.store.disk.home import IDENTITY
 from tierstore.store.reading import OpenAt, read_states
-from tierstore.train.config import FinetuneConfig
 from tierstore.units import format_bytes
 
 _CALIBRATED_WINDOWS = 16
@@ -260,7 +258,7 @@ def _windows(context: StageContext) -> Windows | None:
 
 def _spec(store: Path) -> HfSpec:
     """The model that fusion has left in ``store``."""
-    spec = stored_spec(store, FinetuneConfig())
+    spec = stored_spec(store)
     if spec is None:
         raise StoreFormatError(f"{store}: no imported model")
     return spec

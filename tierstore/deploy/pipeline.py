@@ -49,9 +49,8 @@ from tierstore.deploy.stages import (
 )
 from tierstore.deploy.teacher import read_windows
 from tierstore.errors import ConfigError, StoreExistsError, StoreMissingError
-from tierstore.hf.stored import stored_spec
+from tierstore.hf.spec import stored_spec
 from tierstore.store.disk.home import building, building_directory, fsync_directory
-from tierstore.train.config import FinetuneConfig
 from tierstore.units import format_seconds
 
 
@@ -153,7 +152,7 @@ def _refuse_early(config: DeployConfig) -> None:
     Raises ConfigError for numbers of experts, blocks and positions that the model does not have, DataError for a text that
     is too short or cannot be read, StoreFormatError, OSError.
     """
-    spec = stored_spec(config.store, FinetuneConfig())
+    spec = stored_spec(config.store)
     if spec is None:
         return
     count, placement, how = config.compression.experts, config.placement, config.distillation

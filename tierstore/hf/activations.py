@@ -10,15 +10,12 @@ keeps its probabilities too. tests/hf holds the estimate against what torch allo
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from tierstore.hf.manifest import UnitEntry
 from tierstore.hf.sizes import attention_sizes
+from tierstore.hf.spec import HfSpec
 from tierstore.model.config import CheckpointActivations
 from tierstore.moe.config import SaveActivations
-
-if TYPE_CHECKING:
-    from tierstore.hf.manifest import UnitEntry
-    from tierstore.hf.spec import HfSpec
 
 #: Linear attention without its kernel (Qwen3-Next): fp32 values for each value of its input projections, and for each
 #: head and each of 64 tokens of a chunk; both as measured.

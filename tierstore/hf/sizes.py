@@ -1,18 +1,15 @@
-"""What follows from the shapes of a model's dense parameters: attention's widths, its cache, its low-rank pairs; and from
-its configuration: how long its texts may be.
+"""What follows from the shapes of a model's dense parameters: attention's widths, its cache, its low-rank pairs.
 
 Imports neither torch nor transformers. Parameters are known by their names in memory, which transformers' decoders share.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from tierstore.hf.manifest import Manifest, UnitEntry
-    from tierstore.hf.spec import HfSpec
+from tierstore.hf.manifest import Manifest, UnitEntry
+from tierstore.hf.spec import HfSpec
 
 _ATTENTION = (".self_attn.", ".linear_attn.")
 _QUERY = ("q_proj", "q_b_proj")
@@ -72,49 +69,3 @@ def cache_bytes(spec: HfSpec, tokens: int) -> int:
     """Bytes of keys and values of ``tokens`` tokens in the compute type, as transformers caches them."""
     cached = sum(attention_sizes(spec, unit).cached for unit in spec.manifest.units[1:-1])
     return tokens * cached * spec.compute_dtype.itemsize
-
-
-def text_positions(config: Mapping[str, Any]) -> int:
-    """The most positions of a text by ``config``, the values of a config.json; 0 where they do not say it.
-
-    A kind of rotary embedding that stretches positions gives its factor times the original ones, whether
-    ``max_position_embeddings`` has been multiplied (DeepSeek) or not (Qwen's recipe); those that name no original positions
-    mean ``max_position_embeddings``, as transformers and vLLM read them. llama3 and longrope give them as they are.
-    """
-    most = int(config.get("max_position_embeddings") or 0)
-    found = [
-        int(factor * (original or most))
-        for kind, factor, original in _rotary(config)
-        if kind in ("linear", "dynamic", "yarn") and factor
-    ]
-    return max(found, default=most)
-
-
-def cached_positions(config: Mapping[str, Any]) -> int:
-    """The same of a text that is continued from a cache of its keys.
-
-    Where frequencies depend on a text's length beyond its original positions (longrope, dynamic), all of its keys are
-    computed with those of its length: a cache cannot go from one to the other, so that the original positions are what
-    there is.
-    """
-    most = int(config.get("max_position_embeddings") or 0)
-    original = [
-        original or most for kind, _, original in _rotary(config) if kind in ("longrope", "su", "dynamic")
-    ]
-    return min([text_positions(config), *original])
-
-
-def _rotary(config: Mapping[str, Any]) -> list[tuple[object, float, int]]:
-    """Kind, factor and original positions (0: not named) of each rotary embedding: layers may have one by their kind. As in
-    transformers, the older key wins, and original positions at the top.
-    """
-    given = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    key = "original_max_position_embeddings"
-    return [
-        (
-            rope.get("rope_type", rope.get("type")),
-            rope.get("factor") or 0,
-            int(config.get(key) or rope.get(key) or 0),
-        )
-        for rope in [value for value in given.values() if isinstance(value, Mapping)] or [given]
-    ]

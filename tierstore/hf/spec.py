@@ -1,13 +1,13 @@
-"""The specification of a model of transformers, made of its manifest: what a run is configured with before it is built.
+"""The specification of a model of transformers, made of its manifest; and which model a store or a directory holds.
 
-Imports neither torch nor transformers; only ``build`` does.
+Imports neither torch nor transformers; only ``build`` and the description of a bare configuration do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -15,15 +15,16 @@ from typing import TYPE_CHECKING, Any
 from tierstore.config import as_dict
 from tierstore.dense.layout import Narrow
 from tierstore.errors import ConfigError, StoreError
-from tierstore.hf.manifest import ExpertLayout, Manifest, UnitEntry
+from tierstore.hf.describing import CONFIG_NAME, describe_config, read_config, text_positions
+from tierstore.hf.manifest import MANIFEST_NAME, ExpertEntry, ExpertLayout, Manifest, UnitEntry, Weights
 from tierstore.hf.pairs import attention_pairs
-from tierstore.hf.sizes import text_positions
 from tierstore.model.architecture import Architecture, DenseUnit
-from tierstore.model.config import CheckpointActivations, ComputeDtype
+from tierstore.model.spec import ModelSpec, spec_of
+from tierstore.model.store_schema import TrainState, from_conditions, recorded_model
 from tierstore.model.vocabulary.partition import VocabularyPartition
-from tierstore.moe.config import Activation, ExpertShape, SaveActivations
+from tierstore.moe.config import Activation, ExpertShape
 from tierstore.moe.lora import LoraConfig
-from tierstore.quant.layout import CodeFormat
+from tierstore.store.disk.home import MODEL_DIRECTORY
 from tierstore.train.config import FinetuneConfig
 
 if TYPE_CHECKING:
@@ -51,154 +52,56 @@ _TOKENIZER_FILES = ("tokenizer", "vocab.", "merges.", "spiece.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class HfSpec:
-    """A model of transformers as a run is configured with it (a ``ModelSpec``).
+class HfSpec(ModelSpec):
+    """A model of transformers as a run is configured with it; ``hf_spec`` makes it of the model's ``manifest``.
 
     ``config``: the values of its config.json. ``directory``: where config.json and the tokenizer's files are; None where
     nothing but the configuration is known, which is enough for a plan.
     """
 
     manifest: Manifest
-    finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
-    lora: LoraConfig = field(default_factory=LoraConfig)
-    config: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    directory: Path | None = None
-
-    # What it is ---------------------------------------------------------------------------------------------
-
-    @property
-    def seq_len(self) -> int:
-        return self.finetune.length(self.positions)
-
-    @cached_property
-    def positions(self) -> int:
-        return text_positions(self.config)
-
-    @property
-    def vocab_size(self) -> int:
-        return self.manifest.vocab_size
-
-    @property
-    def d_model(self) -> int:
-        return self.manifest.d_model
-
-    @property
-    def compute_dtype(self) -> ComputeDtype:
-        return self.manifest.compute
-
-    @property
-    def checkpoint_activations(self) -> CheckpointActivations:
-        return self.finetune.checkpoint_activations
-
-    @property
-    def expert_activations(self) -> SaveActivations:
-        return self.finetune.expert_activations
-
-    @property
-    def moe_layers(self) -> tuple[int, ...]:
-        return self.manifest.experts.layers
-
-    @property
-    def experts(self) -> int:
-        return self.manifest.experts.count
+    finetune: FinetuneConfig
+    lora: LoraConfig
+    config: Mapping[str, Any] = field(hash=False)
+    directory: Path | None
 
     @property
     def top_k(self) -> int:
         return self.manifest.experts.top_k
 
-    @property
-    def expert_codes(self) -> CodeFormat | None:
-        return self.manifest.codes
-
-    @property
-    def expert_shape(self) -> ExpertShape:
-        """Raises ConfigError for an activation that is not known."""
-        experts = self.manifest.experts
-        if experts.layout is ExpertLayout.INTERLEAVED_BIASED:
-            given = {
-                name: float(self.config[key])
-                for name, key in (("alpha", "swiglu_alpha"), ("limit", "swiglu_limit"))
-                if self.config.get(key) is not None
-            }
-            return ExpertShape(experts.d_model, experts.d_ff, Activation.CLAMPED_SWIGLU, **given)
-        if experts.activation not in ACTIVATIONS:
-            raise ConfigError(
-                f"hidden_act: expected one of {', '.join(ACTIVATIONS)}, got {experts.activation!r}"
-            )
-        return ExpertShape(experts.d_model, experts.d_ff, ACTIVATIONS[experts.activation])
-
-    @cached_property
-    def architecture(self) -> Architecture:
-        experts = self.manifest.experts
-        return Architecture(
-            units=tuple(self._dense_unit(unit) for unit in self.manifest.units),
-            moe_layers=experts.layers,
-            experts=experts.count,
-            expert_numel=experts.numel,
-            top_k=experts.top_k,
-        )
-
-    def _dense_unit(self, unit: UnitEntry) -> DenseUnit:
-        narrow = sum(p.numel for p in unit.parameters if self.manifest.narrow(p) is Narrow.YES)
-        return DenseUnit(matrices=narrow, others=unit.numel - narrow)
-
-    @property
-    def adapter_units(self) -> tuple[int, ...]:
-        if not self.lora.enabled:
-            return ()
-        counts = [0 for _ in self.manifest.units]
-        for pair in attention_pairs(self.manifest, self.lora):
-            counts[pair.unit] += self.lora.rank * (pair.outputs + pair.inputs)
-        return tuple(counts)
-
-    @property
-    def tokenizer(self) -> Path | None:
-        """The directory of its tokenizer's files; None without any."""
-        if any(name.startswith(_TOKENIZER_FILES) for name in self.manifest.files):
-            return self.directory
-        return None
-
-    @property
-    def mixes_documents(self) -> str:
-        kind = self.manifest.model_type
-        return f"linear attention ({kind}) takes its state over documents" if kind in _LINEAR else ""
-
-    def check_stages(self) -> None:
-        """Raises ConfigError for a tied embedding."""
-        if self.manifest.tied:
-            raise ConfigError(
-                "parallel.stages: expected 1: the head of this model is its embedding; the first and the last stage would "
-                "both have the table, and its gradient would be summed in another order than one process does"
-            )
-
-    def activation_bytes(self, tokens: int, blocks: range | None = None) -> int:
-        """An upper estimate of what one training pass of ``tokens`` keeps and needs at its peak, in bytes, through all
-        decoder layers or through ``blocks``.
-        """
-        from tierstore.hf.activations import activation_bytes
+    def pass_bytes(self, tokens: int, blocks: range | None) -> int:
+        from tierstore.hf.activations import activation_bytes  # which takes a specification
 
         return activation_bytes(self, tokens, blocks)
 
     def layer_order_bytes(self, tokens: int, micro_batches: int) -> int:
-        """The same of a step in layer order, of ``micro_batches`` of ``tokens`` each, beside the block inputs."""
         from tierstore.hf.activations import layer_order_bytes
 
+        self._refuse_stage()
         return layer_order_bytes(self, tokens, micro_batches)
+
+    def vary(self, name: str, value: object) -> HfSpec | None:
+        """The same model trained otherwise; None for what its store has decided."""
+        if name not in FinetuneConfig.__dataclass_fields__:
+            return None
+        finetune = replace(self.finetune, **{name: value})  # type: ignore[arg-type]
+        varied = hf_spec(self.manifest, self.config, finetune, self.lora, self.directory)
+        return varied if self.whole is None else varied.stage(self.layers, held=self.held)
 
     def settings(self) -> dict[str, object]:
         """The model's identity, and under ``tuning`` what a run chooses of it."""
-        experts = self.manifest.experts
+        manifest, experts = self.manifest, self.manifest.experts
         return {
-            "model_type": self.manifest.model_type,
-            "architecture": self.manifest.architecture,
-            "fingerprint": self.manifest.fingerprint,
+            "model_type": manifest.model_type,
+            "architecture": manifest.architecture,
+            "fingerprint": manifest.fingerprint,
             "compute_dtype": self.compute_dtype.value,
-            "weights": self.manifest.weights.value,
+            "weights": manifest.weights.value,
             **({} if self.expert_codes is None else {"codes": self.expert_codes.value}),
             "vocab_size": self.vocab_size,
             "d_model": self.d_model,
-            "layers": self.manifest.layers,
-            "moe_layers": list(self.moe_layers),
+            "layers": manifest.layers,
+            "moe_layers": list(experts.layers),
             "experts": experts.count,
             "top_k": experts.top_k,
             "d_ff": experts.d_ff,
@@ -213,18 +116,8 @@ class HfSpec:
             **({"lora": as_dict(self.lora)} if self.lora.enabled else {}),
         }
 
-    # What it becomes ----------------------------------------------------------------------------------------
-
-    def vary(self, name: str, value: object) -> HfSpec | None:
-        """The same model trained otherwise; None for what its store has decided."""
-        if name not in FinetuneConfig.__dataclass_fields__:
-            return None
-        return replace(self, finetune=replace(self.finetune, **{name: value}))  # type: ignore[arg-type]
-
     def import_code(self) -> None:
         """transformers, and its module of the family. Raises ConfigError, and CapabilityError without transformers."""
-        from importlib import import_module
-
         import_module("tierstore.hf.model").import_family(self)
 
     def build(
@@ -234,25 +127,19 @@ class HfSpec:
         mesh: Mesh | None = None,
         ledger: StallLedger | None = None,
         vocabulary: VocabularyPartition | None = None,
-        blocks: range | None = None,
     ) -> Model:
-        """The model, whose experts come from ``source``, or the stage of it that has ``blocks``. Raises ConfigError,
-        CapabilityError without transformers, and ValueError for a stage without a mesh.
-        """
-        from importlib import import_module
-
         if vocabulary not in (None, VocabularyPartition()):
             raise ConfigError(
                 "parallel.embedding, parallel.head: expected gathered: an imported model's stay whole"
             )
         model: Model
-        if blocks is None:
+        if self.whole is None:
             model = import_module("tierstore.hf.model").build_model(self, source, mesh=mesh, ledger=ledger)
         elif mesh is None:
             raise ValueError("a pipeline stage needs a mesh")
         else:
             build_stage = import_module("tierstore.hf.stage").build_stage
-            model = build_stage(self, source, blocks, mesh=mesh, ledger=ledger)
+            model = build_stage(self, source, mesh=mesh, ledger=ledger)
         return model
 
     def first_weights(self, layer: int, expert: int) -> npt.NDArray[np.float32]:
@@ -260,3 +147,134 @@ class HfSpec:
             f"{self.directory or self.manifest.source}: expert {expert} of layer {layer} is missing: the weights of an "
             "imported model are in its store"
         )
+
+
+def hf_spec(
+    manifest: Manifest,
+    config: Mapping[str, Any],
+    finetune: FinetuneConfig | None = None,
+    lora: LoraConfig | None = None,
+    directory: Path | None = None,
+) -> HfSpec:
+    """The specification of the model of ``manifest`` and of ``config``, the values of its config.json. ``directory``: see
+    ``HfSpec``. Raises ConfigError for experts with an activation that is not known.
+    """
+    finetune, lora, experts = finetune or FinetuneConfig(), lora or LoraConfig(), manifest.experts
+    positions = text_positions(config)
+    has_tokenizer = any(name.startswith(_TOKENIZER_FILES) for name in manifest.files)
+    return HfSpec(
+        manifest=manifest,
+        finetune=finetune,
+        lora=lora,
+        config=config,
+        directory=directory,
+        seq_len=finetune.length(positions),
+        positions=positions,
+        vocab_size=manifest.vocab_size,
+        d_model=manifest.d_model,
+        compute_dtype=manifest.compute,
+        expert_codes=manifest.codes,
+        checkpoint_activations=finetune.checkpoint_activations,
+        expert_activations=finetune.expert_activations,
+        moe_layers=experts.layers,
+        experts=experts.count,
+        expert_shape=_expert_shape(experts, config),
+        architecture=Architecture(
+            units=tuple(_dense_unit(manifest, unit) for unit in manifest.units),
+            moe_layers=experts.layers,
+            experts=experts.count,
+            expert_numel=experts.numel,
+            top_k=experts.top_k,
+        ),
+        adapter_units=_adapter_units(manifest, lora) if lora.enabled else (),
+        tokenizer=directory if has_tokenizer else None,
+        mixes_documents=f"linear attention ({manifest.model_type}) takes its state over documents"
+        if manifest.model_type in _LINEAR
+        else "",
+        no_stages="expected 1: the head of this model is its embedding; the first and the last stage would both have the "
+        "table, and its gradient would be summed in another order than one process does"
+        if manifest.tied
+        else "",
+        layers=range(manifest.layers),
+    )
+
+
+def _expert_shape(experts: ExpertEntry, config: Mapping[str, Any]) -> ExpertShape:
+    if experts.layout is ExpertLayout.INTERLEAVED_BIASED:
+        given = {
+            name: float(config[key])
+            for name, key in (("alpha", "swiglu_alpha"), ("limit", "swiglu_limit"))
+            if config.get(key) is not None
+        }
+        return ExpertShape(experts.d_model, experts.d_ff, Activation.CLAMPED_SWIGLU, **given)
+    if experts.activation not in ACTIVATIONS:
+        raise ConfigError(f"hidden_act: expected one of {', '.join(ACTIVATIONS)}, got {experts.activation!r}")
+    return ExpertShape(experts.d_model, experts.d_ff, ACTIVATIONS[experts.activation])
+
+
+def _dense_unit(manifest: Manifest, unit: UnitEntry) -> DenseUnit:
+    narrow = sum(p.numel for p in unit.parameters if manifest.narrow(p) is Narrow.YES)
+    return DenseUnit(matrices=narrow, others=unit.numel - narrow)
+
+
+def _adapter_units(manifest: Manifest, lora: LoraConfig) -> tuple[int, ...]:
+    counts = [0 for _ in manifest.units]
+    for pair in attention_pairs(manifest, lora):
+        counts[pair.unit] += lora.rank * (pair.outputs + pair.inputs)
+    return tuple(counts)
+
+
+# Of a store -------------------------------------------------------------------------------------------------
+
+
+def stored_spec(
+    store: Path, finetune: FinetuneConfig | None = None, lora: LoraConfig | None = None
+) -> HfSpec | None:
+    """The model that was imported into ``store``, trained as ``finetune`` and ``lora`` say; None where none was.
+
+    Raises StoreFormatError for a damaged manifest, and ConfigError for a damaged config.json, and where weights that are
+    trained were to be adapted.
+    """
+    directory = store / MODEL_DIRECTORY
+    if not (directory / MANIFEST_NAME).exists():
+        return None
+    manifest = Manifest.read(store)
+    if lora is not None and lora.enabled and manifest.weights is not Weights.FROZEN:
+        raise ConfigError(
+            f"lora.rank: {store} was imported to train all of the model; tierstore import --frozen makes one for LoRA"
+        )
+    return hf_spec(manifest, read_config(directory / CONFIG_NAME), finetune, lora, directory)
+
+
+def recorded_spec(store: Path, state: TrainState) -> ModelSpec:
+    """The model in ``store``, whose training stands at ``state``: the imported one, with the pairs that were trained beside
+    it, or the built-in one. Raises StoreFormatError where the conditions are damaged.
+    """
+    return stored_spec(store, lora=recorded_lora(store, state)) or spec_of(
+        recorded_model(state, where=str(store))
+    )
+
+
+def recorded_lora(store: Path, state: TrainState) -> LoraConfig:
+    """How the pairs in ``store`` are configured; without any its rank is 0. Raises StoreFormatError."""
+    model = state.conditions.get("model")
+    given = model.get("lora") if isinstance(model, Mapping) else None
+    return LoraConfig() if given is None else from_conditions(LoraConfig, given, where=str(store))
+
+
+def model_of(path: Path, finetune: FinetuneConfig | None = None) -> HfSpec:
+    """The model of a directory of transformers, of its config.json, or of a store that it was imported into.
+
+    Its weights are not looked at. A directory or file needs transformers, a store does not. Raises ConfigError,
+    CapabilityError, StoreFormatError, OSError.
+    """
+    for directory in (path, path.parent):
+        # The directory in a store that the import left; elsewhere a file of that name is not tierstore's.
+        if directory.absolute().name == MODEL_DIRECTORY and (directory / MANIFEST_NAME).exists():
+            path = directory.parent
+    spec = stored_spec(path, finetune)
+    if spec is not None:
+        return spec
+    config = read_config(path)
+    where = str(path / CONFIG_NAME if path.is_dir() else path)
+    return hf_spec(describe_config(config, where=where), config, finetune)

@@ -40,13 +40,13 @@ if TYPE_CHECKING:
 
 
 def build_stage(
-    spec: HfSpec, source: ExpertSource, blocks: range, *, mesh: Mesh, ledger: StallLedger | None = None
+    spec: HfSpec, source: ExpertSource, *, mesh: Mesh, ledger: StallLedger | None = None
 ) -> HfStage:
-    """The stage of ``spec`` with ``blocks``; dense parameters have no memory yet. Raises ConfigError, CapabilityError."""
+    """The stage that ``spec`` is; dense parameters have no memory yet. Raises ConfigError, CapabilityError."""
     with quiet_transformers():
         loaded = build_module(parse_config(spec.config), spec.compute_dtype.torch)
     return HfStage(
-        cut_module(loaded, blocks),
+        cut_module(loaded, spec.layers),
         source,
         compute=spec.compute_dtype,
         finetune=spec.finetune,

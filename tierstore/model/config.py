@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from tierstore.config import as_dict
 from tierstore.errors import ConfigError
 from tierstore.model.architecture import Architecture, DenseUnit
 from tierstore.moe.config import (
@@ -20,16 +19,7 @@ from tierstore.moe.config import (
 )
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
     import torch
-
-    from tierstore.model.transformer import Transformer
-    from tierstore.model.vocabulary import VocabularyPartition
-    from tierstore.moe.source import ExpertSource
-    from tierstore.parallel import Mesh
-    from tierstore.quant.layout import CodeFormat
-    from tierstore.stats import StallLedger
 
 
 class ComputeDtype(StrEnum):
@@ -178,11 +168,6 @@ class ModelConfig:
         )
 
     @property
-    def expert_codes(self) -> CodeFormat | None:
-        """None: its experts are trained."""
-        return None
-
-    @property
     def expert_shape(self) -> ExpertShape:
         """The shape of every expert."""
         return ExpertShape(self.d_model, self.d_ff, self.activation)
@@ -191,10 +176,6 @@ class ModelConfig:
     def dense_shape(self) -> ExpertShape:
         """The shape of the feed-forward network in blocks without experts."""
         return ExpertShape(self.d_model, self.d_ff_dense or 4 * self.d_model, self.activation)
-
-    @property
-    def positions(self) -> int:
-        return self.seq_len
 
     @property
     def head_dim(self) -> int:
@@ -229,136 +210,9 @@ class ModelConfig:
             top_k=self.top_k,
         )
 
-    def check_stages(self) -> None:
-        """Raises ConfigError for a tied embedding."""
-        if self.tie_embeddings is TieEmbeddings.TIED:
-            raise ConfigError(
-                "parallel.stages: expected 1 with model.tie_embeddings = tied: the first and the last stage would both "
-                "have the table, and its gradient would be summed in another order than one process does"
-            )
-
-    def activation_bytes(self, tokens: int, blocks: range | None = None) -> int:
-        """An upper estimate of what one pass of ``tokens`` keeps and needs at its peak, in bytes, through all blocks or
-        through ``blocks``, all of them with experts.
-
-        Counts what autograd saves per block, the experts' activations, and the scratch of one layer's
-        backward pass with every assignment at one expert.
-        """
-        if blocks is not None:
-            return replace(self, n_layers=len(blocks), moe_every=1).activation_bytes(tokens)
-        d, width = self.d_model, self.compute_dtype.itemsize
-        of = self._activations(tokens)
-        saving = self.expert_activations is SaveActivations.SAVE
-        mixture = of.mixture + (of.inner if saving else 0)
-        moe = len(self.moe_layers)
-        kept = self.n_layers * of.attention + moe * mixture + (self.n_layers - moe) * of.dense
-        if self.checkpoint_activations is CheckpointActivations.BLOCK:
-            kept = self.n_layers * tokens * d * width + of.attention + max(mixture, of.dense)
-        return kept + of.rows + of.workspace + of.head
-
-    def layer_order_bytes(self, tokens: int, micro_batches: int) -> int:
-        """An upper estimate of what a step in layer order needs at its peak, beside the block inputs that it keeps.
-
-        The graphs of one block are alive for all micro-batches at once, with the rows of its experts and the stream's
-        values (or their gradients) before and after it; experts work for one micro-batch at a time.
-        """
-        of = self._activations(tokens)
-        stream = 2 * tokens * self.d_model * self.compute_dtype.itemsize
-        sparse = len(self.moe_layers) == self.n_layers
-        graph = of.attention + (of.mixture if sparse else max(of.mixture, of.dense))
-        return micro_batches * (graph + of.rows + stream) + of.workspace + of.head
-
-    def _activations(self, tokens: int) -> _Activations:
-        width = self.compute_dtype.itemsize
-        d, shape = self.d_model, self.expert_shape
-        rows = tokens * self.top_k
-        shared = tokens * 4 * self.shared_expert_d_ff * width
-        return _Activations(
-            # Two norms (fp32 in, out), queries, keys, values before and after rotation, attention, projection,
-            # sums.
-            attention=tokens * d * (18 * width + 16),
-            mixture=tokens * (2 * d * width + self.experts * 24) + shared,
-            inner=rows * shape.inner_rows * width,
-            dense=tokens * (self.dense_shape.inner_rows + 2 * self.dense_shape.d_ff) * width,
-            rows=rows * 4 * d * width,
-            workspace=tokens * (shape.inner_rows + 2 * shape.d_ff) * width,
-            head=4 * tokens * min(self.vocab_size, 4096) * 4,
-        )
-
-    @property
-    def adapter_units(self) -> tuple[int, ...]:
-        return ()
-
-    @property
-    def tokenizer(self) -> None:
-        """None: text is read as bytes."""
-        return None
-
-    @property
-    def mixes_documents(self) -> str:
-        return "the built-in model has no positions by document"
-
     def vary(self, name: str, value: object) -> ModelConfig:
         """The same with another value of the field ``name``. Raises ConfigError."""
         return replace(self, **{name: value})  # type: ignore[arg-type]
-
-    def settings(self) -> dict[str, object]:
-        """Every field, as JSON can hold it."""
-        return as_dict(self)
-
-    def import_code(self) -> None:
-        """Imports what ``build`` needs."""
-        from importlib import import_module
-
-        import_module("tierstore.model.transformer")
-
-    def build(
-        self,
-        source: ExpertSource,
-        *,
-        mesh: Mesh | None = None,
-        ledger: StallLedger | None = None,
-        vocabulary: VocabularyPartition | None = None,
-        blocks: range | None = None,
-    ) -> Transformer:
-        """The transformer of this configuration, or the stage of it that has ``blocks``. Raises ValueError for a stage
-        without a mesh.
-        """
-        from tierstore.model.transformer import Transformer
-
-        if blocks is not None:
-            from tierstore.model.stage import StageTransformer
-
-            if mesh is None:
-                raise ValueError("a pipeline stage needs a mesh")
-            return StageTransformer(
-                self, source, layers=blocks, mesh=mesh, ledger=ledger, vocabulary=vocabulary
-            )
-        return Transformer(self, source, mesh=mesh, ledger=ledger, vocabulary=vocabulary)
-
-    def first_weights(self, layer: int, expert: int) -> npt.NDArray[np.float32]:
-        """A function of the configuration alone."""
-        from tierstore.moe.experts import initial_expert
-
-        shape, layers = self.expert_shape, self.n_layers
-        made = initial_expert(shape, seed=self.seed, layer=layer, expert=expert, layers=layers)
-        weights: npt.NDArray[np.float32] = made.numpy()
-        return weights
-
-
-@dataclass(frozen=True, slots=True)
-class _Activations:
-    """Bytes of one pass: what one block keeps of attention, router, experts (``inner``: what feeds their activations) or
-    dense network; the rows of experts; the scratch of one expert that got every token; the head.
-    """
-
-    attention: int
-    mixture: int
-    inner: int
-    dense: int
-    rows: int
-    workspace: int
-    head: int
 
 
 def _at_least(name: str, value: int, least: int) -> None:

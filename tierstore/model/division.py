@@ -57,8 +57,8 @@ def divided_units(model: ModelSpec, ranks: int) -> tuple[DenseUnit, ...]:
     """What one of ``ranks`` tensor-parallel ranks holds of the dense units of ``model``: its part of the matrices, and the
     others whole. Of another library's model nothing is divided.
     """
-    from tierstore.model.config import ModelConfig
+    from tierstore.model.spec import BuiltInSpec
 
     units = model.architecture.units
-    parts = ranks if isinstance(model, ModelConfig) else 1
+    parts = ranks if isinstance(model, BuiltInSpec) and model.whole is None else 1
     return tuple(DenseUnit(matrices=unit.matrices // parts, others=unit.others) for unit in units)

@@ -1,133 +1,238 @@
-"""What a model is before it is built: its sizes, by which budgets, schedules and plans are reckoned. Imports no torch.
+"""What a run knows of its model before it is built: ``ModelSpec``, by which budgets, schedules and plans are reckoned.
 
-``ModelConfig`` is the built-in transformer's. A model of another library has a specification of its own, made of what
-its store says of it.
+The built-in model's is made of its ``ModelConfig`` (``spec_of``); a model of transformers has an ``HfSpec``. A pipeline
+stage of either is the same specification with fewer blocks (``ModelSpec.stage``). Imports no torch.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Self, TypeVar
+
+from tierstore.config import as_dict
+from tierstore.errors import ConfigError
+from tierstore.model.architecture import Architecture, DenseUnit
+from tierstore.model.config import CheckpointActivations, ComputeDtype, ModelConfig, TieEmbeddings
+from tierstore.moe.config import ExpertShape, SaveActivations
+from tierstore.quant.layout import CodeFormat
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import numpy as np
     import numpy.typing as npt
 
-    from tierstore.model.architecture import Architecture
-    from tierstore.model.config import CheckpointActivations, ComputeDtype
     from tierstore.model.interface import Model
     from tierstore.model.vocabulary import VocabularyPartition
-    from tierstore.moe.config import ExpertShape, SaveActivations
     from tierstore.moe.source import ExpertSource
     from tierstore.parallel import Mesh
-    from tierstore.quant.layout import CodeFormat
     from tierstore.stats import StallLedger
 
+_NOTHING = DenseUnit(matrices=0, others=0)
+Unit = TypeVar("Unit")
 
-class ModelSpec(Protocol):
-    """A decoder with MoE layers, as a run is configured with it. All values are fixed once it is made."""
 
-    @property
-    def seq_len(self) -> int:
-        """Tokens of a sequence that it is trained with."""
-        ...
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec(ABC):
+    """A decoder with MoE layers, or the pipeline stage of one that has some of its blocks.
 
-    @property
-    def positions(self) -> int:
-        """The most tokens of a sequence that it can tell apart; 0 where that is not known."""
-        ...
+    ``seq_len``: tokens of a sequence in training; ``positions``: the most that it can tell apart, 0 where that is not
+    known. ``compute_dtype``: of the experts' products; ``expert_codes``: how the experts' weights are quantised, None
+    where they are kept in that type. ``moe_layers``: the blocks that hold ``experts`` networks of ``expert_shape``.
+    ``adapter_units``: with LoRA, the parameters of attention's pairs in each dense unit, which alone are trained of it;
+    empty where all are. ``tokenizer``: the directory of its files; None for a model that reads bytes.
+    ``mixes_documents``: why documents that share a sequence would see one another; ``no_stages``: why its blocks cannot
+    be divided into pipeline stages; both empty where they can.
 
-    @property
-    def vocab_size(self) -> int: ...
+    ``layers``: its blocks, which a stage numbers as the ``whole`` model does. ``held``: the micro-batches whose
+    activations a stage keeps at a time.
+    """
 
-    @property
-    def d_model(self) -> int:
-        """Width of the residual stream."""
-        ...
+    seq_len: int
+    positions: int
+    vocab_size: int
+    d_model: int
+    compute_dtype: ComputeDtype
+    expert_codes: CodeFormat | None = None
+    checkpoint_activations: CheckpointActivations
+    expert_activations: SaveActivations
+    moe_layers: tuple[int, ...]
+    experts: int
+    expert_shape: ExpertShape
+    architecture: Architecture
+    adapter_units: tuple[int, ...] = ()
+    tokenizer: Path | None = None
+    mixes_documents: str = ""
+    no_stages: str = ""
+    layers: range
+    whole: Self | None = None
+    held: int = 1
 
-    @property
-    def compute_dtype(self) -> ComputeDtype:
-        """The type of the experts' products."""
-        ...
-
-    @property
-    def expert_codes(self) -> CodeFormat | None:
-        """How the experts' weights are quantised; None where they are kept in ``compute_dtype``."""
-        ...
-
-    @property
-    def checkpoint_activations(self) -> CheckpointActivations: ...
-
-    @property
-    def expert_activations(self) -> SaveActivations: ...
-
-    @property
-    def moe_layers(self) -> tuple[int, ...]:
-        """The blocks that hold experts: these numbers are the layers that a source is asked for."""
-        ...
-
-    @property
-    def experts(self) -> int:
-        """Experts of a layer."""
-        ...
+    # Stages -------------------------------------------------------------------------------------------------
 
     @property
-    def expert_shape(self) -> ExpertShape:
-        """The shape of every expert."""
-        ...
+    def begins(self) -> bool:
+        """Whether it has the embedding."""
+        return self.layers.start == 0
 
     @property
-    def architecture(self) -> Architecture:
-        """How many parameters it has, and where."""
-        ...
-
-    @property
-    def adapter_units(self) -> tuple[int, ...]:
-        """With LoRA: parameters of the pairs on attention in each dense unit, which alone are trained of them. Empty where
-        everything is.
-        """
-        ...
-
-    @property
-    def tokenizer(self) -> Path | None:
-        """The directory of its tokenizer's files; None for a model that reads bytes."""
-        ...
-
-    @property
-    def mixes_documents(self) -> str:
-        """Why documents that share a sequence would see one another; empty where positions keep them apart."""
-        ...
+    def ends(self) -> bool:
+        """Whether it has the head."""
+        return self.layers.stop == (self.whole or self).layers.stop
 
     def check_stages(self) -> None:
         """Raises ConfigError where its blocks cannot be divided into pipeline stages."""
-        ...
+        if self.whole is not None:
+            raise ConfigError("parallel.stages: expected a whole model, got a stage of one")
+        if self.no_stages:
+            raise ConfigError(f"parallel.stages: {self.no_stages}")
 
-    def activation_bytes(self, tokens: int, blocks: range | None = None) -> int:
-        """An upper estimate of what one training pass of ``tokens`` keeps and needs at its peak, in bytes, through all of it
-        or through ``blocks``.
+    def stage(self, layers: range, *, held: int) -> Self:
+        """The stage that has the blocks ``layers`` of this whole model; see ``held``. The ends of the model that a stage
+        does not have are units without parameters.
         """
-        ...
+        moe_layers = tuple(layer for layer in self.moe_layers if layer in layers)
+        part = replace(self, layers=layers, moe_layers=moe_layers, whole=self, held=held)
+        units = part.own(self.architecture.units, _NOTHING)
+        return replace(
+            part,
+            architecture=replace(self.architecture, units=units, moe_layers=moe_layers),
+            adapter_units=part.own(self.adapter_units, 0),
+        )
 
+    def own(self, units: Sequence[Unit], nothing: Unit) -> tuple[Unit, ...]:
+        """What it has of ``units``, one for each dense unit of the whole model (or none at all)."""
+        if not units:
+            return ()
+        first = units[0] if self.begins else nothing
+        last = units[-1] if self.ends else nothing
+        return (first, *units[1:-1][self.layers.start : self.layers.stop], last)
+
+    # Memory -------------------------------------------------------------------------------------------------
+
+    def activation_bytes(self, tokens: int) -> int:
+        """An upper estimate of what training passes of ``tokens`` keep and need at their peak, in bytes. A stage has the
+        passes of several micro-batches, and the gradients and streams that come and go.
+        """
+        if self.whole is None:
+            return self.pass_bytes(tokens, None)
+        passing = 4 * tokens * self.d_model * self.compute_dtype.itemsize
+        return self.held * self.pass_bytes(tokens, self.layers) + passing
+
+    @abstractmethod
+    def pass_bytes(self, tokens: int, blocks: range | None) -> int:
+        """The same of one pass through ``blocks`` (None: through all of the model)."""
+
+    @abstractmethod
     def layer_order_bytes(self, tokens: int, micro_batches: int) -> int:
         """The same of a step in layer order, of ``micro_batches`` of ``tokens`` each, beside the block inputs that it
-        keeps.
+        keeps. Raises ConfigError for a stage.
         """
-        ...
 
-    def vary(self, name: str, value: object) -> ModelSpec | None:
+    def _refuse_stage(self) -> None:
+        if self.whole is not None:
+            raise ConfigError("data.micro_order: a pipeline stage takes micro-batches in 1F1B order alone")
+
+    # What it becomes ----------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def vary(self, name: str, value: object) -> Self | None:
         """The same model, or one of its kind, with another value of ``name``; None where that is not for a run to choose."""
-        ...
 
+    @abstractmethod
     def settings(self) -> dict[str, object]:
-        """What the bits of a run depend on, as JSON can hold it; a store's state records it."""
-        ...
+        """What the bits of a run depend on, of the whole model, as JSON can hold it; a store's state records it."""
 
+    @abstractmethod
     def import_code(self) -> None:
         """Imports what ``build`` and the model need: from here on it counts as the process's own memory. Raises
         ConfigError, CapabilityError.
         """
-        ...
+
+    @abstractmethod
+    def build(
+        self,
+        source: ExpertSource,
+        *,
+        mesh: Mesh | None = None,
+        ledger: StallLedger | None = None,
+        vocabulary: VocabularyPartition | None = None,
+    ) -> Model:
+        """The model, whose experts come from ``source``; of a stage, a ``StageModule`` of ``mesh``. Waiting for other ranks
+        is charged to ``ledger``. ``vocabulary``: the tables of which each data rank has some of the rows. Raises
+        ConfigError; ValueError for a stage without a mesh.
+        """
+
+    @abstractmethod
+    def first_weights(self, layer: int, expert: int) -> npt.NDArray[np.float32]:
+        """The weights of an expert that was never trained, flat. Raises StoreError for a model that is imported."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuiltInSpec(ModelSpec):
+    """The built-in model's, as ``config`` describes it; ``spec_of`` makes it."""
+
+    config: ModelConfig
+
+    def pass_bytes(self, tokens: int, blocks: range | None) -> int:
+        """All of ``blocks`` are reckoned as blocks with experts. Counts what autograd saves per block, the experts'
+        activations, and the scratch of one layer's backward pass with every assignment at one expert.
+        """
+        if blocks is not None:
+            config = replace(self.config, n_layers=len(blocks), moe_every=1)
+            return spec_of(config).pass_bytes(tokens, None)
+        count, moe = self.config.n_layers, len(self.config.moe_layers)
+        of = self._activations(tokens)
+        saving = self.expert_activations is SaveActivations.SAVE
+        mixture = of.mixture + (of.inner if saving else 0)
+        kept = count * of.attention + moe * mixture + (count - moe) * of.dense
+        if self.checkpoint_activations is CheckpointActivations.BLOCK:
+            inputs = count * tokens * self.d_model * self.compute_dtype.itemsize
+            kept = inputs + of.attention + max(mixture, of.dense)
+        return kept + of.rows + of.workspace + of.head
+
+    def layer_order_bytes(self, tokens: int, micro_batches: int) -> int:
+        """The graphs of one block are alive for all micro-batches at once, with the rows of its experts and the stream's
+        values (or their gradients) before and after it; experts work for one micro-batch at a time.
+        """
+        self._refuse_stage()
+        of = self._activations(tokens)
+        stream = 2 * tokens * self.d_model * self.compute_dtype.itemsize
+        sparse = len(self.moe_layers) == self.config.n_layers
+        graph = of.attention + (of.mixture if sparse else max(of.mixture, of.dense))
+        return micro_batches * (graph + of.rows + stream) + of.workspace + of.head
+
+    def _activations(self, tokens: int) -> _Activations:
+        config, width = self.config, self.compute_dtype.itemsize
+        d, shape, dense = self.d_model, self.expert_shape, self.config.dense_shape
+        rows = tokens * config.top_k
+        shared = tokens * 4 * config.shared_expert_d_ff * width
+        return _Activations(
+            # Two norms (fp32 in, out), queries, keys, values before and after rotation, attention, projection,
+            # sums.
+            attention=tokens * d * (18 * width + 16),
+            mixture=tokens * (2 * d * width + self.experts * 24) + shared,
+            inner=rows * shape.inner_rows * width,
+            dense=tokens * (dense.inner_rows + 2 * dense.d_ff) * width,
+            rows=rows * 4 * d * width,
+            workspace=tokens * (shape.inner_rows + 2 * shape.d_ff) * width,
+            head=4 * tokens * min(self.vocab_size, 4096) * 4,
+        )
+
+    def vary(self, name: str, value: object) -> BuiltInSpec:
+        varied = spec_of(self.config.vary(name, value))
+        return varied if self.whole is None else varied.stage(self.layers, held=self.held)
+
+    def settings(self) -> dict[str, object]:
+        """Every field of its configuration."""
+        return as_dict(self.config)
+
+    def import_code(self) -> None:
+        from importlib import import_module
+
+        import_module("tierstore.model.transformer" if self.whole is None else "tierstore.model.stage")
 
     def build(
         self,
@@ -136,16 +241,65 @@ class ModelSpec(Protocol):
         mesh: Mesh | None = None,
         ledger: StallLedger | None = None,
         vocabulary: VocabularyPartition | None = None,
-        blocks: range | None = None,
     ) -> Model:
-        """The model, whose experts come from ``source``. Waiting for other ranks is charged to ``ledger``. ``vocabulary``:
-        the tables of which each data rank of ``mesh`` has some of the rows. ``blocks``: those of one pipeline stage of
-        ``mesh``, which is then also a ``StageModule``. Raises ConfigError.
-        """
-        ...
+        from tierstore.model.transformer import Transformer
+
+        if self.whole is None:
+            return Transformer(self.config, source, mesh=mesh, ledger=ledger, vocabulary=vocabulary)
+        from tierstore.model.stage import StageTransformer
+
+        if mesh is None:
+            raise ValueError("a pipeline stage needs a mesh")
+        return StageTransformer(
+            self.config, source, layers=self.layers, mesh=mesh, ledger=ledger, vocabulary=vocabulary
+        )
 
     def first_weights(self, layer: int, expert: int) -> npt.NDArray[np.float32]:
-        """The weights of an expert that was never trained, flat. Raises StoreError for a model that is not made but
-        imported.
-        """
-        ...
+        """A function of the configuration alone."""
+        from tierstore.moe.experts import initial_expert
+
+        shape, layers = self.expert_shape, self.config.n_layers
+        made = initial_expert(shape, seed=self.config.seed, layer=layer, expert=expert, layers=layers)
+        weights: npt.NDArray[np.float32] = made.numpy()
+        return weights
+
+
+@dataclass(frozen=True, slots=True)
+class _Activations:
+    """Bytes of one pass: what one block keeps of attention, router, experts (``inner``: what feeds their activations) or
+    dense network; the rows of experts; the scratch of one expert that got every token; the head.
+    """
+
+    attention: int
+    mixture: int
+    inner: int
+    dense: int
+    rows: int
+    workspace: int
+    head: int
+
+
+@lru_cache(maxsize=256)
+def spec_of(config: ModelConfig) -> BuiltInSpec:
+    """The specification of the built-in model of ``config``."""
+    tied = config.tie_embeddings is TieEmbeddings.TIED
+    return BuiltInSpec(
+        config=config,
+        seq_len=config.seq_len,
+        positions=config.seq_len,
+        vocab_size=config.vocab_size,
+        d_model=config.d_model,
+        compute_dtype=config.compute_dtype,
+        checkpoint_activations=config.checkpoint_activations,
+        expert_activations=config.expert_activations,
+        moe_layers=config.moe_layers,
+        experts=config.experts,
+        expert_shape=config.expert_shape,
+        architecture=config.architecture,
+        mixes_documents="the built-in model has no positions by document",
+        no_stages="expected 1 with model.tie_embeddings = tied: the first and the last stage would both have the table, and "
+        "its gradient would be summed in another order than one process does"
+        if tied
+        else "",
+        layers=range(config.n_layers),
+    )

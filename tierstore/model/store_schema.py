@@ -9,12 +9,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from typing import TypeVar
 
+from tierstore.config import from_dict
 from tierstore.errors import StoreFormatError
-from tierstore.model.config import ComputeDtype
+from tierstore.model.config import ComputeDtype, ModelConfig
 from tierstore.model.spec import ModelSpec
 from tierstore.quant.layout import QuantizedLayout
 from tierstore.store.format import MomentFormat, RecordSchema, Training, WeightFormat
+
+T = TypeVar("T")
 
 #: Schemas: of experts, and of the low-rank pairs that train beside frozen ones.
 EXPERT_SCHEMA = "expert"
@@ -139,3 +143,16 @@ def table_of(value: object) -> dict[str, object]:
     """``value``, a table of settings as ``as_dict`` gives them."""
     assert isinstance(value, dict)
     return value
+
+
+def from_conditions(cls: type[T], table: object, *, where: str) -> T:
+    """``cls`` of its settings in the conditions of the store at ``where``. Raises StoreFormatError."""
+    try:
+        return from_dict(cls, table_of(table), origin=where)
+    except (AssertionError, TypeError, ValueError) as error:
+        raise StoreFormatError(f"{where}: the conditions of the run are damaged: {error}") from error
+
+
+def recorded_model(state: TrainState, *, where: str) -> ModelConfig:
+    """The built-in model that the store at ``where`` has recorded. Raises StoreFormatError."""
+    return from_conditions(ModelConfig, state.conditions.get("model"), where=where)

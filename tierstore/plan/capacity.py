@@ -32,7 +32,6 @@ from tierstore.tiers.slots import DeviceKind
 from tierstore.train.budgets import BoundarySplit, Budgets, budgets, least_host_budget
 from tierstore.train.config import TrainConfig
 from tierstore.train.footprint import FixedCost, boundary_split, fixed_cost, flat_layouts, rank_tokens
-from tierstore.train.stages.spec import StageSpec
 from tierstore.train.vocabulary import VocabularyChoice, choose_vocabulary
 
 #: The tiers that hold bytes of a run, from the top.
@@ -107,7 +106,7 @@ class Setting:
     def schema(self) -> RecordSchema:
         """The experts' records."""
         numel, compute = self.model.expert_numel, self.config.model.compute_dtype
-        moments, quantized = self.config.adamw.moments, quantized_layout(self.config.model)
+        moments, quantized = self.config.adamw.moments, quantized_layout(self.config.spec)
         return expert_record(numel, compute, self.training, moments, quantized=quantized)
 
     @property
@@ -220,7 +219,7 @@ class Setting:
             moe_layers=self.model.moe_layers,
             compute=config.model.compute_dtype,
             micro_batches=config.data.passes,
-            first_block=config.model.layers.start if isinstance(config.model, StageSpec) else 0,
+            first_block=config.spec.layers.start,
         )
 
 

@@ -3,51 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from tierstore.errors import ConfigError
-from tierstore.hf.describing import CONFIG_NAME, describe_config, read_config
-from tierstore.hf.manifest import MANIFEST_NAME, Manifest, Weights
+from tierstore.hf.manifest import Weights
 from tierstore.hf.spec import HfSpec
-from tierstore.hf.stored import stored_spec
 from tierstore.machine_profile import Profile
 from tierstore.plan.capacity import Setting, capacity
 from tierstore.plan.fitting import Limits, Verdict, judge
 from tierstore.plan.predict import Prediction, predict
 from tierstore.plan.uses import Use, usage_of
 from tierstore.stats import Tier
-from tierstore.store.disk.home import MODEL_DIRECTORY
 from tierstore.store.disk.store_extents import extent_bytes
 from tierstore.tiers.slots import DeviceKind
-from tierstore.train.config import FinetuneConfig
-from tierstore.train.stages.spec import StageSpec, whole_model
 
 #: What pairs in memory take: weight, gradient and two moments, fp32.
 _STATE_BYTES = 16
-
-
-def model_of(path: Path, finetune: FinetuneConfig) -> HfSpec:
-    """The model of a directory of transformers, of its config.json, or of a store that it was imported into.
-
-    Its weights are not looked at. A directory or file needs transformers, a store does not. Raises ConfigError,
-    CapabilityError, StoreFormatError, OSError.
-    """
-    for store in (path, path.parent):
-        # The directory in a store that the import left; elsewhere a file of that name is somebody else's.
-        if store.absolute().name == MODEL_DIRECTORY and (store / MANIFEST_NAME).exists():
-            return HfSpec(
-                manifest=Manifest.read(store.parent),
-                finetune=finetune,
-                config=read_config(store),
-                directory=store,
-            )
-    spec = stored_spec(path, finetune)
-    if spec is not None:
-        return spec
-    config = read_config(path)
-    where = str(path / CONFIG_NAME if path.is_dir() else path)
-    return HfSpec(manifest=describe_config(config, where=where), finetune=finetune, config=config)
 
 
 @dataclass(frozen=True)
@@ -166,15 +137,12 @@ def setting_for(setting: Setting, use: Use, rank: int) -> Setting:
 
 def as_configured(setting: Setting) -> Setting:
     """``setting`` for the use that its configuration trains the model, or a stage of it, for. Raises ConfigError."""
-    lora, model = setting.config.lora, setting.config.model
-    spec = whole_model(model)
+    lora, spec = setting.config.lora, setting.config.model
     if not (lora.enabled and isinstance(spec, HfSpec)):
         return setting
     use = Use.LORA if lora.experts else Use.LORA_ATTENTION
     usage = usage_of(spec, use, lora.rank, setting.config.adamw.moments)
-    if isinstance(model, StageSpec):
-        usage = replace(usage, attention=model.own(usage.attention, 0))
-    return replace(setting, usage=usage)
+    return replace(setting, usage=replace(usage, attention=spec.own(usage.attention, 0)))
 
 
 def plan_uses(setting: Setting, limits: Limits, profile: Profile, rank: int) -> UsesPlan:

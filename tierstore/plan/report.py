@@ -191,8 +191,8 @@ def plan_run(
     """
     config.check_length()
     # Of a model that is not in a store yet, nothing but its configuration is known.
-    model = config.model
-    if model.tokenizer is None and not preset and not (isinstance(model, HfSpec) and model.directory is None):
+    spec = config.spec
+    if spec.tokenizer is None and not preset and not (isinstance(spec, HfSpec) and spec.directory is None):
         for data in config.data_by_task.values():
             byte_files(data)  # refuses what needs a tokenizer
     setting = Setting(
@@ -202,7 +202,7 @@ def plan_run(
         device=device,
         process_bytes=profile.process_bytes,
         process_evidence=profile.evidence,
-        text_bytes=sum(text_bytes(data, config.model.tokenizer) for data in config.data_by_task.values()),
+        text_bytes=sum(text_bytes(data, spec.tokenizer) for data in config.data_by_task.values()),
     )
     foreign = isinstance(config.model, HfSpec) and preset is None
     if foreign or use is not Use.FULL:

@@ -34,7 +34,6 @@ from tierstore.prefetch.operations import Kind, Operation, PassSizes, StepPasses
 from tierstore.prefetch.schedule import Pass, QueueLimits, Schedule
 from tierstore.store.format import MomentFormat
 from tierstore.tiers.slots import DeviceKind
-from tierstore.train.stages.spec import StageSpec, whole_model
 
 #: Steps that are simulated from a cold start, and how many of them are left out.
 STEPS, SETTLED = 3, 1
@@ -151,7 +150,7 @@ class StepWorkload:
         if item.phase is Phase.FORWARD:
             found = forward_pass(rows_bytes, 0.0)
         else:
-            outputs = isinstance(whole_model(config.model), HfSpec)
+            outputs = isinstance(config.model, HfSpec)
             found = backward_pass(
                 rows_bytes,
                 0.0,
@@ -317,10 +316,9 @@ class StepWorkload:
     def _attention(self) -> list[int]:
         """The mean width of attention's two products, by unit."""
         model = self.setting.config.model
-        spec = whole_model(model)
-        if isinstance(spec, HfSpec):
-            products = [attention_sizes(spec, unit).products for unit in spec.manifest.units]
-            return list(model.own(products, 0)) if isinstance(model, StageSpec) else products
+        if isinstance(model, HfSpec):
+            products = [attention_sizes(model, unit).products for unit in model.manifest.units]
+            return list(model.own(products, 0))
         return [model.d_model] * len(self.setting.model.units)
 
     def expert_flops(self, item: Pass) -> float:

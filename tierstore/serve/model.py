@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from tierstore.errors import ConfigError
-from tierstore.hf.sizes import cached_positions
+from tierstore.hf.describing import cached_positions
 from tierstore.model.interface import Model
 from tierstore.model.kv_cache import KeyValueCache
 from tierstore.model.transformer import Transformer

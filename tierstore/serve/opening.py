@@ -9,22 +9,19 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from tierstore._native import HugePages, StepClock
 from tierstore.capabilities import Capability
-from tierstore.config import from_dict
-from tierstore.errors import ConfigError, StoreError, StoreFormatError
-from tierstore.hf.stored import stored_spec
+from tierstore.errors import ConfigError, StoreError
+from tierstore.hf.spec import recorded_lora, recorded_spec
 from tierstore.machine import memory
 from tierstore.machine_profile import ASSUMED, Cost, load_profile
-from tierstore.model.config import ModelConfig
 from tierstore.model.interface import Model
 from tierstore.model.spec import ModelSpec
 from tierstore.model.store_schema import EXPERT_SCHEMA, PAIR_SCHEMA, TrainState, expert_key, pair_key
@@ -80,7 +77,6 @@ from tierstore.tiers import (
 )
 from tierstore.tiers.slots import DeviceKind
 from tierstore.timeline import NullTimeline, TimelineSink, open_timeline
-from tierstore.train.config import FinetuneConfig
 from tierstore.train.footprint import return_freed_memory
 from tierstore.train.session import compute_deterministically, stall_spans
 from tierstore.units import format_bytes
@@ -308,18 +304,13 @@ def read_stored(directory: Path) -> ServedStore:
         raise ConfigError(
             f"{directory}: made by {state.ranks} ranks: tierstore deploy, or tierstore reshard, makes one store of it"
         )
-    model: Any = state.conditions.get("model", {})  # an import leaves it to the first run
-    if not isinstance(model, Mapping):
-        raise StoreFormatError(f"{directory}: the conditions of the run are damaged: model: {model!r}")
-    given = model.get("lora")
-    lora = from_dict(LoraConfig, given, origin=str(directory)) if isinstance(given, Mapping) else LoraConfig()
-    spec = stored_spec(directory, FinetuneConfig(), lora)
+    spec, lora = recorded_spec(directory, state), recorded_lora(directory, state)
     experts = summary.schema(EXPERT_SCHEMA)
     if experts is None:
         raise StoreError(f"{directory}: it holds no experts")
     return ServedStore(
         state=state,
-        spec=from_dict(ModelConfig, model, origin=str(directory)) if spec is None else spec,
+        spec=spec,
         experts=experts,
         lora=lora,
         pairs=summary.schema(PAIR_SCHEMA) if lora.enabled and lora.experts else None,

@@ -24,7 +24,7 @@ import numpy as np
 
 from tierstore.cache.frames import frames_of
 from tierstore.errors import BudgetError, ConfigError, DataError
-from tierstore.hf.sizes import cached_positions
+from tierstore.hf.describing import cached_positions
 from tierstore.hf.spec import HfSpec
 from tierstore.machine_profile import Evidence, Profile
 from tierstore.model.store_schema import expert_record, expert_weight_bytes, quantized_layout

@@ -73,7 +73,7 @@ def expert_schema(config: TrainConfig) -> RecordSchema:
     training = Training.FROZEN if config.lora.enabled else Training.TRAINED
     numel, compute = config.model.expert_shape.numel, config.model.compute_dtype
     return expert_record(
-        numel, compute, training, config.adamw.moments, quantized=quantized_layout(config.model)
+        numel, compute, training, config.adamw.moments, quantized=quantized_layout(config.spec)
     )
 
 

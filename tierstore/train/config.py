@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 
 from tierstore.cache.config import CacheConfig
@@ -14,7 +15,7 @@ from tierstore.dense.config import DenseConfig
 from tierstore.errors import ConfigError
 from tierstore.links import LinksConfig
 from tierstore.model.config import CheckpointActivations, ModelConfig
-from tierstore.model.spec import ModelSpec
+from tierstore.model.spec import ModelSpec, spec_of
 from tierstore.moe.config import SaveActivations
 from tierstore.moe.lora import LoraConfig
 from tierstore.parallel.config import ParallelConfig
@@ -102,8 +103,8 @@ class TrainConfig:
     eval_batches: int = field(default=4, metadata={"help": "micro-batches of one validation"})
     max_skipped: int = field(default=10, metadata={"help": "non-finite steps in a row that stop the run"})
     sample_tokens: int = field(default=200, metadata={"help": "tokens of sample text at the end (0: none)"})
-    #: A file and options describe the built-in model; one of another library describes itself.
-    model: ModelSpec = field(default_factory=ModelConfig, metadata={"read_as": ModelConfig})
+    #: The built-in model, which a file and options describe; or what describes an imported one, or a pipeline stage.
+    model: ModelConfig | ModelSpec = field(default_factory=ModelConfig, metadata={"read_as": ModelConfig})
     finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -137,9 +138,20 @@ class TrainConfig:
             raise ConfigError(f"device: expected auto, cpu or cuda, got {self.device!r}")
         check_tasks(self.tasks, self.data)
 
+    @property
+    def spec(self) -> ModelSpec:
+        """What the run knows of ``model`` before it is built."""
+        return spec_of(self.model) if isinstance(self.model, ModelConfig) else self.model
+
+    def import_code(self) -> None:
+        """Imports what the model and its steps need. Raises ConfigError, CapabilityError."""
+        self.spec.import_code()
+        if self.spec.whole is not None:
+            import_module("tierstore.train.stages.pipeline")
+
     def check_length(self) -> None:
         """Raises ConfigError for sequences that are longer than the positions of an imported model."""
-        seq_len, positions = self.model.seq_len, self.model.positions
+        seq_len, positions = self.spec.seq_len, self.spec.positions
         if seq_len > positions > 0:
             raise ConfigError(
                 f"finetune.seq_len: expected at most {positions}, the positions of the model, got {seq_len}"
@@ -151,7 +163,7 @@ class TrainConfig:
 
     def settings(self) -> dict[str, object]:
         """Everything, as JSON can hold it."""
-        return {**as_dict(replace(self, model=ModelConfig())), "model": self.model.settings()}
+        return {**as_dict(replace(self, model=ModelConfig())), "model": self.spec.settings()}
 
     @property
     def data_by_task(self) -> dict[str, DataConfig]:

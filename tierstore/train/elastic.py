@@ -23,8 +23,7 @@ from enum import Enum
 from pathlib import Path
 
 from tierstore.errors import ConfigError, PeerError, StoreExistsError, StoreFormatError, TierstoreError
-from tierstore.model.config import ModelConfig
-from tierstore.model.spec import ModelSpec
+from tierstore.model.spec import BuiltInSpec, ModelSpec
 from tierstore.model.store_schema import STATE_KEY, TrainState, table_of
 from tierstore.parallel import MemoryJobStore, Mesh
 from tierstore.parallel.config import Elastic
@@ -35,7 +34,6 @@ from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening, own_store
 from tierstore.train.resharding import reshard
 from tierstore.train.resharding.reading import stored_layout
-from tierstore.train.stages.spec import whole_model
 
 #: The tokens of a run's documents, which belong to no layout.
 _TOKENS = "tokens"
@@ -125,8 +123,8 @@ def drop_before(store: Path) -> None:
 
 def _model(config: TrainConfig) -> ModelSpec | None:
     """The whole model, of which ``config`` may have a stage; None for the built-in one, which its store describes."""
-    model = whole_model(config.model)
-    return None if isinstance(model, ModelConfig) else model
+    spec = config.spec.whole or config.spec
+    return None if isinstance(spec, BuiltInSpec) else spec
 
 
 def _check_job(mesh: Mesh, opening: Opening) -> None:

@@ -43,14 +43,14 @@ from tierstore.train.config import TrainConfig
 
 def register_experts(config: TrainConfig, store: StoreCore, owned: range) -> None:
     """Adds the records of a model that is made, not imported."""
-    model = config.model
+    spec = config.spec
     register_many(
         store,
         (
             NewRecord(
-                expert_key(layer, expert), EXPERT_SCHEMA, layer, partial(model.first_weights, layer, expert)
+                expert_key(layer, expert), EXPERT_SCHEMA, layer, partial(spec.first_weights, layer, expert)
             )
-            for layer in model.moe_layers
+            for layer in spec.moe_layers
             for expert in owned
         ),
     )

@@ -142,7 +142,7 @@ def router_bytes(config: TrainConfig) -> int:
 def _dense(config: TrainConfig, ranks: int, device: DeviceKind, units: Sequence[DenseUnit]) -> DenseBytes:
     """Dense parameters; with LoRA the frozen ones, whole in their types, and the state of attention's pairs."""
     compute, lora = config.model.compute_dtype, config.lora.enabled
-    trained = [DenseUnit(matrices=0, others=count) for count in config.model.adapter_units] if lora else units
+    trained = [DenseUnit(matrices=0, others=count) for count in config.spec.adapter_units] if lora else units
     tables = choose_vocabulary(config, ranks=ranks, device=device).tables
     dense = dense_bytes(
         flat_layouts(trained, ranks=ranks, compute=compute, tables=tables),
@@ -159,8 +159,8 @@ def _dense(config: TrainConfig, ranks: int, device: DeviceKind, units: Sequence[
 
 def _activations(config: TrainConfig, tokens: int) -> int:
     if config.data.layer_major:
-        return config.model.layer_order_bytes(tokens, config.data.micro_batches)
-    return config.model.activation_bytes(tokens)
+        return config.spec.layer_order_bytes(tokens, config.data.micro_batches)
+    return config.spec.activation_bytes(tokens)
 
 
 def boundary_split(config: TrainConfig, ranks: int, blocks: int) -> BoundarySplit | None:
@@ -197,7 +197,7 @@ def rank_tokens(config: TrainConfig, ranks: int) -> int:
 
 
 def _texts(config: TrainConfig) -> int:
-    return sum(text_bytes(data, config.model.tokenizer) for data in config.data_by_task.values())
+    return sum(text_bytes(data, config.spec.tokenizer) for data in config.data_by_task.values())
 
 
 def keep_freed_memory() -> None:

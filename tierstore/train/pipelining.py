@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from tierstore.model.config import ModelConfig
+from tierstore.model.spec import BuiltInSpec
 from tierstore.model.store_schema import TrainState
 from tierstore.moe.source import PipelineDegrees, Pipelining
 from tierstore.parallel import Mesh
@@ -35,7 +35,6 @@ from tierstore.parallel.pipeline_degree import (
 )
 from tierstore.train.config import TrainConfig
 from tierstore.train.probing import LayerCosts, ProbeSizes, probe, profiled, read_profile
-from tierstore.train.stages.spec import whole_model
 from tierstore.units import format_seconds
 
 
@@ -213,7 +212,7 @@ class PipelineControl:
         model, loads, kept = self._config.model, self._loads, self._config.keeps_activations
         rows_bytes = loads.travelling * model.d_model * model.compute_dtype.itemsize
         seconds = loads.experts * costs.expert + loads.computed * costs.row
-        built_in = isinstance(whole_model(model), ModelConfig)
+        built_in = isinstance(self._config.spec, BuiltInSpec)
         backward = backward_pass(
             rows_bytes,
             seconds,

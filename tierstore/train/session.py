@@ -57,8 +57,8 @@ from tierstore.train.pipelining import PipelineControl, check_chunks, most_chunk
 from tierstore.train.ranks import Agreed, Opening, agree, check_alike
 from tierstore.train.resuming import check_records, resumed_state
 from tierstore.train.sources import open_data
+from tierstore.train.stages.blocks import stage_config
 from tierstore.train.stages.order import one_forward_one_backward
-from tierstore.train.stages.spec import StageSpec, stage_config
 from tierstore.train.state import conditions
 from tierstore.train.step_time import StepTimer
 from tierstore.train.stepping import SessionParts, Stepper
@@ -329,9 +329,9 @@ def _open_data(config: TrainConfig, mesh: Mesh, progress: Callable[[int, int], N
             data,
             seq_len=config.model.seq_len,
             vocab_size=config.model.vocab_size,
-            tokenizer=config.model.tokenizer,
+            tokenizer=config.spec.tokenizer,
             store=config.store,
-            together=config.model.mixes_documents,
+            together=config.spec.mixes_documents,
             first=mesh.world.rank == 0,
             barrier=mesh.world.barrier,
             progress=progress,
@@ -373,7 +373,7 @@ def _build_model(setup: _Setup, source: SourceSlot) -> _Shell:
 def _spec(config: TrainConfig) -> ModelSpec:
     """What the model is built from. In layer order blocks are computed again by the step itself."""
     name, off = "checkpoint_activations", CheckpointActivations.OFF
-    return (config.model.vary(name, off) if config.data.layer_major else None) or config.model
+    return (config.spec.vary(name, off) if config.data.layer_major else None) or config.spec
 
 
 def _open_store(setup: _Setup, shell: _Shell, *, trace: Path | None, io_log: Path | None) -> StoreCore:
@@ -447,8 +447,7 @@ def _slice_dense(setup: _Setup, shell: _Shell) -> tuple[DenseSlices, Schedule]:
     )
     shell.model.module.to(setup.mesh.device)
     passes = config.data.passes if setup.data is not None else 1
-    spec, pipeline = config.model, setup.mesh.pipeline
-    staged = isinstance(spec, StageSpec)
+    spec, pipeline = config.spec, setup.mesh.pipeline
     schedule = unit_schedule(
         shell.layouts,
         config.dense,
@@ -456,8 +455,10 @@ def _slice_dense(setup: _Setup, shell: _Shell) -> tuple[DenseSlices, Schedule]:
         moe_layers=config.model.moe_layers,
         compute=compute,
         micro_batches=passes,
-        first_block=spec.layers.start if isinstance(spec, StageSpec) else 0,
-        order=one_forward_one_backward(pipeline.rank, pipeline.size, passes) if staged else (),
+        first_block=spec.layers.start,
+        order=one_forward_one_backward(pipeline.rank, pipeline.size, passes)
+        if spec.whole is not None
+        else (),
     )
     return dense, schedule
 

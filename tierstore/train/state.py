@@ -17,7 +17,6 @@ from tierstore.parallel import Mesh
 from tierstore.parallel.config import RowPlacement
 from tierstore.store.format import MomentFormat
 from tierstore.train.config import TrainConfig
-from tierstore.train.stages.spec import StageSpec
 from tierstore.train.tasks.config import rows_of_tasks
 from tierstore.train.vocabulary import VocabularyChoice
 
@@ -66,9 +65,8 @@ def conditions(
 
 def _layers(config: TrainConfig) -> dict[str, object]:
     """Which layers of the model the rank has, where a pipeline stage has some of them."""
-    if not isinstance(config.model, StageSpec):
-        return {}
-    return {"layers": [config.model.layers.start, config.model.layers.stop]}
+    spec = config.spec
+    return {} if spec.whole is None else {"layers": [spec.layers.start, spec.layers.stop]}
 
 
 def _task(config: TrainConfig, name: str) -> dict[str, object]:

@@ -88,7 +88,7 @@ class Trainer:
         from tierstore.train.stages.pipeline import StagePipeline
 
         return StagePipeline(
-            cast("StageModule", parts.model),  # a ``StageSpec`` builds nothing else
+            cast("StageModule", parts.model),  # the specification of a stage builds nothing else
             parts.mesh.pipeline,
             parts.mesh.device,
             ledger=parts.ledger,

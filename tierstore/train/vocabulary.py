@@ -11,13 +11,13 @@ from dataclasses import dataclass, field, replace
 from tierstore.dense.config import OptimizerState
 from tierstore.errors import ConfigError
 from tierstore.model.config import ModelConfig, TieEmbeddings
+from tierstore.model.spec import BuiltInSpec, ModelSpec
 from tierstore.model.vocabulary.cost import VocabularyCost
 from tierstore.model.vocabulary.partition import VocabularyPartition
 from tierstore.parallel.config import RowPlacement
 from tierstore.parallel.layout import TableRows
 from tierstore.tiers.slots import DeviceKind
 from tierstore.train.config import TrainConfig
-from tierstore.train.stages.spec import StageSpec
 from tierstore.units import format_bytes
 
 #: Of embedding and head, never AUTO.
@@ -115,10 +115,10 @@ def choose_vocabulary(
     arguments. Raises ConfigError.
     """
     model, parallel = config.model, config.parallel
-    if isinstance(model, StageSpec):
-        whole = replace(config, model=model.model)
+    if isinstance(model, ModelSpec) and model.whole is not None:
+        whole = replace(config, model=model.whole)
         return _of_stage(choose_vocabulary(whole, ranks=ranks, device=device, recorded=recorded), model)
-    tied = isinstance(model, ModelConfig) and model.tie_embeddings is TieEmbeddings.TIED
+    tied = isinstance(config.spec, BuiltInSpec) and config.spec.config.tie_embeddings is TieEmbeddings.TIED
     if tied and parallel.head not in (RowPlacement.AUTO, parallel.embedding):
         raise ConfigError(
             f"parallel.head: expected auto or {parallel.embedding.value}: the head is the embedding, got "
@@ -157,7 +157,7 @@ def choose_vocabulary(
     )
 
 
-def _of_stage(choice: VocabularyChoice, stage: StageSpec) -> VocabularyChoice:
+def _of_stage(choice: VocabularyChoice, stage: ModelSpec) -> VocabularyChoice:
     """``choice`` as ``stage`` has it: the first one has the embedding, the last one the head."""
     elsewhere = TableChoice(RowPlacement.GATHERED, "of another stage")
     return replace(
@@ -206,7 +206,7 @@ def _table(
 def _obstacles(config: TrainConfig, device: DeviceKind) -> tuple[str | None, str | None]:
     """Why no table can be divided, and why no head can; None where it can."""
     of_head = "the rows of tasks differ from rank to rank, and each task has a loss" if config.tasks else None
-    if not isinstance(config.model, ModelConfig):
+    if not isinstance(config.spec, BuiltInSpec):
         return (
             "an imported model's tables were cut with its other dense parameters, and its code calls them",
             of_head,

@@ -17,7 +17,7 @@ from small_config import SMALL_QWEN3_MOE
 from tierstore.config import load
 from tierstore.errors import ConfigError
 from tierstore.hf.describing import describe_config
-from tierstore.hf.spec import HfSpec
+from tierstore.hf.spec import hf_spec
 from tierstore.links import LinkConfig, LinksConfig
 from tierstore.model.config import ComputeDtype
 from tierstore.parallel.config import ExchangeMode, ParallelConfig, RowPlacement
@@ -55,7 +55,7 @@ def configured(changes: dict[str, Any] | None = None) -> TrainConfig:
 def imported() -> TrainConfig:
     """A run of a small model of transformers, of three layers."""
     config = {**SMALL_QWEN3_MOE, "tie_word_embeddings": False}
-    spec = HfSpec(manifest=describe_config(config, ComputeDtype.FP32), config=config)
+    spec = hf_spec(describe_config(config, ComputeDtype.FP32), config)
     settings = {"host_budget": 64 << 20, "data.batch_size": 4, "data.micro_batches": 2}
     return replace(load(TrainConfig, None, settings), model=spec)
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tierstore.model.config import ModelConfig
+from tierstore.model.spec import spec_of
 from tierstore.prefetch.plan import PrefetchConfig
 from tierstore.prefetch.predictor import AllExperts, PredictorName
 from tierstore.serve.config import ServeConfig
@@ -88,9 +89,8 @@ def test_routers_guess_three_experts_for_each_that_a_token_chooses(
     predictor: str, guesses: int, most: int
 ) -> None:
     prefetch = PrefetchConfig(predictor=PredictorName(predictor), guesses=guesses)
-    made = served_predictor(
-        ServeConfig(store=Path("unopened"), prefetch=prefetch), ModelConfig(experts=8, top_k=2)
-    )
+    spec = spec_of(ModelConfig(experts=8, top_k=2))
+    made = served_predictor(ServeConfig(store=Path("unopened"), prefetch=prefetch), spec)
     made.observe(0, range(8))
     made.offer(0, 1, np.full(8, 3))
     assert len(made.predict(1)) == most

@@ -19,7 +19,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tierstore.config import from_dict
 from tierstore.dense.layout import Narrow, UnitLayout, layouts_of_shapes
 from tierstore.errors import StoreError, StoreFormatError
 from tierstore.hf.checkpoints.writing import (
@@ -34,13 +33,11 @@ from tierstore.hf.exports.reading import StoredWeights, open_weights
 from tierstore.hf.families import family_of
 from tierstore.hf.manifest import MANIFEST_NAME, Manifest
 from tierstore.hf.pairs import AttentionPair, attention_pairs
-from tierstore.hf.spec import HfSpec
-from tierstore.hf.stored import stored_spec
+from tierstore.hf.spec import HfSpec, recorded_lora, stored_spec
 from tierstore.model.store_schema import pair_key
-from tierstore.moe.lora import LoraConfig, PairShape
+from tierstore.moe.lora import PairShape
 from tierstore.moe.low_rank import merge_pair
 from tierstore.store.disk.home import MODEL_DIRECTORY
-from tierstore.train.config import FinetuneConfig
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
@@ -100,10 +97,10 @@ class StoredAdapter(Adapter):
 
     def __init__(self, source: Path, weights: StoredWeights) -> None:
         """Raises StoreError where no run with LoRA has trained the store, StoreFormatError."""
-        lora = adapted_by(weights)
-        if lora is None:
+        lora = recorded_lora(source, weights.state)
+        if not lora.enabled:
             raise StoreError(f"{source}: no adapter was trained in this store")
-        spec = stored_spec(source, FinetuneConfig(), lora)
+        spec = stored_spec(source, lora=lora)
         if spec is None:
             raise StoreFormatError(f"{source}: {MODEL_DIRECTORY}/{MANIFEST_NAME} is missing")
         shape = PairShape.of(spec.expert_shape, lora) if lora.experts else None
@@ -148,18 +145,6 @@ class StoredAdapter(Adapter):
     def expert_pair(self, layer: int, expert: int) -> Tensor:
         experts = self.spec.experts
         return torch.from_numpy(self.weights.record_fp32(pair_key(layer, expert), expert, experts))
-
-
-def adapted_by(weights: StoredWeights) -> LoraConfig | None:
-    """How the pairs of a store were configured; None where it has none. Raises StoreFormatError."""
-    model = weights.state.conditions.get("model")
-    table = model.get("lora") if isinstance(model, dict) else None
-    if table is None:
-        return None
-    try:
-        return from_dict(LoraConfig, table, origin="the conditions of the run")
-    except (TypeError, ValueError) as error:
-        raise StoreFormatError(f"the conditions of the run are damaged: {error}") from error
 
 
 # The adapter's files ----------------------------------------------------------------------------------------

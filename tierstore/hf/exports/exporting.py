@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.config import from_dict
 from tierstore.dense import Fusion
 from tierstore.dense.layout import ParameterPlace
 from tierstore.errors import ConfigError, StoreFormatError
@@ -30,7 +29,7 @@ from tierstore.hf.checkpoints.writing import (
     write_checkpoint,
     write_file,
 )
-from tierstore.hf.exports.adapter import StoredAdapter, adapted_by
+from tierstore.hf.exports.adapter import StoredAdapter
 from tierstore.hf.exports.mixtral import mixtral
 from tierstore.hf.exports.outline import (
     BufferValues,
@@ -44,8 +43,10 @@ from tierstore.hf.exports.outline import (
 from tierstore.hf.exports.reading import Adjustment, ModelWeights, StoredWeights, open_weights, round_bf16
 from tierstore.hf.families import FAMILIES
 from tierstore.hf.manifest import MANIFEST_NAME, BufferEntry, Manifest, ParameterEntry, Quantization
+from tierstore.hf.spec import recorded_lora
 from tierstore.model.buffers import BUFFERS_KEY, unpack_arrays
 from tierstore.model.config import ComputeDtype, ModelConfig
+from tierstore.model.store_schema import recorded_model, table_of
 from tierstore.store.disk.home import MODEL_DIRECTORY, fsync_directory
 from tierstore.train.vocabulary import places_of, recorded_placements
 
@@ -94,7 +95,7 @@ def export(
         else:
             model, fusion, tables = _built_in(source, weights)
             outline = mixtral(model, fusion, ranks, dtype, tables)
-        if adapted_by(weights) is not None:
+        if recorded_lora(source, weights.state).enabled:
             if adjustment is not None:
                 raise ConfigError(f"{source}: an adapter was trained in this store: no other can be merged")
             adjustment = StoredAdapter(source, weights)
@@ -166,12 +167,11 @@ def _exported(
 
 
 def _built_in(source: Path, weights: StoredWeights) -> tuple[ModelConfig, Fusion, Collection[ParameterPlace]]:
-    conditions: dict[str, Any] = weights.state.conditions
+    model, conditions = recorded_model(weights.state, where=str(source)), weights.state.conditions
     try:
-        model = from_dict(ModelConfig, conditions["model"], origin=str(source))
-        tables = places_of(model, recorded_placements(conditions["parallel"]))
-        return model, Fusion(conditions["dense"]["fusion"]), tables
-    except (KeyError, TypeError, ValueError) as error:
+        tables = places_of(model, recorded_placements(table_of(conditions["parallel"])))
+        return model, Fusion(str(table_of(conditions["dense"])["fusion"])), tables
+    except (AssertionError, KeyError, ValueError) as error:
         raise StoreFormatError(f"{source}: the conditions of the run are damaged: {error}") from error
 
 

@@ -30,10 +30,8 @@ from tierstore.hf.exports.adapter import (
 )
 from tierstore.hf.families import family_of
 from tierstore.hf.pairs import AttentionPair, attention_pairs
-from tierstore.hf.spec import HfSpec
-from tierstore.hf.stored import stored_spec
+from tierstore.hf.spec import HfSpec, stored_spec
 from tierstore.moe.lora import LoraConfig, LoraTargets, PairShape
-from tierstore.train.config import FinetuneConfig
 
 #: Settings of peft's that change what an adapter computes, and what they must be.
 _PLAIN: Mapping[str, tuple[object, ...]] = {
@@ -64,7 +62,7 @@ def load_adapter(directory: Path, store: Path) -> Adapter:
     Raises ConfigError for one that is not plain LoRA, or was trained beside another model; DataError naming the file and
     what is wrong in it, or a tensor that is missing, unexpected, of another shape, or not finite; OSError.
     """
-    spec = stored_spec(store, FinetuneConfig())
+    spec = stored_spec(store)
     if spec is None:
         raise ConfigError(f"{store}: holds no imported model, and adapters are of those")
     config = _read_json(directory / CONFIG_FILE)

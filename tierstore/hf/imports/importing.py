@@ -46,7 +46,7 @@ from tierstore.hf.imports.model_files import (
 )
 from tierstore.hf.loading import class_of, parse_config
 from tierstore.hf.manifest import ImportProgress, ImportState, Manifest, Weights
-from tierstore.hf.spec import HfSpec
+from tierstore.hf.spec import hf_spec
 from tierstore.model.buffers import BUFFERS_KEY, pack_arrays
 from tierstore.model.config import ComputeDtype
 from tierstore.model.store_schema import (
@@ -229,7 +229,7 @@ def plan_import(source: Path, options: ImportOptions, mesh: Mesh) -> ImportPlan:
     owned = mesh.blocks(manifest.experts.count).owned(mesh.expert.rank)
     jobs = list(_jobs(matched, layouts, mesh.data.rank, owned))
     training = Training.FROZEN if manifest.weights is Weights.FROZEN else Training.TRAINED
-    quantized = quantized_layout(HfSpec(manifest=manifest, config=config))
+    quantized = None if manifest.codes is None else quantized_layout(hf_spec(manifest, config))
     expert = expert_record(
         manifest.experts.numel, manifest.compute, training, options.moments, quantized=quantized
     )

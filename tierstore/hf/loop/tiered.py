@@ -34,7 +34,7 @@ from tierstore.hf.loop.guards import StoreMark, guarded
 from tierstore.hf.loop.watching import Autocast, PassWatch
 from tierstore.hf.manifest import Manifest, Weights
 from tierstore.hf.model import HfModel
-from tierstore.hf.stored import stored_spec
+from tierstore.hf.spec import stored_spec
 from tierstore.model.store_schema import STATE_KEY
 from tierstore.parallel import RankEnvironment
 from tierstore.store.disk.home import IDENTITY

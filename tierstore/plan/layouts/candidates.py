@@ -19,7 +19,7 @@ from tierstore.parallel.layout import Layout, layout_of, node_grid
 from tierstore.train.combinations import check_combination
 from tierstore.train.config import TrainConfig
 from tierstore.train.files import MicroOrder
-from tierstore.train.stages.spec import stage_config
+from tierstore.train.stages.blocks import stage_config
 from tierstore.train.vocabulary import choose_vocabulary
 
 _PLACES = (RowPlacement.GATHERED, RowPlacement.PARTITIONED)

@@ -1,6 +1,6 @@
 """What one rank of a layout moves and computes in a step: ``StepWorkload`` with chunks, tensor parallelism and stages.
 
-A stage is planned as a model of its own (``StageSpec``) on its data ranks. Tensor-parallel ranks divide matrices and
+A stage is planned as a model of its own (``ModelSpec.stage``) on its data ranks. Tensor-parallel ranks divide matrices and
 experts, sum each divided pair of products over the group in both passes, and give every rank the rows of all experts.
 """
 
@@ -16,6 +16,7 @@ from tierstore.links import LinkConfig
 from tierstore.machine_profile import Cost, Profile, over_link
 from tierstore.model.architecture import Architecture
 from tierstore.model.config import ModelConfig
+from tierstore.model.spec import BuiltInSpec
 from tierstore.parallel.config import ExchangeMode
 from tierstore.parallel.layout import Layout
 from tierstore.parallel.pipeline_degree import (
@@ -34,8 +35,8 @@ from tierstore.prefetch.operations import Kind, Operation, PassSizes
 from tierstore.prefetch.schedule import MicroPass, Pass
 from tierstore.train.config import TrainConfig
 from tierstore.train.files import MicroOrder
+from tierstore.train.stages.blocks import stage_config
 from tierstore.train.stages.order import one_forward_one_backward
-from tierstore.train.stages.spec import StageSpec, stage_config, whole_model
 
 #: A row's weight, and its gradient, travel in fp32.
 _WEIGHT_BYTES = 4
@@ -99,7 +100,7 @@ class LayoutWorkload(StepWorkload):
     def tensor_bytes(self, item: Pass) -> float:
         """Sums over the tensor-parallel group in a pass, sent by one rank."""
         layout, model = self.choice.ranks, self.setting.config.model
-        divided = isinstance(whole_model(model), ModelConfig)
+        divided = isinstance(self.setting.config.spec, BuiltInSpec)
         if layout.tensor == 1 or not divided or not 0 < item.unit < len(self.layouts) - 1:
             return 0.0
         block = DivisionBytes(
@@ -121,11 +122,8 @@ class LayoutWorkload(StepWorkload):
     @property
     def neighbours(self) -> int:
         """Stages that this one sends to: the next one rows, and the one before their gradients."""
-        stage = self.setting.config.model
-        if not isinstance(stage, StageSpec):
-            return 0
-        count = len(stage.model.architecture.units) - 2
-        return (stage.layers.start > 0) + (stage.layers.stop < count)
+        spec = self.setting.config.spec
+        return (not spec.begins) + (not spec.ends)
 
     @property
     def vocabulary_bytes(self) -> int:
@@ -146,7 +144,7 @@ class LayoutWorkload(StepWorkload):
     @cached_property
     def _attention(self) -> list[int]:
         """Heads are divided over the tensor-parallel ranks of a built-in model."""
-        divided = isinstance(whole_model(self.setting.config.model), ModelConfig)
+        divided = isinstance(self.setting.config.spec, BuiltInSpec)
         parts = self.choice.ranks.tensor if divided else 1
         return [width // parts for width in super()._attention]
 

@@ -22,9 +22,9 @@ import numpy.typing as npt
 import torch
 
 from tierstore.errors import ConfigError, StoreExistsError
-from tierstore.model.config import ModelConfig, TieEmbeddings
+from tierstore.model.config import TieEmbeddings
 from tierstore.model.division import check_divisible
-from tierstore.model.spec import ModelSpec
+from tierstore.model.spec import BuiltInSpec, ModelSpec
 from tierstore.model.store_schema import EXPERT_SCHEMA, STATE_KEY, expert_key
 from tierstore.parallel import ExpertBlocks
 from tierstore.parallel.config import RowPlacement
@@ -136,8 +136,8 @@ def reshard(
 
 def _new_blocks(old: StoredModel, layout: Layout, given: Sequence[int]) -> list[range]:
     """The blocks of each stage of ``layout``, ``given`` many. Raises ConfigError where the model cannot be divided so."""
-    if layout.tensor > 1 and isinstance(old.model, ModelConfig):
-        check_divisible(old.model, layout.tensor)
+    if layout.tensor > 1 and isinstance(old.model, BuiltInSpec):
+        check_divisible(old.model.config, layout.tensor)
     if layout.stages == 1:
         return [range(len(old.model.architecture.units) - 2)]
     old.model.check_stages()
@@ -150,11 +150,11 @@ def _conditions(old: StoredModel, layout: Layout, placement: VocabularyPlacement
     """What the new ranks record of their layout, but for what is a rank's own. Raises ConfigError."""
     embedding, head = recorded_placements(old.conditions)
     embedding, head = placement.embedding or embedding, placement.head or head
-    if isinstance(old.model, ModelConfig) and old.model.tie_embeddings is TieEmbeddings.TIED:
+    if isinstance(old.model, BuiltInSpec) and old.model.config.tie_embeddings is TieEmbeddings.TIED:
         head = embedding
     if layout.data == 1:  # all rows are its own
         embedding = head = RowPlacement.GATHERED
-    if RowPlacement.PARTITIONED in (embedding, head) and not isinstance(old.model, ModelConfig):
+    if RowPlacement.PARTITIONED in (embedding, head) and not isinstance(old.model, BuiltInSpec):
         raise ConfigError("embedding, head: expected gathered: an imported model's stay whole")
     return {
         "ranks": layout.world,

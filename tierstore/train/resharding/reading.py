@@ -12,19 +12,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tierstore.config import from_dict
 from tierstore.dense import Fusion
 from tierstore.dense.layout import Narrow
 from tierstore.errors import StoreFormatError
 from tierstore.model.buffers import with_all_buffers
-from tierstore.model.config import ModelConfig
-from tierstore.model.spec import ModelSpec
+from tierstore.model.spec import BuiltInSpec, ModelSpec, spec_of
 from tierstore.model.store_schema import (
     EXPERT_SCHEMA,
     IMPORT_KEY,
     STATE_KEY,
     TrainState,
     expert_key,
+    recorded_model,
     table_of,
 )
 from tierstore.moe.source import InMemoryExperts
@@ -69,7 +68,8 @@ class StoredModel:
     def cut_as(self, layout: Layout, blocks: Sequence[range], conditions: Mapping[str, object]) -> DenseCut:
         """How ``layout`` divides the model, with tables placed as ``conditions`` say."""
         model = self.model
-        tables = places_of(model, recorded_placements(conditions)) if isinstance(model, ModelConfig) else []
+        placements = recorded_placements(conditions)
+        tables = places_of(model.config, placements) if isinstance(model, BuiltInSpec) else []
         return DenseCut(self.units, layout, self.fusion, blocks=blocks, tables=tables)
 
     @property
@@ -121,7 +121,7 @@ class StoredModel:
 def whole_units(model: ModelSpec) -> list[DenseUnitShape]:
     """The dense parameters of ``model`` as one process has them. The built-in model's take no memory."""
     # Modules of transformers compute some of their buffers when they are made.
-    with torch.device("meta") if isinstance(model, ModelConfig) else contextlib.nullcontext():
+    with torch.device("meta") if isinstance(model, BuiltInSpec) else contextlib.nullcontext():
         built = model.build(InMemoryExperts(model.expert_shape, layers=(), experts=0))
     narrow = {id(parameter) for parameter in built.cast_parameters()}
     return [
@@ -161,9 +161,8 @@ def open_stored(source: Path, model: ModelSpec | None = None) -> Iterator[Stored
             stores.append(open_to_read(directory, opened_at))
             stack.callback(stores[-1].close)
         state = TrainState.unpack(stores[0].last_commit.state, where=str(directories[0]))
+        model = model or spec_of(recorded_model(state, where=str(source)))
         try:
-            if model is None:
-                model = from_dict(ModelConfig, table_of(state.conditions["model"]), origin=str(source))
             parallel = table_of(state.conditions["parallel"])
             layout = stored_layout(parallel)
             fusion = Fusion(str(table_of(state.conditions["dense"])["fusion"]))

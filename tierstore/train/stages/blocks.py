@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 from tierstore.errors import ConfigError
 from tierstore.model.architecture import Architecture
+from tierstore.train.config import TrainConfig
+from tierstore.train.stages.order import micro_batches_held
 
 
 def block_costs(architecture: Architecture) -> list[int]:
@@ -74,3 +77,18 @@ def stage_blocks(architecture: Architecture, stages: int, given: Sequence[int] =
                 "experts; expected fewer stages, or other parallel.stage_blocks"
             )
     return found
+
+
+def stage_config(config: TrainConfig, stage: int, stages: int) -> TrainConfig:
+    """``config`` as stage ``stage`` of ``stages`` runs it; the same where there is one stage. Raises ConfigError."""
+    if stages == 1:
+        return config
+    spec, count = config.spec, config.data.micro_batches
+    spec.check_stages()
+    if count < stages:
+        raise ConfigError(
+            f"data.micro_batches: expected at least parallel.stages = {stages}, got {count}: with fewer, 1F1B leaves "
+            "stages without work"
+        )
+    layers = stage_blocks(spec.architecture, stages, config.parallel.stage_blocks)[stage]
+    return replace(config, model=spec.stage(layers, held=micro_batches_held(stage, stages, count)))
