@@ -33,8 +33,7 @@ from tierstore.dense.config import DenseConfig
 from tierstore.dense.layout import Narrow, UnitLayout, dense_bytes, layouts_of_shapes
 from tierstore.model import Transformer
 from tierstore.model.config import ModelConfig, TieEmbeddings
-from tierstore.model.vocabulary.cost import VocabularyCost
-from tierstore.model.vocabulary.partition import VocabularyPartition
+from tierstore.model.vocabulary import VocabularyCost, VocabularyPartition
 from tierstore.parallel import ParallelConfig, launch
 from tierstore.parallel.config import RowPlacement
 from tierstore.parallel.layout import TableRows

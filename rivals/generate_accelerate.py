@@ -13,7 +13,7 @@ from generate_transformers import EXPERTS, Opened, Sequences, load_model
 from generating import GenerateTask, timed
 
 from tierstore.capabilities import package_path
-from tierstore.hf.packages import transformers
+from tierstore.hf.describing import transformers
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import torch
 from generating import Generated, GenerateTask, Workload, timed
 
 from tierstore.capabilities import package_path
-from tierstore.hf.packages import quiet_transformers, transformers
+from tierstore.hf.describing import quiet_transformers, transformers
 
 EXPERTS = "grouped_mm"
 #: The description, what generates a workload, and what serves a load: nothing.

@@ -106,13 +106,13 @@ class RacedModel:
         GGUF file. Raises ConfigError for a family without the last, StoreError, OSError.
         """
         if self.checkpoint is None and names & {REFERENCE, OFFLOADED, MAPPED}:
-            from tierstore.hf.exports.exporting import export
+            from tierstore.hf.exporting import export
 
             say("writing a checkpoint of the store")
             export(self.store, directory / "checkpoint")
             self.checkpoint = directory / "checkpoint"
         if self.store is None:
-            from tierstore.hf.imports.importing import ImportOptions, import_model
+            from tierstore.hf.importing import ImportOptions, import_model
 
             say("importing the checkpoint, frozen")
             self.store = directory / "store"

@@ -20,7 +20,7 @@ def opened(task: TrainTask) -> Iterator[tuple[Sequence[str], Callable[[], float]
     config, workload = replace(task.config, store=task.directory / "store"), task.workload()
     if isinstance(workload, Mixtral):
         config = workload.imported(config.store)
-    config.model.import_code()
+    config.import_code()
     if task.rival == "tierstore-ram":
         config = in_ram(config)
     order = choose_order(config)

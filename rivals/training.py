@@ -410,8 +410,8 @@ class Mixtral(BuiltIn):
 
     def imported(self, store: Path) -> TrainConfig:
         """Imports the checkpoint into ``store``; the configuration of a run of it."""
-        from tierstore.hf.imports.importing import ImportOptions, import_model
-        from tierstore.hf.stored import stored_spec
+        from tierstore.hf.importing import ImportOptions, import_model
+        from tierstore.hf.spec import stored_spec
         from tierstore.parallel import launch
         from tierstore.parallel.config import ParallelConfig
 

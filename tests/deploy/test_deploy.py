@@ -38,7 +38,7 @@ from tierstore.deploy.records import DeployInterrupted
 from tierstore.deploy.stages import store_checks
 from tierstore.deploy.teacher import open_teacher, read_windows
 from tierstore.errors import ConfigError, DataError, TierstoreError
-from tierstore.hf.exports.exporting import export
+from tierstore.hf.exporting import export
 from tierstore.hf.manifest import Manifest, Weights
 
 _EXPERTS = 8

@@ -12,10 +12,9 @@ import torch
 from tiny_families import FAMILIES, make_config
 
 from tierstore.hf.families import FAMILIES as NAMES
-from tierstore.hf.imports.importing import ImportOptions, ImportReport, import_model
+from tierstore.hf.importing import ImportOptions, ImportReport, import_model
 from tierstore.hf.manifest import Manifest
-from tierstore.model.buffers import BUFFERS_KEY, unpack_arrays
-from tierstore.model.store_schema import expert_key
+from tierstore.model.store_schema import BUFFERS_KEY, expert_key, unpack_arrays
 from tierstore.store.config import StoreConfig
 from tierstore.store.disk.home import rank_directories
 from tierstore.store.format import COMMITTED_GROUPS

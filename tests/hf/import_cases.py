@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tierstore.errors import StoreError
-from tierstore.hf.imports.importing import ImportOptions, import_model
+from tierstore.hf.importing import ImportOptions, import_model
 from tierstore.parallel import Mesh
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tierstore.hf.imports.importing import ImportOptions, import_model
+from tierstore.hf.importing import ImportOptions, import_model
 from tierstore.hf.manifest import Weights
 from tierstore.hf.spec import stored_spec
 from tierstore.model.interface import Batch

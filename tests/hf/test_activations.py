@@ -9,8 +9,8 @@ import torch
 from tiny_families import FAMILIES
 from torch.profiler import ProfilerActivity, profile
 
-from tierstore.hf.activations import forward_bytes
 from tierstore.hf.describing import describe_config
+from tierstore.hf.sizes import forward_bytes
 from tierstore.hf.spec import HfSpec, hf_spec
 from tierstore.model.config import CheckpointActivations, ComputeDtype
 from tierstore.model.interface import Batch

@@ -16,8 +16,8 @@ from tiny_families import make_config, plain_model
 
 from tierstore.cli.main import cli
 from tierstore.errors import ConfigError, DataError
-from tierstore.hf.exports.exporting import export
-from tierstore.hf.exports.merging import load_adapter
+from tierstore.hf.adapters import load_adapter
+from tierstore.hf.exporting import export
 from tierstore.hf.manifest import Weights
 from tierstore.moe.lora import LoraConfig, LoraTargets
 from tierstore.train.stepping import Stepper

@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 
 from tierstore.errors import ConfigError, DataError, TierstoreError
-from tierstore.hf.checkpoints.checkpoint import Checkpoint, ReadWindow, TensorReader, read_header
+from tierstore.hf.checkpoint import Checkpoint, ReadWindow, TensorReader, read_header
 from tierstore.hf.describing import describe
-from tierstore.hf.imports.matching import match
 from tierstore.hf.manifest import Manifest
+from tierstore.hf.matching import match
 from tierstore.model.config import ComputeDtype
 from tierstore.store.disk.home import IDENTITY
 

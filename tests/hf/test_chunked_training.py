@@ -12,7 +12,7 @@ from stored_runs import configuration
 from stored_runs import train as train_stored
 from tiny_families import make_config, plain_model
 
-from tierstore.hf.imports.importing import ImportOptions, import_model
+from tierstore.hf.importing import ImportOptions, import_model
 from tierstore.parallel import Mesh
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from checkpoints import FAMILIES, imported, rewrite, save, tensors_of
 from transformers import AutoModelForCausalLM
 
 from tierstore.errors import StoreFormatError
-from tierstore.hf.exports.exporting import config_with, export
-from tierstore.hf.exports.outline import ExportDtype
-from tierstore.hf.imports.importing import ImportOptions, import_model
+from tierstore.hf.exporting import config_with, export
+from tierstore.hf.importing import ImportOptions, import_model
+from tierstore.hf.writing import ExportDtype
 from tierstore.store.parameter_store import verify_all
 
 
@@ -148,7 +148,7 @@ def test_what_is_wide_in_experts(family: str, tmp_path: Path) -> None:
 
 
 def test_every_directory_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tierstore.hf.exports import exporting
+    from tierstore.hf import exporting
 
     save(tmp_path / "m", "mixtral", torch.bfloat16)
     (tmp_path / "m" / "additional_chat_templates").mkdir()

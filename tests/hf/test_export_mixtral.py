@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tierstore import _native
 from tierstore.config import load
 from tierstore.errors import ConfigError, StoreFormatError
-from tierstore.hf.exports.exporting import Exported, export
-from tierstore.hf.exports.mixtral import _units, refusals
-from tierstore.hf.exports.outline import ExportDtype
+from tierstore.hf.exporting import Exported, export
+from tierstore.hf.mixtral import _units, refusals
+from tierstore.hf.writing import ExportDtype
 from tierstore.model.config import ModelConfig
 from tierstore.model.store_schema import EXPERT_SCHEMA
 from tierstore.model.transformer import Transformer

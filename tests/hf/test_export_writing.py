@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from tierstore.hf.checkpoints import writing
-from tierstore.hf.checkpoints.checkpoint import Checkpoint
-from tierstore.hf.checkpoints.writing import (
+from tierstore.hf import writing
+from tierstore.hf.checkpoint import Checkpoint
+from tierstore.hf.writing import (
     Bytes,
     Shard,
     StreamFile,

@@ -15,9 +15,9 @@ from tierstore.errors import ConfigError, StoreFormatError
 from tierstore.hf.experts import ExpertLayer, ExpertLoads, bind, experts_modules
 from tierstore.hf.loading import build_module, load_module, parse_config
 from tierstore.hf.model import HfModel
-from tierstore.model.buffers import BUFFERS_KEY
 from tierstore.model.config import CheckpointActivations, ComputeDtype
 from tierstore.model.interface import IGNORED, Batch
+from tierstore.model.store_schema import BUFFERS_KEY
 from tierstore.moe.config import Activation
 from tierstore.moe.seeds import derive_seed
 from tierstore.parallel import Mesh, RankEnvironment

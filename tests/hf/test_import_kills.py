@@ -28,7 +28,7 @@ from import_cases import import_ranks
 from launcher import Ranks
 
 from tierstore.errors import StoreExistsError, StoreFormatError, StoreMissingError
-from tierstore.hf.imports.importing import ImportOptions, import_model
+from tierstore.hf.importing import ImportOptions, import_model
 from tierstore.hf.manifest import ImportProgress, ImportState, Manifest, Weights
 from tierstore.model.config import ComputeDtype
 from tierstore.model.store_schema import IMPORT_KEY

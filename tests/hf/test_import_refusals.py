@@ -17,7 +17,7 @@ from tierstore.cli.importing import import_
 from tierstore.cli.main import cli
 from tierstore.errors import CapabilityError, ConfigError, DataError, StoreFormatError
 from tierstore.hf.describing import describe_config
-from tierstore.hf.imports.importing import ImportPlan, import_model
+from tierstore.hf.importing import ImportPlan, import_model
 from tierstore.hf.manifest import Manifest
 from tierstore.model.config import ComputeDtype
 

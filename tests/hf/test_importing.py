@@ -26,7 +26,7 @@ from token_cases import conversation, save_tokenizer, write_lines
 from transformers import AutoTokenizer
 
 from tierstore.errors import ConfigError, DataError, StoreExistsError, StoreFormatError
-from tierstore.hf.imports.importing import ImportOptions
+from tierstore.hf.importing import ImportOptions
 from tierstore.hf.manifest import Manifest, Weights
 from tierstore.model.config import ComputeDtype
 from tierstore.model.store_schema import IMPORT_KEY, STATE_KEY, TrainState

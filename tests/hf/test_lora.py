@@ -14,9 +14,9 @@ from lora_cases import ADAMW, LR, batch, configured, quiet_peft, session, take, 
 from torch import Tensor
 
 from tierstore.errors import ConfigError, StoreError, StoreFormatError
-from tierstore.hf.exports.adapter import export_adapter
-from tierstore.hf.exports.exporting import export
-from tierstore.hf.lora import refuse_target_parameters, target_modules
+from tierstore.hf.adapters import export_adapter
+from tierstore.hf.exporting import export
+from tierstore.hf.loading import refuse_target_parameters, target_modules
 from tierstore.hf.manifest import Weights
 from tierstore.model.store_schema import pair_key
 from tierstore.moe.lora import LoraConfig, LoraTargets, PairShape

@@ -22,7 +22,7 @@ from tierstore.config import load
 from tierstore.errors import ConfigError, StoreMissingError, StorePoisonedError
 from tierstore.hf import Autocast, StepError, TieredModel, open_model
 from tierstore.hf.experts import experts_modules
-from tierstore.hf.imports.importing import ImportOptions, import_model
+from tierstore.hf.importing import ImportOptions, import_model
 from tierstore.hf.spec import stored_spec
 from tierstore.model.config import ComputeDtype
 from tierstore.train.config import TrainConfig

@@ -10,10 +10,9 @@ import pytest
 from published import COUNTS, PUBLISHED
 
 from tierstore.errors import ConfigError
-from tierstore.hf.activations import forward_bytes
 from tierstore.hf.describing import describe_config
 from tierstore.hf.manifest import Manifest
-from tierstore.hf.sizes import attention_sizes, cache_bytes, pair_parameters
+from tierstore.hf.sizes import attention_sizes, cache_bytes, forward_bytes, pair_parameters
 from tierstore.hf.spec import HfSpec, hf_spec, model_of, stored_spec
 from tierstore.model.config import CheckpointActivations, ComputeDtype
 from tierstore.train.config import FinetuneConfig

@@ -22,8 +22,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierstore.errors import ConfigError, DataError
-from tierstore.hf.checkpoints.quantized import fp8_to_bf16, mxfp4_to_bf16, round_to_bf16, scale_shape
 from tierstore.hf.manifest import Manifest, Quantization
+from tierstore.hf.weights import fp8_to_bf16, mxfp4_to_bf16, round_to_bf16, scale_shape
 from tierstore.model.config import ComputeDtype
 
 _FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3", "activation_scheme": "dynamic"}

@@ -11,11 +11,11 @@ from checkpoints import imported, save, tensors_of
 from lora_cases import session
 
 from tierstore.errors import ConfigError, StoreFormatError
-from tierstore.hf.exports.exporting import ExportDtype, export
-from tierstore.hf.exports.reading import open_weights
-from tierstore.hf.imports.importing import ImportOptions
+from tierstore.hf.exporting import ExportDtype, export
+from tierstore.hf.importing import ImportOptions
 from tierstore.hf.manifest import Manifest, Weights
 from tierstore.hf.spec import HfSpec, stored_spec
+from tierstore.hf.stored_weights import open_weights
 from tierstore.model.store_schema import EXPERT_SCHEMA, quantized_layout
 from tierstore.moe.lora import LoraConfig
 from tierstore.quant.layout import CodeFormat, dequantize, quantize

@@ -297,7 +297,7 @@ def _checksum(config: TrainConfig) -> int:
 def _import_and_train(
     mesh: Mesh, source: Path, settings: Mapping[str, Any], compute: ComputeDtype | None = None
 ) -> list[float]:
-    from tierstore.hf.imports.importing import ImportOptions, import_model
+    from tierstore.hf.importing import ImportOptions, import_model
 
     torch.set_num_threads(1)
     import_model(source, settings["store"], ImportOptions(compute=compute), mesh=mesh)

@@ -11,7 +11,7 @@ from slowness import mostly_slow
 from tiny_families import FAMILIES, FusedExperts, copy_dense, make_config, plain_model
 from torch import Tensor
 
-from tierstore.hf.balance import balance_loss, balance_loss_later
+from tierstore.hf.experts import balance_loss, balance_loss_later
 from tierstore.hf.loading import build_module, cut_module
 from tierstore.hf.model import HfModel
 from tierstore.hf.stage import HfStage

@@ -15,7 +15,7 @@ from stored_runs import configuration, train
 from tiny_families import make_config, plain_model
 
 from tierstore.errors import ConfigError
-from tierstore.hf.imports.importing import ImportOptions, import_model
+from tierstore.hf.importing import ImportOptions, import_model
 from tierstore.model.config import ComputeDtype
 from tierstore.parallel import Mesh
 from tierstore.train.config import TrainConfig

@@ -24,9 +24,9 @@ from wrapped_stage_cases import dying_wrapped, wrapped
 
 from tierstore.cli.reshard import reshard as command
 from tierstore.errors import ConfigError, StoreError
-from tierstore.hf.exports.adapter import export_adapter
-from tierstore.hf.exports.exporting import export
-from tierstore.hf.imports.importing import ImportOptions, plan_import
+from tierstore.hf.adapters import export_adapter
+from tierstore.hf.exporting import export
+from tierstore.hf.importing import ImportOptions, plan_import
 from tierstore.hf.manifest import Weights
 from tierstore.hf.spec import stored_spec
 from tierstore.model.config import ComputeDtype

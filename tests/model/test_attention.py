@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierstore.model.attention import Attention, RMSNorm, rotary_tables, rotate
-from tierstore.model.loss import cross_entropy
+from tierstore.model.tables import cross_entropy
 
 
 @settings(deadline=None, max_examples=25)
@@ -84,7 +84,7 @@ def test_norm_by_hand() -> None:
 
 @pytest.mark.parametrize("chunk", [1, 35, 10**6])
 def test_cross_entropy_in_chunks(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tierstore.model.loss.CHUNK_LOGITS", chunk)
+    monkeypatch.setattr("tierstore.model.tables.CHUNK_LOGITS", chunk)
     generator = torch.Generator().manual_seed(0)
     x, head = torch.randn(11, 4, generator=generator), torch.randn(7, 4, generator=generator)
     targets = torch.randint(0, 7, (11,), generator=generator)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tierstore.errors import StoreFormatError
-from tierstore.model.buffers import BUFFERS_KEY, pack_arrays, unpack_arrays, with_all_buffers
+from tierstore.model.store_schema import BUFFERS_KEY, pack_arrays, unpack_arrays, with_all_buffers
 
 
 def state(**arrays: list[float]) -> dict[str, bytes]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tierstore.model.sampling import sample_tokens
+from tierstore.model.transformer import sample_tokens
 
 
 def after(tokens: Sequence[int]) -> Tensor:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from tierstore.errors import ConfigError
 from tierstore.model import CheckpointActivations, ComputeDtype, ModelConfig, Transformer
 from tierstore.model.attention import Attention, rotary_tables
-from tierstore.model.division import check_divisible, divided_units, divisions
-from tierstore.model.spec import spec_of
+from tierstore.model.config import check_divisible, divisions
+from tierstore.model.spec import divided_units, spec_of
 from tierstore.moe import ExpertShape, FeedForward, InMemoryExperts
 from tierstore.moe.config import Activation
 from tierstore.parallel import Collective, Mesh, TensorRanks

@@ -11,7 +11,7 @@ import pytest
 from served_stores import store_of
 
 from tierstore.errors import ConfigError, DataError
-from tierstore.hf.exports.mixtral import byte_tokenizer
+from tierstore.hf.mixtral import byte_tokenizer
 from tierstore.hf.spec import stored_spec
 from tierstore.model.config import ModelConfig
 from tierstore.model.spec import spec_of

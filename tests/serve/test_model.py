@@ -14,8 +14,8 @@ import torch
 from served_cases import built_in, drawn, generated, greedy, wrapped
 from tiny_families import FAMILIES
 
+from tierstore.model.attention import KeyValueCache, visible_tokens
 from tierstore.model.config import ComputeDtype
-from tierstore.model.kv_cache import KeyValueCache, visible_tokens
 from tierstore.model.transformer import Transformer
 from tierstore.moe.source import InMemoryExperts, SourceSlot
 from tierstore.serve.batch import InvariantRunner, PaddedRunner

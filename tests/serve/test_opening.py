@@ -24,10 +24,10 @@ from tierstore.errors import (
     StoreInUseError,
     StoreMissingError,
 )
-from tierstore.hf.exports.exporting import export
-from tierstore.hf.exports.outline import ExportDtype
-from tierstore.hf.imports.importing import ImportOptions, import_model
+from tierstore.hf.exporting import export
+from tierstore.hf.importing import ImportOptions, import_model
 from tierstore.hf.manifest import Weights
+from tierstore.hf.writing import ExportDtype
 from tierstore.model.config import ComputeDtype
 from tierstore.model.store_schema import EXPERT_SCHEMA
 from tierstore.quant.layout import CodeFormat

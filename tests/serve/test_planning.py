@@ -15,7 +15,7 @@ from tiny_families import make_config, plain_model
 
 from tierstore.cli.main import cli
 from tierstore.errors import BudgetError, ConfigError, DataError
-from tierstore.hf.imports.importing import ImportOptions, import_model
+from tierstore.hf.importing import ImportOptions, import_model
 from tierstore.hf.manifest import Weights
 from tierstore.hf.spec import HfSpec, model_of
 from tierstore.machine_profile import ASSUMED, Cost, Evidence

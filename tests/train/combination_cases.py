@@ -14,7 +14,7 @@ from rank_cases import TINY
 
 from tierstore.config import load
 from tierstore.errors import ConfigError
-from tierstore.hf.imports.importing import ImportOptions, import_model
+from tierstore.hf.importing import ImportOptions, import_model
 from tierstore.hf.manifest import Weights
 from tierstore.hf.spec import stored_spec
 from tierstore.parallel import ExchangeMode, Mesh

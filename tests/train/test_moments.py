@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from tierstore import _native
 from tierstore.cli.reshard import reshard as command
 from tierstore.errors import ConfigError
-from tierstore.hf.exports.reading import open_weights
+from tierstore.hf.stored_weights import open_weights
 from tierstore.model.store_schema import expert_key
 from tierstore.parallel.layout import Layout
 from tierstore.store import Group, MomentFormat, ParameterStore, StoreConfig

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tierstore.config import load
 from tierstore.errors import ConfigError
-from tierstore.model.vocabulary.cost import VocabularyCost
+from tierstore.model.vocabulary import VocabularyCost
 from tierstore.parallel.config import ParallelConfig, RowPlacement
 from tierstore.parallel.layout import TableRows
 from tierstore.tiers.slots import DeviceKind

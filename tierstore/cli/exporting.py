@@ -14,7 +14,7 @@ from tierstore.errors import ConfigError
 from tierstore.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:  # at run time it imports torch, which listing the commands must not
-    from tierstore.hf.exports.exporting import Exported
+    from tierstore.hf.exporting import Exported
 
 
 @click.command()
@@ -55,10 +55,9 @@ def export(
             )
         _write_adapter(store, target, output)
         return
-    from tierstore.hf.checkpoints.writing import MAX_SHARD_BYTES
-    from tierstore.hf.exports.exporting import export as write
-    from tierstore.hf.exports.merging import load_adapter
-    from tierstore.hf.exports.outline import ExportDtype
+    from tierstore.hf.adapters import load_adapter
+    from tierstore.hf.exporting import export as write
+    from tierstore.hf.writing import MAX_SHARD_BYTES, ExportDtype
 
     start = time.monotonic()
     with output.progress(0, label="export (MiB)") as progress:
@@ -101,7 +100,7 @@ def _show(done: Exported, store: Path, target: Path, elapsed_s: float, output: O
 
 
 def _write_adapter(store: Path, target: Path, output: Output) -> None:
-    from tierstore.hf.exports.adapter import export_adapter
+    from tierstore.hf.adapters import export_adapter
 
     start = time.monotonic()
     with output.progress(0, label="export (MiB)") as progress:

@@ -15,7 +15,7 @@ from tierstore.store.format import MomentFormat
 from tierstore.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from tierstore.hf.imports.importing import ImportPlan, ImportReport
+    from tierstore.hf.importing import ImportPlan, ImportReport
 
 
 @click.command("import")
@@ -58,7 +58,7 @@ def import_(
     output: Output,
 ) -> None:
     """Make a store of the safetensors in MODEL_DIR. Under torchrun, each rank imports its own part."""
-    from tierstore.hf.imports.importing import ImportOptions, import_model
+    from tierstore.hf.importing import ImportOptions, import_model
     from tierstore.hf.manifest import Weights
     from tierstore.parallel import launch
     from tierstore.parallel.config import ParallelConfig

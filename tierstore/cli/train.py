@@ -212,7 +212,7 @@ def _train(
 
 def _fixed_bytes(placed: TrainConfig, mesh: Mesh) -> int:
     """What this rank takes beside the host budget; ``placed``: as it runs the job."""
-    from tierstore.model.division import divided_units
+    from tierstore.model.spec import divided_units
     from tierstore.tiers.slots import DeviceKind
     from tierstore.train.footprint import fixed_cost, resident_bytes
 

@@ -23,12 +23,12 @@ from tierstore.dense import UnitLayout
 from tierstore.deploy.config import Method
 from tierstore.deploy.teacher import Teacher
 from tierstore.errors import ConfigError, StoreFormatError
-from tierstore.hf.exports.exporting import outline_of, write_outline
-from tierstore.hf.exports.reading import Bits, Floats, StoredWeights, open_weights, round_bf16
+from tierstore.hf.exporting import outline_of, write_outline
 from tierstore.hf.manifest import Manifest, ParameterEntry
 from tierstore.hf.spec import stored_spec
-from tierstore.model.buffers import BUFFERS_KEY, pack_arrays, unpack_arrays
+from tierstore.hf.stored_weights import Bits, Floats, StoredWeights, open_weights, round_bf16
 from tierstore.model.spec import ModelSpec
+from tierstore.model.store_schema import BUFFERS_KEY, pack_arrays, unpack_arrays
 from tierstore.moe.config import ExpertShape
 from tierstore.moe.experts import Workspace, forward_expert
 from tierstore.moe.source import ExpertLease

@@ -31,11 +31,11 @@ from tierstore.deploy.records import StageContext, StageOutput, write_json
 from tierstore.deploy.stages import bytes_on_disk, product_dtype, refrozen, store_checks
 from tierstore.deploy.teacher import Teacher, Windows, open_teacher, read_windows
 from tierstore.errors import StoreFormatError
-from tierstore.hf.exports.exporting import export
-from tierstore.hf.imports.importing import ImportOptions, import_model
-from tierstore.hf.loop.tiered import open_model
+from tierstore.hf.exporting import export
+from tierstore.hf.importing import ImportOptions, import_model
 from tierstore.hf.manifest import ImportProgress, ImportState
 from tierstore.hf.spec import HfSpec, stored_spec
+from tierstore.hf.tiered import open_model
 from tierstore.model.store_schema import IMPORT_KEY
 from tierstore.quant.layout import CodeFormat
 from tierstore.store.disk.home import IDENTITY

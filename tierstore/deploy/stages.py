@@ -26,10 +26,10 @@ from tierstore.dense.layout import Narrow
 from tierstore.deploy.config import DeployConfig
 from tierstore.deploy.records import StageContext, StageOutput
 from tierstore.errors import BudgetError, ChecksumError, ConfigError, StoreFormatError, StoreMissingError
-from tierstore.hf.exports.exporting import export
-from tierstore.hf.exports.outline import ExportDtype
-from tierstore.hf.imports.importing import ImportOptions, import_model
+from tierstore.hf.exporting import export
+from tierstore.hf.importing import ImportOptions, import_model
 from tierstore.hf.manifest import MANIFEST_NAME, Manifest, Weights
+from tierstore.hf.writing import ExportDtype
 from tierstore.machine import memory
 from tierstore.model.config import ComputeDtype
 from tierstore.model.store_schema import EXPERT_SCHEMA, STATE_KEY, TrainState

@@ -7,16 +7,15 @@ from typing import TYPE_CHECKING
 from tierstore.lazy import exports
 
 if TYPE_CHECKING:
-    from tierstore.hf.exports.adapter import ExportedAdapter, export_adapter
-    from tierstore.hf.exports.exporting import Exported, export
-    from tierstore.hf.exports.outline import ExportDtype
-    from tierstore.hf.exports.reading import Adjustment
-    from tierstore.hf.imports.importing import ImportOptions
-    from tierstore.hf.loop.callback import TieredCallback
-    from tierstore.hf.loop.optimizer import TieredOptimizer
-    from tierstore.hf.loop.tiered import TieredModel, TieredStep, open_model
-    from tierstore.hf.loop.watching import Autocast
+    from tierstore.hf.adapters import ExportedAdapter, export_adapter
+    from tierstore.hf.callback import TieredCallback
+    from tierstore.hf.exporting import Exported, export
+    from tierstore.hf.importing import ImportOptions
     from tierstore.hf.manifest import Weights
+    from tierstore.hf.stored_weights import Adjustment
+    from tierstore.hf.tiered import TieredModel, TieredOptimizer, TieredStep, open_model
+    from tierstore.hf.watching import Autocast
+    from tierstore.hf.writing import ExportDtype
     from tierstore.model.config import ComputeDtype
     from tierstore.quant.layout import CodeFormat
     from tierstore.store.format import MomentFormat

@@ -1,16 +1,20 @@
-"""What a configuration says of a model: every parameter, by building it in transformers without any memory."""
+"""What a configuration says of a model: every parameter, by building it in transformers without any memory; how long its
+texts may be. The package transformers is imported when it is first needed, or there is one clear error.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tierstore.capabilities import require_package
 from tierstore.dense.config import Fusion
-from tierstore.errors import ConfigError
-from tierstore.hf.checkpoints.checkpoint import refuse_pointer
+from tierstore.errors import CapabilityError, ConfigError
+from tierstore.hf.checkpoint import refuse_pointer
 from tierstore.hf.families import Family, family_of
 from tierstore.hf.manifest import (
     BufferEntry,
@@ -22,12 +26,41 @@ from tierstore.hf.manifest import (
     UnitEntry,
     Weights,
 )
-from tierstore.hf.packages import quiet_transformers, transformers
 from tierstore.model.config import ComputeDtype
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+
+#: The releases of transformers that this package is tested with: from the first, below the second.
+TRANSFORMERS = ((5, 7), (6, 0))
+
+
+def transformers(purpose: str = "a model of Hugging Face") -> Any:
+    """The package transformers. Raises CapabilityError when it is missing, or of a release that does not fit."""
+    module = require_package("transformers", purpose)
+    found = tuple(int(part) for part in module.__version__.split(".")[:2] if part.isdigit())
+    low, high = TRANSFORMERS
+    if not low <= found < high:
+        raise CapabilityError(
+            f"{purpose} needs transformers >= {low[0]}.{low[1]}, < {high[0]}, and {module.__version__} is installed: "
+            'pip install "tierstore[hf]"'
+        )
+    return module
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Keeps what transformers would log from stderr, but errors."""
+    logging = transformers().utils.logging
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
 
 CONFIG_NAME = "config.json"
 #: Keys of a config.json that tell of files: how weights lie in them, and where code is.
@@ -98,7 +131,9 @@ def describe_config(
         compute = ComputeDtype.FP32 if full else ComputeDtype.BF16
     with quiet_transformers():
         model, parsed = _build(config, compute, where)
-    modules = expert_modules(model)
+    from tierstore.hf.experts import experts_modules  # with torch
+
+    modules = dict(experts_modules(model))
     experts = _experts(family, parsed, modules, where)
     layers = int(parsed.num_hidden_layers)
     owned = {id(parameter) for module in modules.values() for parameter in module.parameters()}
@@ -190,18 +225,6 @@ def ignored_attention(cls: Any, parsed: Any) -> str | None:
         return None
     parsed._attn_implementation = None
     return str(asked)
-
-
-def expert_modules(model: nn.Module) -> dict[int, nn.Module]:
-    """The modules of transformers that hold the fused experts, by decoder layer."""
-    found = {}
-    for name, module in model.named_modules():
-        # Only classes under transformers' decorator for experts have it in their own namespace.
-        if "_apply_gate" in vars(type(module)):
-            number = re.search(r"layers\.(\d+)\.", f"{name}.")
-            if number is not None:
-                found[int(number[1])] = module
-    return found
 
 
 def _experts(family: Family, config: Any, modules: Mapping[int, nn.Module], where: str) -> ExpertEntry:

@@ -11,9 +11,22 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from types import MappingProxyType
 
 from tierstore.errors import ConfigError
 from tierstore.hf.manifest import ExpertLayout
+from tierstore.moe.config import Activation
+
+#: transformers' names of the functions behind a gate.
+ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
+    {
+        "silu": Activation.SWIGLU,
+        "swish": Activation.SWIGLU,
+        "gelu": Activation.GEGLU,
+        "gelu_pytorch_tanh": Activation.GEGLU_TANH,
+        "relu": Activation.REGLU,
+    }
+)
 
 
 class OnDisk(Enum):

@@ -3,7 +3,7 @@
 Shapes: B sequences, T positions, E experts of a layer.
 
 The forward pass, the loss and ``generate`` are transformers' own. What balances the experts is what the family has
-(``tierstore.hf.balance``).
+(``tierstore.hf.experts``).
 
 On several ranks each has a part of the global batch, all parts alike in shape. ``objective`` is then this rank's share of
 the global one: the shares, and their gradients, add up to it.
@@ -21,17 +21,29 @@ import torch
 from torch import Tensor, nn
 
 from tierstore.errors import StoreFormatError
-from tierstore.hf.balance import AuxLoss, BiasBalance, routers_of
-from tierstore.hf.describing import unit_of
-from tierstore.hf.drawing import generator_states, set_generator_states
-from tierstore.hf.experts import ExpertLayer, ExpertLoads, ForwardLoads, bind
-from tierstore.hf.loading import LoadedModule, build_module, checkpoint_activations, class_of, parse_config
-from tierstore.hf.lora import adapt, peft, refuse_adapters
-from tierstore.hf.packages import quiet_transformers
-from tierstore.hf.packing import attention_masks
-from tierstore.model.buffers import BUFFERS_KEY, pack_arrays, unpack_arrays
+from tierstore.hf.describing import quiet_transformers, unit_of
+from tierstore.hf.experts import (
+    AuxLoss,
+    BiasBalance,
+    ExpertLayer,
+    ExpertLoads,
+    ForwardLoads,
+    LoadedModule,
+    bind,
+    routers_of,
+)
+from tierstore.hf.loading import (
+    adapt,
+    build_module,
+    checkpoint_activations,
+    class_of,
+    parse_config,
+    peft,
+    refuse_adapters,
+)
 from tierstore.model.config import CheckpointActivations, ComputeDtype
 from tierstore.model.interface import Batch, ModelOutput, TaskSegment, joint_loss, segment_losses
+from tierstore.model.store_schema import BUFFERS_KEY, pack_arrays, unpack_arrays
 from tierstore.moe.lora import LoraConfig
 from tierstore.moe.router import LayerRouter
 from tierstore.moe.seeds import derive_seed
@@ -373,3 +385,72 @@ def _chosen(router: nn.Module, x_TD: Tensor) -> Tensor:
     """What every family's router gives: logits, weights, experts."""
     chosen: Tensor = router(x_TD)[2]
     return chosen
+
+
+# Packed documents -------------------------------------------------------------------------------------------
+
+
+# Most families build a block-diagonal mask from positions that begin again, if they are called with ``position_ids``,
+# without ``attention_mask`` and with ``use_cache=False``: beside a cache, which is on by default, they ignore the same
+# positions without a word. gpt-oss does not hand positions to its masks, and takes masks made for it.
+_BY_MASKS = ("gpt_oss",)
+
+
+def attention_masks(config: Any, positions_BT: Tensor | None, dtype: torch.dtype) -> dict[str, Any] | None:
+    """What to give a model of ``config`` as ``attention_mask`` beside ``positions_BT``: None, but for gpt-oss.
+
+    ``dtype``: of the hidden states.
+    """
+    if positions_BT is None or config.model_type not in _BY_MASKS:
+        return None
+    from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+    batch = {
+        "config": config,
+        "inputs_embeds": torch.empty((*positions_BT.shape, 0), dtype=dtype, device=positions_BT.device),
+        "attention_mask": None,
+        "past_key_values": None,
+        "position_ids": positions_BT,
+    }
+    return {
+        "full_attention": create_causal_mask(**batch),
+        "sliding_attention": create_sliding_window_causal_mask(**batch),
+    }
+
+
+# Random generators ------------------------------------------------------------------------------------------
+
+
+#: Bytes of a value.
+_VALUE = 8
+
+
+def generator_states(devices: Sequence[torch.device]) -> Tensor:
+    """The states of the host's generator and of those of ``devices``, as int64 values on the host."""
+    states = [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
+    return torch.cat(states).view(torch.int64)
+
+
+def set_generator_states(values: Tensor, devices: Sequence[torch.device]) -> None:
+    """Takes up what ``generator_states`` gave."""
+    states, begin = values.contiguous().view(torch.uint8), 0
+    for device, size in zip([None, *devices], _sizes(devices), strict=True):
+        # In memory of its own: torch 2.13 reads a state as a struct, and crashes where it is not aligned as one.
+        state = states[begin : begin + size].clone()
+        begin += size
+        if device is None:
+            torch.set_rng_state(state)
+        else:
+            torch.cuda.set_rng_state(state, device)
+
+
+def state_values(devices: Sequence[torch.device]) -> int:
+    """How many values ``generator_states`` gives."""
+    return sum(_sizes(devices)) // _VALUE
+
+
+def _sizes(devices: Sequence[torch.device]) -> list[int]:
+    return [
+        torch.get_rng_state().numel(),
+        *(torch.cuda.get_rng_state(device).numel() for device in devices),
+    ]

@@ -9,19 +9,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from tierstore.config import as_dict
 from tierstore.dense.layout import Narrow
 from tierstore.errors import ConfigError, StoreError
 from tierstore.hf.describing import CONFIG_NAME, describe_config, read_config, text_positions
+from tierstore.hf.families import ACTIVATIONS
 from tierstore.hf.manifest import MANIFEST_NAME, ExpertEntry, ExpertLayout, Manifest, UnitEntry, Weights
-from tierstore.hf.pairs import attention_pairs
 from tierstore.model.architecture import Architecture, DenseUnit
 from tierstore.model.spec import ModelSpec, spec_of
 from tierstore.model.store_schema import TrainState, from_conditions, recorded_model
-from tierstore.model.vocabulary.partition import VocabularyPartition
+from tierstore.model.vocabulary import VocabularyPartition
 from tierstore.moe.config import Activation, ExpertShape
 from tierstore.moe.lora import LoraConfig
 from tierstore.store.disk.home import MODEL_DIRECTORY
@@ -36,16 +35,37 @@ if TYPE_CHECKING:
     from tierstore.parallel import Mesh
     from tierstore.stats import StallLedger
 
-#: transformers' names of the functions behind a gate.
-ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
-    {
-        "silu": Activation.SWIGLU,
-        "swish": Activation.SWIGLU,
-        "gelu": Activation.GEGLU,
-        "gelu_pytorch_tanh": Activation.GEGLU_TANH,
-        "relu": Activation.REGLU,
-    }
-)
+
+#: Modules of a decoder layer that mix tokens, by transformers' names: their linear layers get pairs.
+MIXERS = ("self_attn", "linear_attn")
+
+
+@dataclass(frozen=True)
+class AttentionPair:
+    """The pair of linear layer ``name``: its A and B are parameters ``index`` and ``index + 1`` of dense unit ``unit``."""
+
+    name: str
+    outputs: int
+    inputs: int
+    unit: int
+    index: int
+
+
+def attention_pairs(manifest: Manifest, lora: LoraConfig) -> list[AttentionPair]:
+    """Attention's pairs, in the order of the model's parameters."""
+    found = []
+    for number, unit in enumerate(manifest.units):
+        index = 0
+        for parameter in unit.parameters if lora.attention else ():
+            name = parameter.name.removesuffix(".weight")
+            mixes = any(f".{mixer}." in name for mixer in MIXERS) and len(parameter.shape) == 2
+            if mixes and (not lora.modules or name.rpartition(".")[2] in lora.modules):
+                outputs, inputs = parameter.shape
+                found.append(AttentionPair(name, outputs, inputs, number, index))
+                index += 2
+    return found
+
+
 #: Families with layers of linear attention, whose state knows no positions.
 _LINEAR = ("qwen3_next",)
 _TOKENIZER_FILES = ("tokenizer", "vocab.", "merges.", "spiece.")
@@ -70,12 +90,12 @@ class HfSpec(ModelSpec):
         return self.manifest.experts.top_k
 
     def pass_bytes(self, tokens: int, blocks: range | None) -> int:
-        from tierstore.hf.activations import activation_bytes  # which takes a specification
+        from tierstore.hf.sizes import activation_bytes  # which takes a specification
 
         return activation_bytes(self, tokens, blocks)
 
     def layer_order_bytes(self, tokens: int, micro_batches: int) -> int:
-        from tierstore.hf.activations import layer_order_bytes
+        from tierstore.hf.sizes import layer_order_bytes
 
         self._refuse_stage()
         return layer_order_bytes(self, tokens, micro_batches)

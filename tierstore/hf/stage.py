@@ -20,15 +20,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from tierstore.hf.balance import balance_loss, balance_loss_later
-from tierstore.hf.drawing import generator_states, set_generator_states, state_values
-from tierstore.hf.loading import LoadedModule, build_module, cut_module, parse_config
-from tierstore.hf.model import HfModel
-from tierstore.hf.packages import quiet_transformers
+from tierstore.hf.describing import quiet_transformers
+from tierstore.hf.experts import LoadedModule, balance_loss, balance_loss_later
+from tierstore.hf.loading import build_module, cut_module, parse_config
+from tierstore.hf.model import HfModel, generator_states, set_generator_states, state_values
 from tierstore.model.config import ComputeDtype
 from tierstore.model.interface import Batch, ModelOutput
-from tierstore.model.sampling import sample_tokens
 from tierstore.model.stage import StageBorder, StageLine, StagePass, no_values
+from tierstore.model.transformer import sample_tokens
 from tierstore.moe.lora import LoraConfig
 from tierstore.moe.source import ExpertSource
 from tierstore.parallel import Mesh

@@ -138,7 +138,7 @@ class ModelSpec(ABC):
     # What it becomes ----------------------------------------------------------------------------------------
 
     @abstractmethod
-    def vary(self, name: str, value: object) -> Self | None:
+    def vary(self, name: str, value: object) -> ModelSpec | None:
         """The same model, or one of its kind, with another value of ``name``; None where that is not for a run to choose."""
 
     @abstractmethod
@@ -303,3 +303,12 @@ def spec_of(config: ModelConfig) -> BuiltInSpec:
         else "",
         layers=range(config.n_layers),
     )
+
+
+def divided_units(model: ModelSpec, ranks: int) -> tuple[DenseUnit, ...]:
+    """What one of ``ranks`` tensor-parallel ranks holds of the dense units of ``model``: its part of the matrices, and the
+    others whole. Of an imported model nothing is divided.
+    """
+    parts = ranks if isinstance(model, BuiltInSpec) and model.whole is None else 1
+    units = model.architecture.units
+    return tuple(DenseUnit(matrices=unit.matrices // parts, others=unit.others) for unit in units)

@@ -9,14 +9,14 @@ seed and of what they are for, so that changing one layer changes nothing else.
 
 On several data ranks (``mesh``) each has a part of the global batch; only parts of a batch of tasks may differ in rows.
 ``objective`` is then this rank's share of the global one: the shares, and their gradients, add up to it. Tensor-parallel
-ranks have the same tokens and parts of the parameters (``tierstore.model.division``); of what none divides, all of them
+ranks have the same tokens and parts of the parameters (``tierstore.model.config``); of what none divides, all of them
 find the same gradients.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -26,14 +26,24 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tierstore.model.attention import Attention, RMSNorm, rotary_tables
-from tierstore.model.config import CheckpointActivations, ModelConfig, TieEmbeddings
-from tierstore.model.division import check_divisible, divisions
+from tierstore.model.attention import (
+    Attention,
+    Following,
+    KeyValueCache,
+    RMSNorm,
+    rotary_tables,
+    visible_tokens,
+)
+from tierstore.model.config import (
+    CheckpointActivations,
+    ModelConfig,
+    TieEmbeddings,
+    check_divisible,
+    divisions,
+)
 from tierstore.model.interface import Batch, ModelOutput, SegmentLoss, TaskSegment, joint_loss, segment_losses
-from tierstore.model.kv_cache import Following, KeyValueCache, visible_tokens
-from tierstore.model.loss import cross_entropy
-from tierstore.model.sampling import sample_tokens
-from tierstore.model.vocabulary import DividedTable, VocabularyPartition
+from tierstore.model.tables import DividedTable, cross_entropy
+from tierstore.model.vocabulary import VocabularyPartition
 from tierstore.moe import ExpertSource, FeedForward, MoELayer, NoiseKey, Router, Routing
 from tierstore.moe.exchange import Charge
 from tierstore.moe.router import LayerRouter
@@ -426,3 +436,36 @@ def _table(
 def _chosen(router: nn.Module, x_TD: Tensor) -> Tensor:
     assert isinstance(router, Router)
     return router.choose(x_TD)
+
+
+# Text -------------------------------------------------------------------------------------------------------
+
+
+def sample_tokens(
+    last_logits: Callable[[Sequence[int]], Tensor],
+    prompt: Sequence[int],
+    count: int,
+    *,
+    temperature: float,
+    seed: int,
+    ends: Collection[int] = (),
+) -> list[int]:
+    """At most ``count`` tokens that follow ``prompt``, sampled at ``temperature`` (0: greedy); one of ``ends`` is the last.
+
+    ``last_logits`` gives logits (V,), fp32 and on the host, of what follows the tokens so far. Raises ValueError for a
+    prompt without a token.
+    """
+    tokens = list(prompt)
+    if not tokens:
+        raise ValueError("a prompt needs at least one token")
+    generator = keyed_generator(seed, "generate")
+    for _ in range(count):
+        logits = last_logits(tokens)
+        if temperature > 0:
+            probability = (logits / temperature).softmax(dim=-1)
+            tokens.append(int(torch.multinomial(probability, 1, generator=generator)))
+        else:
+            tokens.append(int(logits.argmax()))
+        if tokens[-1] in ends:
+            break
+    return tokens[len(prompt) :]

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field, replace
 from tierstore.dense.config import OptimizerState
 from tierstore.dense.layout import DenseBytes, UnitLayout, blocks_held, gather_copies
 from tierstore.errors import ConfigError
-from tierstore.hf.activations import forward_bytes
-from tierstore.hf.sizes import cache_bytes
+from tierstore.hf.sizes import cache_bytes, forward_bytes
 from tierstore.hf.spec import HfSpec
 from tierstore.machine_profile import Evidence
 from tierstore.model.architecture import Architecture

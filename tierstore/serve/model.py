@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from tierstore.errors import ConfigError
 from tierstore.hf.describing import cached_positions
+from tierstore.model.attention import KeyValueCache
 from tierstore.model.interface import Model
-from tierstore.model.kv_cache import KeyValueCache
 from tierstore.model.transformer import Transformer
 
 

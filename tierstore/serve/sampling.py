@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from tierstore.errors import ConfigError
-from tierstore.hf.describing import CONFIG_NAME, read_config
-from tierstore.hf.packages import transformers
+from tierstore.hf.describing import CONFIG_NAME, read_config, transformers
 from tierstore.hf.spec import HfSpec
 from tierstore.moe.seeds import keyed_generator
 

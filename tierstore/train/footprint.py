@@ -17,7 +17,7 @@ import psutil
 from tierstore.dense.layout import DenseBytes, Gathered, Narrow, Region, Span, UnitLayout, dense_bytes
 from tierstore.model.architecture import DenseUnit
 from tierstore.model.config import ComputeDtype
-from tierstore.model.vocabulary.partition import EMBEDDING_PLACE, HEAD_PLACE
+from tierstore.model.vocabulary import EMBEDDING_PLACE, HEAD_PLACE
 from tierstore.parallel.layout import TableRows
 from tierstore.prefetch.predictor import PredictorName
 from tierstore.tiers.slots import DeviceKind

@@ -12,8 +12,7 @@ from tierstore.dense.config import OptimizerState
 from tierstore.errors import ConfigError
 from tierstore.model.config import ModelConfig, TieEmbeddings
 from tierstore.model.spec import BuiltInSpec, ModelSpec
-from tierstore.model.vocabulary.cost import VocabularyCost
-from tierstore.model.vocabulary.partition import VocabularyPartition
+from tierstore.model.vocabulary import VocabularyCost, VocabularyPartition
 from tierstore.parallel.config import RowPlacement
 from tierstore.parallel.layout import TableRows
 from tierstore.tiers.slots import DeviceKind

@@ -8,8 +8,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from tierstore.model import loss
-from tierstore.model.vocabulary import DividedTable
+from tierstore.model import tables
+from tierstore.model.tables import DividedTable
 from tierstore.parallel import Collective, Mesh
 from tierstore.parallel.layout import TableRows
 
@@ -78,12 +78,12 @@ def losses(mesh: Mesh, x_TD: Tensor, whole_VD: Tensor, targets_T: Tensor, chunk:
     size, rank = mesh.data.size, mesh.data.rank
     mine = slice(len(x_TD) // size * rank, len(x_TD) // size * (rank + 1))
     own_TD = x_TD[mine].clone().requires_grad_()
-    with mock.patch("tierstore.model.vocabulary.cross_entropy.CHUNK_LOGITS", chunk):
+    with mock.patch("tierstore.model.tables.CHUNK_LOGITS", chunk):
         loss_ = table.cross_entropy(own_TD, rows_RD, targets_T[mine])
         (loss_ * factor / size).backward()
         with torch.no_grad():
             again = table.cross_entropy(own_TD, rows_RD, targets_T[mine])
-    assert chunk < loss.CHUNK_LOGITS
+    assert chunk < tables.CHUNK_LOGITS
     return {
         "loss": loss_.detach(),
         "evaluated": again,
@@ -118,5 +118,5 @@ def unlike_tokens(mesh: Mesh, x_TD: Tensor, whole_VD: Tensor, targets_T: Tensor)
 def first_rows(mesh: Mesh, rows: int, width: int, drawn: int) -> Tensor:
     """This rank's rows of a table drawn in chunks of about ``drawn`` elements."""
     table = DividedTable(TableRows(rows, width, mesh.data.size), mesh.data)
-    with mock.patch("tierstore.model.vocabulary.table._DRAWN", drawn):
+    with mock.patch("tierstore.model.tables._DRAWN", drawn):
         return table.first_rows(std=0.2, generator=torch.Generator().manual_seed(3))

@@ -70,7 +70,7 @@ def test_layer_order_has_the_bits_of_micro_order(mode: str, configure: Make, tra
 def test_a_tied_head_whose_loss_goes_in_chunks(configure: Make, train: Any) -> None:
     """Each chunk passes a gradient to the embedding, before the embedding's own."""
     changes = {"steps": 3, **MODES["tied"]}
-    with mock.patch("tierstore.model.loss.CHUNK_LOGITS", 6 * 256):
+    with mock.patch("tierstore.model.tables.CHUNK_LOGITS", 6 * 256):
         expected = train(configure(changes))
         found = train(configure({**changes, **LAYER}))
     assert found.bits == expected.bits

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from tierstore.errors import ConfigError
-from tierstore.model.config import ModelConfig
-from tierstore.model.division import check_divisible
+from tierstore.model.config import ModelConfig, check_divisible
 from tierstore.parallel.config import ExchangeMode, RowPlacement
 from tierstore.parallel.layout import Layout, layout_of, node_grid
 from tierstore.train.combinations import check_combination

@@ -22,8 +22,7 @@ import numpy.typing as npt
 import torch
 
 from tierstore.errors import ConfigError, StoreExistsError
-from tierstore.model.config import TieEmbeddings
-from tierstore.model.division import check_divisible
+from tierstore.model.config import TieEmbeddings, check_divisible
 from tierstore.model.spec import BuiltInSpec, ModelSpec
 from tierstore.model.store_schema import EXPERT_SCHEMA, STATE_KEY, expert_key
 from tierstore.parallel import ExpertBlocks

@@ -15,7 +15,6 @@ import torch
 from tierstore.dense import Fusion
 from tierstore.dense.layout import Narrow
 from tierstore.errors import StoreFormatError
-from tierstore.model.buffers import with_all_buffers
 from tierstore.model.spec import BuiltInSpec, ModelSpec, spec_of
 from tierstore.model.store_schema import (
     EXPERT_SCHEMA,
@@ -25,6 +24,7 @@ from tierstore.model.store_schema import (
     expert_key,
     recorded_model,
     table_of,
+    with_all_buffers,
 )
 from tierstore.moe.source import InMemoryExperts
 from tierstore.parallel.layout import Layout

@@ -1,8 +1,8 @@
 """Writing checkpoints: safetensors files as streams, sharded, with their index, in bounded memory.
 
-The package ``safetensors`` writes what is whole in memory. Here names, types and shapes are known beforehand, which is
-all that a header needs; the values follow in file order. They go past the page cache. A checkpoint is built beside its
-name and takes it when it is whole.
+The package ``safetensors`` writes what is whole in memory. Here names, types and shapes are known beforehand
+(``Outline``), which is all that a header needs; the values follow in file order, past the page cache. A checkpoint is
+built beside its name and takes it when it is whole.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.hf.checkpoints.checkpoint import ALIGNMENT, INDEX_NAME, ITEM_BYTES, SINGLE_NAME
+from tierstore.dense import UnitLayout
+from tierstore.hf.checkpoint import ALIGNMENT, INDEX_NAME, ITEM_BYTES, SINGLE_NAME, TensorInfo
 from tierstore.machine import existing_parent
 from tierstore.store.disk.home import building, building_directory, fsync_directory
 from tierstore.units import format_bytes
@@ -307,3 +309,75 @@ def needed_bytes(shards: Sequence[Shard], files: Mapping[str, bytes]) -> int:
     sizes += [len(content) for content in files.values()]
     index = sum(len(tensor.name) + 64 for shard in shards for tensor in shard.tensors)
     return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in (*sizes, index))
+
+
+# What an export holds ---------------------------------------------------------------------------------------
+
+
+class ExportDtype(StrEnum):
+    """The type in which weights leave."""
+
+    BF16 = "bf16"
+    FP32 = "fp32"
+
+    @property
+    def safetensors(self) -> str:
+        """safetensors' name of it."""
+        return "BF16" if self is ExportDtype.BF16 else "F32"
+
+    @property
+    def torch_name(self) -> str:
+        return "bfloat16" if self is ExportDtype.BF16 else "float32"
+
+
+@dataclass(frozen=True)
+class DenseValues:
+    """``numel`` values from ``begin`` of parameter ``index`` of dense unit ``unit``, ``name`` in memory, times ``scale``."""
+
+    name: str
+    unit: int
+    index: int
+    begin: int
+    numel: int
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class ExpertValues:
+    """``numel`` values from ``begin`` of each of ``experts``, one after another."""
+
+    layer: int
+    experts: range
+    begin: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class BufferValues:
+    """Buffer ``name`` in memory, which the commit's small state has."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class CarriedValues:
+    """A tensor of another file, as it is."""
+
+    info: TensorInfo
+
+
+Origin = DenseValues | ExpertValues | BufferValues | CarriedValues
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A checkpoint to be: ``tensors`` in order, by name, with their origins; small ``files`` beside them; what a user must
+    be told (``notes``). ``layouts``: how the dense units lie in the stores. ``experts``: of each layer.
+    """
+
+    dtype: ExportDtype
+    tensors: Sequence[tuple[TensorSpec, Origin]]
+    layouts: Sequence[UnitLayout]
+    experts: int
+    files: dict[str, bytes] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()

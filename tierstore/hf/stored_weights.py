@@ -1,6 +1,6 @@
 """The weights of a job's stores at rest, those of all ranks together, caught up to the newest step that all have.
 
-Reading changes nothing: no record, no file. What an expert missed is replayed on a copy, and forgotten.
+Reading changes nothing: no record, no file. What an expert missed is replayed on a copy, which is then dropped.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from tierstore import _native
 from tierstore._native import Buffer, Priority
 from tierstore.dense import UnitLayout
 from tierstore.errors import StoreFormatError
-from tierstore.model.buffers import with_all_buffers
-from tierstore.model.store_schema import TrainState, expert_key, table_of
+from tierstore.model.store_schema import TrainState, expert_key, table_of, with_all_buffers
 from tierstore.parallel import ExpertBlocks
 from tierstore.quant.layout import dequantize
 from tierstore.store.core import StoreCore

@@ -12,29 +12,33 @@
 A step opens, with its learning rate, before its first forward pass, and has any number of passes. Nothing moves before
 its end: then the norm is taken over dense parameters and experts together, and either all of them are stepped or, where
 a loss or a gradient is not finite, none. Gradient checkpointing, evaluation and ``generate`` are the model's own.
+
+``TieredOptimizer`` does the same for ``Trainer``, accelerate and schedulers: a step opens with the first training forward
+pass after the last one, with the learning rate that the optimizer has then, and ends with ``step()``. ``zero_grad()``
+between the two, once there was a backward pass, gives it up.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from tierstore.config import load
 from tierstore.errors import ConfigError, StoreMissingError
-from tierstore.hf.checkpoints.checkpoint import Checkpoint
-from tierstore.hf.imports.importing import ImportOptions, import_model
-from tierstore.hf.loop.guards import StoreMark, guarded
-from tierstore.hf.loop.watching import Autocast, PassWatch
+from tierstore.hf.checkpoint import Checkpoint
+from tierstore.hf.importing import ImportOptions, import_model
 from tierstore.hf.manifest import Manifest, Weights
 from tierstore.hf.model import HfModel
 from tierstore.hf.spec import stored_spec
+from tierstore.hf.watching import Autocast, PassWatch, StoreMark, guarded
 from tierstore.model.store_schema import STATE_KEY
 from tierstore.parallel import RankEnvironment
 from tierstore.store.disk.home import IDENTITY
@@ -45,9 +49,6 @@ from tierstore.train.ranks import Opening
 from tierstore.train.session import Loop, open_parts
 from tierstore.train.stepping import OpenStep, SessionParts, StepError, StepOutcome, Stepper
 from tierstore.units import parse_size
-
-if TYPE_CHECKING:
-    from tierstore.hf.loop.optimizer import TieredOptimizer
 
 
 @contextlib.contextmanager
@@ -183,7 +184,7 @@ class TieredModel:
         self, lr: float, *, max_grad_norm: float | None = None, backward_passes: int | None = None
     ) -> TieredOptimizer:
         """A ``torch.optim.Optimizer`` for loops that want one: its step opens with the first training forward pass."""
-        from tierstore.hf.loop.optimizer import TieredOptimizer
+        from tierstore.hf.tiered import TieredOptimizer
 
         return TieredOptimizer(self, lr, max_grad_norm=max_grad_norm, backward_passes=backward_passes)
 
@@ -332,3 +333,85 @@ class TieredStep:
         self._watch.settle()
         self._watch.drop_pass()
         self._step.abandon()
+
+
+class TieredOptimizer(Optimizer):
+    """AdamW over dense parameters and experts. Its moments are in the store, so ``state`` is empty.
+
+    Only ``lr`` may change from step to step; the others are those that the model was opened with (``adamw``).
+    """
+
+    def __init__(
+        self,
+        tiered: TieredModel,
+        lr: float,
+        *,
+        max_grad_norm: float | None = None,
+        backward_passes: int | None = None,
+    ) -> None:
+        adamw = tiered.parts.config.adamw
+        self._fixed = {"betas": tuple(adamw.betas), "eps": adamw.eps, "weight_decay": adamw.weight_decay}
+        super().__init__(list(tiered.model.parameters()), {"lr": lr, **self._fixed})
+        if tiered.watch.opener is not None:
+            raise StepError("optimizer: the model has one already")
+        tiered.watch.opener = self._open
+        self._tiered = tiered
+        self._backward_passes = backward_passes
+        self._step: TieredStep | None = None
+        self.max_grad_norm = max_grad_norm
+        #: Of the last step's gradients, before clipping; not finite where it was not taken.
+        self.grad_norm = float("nan")
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there was a training forward pass since the last ``step()``."""
+        return self._step is not None
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Takes the step. Raises StepError where there was no backward pass, or ``lr`` has changed since it opened."""
+        if closure is not None:
+            raise StepError("optimizer.step: closures are not supported")
+        step = self._step
+        if step is None:
+            raise StepError("optimizer.step: no training forward pass has run since the last step")
+        if (lr := self._lr()) != step.lr:
+            raise StepError(
+                f"lr: the step was opened with {step.lr} by its first forward pass, and it is {lr} now: set it before"
+            )
+        self._step = None
+        self._tiered.close_step()
+        self.grad_norm = step.grad_norm
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Gives up the open step, if there were backward passes in it."""
+        self._tiered.watch.settle()
+        if self._step is not None and self._tiered.watch.passes:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Gives up the open step."""
+        step, self._step = self._step, None
+        if step is not None:
+            step.abandon()
+            self._tiered.close_step()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only its own, once. Raises StepError for another."""
+        if self.param_groups:
+            raise StepError("add_param_group: the parameters of a tiered model are one group")
+        super().add_param_group(param_group)
+
+    def _open(self) -> None:
+        self._step = self._tiered.open_step(
+            self._lr(), max_grad_norm=self.max_grad_norm, backward_passes=self._backward_passes
+        )
+
+    def _lr(self) -> float:
+        (group,) = self.param_groups
+        for name, value in self._fixed.items():
+            found = tuple(group[name]) if name == "betas" else group[name]
+            if found != value:
+                raise StepError(
+                    f"{name}: {value} since the model was opened, and a step cannot change it to {found}"
+                )
+        return float(group["lr"])

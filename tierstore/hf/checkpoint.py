@@ -2,7 +2,7 @@
 
 A safetensors file is 8 bytes with the length of a JSON header, the header, and the values of all tensors, one after
 another without gaps. Headers are read here, not by the package ``safetensors``, so that single tensors and rows of them
-are read past the page cache, into memory that is there already. Nothing in a header is believed before it is checked:
+are read past the page cache, into memory that is there already. Nothing in a header is trusted before it is checked:
 files come from the internet.
 """
 

@@ -1,7 +1,7 @@
 """Records of a checkpoint, written to a store: experts and dense slices, read ahead while earlier ones are written.
 
 Reader threads read single tensors, check them and bring them into the form of the record; the calling thread adds records
-and queues their writes, in one order, so that memory, commits and the place of every record are the same each time. What
+and queues their writes, in one order, so that memory, commits and the slot of every record are the same each time. What
 is held at once: a ring of experts within a budget, and one rank's slices of one dense unit.
 """
 
@@ -20,10 +20,10 @@ from tierstore import _native
 from tierstore._native import Arena, Buffer, HugePages
 from tierstore.dense.layout import UnitLayout
 from tierstore.dense.slices import schema_name
-from tierstore.hf.checkpoints.checkpoint import ReadWindow
-from tierstore.hf.checkpoints.weights import WeightReader
+from tierstore.hf.checkpoint import ReadWindow
 from tierstore.hf.families import Part
 from tierstore.hf.manifest import ParameterEntry
+from tierstore.hf.weights import WeightReader
 from tierstore.model.store_schema import EXPERT_SCHEMA
 from tierstore.quant.layout import quantize
 from tierstore.store.format import SECTION_ALIGNMENT, RecordSchema, WeightFormat

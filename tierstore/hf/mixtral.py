@@ -15,8 +15,7 @@ from collections.abc import Collection, Iterator
 from tierstore.dense import Fusion
 from tierstore.dense.layout import Narrow, ParameterPlace, layouts_of_shapes
 from tierstore.errors import ConfigError
-from tierstore.hf.checkpoints.writing import TensorSpec
-from tierstore.hf.exports.outline import DenseValues, ExpertValues, ExportDtype, Origin, Outline
+from tierstore.hf.writing import DenseValues, ExpertValues, ExportDtype, Origin, Outline, TensorSpec
 from tierstore.model.config import ComputeDtype, ModelConfig, TieEmbeddings
 from tierstore.moe.config import Activation, RouterNoise
 

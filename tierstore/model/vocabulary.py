@@ -1,9 +1,10 @@
-"""What a table over the vocabulary costs a rank, gathered and divided: bytes by formula, and which of the two sends fewer.
+"""Which of the tables over the vocabulary are divided over ranks, and what a table costs a rank, gathered and divided: bytes
+by formula, and which of the two sends fewer. Imports no torch.
 
 A gathered table (ZeRO-3) is gathered once a step and its gradients are reduced once a micro-batch: V D values each, whatever
 the number of tokens. A divided one sends tokens' rows instead (SE-MoE section 4.3): T D values twice, and as a head the
 hidden states of all T tokens to all other ranks and back. So division pays for a vocabulary that is large against the
-tokens of a micro-batch, and loses for that of bytes. Imports no torch.
+tokens of a micro-batch, and loses for that of bytes.
 """
 
 from __future__ import annotations
@@ -11,6 +12,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tierstore.parallel.layout import TableRows
+
+#: Where the built-in model has its tables: the name of a dense unit, and the parameter's number in it.
+EMBEDDING_PLACE = ("embedding", 0)
+HEAD_PLACE = ("head", 1)
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyPartition:
+    """The tables of which each rank has some rows; None where the whole table is gathered. A tied head is the embedding:
+    both are the same rows then.
+    """
+
+    embedding: TableRows | None = None
+    head: TableRows | None = None
+
+    def tables(self, *, tied: bool) -> dict[tuple[str, int], TableRows]:
+        """The divided parameters of the built-in model, by their places."""
+        found = {EMBEDDING_PLACE: self.embedding, HEAD_PLACE: None if tied else self.head}
+        return {place: table for place, table in found.items() if table is not None}
+
 
 #: Ids travel as int32; masters, gradients of gathered tables and the losses' figures in fp32.
 _ID = _FP32 = 4

@@ -18,9 +18,22 @@ import numpy.typing as npt
 from tierstore.dense import Fusion
 from tierstore.dense.layout import ParameterPlace
 from tierstore.errors import ConfigError, StoreFormatError
-from tierstore.hf.checkpoints.checkpoint import ReadWindow, TensorInfo, TensorReader, read_header
-from tierstore.hf.checkpoints.writing import (
+from tierstore.hf.adapters import StoredAdapter
+from tierstore.hf.checkpoint import ReadWindow, TensorInfo, TensorReader, read_header
+from tierstore.hf.families import FAMILIES
+from tierstore.hf.manifest import MANIFEST_NAME, BufferEntry, Manifest, ParameterEntry, Quantization
+from tierstore.hf.mixtral import mixtral
+from tierstore.hf.spec import recorded_lora
+from tierstore.hf.stored_weights import Adjustment, ModelWeights, StoredWeights, open_weights, round_bf16
+from tierstore.hf.writing import (
     MAX_SHARD_BYTES,
+    BufferValues,
+    CarriedValues,
+    DenseValues,
+    ExpertValues,
+    ExportDtype,
+    Origin,
+    Outline,
     Shard,
     TensorSpec,
     needed_bytes,
@@ -29,24 +42,8 @@ from tierstore.hf.checkpoints.writing import (
     write_checkpoint,
     write_file,
 )
-from tierstore.hf.exports.adapter import StoredAdapter
-from tierstore.hf.exports.mixtral import mixtral
-from tierstore.hf.exports.outline import (
-    BufferValues,
-    CarriedValues,
-    DenseValues,
-    ExpertValues,
-    ExportDtype,
-    Origin,
-    Outline,
-)
-from tierstore.hf.exports.reading import Adjustment, ModelWeights, StoredWeights, open_weights, round_bf16
-from tierstore.hf.families import FAMILIES
-from tierstore.hf.manifest import MANIFEST_NAME, BufferEntry, Manifest, ParameterEntry, Quantization
-from tierstore.hf.spec import recorded_lora
-from tierstore.model.buffers import BUFFERS_KEY, unpack_arrays
 from tierstore.model.config import ComputeDtype, ModelConfig
-from tierstore.model.store_schema import recorded_model, table_of
+from tierstore.model.store_schema import BUFFERS_KEY, recorded_model, table_of, unpack_arrays
 from tierstore.store.disk.home import MODEL_DIRECTORY, fsync_directory
 from tierstore.train.vocabulary import places_of, recorded_placements
 

@@ -1,17 +1,40 @@
-"""Whether a checkpoint is of the model that its configuration describes: found out before anything is written."""
+"""What an import checks before anything is written: whether a checkpoint is of the model that its configuration describes,
+and the files beside it (configuration, tokenizer, tensors that the family ignores), which it also copies.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
-from tierstore.errors import DataError
-from tierstore.hf.checkpoints.checkpoint import Checkpoint, TensorInfo
-from tierstore.hf.checkpoints.quantized import MXFP4_GROUP, scale_shape
-from tierstore.hf.checkpoints.weights import BLOCKS_SUFFIX, PLAIN, SCALE_SUFFIX, SCALES_SUFFIX
+from tierstore.errors import ConfigError, DataError
+from tierstore.hf.checkpoint import (
+    INDEX_NAME,
+    Checkpoint,
+    TensorInfo,
+    TensorReader,
+    copy_tensors,
+    refuse_pointer,
+)
+from tierstore.hf.describing import CONFIG_NAME
 from tierstore.hf.families import FAMILIES, Family, OnDisk, Part
-from tierstore.hf.manifest import Manifest, ParameterEntry, Quantization
+from tierstore.hf.manifest import (
+    MANIFEST_NAME,
+    CarriedEntry,
+    Manifest,
+    ParameterEntry,
+    Quantization,
+    write_durably,
+)
+from tierstore.hf.weights import BLOCKS_SUFFIX, MXFP4_GROUP, PLAIN, SCALE_SUFFIX, SCALES_SUFFIX, scale_shape
+from tierstore.hf.writing import Shard, TensorSpec
+from tierstore.store.disk.home import fsync_directory
+from tierstore.train.tokens.tokenizing import DocumentTokenizer
 
 #: Names that an error gives of each kind; it says how many more there are.
 _SHOWN = 5
@@ -183,3 +206,138 @@ def _list(names: Sequence[str]) -> str:
 
 def _text(shape: Sequence[int]) -> str:
     return "(" + ", ".join(map(str, shape)) + ")"
+
+
+# Beside the records -----------------------------------------------------------------------------------------
+
+
+_SUFFIXES = {".json", ".jinja", ".model", ".txt", ".tiktoken"}
+_NAMES = ("LICENSE", "NOTICE", "USE_POLICY")
+_TEMPLATES = "additional_chat_templates"
+#: Larger files are no tokenizer's.
+_MOST_BYTES = 256 << 20
+#: About how large one file of carried tensors becomes.
+_CARRIED_BYTES = 4 << 30
+
+
+def companion_files(directory: Path) -> list[str]:
+    """Names of the configuration and tokenizer files of a model directory, in order; code is none of them."""
+    names = [
+        path.name
+        for path in directory.iterdir()
+        if path.is_file()
+        and (path.suffix in _SUFFIXES or path.name.startswith(_NAMES))
+        and path.name not in (INDEX_NAME, MANIFEST_NAME)
+        and not path.name.endswith(".index.json")
+        and path.stat().st_size <= _MOST_BYTES
+    ]
+    names += [f"{_TEMPLATES}/{path.name}" for path in (directory / _TEMPLATES).glob("*.jinja")]
+    return sorted(names)
+
+
+def check_tokenizer(directory: Path, vocab_size: int) -> None:
+    """Raises DataError where the tokenizer has a token that the embedding has no row for, or one of its files that are no
+    JSON is a git-lfs pointer, which would be taken for a template or a vocabulary.
+    """
+    for name in companion_files(directory):
+        if not name.endswith(".json"):
+            with (directory / name).open("rb") as file:
+                refuse_pointer(directory / name, file.read(8))
+    path = directory / "tokenizer.json"
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    refuse_pointer(path, content)
+    try:
+        value = json.loads(content)
+        vocabulary = value.get("model", {}).get("vocab", {})
+        numbers = list(vocabulary.values()) if isinstance(vocabulary, dict) else [len(vocabulary) - 1]
+        numbers += [token["id"] for token in value.get("added_tokens") or ()]
+        largest = max((int(number) for number in numbers), default=-1)
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise DataError(f"{path}: not a tokenizer: {error}") from error
+    if largest >= vocab_size:
+        raise DataError(
+            f"{path}: token {largest} is beyond the model's vocabulary of {vocab_size} (vocab_size in {CONFIG_NAME})"
+        )
+
+
+def companion_notes(directory: Path) -> Iterator[str]:
+    """A line for each companion file that is damaged and yet no reason to refuse the model."""
+    path = directory / "generation_config.json"
+    if path.exists():
+        try:
+            whole = isinstance(json.loads(path.read_bytes()), dict)
+        except (ValueError, RecursionError):
+            whole = False
+        if not whole:
+            yield f"{path}: not a JSON object, and ignored"
+    if (directory / "tokenizer.json").exists():
+        try:
+            DocumentTokenizer(directory)
+        except (ConfigError, DataError) as error:
+            yield f"{error}; the model is imported, but reads and writes no text"
+
+
+def copy_companions(source: Path, target: Path, names: Sequence[str], quantization: Quantization) -> None:
+    """Copies ``names`` into ``target``, durably. The configuration loses its quantisation: the records have none."""
+    for name in names:
+        content = (source / name).read_bytes()
+        if name == CONFIG_NAME and quantization is not Quantization.NONE:
+            config = json.loads(content)
+            config.pop("quantization_config", None)
+            content = (json.dumps(config, indent=2) + "\n").encode()
+        path = target / name
+        if path.parent != target:
+            path.parent.mkdir(exist_ok=True)
+            fsync_directory(path.parent)
+        write_durably(path, content)
+        fsync_directory(path.parent)
+
+
+def carried_files(infos: Sequence[TensorInfo]) -> list[tuple[str, list[TensorInfo]]]:
+    """Which file each carried tensor goes to, in order."""
+    files: list[tuple[str, list[TensorInfo]]] = []
+    held = 0
+    for info in infos:
+        if not files or held + info.nbytes > _CARRIED_BYTES:
+            files.append((f"carried-{len(files):05d}.safetensors", []))
+            held = 0
+        files[-1][1].append(info)
+        held += info.nbytes
+    return files
+
+
+def carried_entries(infos: Sequence[TensorInfo]) -> Iterator[CarriedEntry]:
+    """What the manifest says of them."""
+    for name, held in carried_files(infos):
+        for info in held:
+            yield CarriedEntry(info.name, name)
+
+
+def copy_carried(infos: Sequence[TensorInfo], target: Path, reader: TensorReader) -> None:
+    """Copies the carried tensors into ``target``, byte for byte, durably. Files that are whole already stay."""
+    for name, held in carried_files(infos):
+        header = Shard(name, tuple(TensorSpec(info.name, info.dtype, info.shape) for info in held)).header
+        path = target / name
+        if path.exists() and path.stat().st_size == len(header) + sum(info.nbytes for info in held):
+            continue  # it has its name, so it was whole
+        partial = path.with_name(f"{name}.partial")
+        with open(partial, "wb") as file:
+            file.write(header)
+            written = 0
+            for info in held:
+                copy_tensors([info], reader, lambda raw: file.write(raw.data))
+                written += info.nbytes
+                if written >= 64 << 20:  # the page cache stays next to empty
+                    written = 0
+                    _flush(file.fileno(), file.flush)
+            _flush(file.fileno(), file.flush)
+        partial.rename(path)
+        fsync_directory(target)
+
+
+def _flush(fd: int, flush: Any) -> None:
+    flush()
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

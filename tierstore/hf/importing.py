@@ -30,32 +30,34 @@ from tierstore.errors import (
     StoreFormatError,
     TierstoreError,
 )
-from tierstore.hf.checkpoints.checkpoint import Checkpoint, ReadWindow, TensorReader
-from tierstore.hf.checkpoints.weights import WeightReader
+from tierstore.hf.checkpoint import Checkpoint, ReadWindow, TensorReader
 from tierstore.hf.describing import CONFIG_NAME, describe_config, ignored_attention, read_config
 from tierstore.hf.families import Part
-from tierstore.hf.imports.filling import ExpertJob, Filler, Job, UnitJob
-from tierstore.hf.imports.matching import Matched, match
-from tierstore.hf.imports.model_files import (
+from tierstore.hf.filling import ExpertJob, Filler, Job, UnitJob
+from tierstore.hf.loading import class_of, parse_config
+from tierstore.hf.manifest import ImportProgress, ImportState, Manifest, Weights
+from tierstore.hf.matching import (
+    Matched,
     carried_entries,
     check_tokenizer,
     companion_files,
     companion_notes,
     copy_carried,
     copy_companions,
+    match,
 )
-from tierstore.hf.loading import class_of, parse_config
-from tierstore.hf.manifest import ImportProgress, ImportState, Manifest, Weights
 from tierstore.hf.spec import hf_spec
-from tierstore.model.buffers import BUFFERS_KEY, pack_arrays
+from tierstore.hf.weights import WeightReader
 from tierstore.model.config import ComputeDtype
 from tierstore.model.store_schema import (
+    BUFFERS_KEY,
     EXPERT_SCHEMA,
     IMPORT_KEY,
     STATE_KEY,
     TrainState,
     expert_key,
     expert_record,
+    pack_arrays,
     quantized_layout,
 )
 from tierstore.parallel import Mesh, RankEnvironment

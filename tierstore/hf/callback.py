@@ -1,8 +1,7 @@
 """``transformers.Trainer`` over a tiered model: its optimizer, and a callback that commits and checks.
 
 ``Trainer`` steps the dense parameters that it sees. Here it sees no gradients: they are in the store's slices, and
-``TieredOptimizer.step`` steps dense parameters and experts together, clipped together. What ``Trainer`` does around that
-is what the callback is for:
+``TieredOptimizer.step`` steps dense parameters and experts together, clipped together. The callback does the rest:
 
 * ``on_pre_optimizer_step``, ``on_optimizer_step``: the open step is taken once; one that a scaler skipped is given up.
 * ``on_substep_end``: a pass of a step has ended, and the step goes on.
@@ -18,8 +17,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from tierstore.hf.loop.optimizer import TieredOptimizer
-from tierstore.hf.loop.tiered import TieredModel
+from tierstore.hf.tiered import TieredModel, TieredOptimizer
 from tierstore.train.stepping import StepError
 
 

@@ -1,1 +1,0 @@
-"""Files of safetensors: read tensor by tensor, dequantised, written as streams."""

@@ -1,1 +1,0 @@
-"""From a store to a checkpoint, or to an adapter of peft's."""

@@ -1,1 +1,0 @@
-"""From a checkpoint to a store."""

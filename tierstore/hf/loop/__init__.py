@@ -1,1 +1,0 @@
-"""A tiered model in somebody else's training loop."""
