@@ -156,17 +156,13 @@ class RecordTable(Sequence[TraceRecord]):
 
     @staticmethod
     def decode(data: builtins.bytes) -> RecordTable:
-        """The inverse of ``encode``. Raises ValueError for what is none."""
+        """The inverse of ``encode``. Raises ValueError for malformed data."""
         if len(data) < 4:
             raise ValueError(f"{len(data)} bytes")
         (count,) = struct.unpack_from("<I", data)
         size = count * _RUN.itemsize
-        inflate = zlib.decompressobj()
-        try:
-            plain = inflate.decompress(data[4:], size + 1)
-        except zlib.error as error:
-            raise ValueError(str(error)) from error
-        if len(plain) != size or not inflate.eof:
+        plain = _inflated(data[4:], size)
+        if len(plain) != size:
             raise ValueError(f"{count} runs in {len(plain)} bytes")
         runs = np.frombuffer(plain, _RUN).copy()
         if (runs["count"] == 0).any():
@@ -457,7 +453,7 @@ def encode_chunk(columns: EventColumns, coding: Coding) -> bytes:
 
 
 def decode_chunk(payload: bytes, *, events: int, units: int, coding: int, constant: int) -> EventColumns:
-    """The inverse of ``encode_chunk``, of what follows the head. Raises ValueError for what is none."""
+    """The inverse of ``encode_chunk``, of what follows the head. Raises ValueError for malformed data."""
     lengths = [
         (name, np.dtype(kind), 1 if constant >> bit & 1 else rows, rows)
         for bit, (name, kind, rows) in enumerate(
@@ -492,5 +488,5 @@ def _inflated(payload: bytes, size: int) -> bytes:
     except zlib.error as error:
         raise ValueError(str(error)) from error
     if not inflate.eof or inflate.unused_data:
-        raise ValueError("a compressed chunk of another length")
+        raise ValueError("compressed data of another length")
     return plain
