@@ -128,33 +128,32 @@ def askers_of(calls: Sequence[ExpertPass], bits: Sequence[Sequence[int]]) -> dic
 
 
 ExpertCall = tuple[Tensor, Tensor, ExpertPass]
-
-
-@dataclass(frozen=True, slots=True)
-class Telling:
-    """Who is told which sequences ask for which expert. ``bits[i]``: those of pass i (``askers_of``)."""
-
-    experts: ServedExperts
-    bits: Sequence[Sequence[int]]
+#: Is told of the calls of a layer, one of each pass, before its experts are leased.
+Called = Callable[[Sequence[ExpertPass]], None]
 
 
 class MeetingPasses:
-    """Forward passes over a model whose experts are leased through ``slot``."""
+    """Forward passes that go on side by side over a model whose experts are leased through ``slot``.
+
+    Each pass runs in a greenlet of its own, as the micro-batches of a step in layer order do. It stops where it calls for
+    experts; when all have come there, the experts that any of them needs are leased once, and each pass's rows are computed
+    by themselves. So a pass has the bits that it has alone.
+    """
 
     def __init__(self, slot: SourceSlot) -> None:
         self._slot = slot
 
-    def run(self, passes: Sequence[Callable[[], Tensor]], telling: Telling | None = None) -> list[Tensor]:
+    def run(self, passes: Sequence[Callable[[], Tensor]], called: Called | None = None) -> list[Tensor]:
         """What each of ``passes`` returns. They are passes of one model: all of them call for experts of the same layers.
 
         Raises what one of them or its source raises; none goes on then.
         """
-        if len(passes) == 1 and telling is None:
+        if len(passes) == 1 and called is None:
             return [passes[0]()]
         lanes = [greenlet(each) for each in passes]
         self._slot.meeting = self
         try:
-            return self._run(lanes, telling)
+            return self._run(lanes, called)
         finally:
             self._slot.meeting = None
             for lane in lanes:
@@ -168,14 +167,14 @@ class MeetingPasses:
         result: Tensor = parent.switch((x_TD, weight_TK, call))
         return result
 
-    def _run(self, lanes: Sequence[greenlet], telling: Telling | None) -> list[Tensor]:
+    def _run(self, lanes: Sequence[greenlet], called: Called | None) -> list[Tensor]:
         stops: list[ExpertCall | Tensor] = [lane.switch() for lane in lanes]
         while calls := [stop for stop in stops if not isinstance(stop, Tensor)]:
             if len(calls) < len(lanes):
                 raise RuntimeError("some passes of a model end where others call for experts")
             stops.clear()
-            if telling is not None:
-                telling.experts.tell_askers(askers_of([call for _, _, call in calls], telling.bits))
+            if called is not None:
+                called([call for _, _, call in calls])
             results = forward_together(self._slot, calls)
             del calls
             stops.extend(lane.switch(results.pop(0)) for lane in lanes)
@@ -259,14 +258,11 @@ class GroupedRunner(ABC):
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The sequences in the batch, in the order in which they joined."""
         return tuple(self._lengths)
 
     @torch.inference_mode()
     def join(self, prompts: Sequence[Sequence[int]]) -> list[Joined]:
-        """Prefill: computes ``prompts`` together, each layer once. Raises BudgetError where the batch has no room for so
-        many, or a prompt is longer than the model's context.
-        """
+        """As in ``BatchRunner``. Raises BudgetError also for a prompt that is longer than the model's context."""
         self._check_prompts(prompts)
         if not prompts:
             return []
@@ -277,8 +273,8 @@ class GroupedRunner(ABC):
             group, tokens_BT = self._new_group([first + row for row in part], [prompts[row] for row in part])
             groups.append(group)
             tokens.append(tokens_BT)
-        telling = self._telling(groups, [*self._lengths, *range(first, first + len(prompts))])
-        logits = self._forward(ServingPhase.PREFILL, groups, tokens, telling)
+        called = self._called(groups, [*self._lengths, *range(first, first + len(prompts))])
+        logits = self._forward(ServingPhase.PREFILL, groups, tokens, called)
         self._joined += len(prompts)
         self._groups += groups
         self._lengths.update((first + row, len(prompt)) for row, prompt in enumerate(prompts))
@@ -286,10 +282,7 @@ class GroupedRunner(ABC):
 
     @torch.inference_mode()
     def step(self, tokens: Mapping[int, int]) -> dict[int, Tensor]:
-        """Decoding: each sequence of ``tokens`` goes on with one token; returns the logits (V,) of what follows it.
-
-        Raises BudgetError where a sequence has as many tokens as the model's context.
-        """
+        """As in ``BatchRunner``. Raises BudgetError where a sequence has as many tokens as the model's context."""
         self._check_tokens(tokens)
         if not tokens:
             return {}
@@ -304,7 +297,7 @@ class GroupedRunner(ABC):
             group.mask_BS = torch.cat((group.mask_BS, group.mask_BS.new_ones(len(group.numbers), 1)), dim=1)
             tokens_B = [tokens[number] for number in group.numbers]
             passes.append(torch.tensor(tokens_B, device=self._device).unsqueeze(1))
-        logits = self._forward(ServingPhase.DECODE, groups, passes, self._telling(groups, lengths))
+        logits = self._forward(ServingPhase.DECODE, groups, passes, self._called(groups, lengths))
         self._groups += groups
         self._lengths = lengths
         return logits
@@ -322,19 +315,20 @@ class GroupedRunner(ABC):
                     self._groups.remove(group)
                 return
 
-    def _telling(self, groups: Sequence[SequenceGroup], batch: Collection[int]) -> Telling | None:
-        """Who asks, in passes of ``groups``."""
+    def _called(self, groups: Sequence[SequenceGroup], batch: Collection[int]) -> Called | None:
+        """Tells ``experts`` which sequences ask for which, in passes of ``groups``."""
         if self._askers is None:
             return None
         self._askers.update(batch)
-        return Telling(self._experts, [self._askers.of(group.numbers) for group in groups])
+        bits = [self._askers.of(group.numbers) for group in groups]
+        return lambda calls: self._experts.tell_askers(askers_of(calls, bits))
 
     def _forward(
         self,
         phase: ServingPhase,
         groups: Sequence[SequenceGroup],
         tokens: Sequence[Tensor],
-        telling: Telling | None = None,
+        called: Called | None,
     ) -> dict[int, Tensor]:
         """The passes of ``groups`` over ``tokens``: the logits (V,) by sequence."""
         self._experts.begin(phase, sum(each.numel() for each in tokens))
@@ -343,7 +337,7 @@ class GroupedRunner(ABC):
                 partial(group.forward, self.model, tokens_BT)
                 for group, tokens_BT in zip(groups, tokens, strict=True)
             ],
-            telling,
+            called,
         )
         return {
             number: logits_V

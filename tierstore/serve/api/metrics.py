@@ -5,16 +5,13 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import prometheus_client as prometheus
 import psutil
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from tierstore.serve.admission import RequestOutcome
-
-if TYPE_CHECKING:
-    from tierstore.serve.engine import ServingEngine
+from tierstore.serve.engine import ServingEngine
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 150, 400)
 _SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -73,28 +70,23 @@ class ServerMetrics:
     # A Watcher's, on the engine's thread; prometheus_client locks what it counts.
 
     def joined(self, *, sequences: int, tokens: int, seconds: float) -> None:
-        """A prefill."""
         self._prompt.inc(tokens)
         self._prefill.observe(seconds)
         self._tokens[0] += tokens
 
     def stepped(self, *, sequences: int, seconds: float) -> None:
-        """A step."""
         self._step.observe(seconds)
         self._batch.observe(sequences)
 
     def split_up(self) -> None:
-        """A pass that was computed for each sequence on its own."""
         self._split_up.inc()
 
     def token(self, *, first: bool, seconds: float) -> None:
-        """A token of an answer."""
         (self._first if first else self._between).observe(seconds)
         self._generated.inc()
         self._tokens[1] += 1
 
     def ended(self, outcome: RequestOutcome) -> None:
-        """A request has ended."""
         self._ended.labels(outcome.value).inc()
         self._outcomes[outcome] += 1
 

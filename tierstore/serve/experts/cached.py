@@ -91,7 +91,7 @@ def settled_bytes(residency: Residency) -> Settled:
 
 
 class CachedExperts:
-    """Experts leased from the host cache through a few slots of the device (``ServedExperts``)."""
+    """Experts leased from the host cache, where they lie or through a few slots of the device (``ServedExperts``)."""
 
     def __init__(
         self, frozen: FrozenExperts | LoraExperts, residency: Residency, gate: GatedPredictor | None = None
@@ -107,12 +107,10 @@ class CachedExperts:
 
     @property
     def guesses(self) -> GuessCounts:
-        """How its passes were guessed."""
         return self._frozen.guesses
 
     @property
     def late_prefetch_bytes(self) -> int:
-        """Bytes that were on their way, but not there, when they were needed."""
         return self._frozen.late_prefetch_bytes
 
     def begin(self, phase: ServingPhase, tokens: int) -> None:
@@ -128,7 +126,6 @@ class CachedExperts:
         self._frozen.begin_evaluation()
 
     def tell_askers(self, askers: Mapping[int, int]) -> None:
-        """Of the layer that comes next: the sequences that ask for each expert, a bit each."""
         self._frozen.tell_askers(askers)
 
     def forward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
@@ -144,19 +141,14 @@ class CachedExperts:
         return self._leases
 
     def reach(self, layer: int) -> list[int]:
-        """The layers that ``layer``'s forward pass, which comes next, would be told of by ``offer``."""
         closed = self._gate is not None and self._gate.closed
         return [] if closed else self._frozen.reach(layer)
 
     def offer(self, source: int, layer: int, chosen_E: Counts) -> None:
-        """The router of ``layer`` chooses each expert so many times, for what ``source`` starts from."""
         self._frozen.offer(source, layer, chosen_E)
 
     def describe(self) -> list[str]:
-        """Where experts are computed with."""
-        return [
-            "experts on the device: computed with where they lie in the host cache; a ring would copy them there to no end"
-        ]
+        return ["experts on the device: the ring is not used: the CPU reads the host cache directly"]
 
     def _end(self) -> None:
         """Ends the access that is open, if any: a traceback may hold its iterator for long."""

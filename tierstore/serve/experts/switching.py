@@ -153,9 +153,7 @@ class SlottedExperts:
             self._say(choice.describe())
 
     def tell_askers(self, askers: Mapping[int, int]) -> None:
-        """Of the layer that comes next: the sequences that ask for each expert, a bit each. The slots' policy hears it; that
-        of the host cache behind them does not.
-        """
+        """For the policy of the slots; that of the host cache behind them is not told."""
         self._program.tell_askers(askers)
 
     def forward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
@@ -188,23 +186,19 @@ class SlottedExperts:
         return [] if self._memory is ExpertMemory.RING else self._program.reach(layer)
 
     def offer(self, source: int, layer: int, chosen_E: Counts) -> None:
-        """For the hidden states that ``source`` starts from, the router of ``layer`` chooses each expert so many times."""
         self._program.offer(source, layer, chosen_E)
 
     @property
     def guesses(self) -> GuessCounts:
-        """How its passes were guessed."""
         return self._program.guesses
 
     @property
     def late_prefetch_bytes(self) -> int:
-        """Bytes that were on their way, but not there, when they were needed."""
         return self._slots.late_bytes
 
     # What it is ---------------------------------------------------------------------------------------------
 
     def describe(self) -> list[str]:
-        """What the device holds now, and why; nothing before the first pass."""
         return [] if self.choice is None else [self.choice.describe()]
 
     @property
