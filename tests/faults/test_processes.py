@@ -128,7 +128,7 @@ print(*before, *after)
 @pytest.mark.parametrize(
     ("backend", "cycles"),
     [
-        ("uring", 1000),
+        ("uring", 300),
         pytest.param("threads", 1000, marks=pytest.mark.slow),
         pytest.param("pmem", 300, marks=pytest.mark.slow),
     ],

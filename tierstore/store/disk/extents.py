@@ -150,9 +150,8 @@ class Extent:
         self._references.frombytes(bytes(slots * self._references.itemsize))
 
     def reserve(self, slots: int) -> None:
-        """Allocates blocks for at least ``slots`` slots, all in use among them; the file grows if it must.
-
-        Raises OSError (ENOSPC, EDQUOT) with nothing changed but blocks.
+        """Allocates blocks for at least ``slots`` slots, all in use among them; the file grows if it must. Raises OSError
+        (ENOSPC, EDQUOT) with nothing changed but blocks.
         """
         short = max(slots - self.reserved_slots, 0)
         if not (short or self._unchecked):
@@ -251,9 +250,8 @@ class Extent:
         return np.frombuffer(self._references, np.uint16)[slots] > 0 if len(slots) else np.empty(0, bool)
 
     def discard(self, keep: int, discard: Discard) -> None:
-        """Queues holes for free slots beyond ``keep`` slots with blocks, the last in the file first.
-
-        The slots that were free when the file was opened become holes too: they may have blocks.
+        """Queues holes for free slots beyond ``keep`` slots with blocks, the last in the file first, and for the slots that
+        were free when the file was opened, which may have blocks.
         """
         self._wait_for_punches([ticket for ticket in self._punches if self._engine.done(ticket)])
         for error in self._punch_errors:
@@ -304,9 +302,7 @@ class Extent:
         *,
         crcs_from: int = 0,
     ) -> int:
-        """Queues a read of a whole slot, after the last write to it, checked by ``crcs``, where the record's checksums begin
-        at ``crcs_from``.
-        """
+        """Queues a read of a whole slot, after the last write to it, checked by ``crcs`` from ``crcs_from`` on."""
         if slot in self._last_write:
             after = [*after, self._last_write[slot]]
         ticket = self._engine.read(

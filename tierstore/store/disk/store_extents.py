@@ -60,9 +60,8 @@ class StripedExtent:
         return sum(extent.slots for extent in self.extents)
 
     def reserve(self, slots: int) -> None:
-        """Makes the extents at least ``slots`` slots long together, each as long as its share of them where it can.
-
-        Raises OSError (ENOSPC) when all drives together lack the space; what they had is reserved then.
+        """Makes the extents at least ``slots`` slots long together, each by its share where it can. Raises OSError (ENOSPC)
+        when all drives together lack the space; what they had stays reserved.
         """
         if len(self.extents) == 1:
             self._grow(0, max(slots, self.extents[0].reserved_slots))
@@ -93,9 +92,8 @@ class StripedExtent:
             extent.discard(slots, self._discard)
 
     def _targets(self, slots: int) -> list[int]:
-        """For each drive, the slots that it should have of ``slots``: those in use, and its share of all that are free.
-
-        So what is written next can be shared out as the weights say, wherever the last commits lie.
+        """For each drive, the slots that it should have of ``slots``: those in use, and its share of all free ones, so that
+        the next writes follow the shares wherever the last commits lie.
         """
         used = [extent.reserved_slots - extent.free_slots for extent in self.extents]
         free = apportion(max(slots - sum(used), 0), self._drives.shares)
@@ -114,9 +112,7 @@ class StripedExtent:
             self._raise_full(left)
 
     def rebalance(self) -> None:
-        """Reserves the shares as they are now. A drive that is faster than it was, or new, need not have the space: one
-        that is full is no error.
-        """
+        """Reserves the present shares where the drives have the space."""
         if len(self.extents) > 1:
             for number, target in enumerate(self._targets(self._wanted)):
                 with contextlib.suppress(_FullError):
@@ -172,9 +168,8 @@ class StripedExtent:
         raise _FullError(errno.ENOSPC, message, str(self.extents[0].path))
 
     def allocate(self) -> Slot:
-        """A free slot of the drive whose turn it is, of those that have one; when none has, a drive grows.
-
-        Raises OSError (ENOSPC) only when every drive is full.
+        """A free slot of the next drive in turn that has one; when none has, a drive grows. Raises OSError (ENOSPC) when
+        every drive is full.
         """
         if len(self.extents) == 1:
             self._provide(0)
@@ -323,10 +318,8 @@ class StoreExtents:
             extent.recover()
 
     def reserve(self, copies: int, counts: Mapping[str, int]) -> None:
-        """Reserves space for ``copies`` of ``counts[schema name]`` records (one of frozen ones), or of as many as ever
-        before.
-
-        Raises OSError (ENOSPC) before anything moves; a count that was refused is not asked for again.
+        """Reserves space for ``copies`` of ``counts[schema name]`` records (one of frozen ones), or of the most that there
+        were before. Raises OSError (ENOSPC) before anything moves; a refused count is forgotten.
         """
         promised = self.promised | Counter(counts)
         for extent, slots in self._needed(copies, promised):
@@ -334,9 +327,8 @@ class StoreExtents:
         self.promised = promised
 
     def discard(self, copies: int, counts: Mapping[str, int]) -> None:
-        """Returns, in the background, the blocks of free slots that ``copies`` of every record do not need.
-
-        What is reserved stays reserved: the slots that turn around at every commit are never among them.
+        """Frees, in the background, the blocks of free slots that ``copies`` of every record do not need. Reserved slots,
+        which every commit uses in turn, keep theirs.
         """
         for extent, slots in self._needed(copies, self.promised | Counter(counts)):
             extent.discard(slots)
@@ -347,8 +339,8 @@ class StoreExtents:
                 yield self.of(number, group), counts[schema.name] * schema_copies(schema, copies)
 
     def open_scratch(self, name: str, nbytes: int, slots: int) -> StripedExtent:
-        """Space for ``slots`` pieces of ``nbytes`` that no commit holds, reserved; its files have no name, so their space
-        is free however the process ends. Raises OSError (ENOSPC) with nothing left.
+        """Reserved space for ``slots`` pieces of ``nbytes`` that no commit holds, in files without a name: their space is
+        free however the process ends. Raises OSError (ENOSPC) with nothing left.
         """
         layout = GroupLayout(Group.GRADIENTS, (Section(name, "|u1", nbytes),), 0)
         extent = self._open(name, layout, FileCreate.YES)

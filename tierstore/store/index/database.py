@@ -243,7 +243,7 @@ class Index:
 
     @classmethod
     def create(cls, directory: Path) -> Index:
-        """A new index. Raises OSError (ENOSPC) when its space is not to be had."""
+        """A new index. Raises OSError (ENOSPC)."""
         directory.mkdir()
         try:
             with lmdb.open(os.fsencode(directory), map_size=_FIRST_BYTES, max_dbs=4, lock=False) as env:
@@ -388,10 +388,8 @@ class Index:
         add_snapshots: Mapping[str, Commit] = MappingProxyType({}),
         drop_snapshots: Sequence[str] = (),
     ) -> None:
-        """Commits: when this returns, all of it is durable. When it raises, a reopened index has all or none
-        of it.
-
-        ``changed`` and ``state`` are merged into what is there. An index that is too small grows.
+        """Commits: when this returns, all of it is durable; when it raises, a reopened index has all or none of it.
+        ``changed`` and ``state`` are merged into what is there.
         """
 
         def work(changes: _Changes) -> None:

@@ -345,8 +345,8 @@ class LiveIndex:
         changed.rows["generation"][of, place] = generations
 
     def committed(self, generation: int, changed: Changed) -> None:
-        """The table with ``changed``, which were ``changed_entries``, is durable, as commit ``generation``: it no longer
-        refers to the slots that their records had before, and those that no other refers to are free.
+        """The table with ``changed`` (``changed_entries``) is durable as commit ``generation``: old slots of those records
+        that no other table refers to are free.
         """
         before = self.table.rows[changed.numbers[changed.numbers < len(self.table)]]
         self._retain(changed.rows)
