@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from emulation import OUTPUT, DeviceSpeed, SleepingDevice, SleepingExperts, finish, options, run_ranks, start
 
-from tierstore.bench.pictures import Bar, BarPanel, BarRow, TimelineSlice, draw_bars, joined, read_slices
+from tierstore.lab.reports.pictures import Bar, BarPanel, BarRow, draw_bars, joined
 from tierstore.links import CollectiveLink, LinkConfig, open_link
 from tierstore.machine_profile import Cost, fit_cost
 from tierstore.moe.computing import ExpertPass, Weighting, compute_experts
@@ -52,7 +52,7 @@ from tierstore.parallel.pipeline_degree import (
     worthwhile_degree,
 )
 from tierstore.stats import percentile
-from tierstore.timeline import NullTimeline, TimelineSink, Track, open_timeline
+from tierstore.timeline import NullTimeline, TimelineSink, TimelineSlice, Track, open_timeline, read_slices
 from tierstore.units import format_seconds
 
 #: Experts that a rank owns. Their loads are drawn, so chunks are not quite equal.

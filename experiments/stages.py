@@ -29,8 +29,8 @@ import torch
 from emulation import OUTPUT, TIMEOUT_S, finish, options, run_ranks, start, taking
 from torch import Tensor
 
-from tierstore.bench.pictures import Bar, BarPanel, BarRow, TimelineSlice, draw_bars, read_slices
 from tierstore.config import load
+from tierstore.lab.reports.pictures import Bar, BarPanel, BarRow, draw_bars
 from tierstore.model.interface import Batch, ModelOutput
 from tierstore.model.stage import StageBorder, StagePass
 from tierstore.parallel import Mesh, ParallelConfig, RankEnvironment, launch
@@ -39,7 +39,7 @@ from tierstore.plan.traffic import step_traffic
 from tierstore.prefetch.program import Finals
 from tierstore.stats import StallLedger
 from tierstore.tiers.slots import DeviceKind
-from tierstore.timeline import Track, open_timeline
+from tierstore.timeline import TimelineSlice, Track, open_timeline, read_slices
 from tierstore.train.budgets import budgets
 from tierstore.train.config import TrainConfig
 from tierstore.train.files import MicroOrder

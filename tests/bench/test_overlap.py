@@ -30,11 +30,11 @@ from tierstore.bench.overlap import (
     overlap_run,
 )
 from tierstore.bench.overlap_rank import schedule_of
-from tierstore.bench.pictures import read_slices, slices_by_track
 from tierstore.bench.processes import WorkerError
 from tierstore.cache.access import Phase
 from tierstore.config import load
 from tierstore.links import LinkConfig, LinksConfig
+from tierstore.timeline import read_slices, slices_by_track
 from tierstore.train.config import TrainConfig
 
 TINY = StackShape(

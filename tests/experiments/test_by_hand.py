@@ -15,9 +15,9 @@ import tasks
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierstore.bench.pictures import TimelineSlice
 from tierstore.capabilities import Finding
 from tierstore.links import LinkConfig
+from tierstore.timeline import TimelineSlice
 
 
 def test_ppmoe_finds_a_crossing() -> None:

@@ -7,7 +7,7 @@ import re
 import pytest
 from pipemoe import TURN, draw, fastest_passes
 
-from tierstore.bench.pictures import TimelineSlice
+from tierstore.timeline import TimelineSlice
 
 #: Milliseconds: a layer in two chunks. All dispatches are issued at once, and a combine when its experts are done; turns on
 #: the link follow one another. In the backward pass the weights go behind the rows, in 0.1 ms.

@@ -35,13 +35,13 @@ from tierstore.bench.harness import (
     work_directory,
 )
 from tierstore.bench.namespaces import RankNamespace, namespaces_limited_to
-from tierstore.bench.pictures import Bar, BarPanel, BarRow, TimelineSlice, draw_bars, joined, read_slices
 from tierstore.bench.processes import AskedRanks
 from tierstore.config import as_dict
 from tierstore.errors import ConfigError
+from tierstore.lab.reports.pictures import Bar, BarPanel, BarRow, draw_bars, joined
 from tierstore.links import LinkConfig, LinksConfig
 from tierstore.outputs import OutputKind, write_output
-from tierstore.timeline import Track
+from tierstore.timeline import TimelineSlice, Track, read_slices
 from tierstore.train.config import TrainConfig
 
 _RANKS = 2

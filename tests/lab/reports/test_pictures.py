@@ -7,8 +7,8 @@ import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
-from tierstore.bench.pictures import Bar, BarPanel, BarRow, draw_bars, joined, read_slices
-from tierstore.timeline import Timeline, Track
+from tierstore.lab.reports.pictures import Bar, BarPanel, BarRow, draw_bars, joined
+from tierstore.timeline import Timeline, Track, read_slices
 
 BLUE, YELLOW = "#000080", "#ffff00"
 
