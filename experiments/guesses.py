@@ -22,8 +22,7 @@ from typing import Any
 
 from emulation import OUTPUT, finish, options, start
 
-from tierstore.cli.models import with_stored_model
-from tierstore.cli.options import config_overrides
+from tierstore.cli.options import config_overrides, with_stored_model
 from tierstore.config import load
 from tierstore.dense.gates import PassListener
 from tierstore.errors import ConfigError

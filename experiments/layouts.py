@@ -60,9 +60,8 @@ from tierstore.parallel.launching import GroupMaker, launch, with_exchange
 from tierstore.parallel.layout import Layout
 from tierstore.parallel.limited import limited_groups
 from tierstore.parallel.mesh import build_mesh
-from tierstore.plan.layouts.candidates import LayoutChoice
-from tierstore.plan.layouts.comparing import layout_cost
-from tierstore.plan.layouts.workload import stage_workloads
+from tierstore.plan.layout_workload import LayoutChoice, stage_workloads
+from tierstore.plan.layouts import layout_cost
 from tierstore.stats import percentile
 from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening

@@ -46,7 +46,7 @@ from tierstore.parallel.pipeline_degree import (
     forward_pass,
     pass_seconds,
 )
-from tierstore.plan.simulate import Run, simulate
+from tierstore.plan.predict import Run, simulate
 from tierstore.prefetch.operations import Kind, Operation
 
 #: Times that differ by less than this share are equal.

@@ -7,7 +7,7 @@ ranks have the same tokens, and send the rows of their experts back: ``tierstore
 same with the paper's sum over ranks) and ``all-to-all`` (each rank has S / T tokens: ``tierstore.moe.exchange``). The
 first two use a link within the group, the last one between groups, both limited (``LimitedGroup``).
 
-* **Bytes**: what ranks sent, from their own counters, against ``tierstore.plan.ppmoe``'s formulas, to the byte: of the
+* **Bytes**: what ranks sent, from their own counters, against ``tierstore.plan.papers``'s formulas, to the byte: of the
   messages timed here, and of whole passes over experts, forward and backward.
 * **Crossover**: the link between groups is such that two all-to-alls take ``pass_s``. The link within is swept around the
   speed at which both should take equally long: ``T / K`` times as fast for the all-reduce, ``T / 2`` for rows. Where the
@@ -38,7 +38,7 @@ from tierstore.moe.dispatch import Dispatch, dispatch
 from tierstore.moe.exchange import ExchangedRows, IndexedRows, Rows
 from tierstore.parallel import Channel, LimitedGroup, ParallelConfig, RankGroup, launch
 from tierstore.parallel.hierarchical import FlatExchange
-from tierstore.plan.ppmoe import RowBytes
+from tierstore.plan.papers import RowBytes
 from tierstore.stats import median_line
 from tierstore.units import format_bytes, format_seconds
 

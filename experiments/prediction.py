@@ -39,7 +39,7 @@ from tierstore.machine_profile import ASSUMED, Cost
 from tierstore.model.architecture import Architecture, DenseUnit
 from tierstore.model.config import ComputeDtype, ModelConfig
 from tierstore.plan.capacity import Capacity, Setting
-from tierstore.plan.simulate import SteadyState, outcome, simulate
+from tierstore.plan.predict import SteadyState, outcome, simulate
 from tierstore.plan.traffic import Moved, StepWindow, Traffic, step_traffic
 from tierstore.prefetch.operations import Kind, Operation, PassSizes, operations
 from tierstore.prefetch.plan import PrefetchConfig

@@ -85,7 +85,7 @@ def plain(args: argparse.Namespace) -> Iterator[Callable[[int], float]]:
 @contextlib.contextmanager
 def tiered(args: argparse.Namespace) -> Iterator[Callable[[int], float]]:
     """A step of ``tierstore train``."""
-    from tierstore.cli.models import with_stored_model
+    from tierstore.cli.options import with_stored_model
     from tierstore.config import load
     from tierstore.train.config import TrainConfig
     from tierstore.train.footprint import keep_freed_memory

@@ -1,13 +1,17 @@
-"""tierstore.units: sizes and durations."""
+"""Sizes, durations, the life of a drive, and text."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierstore.errors import ConfigError
-from tierstore.units import format_bytes, format_seconds, parse_size
+from tierstore.units import DAY_S, drive_life_s, format_bytes, format_seconds, parse_size
+
+# tierstore.units: sizes and durations -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -84,3 +88,13 @@ def test_formatted_bytes_are_within_half_a_percent(count: int) -> None:
 )
 def test_format_seconds(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
+
+
+# How long a drive lasts -------------------------------------------------------------------------------------
+
+
+def test_by_hand() -> None:
+    """600 TB at 20 MB/s: 347 days."""
+    assert drive_life_s(600e12, 20e6 * 100, 100) / DAY_S == pytest.approx(347.2, abs=0.1)
+    assert drive_life_s(600e12, 0, 100) == math.inf
+    assert drive_life_s(600e12, 5, 0) == math.inf

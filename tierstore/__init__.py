@@ -40,10 +40,10 @@ if TYPE_CHECKING:
     from tierstore.machine_profile import Profile
     from tierstore.model.config import ModelConfig
     from tierstore.parallel import Mesh, ParallelConfig, RankGroup, launch
+    from tierstore.plan.capacity import Use
     from tierstore.plan.fitting import Limits
     from tierstore.plan.presets import Preset, find_preset
     from tierstore.plan.report import Plan, plan_run
-    from tierstore.plan.uses import Use
     from tierstore.store import (
         AdamWConfig,
         NewRecord,

@@ -20,9 +20,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 
+def exported(file: str) -> dict[str, str]:
+    """The names that a package exports, whose source is ``file``, and the module of each."""
+    return dict(_imports(ast.parse(Path(file).read_text(encoding="utf-8"))))
+
+
 def exports(package: str, file: str) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
     """``__getattr__`` and ``__dir__`` of ``package``, whose source is ``file``."""
-    home = dict(_imports(ast.parse(Path(file).read_text(encoding="utf-8"))))
+    home = exported(file)
     # Importing a module makes it an attribute of its package, and that one is found first.
     inside = {module.removeprefix(f"{package}.").split(".")[0] for module in home.values()}
     if hidden := [name for name, module in home.items() if name in inside and module != package]:

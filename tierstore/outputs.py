@@ -1,4 +1,4 @@
-"""Files that commands write: what each of them may replace, and how it takes its place.
+"""What commands write: results as JSON holds them, and files: what each may replace, and how it takes its place.
 
 An output replaces an earlier output of its own kind, or an empty file, and nothing else: no source, no store, no model.
 It is written beside its place and renamed once it is whole. A link is followed. A pipe, a device or an open descriptor
@@ -7,14 +7,16 @@ It is written beside its place and renamed once it is whole. A link is followed.
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import io
+import math
 import os
 import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
@@ -158,3 +160,24 @@ def write_output(path: str | os.PathLike[str], kind: OutputKind, text: str) -> N
     """Writes ``text`` as UTF-8 to ``path``, whole or not at all. Raises as ``replacing`` does."""
     with replacing(path, kind) as file:
         file.write(text.encode(errors="surrogateescape"))
+
+
+def to_json(value: object) -> object:
+    """``value`` as JSON can hold it.
+
+    A dataclass is what its ``as_json`` gives, or its fields by name; an enum its value, a path its text. Numbers that are
+    not finite, as a loss may become, are None.
+    """
+    if hasattr(value, "as_json"):
+        return to_json(value.as_json())
+    if dataclasses.is_dataclass(value):
+        return {field.name: to_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): to_json(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_json(inner) for inner in value]
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, Path):
+        return str(value)
+    return None if isinstance(value, float) and not math.isfinite(value) else value

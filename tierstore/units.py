@@ -1,12 +1,14 @@
-"""Sizes and durations, as people write them and as people read them; and what is no text."""
+"""Sizes and durations, as people write them and as people read them; the life of a drive; and text that is not UTF-8."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 
 from tierstore.errors import ConfigError
 
+DAY_S = 86400.0
 _UNITS = {
     "": 1,
     "b": 1,
@@ -81,6 +83,14 @@ def format_seconds(seconds: float) -> str:
         return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest:02d} s"
+
+
+def drive_life_s(endurance_bytes: float, written_bytes: float, elapsed_s: float) -> float:
+    """Seconds until a drive has written its ``endurance_bytes`` (the TBW of its warranty) at a rate of ``written_bytes`` in
+    ``elapsed_s``; infinity where nothing is written.
+    """
+    written_per_s = written_bytes / elapsed_s if elapsed_s > 0 else 0.0
+    return endurance_bytes / written_per_s if written_per_s else math.inf
 
 
 def printable(text: str) -> str:

@@ -42,7 +42,7 @@ from tierstore.bench.io_turns import (
 from tierstore.bench.probes import Latencies
 from tierstore.capabilities import Capability
 from tierstore.cli.main import cli
-from tierstore.io_profile import load_io_point
+from tierstore.machine_profile import load_io_point
 from tierstore.store.config import IoBackendName, IoConfig, tune
 
 MIB = 1 << 20

@@ -65,7 +65,7 @@ def test_numbers_say_their_unit(
 def plain_progress(clock: list[float], interval_s: float) -> tuple[ProgressBar, io.StringIO]:
     stream = io.StringIO()
     console = Console(file=stream, highlight=False, markup=False, width=200)
-    return ProgressBar(console, 5, label="train", interval_s=interval_s, clock=lambda: clock[0]), stream
+    return ProgressBar(console, label="train", interval_s=interval_s, clock=lambda: clock[0]), stream
 
 
 def test_plain_progress_is_a_line_now_and_then() -> None:
@@ -86,7 +86,7 @@ def test_plain_progress_is_a_line_now_and_then() -> None:
 def test_a_terminal_gets_a_bar() -> None:
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=True, width=120)
-    with ProgressBar(console, 5, label="train") as progress:
+    with ProgressBar(console, label="train") as progress:
         progress.update(5, 5, {"loss": 1.5})
     assert "5/5" in stream.getvalue()
     assert "loss 1.5" in stream.getvalue()

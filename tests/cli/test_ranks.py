@@ -178,7 +178,7 @@ def test_a_signal_to_one_rank_stops_all_with_a_commit(config: Path, tmp_path: Pa
     finally:
         process.kill()
     found = last_json(out)
-    assert "committed; --resume goes on" in err
+    assert "committed; continue with --resume" in err
     resumed = run(
         torchrun(
             "train", config, "--store", store, "--steps", int(str(found["steps"])) + 1, "--resume", "--json"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from tierstore.cli.reshard import reshard
+from tierstore.cli.stores import reshard
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,7 @@ from tierstore.cli.reshard import reshard
         (("--head", "gathered", "--expert", "2"), "--expert, --tensor and --stages need --ranks"),
         (("--ranks", "0"), "--ranks: expected at least 1, got 0"),
         (("--ranks", "2", "--stage-blocks", "2,1"), "--stage-blocks needs --stages"),
-        (("--ranks", "2", "--stages", "2", "--stage-blocks", "2;1"), "expected numbers with commas"),
+        (("--ranks", "2", "--stages", "2", "--stage-blocks", "2;1"), "--stage-blocks: expected integers"),
     ],
 )
 def test_what_does_not_go_together(tmp_path: Path, options: tuple[str, ...], message: str) -> None:

@@ -198,14 +198,14 @@ def test_a_full_disk_beside_the_store_loses_no_step(
         if what == "--record-trace":
             patched.setattr(TraceWriter, "extend", Mock(side_effect=full))
         elif what == "standard error":
-            patched.setattr(train_command.ProgressBar, "update", Mock(side_effect=full))
+            patched.setattr("tierstore.cli.output.ProgressBar.update", Mock(side_effect=full))
         given = [what, str(path)] if what.startswith("--") else []
         result = CliRunner().invoke(cli, [*arguments, "--set", "commit_every=0", *given])
     assert (result.exit_code, result.stdout) == (2, "")
     named = path if given else what
     *_, ended, error = result.stderr.splitlines()
     assert error == f"tierstore: error: {named}: No space left on device"
-    assert ended == "ended after step 1, committed; --resume goes on"
+    assert ended == "ended after step 1, committed; continue with --resume"
     assert not (tmp_path / "run.trace").exists()
     resumed = run.json("--resume", "--checksum")
     assert resumed["records_crc32c"] == expected["records_crc32c"]

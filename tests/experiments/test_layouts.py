@@ -19,7 +19,7 @@ from tierstore.model.config import ModelConfig
 from tierstore.model.transformer import Transformer
 from tierstore.moe.source import InMemoryExperts
 from tierstore.parallel.config import ExchangeMode, RowPlacement
-from tierstore.plan.layouts.candidates import obstacle
+from tierstore.plan.layouts import obstacle
 from tierstore.train.config import TrainConfig
 
 

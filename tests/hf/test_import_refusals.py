@@ -13,7 +13,7 @@ from checkpoints import change_config, imported, rewrite, save, tensors_of, writ
 from click.testing import CliRunner
 
 from tierstore import capabilities
-from tierstore.cli.importing import import_
+from tierstore.cli.checkpoints import import_
 from tierstore.cli.main import cli
 from tierstore.errors import CapabilityError, ConfigError, DataError, StoreFormatError
 from tierstore.hf.describing import describe_config
@@ -203,7 +203,7 @@ def test_the_command(source: Path, tmp_path: Path) -> None:
     assert result["total_parameters"] == Manifest.read(tmp_path / "s").total_parameters
     assert result["compute"] == ComputeDtype.BF16.value
     assert result["records"] == 16 + 4
-    assert "moments begin as zeros that are not written" in run.stderr
+    assert "moments start as zeros, which are not written" in run.stderr
 
 
 def test_the_command_refuses_in_one_line(

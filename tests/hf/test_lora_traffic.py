@@ -15,9 +15,8 @@ from tierstore.hf.manifest import Weights
 from tierstore.hf.spec import stored_spec
 from tierstore.model.interface import Batch
 from tierstore.moe.lora import LoraConfig, LoraTargets
-from tierstore.plan.capacity import Setting, capacity
+from tierstore.plan.capacity import Setting, Use, capacity, usage_of
 from tierstore.plan.traffic import StepWindow, step_traffic
-from tierstore.plan.uses import Use, usage_of
 from tierstore.tiers.slots import DeviceKind
 from tierstore.train.budgets import least_host_budget
 from tierstore.train.config import FinetuneConfig

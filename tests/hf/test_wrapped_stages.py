@@ -22,7 +22,7 @@ from test_rank_kills import end_of
 from tiny_families import make_config, plain_model
 from wrapped_stage_cases import dying_wrapped, wrapped
 
-from tierstore.cli.reshard import reshard as command
+from tierstore.cli.stores import reshard as command
 from tierstore.errors import ConfigError, StoreError
 from tierstore.hf.adapters import export_adapter
 from tierstore.hf.exporting import export

@@ -300,7 +300,7 @@ def test_the_command(crashed: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
     status, out, _ = run(str(crashed), "--dry-run")
     assert status == 0
-    assert "would be given back" in out
+    assert "would be freed" in out
     status, out, _ = run(str(crashed), "--json")
     shown = json.loads(out.splitlines()[-1])
     assert status == 0

@@ -14,7 +14,7 @@ from conftest_store import small_store
 from tierstore._native import IoBackend
 from tierstore.cache.config import CacheConfig, Scope
 from tierstore.errors import BudgetError, ConfigError
-from tierstore.io_profile import IoPoint, save_io_point
+from tierstore.machine_profile import IoPoint, save_io_point
 from tierstore.store import ParameterStore, RecordSchema, StoreConfig, WeightFormat
 from tierstore.store.config import IoBackendName, IoConfig, tune
 from tierstore.store.opening import check_budget, minimum_host_budget

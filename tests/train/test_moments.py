@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from tierstore import _native
-from tierstore.cli.reshard import reshard as command
+from tierstore.cli.stores import reshard as command
 from tierstore.errors import ConfigError
 from tierstore.hf.stored_weights import open_weights
 from tierstore.model.store_schema import expert_key

@@ -44,7 +44,7 @@ from tierstore.bench.io_turns import (
 )
 from tierstore.capabilities import Capability, probe_dax, probe_direct_io, probe_io_uring, resolve
 from tierstore.errors import ConfigError
-from tierstore.io_profile import IoPoint, save_io_point
+from tierstore.machine_profile import IoPoint, save_io_point
 from tierstore.stats import percentile
 from tierstore.store.config import IoBackendName
 from tierstore.units import format_bytes, format_seconds

@@ -43,7 +43,6 @@ from tierstore.bench.tiers_load import (
     recorded,
     synthetic,
 )
-from tierstore.endurance import drive_life_s
 from tierstore.errors import ConfigError
 from tierstore.store import (
     AdamWConfig,
@@ -56,7 +55,7 @@ from tierstore.store import (
 from tierstore.store.disk.store_extents import extent_bytes, scratch_bytes
 from tierstore.store.index.database import index_bytes
 from tierstore.store.opening import minimum_host_budget
-from tierstore.units import format_bytes
+from tierstore.units import drive_life_s, format_bytes
 
 #: Of training traffic: everything that is touched is stepped.
 WRITE_AMPLIFICATION_TARGET = 1.05

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from enum import Enum
 from pathlib import Path
@@ -20,8 +19,7 @@ import click
 
 from tierstore.bench import BENCHMARKS
 from tierstore.bench.harness import Benchmark, ExistingPath, Found, Progress, plain
-from tierstore.cli.groups import CommandGroup
-from tierstore.cli.interrupts import Interrupts, ended_by_sigterm
+from tierstore.cli.main import CommandGroup, Interrupts, ended_by_sigterm
 from tierstore.cli.options import (
     EXISTING_DIRECTORY,
     EXISTING_FILE,
@@ -39,10 +37,10 @@ from tierstore.cli.options import (
     output_file,
     set_option,
 )
-from tierstore.cli.output import Output, ProgressBar, finite
+from tierstore.cli.output import Output
 from tierstore.config import FieldInfo, dotted_fields, load
 from tierstore.errors import ConfigError, DataError
-from tierstore.outputs import OutputKind
+from tierstore.outputs import OutputKind, to_json
 
 if TYPE_CHECKING:
     from tierstore.bench.comparing import Comparison
@@ -58,7 +56,7 @@ class BenchGroup(CommandGroup):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """The table's benchmarks, then what is done with their documents."""
-        return [*BENCHMARKS, *super().list_commands(ctx)]
+        return [*BENCHMARKS, *(name for name in super().list_commands(ctx) if name not in BENCHMARKS)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """The command, derived from its benchmark."""
@@ -276,7 +274,7 @@ class Session:
         from tierstore.bench.report import write_report
 
         if self.asked.save or self.asked.html or self.against:
-            figures = finite(result)
+            figures = to_json(result)
             assert isinstance(figures, Mapping)
             document = Document(
                 bench=self.bench,
@@ -346,28 +344,25 @@ class _CommandProgress(Progress):
     """Progress on the command's output; a bar once there is something to count."""
 
     def __init__(self, output: Output, label: str) -> None:
-        self._output, self._label = output, label
-        self._stack = ExitStack()
-        self._bar: ProgressBar | None = None
+        self._output = output
+        self._bar = output.progress(label=label)
 
     def __enter__(self) -> _CommandProgress:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        self._stack.close()
+        self._bar.close()
 
     def say(self, text: str) -> None:
         self._output.line(text)
 
     def update(self, done: int, total: int, fields: Mapping[str, object]) -> None:
-        if self._bar is None:
-            self._bar = self._stack.enter_context(self._output.progress(total, label=self._label))
         self._bar.update(done, total, fields)
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[Callable[[], bool]]:
-        with Interrupts.heard() as interrupts:
-            yield lambda: interrupts.asked
+        with Interrupts.install() as interrupts:
+            yield lambda: interrupts.requested
 
 
 def _show(found: Found, output: Output) -> None:

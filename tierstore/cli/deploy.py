@@ -1,4 +1,4 @@
-"""``tierstore deploy``: six stages from a store to a directory that is served."""
+"""``tierstore deploy``: compress and package a store for serving, in six stages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tierstore.cli.interrupts import Interrupts
+from tierstore.cli.main import Interrupts
 from tierstore.cli.options import EXISTING_FILE, PATH, Defaults, config_options, json_option
 from tierstore.cli.output import Output
 from tierstore.config import load
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("store", type=PATH, required=False)
-@click.option("--to", "target", type=PATH, help="The new directory; its stages go on where they were.")
+@click.option("--to", "target", type=PATH, help="The new directory; a stopped deployment resumes there.")
 @config_options(
     DeployConfig,
     {
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     "--until",
     type=click.Choice([each.value for each in StageName]),
     default=StageName.DEPLOYMENT.value,
-    help="Stop when this stage has ended, to look at what it made.",
+    help="Stop after this stage, to inspect its result.",
 )
 @click.option("--show", type=PATH, metavar="DIR", help="Print the stages of a deployment and exit.")
 @json_option
@@ -59,10 +59,10 @@ def deploy(
     show: Path | None,
     output: Output,
 ) -> None:
-    """Make of STORE, trained or imported, a directory to serve: fused, compressed, placed and measured.
+    """Compress and package STORE, trained or imported, for serving.
 
-    Its stages are fusion, distillation, conversion, segmentation, optimisation and deployment. Each checks what the one
-    before it has left. The same command goes on with a deployment that was stopped or killed.
+    The stages are fusion, distillation, conversion, segmentation, optimisation and deployment. Each checks the result of
+    the one before it. The same command resumes a deployment that was stopped or killed.
     """
     from tierstore.deploy.pipeline import deploy as run
     from tierstore.deploy.pipeline import stage_records
@@ -75,8 +75,10 @@ def deploy(
     if store is None or target is None:
         raise ConfigError("expected a STORE and --to DIR, or --show DIR")
     config = load(DeployConfig, None, {"store": store, "target": target, **given})
-    with Interrupts.heard() as interrupts:
-        done = run(config, until=StageName(until), say=output.line, asked_to_stop=lambda: interrupts.asked)
+    with Interrupts.install() as interrupts:
+        done = run(
+            config, until=StageName(until), say=output.line, asked_to_stop=lambda: interrupts.requested
+        )
     _table(output, f"{done.directory}", done.records)
     output.emit(
         {
@@ -96,7 +98,7 @@ def _table(output: Output, title: str, records: tuple[StageRecord, ...]) -> None
 
 
 def _figures(record: StageRecord) -> str:
-    """The figures that are single numbers or words, on one line, and the notes below."""
+    """Single figures on one line, and the notes below."""
     shown = []
     for name, value in record.figures.items():
         if isinstance(value, float):

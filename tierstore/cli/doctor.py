@@ -31,7 +31,7 @@ from tierstore.cli.options import PATH, json_option
 from tierstore.cli.output import Output
 from tierstore.devices import Disk, Health, disk_health, disks_under
 from tierstore.errors import ConfigError
-from tierstore.io_profile import profile_path
+from tierstore.machine_profile import profile_path
 from tierstore.store.config import IoConfig, tune
 from tierstore.units import format_bytes
 

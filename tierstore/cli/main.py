@@ -9,20 +9,23 @@ from __future__ import annotations
 import importlib
 import io
 import os
+import signal
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from keyword import iskeyword
+from types import FrameType
 from typing import Any, NoReturn
 
 import click
 
 from tierstore import __version__
-from tierstore.cli.groups import CommandGroup
 from tierstore.errors import ChecksumError, TierstoreError
 
-_DONE, _CHECK_FAILED, _BAD_INPUT = 0, 1, 2
-_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+DONE, CHECK_FAILED, BAD_INPUT = 0, 1, 2
+INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+_WHOLE = 1000  # characters of a summary: all of it
 
 #: Commands whose passes are so short that waking OpenMP's workers costs more than their spinning takes from the engine: on 2
 #: cores, decoding a 1.5 B model one token at a time took 1.2 to 1.6 times as long without it, in memory and from disk.
@@ -31,31 +34,60 @@ _SPINNING = ("generate", "serve")
 #: For each command the module that has it under its name, and the line that ``tierstore --help`` shows for it.
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "train": ("tierstore.cli.train", "Train a Mixture-of-Experts model larger than memory."),
-    "import": ("tierstore.cli.importing", "Make a store of a Hugging Face MoE checkpoint, to train it."),
+    "import": (
+        "tierstore.cli.checkpoints",
+        "Import a Hugging Face MoE checkpoint into a store, to train it.",
+    ),
     "export": (
-        "tierstore.cli.exporting",
+        "tierstore.cli.checkpoints",
         "Write the model of a store as safetensors that other programs load.",
     ),
     "generate": (
-        "tierstore.cli.generate",
+        "tierstore.cli.serving",
         "Continue text with the model of a store, in the memory you give.",
     ),
-    "serve": ("tierstore.cli.serve", "Answer OpenAI's API from a store, in the memory you give."),
+    "serve": ("tierstore.cli.serving", "Serve OpenAI's API from a store, in the memory you give."),
     "deploy": (
         "tierstore.cli.deploy",
-        "Make of a store, in six stages, a smaller, faster thing to serve.",
+        "Compress and package a store for serving.",
     ),
-    "plan": ("tierstore.cli.plan", "What a model needs on each tier, whether it fits, the time of a step."),
-    "doctor": ("tierstore.cli.doctor", "What this machine offers, and what each capability resolved to."),
-    "verify": ("tierstore.cli.verify", "Read and check every record of every snapshot of a store."),
-    "gc": ("tierstore.cli.gc", "Remove what a crash left behind, and give free space back."),
-    "reshard": ("tierstore.cli.reshard", "Make a store over for another number of ranks."),
+    "plan": ("tierstore.cli.plan", "Plan a run: bytes on each tier, whether they fit, the time of a step."),
+    "doctor": (
+        "tierstore.cli.doctor",
+        "Show what this machine offers, and what each capability resolved to.",
+    ),
+    "verify": ("tierstore.cli.stores", "Read and check every record of every snapshot of a store."),
+    "gc": ("tierstore.cli.stores", "Remove what a crash left behind, and return free space."),
+    "reshard": ("tierstore.cli.stores", "Reshard a store for a different number of ranks."),
     "cache": ("tierstore.cli.cache.group", "Record, replay, bound and tune cache policies from traces."),
     "bench": (
         "tierstore.cli.bench",
         "Stress-test disks and stores; measure training, kernels, policies and links.",
     ),
 }
+
+
+class CommandGroup(click.Group):
+    """A click group that shows whole summaries, and whose errors list its commands."""
+
+    def summaries(self, ctx: click.Context) -> list[tuple[str, str]]:
+        """The name and the summary of each command, in the order of the help."""
+        found = ((name, self.get_command(ctx, name)) for name in self.list_commands(ctx))
+        return [(name, command.get_short_help_str(_WHOLE)) for name, command in found if command is not None]
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The summaries, wrapped."""
+        with formatter.section("Commands"):
+            formatter.write_dl(self.summaries(ctx))
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """As click does; the error lists the commands."""
+        known = self.list_commands(ctx)
+        if args[0] not in known and not args[0].startswith("-"):
+            raise click.UsageError(f"no command {args[0]!r}; expected one of {', '.join(known)}", ctx)
+        return super().resolve_command(ctx, args)
 
 
 class LazyGroup(CommandGroup):
@@ -76,7 +108,7 @@ class LazyGroup(CommandGroup):
         return command
 
     def summaries(self, ctx: click.Context) -> list[tuple[str, str]]:
-        """The table's: click would import every command to ask for its help."""
+        """From the table: click would import every command for its help."""
         return [(name, summary) for name, (_, summary) in COMMANDS.items()]
 
     def main(
@@ -88,7 +120,7 @@ class LazyGroup(CommandGroup):
         windows_expand_args: bool = True,
         **extra: Any,
     ) -> NoReturn:
-        """Run, and exit. Errors in the program itself keep their traceback."""
+        """Runs and exits. Bugs keep their traceback."""
         if isinstance(
             sys.stdout, io.TextIOWrapper
         ):  # names of files need not be UTF-8; stderr escapes them by itself
@@ -102,15 +134,56 @@ class LazyGroup(CommandGroup):
                 args, prog_name or "tierstore", complete_var, standalone_mode=False, **extra
             )
         except click.Abort:
-            sys.exit(_INTERRUPTED)
+            sys.exit(INTERRUPTED)
         except (click.ClickException, TierstoreError, OSError) as error:
             click.echo(f"tierstore: error: {_rank()}{_one_line(error)}", err=True)
-            sys.exit(_CHECK_FAILED if isinstance(error, ChecksumError) else _BAD_INPUT)
-        sys.exit(status if isinstance(status, int) else _DONE)
+            sys.exit(CHECK_FAILED if isinstance(error, ChecksumError) else BAD_INPUT)
+        sys.exit(status if isinstance(status, int) else DONE)
+
+
+@contextmanager
+def _handled(handler: Callable[[int, FrameType | None], None], *numbers: int) -> Iterator[None]:
+    """``handler`` for the signals ``numbers`` within the block."""
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, former in before.items():
+            signal.signal(number, former)
+
+
+@contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends the block as an exception does, so that the block cleans up; the status is 143, as shells report it."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    with _handled(leave, signal.SIGTERM):
+        yield
+
+
+class Interrupts:
+    """Whether SIGINT or SIGTERM has requested that a loop ends after its current step; a second one exits at once."""
+
+    requested = False
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            raise SystemExit(128 + number)
+        self.requested = True
+
+    @classmethod
+    @contextmanager
+    def install(cls) -> Iterator[Interrupts]:
+        """Handles the signals within the block."""
+        interrupts = cls()
+        with _handled(interrupts._handle, signal.SIGINT, signal.SIGTERM):
+            yield interrupts
 
 
 def _rank() -> str:
-    """Which of several ranks speaks: torchrun mixes what they print."""
+    """The rank that prints, where there are several: torchrun mixes their output."""
     several = os.environ.get("WORLD_SIZE", "1") != "1"
     return f"rank {os.environ['RANK']}: " if several and "RANK" in os.environ else ""
 
@@ -142,7 +215,7 @@ def cli() -> None:
 
 
 def _show_warning(show: Callable[..., None]) -> Callable[..., None]:
-    """Shows a UserWarning, which the user is meant to read, as one line without a place in the code; others by ``show``."""
+    """Shows a UserWarning as one line without its place in the code; other warnings by ``show``."""
 
     def one_line(message: Warning | str, category: type[Warning], *where: Any, **options: Any) -> None:
         if issubclass(category, UserWarning):

@@ -39,6 +39,8 @@ _ANY_WHOLE = 2**62
 
 # Older releases of click have no type argument at run time.
 if TYPE_CHECKING:
+    from tierstore.train.config import TrainConfig
+
     _IntType = click.ParamType[int]
     _TextType = click.ParamType[str]
     _NumbersType = click.ParamType[tuple[int, ...]]
@@ -63,7 +65,7 @@ class _Size(_IntType):
 class _Fraction(_TextType):
     """A size that may also be a fraction, ``25%`` or ``0.25``. Its value is the text, checked.
 
-    ``parse_size(text, whole=...)`` makes bytes of it, once the whole is known.
+    ``parse_size(text, whole=...)`` converts it to bytes, once the whole is known.
     """
 
     name = "size|fraction"
@@ -113,8 +115,8 @@ def _name(param: click.Parameter | None) -> str:
 
 
 class _Path(_PathType):
-    """A path to read or, with ``output``, a file to write: one that it may replace, and that the command reads or writes
-    for nothing else.
+    """A path to read or, with ``output``, a file to write. An output is refused where it may not replace what is there,
+    or is another path of the same command.
     """
 
     def __init__(self, output: OutputKind | None = None, **checks: bool) -> None:
@@ -154,7 +156,7 @@ EXISTING_DIRECTORY = _Path(exists=True, file_okay=False)
 
 
 def options(*decorators: Callable[[Any], Any]) -> Callable[[F], F]:
-    """Several options as one decorator, as if they stood above the command in this order."""
+    """Several options as one decorator; the help shows them in this order."""
     return lambda command: functools.reduce(
         lambda inner, option: option(inner), reversed(decorators), command
     )
@@ -187,7 +189,7 @@ def config_options(
     table: Mapping[str, str | tuple[str, Mapping[str, Any]]],
     defaults: Defaults = Defaults.ELSEWHERE,
 ) -> Callable[[F], F]:
-    """Options that stand for keys of ``config``, as the command's argument ``given``: values by dotted key.
+    """Options for keys of ``config``, which reach the command as the argument ``given``: values by dotted key.
 
     ``table``: the dotted key of each option, or a pair of it and further arguments of ``click.option``. Keys whose
     options were not given are left out.
@@ -319,7 +321,7 @@ def record_trace_option(command: F) -> F:
 
 
 def checksum_option(command: F) -> F:
-    """``--checksum``: whether a run ends with the checksum over all records."""
+    """``--checksum``: end a run with the checksum over all records."""
     return click.option(
         "--checksum", is_flag=True, help="Read the whole store at the end, for the checksum over its records."
     )(command)
@@ -430,3 +432,41 @@ def config_overrides(settings: tuple[str, ...], options: Mapping[str, object]) -
         # KEY = VALUE has blanks for the eye; in KEY=VALUE, and where there is nothing else, they are the value's own.
         overrides[key] = (value.strip() or value) if typed.endswith(" ") else value
     return overrides
+
+
+# The configuration of a store -------------------------------------------------------------------------------
+
+
+def with_stored_model(config: TrainConfig) -> TrainConfig:
+    """``config`` with the model that its store was imported with; as it is where none was.
+
+    Raises ConfigError where ``[model]`` or ``[finetune]`` does not apply, StoreFormatError for a damaged description.
+    """
+    from tierstore.hf.spec import stored_spec
+    from tierstore.model.config import ModelConfig
+    from tierstore.train.config import FinetuneConfig
+
+    spec = stored_spec(config.store, config.finetune, config.lora)
+    if spec is None:
+        if config.finetune != FinetuneConfig():
+            raise ConfigError(
+                f"finetune: {config.store} holds no imported model; [model] describes the built-in one"
+            )
+        if config.lora.enabled:
+            raise ConfigError(f"lora.rank: {config.store} holds no imported model, and no other is adapted")
+        return config
+    if config.model != ModelConfig():
+        raise ConfigError(
+            f"model: {config.store} holds an imported model; [finetune] is what a run chooses of it"
+        )
+    return dataclasses.replace(config, model=spec)
+
+
+def deployed_settings(store: Path) -> dict[str, object]:
+    """Keys of ``ServeConfig``, by dotted name, that ``tierstore deploy`` found best for ``store``; none where it did not
+    make it. Raises StoreFormatError.
+    """
+    from tierstore.deploy.records import read_deployment
+
+    deployment = read_deployment(store)
+    return {} if deployment is None else dict(deployment.settings)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
-from types import TracebackType
+from types import MappingProxyType
 
 import click
 from rich.console import Console
@@ -21,6 +21,7 @@ from rich.progress import Progress as RichProgress
 from rich.table import Table
 
 from tierstore.errors import naming
+from tierstore.outputs import to_json
 
 _PLAIN_WIDTH = 120  # columns for tables where there is no terminal to ask
 _PLAIN_INTERVAL_S = 5.0
@@ -31,7 +32,7 @@ class OutputMode(Enum):
 
     HUMAN = "human"
     JSON = "json"
-    SILENT = "silent"  # one of several ranks: the first one speaks for all
+    SILENT = "silent"  # a rank other than the first
 
 
 class Output:
@@ -60,11 +61,11 @@ class Output:
             self.console.print(text, soft_wrap=True)
 
     def named(self) -> AbstractContextManager[None]:
-        """An OSError of what the block prints names the stream: a log on a full disk, say."""
+        """An OSError of printing in the block names the stream, such as a log on a full disk."""
         return naming("standard error" if self.console.stderr else "standard output")
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-        """A table for people. Columns of numbers, and of numbers with units, are set to the right."""
+        """A table for people. Columns of numbers, with units or without, are aligned right."""
         table = Table(box=None, pad_edge=False, header_style="bold")
         for index, column in enumerate(columns):
             cells = [str(row[index]) for row in rows]
@@ -78,26 +79,25 @@ class Output:
             self.console.print(table)
 
     def emit(self, result: Mapping[str, object]) -> None:
-        """The command's JSON object, in JSON mode: the last line of stdout. Numbers not finite become null."""
+        """The command's JSON object (``to_json``), in JSON mode: the last line of stdout."""
         if self.mode is OutputMode.JSON:
             with naming("standard output"):
-                click.echo(json.dumps(finite(result), allow_nan=False))
+                click.echo(json.dumps(to_json(result), allow_nan=False))
 
-    def progress(self, total: int, *, label: str) -> ProgressBar:
-        """A ProgressBar of ``total`` steps, for people."""
-        return ProgressBar(self.console, total, label=label)
+    def progress(self, *, label: str) -> ProgressBar:
+        """A ProgressBar for people; the total is that of its first step."""
+        return ProgressBar(self.console, label=label)
 
 
 class ProgressBar:
     """A bar on a terminal; elsewhere a plain line at the first and last step and every few seconds.
 
-    A context manager: a bar takes the terminal over until it is left.
+    A context manager: from the first step on a bar takes the terminal over, until it is closed.
     """
 
     def __init__(
         self,
         console: Console,
-        total: int,
         *,
         label: str,
         interval_s: float = _PLAIN_INTERVAL_S,
@@ -109,33 +109,38 @@ class ProgressBar:
         self._clock = clock
         self._last_line_s = -math.inf
         self._last_step = -1
+        self._drawn = console.is_terminal and not console.quiet
         self._bar: RichProgress | None = None
-        if console.is_terminal and not console.quiet:
-            self._bar = RichProgress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeElapsedColumn(),
-                TextColumn("{task.fields[shown]}"),
-                console=console,
-            )
-            self._task = self._bar.add_task(label, total=total, shown="")
 
     def __enter__(self) -> ProgressBar:
-        if self._bar is not None:
-            self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Gives the terminal back."""
         if self._bar is not None:
             self._bar.stop()
 
-    def update(self, step: int, total: int, fields: Mapping[str, object]) -> None:
+    def _start(self, total: int) -> RichProgress:
+        bar = RichProgress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[shown]}"),
+            console=self._console,
+        )
+        self._task = bar.add_task(self._label, total=total, shown="")
+        bar.start()
+        return bar
+
+    def update(self, step: int, total: int, fields: Mapping[str, object] = MappingProxyType({})) -> None:
         """``step`` of ``total`` is done. ``fields`` are shown as ``name value``; a float with 4 digits."""
         shown = "  ".join(f"{name} {_shown(value)}" for name, value in fields.items())
-        if self._bar is not None:
+        if self._drawn:
+            self._bar = self._bar or self._start(total)
             self._bar.update(self._task, completed=step, total=total, shown=shown)
             return
         now = self._clock()
@@ -147,12 +152,3 @@ class ProgressBar:
 
 def _shown(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def finite(value: object) -> object:
-    """``value`` with numbers that JSON cannot write (a loss that became NaN) as None."""
-    if isinstance(value, Mapping):
-        return {str(key): finite(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,7 +1,7 @@
 """``tierstore train``: the main job.
 
 SIGINT and SIGTERM end the run after the step in progress, with a commit; a second one exits at once. Under
-``torchrun`` all ranks end with it, and the first one speaks for all.
+``torchrun`` all ranks end with it, and only rank 0 prints.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tierstore.cli.interrupts import Interrupts
-from tierstore.cli.models import with_stored_model
+from tierstore.cli.main import INTERRUPTED, Interrupts
 from tierstore.cli.options import (
     PATH,
     checksum_option,
@@ -29,8 +28,9 @@ from tierstore.cli.options import (
     record_trace_option,
     set_option,
     timeline_option,
+    with_stored_model,
 )
-from tierstore.cli.output import Output, OutputMode, ProgressBar
+from tierstore.cli.output import Output, OutputMode
 from tierstore.config import load
 from tierstore.devices import disk_health, disks_under
 from tierstore.machine import disk, existing_parent
@@ -48,7 +48,6 @@ if TYPE_CHECKING:  # at run time these import torch, which listing the commands 
     from tierstore.train.trainer import Trainer
 
 _PROMPT = "def "
-_INTERRUPTED = 130
 
 
 @click.command()
@@ -65,7 +64,7 @@ _INTERRUPTED = 130
         "--commit-every": "commit_every",
     },
 )
-@click.option("--resume", is_flag=True, help="Go on from the store's last commit.")
+@click.option("--resume", is_flag=True, help="Continue from the store's last commit.")
 @checksum_option
 @click.option(
     "--metrics", type=output_file(OutputKind.METRICS), help="Append one JSON line a step to this file."
@@ -101,7 +100,7 @@ def train(
 
 @dataclass(frozen=True)
 class _Files:
-    """What a run writes besides its store; each rank has files of its own."""
+    """The files that a run writes beside its store; each rank has its own."""
 
     metrics: Path | None
     timeline: Path | None
@@ -117,15 +116,15 @@ def _run(config: TrainConfig, files: _Files, *, resume: bool, checksum: bool, ou
     from tierstore.parallel import launch, limited_groups
     from tierstore.train.ranks import Opening
 
-    # Ranks end together or not at all: from here on a signal to one of them is everybody's.
+    # Ranks end together or not at all: from here on a signal to one rank ends all.
     groups = limited_groups(config.links)
     with (
-        Interrupts.heard() as interrupts,
+        Interrupts.install() as interrupts,
         launch(config.parallel, device=config.device, make_group=groups) as mesh,
     ):
         first = mesh.world.rank == 0
         output = output if first else Output(OutputMode.SILENT)
-        # How often torchrun has started a job again none of its ranks can tell: each agent counts for itself.
+        # A rank cannot tell how often torchrun has restarted the job: each agent counts for itself.
         again = Opening.RESTART if mesh.environment.supervised else Opening.CREATE
         opening = Opening.RESUME if resume else again
         own = files.of_rank(mesh.world.rank)
@@ -135,10 +134,10 @@ def _run(config: TrainConfig, files: _Files, *, resume: bool, checksum: bool, ou
             output.emit(summary.as_json())
     if not stopped:
         return 0
-    why = "by a signal" if interrupts.asked else "with another rank"
-    output.line(f"stopped {why} after step {summary.steps}, committed; --resume goes on")
+    why = "by a signal" if interrupts.requested else "with another rank"
+    output.line(f"stopped {why} after step {summary.steps}, committed; continue with --resume")
     # To torchrun any other status is a failure, and it would start the ranks again.
-    return 0 if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" else _INTERRUPTED
+    return 0 if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" else INTERRUPTED
 
 
 def _train(
@@ -164,7 +163,7 @@ def _train(
     own = stage_config(config, mesh.pipeline.rank, mesh.stages)
     own.import_code()
     fixed = _fixed_bytes(own, mesh)
-    tokenising = _Tokenising(output)
+    tokenising = output.progress(label="tokenise (bytes)")
 
     def accepted() -> None:
         tokenising.close()
@@ -183,7 +182,7 @@ def _train(
             trace=files.trace,
             timeline=sink,
             accepted=accepted,
-            tokenising=tokenising,
+            tokenising=tokenising.update,
         ) as trainer,
     ):
         _describe_opened(trainer, output)
@@ -205,13 +204,13 @@ def _train(
             output.line(f"sample: {_PROMPT}{trainer.sample(_PROMPT, config.sample_tokens)}")
         if failure is not None:
             with contextlib.suppress(OSError):
-                output.line(f"ended after step {summary.steps}, committed; --resume goes on")
+                output.line(f"ended after step {summary.steps}, committed; continue with --resume")
             raise failure
     return summary, stopped
 
 
 def _fixed_bytes(placed: TrainConfig, mesh: Mesh) -> int:
-    """What this rank takes beside the host budget; ``placed``: as it runs the job."""
+    """Bytes that this rank takes beside the host budget; ``placed``: its own configuration."""
     from tierstore.model.spec import divided_units
     from tierstore.tiers.slots import DeviceKind
     from tierstore.train.footprint import fixed_cost, resident_bytes
@@ -231,7 +230,7 @@ def _summary(
     ended: Totals,
     crc: int | None,
 ) -> RunSummary:
-    """What a run that began at step ``first`` comes to, with ``fixed`` bytes beside the host budget."""
+    """The result of a run that began at step ``first``; ``fixed``: bytes beside the host budget."""
     from tierstore.train.report import RunSummary
 
     state, exchange = trainer.state, trainer.mesh.exchange_choice
@@ -251,40 +250,15 @@ def _summary(
     )
 
 
-class _Tokenising:
-    """The progress of tokenising, shown from its first call on."""
-
-    def __init__(self, output: Output) -> None:
-        self._output = output
-        self._shown = contextlib.ExitStack()
-        self._bar: ProgressBar | None = None
-
-    def __call__(self, done: int, total: int) -> None:
-        if self._bar is None:
-            self._bar = self._shown.enter_context(self._output.progress(total, label="tokenise (bytes)"))
-        self._bar.update(done, total, {})
-
-    def __enter__(self) -> _Tokenising:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Nothing is tokenised any more."""
-        self._shown.close()
-
-
 def _checksum(output: Output, trainer: Trainer, interrupts: Interrupts) -> int | None:
     """The checksum over the records of all ranks; None where a signal cut it short."""
     from tierstore.train.checksum import records_checksum
 
-    count = len(trainer.store.records)
-    with output.progress(count, label="checksum") as progress:
+    with output.progress(label="checksum") as progress:
         return records_checksum(
             trainer,
-            progress=lambda done, total: progress.update(done, total, {}),
-            stopped=lambda: interrupts.asked,
+            progress=progress.update,
+            stopped=lambda: interrupts.requested,
         )
 
 
@@ -296,7 +270,7 @@ def _steps(
     sink: TimelineSink,
     interrupts: Interrupts,
 ) -> tuple[bool, OSError | None]:
-    """Steps to the end, or until a signal reaches any rank, or one cannot write what a run writes besides its store.
+    """Steps to the end, until a signal reaches any rank, or until one cannot write a file beside the store.
 
     Returns whether the steps ended early, and the error of this rank.
     """
@@ -304,9 +278,9 @@ def _steps(
 
     begun, first = time.monotonic(), trainer.state.position
     failure: OSError | None = None
-    with output.progress(config.steps, label="train") as progress:
+    with output.progress(label="train") as progress:
         while trainer.state.position < config.steps:
-            if trainer.mesh.world.any(interrupts.asked or failure is not None):
+            if trainer.mesh.world.any(interrupts.requested or failure is not None):
                 return True, failure
             result = trainer.step()
             done = trainer.state.position
@@ -344,7 +318,7 @@ def _steps(
 
 
 def _announce(config: TrainConfig, placed: TrainConfig, output: Output, fixed: int, mesh: Mesh) -> None:
-    """What the run will take, before the first write; ``placed``: as this rank runs it."""
+    """What the run will take, printed before the first write; ``placed``: this rank's own configuration."""
     from tierstore.store.disk.home import rank_directory
     from tierstore.store.disk.store_extents import copies, schema_copies
     from tierstore.train.budgets import expert_schema, pair_schema
@@ -400,7 +374,7 @@ def _announce(config: TrainConfig, placed: TrainConfig, output: Output, fixed: i
 
 
 def _describe_opened(trainer: Trainer, output: Output) -> None:
-    """What the run found and decided as it opened, before its first step."""
+    """What the run found and decided when it opened, before its first step."""
     if trainer.made_over is not None:
         output.line(trainer.made_over.describe())
     output.line(f"data: {trainer.data.describe()}")

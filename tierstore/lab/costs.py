@@ -30,13 +30,12 @@ from numpy.typing import NDArray
 
 from tierstore._native import Detail
 from tierstore.cache.access import Phase
-from tierstore.endurance import DAY_S, drive_life_s
 from tierstore.errors import ConfigError
 from tierstore.lab.requests import Requests
 from tierstore.lab.results import Outcome
 from tierstore.lab.simulate import Replayed, ReplaySetting, replay_one
 from tierstore.machine_profile import ASSUMED, Cost, Evidence, Profile
-from tierstore.units import format_seconds
+from tierstore.units import DAY_S, drive_life_s, format_seconds
 
 if TYPE_CHECKING:  # a run's configuration, where one is asked about
     from tierstore.train.config import TrainConfig

@@ -8,13 +8,12 @@ from tierstore.lazy import exports
 
 if TYPE_CHECKING:
     from tierstore.machine_profile import ASSUMED, Cost, Evidence, Profile, load_profile, save_profile
-    from tierstore.plan.capacity import Capacity, Term
+    from tierstore.plan.capacity import Capacity, Term, Use
     from tierstore.plan.fitting import Change, Effect, Hardware, Limits, Remedy, Shortfall, Verdict
     from tierstore.plan.order import OrderChoice, OrderCost, choose_order
     from tierstore.plan.predict import Prediction
     from tierstore.plan.presets import PRESETS, Preset, find_preset
     from tierstore.plan.report import Plan, machine_limits, plan_run
-    from tierstore.plan.uses import Use
     from tierstore.stats import Tier
     from tierstore.tiers.slots import DeviceKind
     from tierstore.train import TrainConfig

@@ -1,8 +1,8 @@
-"""What a run takes on each tier, in bytes, by the same arithmetic by which tierstore reserves it.
+"""Bytes that one rank of a run takes on each tier, and the uses of a model that take them.
 
-Per rank. Experts are spread evenly over the ranks (each rank's in a store of its own), dense parameters are cut into slices
-of 1/N. Everything here is computed by the functions that ``train`` itself divides its budgets and reserves its space by,
-so a plan and a run cannot disagree; what is not known without running (the process itself) says so.
+Experts are spread evenly over the ranks, each rank's in its own store; dense parameters are cut into slices of 1/N. The
+functions of ``train`` that divide budgets and reserve space compute everything here, so a plan and a run cannot disagree.
+What cannot be known without running, such as the size of the process, is marked as assumed.
 """
 
 from __future__ import annotations
@@ -10,22 +10,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 
 from tierstore.dense.config import OptimizerState
 from tierstore.dense.layout import DenseBytes, UnitLayout, blocks_held, gather_copies
 from tierstore.errors import ConfigError
-from tierstore.hf.sizes import cache_bytes, forward_bytes
+from tierstore.hf.manifest import Weights
+from tierstore.hf.sizes import cache_bytes, forward_bytes, pair_parameters
 from tierstore.hf.spec import HfSpec
 from tierstore.machine_profile import Evidence
 from tierstore.model.architecture import Architecture
-from tierstore.model.store_schema import expert_record, quantized_layout
-from tierstore.moe.lora import LoraConfig, LoraTargets
-from tierstore.plan.uses import FULL_TRAINING, ModelUsage
+from tierstore.model.store_schema import PAIR_SCHEMA, expert_record, quantized_layout
+from tierstore.moe.lora import LoraConfig, LoraTargets, PairShape
 from tierstore.prefetch.schedule import Schedule
 from tierstore.prefetch.units import unit_schedule
 from tierstore.stats import Tier
 from tierstore.store.disk.store_extents import copies, extent_bytes, schema_copies, scratch_bytes
-from tierstore.store.format import Placement, RecordSchema, Training
+from tierstore.store.format import MomentFormat, Placement, RecordSchema, Training
 from tierstore.store.index.database import index_bytes
 from tierstore.tiers.slots import DeviceKind
 from tierstore.train.budgets import BoundarySplit, Budgets, budgets, least_host_budget
@@ -41,7 +42,7 @@ PROCESS_BYTES = 330 << 20
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One line of a plan: ``nbytes`` on ``tier``, and how they come about."""
+    """One line of a plan: ``nbytes`` on ``tier``, and the formula behind them."""
 
     tier: Tier
     name: str
@@ -71,11 +72,67 @@ class Ranks:
         return self.expert or self.count
 
 
+#: The rank of pairs where none is given.
+DEFAULT_RANK = 16
+
+
+class Use(StrEnum):
+    """What a model is used for. Only ``FULL`` writes experts."""
+
+    FULL = "full"  # every parameter is trained
+    LORA = "lora"  # low-rank pairs of attention and of experts; those of experts are records
+    LORA_ATTENTION = "lora-attention"  # low-rank pairs of attention alone
+    SERVE = "serve"  # forward passes
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelUsage:
+    """A use of one model. ``attention``: parameters of attention's pairs by dense unit. ``pairs``: the record of one
+    expert's pairs. ``tokens``: of one pass of one rank (0: those of a micro-batch).
+    """
+
+    use: Use = Use.FULL
+    rank: int = 0
+    attention: tuple[int, ...] = ()
+    pairs: RecordSchema | None = None
+    tokens: int = 0
+
+    @property
+    def frozen(self) -> bool:
+        """Whether experts are read only."""
+        return self.use is not Use.FULL
+
+    @property
+    def trains(self) -> bool:
+        """Whether there are backward passes."""
+        return self.use is not Use.SERVE
+
+
+FULL_TRAINING = ModelUsage()
+
+
+def usage_of(spec: HfSpec, use: Use, rank: int, moments: MomentFormat = MomentFormat.FP32) -> ModelUsage:
+    """``use`` of the model with pairs of ``rank``, whose moments have the format ``moments``. Raises ConfigError."""
+    if use in (Use.FULL, Use.SERVE):
+        return ModelUsage(use=use)
+    if rank < 1:
+        raise ConfigError(f"--lora: expected at least 1, got {rank}")
+    attention = tuple(pair_parameters(spec.manifest, rank))
+    if use is Use.LORA_ATTENTION:
+        return ModelUsage(use=use, rank=rank, attention=attention)
+    try:
+        numel = PairShape(spec.expert_shape, rank, float(rank)).numel
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("lora.rank", "--lora")) from error
+    pairs = RecordSchema(PAIR_SCHEMA, numel, moments=moments)
+    return ModelUsage(use=use, rank=rank, attention=attention, pairs=pairs)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What is planned for: a run's configuration, the model's counts, the ranks, the device, and what it is used for.
+    """The subject of a plan: a run's configuration, the model's counts, the ranks, the device and the use.
 
-    Another use than full training is of an imported model (``HfSpec``).
+    A use other than full training needs an imported model (``HfSpec``).
     """
 
     config: TrainConfig
@@ -97,7 +154,7 @@ class Setting:
 
     @property
     def run_config(self) -> TrainConfig:
-        """The configuration as budgets are divided by it: with the pairs of experts that this use trains, if any."""
+        """The configuration that budgets are divided by: with the experts' pairs that this use trains."""
         beside = LoraConfig(rank=self.usage.rank, targets=LoraTargets.EXPERTS)
         return replace(self.config, lora=beside if self.usage.pairs else LoraConfig())
 
@@ -135,8 +192,8 @@ class Setting:
 
     @property
     def tokens(self) -> int:
-        """Tokens of one pass of one rank, if nothing else is said: those of a micro-batch, which all ranks share; in layer
-        order, of all micro-batches of a step.
+        """Tokens of one pass of one rank: those of a micro-batch, which all ranks share, or in layer order those of all
+        micro-batches of a step, unless ``usage`` says otherwise.
         """
         return self.usage.tokens or self.micro_tokens * self.together
 
@@ -196,7 +253,7 @@ class Setting:
         return replace(made, activations=forward_bytes(spec, self.tokens), text=0)
 
     def _frozen_dense(self) -> DenseBytes:
-        """Dense weights as a pass needs them, whole on every rank, and the state of attention's pairs, which ranks share."""
+        """Dense weights, whole on every rank, and the state of attention's pairs, which ranks share."""
         count = self.ranks.count
         width = self.config.model.compute_dtype.itemsize
         weights = sum(width * unit.matrices + 4 * unit.others for unit in self.model.units)
@@ -220,6 +277,33 @@ class Setting:
             micro_batches=config.data.passes,
             first_block=config.spec.layers.start,
         )
+
+
+def setting_for(setting: Setting, use: Use, rank: int) -> Setting:
+    """``setting`` for another use. Raises ConfigError where the store that holds the model does not allow it."""
+    spec = imported_spec(setting)
+    if use is Use.FULL and spec.manifest.weights is Weights.FROZEN:
+        raise ConfigError(
+            f"{spec.directory}: its experts were imported frozen; --for: expected lora, lora-attention or serve"
+        )
+    return replace(setting, usage=usage_of(spec, use, rank, setting.config.adamw.moments))
+
+
+def as_configured(setting: Setting) -> Setting:
+    """``setting`` for the use of its configuration: full training, or LoRA of a model or a stage. Raises ConfigError."""
+    lora, spec = setting.config.lora, setting.config.model
+    if not (lora.enabled and isinstance(spec, HfSpec)):
+        return setting
+    use = Use.LORA if lora.experts else Use.LORA_ATTENTION
+    usage = usage_of(spec, use, lora.rank, setting.config.adamw.moments)
+    return replace(setting, usage=replace(usage, attention=spec.own(usage.attention, 0)))
+
+
+def imported_spec(setting: Setting) -> HfSpec:
+    spec = setting.config.model
+    if not isinstance(spec, HfSpec):
+        raise ConfigError("--for, --lora: expected an imported model, got the built-in one")
+    return spec
 
 
 @dataclass(frozen=True)

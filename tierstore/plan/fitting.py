@@ -1,8 +1,8 @@
 """Whether a plan fits, and the shortest way to make it fit.
 
-The shortest way is the one with the fewest changes; among those, the one whose gravest change comes first in ``KNOBS``,
-which stand in order of how little they alter: first what never changes a computed bit, then what changes the order of sums,
-then how many ranks there are, and at last the model itself. Each knob is turned only as far as it must be.
+The shortest way has the fewest changes; among equals, the one whose gravest change comes first in ``KNOBS``. These are
+ordered by how little they alter: bits stay the same, sums change their order, the number of ranks changes, the model
+changes. Each knob is turned only as far as it must be.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Shortfall:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A setting held against limits. ``capacity`` is None where the budgets themselves cannot be."""
+    """Whether a setting fits its limits. ``capacity`` is None where the budgets are too small for any run."""
 
     capacity: Capacity | None
     shortfalls: tuple[Shortfall, ...]
@@ -73,7 +73,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Change:
-    """One turn of one knob: what to write, and what comes of it."""
+    """One turn of one knob: the text of the change, its effect, and the changed setting."""
 
     text: str
     effect: Effect
@@ -93,10 +93,10 @@ class Remedy:
 
 @dataclass(frozen=True)
 class Hardware:
-    """The least machine on which a setting fits, once its budgets are cut or raised to the least that it can start with.
+    """The least machine on which a setting fits, with the least budgets that it can start with.
 
-    ``memory`` and ``disk`` are a machine's, for all of its ranks; ``device`` is one device's memory, None without one.
-    ``shortfalls`` are what a rank misses of each under the limits.
+    ``memory`` and ``disk`` are for all ranks of the machine; ``device`` is one device's memory, None without one.
+    ``shortfalls``: what a rank lacks under the limits.
     """
 
     changes: tuple[Change, ...]
@@ -107,7 +107,7 @@ class Hardware:
 
 
 def judge(setting: Setting, limits: Limits) -> Verdict:
-    """Holds what ``setting`` takes against ``limits``."""
+    """Compares what ``setting`` takes with ``limits``."""
     try:
         taken = capacity(setting)
     except BudgetError:
@@ -126,7 +126,7 @@ def judge(setting: Setting, limits: Limits) -> Verdict:
 
 
 def _totals(setting: Setting, taken: Capacity) -> tuple[int, int, int | None]:
-    """Bytes of memory, of disk, and of a device with memory of its own, that one rank takes."""
+    """Bytes of host memory, disk and device memory (None: the device shares the host's) that one rank takes."""
     if setting.device is DeviceKind.CPU:
         return taken.total(Tier.HOST, Tier.DEVICE), taken.total(Tier.NVME), None
     return taken.total(Tier.HOST), taken.total(Tier.NVME), taken.total(Tier.DEVICE)
@@ -144,7 +144,7 @@ def shortest_remedy(setting: Setting, limits: Limits) -> Remedy | None:
         choices = itertools.combinations(range(len(KNOBS)), count)
         for choice in sorted(choices, key=lambda places: places[::-1]):
             knobs = [KNOBS[place] for place in choice]
-            # What does not fit with every knob turned all the way fits in no place between.
+            # If it does not fit with every knob turned all the way, no smaller turn fits.
             furthest = _furthest(setting, limits, knobs)
             if furthest is None or not judge(furthest, limits).fits:
                 continue
@@ -155,7 +155,7 @@ def shortest_remedy(setting: Setting, limits: Limits) -> Remedy | None:
 
 
 def hardware_for(setting: Setting, limits: Limits) -> Hardware:
-    """What ``setting`` needs of a machine, and misses under ``limits``, with the least budgets that it can start with."""
+    """The machine that ``setting`` needs with the least budgets that it can start with, and what ``limits`` lack."""
     changes: list[Change] = []
     least = setting.least_host_budget
     if setting.config.host_budget != least:
@@ -187,8 +187,9 @@ Knob = Callable[[Setting, Limits], Iterator[Change]]
 
 
 def _turned(setting: Setting, limits: Limits, knobs: Sequence[Knob]) -> Iterator[Remedy]:
-    """Every way to turn ``knobs``. The first of them, which may be the host budget, is turned last: what the
-    others leave is what it has to give."""
+    """Every way to turn ``knobs``. The first, which may be the host budget, is turned last: it closes the gap that the
+    others leave.
+    """
     first, *others = knobs
     stack = (
         [((), setting)] if not others else [(r.changes, r.setting) for r in _turned(setting, limits, others)]
@@ -291,7 +292,7 @@ def _switched(name: str, value: StrEnum, effect: Effect) -> Knob:
 
 
 def _halved(name: str, least: Callable[[Setting], int]) -> Knob:
-    """A knob that halves ``model.name``, down to ``least``, where the model may be another."""
+    """A knob that halves ``model.name``, down to ``least``, where the model may change."""
 
     def turn(setting: Setting, limits: Limits) -> Iterator[Change]:
         value = getattr(setting.config.model, name, 0) // 2
@@ -320,7 +321,7 @@ KNOBS: tuple[Knob, ...] = (
 
 
 def _own(setting: Setting) -> bool:
-    """Whether the counts are those of the configuration's own model: a preset's dimensions are what they are."""
+    """Whether the counts are those of the configured model; a preset's dimensions cannot change."""
     return setting.model == setting.config.model.architecture
 
 

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING
 from tierstore.errors import BudgetError
 from tierstore.machine_profile import ASSUMED, Evidence, Profile
 from tierstore.model.config import CheckpointActivations
-from tierstore.plan.capacity import Ranks, Setting, capacity
-from tierstore.plan.foreign import as_configured
+from tierstore.plan.capacity import Ranks, Setting, as_configured, capacity
 from tierstore.plan.predict import predict
 from tierstore.stats import Tier
 from tierstore.tiers.slots import DeviceKind

@@ -1,23 +1,227 @@
-"""The time of a step, and what it is spent on: a run's own schedule, simulated with a machine's costs."""
+"""The time of a step, and what it is spent on: a run's own schedule, simulated with a machine's costs.
+
+A discrete-event simulation of a schedule's own operations.
+
+Each resource is a server (or ``width`` of them) that works on one operation at a time to its end. Computation and
+collectives are served in the order in which the program issues them: one thread computes, and collectives must come in the
+same order on every rank. Copies, the disk and the engine's threads take whatever is ready, the first ready first.
+
+The step time is that of the steady state: from the end of one step's computation to the end of the next one's. The critical
+path is walked back from there: from each operation to whatever ended when it began, something that it needed or the one
+that its server was busy with. The bottleneck is the resource that the path spends the most time in.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import heapq
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
 
 from tierstore.machine_profile import Evidence, Profile
 from tierstore.plan.capacity import Capacity, Setting, capacity
-from tierstore.plan.layer_degrees import LayerDegrees, layer_degrees
-from tierstore.plan.simulate import SteadyState, outcome, simulate
 from tierstore.plan.traffic import Traffic, step_traffic
-from tierstore.plan.workload import SETTLED, STEPS, StepWorkload
-from tierstore.prefetch.operations import Kind, Operation
+from tierstore.plan.workload import SETTLED, STEPS, LayerDegrees, StepWorkload, layer_degrees
+from tierstore.prefetch.operations import Kind, Operation, Resource
 from tierstore.prefetch.schedule import Pass
+
+
+class Discipline(Enum):
+    """Which of its operations a resource serves next."""
+
+    PROGRAM = "program order"
+    READY = "first ready"
+
+
+DISCIPLINES: Mapping[Resource, Discipline] = {
+    Resource.COMPUTE: Discipline.PROGRAM,
+    Resource.GATHER: Discipline.PROGRAM,
+    Resource.COPY: Discipline.READY,
+    Resource.DISK: Discipline.READY,
+    Resource.HOST: Discipline.READY,
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """When each operation began and ended (seconds), and the operation that it waited for last (an index, or -1)."""
+
+    operations: Sequence[Operation]
+    begun: Sequence[float]
+    ended: Sequence[float]
+    cause: Sequence[int]
+
+    @property
+    def seconds(self) -> float:
+        """From the beginning to the last end."""
+        return max(self.ended, default=0.0)
+
+    def critical_path(self, last: int) -> list[int]:
+        """Operations back from ``last``, in the order of time, none of which could have been shorter for nothing."""
+        path = []
+        while last >= 0:
+            path.append(last)
+            last = self.cause[last]
+        return path[::-1]
+
+
+def simulate(
+    operations: Sequence[Operation],
+    seconds: Callable[[Operation], float],
+    *,
+    widths: Mapping[Resource, int] | None = None,
+    disciplines: Mapping[Resource, Discipline] = DISCIPLINES,
+) -> Run:
+    """Runs ``operations``: each takes ``seconds`` of a server of its resource, once the operations that it is ``after`` have
+    ended. Raises ValueError for an operation that follows a later one.
+    """
+    return _Simulation(operations, seconds, widths or {}, disciplines).run()
+
+
+@dataclass
+class _Server:
+    """A resource with ``free`` idle servers; ``queue``: operations that wait, in the order of service."""
+
+    discipline: Discipline
+    free: int
+    program: list[int] = field(default_factory=list)
+    served: int = 0
+    queue: list[tuple[float, int]] = field(default_factory=list)
+    last_ended: int = -1
+
+
+class _Simulation:
+    def __init__(
+        self,
+        operations: Sequence[Operation],
+        seconds: Callable[[Operation], float],
+        widths: Mapping[Resource, int],
+        disciplines: Mapping[Resource, Discipline],
+    ) -> None:
+        self._operations = operations
+        self._seconds = seconds
+        self._servers = {r: _Server(disciplines[r], widths.get(r, 1)) for r in Resource}
+        self._followers: list[list[int]] = [[] for _ in operations]
+        self._missing = [len(operation.after) for operation in operations]
+        self._begun = [0.0] * len(operations)
+        self._ended = [0.0] * len(operations)
+        self._cause = [-1] * len(operations)
+        self._ready_at: list[float | None] = [None] * len(operations)
+        #: Running operations by their ends.
+        self._running: list[tuple[float, int]] = []
+        for index, operation in enumerate(operations):
+            self._servers[operation.resource].program.append(index)
+            for before in operation.after:
+                if not 0 <= before < index:
+                    raise ValueError(f"operation {index} follows {before}, which does not come before it")
+                self._followers[before].append(index)
+
+    def run(self) -> Run:
+        for index, missing in enumerate(self._missing):
+            if missing == 0:
+                self._make_ready(index, 0.0, -1)
+        self._dispatch(0.0)
+        while self._running:
+            now = self._running[0][0]
+            while self._running and self._running[0][0] == now:
+                self._end(heapq.heappop(self._running)[1], now)
+            self._dispatch(now)
+        return Run(self._operations, self._begun, self._ended, self._cause)
+
+    def _make_ready(self, index: int, now: float, cause: int) -> None:
+        self._ready_at[index] = now
+        self._cause[index] = cause
+        server = self._servers[self._operations[index].resource]
+        if server.discipline is Discipline.READY:
+            heapq.heappush(server.queue, (now, index))
+
+    def _end(self, index: int, now: float) -> None:
+        server = self._servers[self._operations[index].resource]
+        server.free += 1
+        server.last_ended = index
+        for follower in self._followers[index]:
+            self._missing[follower] -= 1
+            if self._missing[follower] == 0:
+                self._make_ready(follower, now, index)
+
+    def _dispatch(self, now: float) -> None:
+        for server in self._servers.values():
+            while server.free and (index := self._next(server)) is not None:
+                server.free -= 1
+                ready = self._ready_at[index]
+                if ready is not None and ready < now:  # its server was what it waited for
+                    self._cause[index] = server.last_ended
+                self._begun[index] = now
+                self._ended[index] = now + self._seconds(self._operations[index])
+                heapq.heappush(self._running, (self._ended[index], index))
+
+    def _next(self, server: _Server) -> int | None:
+        if server.discipline is Discipline.READY:
+            return heapq.heappop(server.queue)[1] if server.queue else None
+        if server.served == len(server.program) or self._ready_at[server.program[server.served]] is None:
+            return None
+        server.served += 1
+        return server.program[server.served - 1]
+
+
+@dataclass(frozen=True)
+class SteadyState:
+    """The steady state. ``busy_ratio`` by resource; ``path_s``: seconds of one step's critical path by kind of operation,
+    waiting left out; ``bottleneck``: the resource with most of it.
+    """
+
+    step_s: float
+    busy_ratio: Mapping[Resource, float]
+    path_s: Mapping[Kind, float]
+    bottleneck: Resource
+
+
+def outcome(run: Run, passes: int, *, steps: int, settled: int = 1) -> SteadyState:
+    """The steady state of ``run`` (``steps`` steps of ``passes`` passes), after the first ``settled`` steps."""
+    ends = _step_ends(run, passes, steps)
+    first, last = ends[settled - 1] if settled else -1, ends[-1]
+    begin = run.ended[first] if settled else 0.0
+    span, counted = run.ended[last] - begin, steps - settled
+    busy: Counter[Resource] = Counter()
+    for operation, begun, ended in zip(run.operations, run.begun, run.ended, strict=True):
+        inside = min(ended, run.ended[last]) - max(begun, begin)
+        if inside > 0:
+            busy[operation.resource] += inside  # type: ignore[assignment]
+    path: Counter[Kind] = Counter()
+    for index in run.critical_path(last):
+        inside = run.ended[index] - max(run.begun[index], begin)
+        if inside > 0:
+            path[run.operations[index].kind] += inside  # type: ignore[assignment]
+    by_resource: Counter[Resource] = Counter()
+    for kind, spent in path.items():
+        by_resource[Operation(kind, 0, 0, ()).resource] += spent
+    return SteadyState(
+        step_s=span / counted,
+        busy_ratio={r: busy[r] / span if span else 0.0 for r in Resource},
+        path_s={kind: spent / counted for kind, spent in path.items()},
+        bottleneck=max(Resource, key=lambda r: by_resource[r]),
+    )
+
+
+def _step_ends(run: Run, passes: int, steps: int) -> list[int]:
+    """The last computation of each step."""
+    ends = [-1] * steps
+    for index, operation in enumerate(run.operations):
+        if operation.resource is Resource.COMPUTE and operation.position // passes < steps:
+            ends[operation.position // passes] = index
+    if -1 in ends:
+        raise ValueError(f"step {ends.index(-1)} of {steps} computes nothing")
+    return ends
+
+
+# The time of a run's step -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Prediction(SteadyState):
-    """The steady state of a run. ``evidence`` is that of the weakest figure that went in. ``degrees``: in how many chunks
-    rows travel to experts; None where none do. ``one_chunk_s``: a step whose passes all go in one.
+    """The steady state of a run. ``evidence``: of the weakest figure that went in. ``degrees``: chunks of the passes over
+    experts; None where no rows travel. ``one_chunk_s``: a step whose passes all use one chunk.
     """
 
     tokens_per_s: float
@@ -63,13 +267,3 @@ def simulated(workload: StepWorkload) -> SteadyState:
         return known[key]
 
     return outcome(simulate(workload.operations, seconds), len(passes), steps=STEPS, settled=SETTLED)
-
-
-def issued_bytes(workload: StepWorkload, kind: Kind) -> int:
-    """What the operations of ``kind`` of one step move, once the first steps are over."""
-    passes = len(workload.passes)
-    return sum(
-        operation.nbytes
-        for operation in workload.operations
-        if operation.kind is kind and operation.position // passes == SETTLED
-    )

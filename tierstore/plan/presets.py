@@ -16,8 +16,10 @@ from tierstore.model.architecture import Architecture
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """``published``: parameters as its source prints them, rounded to ``unit``. ``settings``: what of tierstore's own
-    configuration comes nearest, which is what activations are reckoned with.
+    """A published model: its dimensions, parameters and source.
+
+    ``published``: parameters as its source prints them, rounded to ``unit``. ``settings``: what of tierstore's own
+    configuration comes nearest, from which activations are estimated.
     """
 
     source: str
@@ -113,6 +115,7 @@ _PPMOE_143_NOTE = (
     "while the same corpus and code at 6.7e9 (rounded) admit at most 96,822. No vocabulary gives both"
 )
 
+#: Published models by name.
 PRESETS: Mapping[str, Preset] = MappingProxyType(
     {
         "se-moe-13.9b": _se_moe(8, 13_900_000_000),

@@ -1,4 +1,7 @@
-"""A plan as a whole: what is asked, what comes of it, and both as JSON can hold them. Every figure names its evidence."""
+"""A plan as a whole: what is planned, what comes of it, and both as JSON holds them. Every figure names its evidence.
+
+Of a model that comes with a config.json, every use is planned, and whether its pairs fit in memory.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from tierstore import machine
+from tierstore.hf.manifest import Weights
 from tierstore.hf.spec import HfSpec
 from tierstore.machine_profile import ASSUMED, Profile
-from tierstore.plan.capacity import TIERS, Ranks, Setting
+from tierstore.plan.capacity import (
+    DEFAULT_RANK,
+    TIERS,
+    Ranks,
+    Setting,
+    Use,
+    capacity,
+    imported_spec,
+    setting_for,
+)
 from tierstore.plan.fitting import (
     Change,
     Hardware,
@@ -22,24 +35,171 @@ from tierstore.plan.fitting import (
     judge,
     shortest_remedy,
 )
-from tierstore.plan.foreign import UsesPlan, plan_uses, setting_for
 from tierstore.plan.order import OrderChoice, compare_orders
-from tierstore.plan.ppmoe import TensorCosts, tensor_costs
+from tierstore.plan.papers import PaperBytes, TensorCosts, paper_bytes, tensor_costs
 from tierstore.plan.predict import Prediction, predict
 from tierstore.plan.presets import Preset
-from tierstore.plan.semoe import PaperBytes, paper_bytes
-from tierstore.plan.uses import DEFAULT_RANK, Use
 from tierstore.prefetch.operations import Resource
+from tierstore.stats import Tier
+from tierstore.store.disk.store_extents import extent_bytes
 from tierstore.tiers.slots import DeviceKind
 from tierstore.train.config import TrainConfig
 from tierstore.train.files import byte_files, text_bytes
 from tierstore.train.tasks.assignment import Assignment, assignment_of
 
+#: What pairs in memory take: weight, gradient and two moments, fp32.
+_STATE_BYTES = 16
+
+
+@dataclass(frozen=True)
+class UsePlan:
+    """One use of a model on one rank. ``prediction``: of a step or a forward pass; None where the budgets are too small."""
+
+    use: Use
+    setting: Setting
+    verdict: Verdict
+    prediction: Prediction | None
+    #: Serving: one token for each sequence of a batch.
+    token: Prediction | None = None
+
+    @property
+    def memory(self) -> int | None:
+        """Bytes of memory, the device's included; None where the budgets are too small."""
+        taken = self.verdict.capacity
+        return None if taken is None else taken.total(Tier.HOST, Tier.DEVICE)
+
+    @property
+    def disk(self) -> int | None:
+        """Bytes of disk; None where the budgets are too small."""
+        taken = self.verdict.capacity
+        return None if taken is None else taken.total(Tier.NVME)
+
+    def as_json(self) -> dict[str, Any]:
+        """Numbers by keys that say their unit."""
+        return {
+            "use": self.use.value,
+            "fits": self.verdict.fits,
+            "shortfalls": _shortfalls(self.verdict.shortfalls),
+            "memory_bytes": self.memory,
+            "disk_bytes": self.disk,
+            "host_budget_bytes": self.setting.config.host_budget,
+            "least_host_budget_bytes": self.setting.least_host_budget,
+            "step": _times(self.prediction),
+            "token": _times(self.token),
+        }
+
+
+def _times(made: Prediction | None) -> dict[str, object] | None:
+    if made is None:
+        return None
+    return {
+        "step_s": made.step_s,
+        "tokens_per_s": made.tokens_per_s,
+        "read_bytes": made.traffic.read_bytes,
+        "written_bytes": made.traffic.written_bytes,
+        "bottleneck": made.bottleneck.value,
+        "evidence": made.evidence.value,
+    }
+
+
+@dataclass(frozen=True)
+class PairsPlan:
+    """The low-rank pairs of one rank. ``in_memory``: whether all experts' pairs, with gradients and moments, fit in memory
+    beside the least that LoRA needs.
+    """
+
+    rank: int
+    attention: int
+    experts: int
+    resident: int
+    records: int
+    in_memory: bool
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "rank_count": self.rank,
+            "attention_parameters_count": self.attention,
+            "expert_parameters_count": self.experts,
+            "resident_bytes": self.resident,
+            "record_bytes": self.records,
+            "fits_in_memory": self.in_memory,
+        }
+
+
+@dataclass(frozen=True)
+class UsesPlan:
+    """Every use of one model."""
+
+    spec: HfSpec
+    uses: tuple[UsePlan, ...]
+    pairs: PairsPlan
+    #: One copy of the experts, read only, on one rank's disk.
+    frozen: int
+
+    def as_json(self) -> dict[str, Any]:
+        manifest = self.spec.manifest
+        return {
+            "model": {
+                "model_type": manifest.model_type,
+                "architecture": manifest.architecture,
+                "compute_dtype": manifest.compute.value,
+                "quantization": manifest.quantization.value,
+                "expert_ratio": manifest.expert_parameters / manifest.total_parameters,
+            },
+            "uses": [use.as_json() for use in self.uses],
+            "pairs": self.pairs.as_json(),
+            "frozen_experts_bytes": self.frozen,
+        }
+
+
+def plan_uses(setting: Setting, limits: Limits, profile: Profile, rank: int) -> UsesPlan:
+    """What each use of the imported model of ``setting`` takes, with pairs of ``rank``. Raises ConfigError."""
+    spec = imported_spec(setting)
+    frozen_only = spec.manifest.weights is Weights.FROZEN
+    uses = [
+        _plan_use(setting_for(setting, use, rank), limits, profile)
+        for use in Use
+        if not (use is Use.FULL and frozen_only)
+    ]
+    lora = setting_for(setting, Use.LORA, rank)
+    return UsesPlan(spec, tuple(uses), _pairs(lora, limits), extent_bytes(lora.schema, lora.records, 0))
+
+
+def _plan_use(setting: Setting, limits: Limits, profile: Profile) -> UsePlan:
+    verdict = judge(setting, limits)
+    if verdict.capacity is None:
+        return UsePlan(setting.usage.use, setting, verdict, None)
+    token = None
+    if not setting.usage.trains:
+        sequences = setting.config.data.batch_size // setting.ranks.count
+        one = replace(setting, usage=replace(setting.usage, tokens=sequences))
+        token = predict(one, profile)
+    return UsePlan(setting.usage.use, setting, verdict, predict(setting, profile, verdict.capacity), token)
+
+
+def _pairs(lora: Setting, limits: Limits) -> PairsPlan:
+    usage = lora.usage
+    assert usage.pairs is not None
+    resident = _STATE_BYTES * usage.pairs.numel * lora.records
+    least = replace(lora, config=replace(lora.config, host_budget=lora.least_host_budget, device_budget=0))
+    taken = capacity(least)
+    tiers = (Tier.HOST, Tier.DEVICE) if lora.device is DeviceKind.CPU else (Tier.HOST,)
+    return PairsPlan(
+        rank=usage.rank,
+        attention=sum(usage.attention),
+        experts=usage.pairs.numel * lora.model.records,
+        resident=resident,
+        records=extent_bytes(usage.pairs, lora.records, lora.config.retain),
+        in_memory=taken.total(*tiers) + resident <= limits.memory,
+    )
+
 
 @dataclass(frozen=True)
 class Plan:
-    """``prediction`` is None where the budgets are too small for any run; ``remedy`` where it fits, or nothing helps;
-    ``hardware`` is what would, where nothing else does.
+    """What a run takes, whether it fits, how long a step takes, and what to change.
+
+    ``prediction`` is None where the budgets are too small for any run, ``remedy`` where the run fits or no change helps;
+    then ``hardware`` is the least machine that would do.
     """
 
     setting: Setting
@@ -190,7 +350,7 @@ def plan_run(
     its plan has every other use beside it. Nothing is opened, allocated or measured. Raises ConfigError.
     """
     config.check_length()
-    # Of a model that is not in a store yet, nothing but its configuration is known.
+    # Only the configuration of a model outside a store is known.
     spec = config.spec
     if spec.tokenizer is None and not preset and not (isinstance(spec, HfSpec) and spec.directory is None):
         for data in config.data_by_task.values():

@@ -1,10 +1,10 @@
-"""Bytes that a step reads from and writes to disk, by asking the residency core itself.
+"""Bytes that a step reads from and writes to disk, counted by the residency core itself.
 
-The accesses of a training step are known but for which experts the router chooses. So the very core that a run would have,
-with its policy, budget and lookahead, is driven through the run's own access program for some steps, and what it reads and
-writes is counted. With as many tokens as leave no expert without one, which is the common
-case, nothing is assumed. With fewer, experts are drawn with the probability that uniform routing gives each,
-``1 - (1 - K / E) ** T``, from a fixed seed, and the figure is marked so.
+The accesses of a training step are known except for the experts that the router chooses. So the residency core of a run,
+with its policy, budget and lookahead, is driven through the run's access program for some steps, and its reads and writes
+are counted. Where the tokens reach every expert, the common case, nothing is assumed. With fewer tokens, each expert is
+drawn with its probability under uniform routing, ``1 - (1 - K / E) ** T``, from a fixed seed, and the figure is marked as
+assumed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from tierstore.store.opening import make_residency, record_frame_bytes
 
 @dataclass(frozen=True)
 class StepWindow:
-    """Which steps of a run count: ``steps`` of them, after ``warm_up``."""
+    """The steps that are counted: ``steps`` of them, after ``warm_up``."""
 
     warm_up: int = 6
     steps: int = 8
@@ -59,8 +59,8 @@ _Decided = tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint32]]
 
 @dataclass(frozen=True)
 class Moved:
-    """Bytes read that an expert's load waits for, bytes read that only its step does (in a backward pass, all but the
-    weights: moments, spilled gradients), and bytes of what was evicted to disk for them.
+    """``loaded``: bytes read that an expert's computation waits for. ``state``: bytes read that only its step waits for
+    (in a backward pass, moments and spilled gradients). ``written``: bytes evicted to disk to make room.
     """
 
     loaded: int = 0
@@ -80,8 +80,8 @@ class Moved:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Means of one step of one rank, in its steady state. ``moved_for`` divides the bytes by the phase and the layer that
-    they were read for, or evicted for; ``active`` is the share of its experts that a pass reaches.
+    """Means over the steps of one rank in the steady state. ``moved_for``: bytes by the phase and layer that needed them;
+    ``active``: the share of the rank's experts that a pass reaches.
     """
 
     read_bytes: int
@@ -108,7 +108,7 @@ def step_traffic(
 
 
 class CountedSteps:
-    """``StepCounts`` of experts that exist only as numbers; ``done`` takes each access."""
+    """``StepCounts`` of experts without records; ``done`` receives each access."""
 
     def __init__(self, layers: Sequence[int], experts: int, *, replays: bool) -> None:
         self.applied = 0
@@ -125,7 +125,7 @@ class CountedSteps:
 
 
 class _Drive:
-    """The trainer's accesses, in its order. Records: one an expert, and behind them the pairs of each, if there are any."""
+    """The trainer's accesses, in its order. Records: one an expert, followed by the experts' pairs, if any."""
 
     def __init__(self, setting: Setting, taken: Capacity, order: Sequence[MicroPass] = ()) -> None:
         self._setting = setting
@@ -186,7 +186,7 @@ class _Drive:
         return residency
 
     def _register(self) -> None:
-        """Fills every trained record, one access each, and commits: what this leaves in the cache can show for ever."""
+        """Fills every trained record, one access each, and commits: the cache's first contents can matter to the end."""
         if self._trained is None:
             return
         flags, no_action = np.array([Need.STEP], np.uint16), np.zeros(1, np.uint8)
@@ -257,7 +257,7 @@ class _Drive:
                 self._backward(layer, used[layer])
         every = config.cache.write_back_every
         if every and (step + 1) % every == 0:
-            # Of a simulated step they hold up the next reads, though nothing in a run waits for them: no better is known.
+            # These writes delay the next reads of a simulated step, though nothing in a run waits for them.
             self._charge(Phase.FORWARD, self._layers[0], self._residency.clean())
         if config.step_timing is StepTiming.DEFERRED and self._trained is not None:
             self._trained.apply()

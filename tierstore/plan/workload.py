@@ -11,22 +11,29 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
+from typing import Any
 
 from tierstore.cache.access import Phase
 from tierstore.dense.layout import UnitLayout, gather_width
 from tierstore.hf.sizes import attention_sizes
 from tierstore.hf.spec import HfSpec
 from tierstore.links import LinkConfig
-from tierstore.machine_profile import Cost, Profile, over_link
+from tierstore.machine_profile import Cost, Evidence, Profile, over_link
 from tierstore.model.config import CheckpointActivations
 from tierstore.moe.config import SaveActivations
+from tierstore.parallel.config import AUTO_DEGREE
 from tierstore.parallel.pipeline_degree import (
+    Degree,
     Inputs,
     LayerPass,
+    PipelineCosts,
     Share,
     WeightGradients,
     backward_pass,
+    best_degree,
     forward_pass,
+    pass_seconds,
+    worthwhile_degree,
 )
 from tierstore.plan.capacity import Capacity, Setting
 from tierstore.plan.traffic import Moved, Traffic
@@ -37,7 +44,7 @@ from tierstore.tiers.slots import DeviceKind
 
 #: Steps that are simulated from a cold start, and how many of them are left out.
 STEPS, SETTLED = 3, 1
-#: Experts of a pass that are simulated one by one, and of a step; of more, so many equal parts stand for all.
+#: The most experts of a pass, and of a step, that are simulated one by one; more are grouped into as many equal parts.
 _MOST_OF_A_PASS, _MOST_OF_A_STEP = 16, 256
 #: Bytes of a router's weight.
 _WEIGHT_BYTES = 4
@@ -47,8 +54,8 @@ _STEP_BYTES = 28
 
 @dataclass(frozen=True)
 class StepWorkload:
-    """Operations of one rank. ``sizes`` and ``seconds`` are what ``operations`` and ``simulate`` ask for. ``chunks``: in how
-    many of them the passes over experts go (1 where it is not said).
+    """Operations of one rank, with the ``sizes`` and ``seconds`` that a simulation needs. ``chunks``: of the passes
+    over experts (default: 1).
     """
 
     setting: Setting
@@ -96,8 +103,8 @@ class StepWorkload:
         return max(round(self.traffic.active * self.setting.local_experts), 1)
 
     def parts(self, item: Pass) -> int:
-        """Operations that stand for the experts of the pass ``item``, each for ``experts / parts`` of them: as many for each
-        of its chunks.
+        """Operations for the experts of the pass ``item``, each for ``experts / parts`` of them; every chunk has
+        equally many.
         """
         passes = sum(item.moe_layer is not None for item in self.passes)
         few = min(self.experts, _MOST_OF_A_PASS, max(_MOST_OF_A_STEP // max(passes, 1), 4))
@@ -141,8 +148,8 @@ class StepWorkload:
         )
 
     def exchange(self, item: Pass) -> LayerPass:
-        """The messages of the pass ``item`` over experts, sent by one rank, without its products; each micro-batch of those
-        that pass together has its own.
+        """The messages that one rank sends in the pass ``item`` over experts; micro-batches that pass together send
+        their own.
         """
         setting, config, sharing = self.setting, self.setting.config, self.setting.ranks.sharing
         rows = setting.tokens * setting.model.top_k * (sharing - 1) / sharing
@@ -164,7 +171,7 @@ class StepWorkload:
         return replace(found, dispatch=dispatch, combine=combine)
 
     def _sent(self, item: Pass) -> tuple[Share, Share]:
-        """What ``item`` dispatches and combines, with that of the forward pass that it repeats."""
+        """What ``item`` dispatches and combines, including the forward pass that it repeats."""
         found = self.exchange(item)
         if not self.repeats(item):
             return found.dispatch, found.combine
@@ -176,7 +183,7 @@ class StepWorkload:
         return dispatch, combine
 
     def repeats(self, item: Pass) -> bool:
-        """Whether ``item`` begins with the forward pass once more: in layer order outputs are kept."""
+        """Whether ``item`` repeats the forward pass first; in layer order outputs are kept."""
         return item.phase is Phase.BACKWARD and self._again and not self.setting.config.data.layer_major
 
     def _divided_sent(self, item: Pass) -> int:
@@ -208,7 +215,7 @@ class StepWorkload:
         return self.setting.model.expert_numel
 
     def _moved_for(self, item: Pass) -> Moved:
-        """What a step moves for the passes of ``item``'s phase and layer; steps that waited go with forward."""
+        """What a step moves for ``item``'s phase and layer; deferred optimizer steps count as forward."""
         assert item.moe_layer is not None
         phases = [Phase.BACKWARD] if item.phase is Phase.BACKWARD else [Phase.FORWARD, Phase.OPTIMIZER]
         experts = sum(
@@ -255,13 +262,12 @@ class StepWorkload:
         return own or self.profile.expert_flops
 
     def _further_chunks(self, item: Pass) -> float:
-        """What more than one chunk adds to each part of a pass's experts: every further one is taken to start once more."""
+        """Seconds that further chunks add to each part of a pass's experts: one more start for each chunk."""
         return (self.degree(item) - 1) / self.parts(item) * self.expert_cost(item).latency_s
 
     @property
     def _step_bytes(self) -> float:
-        """Bytes a parameter of a trained record that AdamW touches, or that take it as long: quantising is arithmetic, and
-        8-bit moments are stepped in the time of fp32's."""
+        """Bytes of a trained parameter that AdamW touches. 8-bit moments count as fp32: quantising takes the time saved."""
         schema = self.setting.schemas[-1]
         if schema.frozen or schema.moments is MomentFormat.INT8:
             return _STEP_BYTES
@@ -342,3 +348,102 @@ class StepWorkload:
 
 
 _OF_EXPERTS = frozenset({Kind.FETCH, Kind.WRITE, Kind.LOAD, Kind.COPY_TO_HOST, Kind.EXPERT, Kind.EXPERT_STEP})
+
+
+# Chunks of a run's MoE layers (PipeMoE) ---------------------------------------------------------------------
+#
+# Loads are even. A chunk is a group of experts, each computed whole: an expert's start takes the same in any number of
+# chunks, and is part of the work. Every further chunk is taken to add one such start.
+
+
+@dataclass(frozen=True)
+class PassDegrees:
+    """One pass of one layer in up to ``most`` chunks. ``taken``: the number that a run uses, as configured or chosen by
+    AUTO.
+    """
+
+    phase: Phase
+    costs: PipelineCosts
+    work: LayerPass
+    most: int
+    taken: int
+
+    @cached_property
+    def best(self) -> Degree:
+        """The best number of chunks, and the best one without the cap of a rank's experts."""
+        return best_degree(self.costs, self.work, most=self.most)
+
+    @property
+    def one_s(self) -> float:
+        """Seconds in one chunk."""
+        return pass_seconds(self.costs, self.work, 1)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "chunks_count": self.best.degree,
+            "pass_s": self.best.seconds,
+            "one_chunk_s": self.one_s,
+            "uncapped_chunks_count": self.best.wanted,
+            "taken_chunks_count": self.taken,
+            "taken_pass_s": pass_seconds(self.costs, self.work, self.taken),
+        }
+
+
+@dataclass(frozen=True)
+class LayerDegrees:
+    """The passes of a MoE layer. ``most``: the fewest experts of any rank, which cap the number of chunks. ``auto``:
+    whether the run chooses.
+    """
+
+    most: int
+    auto: bool
+    passes: tuple[PassDegrees, ...]
+    evidence: Evidence
+
+    @property
+    def taken(self) -> dict[Phase, int]:
+        """The number of chunks of a run's passes."""
+        return {one.phase: one.taken for one in self.passes}
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "most_chunks_count": self.most,
+            "chosen_by": "auto" if self.auto else "parallel.pipeline_degree",
+            "evidence": self.evidence.value,
+            **{one.phase.name.lower(): one.as_json() for one in self.passes},
+        }
+
+
+def layer_degrees(workload: StepWorkload) -> LayerDegrees | None:
+    """Chunks of a run's passes; None where no tokens travel to experts, or nothing is trained."""
+    setting = workload.setting
+    sharing, parallel = setting.ranks.sharing, setting.config.parallel
+    if sharing == 1 or parallel.tensor > 1 or not setting.usage.trains:
+        return None
+    auto = parallel.pipeline_degree == AUTO_DEGREE
+    most = max(setting.model.experts // sharing, 1)
+    first: dict[Phase, Pass] = {}
+    for item in workload.passes:
+        if item.moe_layer is not None:
+            first.setdefault(item.phase, item)
+    passes = []
+    for phase, item in first.items():
+        costs, work = modelled(workload, item)
+        taken = (
+            worthwhile_degree(costs, work, present=1, most=most).degree if auto else parallel.pipeline_degree
+        )
+        passes.append(PassDegrees(phase, costs, work, most, taken))
+    return LayerDegrees(
+        most, auto, tuple(passes), workload.profile.evidence.weaker(workload.traffic.evidence)
+    )
+
+
+def modelled(workload: StepWorkload, item: Pass) -> tuple[PipelineCosts, LayerPass]:
+    """The costs and the work of ``item``, without the forward pass that it may repeat, whose chunks are separate."""
+    network, expert = workload.network, workload.expert_cost(item)
+    flops = workload.expert_flops(item)
+    if workload.repeats(item):
+        flops -= workload.expert_flops(replace(item, phase=Phase.FORWARD))
+    seconds = workload.experts * expert.seconds(flops)
+    costs = PipelineCosts(network.latency_s, 1 / network.per_s, expert.latency_s, 1.0)
+    return costs, replace(workload.exchange(item), experts=Share(1, seconds))

@@ -29,7 +29,7 @@ from tierstore.moe.guessing import RouterGuesses
 from tierstore.moe.lora import LoraConfig, PairShape
 from tierstore.moe.source import SourceSlot
 from tierstore.parallel import RankEnvironment, rank_device
-from tierstore.plan.ring import ExpertMemorySizes, ServedLayers
+from tierstore.plan.papers import ExpertMemorySizes, ServedLayers
 from tierstore.prefetch.experts import FrozenExperts
 from tierstore.prefetch.lora import LoraExperts
 from tierstore.prefetch.predictor import Predictor, PredictorName, make_predictor

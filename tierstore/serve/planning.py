@@ -28,7 +28,7 @@ from tierstore.hf.describing import cached_positions
 from tierstore.hf.spec import HfSpec
 from tierstore.machine_profile import Evidence, Profile
 from tierstore.model.store_schema import expert_record, expert_weight_bytes, quantized_layout
-from tierstore.plan.ring import distinct_experts
+from tierstore.plan.papers import distinct_experts
 from tierstore.serve.config import ServeConfig
 from tierstore.serve.footprint import ServedBudgets, batch_bytes, served_budgets, served_footprint
 from tierstore.store.config import StoreAccess

@@ -11,8 +11,8 @@ from tierstore._native import StepClock
 from tierstore.cache.config import CacheConfig, GroupOrder
 from tierstore.capabilities import Capability
 from tierstore.errors import ConfigError, DataError
-from tierstore.io_profile import load_io_point
 from tierstore.links import LinkConfig
+from tierstore.machine_profile import load_io_point
 from tierstore.units import format_bytes
 
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
-from tierstore.endurance import DAY_S, drive_life_s
 from tierstore.errors import naming
 from tierstore.model.store_schema import TaskProgress
 from tierstore.outputs import OutputKind, check_output
@@ -25,7 +24,7 @@ from tierstore.train.pipelining import PipelineChoice
 from tierstore.train.step_time import StepTime
 from tierstore.train.tasks.config import rows_of_tasks
 from tierstore.train.trainer import StepResult, Trainer
-from tierstore.units import format_bytes, format_seconds
+from tierstore.units import DAY_S, drive_life_s, format_bytes, format_seconds
 
 
 def counters(trainer: Trainer) -> dict[str, int]:

@@ -14,7 +14,7 @@ import torch
 from tierstore._native import HugePages
 from tierstore.cache.config import CacheConfig
 from tierstore.machine_profile import Cost
-from tierstore.plan.ring import ExpertMemorySizes, ServedLayers
+from tierstore.plan.papers import ExpertMemorySizes, ServedLayers
 from tierstore.prefetch import PredictorName, Schedule, make_predictor
 from tierstore.prefetch.program import FrozenProgram
 from tierstore.serve.config import ExpertMemory

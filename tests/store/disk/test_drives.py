@@ -25,8 +25,8 @@ from tierstore.errors import (
     StoreFormatError,
     StoreMissingError,
 )
-from tierstore.io_profile import IoPoint
 from tierstore.links import LinkConfig
+from tierstore.machine_profile import IoPoint
 from tierstore.store import (
     Group,
     NewRecord,

@@ -35,7 +35,7 @@ from tierstore.cli.cache.output import (
     tuning_json,
     write_html,
 )
-from tierstore.cli.groups import CommandGroup
+from tierstore.cli.main import CommandGroup
 from tierstore.cli.options import (
     EXISTING_FILE,
     FILE,
@@ -322,7 +322,7 @@ def _load(trace: Path, output: Output, warmup_steps: int = 0, pins: Sequence[str
 @contextmanager
 def _progress(output: Output, label: str) -> Iterator[Callable[[str], Callable[[int, int], None]]]:
     """Gives a function that makes the ``progress`` argument of a stage."""
-    with output.progress(1, label=label) as bar:
+    with output.progress(label=label) as bar:
         yield lambda stage: lambda done, total: bar.update(done, total, {"stage": stage})
 
 

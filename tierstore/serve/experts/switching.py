@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from tierstore.errors import BudgetError
 from tierstore.machine_profile import ASSUMED, Cost, Profile
 from tierstore.moe.source import ExpertLease
-from tierstore.plan.ring import (
+from tierstore.plan.papers import (
     ExpertMemorySizes,
     PassFacts,
     PassTimes,

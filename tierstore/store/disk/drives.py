@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tierstore._native import FileCreate, Link, Meter
 from tierstore.errors import ConfigError, DataError, StoreExistsError, StoreFormatError, StoreMissingError
-from tierstore.io_profile import load_io_point
+from tierstore.machine_profile import load_io_point
 from tierstore.store.config import StoreAccess, StripeConfig
 from tierstore.store.disk.extents import Extent
 from tierstore.store.disk.home import (

@@ -25,8 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from tierstore._native import Activity, Engine, Link, Priority
-from tierstore.endurance import DAY_S
-from tierstore.units import format_bytes
+from tierstore.units import DAY_S, format_bytes
 
 _BURST_S = 3600.0
 _STATE = struct.Struct("<dd")  # level (bytes), wall clock (s)

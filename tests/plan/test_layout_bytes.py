@@ -14,9 +14,8 @@ from tierstore.parallel import ExchangeMode
 from tierstore.parallel.config import RowPlacement
 from tierstore.parallel.layout import Layout
 from tierstore.plan import ASSUMED
-from tierstore.plan.layouts.candidates import LayoutChoice
-from tierstore.plan.layouts.comparing import sent_bytes
-from tierstore.plan.layouts.workload import stage_workloads
+from tierstore.plan.layout_workload import LayoutChoice, stage_workloads
+from tierstore.plan.layouts import sent_bytes
 from tierstore.train.config import TrainConfig
 
 #: Every token goes to every expert, so that all ranks send alike.

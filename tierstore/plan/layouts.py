@@ -1,29 +1,117 @@
 """All layouts of a number of ranks side by side: the best, what each other one would lose, and why some cannot be.
 
-Without stages the time of a step is that of its simulated operations. With stages, those of each one are simulated for all
-micro-batches in turn, as a run without stages has them; the passes of a micro-batch, of that length, then go through all
-stages in 1F1B's order (PipeDream-Flush, Narayanan et al. 2021), with a message from stage to stage before each. Of equal
-stages and free messages that is ``(M + p - 1) / M`` of a stage's time.
+Candidates differ in how ranks are divided, how rows travel, which tables are divided and, where the configuration says
+``data.micro_order = auto``, in the order of micro-batches. ``train.combinations`` alone decides which features combine: the
+same check refuses a layout here and in a run. A setting that changes nothing in a layout (chunks where no rows travel,
+tables of a single data rank) makes no further candidate.
+
+Without stages the time of a step is that of its simulated operations. With stages, each stage's operations are simulated
+for all micro-batches in turn, as in a run without stages. The passes of a micro-batch, of that length, then go through all
+stages in 1F1B order (PipeDream-Flush, Narayanan et al. 2021), with a message between stages before each. With p equal
+stages, M micro-batches and free messages that is ``(M + p - 1) / M`` of a stage's time.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from tierstore.cache.access import Phase
 from tierstore.errors import BudgetError, ConfigError
 from tierstore.machine_profile import Evidence, Profile
-from tierstore.parallel.layout import Layout
-from tierstore.plan.layouts.candidates import LayoutChoice, candidates, most_degree, obstacle
-from tierstore.plan.layouts.workload import KnownTraffic, LayoutWorkload, degrees_of, stage_workloads
-from tierstore.plan.predict import issued_bytes, simulated
+from tierstore.model.config import ModelConfig, check_divisible
+from tierstore.parallel.config import ExchangeMode, RowPlacement
+from tierstore.parallel.layout import Layout, layout_of, node_grid
+from tierstore.plan.layout_workload import (
+    KnownTraffic,
+    LayoutChoice,
+    LayoutWorkload,
+    degrees_of,
+    stage_workloads,
+)
+from tierstore.plan.predict import simulated
+from tierstore.plan.workload import SETTLED, StepWorkload
 from tierstore.prefetch.operations import Kind, Resource
 from tierstore.stats import Tier
+from tierstore.train.combinations import check_combination
 from tierstore.train.config import TrainConfig
+from tierstore.train.files import MicroOrder
+from tierstore.train.stages.blocks import stage_config
 from tierstore.train.stages.order import one_forward_one_backward
+from tierstore.train.vocabulary import choose_vocabulary
+
+_PLACES = (RowPlacement.GATHERED, RowPlacement.PARTITIONED)
+
+
+def layouts_of(ranks: int) -> Iterator[Layout]:
+    """Every layout of ``ranks`` ranks, each once."""
+    for stages in _divisors(ranks):
+        each = ranks // stages
+        for expert in _divisors(each):
+            yield Layout(stages, each // expert, expert, 1)
+            if expert > 1:
+                yield Layout(stages, each // expert, expert, expert)
+
+
+def candidates(config: TrainConfig, ranks: int, node_ranks: int) -> Iterator[LayoutChoice]:
+    """Every layout of ``ranks`` ranks, ``node_ranks`` on each node, allowed or not; in one chunk each (``degrees_of``
+    gives the numbers of chunks that may pay).
+    """
+    for layout in layouts_of(ranks):
+        modes = [ExchangeMode.FLAT]
+        if layout.expert > 1 and not isinstance(node_grid(layout.rows("expert"), node_ranks), str):
+            modes.append(ExchangeMode.HIERARCHICAL)
+        tables = [(embedding, head) for embedding in _PLACES for head in _PLACES]
+        for mode in modes:
+            for embedding, head in tables if layout.data > 1 else tables[:1]:
+                for order in _orders(config):
+                    yield LayoutChoice(layout, 1, mode, embedding, head, order)
+
+
+def _orders(config: TrainConfig) -> list[MicroOrder]:
+    asked = config.data.micro_order
+    if config.data.micro_batches == 1:
+        return [MicroOrder.MICRO]
+    return [MicroOrder.MICRO, MicroOrder.LAYER] if asked is MicroOrder.AUTO else [asked]
+
+
+def most_degree(config: TrainConfig, layout: Layout) -> int:
+    """The most chunks that rows of ``layout`` can travel in: the fewest experts of any rank; 1 where no rows travel."""
+    return max(config.model.experts // layout.expert, 1) if layout.expert > 1 else 1
+
+
+def obstacle(config: TrainConfig, choice: LayoutChoice, node_ranks: int) -> str | None:
+    """Why a run of ``config`` cannot be laid out as ``choice``; None where it can."""
+    laid_out, layout = choice.configure(config, node_ranks), choice.ranks
+    try:
+        layout_of(laid_out.parallel, layout.world)
+        check_combination(laid_out, layout)
+        laid_out.parallel.most_chunks(experts=config.model.experts, sharing=layout.expert)
+        choose_vocabulary(laid_out, ranks=layout.data)
+        if layout.tensor > 1 and isinstance(config.model, ModelConfig):
+            check_divisible(config.model, layout.tensor)
+        stage_config(laid_out, 0, layout.stages)
+        if config.data.batch_size % layout.data and not config.tasks:
+            raise ConfigError(
+                f"data.batch_size: expected a multiple of the {layout.data} data ranks, got {config.data.batch_size}"
+            )
+        if layout.expert > config.model.experts:
+            raise ConfigError(
+                f"parallel.expert: expected at most {config.model.experts} experts, got {layout.expert}"
+            )
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def _divisors(count: int) -> list[int]:
+    return [each for each in range(1, count + 1) if count % each == 0]
+
+
+# What each costs --------------------------------------------------------------------------------------------
+
 
 #: When a message has travelled a limited link, and whether all was finite so far.
 _BESIDE_BYTES = 16
@@ -31,8 +119,8 @@ _BESIDE_BYTES = 16
 
 @dataclass(frozen=True, kw_only=True)
 class LinkBytes:
-    """Bytes that one rank sends in a step, the most of any stage. ``across``: those of them that go to other nodes, where
-    destinations are spread evenly over a group's ranks.
+    """Bytes that one rank sends in a step, in the stage that sends most. ``across``: those that go to other nodes, with
+    destinations spread evenly over a group's ranks.
     """
 
     gathers: int
@@ -70,7 +158,7 @@ class LayoutCost:
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutComparison:
-    """``costs``: those that can be, the fastest first. ``refused``: the others, with what stands against them."""
+    """``costs``: the possible layouts, fastest first. ``refused``: the others, each with its reason."""
 
     ranks: int
     node_ranks: int
@@ -83,11 +171,11 @@ class LayoutComparison:
         return self.costs[0]
 
     def loses(self, cost: LayoutCost) -> float:
-        """By what part of the best one's time ``cost`` takes longer."""
+        """The time of ``cost`` over that of the best layout, less 1."""
         return cost.step_s / self.best.step_s - 1
 
     def variants(self) -> list[LayoutCost]:
-        """What has the best one's arrangement of ranks, the fastest first."""
+        """Layouts with the arrangement of ranks of the best one, fastest first."""
         return [cost for cost in self.costs if cost.choice.ranks == self.best.choice.ranks]
 
     def as_json(self) -> dict[str, Any]:
@@ -142,7 +230,7 @@ def compare_layouts(
     known: KnownTraffic = {}
 
     def consider(choice: LayoutChoice) -> list[LayoutWorkload]:
-        """Adds the cost of ``choice``, or what stands against it; returns its stages."""
+        """Adds the cost of ``choice``, or the reason against it; returns its stages."""
         why = obstacle(config, choice, node_ranks)
         works: list[LayoutWorkload] = []
         if why is None:
@@ -219,7 +307,7 @@ def pipeline_seconds(
 
 
 def _passes_seconds(work: LayoutWorkload, both_s: float) -> tuple[float, float]:
-    """The forward and the backward pass of a micro-batch, which take ``both_s`` together: as their computation does."""
+    """Forward and backward pass of a micro-batch: ``both_s`` divided as their computation is."""
     computed = {Phase.FORWARD: 0.0, Phase.BACKWARD: 0.0, Phase.OPTIMIZER: 0.0}
     for operation in work.operations:
         if operation.resource is Resource.COMPUTE:
@@ -300,8 +388,18 @@ def _numbers(choice: LayoutChoice) -> dict[str, object]:
 
 
 def best_of_each_kind(costs: Sequence[LayoutCost]) -> list[LayoutCost]:
-    """The fastest of each arrangement of ranks, in order: what a table shows."""
+    """The fastest layout of each arrangement of ranks, in order."""
     found: dict[Layout, LayoutCost] = {}
     for cost in costs:
         found.setdefault(cost.choice.ranks, cost)
     return list(found.values())
+
+
+def issued_bytes(workload: StepWorkload, kind: Kind) -> int:
+    """Bytes that the operations of ``kind`` move in one step of the steady state."""
+    passes = len(workload.passes)
+    return sum(
+        operation.nbytes
+        for operation in workload.operations
+        if operation.kind is kind and operation.position // passes == SETTLED
+    )

@@ -1,7 +1,7 @@
 """What one rank of a layout moves and computes in a step: ``StepWorkload`` with chunks, tensor parallelism and stages.
 
-A stage is planned as a model of its own (``ModelSpec.stage``) on its data ranks. Tensor-parallel ranks divide matrices and
-experts, sum each divided pair of products over the group in both passes, and give every rank the rows of all experts.
+A stage is planned as a separate model (``ModelSpec.stage``) on its data ranks. Tensor-parallel ranks divide matrices and
+experts, sum each divided pair of products over the group in both passes, and send the rows of their experts to all ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tierstore.machine_profile import Cost, Profile, over_link
 from tierstore.model.architecture import Architecture
 from tierstore.model.config import ModelConfig
 from tierstore.model.spec import BuiltInSpec
-from tierstore.parallel.config import ExchangeMode
+from tierstore.parallel.config import ExchangeMode, RowPlacement
 from tierstore.parallel.layout import Layout
 from tierstore.parallel.pipeline_degree import (
     LayerPass,
@@ -25,10 +25,8 @@ from tierstore.parallel.pipeline_degree import (
     Share,
     pass_seconds,
 )
-from tierstore.plan.capacity import Ranks, Setting, capacity
-from tierstore.plan.foreign import as_configured
-from tierstore.plan.layouts.candidates import LayoutChoice
-from tierstore.plan.ppmoe import DivisionBytes, RowBytes
+from tierstore.plan.capacity import Ranks, Setting, as_configured, capacity
+from tierstore.plan.papers import DivisionBytes, RowBytes
 from tierstore.plan.traffic import Traffic, step_traffic
 from tierstore.plan.workload import StepWorkload
 from tierstore.prefetch.operations import Kind, Operation, PassSizes
@@ -42,6 +40,67 @@ from tierstore.train.stages.order import one_forward_one_backward
 _WEIGHT_BYTES = 4
 #: A count of rows, or a loss, in an agreement.
 _COUNT_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutChoice:
+    """A layout of ranks; rows travel in ``degree`` chunks, directly or through nodes (``exchange``); ``embedding`` and
+    ``head`` are gathered or divided; micro-batches pass in ``order``.
+    """
+
+    ranks: Layout
+    degree: int = 1
+    exchange: ExchangeMode = ExchangeMode.FLAT
+    embedding: RowPlacement = RowPlacement.GATHERED
+    head: RowPlacement = RowPlacement.GATHERED
+    order: MicroOrder = MicroOrder.MICRO
+
+    @property
+    def name(self) -> str:
+        """For a table: data, expert, tensor, stages, and what is not the default."""
+        ranks = self.ranks
+        further = [f"r={self.degree}"] if self.degree > 1 else []
+        further += [self.exchange.value] if self.exchange is not ExchangeMode.FLAT else []
+        divided = [
+            name
+            for name, place in (("embedding", self.embedding), ("head", self.head))
+            if place is RowPlacement.PARTITIONED
+        ]
+        further += ["divided tables"] if len(divided) == 2 else [f"divided {name}" for name in divided]
+        further += ["layer order"] if self.order is MicroOrder.LAYER else []
+        size = f"data {ranks.data}, expert {ranks.expert}, tensor {ranks.tensor}, stages {ranks.stages}"
+        return ", ".join([size, *further])
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """The settings of a run with this layout, by dotted names."""
+        ranks = self.ranks
+        return {
+            "parallel.expert": str(ranks.expert),
+            "parallel.tensor": str(ranks.tensor),
+            "parallel.stages": str(ranks.stages),
+            "parallel.pipeline_degree": str(self.degree),
+            "parallel.exchange": self.exchange.value,
+            "parallel.embedding": self.embedding.value,
+            "parallel.head": self.head.value,
+            "data.micro_order": self.order.value,
+        }
+
+    def configure(self, config: TrainConfig, node_ranks: int) -> TrainConfig:
+        """``config`` as this layout runs it."""
+        parallel = replace(
+            config.parallel,
+            expert=self.ranks.expert,
+            tensor=self.ranks.tensor,
+            stages=self.ranks.stages,
+            pipeline_degree=self.degree,
+            profile=None,  # which AUTO alone looks at
+            exchange=self.exchange,
+            node_ranks=node_ranks,
+            embedding=self.embedding,
+            head=self.head,
+        )
+        return replace(config, parallel=parallel, data=replace(config.data, micro_order=self.order))
 
 
 @dataclass(frozen=True)
@@ -77,7 +136,7 @@ class LayoutWorkload(StepWorkload):
         return self.choice.degree if self._queued else 1
 
     def exchange(self, item: Pass) -> LayerPass:
-        """As ``StepWorkload`` has it; tensor-parallel ranks have the rows of all their tokens, and send results alone."""
+        """As in ``StepWorkload``; tensor-parallel ranks have the rows of all their tokens, and only send results."""
         layout, model = self.choice.ranks, self.setting.config.model
         if layout.tensor == 1:
             return super().exchange(item)
@@ -163,7 +222,7 @@ class LayoutWorkload(StepWorkload):
         return found
 
     def _waited(self, item: Pass) -> float:
-        """Seconds of a pass in which its computation waits for other ranks, exchanges of the schedule aside."""
+        """Seconds of a pass in which its computation waits for other ranks, without the schedule's exchanges."""
         layout, forward = self.choice.ranks, item.phase is Phase.FORWARD
         found = 2 * self._messages(self.tensor_bytes(item) / 2, "tensor")
         if item.moe_layer is not None:
@@ -200,8 +259,8 @@ class LayoutWorkload(StepWorkload):
         return max(pass_seconds(costs, work, degree) - alone, 0.0)
 
     def _returning_seconds(self, item: Pass, degree: int, alone: float) -> float:
-        """The same of tensor-parallel ranks, whose rows only come back: the first chunk's when it has been computed, and
-        the last one's behind all else.
+        """The same for tensor-parallel ranks, whose rows only come back: the first chunk's once it is computed, the
+        last one's after everything else.
         """
         each = self._messages(self.rows(item).combine.amount / degree, "tensor")
         return max(each, alone / degree + degree * each - alone)
@@ -230,12 +289,12 @@ class LayoutWorkload(StepWorkload):
         return Cost(max(real.latency_s, own.latency, elsewhere * node.latency), min(rates))
 
     def _message(self, nbytes: float, dimension: str = "data") -> float:
-        """What computation blocks on: ``nbytes`` that one rank sends to the others of its group."""
+        """A message that computation waits for: ``nbytes`` that one rank sends to the others of its group."""
         links = self.setting.config.links
         return self._carried(dimension, nbytes, self.profile.all_to_all, links.rows)
 
     def _messages(self, nbytes: float, dimension: str = "data") -> float:
-        """``nbytes`` in as many messages as there are micro-batches that pass together."""
+        """``nbytes`` in one message for each micro-batch that passes together."""
         count = self.setting.together
         return count * self._message(nbytes / count, dimension)
 
@@ -279,9 +338,9 @@ class LayoutWorkload(StepWorkload):
 
 
 def degrees_of(works: Sequence[LayoutWorkload], most: int) -> list[int]:
-    """In how many chunks, ``most`` at most, rows may travel in a layout whose stages are ``works``: in one, in as many as
-    are best for either pass of any stage, and between these. What a pass takes is convex in the number of chunks: with any
-    other number no pass takes less than with one of these.
+    """The numbers of chunks, up to ``most``, that may be best for a layout whose stages are ``works``: 1, the best for
+    either pass of any stage, and all between. The time of a pass is convex in the number of chunks, so no other number
+    is faster.
     """
     best = {
         min(range(1, most + 1), key=lambda degree: (work.exposed_seconds(item, degree), degree))
@@ -302,7 +361,7 @@ def stage_workloads(
     node_ranks: int,
     known: KnownTraffic | None = None,
 ) -> Iterator[LayoutWorkload]:
-    """The work of a rank of each stage of ``choice``. ``known`` traffic is not worked out again. Raises BudgetError where a
+    """The work of a rank of each stage of ``choice``. ``known`` holds traffic across calls. Raises BudgetError where a
     budget is too small.
     """
     known = {} if known is None else known
@@ -326,7 +385,7 @@ def stage_workloads(
 
 
 def _part(model: Architecture, config: TrainConfig, ranks: int) -> Architecture:
-    """What one of ``ranks`` tensor-parallel ranks has of ``model``: of an imported model whole dense units."""
+    """The part of ``model`` on one of ``ranks`` tensor-parallel ranks; an imported model keeps whole dense units."""
     parts = ranks if isinstance(config.model, ModelConfig) else 1
     units = tuple(replace(unit, matrices=unit.matrices // parts) for unit in model.units)
     experts = -(-model.experts // ranks)

@@ -24,9 +24,16 @@ from tierstore.parallel.config import ExchangeMode, ParallelConfig, RowPlacement
 from tierstore.parallel.launching import check_exchange
 from tierstore.parallel.layout import Layout, RankEnvironment, layout_of
 from tierstore.plan import ASSUMED, Cost
-from tierstore.plan.layouts.candidates import LayoutChoice, candidates, layouts_of, obstacle
-from tierstore.plan.layouts.comparing import best_of_each_kind, compare_layouts, layout_cost, pipeline_seconds
-from tierstore.plan.layouts.workload import degrees_of, stage_workloads
+from tierstore.plan.layout_workload import LayoutChoice, degrees_of, stage_workloads
+from tierstore.plan.layouts import (
+    best_of_each_kind,
+    candidates,
+    compare_layouts,
+    layout_cost,
+    layouts_of,
+    obstacle,
+    pipeline_seconds,
+)
 from tierstore.plan.predict import simulated
 from tierstore.train.combinations import Compatibility, Feature, check_combination, pairing
 from tierstore.train.config import TrainConfig

@@ -1,0 +1,32 @@
+"""The generated pages of the documentation are what the code says."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "scripts/reference"
+
+
+@pytest.fixture(scope="module")
+def reference() -> ModuleType:
+    loader = importlib.machinery.SourceFileLoader("reference", str(SCRIPT))
+    spec = importlib.util.spec_from_loader("reference", loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["API.md", "COMMANDS.md", "KEYS.md"])
+def test_the_reference_is_current(reference: ModuleType, name: str) -> None:
+    path = reference.DOCS / name
+    assert path.read_text() == reference.pages()[path], f"{path} is out of date: run scripts/reference"
+
+
+def test_every_public_name_has_a_summary(reference: ModuleType) -> None:
+    assert "|  |" not in reference.pages()[reference.DOCS / "API.md"]

@@ -1,0 +1,256 @@
+"""``tierstore import`` and ``export``: between checkpoints of Hugging Face transformers and stores."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from tierstore.cli.options import EXISTING_DIRECTORY, PATH, SIZE, json_option
+from tierstore.cli.output import Output, OutputMode
+from tierstore.errors import ConfigError
+from tierstore.model.config import ComputeDtype
+from tierstore.quant.layout import CodeFormat
+from tierstore.store.format import MomentFormat
+from tierstore.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:  # at run time these import torch, which listing the commands must not
+    from tierstore.hf.exporting import Exported
+    from tierstore.hf.importing import ImportPlan, ImportReport
+
+
+@click.command("import")
+@click.argument("model", type=EXISTING_DIRECTORY, metavar="MODEL_DIR")
+@click.option(
+    "--store",
+    type=PATH,
+    required=True,
+    help="Directory of the store; the same command resumes an import.",
+)
+@click.option(
+    "--compute",
+    type=click.Choice([dtype.value for dtype in ComputeDtype]),
+    help="Type in which the model will compute (default: fp32 for a checkpoint in fp32, else bf16).",
+)
+@click.option("--frozen", is_flag=True, help="Keep the experts' weights only, read only: for LoRA.")
+@click.option(
+    "--moments",
+    type=click.Choice([moments.value for moments in MomentFormat]),
+    default=MomentFormat.FP32.value,
+    help="Format of the experts' moments (adamw.moments of later runs).",
+)
+@click.option(
+    "--weights",
+    "codes",
+    type=click.Choice([codes.value for codes in CodeFormat]),
+    help="With --frozen: quantise experts to 8 or 4 bits with fp32 scales, for serving (default: the compute type).",
+)
+@click.option("--host-budget", type=SIZE, default="64MiB", help="Memory for experts in transit.")
+@click.option(
+    "--expert-ranks", type=int, default=0, help="Ranks that share one copy of the experts (0: all of them)."
+)
+@json_option
+def import_(
+    model: Path,
+    store: Path,
+    compute: str | None,
+    frozen: bool,
+    moments: str,
+    codes: str | None,
+    host_budget: int,
+    expert_ranks: int,
+    output: Output,
+) -> None:
+    """Import the safetensors in MODEL_DIR into a store. Under torchrun, each rank imports its own part."""
+    from tierstore.hf.importing import ImportOptions, import_model
+    from tierstore.hf.manifest import Weights
+    from tierstore.parallel import launch
+    from tierstore.parallel.config import ParallelConfig
+
+    options = ImportOptions(
+        compute=None if compute is None else ComputeDtype(compute),
+        weights=Weights.FROZEN if frozen else Weights.TRAINABLE,
+        moments=MomentFormat(moments),
+        codes=None if codes is None else CodeFormat(codes),
+        host_budget=host_budget,
+    )
+    with launch(ParallelConfig(expert=expert_ranks), device="cpu") as mesh:
+        if mesh.world.rank:
+            output = Output(OutputMode.SILENT)
+        with output.progress(label="import") as progress:
+            report = import_model(
+                model,
+                store,
+                options,
+                mesh=mesh,
+                planned=lambda plan: _describe(plan, store, output),
+                progress=progress.update,
+            )
+        _show_import(report, store, output)
+
+
+def _describe(plan: ImportPlan, store: Path, output: Output) -> None:
+    manifest = plan.manifest
+    experts = manifest.experts
+    output.line(
+        f"model: {manifest.architecture}, {manifest.total_parameters / 1e6:.1f} M parameters; {experts.records} experts in "
+        f"{len(experts.layers)} layers, {experts.numel} parameters each; computes in {manifest.compute.value}"
+    )
+    if manifest.quantization.value != "none":
+        output.line(
+            f"the checkpoint is quantised ({manifest.quantization.value}); it is stored, and exported, as bf16"
+        )
+    if manifest.carried:
+        output.line(
+            f"{len(manifest.carried)} tensors that this family ignores ({manifest.carried[0].name}, ...) are kept unchanged"
+        )
+    for note in plan.notes:
+        output.line(note)
+    each = " for each rank" if plan.ranks > 1 else ""
+    frozen = manifest.weights.value == "frozen"
+    if manifest.codes is not None:
+        output.line(f"experts are quantised to {manifest.codes.value}, for forward passes only")
+    more = "weights only, read only" if frozen else "moments start as zeros, which are not written"
+    output.line(
+        f"disk: {format_bytes(plan.disk_bytes)}{each} reserved in {store}; {format_bytes(plan.source_bytes)} to read; {more}"
+    )
+
+
+def _show_import(report: ImportReport, store: Path, output: Output) -> None:
+    manifest = report.manifest
+    skipped = f" ({report.skipped} were there already)" if report.skipped else ""
+    output.line(
+        f"{store}: {report.records} records imported{skipped} in {format_seconds(report.elapsed_s)}; read "
+        f"{format_bytes(report.read_bytes)}, wrote {format_bytes(report.written_bytes)}"
+    )
+    if report.direct_reason:
+        output.line(f"the checkpoint was read through the page cache: {report.direct_reason}")
+    output.emit(
+        {
+            "store": store,
+            "model_type": manifest.model_type,
+            "architecture": manifest.architecture,
+            "compute": manifest.compute,
+            "weights": manifest.weights,
+            "codes": manifest.codes,
+            "quantization": manifest.quantization,
+            "total_parameters": manifest.total_parameters,
+            "expert_parameters": manifest.expert_parameters,
+            "experts": manifest.experts.records,
+            "carried_tensors": len(manifest.carried),
+            "records": report.records,
+            "skipped_records": report.skipped,
+            "read_bytes": report.read_bytes,
+            "written_bytes": report.written_bytes,
+            "reserved_bytes": report.reserved_bytes,
+            "commits": report.commits,
+            "moving_s": report.moving_s,
+            "elapsed_s": report.elapsed_s,
+        }
+    )
+
+
+@click.command()
+@click.argument("store", type=PATH)
+@click.option("--to", "target", type=PATH, required=True, help="The new model directory; must not exist.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["bf16", "fp32"]),
+    help="Type of the weights (default: that of the checkpoint they came from, bf16 where it was quantised).",
+)
+@click.option("--max-shard-size", type=SIZE, help="Bytes of the largest file (default: 5GB).")
+@click.option(
+    "--adapter", is_flag=True, help="Write only the low-rank pairs of train --lora, as peft loads them."
+)
+@click.option(
+    "--merge", type=EXISTING_DIRECTORY, metavar="ADAPTER", help="Merge an adapter of peft into the weights."
+)
+@json_option
+def export(
+    store: Path,
+    target: Path,
+    dtype: str | None,
+    max_shard_size: int | None,
+    adapter: bool,
+    merge: Path | None,
+    output: Output,
+) -> None:
+    """Write the model of STORE, of all its ranks, as of its last commit. STORE does not change.
+
+    An imported model keeps the names that it came with; the built-in one is written as a Mixtral, where its options allow
+    it. Pairs of train --lora are merged into the weights; --adapter writes them alone.
+    """
+    if adapter:
+        if any(option is not None for option in (dtype, merge, max_shard_size)):
+            raise ConfigError("--adapter cannot be combined with --dtype, --merge or --max-shard-size")
+        _export_adapter(store, target, output)
+        return
+    from tierstore.hf.adapters import load_adapter
+    from tierstore.hf.exporting import export as write
+    from tierstore.hf.writing import MAX_SHARD_BYTES, ExportDtype
+
+    start = time.monotonic()
+    with output.progress(label="export (MiB)") as progress:
+        done = write(
+            store,
+            target,
+            dtype=None if dtype is None else ExportDtype(dtype),
+            max_shard_bytes=MAX_SHARD_BYTES if max_shard_size is None else max_shard_size,
+            adjustment=None if merge is None else load_adapter(merge, store),
+            progress=lambda written, total: progress.update(written >> 20, total >> 20),
+        )
+    _show_export(done, store, target, time.monotonic() - start, output)
+
+
+def _show_export(done: Exported, store: Path, target: Path, elapsed_s: float, output: Output) -> None:
+    for note in done.notes:
+        output.line(note)
+    ranks = f", {done.ranks} ranks" if done.ranks > 1 else ""
+    output.line(
+        f"{target}: {done.model_type} at step {done.step}{ranks}; wrote {done.tensors} tensors as {done.dtype.value}, "
+        f"{format_bytes(done.nbytes)} in {done.shards} file{'s' * (done.shards > 1)} in {format_seconds(elapsed_s)}"
+    )
+    output.emit(
+        {
+            "store": store,
+            "model_directory": target,
+            "model_type": done.model_type,
+            "dtype": done.dtype,
+            "step": done.step,
+            "ranks": done.ranks,
+            "tensors": done.tensors,
+            "files": done.shards,
+            "experts": done.experts,
+            "written_bytes": done.nbytes,
+            "elapsed_s": elapsed_s,
+            "written_bytes_per_s": done.nbytes / elapsed_s,
+            "notes": done.notes,
+        }
+    )
+
+
+def _export_adapter(store: Path, target: Path, output: Output) -> None:
+    from tierstore.hf.adapters import export_adapter
+
+    start = time.monotonic()
+    with output.progress(label="export (MiB)") as progress:
+        done = export_adapter(
+            store, target, progress=lambda written, total: progress.update(written >> 20, total >> 20)
+        )
+    elapsed_s = time.monotonic() - start
+    output.line(
+        f"{target}: an adapter at step {done.step}; wrote {done.tensors} tensors as fp32, {format_bytes(done.nbytes)} in "
+        f"{format_seconds(elapsed_s)}"
+    )
+    output.emit(
+        {
+            "store": store,
+            "adapter_directory": target,
+            "step": done.step,
+            "tensors": done.tensors,
+            "written_bytes": done.nbytes,
+            "elapsed_s": elapsed_s,
+        }
+    )

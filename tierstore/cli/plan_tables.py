@@ -1,0 +1,222 @@
+"""What ``tierstore plan`` prints of a plan."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tierstore.cli.output import Output
+from tierstore.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:  # numpy and LMDB, which listing the commands need not
+    from tierstore.plan import Hardware, Plan, Profile
+    from tierstore.plan.predict import Prediction
+    from tierstore.plan.report import UsePlan, UsesPlan
+
+
+def _parameters(count: int) -> str:
+    return (
+        f"{count / 1e9:,.1f} G" if count >= 1e10 else f"{count / 1e6:.1f} M" if count >= 1e6 else f"{count:,}"
+    )
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+def show_plan(made: Plan, costs: Profile, output: Output) -> None:
+    model = made.setting.model
+    output.line(
+        f"{_parameters(model.parameters)} parameters: {_parameters(model.dense)} dense, "
+        f"{_parameters(model.sparse)} in {model.records} experts; {_parameters(model.active)} active"
+    )
+    if made.preset is not None:
+        output.line(
+            f"published: {made.preset.published / 1e9:.5g} G ({made.preset.source}); {made.preset.note}"
+        )
+    if made.uses is not None:
+        _show_uses(made.uses, output)
+        output.line(f"in detail, {made.setting.usage.use.value}:")
+    _show_bytes(made, output)
+    paper = made.paper
+    output.line(
+        f"by SE-MoE's formulas, all ranks, alpha {made.alpha:.3g}: GPU {format_bytes(paper.gpu)} (16 D + 4 alpha S / L), "
+        f"CPU {format_bytes(paper.cpu)} (16 alpha S), SSD {format_bytes(paper.ssd)} (12 S)"
+    )
+    _show_prediction(made, costs, output)
+    _show_order(made, output)
+    _show_degrees(made, output)
+    _show_vocabulary(made, output)
+    for line in made.tensor.lines() if made.tensor is not None else ():
+        output.line(line)
+    if made.tasks is not None:
+        output.line(f"tasks: {made.tasks.describe()}")
+    if made.verdict.fits:
+        output.line("it fits")
+        return
+    for shortfall in made.verdict.shortfalls:
+        output.line(f"does not fit: {shortfall}")
+    if made.hardware is not None:
+        _show_hardware(made, made.hardware, output)
+    if made.remedy is not None:
+        changes = "; ".join(f"{change.text} ({change.effect.value})" for change in made.remedy.changes)
+        output.line(f"shortest way to make it fit: {changes}")
+
+
+def _show_uses(made: UsesPlan, output: Output) -> None:
+    manifest = made.spec.manifest
+    share = manifest.expert_parameters / manifest.total_parameters
+    kept = "" if manifest.quantization.value == "none" else f", {manifest.quantization.value} dequantised"
+    output.line(
+        f"{manifest.architecture}: {manifest.total_parameters:,} parameters, {share:.1%} of them in experts; "
+        f"computes in {manifest.compute.value}{kept}"
+    )
+    rows = [_use_row(use.use.value, use, use.prediction) for use in made.uses]
+    rows += [_use_row("serve: one token", use, use.token) for use in made.uses if use.token is not None]
+    titles = ("use", "memory", "disk", "fits", "reads", "writes", "a step or pass", "tokens/s")
+    output.table("Uses, each rank", titles, rows)
+    pairs = made.pairs
+    output.line(f"frozen experts: {format_bytes(made.frozen)} on disk, one copy")
+    output.line(
+        f"pairs of rank {pairs.rank}: {_parameters(pairs.attention)} parameters of attention, "
+        f"{_parameters(pairs.experts)} of experts, whose records take {format_bytes(pairs.records)} of disk; "
+        f"in memory they would take {format_bytes(pairs.resident)}: "
+        f"pairs fit in memory: {'yes' if pairs.in_memory else 'no'}"
+    )
+
+
+def _use_row(name: str, use: UsePlan, made: Prediction | None) -> tuple[str, ...]:
+    def size(nbytes: int | None) -> str:
+        return "-" if nbytes is None else format_bytes(nbytes)
+
+    fits = "yes" if use.verdict.fits else "no: " + ", ".join(s.place for s in use.verdict.shortfalls)
+    if made is None:
+        return (name, size(use.memory), size(use.disk), fits, "-", "-", "-", "-")
+    moved = made.traffic
+    return (
+        name,
+        size(use.memory),
+        size(use.disk),
+        fits,
+        format_bytes(moved.read_bytes),
+        format_bytes(moved.written_bytes),
+        format_seconds(made.step_s),
+        _number(made.tokens_per_s),
+    )
+
+
+def _show_hardware(made: Plan, hardware: Hardware, output: Output) -> None:
+    """What is missing on which tier, and a machine that has it."""
+    sharing = f" for its {made.limits.sharing} ranks" if made.limits.sharing > 1 else ""
+    tiers = {
+        "memory": "host tier" if hardware.device is not None else "host and device tiers",
+        "device memory": "device tier",
+        "disk": "nvme tier",
+    }
+    budgets = " and ".join(change.text for change in hardware.changes)
+    output.line(
+        "no three changes make it fit" + (f"; with {budgets}, the least that starts:" if budgets else ":")
+    )
+    for shortfall in hardware.shortfalls:
+        missing = format_bytes(shortfall.needed - shortfall.limit)
+        output.line(f"each rank misses {missing} on the {tiers[shortfall.place]} ({shortfall})")
+    device = "" if hardware.device is None else f", and {format_bytes(hardware.device)} on each device"
+    output.line(
+        f"hardware that would do: a machine with {format_bytes(hardware.memory)} of memory and "
+        f"{format_bytes(hardware.disk)} of disk{sharing}{device}"
+    )
+
+
+def _show_bytes(made: Plan, output: Output) -> None:
+    from tierstore.plan.capacity import TIERS
+
+    taken = made.verdict.capacity
+    if taken is None:
+        return
+    rows = [
+        (term.tier.value, term.name, format_bytes(term.nbytes), term.evidence.value, term.formula)
+        for term in taken.terms
+    ]
+    title = "one rank" if made.setting.ranks.count == 1 else f"each of {made.setting.ranks.count} ranks"
+    output.table(f"Bytes of {title}", ("tier", "what", "bytes", "evidence", "formula"), rows)
+    totals = ", ".join(f"{tier.value} {format_bytes(taken.total(tier))}" for tier in TIERS)
+    output.line(f"in all: {totals}")
+
+
+def _show_order(made: Plan, output: Output) -> None:
+    if made.order is None:
+        return
+    for line in (made.order.describe(), made.order.advice()):
+        if line is not None:
+            output.line(line)
+
+
+def _show_degrees(made: Plan, output: Output) -> None:
+    """In how many chunks rows travel to experts, forward and backward."""
+    prediction = made.prediction
+    if prediction is None or prediction.degrees is None:
+        return
+    degrees = prediction.degrees
+    output.table(
+        f"Chunks of a MoE layer's pass, at most {degrees.most} ({degrees.evidence.value})",
+        ("pass", "best", "a pass", "in one chunk"),
+        [
+            (
+                one.phase.name.lower(),
+                one.best.degree,
+                format_seconds(one.best.seconds),
+                format_seconds(one.one_s),
+            )
+            for one in degrees.passes
+        ],
+    )
+    for one in degrees.passes:
+        if one.best.wanted > one.best.degree:
+            output.line(
+                f"{one.phase.name.lower()}: {one.best.wanted} chunks would be best; a rank owns {degrees.most} experts"
+            )
+    taken = ", ".join(f"{count} {phase.name.lower()}" for phase, count in degrees.taken.items())
+    why = "auto: the best number, where it saves 2%" if degrees.auto else "parallel.pipeline_degree"
+    line, saved = f"chunks of a step: {taken} ({why})", prediction.chunks_save_s
+    if max(degrees.taken.values()) > 1:
+        line += (
+            f": it takes {format_seconds(prediction.step_s)}, and in one chunk "
+            f"{format_seconds(prediction.one_chunk_s)}: they {'save' if saved >= 0 else 'cost'} "
+            f"{format_seconds(abs(saved))}"
+        )
+    output.line(line)
+
+
+def _show_vocabulary(made: Plan, output: Output) -> None:
+    choice = made.setting.vocabulary
+    if choice.cost is None:
+        return
+    cost = choice.cost
+    output.line(str(choice.describe()))
+    output.line(
+        f"a table gathered: each rank sends {format_bytes(cost.gathered_sent)} a step and needs "
+        f"{format_bytes(cost.gathered_memory)} beside its slices; rows partitioned: "
+        f"{format_bytes(cost.embedding_sent)} as the embedding, {format_bytes(cost.head_sent)} as the head, and "
+        f"{format_bytes(cost.divided_memory)}"
+    )
+
+
+def _show_prediction(made: Plan, costs: Profile, output: Output) -> None:
+    from tierstore.prefetch.operations import Resource
+
+    prediction = made.prediction
+    if prediction is None:
+        return
+    traffic = prediction.traffic
+    output.line(
+        f"a step reads {format_bytes(traffic.read_bytes)} and writes {format_bytes(traffic.written_bytes)} "
+        f"({traffic.evidence.value}; {traffic.active:.0%} of the experts are reached)"
+    )
+    busy = ", ".join(
+        f"{resource.value} {prediction.busy_ratio[resource]:.0%}"
+        for resource in Resource
+        if prediction.busy_ratio[resource] >= 0.005
+    )
+    output.line(
+        f"a step takes {format_seconds(prediction.step_s)}, {_number(prediction.tokens_per_s)} tokens/s "
+        f"({prediction.evidence.value}: {costs.machine}); bottleneck: {prediction.bottleneck.value}; busy: {busy}"
+    )

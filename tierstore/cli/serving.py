@@ -1,0 +1,410 @@
+"""``tierstore generate`` and ``serve``: text, and an HTTP server, from a store in the memory that it is given.
+
+SIGINT and SIGTERM end ``generate`` after the pass in progress, with what has been written and its table. The first of
+them drains a server. A second one exits at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import MISSING, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from tierstore.capabilities import require_package
+from tierstore.cli.main import INTERRUPTED, Interrupts
+from tierstore.cli.options import (
+    EXISTING_DIRECTORY,
+    EXISTING_FILE,
+    PATH,
+    config_options,
+    config_overrides,
+    dataclass_options,
+    deployed_settings,
+    help_config_option,
+    json_option,
+    option,
+    output_file,
+    record_trace_option,
+    set_option,
+    timeline_option,
+)
+from tierstore.cli.output import Output
+from tierstore.config import load
+from tierstore.deploy.records import DEPLOYMENT_NAME
+from tierstore.outputs import OutputKind
+from tierstore.serve.config import ServeConfig
+from tierstore.timeline import open_timeline
+from tierstore.units import format_bytes, format_seconds, printable
+
+if TYPE_CHECKING:  # at run time these import torch, which listing the commands must not
+    from tierstore.serve.api.metrics import ServerMetrics
+    from tierstore.serve.batch import GroupedRunner
+    from tierstore.serve.engine import ServingEngine
+    from tierstore.serve.generating import GeneratedText, GenerationTotals, TextRequest
+    from tierstore.serve.language import Language
+    from tierstore.serve.opening import ServedParts
+
+
+def _served(store: Path, file: Path | None, overrides: Mapping[str, object], output: Output) -> ServeConfig:
+    """How ``store`` is served: by ``file``, or as ``tierstore deploy`` found best for it; ``overrides`` win."""
+    deployed = {} if file is not None else deployed_settings(store)
+    if deployed:
+        used = [f"{key} = {value}" for key, value in deployed.items() if key not in overrides]
+        output.line(
+            f"settings of {store / DEPLOYMENT_NAME}: {', '.join(used) or 'none, options override all of them'}"
+        )
+    return load(ServeConfig, file, {**deployed, **overrides})
+
+
+# tierstore generate -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Prompts:
+    """What is generated. None: the value of the model's generation_config.json."""
+
+    prompts: tuple[str, ...] = option(
+        MISSING, "--prompt", help="Prompt; repeat the option for a batch.", required=True
+    )
+    chat: bool = option(False, help="Each prompt is a user's message, through the chat template.")
+    max_tokens: int = option(256, help="Most tokens of each text.")
+    temperature: float | None = option(
+        None, help="0 takes the most probable token (default: the model's own)."
+    )
+    top_k: int | None = option(None, help="Sample from the N most probable tokens (0: from all).")
+    top_p: float | None = option(None, help="Sample from the fewest tokens whose probabilities add up to P.")
+    seed: int | None = option(None, help="The same seed gives the same text.")
+    stop: tuple[str, ...] = option((), help="End a text before this string; repeat for several.")
+
+
+@click.command()
+@click.argument("store", type=EXISTING_DIRECTORY)
+@dataclass_options(_Prompts, "wanted")
+@config_options(
+    ServeConfig,
+    {
+        "--host-budget": "host_budget",
+        "--device-budget": "device_budget",
+        "--batch-invariant": "batch.invariant",
+        "--predictor": "prefetch.predictor",
+    },
+)
+@timeline_option
+@record_trace_option
+@set_option()
+@json_option
+@help_config_option(lambda: ServeConfig)
+@click.pass_context
+def generate(
+    ctx: click.Context,
+    store: Path,
+    wanted: _Prompts,
+    given: dict[str, object],
+    timeline: Path | None,
+    record_trace: Path | None,
+    settings: tuple[str, ...],
+    output: Output,
+) -> None:
+    """Continue text with the model in STORE, trained or imported.
+
+    Its experts stay on disk and in the memory of --host-budget. A single text is streamed; several are printed when all
+    have ended. A table follows; with --json it goes to stderr with the texts.
+    """
+    config = _served(store, None, config_overrides(settings, {"store": store, **given}), output)
+    ctx.exit(_generate(config, wanted, output, timeline=timeline, trace=record_trace))
+
+
+def _generate(
+    config: ServeConfig, wanted: _Prompts, output: Output, *, timeline: Path | None, trace: Path | None
+) -> int:
+    from tierstore.serve.generating import TextGenerator
+    from tierstore.serve.language import open_language
+    from tierstore.serve.opening import open_runner, open_served
+
+    with (
+        Interrupts.install() as interrupts,
+        open_timeline(timeline) as sink,
+        open_served(config, trace=trace, timeline=sink) as parts,
+    ):
+        language = open_language(parts.spec)
+        for line in language.lines:
+            output.line(line)
+        requests = _requests(wanted, language)
+        runner = open_runner(parts)
+        _announce(parts, runner, output)
+        shown = _Shown(output, len(requests))
+        generator = TextGenerator(
+            runner, end_tokens=language.end_tokens, added=shown.add, stopped=lambda: interrupts.requested
+        )
+        texts = generator.run(requests)
+        shown.end(texts)
+        if any(made.reasoning and not made.text for made in texts):
+            output.line("a text has no answer: its tokens went into reasoning, which --json shows")
+        _table(parts, generator.totals, texts, output)
+        output.emit(_result(parts, generator.totals, requests, texts))
+        parts.store.end_trace()
+    return INTERRUPTED if interrupts.requested else 0
+
+
+def _requests(wanted: _Prompts, language: Language) -> list[TextRequest]:
+    from tierstore.serve.generating import TextRequest
+    from tierstore.serve.sampling import TokenSampler
+
+    given = {
+        name: value
+        for name in ("temperature", "top_k", "top_p", "seed")
+        if (value := getattr(wanted, name)) is not None
+    }
+    sampling = replace(language.defaults, **given)
+    requests = []
+    for text in wanted.prompts:
+        prompt = (
+            language.encode_chat([{"role": "user", "content": text}])
+            if wanted.chat
+            else language.encode(text)
+        )
+        requests.append(
+            TextRequest(
+                prompt=prompt,
+                most=wanted.max_tokens,
+                sampler=TokenSampler(sampling, prompt),
+                text=language.text(wanted.stop, prompt=prompt, context=() if wanted.chat else prompt),
+            )
+        )
+    return requests
+
+
+def _announce(parts: ServedParts, runner: GroupedRunner, output: Output) -> None:
+    """What the run takes, printed before the first pass."""
+    from tierstore.serve.footprint import batch_bytes
+
+    spec, batch = parts.spec, parts.config.batch
+    architecture = spec.architecture
+    output.line(
+        f"model: {architecture.parameters / 1e6:.1f} M parameters, {architecture.records} experts in "
+        f"{len(spec.moe_layers)} layers, {spec.compute_dtype.value}, on {parts.device}"
+    )
+    context = runner.model.context
+    caches = batch_bytes(spec, sequences=batch.sequences, context=context)
+    output.line(
+        f"memory: host budget {format_bytes(parts.config.host_budget)} for experts; keys and values at most "
+        f"{format_bytes(caches)} ({batch.sequences} sequences of {context} tokens)"
+    )
+    output.line(f"batch: {runner.describe()}")
+
+
+class _Shown:
+    """Streams a single text; prints several when all have ended."""
+
+    def __init__(self, output: Output, count: int) -> None:
+        self._output = output
+        self._streams = count == 1
+
+    def add(self, index: int, piece: str) -> None:
+        """A piece of text ``index``."""
+        if self._streams:
+            self._write(piece)
+
+    def end(self, texts: Sequence[GeneratedText]) -> None:
+        """All have ended."""
+        if self._streams:
+            self._output.line()
+            return
+        for number, made in enumerate(texts):
+            self._write(f"[{number}] {made.text}\n")
+
+    def _write(self, text: str) -> None:
+        """Past the console, which would turn tabs into blanks."""
+        self._output.console.file.write(text)
+        self._output.console.file.flush()
+
+
+def _table(
+    parts: ServedParts, totals: GenerationTotals, texts: Sequence[GeneratedText], output: Output
+) -> None:
+    from tierstore.train.footprint import peak_resident_bytes
+
+    stats = parts.store.cache.residency.stats()
+    asked = stats.hits + stats.misses
+    first = [made.first_s for made in texts if made.first_s is not None]
+    output.line()
+    output.table(
+        "",
+        ("prefill", "decode", "first token", "hits", "read", "stalls", "peak memory"),
+        [
+            (
+                _rate(totals.prefill_rate),
+                _rate(totals.decode_rate),
+                format_seconds(max(first)) if first else "-",
+                f"{stats.hits / asked:.0%}" if asked else "-",
+                format_bytes(stats.read_bytes),
+                format_seconds(parts.ledger.total_s),
+                format_bytes(peak_resident_bytes()),
+            )
+        ],
+    )
+
+
+def _rate(tokens_per_s: float | None) -> str:
+    return "-" if tokens_per_s is None else f"{tokens_per_s:.1f} tokens/s"
+
+
+def _result(
+    parts: ServedParts,
+    totals: GenerationTotals,
+    requests: Sequence[TextRequest],
+    texts: Sequence[GeneratedText],
+) -> dict[str, object]:
+    from tierstore.train.footprint import peak_resident_bytes
+
+    stats, guesses = parts.store.cache.residency.stats(), parts.experts.guesses
+    return {
+        "store": str(parts.config.store),
+        "texts": [
+            {
+                "text": made.text,
+                "reasoning": made.reasoning,
+                "tokens": made.tokens,
+                "prompt_tokens": len(request.prompt),
+                "ending": made.ending.value,
+                "first_token_s": made.first_s,
+            }
+            for request, made in zip(requests, texts, strict=True)
+        ],
+        "prefill_tokens": totals.prefill_tokens,
+        "prefill_s": totals.prefill_s,
+        "decode_tokens": totals.decode_tokens,
+        "decode_s": totals.decode_s,
+        "steps": totals.steps,
+        "hits": stats.hits,
+        "misses": stats.misses,
+        "read_bytes": stats.read_bytes,
+        "prefetch_read_bytes": stats.prefetch_read_bytes,
+        "wasted_prefetch_bytes": stats.wasted_prefetch_bytes,
+        "guesses": {"used": guesses.used, "guessed": guesses.guessed, "right": guesses.right},
+        "stall_s": parts.ledger.total_s,
+        "peak_resident_bytes": peak_resident_bytes(),
+    }
+
+
+# tierstore serve --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Listening:
+    """Where a server listens, who may use it, and the files that it writes."""
+
+    host: str = option("127.0.0.1", help="Address to listen on.")
+    port: int = option(8000, help="Port; 0 takes a free one.", type=click.IntRange(0, 65535))
+    api_keys: Path | None = option(
+        None, help="File of keys, one a line; a request must bear one.", type=EXISTING_FILE
+    )
+    name: str | None = option(None, help="The model's name in requests (default: the store's directory).")
+    record_trace: Path | None = option(
+        None, help="Record every cache decision's input.", type=output_file(OutputKind.TRACE)
+    )
+    timeline: Path | None = option(
+        None, help="Write a Chrome trace for Perfetto.", type=output_file(OutputKind.TIMELINE)
+    )
+
+
+@click.command()
+@click.argument("store", type=PATH)
+@click.option("--config", type=EXISTING_FILE, help="TOML file of configuration keys.")
+@dataclass_options(_Listening, "listening")
+@config_options(
+    ServeConfig,
+    {
+        "--host-budget": "host_budget",
+        "--device-budget": "device_budget",
+        "--batch-size": "batch.sequences",
+        "--context": "batch.context",
+        "--batch-invariant": "batch.invariant",
+        "--max-queue": "limits.queue",
+        "--max-tokens": "limits.tokens",
+        "--request-timeout": ("limits.request_s", {"metavar": "SECONDS"}),
+    },
+)
+@set_option()
+@json_option
+@help_config_option(lambda: ServeConfig)
+def serve(
+    store: Path,
+    config: Path | None,
+    listening: _Listening,
+    given: dict[str, object],
+    settings: tuple[str, ...],
+    output: Output,
+) -> None:
+    """Serve OpenAI's API from STORE, trained or imported, in the memory you give; a page to try it is at /.
+
+    The store is opened read only, so several servers may share it.
+    """
+    for package in ("fastapi", "uvicorn", "prometheus_client"):
+        require_package(package, "tierstore serve", extra="serve")
+    served = _served(store, config, config_overrides(settings, {"store": store, **given}), output)
+    _serve(served, listening, output)
+
+
+def _serve(config: ServeConfig, listening: _Listening, output: Output) -> None:
+    from tierstore.serve.api.app import Keys, Service, make_app
+    from tierstore.serve.api.metrics import ServerMetrics
+    from tierstore.serve.api.server import ApiServer, ServerLog, is_loopback, listen, url
+    from tierstore.serve.engine import ServingEngine
+    from tierstore.serve.opening import open_running
+
+    keys = Keys() if listening.api_keys is None else Keys.read(listening.api_keys)
+    metrics, log, begun_s = ServerMetrics(), ServerLog(), time.monotonic()
+    with ExitStack() as stack:
+        bound = stack.enter_context(listen(listening.host, listening.port))
+        if not is_loopback(bound) and not keys.required:
+            warnings.warn(
+                f"listening on {listening.host} without authentication, which other machines can reach; set --api-keys",
+                stacklevel=1,
+            )
+        engine = ServingEngine(
+            lambda: open_running(config, trace=listening.record_trace, timeline=listening.timeline),
+            sequences=config.batch.sequences,
+            limits=config.limits,
+            watcher=metrics,
+            log=log.write,
+        )
+        stack.enter_context(engine)
+        metrics.show(engine)
+        name = printable(listening.name or config.store.resolve().name)
+
+        def opened() -> None:
+            for line in engine.running.lines:
+                output.line(line)
+            output.line(f"opened in {format_seconds(time.monotonic() - begun_s)}")
+            output.line(f"serving {name} at {url(bound)}")
+
+        service = Service(
+            engine=engine, metrics=metrics, limits=config.limits, keys=keys, model=name, log=log
+        )
+        server = ApiServer(make_app(service), engine, config.limits, opened=opened)
+        asyncio.run(server.serve([bound]))
+    output.line(f"stopped after {format_seconds(time.monotonic() - begun_s)}")
+    output.emit(_totals(engine, metrics, seconds=time.monotonic() - begun_s))
+
+
+def _totals(engine: ServingEngine, metrics: ServerMetrics, *, seconds: float) -> dict[str, object]:
+    from tierstore.train.footprint import peak_resident_bytes
+
+    counts = engine.counts
+    return {
+        "elapsed_s": seconds,
+        **metrics.totals,
+        "hits": counts.hits,
+        "misses": counts.misses,
+        "moved_bytes": [{"tier": tier, "moved_bytes": value} for tier, value in counts.moved_bytes.items()],
+        "stalls": [{"cause": cause, "stall_s": spent} for cause, spent in counts.stall_s.items()],
+        "peak_resident_bytes": peak_resident_bytes(),
+    }
