@@ -22,7 +22,7 @@ where it starts and may break the constraints; ``solve_exactly`` finds the best 
 
 **The simulation.** The network serves one message at a time, the device one chunk's experts. All dispatches are issued
 before all combines, each in the order of chunks; a chunk's experts follow its dispatch, its combine follows its experts.
-``plan.simulate`` runs it. It shares nothing with the closed form, so each checks the other; and chunks need not be equal.
+``plan.predict`` runs it. It shares nothing with the closed form, so each checks the other; and chunks need not be equal.
 """
 
 from __future__ import annotations
