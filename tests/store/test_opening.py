@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest_store import small_store
-from tierstore.io_profile import IoPoint, save_io_point
 
 from tierstore._native import IoBackend
 from tierstore.cache.config import CacheConfig, Scope
