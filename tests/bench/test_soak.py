@@ -119,7 +119,7 @@ def test_three_seconds_with_kills(tmp_path: Path) -> None:
     sizes: list[int] = []
     shown: list[Mapping[str, object]] = []
     # As long as it takes to be killed twice: processes start slowly on a machine that is busy.
-    for seconds in (3, 6, 12):
+    for seconds in (3, 6, 12, 24):
         found = small_soak(
             place,
             seconds,
