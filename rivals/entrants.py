@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -12,6 +13,7 @@ from typing import Any
 from process import RivalProcess
 
 from tierstore.bench.probes import MemoryLimit
+from tierstore.bench.train_bound import Compulsory, bound_s
 from tierstore.errors import CapabilityError, ConfigError
 
 #: The rival whose ratios to the others are shown, and the one with everything in RAM that bounds it.
@@ -109,3 +111,39 @@ def memory_group(limit: int, name: str, stack: contextlib.ExitStack) -> MemoryLi
         return str(error)
     stack.callback(group.close)
     return group
+
+
+def bound_figures(
+    least: Compulsory, steps: int, in_ram: Sequence[float], speeds: Sequence[float]
+) -> tuple[list[float], dict[str, Any]]:
+    """What tierstore's step could take at best, by round: max(the same in RAM, compulsory bytes / bandwidth); and the
+    figures of it.
+
+    Compulsory bytes are the least that any of the native policies moves in the ``steps`` of the recorded run with its
+    memory; the clairvoyant ones are what knowing the future would move. ``in_ram``: seconds by round, none where
+    tierstore-ram did not take part; ``speeds``: of the disk by round.
+    """
+    moved, clairvoyant = least.least.per(steps), least.clairvoyant.per(steps)
+    bounds = [bound_s(in_ram[i] if in_ram else 0.0, moved, speed) for i, speed in enumerate(speeds)]
+    return bounds, {
+        "compulsory_policy": least.policy,
+        "compulsory_step_read_bytes": moved.read,
+        "compulsory_step_written_bytes": moved.written,
+        "clairvoyant_step_bytes": clairvoyant.total,
+        "disk_bytes_per_s": statistics.median(speeds),
+        "compulsory_s": statistics.median(moved.total / speed for speed in speeds),
+        "in_ram_step_s": statistics.median(in_ram) if in_ram else None,
+        "bound_s": statistics.median(bounds),
+    }
+
+
+def rival_notes(entrants: Mapping[str, Entrant]) -> list[str]:
+    """Why rivals left, what limited their memory, and what of their configuration matters, for people."""
+    notes = []
+    for one in entrants.values():
+        if one.reason is not None:
+            notes.append(f"{one.rival.title}: {one.outcome.value}: {one.reason}")
+        if one.memory != "no limit":
+            notes.append(f"{one.rival.title}: memory: {one.memory}")
+        notes += [f"{one.rival.title}: {line}" for line in one.description]
+    return notes

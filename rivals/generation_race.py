@@ -10,30 +10,52 @@ from __future__ import annotations
 import contextlib
 import os
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from entrants import OURS, OURS_IN_RAM, Entrant, Outcome, Rival, enter, memory_group, order
+from entrants import (
+    OURS,
+    OURS_IN_RAM,
+    Entrant,
+    Outcome,
+    Rival,
+    bound_figures,
+    enter,
+    memory_group,
+    order,
+    rival_notes,
+)
 from generating import GenerateTask, Load, LoadResult, Ran, Workload
 from gguf_file import write_gguf
 from process import RivalError, RivalProcess
 
 from tierstore import machine
 from tierstore.bench.documents import Better, Measurement, counted, derived, measured
-from tierstore.bench.harness import at_least, work_directory
+from tierstore.bench.harness import (
+    Benchmark,
+    ExistingPath,
+    Found,
+    Progress,
+    Table,
+    at_least,
+    option,
+    ratios,
+    size_option,
+    store_option,
+    work_directory,
+)
 from tierstore.bench.probes import Bytes, DiskProbe, MemoryLimit
-from tierstore.bench.train_bound import bound_s, compulsory
-from tierstore.cli.output import Output
+from tierstore.bench.train_bound import compulsory
+from tierstore.cli.options import config_overrides
 from tierstore.errors import CapabilityError, ConfigError, DataError
 from tierstore.hf.describing import CONFIG_NAME, read_config
 from tierstore.hf.manifest import MANIFEST_NAME, Manifest, Weights
 from tierstore.stats import percentile
 from tierstore.store.config import IoConfig
 from tierstore.store.disk.home import MODEL_DIRECTORY
-from tierstore.units import format_bytes, format_seconds
 
 REFERENCE, OFFLOADED, MAPPED = "transformers", "accelerate", "llama.cpp"
 #: In the order of the table.
@@ -101,25 +123,25 @@ class RacedModel:
         """A host budget for all experts."""
         return (self.manifest.experts.records + 4) * self.expert_bytes * 9 // 8 + _SPARE_BYTES
 
-    def prepare(self, names: Set[str], directory: Path, say: Callable[[str], None]) -> None:
+    def prepare(self, names: Set[str], directory: Path, progress: Progress) -> None:
         """Makes what the rivals need in ``directory``: the store (whose sizes are read in any case), the checkpoint, the
         GGUF file. Raises ConfigError for a family without the last, StoreError, OSError.
         """
         if self.checkpoint is None and names & {REFERENCE, OFFLOADED, MAPPED}:
             from tierstore.hf.exporting import export
 
-            say("writing a checkpoint of the store")
+            progress.say("writing a checkpoint of the store")
             export(self.store, directory / "checkpoint")
             self.checkpoint = directory / "checkpoint"
         if self.store is None:
             from tierstore.hf.importing import ImportOptions, import_model
 
-            say("importing the checkpoint, frozen")
+            progress.say("importing the checkpoint, frozen")
             self.store = directory / "store"
             import_model(self.checkpoint, self.store, ImportOptions(weights=Weights.FROZEN))
         self.manifest = Manifest.read(self.store)
         if self.gguf is None and MAPPED in names:
-            say("writing a GGUF file of the checkpoint")
+            progress.say("writing a GGUF file of the checkpoint")
             write_gguf(self.checkpoint, directory / "model.gguf")
             self.gguf = directory / "model.gguf"
 
@@ -197,126 +219,158 @@ class Turn:
         return statistics.fmean(self.ran.generated.step_s)
 
 
-@dataclass(kw_only=True)
-class GenerationRace:
-    """What to measure, and whom. ``memory``: bytes for each confined process (0: no limit). ``host_budget``: tierstore's
-    experts, of that memory. ``threads``: of each (0: one a core). ``read_ahead``: the disk's while it is measured (0: as it
-    is). ``load``: the share of capacity at which requests arrive in the end (0: no such load). ``timeout_s``: for one
-    answer. ``settings``: of tierstore's configuration, by key. Raises ConfigError.
+@dataclass(frozen=True, kw_only=True)
+class GenerationRace(Benchmark):
+    """Prefill and decoding by tierstore, transformers, accelerate and llama.cpp, each turn in its own process.
+
+    Rivals that are not installed or die are left out with a reason. Exit status 1: tierstore's choices of tokens are not
+    those of transformers.
     """
 
-    rivals: tuple[str, ...] = tuple(RIVALS)
-    memory: int = 1240 << 20
-    host_budget: int = 512 << 20
-    batches: tuple[int, ...] = (1, 8)
-    prompt_tokens: int = 32
-    new_tokens: int = 16
-    rounds: int = 3
-    threads: int = 0
-    read_ahead: int = 0
-    load: float = 0.0
-    requests: int = 40
-    timeout_s: float = 900.0
-    settings: Mapping[str, object] = field(default_factory=dict)
+    model: Path = option(
+        text="A directory of transformers or a store.", argument=True, path=ExistingPath.DIRECTORY
+    )
+    rivals: str = option(",".join(RIVALS), "The rivals that take part, with commas.")
+    imported: Path | None = option(None, "A store of MODEL that is there already.")
+    gguf: Path | None = option(None, "A GGUF file of the same weights (default: made, for Qwen3-MoE).")
+    memory: int = size_option("1240MiB", "Memory of each confined process (0: no limit).")
+    host_budget: int = size_option("512MiB", "Of that, tierstore's memory for experts.")
+    batch: str = option("1,8", "Sequences of a batch, several with commas.")
+    prompt_tokens: int = option(32, "Tokens of a prompt.")
+    new_tokens: int = option(16, "Tokens that are decoded.")
+    rounds: int = option(3, "Rounds; each begins with another rival.")
+    threads: int = option(0, "Of each rival (0: one for each core).")
+    read_ahead: int = size_option("0", "Set the disk's readahead while measuring (0: as it is).")
+    load: float = option(0.0, "Then open-loop load on tierstore, at this share of its capacity (0: none).")
+    requests: int = option(40, "Requests of that load.")
+    timeout: float = option(900.0, "Seconds within which each must answer.")
+    settings: tuple[str, ...] = option(
+        (), "Set a configuration key of tierstore, KEY=VALUE.", flag="--set", shown=False
+    )
+    store: Path = store_option()
+
+    @property
+    def saved_as(self) -> str:
+        return "generate"
 
     def __post_init__(self) -> None:
         at_least(1, rounds=self.rounds, host_budget=self.host_budget, requests=self.requests)
         at_least(1, prompt_tokens=self.prompt_tokens)
         at_least(2, new_tokens=self.new_tokens)
         at_least(0, memory=self.memory, read_ahead=self.read_ahead)
-        at_least(0, threads=self.threads, load=self.load, timeout=self.timeout_s)
-        if not self.batches or min(self.batches) < 1:
-            raise ConfigError(f"batch: expected sizes of at least 1, got {self.batches}")
-        self.entrants = enter(self.rivals, RIVALS)
-        self.threads = self.threads or machine.cores()
-        self._confined_by = "nothing: no limit was asked for"
-        self._page_cache = "dropped before each"
-        self._processes = 0
+        at_least(0, threads=self.threads, load=self.load, timeout=self.timeout)
+        if not all(part.isdecimal() and int(part) for part in self.batch.split(",")):
+            raise ConfigError(f"--batch: expected whole numbers separated by commas, got {self.batch!r}")
 
-    def run(
-        self, model: RacedModel, directory: Path, say: Callable[[str], None] = lambda _: None
-    ) -> dict[str, Any]:
-        """The figures. ``directory``: for all that is kept on disk, made and removed here.
+    def run(self, progress: Progress) -> Found:
+        """Measures in ``store``, made and removed here.
 
         Raises ConfigError (the directory exists, no GGUF file of that family), CapabilityError (a readahead that cannot be
         set), OSError. Whatever befalls a rival is in the figures.
         """
-        self._model, self._directory, self._say = model, directory, say
+        return _Race(self, progress).run()
+
+
+class _Race:
+    """A race on its way."""
+
+    def __init__(self, asked: GenerationRace, progress: Progress) -> None:
+        self.asked, self._progress = asked, progress
+        self._batches = [int(part) for part in asked.batch.split(",")]
+        self._threads = asked.threads or machine.cores()
+        self._entrants = enter(asked.rivals.split(","), RIVALS)
+        self._raced = RacedModel(asked.model, store=asked.imported, gguf=asked.gguf)
+        self._confined_by = "nothing: no limit was asked for"
+        self._page_cache = "dropped before each"
+        self._processes = 0
+
+    def run(self) -> Found:
+        asked, raced, say = self.asked, self._raced, self._progress.say
         orders, bounds = [], []
-        with work_directory(directory), contextlib.ExitStack() as stack:
-            if self.read_ahead:
-                stack.enter_context(read_ahead_of(directory, self.read_ahead))
-            for entrant in self.entrants.values():
+        with work_directory(asked.store) as directory, contextlib.ExitStack() as stack:
+            if asked.read_ahead:
+                stack.enter_context(read_ahead_of(directory, asked.read_ahead))
+            for entrant in self._entrants.values():
                 if entrant.reason is not None:
                     say(f"{entrant.name}: {entrant.outcome.value}: {entrant.reason}")
             try:
-                model.prepare({*self._racing()}, directory, say)
+                raced.prepare({*self._racing()}, directory, self._progress)
             except ConfigError as error:
                 if MAPPED not in self._racing():
                     raise
-                self._leave(self.entrants[MAPPED], Outcome.SKIPPED, str(error))
-                model.prepare({*self._racing()}, directory, say)
-            probe = DiskProbe(directory, PROBE_BYTES, (model.expert_bytes,), IoConfig())
+                self._leave(self._entrants[MAPPED], Outcome.SKIPPED, str(error))
+                raced.prepare({*self._racing()}, directory, self._progress)
+            probe = DiskProbe(directory, PROBE_BYTES, (raced.expert_bytes,), IoConfig())
             self._disk = stack.enter_context(contextlib.closing(probe))
-            for number in range(self.rounds):
+            for number in range(asked.rounds):
                 orders.append(order(self._racing(), number))
-                for batch in self.batches:
+                for batch in self._batches:
                     for name in orders[-1]:
-                        if self.entrants[name].outcome is Outcome.RAN:
-                            self._turn(self.entrants[name], batch, number)
-            for batch in self.batches:
+                        if self._entrants[name].outcome is Outcome.RAN:
+                            self._turn(self._entrants[name], batch, number)
+            for batch in self._batches:
                 try:
                     bounds += [self._bound(batch)] if self._turns(OURS, batch) else []
                 except (DataError, OSError) as error:
                     say(f"batch {batch}: no bound: {error}")
-            load = self._load()
-            read_ahead = read_ahead_bytes(directory)
-        found = {
+            load, read_ahead = self._load(), read_ahead_bytes(directory)
+        speeds = [
+            {"contestant": name, "batch_count": batch, **one.facts(), **self._speeds(name, batch)}
+            for batch in self._batches
+            for name, one in self._entrants.items()
+        ]
+        figures = {
             "bench": "generate",
-            "model": model.name,
-            "memory_limit_bytes": self.memory,
+            "model": raced.name,
+            "memory_limit_bytes": asked.memory,
             "confined_by": self._confined_by,
             "page_cache": self._page_cache,
             "read_ahead_bytes": read_ahead,
-            "host_budget_bytes": self.host_budget,
-            "threads": self.threads,
-            "prompt_tokens_count": self.prompt_tokens,
-            "new_tokens_count": self.new_tokens,
-            "rounds": self.rounds,
+            "host_budget_bytes": asked.host_budget,
+            "threads": self._threads,
+            "prompt_tokens_count": asked.prompt_tokens,
+            "new_tokens_count": asked.new_tokens,
+            "rounds": asked.rounds,
             "reference": REFERENCE,
             "orders": orders,
-            "speeds": [
-                {"contestant": name, "batch_count": batch, **one.facts(), **self._speeds(name, batch)}
-                for batch in self.batches
-                for name, one in self.entrants.items()
-            ],
+            "speeds": speeds,
             "against": [
                 speed_ratios(self._workload(batch), ours, name, theirs)
-                for batch in self.batches
+                for batch in self._batches
                 if (ours := self._turns(OURS, batch))
-                for name in self.entrants
+                for name in self._entrants
                 if name != OURS and (theirs := self._turns(name, batch))
             ],
             "bounds": bounds,
+            "load": load,
         }
-        return found if load is None else found | {"load": load}
+        chosen = [
+            one["chosen_same_ratio"] for one in speeds
+            if one["contestant"] in (OURS, OURS_IN_RAM) and "chosen_same_ratio" in one
+        ]  # fmt: skip
+        return Found(
+            figures=figures,
+            measurements=[*measurements(figures)],
+            shown=[*shown(figures), *rival_notes(self._entrants)],
+            failed=any(ratio != 1.0 for ratio in chosen),
+        )
 
     def _racing(self) -> list[str]:
-        return [name for name, one in self.entrants.items() if one.outcome is Outcome.RAN]
+        return [name for name, one in self._entrants.items() if one.outcome is Outcome.RAN]
 
     def _turns(self, name: str, batch: int) -> list[Turn]:
-        return self.entrants[name].turns.get(batch, []) if name in self.entrants else []
+        return self._entrants[name].turns.get(batch, []) if name in self._entrants else []
 
     def _leave(self, entrant: Entrant, outcome: Outcome, reason: str) -> None:
         entrant.leave(outcome, reason)
-        self._say(f"{entrant.name}: {outcome.value}: {reason}")
+        self._progress.say(f"{entrant.name}: {outcome.value}: {reason}")
 
     def _workload(self, batch: int, seed: int = 7) -> Workload:
         return Workload(
             batch=batch,
-            prompt_tokens=self.prompt_tokens,
-            new_tokens=self.new_tokens,
-            vocabulary=self._model.vocabulary,
+            prompt_tokens=self.asked.prompt_tokens,
+            new_tokens=self.asked.new_tokens,
+            vocabulary=self._raced.vocabulary,
             seed=seed,
         )
 
@@ -326,7 +380,7 @@ class GenerationRace:
     def _turn(self, entrant: Entrant, batch: int, number: int) -> None:
         ours, asked = entrant.name == OURS, self._workload(batch)
         before = self._disk_speed() if ours else 0.0
-        trace = self._directory / f"trace-{batch}" if ours and number == 0 else None
+        trace = self.asked.store / f"trace-{batch}" if ours and number == 0 else None
         try:
             with self._process(entrant, batch, trace) as (process, group):
                 turn = Turn(
@@ -342,7 +396,7 @@ class GenerationRace:
         if ours:
             speeds = [before, self._disk_speed()]
             entrant.disk_speeds.setdefault(batch, []).append(statistics.harmonic_mean(speeds))
-        self._say(
+        self._progress.say(
             f"round {number + 1}, batch {batch}, {entrant.name}: prefill {turn.prefill_tokens_per_s(asked):.2f} and decode "
             f"{turn.decode_tokens_per_s(asked):.2f} tokens/s"
         )
@@ -356,11 +410,11 @@ class GenerationRace:
     ) -> Iterator[tuple[RivalProcess, MemoryLimit | None]]:
         """A process of the rival, in a group of its own if it is confined, with a cold page cache."""
         self._processes += 1
-        model, name = self._model, entrant.name
+        model, name = self._raced, entrant.name
         with contextlib.ExitStack() as stack:
             group: MemoryLimit | None = None
-            if self.memory and name not in UNCONFINED:
-                made = memory_group(self.memory, str(self._processes), stack)
+            if self.asked.memory and name not in UNCONFINED:
+                made = memory_group(self.asked.memory, str(self._processes), stack)
                 if isinstance(made, str):
                     self._confined_by = f"nothing, and the page cache may help: {made}"
                     entrant.memory = self._confined_by
@@ -369,76 +423,66 @@ class GenerationRace:
                     self._confined_by = "a memory cgroup of the same limit for each"
             if (reason := drop_page_cache()) is not None:
                 self._page_cache = f"not dropped, and may help: {reason}"
-            directory = self._directory / f"{name}-{self._processes}"
+            directory = self.asked.store / f"{name}-{self._processes}"
             task = GenerateTask(
                 rival=name,
                 module=entrant.rival.module,
                 directory=directory,
-                threads=self.threads,
+                threads=self._threads,
                 sequences=batch,
-                context=self.prompt_tokens + self.new_tokens + 1,  # of a token that is not needed
+                context=self.asked.prompt_tokens + self.asked.new_tokens + 1,  # of a token that is not needed
                 checkpoint=model.checkpoint,
                 store=model.store,
                 gguf=model.gguf,
-                host_budget=model.experts_budget if name == OURS_IN_RAM else self.host_budget,
+                host_budget=model.experts_budget if name == OURS_IN_RAM else self.asked.host_budget,
                 trace=trace,
-                settings=self.settings,
+                settings=config_overrides(self.asked.settings, {}),
             )
             # OpenMP's threads wait as ``tierstore generate`` and ``serve`` have it.
             process = RivalProcess(
-                name, task, directory, timeout_s=self.timeout_s, group=group, omp_wait=None
+                name, task, directory, timeout_s=self.asked.timeout, group=group, omp_wait=None
             )
             stack.callback(process.close)
             yield process, group
 
     def _bound(self, batch: int) -> dict[str, Any]:
-        """tierstore's decode step and what it could take at best: max(the same in RAM, compulsory bytes / bandwidth).
-
-        Compulsory bytes are the least that any of the native policies reads of this run's accesses with this run's memory;
-        ``clairvoyant_step_read_bytes`` is what knowing the future would read. ``in_ram_step_s``: None where tierstore-ram
-        did not take part, and the bound is the disk's alone.
-        """
         # The trace's first step is the prefill; its last has no end, since none begins after it.
-        steps = self.new_tokens - 1
-        least = compulsory(self._directory / f"trace-{batch}", first_step=1, steps=steps)
-        moved, speeds = least.least.per(steps), self.entrants[OURS].disk_speeds[batch]
+        steps, speeds = self.asked.new_tokens - 1, self._entrants[OURS].disk_speeds[batch]
+        least = compulsory(self.asked.store / f"trace-{batch}", first_step=1, steps=steps)
         in_ram = [statistics.median(turn.ran.generated.step_s) for turn in self._turns(OURS_IN_RAM, batch)]
-        ram = statistics.median(in_ram) if in_ram else 0.0
-        bounds = [bound_s(ram, moved, speed) for speed in speeds]
-        to_bound = [turn.step_s / bound for turn, bound in zip(self._turns(OURS, batch), bounds, strict=True)]
+        bounds, found = bound_figures(
+            least, steps, [statistics.median(in_ram)] * len(speeds) if in_ram else [], speeds
+        )
+        to_bound = ratios([turn.step_s for turn in self._turns(OURS, batch)], bounds)
         return {
             "batch_count": batch,
-            "compulsory_policy": least.policy,
-            "compulsory_step_read_bytes": moved.read,
-            "clairvoyant_step_read_bytes": least.clairvoyant.per(steps).read,
-            "disk_bytes_per_s": statistics.median(speeds),
-            "compulsory_s": statistics.median(moved.total / speed for speed in speeds),
-            "in_ram_step_s": ram or None,
-            "bound_s": statistics.median(bounds),
+            **found,
             "round_step_to_bound_ratio": to_bound,
             "step_to_bound_ratio": statistics.median(to_bound),
         }
 
     def _load(self) -> dict[str, Any] | None:
         """Open-loop load on tierstore, at a share of what its largest batch was measured to serve."""
-        batch = max(self.batches)
+        batch = max(self._batches)
         turns = self._turns(OURS, batch)
-        if not self.load or not turns:
+        if not self.asked.load or not turns:
             return None
         busy_s = statistics.median(
-            turn.ran.generated.prefill_s + turn.step_s * self.new_tokens for turn in turns
+            turn.ran.generated.prefill_s + turn.step_s * self.asked.new_tokens for turn in turns
         )
-        rate = self.load * batch / busy_s
-        load = Load(requests=self._workload(self.requests, seed=11), requests_per_s=rate, sequences=batch)
+        rate = self.asked.load * batch / busy_s
+        load = Load(
+            requests=self._workload(self.asked.requests, seed=11), requests_per_s=rate, sequences=batch
+        )
         try:
-            with self._process(self.entrants[OURS], batch) as (process, _):
+            with self._process(self._entrants[OURS], batch) as (process, _):
                 found: LoadResult = process.ask(load)
         except (RivalError, OSError) as error:
-            self._say(f"no figures under load: {error}")
+            self._progress.say(f"no figures under load: {error}")
             return None
         return {
-            "capacity_ratio": self.load,
-            "requests": self.requests,
+            "capacity_ratio": self.asked.load,
+            "requests": self.asked.requests,
             "requests_per_s": rate,
             "elapsed_s": found.elapsed_s,
             "most_waiting_count": found.most_waiting,
@@ -527,12 +571,6 @@ def speed_ratios(asked: Workload, ours: Sequence[Turn], rival: str, theirs: Sequ
     }
 
 
-def agreed(found: Mapping[str, Any]) -> bool:
-    """Whether tierstore chose as the reference did, wherever both ran."""
-    ours = [one for one in found["speeds"] if one["contestant"] in (OURS, OURS_IN_RAM)]
-    return all(one.get("chosen_same_ratio", 1.0) == 1.0 for one in ours)
-
-
 def measurements(found: Mapping[str, Any]) -> Iterator[Measurement]:
     """For a document."""
     for one in found["speeds"]:
@@ -565,80 +603,66 @@ def measurements(found: Mapping[str, Any]) -> Iterator[Measurement]:
         yield derived(
             "decode step to bound", values, "ratio", Better.LOWER, parameters=how, target=WITHIN_BOUND
         )
-    if "load" in found:
+    if found["load"] is not None:
         for name in ("first_token", "between_tokens"):
             label = f"{name.replace('_', ' ')} under load, p99"
             yield measured(label, found["load"][f"{name}_p99_s"], "s", Better.LOWER)
 
 
-def show(found: Mapping[str, Any], output: Output) -> None:
-    """Tables and ratios, for people."""
+def shown(found: Mapping[str, Any]) -> Iterator[Table | str]:
+    """The rivals by batch, ratios to them, bounds and load, for people."""
     ahead = found["read_ahead_bytes"]
-    output.line(
-        f"memory: {format_bytes(found['memory_limit_bytes'])}, by {found['confined_by']}; page cache: "
-        f"{found['page_cache']}; the disk's readahead: {'unknown' if ahead is None else format_bytes(ahead)}"
+    yield (
+        f"memory limited by {found['confined_by']}; page cache: {found['page_cache']}; the disk's readahead: "
+        f"{'unknown' if ahead is None else ahead} bytes"
     )
     for batch in dict.fromkeys(one["batch_count"] for one in found["speeds"]):
-        output.table(
+        yield Table(
             f"{found['model']}, batch {batch}: {found['prompt_tokens_count']} tokens of prompt, "
             f"{found['new_tokens_count']} of decoding, {found['threads']} threads, {found['rounds']} rounds",
-            (
-                *("", "prefill tokens/s", "decode tokens/s", "first token", "step p50", "step p99"),
-                *("read a token", "hits", "peak resident", "peak of the group"),
-            ),
-            [_row(one) for one in found["speeds"] if one["batch_count"] == batch],
+            {
+                "": "title",
+                "outcome": "outcome",
+                "prefill tokens": "prefill_tokens_per_s",
+                "decode tokens": "decode_tokens_per_s",
+                "first token": "first_token_s",
+                "step p50": "step_p50_s",
+                "step p99": "step_p99_s",
+                "read a token": "decode_token_read_bytes",
+                "hits": "hit_ratio",
+                "resident": "peak_resident_bytes",
+                "group": "peak_group_bytes",
+                "same choices": "chosen_same_ratio",
+            },
+            [one for one in found["speeds"] if one["batch_count"] == batch],
         )
-    for one in {one["contestant"]: one for one in found["speeds"]}.values():
-        if one["reason"] is not None:
-            output.line(f"{one['title']}: {one['outcome']}: {one['reason']}")
-        for line in one["description"]:
-            output.line(f"{one['title']}: {line}")
-    for one in found["speeds"]:
-        if "chosen_same_ratio" in one and one["contestant"] != REFERENCE:
-            share = f"{one['chosen_same_ratio']:.1%} of the choices are {REFERENCE}'s"
-            output.line(f"batch {one['batch_count']}: {one['title']}: {share}")
-    for one in found["against"]:
-        peak = one["peak_group_ratio"]
-        output.line(
-            f"batch {one['batch_count']}: tierstore / {one['rival']}: prefill {one['prefill_ratio']:.2f}, decode "
-            f"{one['decode_ratio']:.2f}" + ("" if peak is None else f", peak of the group {peak:.2f}")
-        )
-    for one in found["bounds"]:
-        in_ram = "" if one["in_ram_step_s"] is None else f", in RAM {format_seconds(one['in_ram_step_s'])}"
-        output.line(
-            f"batch {one['batch_count']}: decode step / bound {one['step_to_bound_ratio']:.3f}; bound "
-            f"{format_seconds(one['bound_s'])}: {format_bytes(one['compulsory_step_read_bytes'])} "
-            f"({one['compulsory_policy']}) at {format_bytes(one['disk_bytes_per_s'])}/s take "
-            f"{format_seconds(one['compulsory_s'])}{in_ram}; a clairvoyant policy would read "
-            f"{format_bytes(one['clairvoyant_step_read_bytes'])}"
-        )
-    if (load := found.get("load")) is not None:
-        first, between = (
-            ", ".join(f"p{percent} {format_seconds(load[f'{name}_p{percent}_s'])}" for percent in (50, 99))
-            for name in ("first_token", "between_tokens")
-        )
-        output.line(
-            f"{load['requests']} requests at {load['capacity_ratio']:.0%} of capacity, {load['requests_per_s']:.2f} a "
-            f"second: first token {first}; between tokens {between}; at most {load['most_waiting_count']} waited"
-        )
-
-
-def _row(one: Mapping[str, Any]) -> tuple[str, ...]:
-    if "decode_tokens_per_s" not in one:
-        return (one["title"], one["outcome"], *["-"] * 8)
-    times, sizes = (
-        [form(one[key]) if key in one else "-" for key in keys]
-        for form, keys in (
-            (format_seconds, ("first_token_s", "step_p50_s", "step_p99_s")),
-            (format_bytes, ("decode_token_read_bytes", "peak_resident_bytes", "peak_group_bytes")),
-        )
+    columns = {"prefill": "prefill_ratio", "decode": "decode_ratio", "peak of the group": "peak_group_ratio"}
+    yield Table("", {"tierstore /": "rival", "batch": "batch_count", **columns}, found["against"])
+    yield Table(
+        "decode step and its bound: the slower of the same in RAM and of its compulsory bytes at the disk's bandwidth",
+        {
+            "batch": "batch_count",
+            "step / bound": "step_to_bound_ratio",
+            "bound": "bound_s",
+            "in RAM": "in_ram_step_s",
+            "compulsory": "compulsory_step_read_bytes",
+            "policy": "compulsory_policy",
+            "clairvoyant": "clairvoyant_step_bytes",
+            "disk": "disk_bytes_per_s",
+        },
+        found["bounds"],
     )
-    return (
-        one["title"],
-        f"{one['prefill_tokens_per_s']:.2f}",
-        f"{one['decode_tokens_per_s']:.2f}",
-        *times,
-        sizes[0],
-        f"{one['hit_ratio']:.1%}" if "hit_ratio" in one else "-",
-        *sizes[1:],
+    yield Table(
+        "open-loop load on tierstore",
+        {
+            "requests": "requests",
+            "of capacity": "capacity_ratio",
+            "arrivals": "requests_per_s",
+            "waited at most": "most_waiting_count",
+            "first token p50": "first_token_p50_s",
+            "p99": "first_token_p99_s",
+            "between tokens p50": "between_tokens_p50_s",
+            "p99 ": "between_tokens_p99_s",
+        },
+        [] if found["load"] is None else [found["load"]],
     )

@@ -68,10 +68,10 @@ class TrainTask:
     where tierstore records its accesses. ``settings``: JSON that is laid over a library's own configuration.
     """
 
-    rival: str
-    module: str
     config: TrainConfig
-    directory: Path
+    rival: str = ""
+    module: str = ""
+    directory: Path = Path()
     checkpoint: Path | None = None
     trace: Path | None = None
     settings: Path | None = None

@@ -11,26 +11,47 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from entrants import OURS, OURS_IN_RAM, Entrant, Outcome, Rival, enter, memory_group, order
+from entrants import (
+    OURS,
+    OURS_IN_RAM,
+    Entrant,
+    Outcome,
+    Rival,
+    bound_figures,
+    enter,
+    memory_group,
+    order,
+    rival_notes,
+)
 from process import RivalError, RivalProcess
 from training import Steps, TrainTask, check_workload, make_mixtral
 
 from tierstore.bench.documents import Better, Measurement, counted, derived, measured
-from tierstore.bench.harness import at_least, work_directory
+from tierstore.bench.harness import (
+    Benchmark,
+    Found,
+    Progress,
+    Table,
+    at_least,
+    option,
+    ratios,
+    size_option,
+    store_option,
+    work_directory,
+)
 from tierstore.bench.probes import Bytes
 from tierstore.bench.train import StepDisk
-from tierstore.bench.train_bound import bound_s, compulsory
-from tierstore.cli.output import Output
+from tierstore.bench.train_bound import compulsory
 from tierstore.errors import DataError
 from tierstore.stats import spread
 from tierstore.train.config import TrainConfig
-from tierstore.units import format_bytes, format_seconds
 
 #: The rival whose losses the others are compared with, if it takes part; and the one whose step the aim is made of.
 REFERENCE, TO_BEAT = "torch", "deepspeed-nvme"
@@ -45,7 +66,6 @@ RIVALS: Mapping[str, Rival] = MappingProxyType(
         OURS_IN_RAM: Rival("tierstore, all in memory", "train_tierstore"),
     }
 )
-MODELS = ("built-in", "mixtral")
 #: Losses of the first steps agree within this, in nats: sums in another order move the last bits of fp32, and no more.
 LOSS_TOLERANCE = 1e-3
 #: So many steps are compared. Later ones drift apart: a token near the border of two experts goes to another one.
@@ -55,73 +75,97 @@ _TIMES_DEEPSPEED = 4.0  # ... or be so many times faster than DeepSpeed's: which
 _RESIDENT_SHARE = 0.35  # of DeepSpeed's
 
 
+class TrainedModel(Enum):
+    """What the rivals train."""
+
+    BUILT_IN = "built-in"
+    MIXTRAL = "mixtral"  # of transformers, with the sizes of the built-in model; tierstore wraps it
+
+
 @dataclass(frozen=True, kw_only=True)
-class TrainingRace:
-    """How long to measure, and whom. ``memory_limit``: bytes for each process (0: none). ``timeout_s``: for one request,
-    which may compile a library's operators. ``settings``: JSON laid over DeepSpeed's configuration.
+class TrainingRace(Benchmark):
+    """The same training by plain torch, FSDP2, DeepSpeed ZeRO-3 and tierstore, each in its own process, in turns.
+
+    Rivals that are not installed (pip install tierstore[rivals]), do not open or die are left out with a reason. Exit
+    status 1: a rival computed other losses.
     """
 
-    rivals: tuple[str, ...] = tuple(RIVALS)
-    model: str = MODELS[0]
-    steps: int = 2
-    warmup: int = 2
-    rounds: int = 5
-    memory_limit: int = 0
-    timeout_s: float = 900.0
-    settings: Path | None = None
+    rivals: tuple[str, ...] = option(
+        (),
+        "A rival that takes part; repeat the option for several (default: all).",
+        flag="--rival",
+        shown=False,
+    )
+    model: TrainedModel = option(
+        TrainedModel.BUILT_IN,
+        "The built-in model, or a Mixtral of transformers of its sizes, which tierstore wraps.",
+    )
+    steps: int = option(2, "Steps of each in a round.")
+    warmup: int = option(2, "Steps of each before the first round.")
+    rounds: int = option(5, "Rounds; each begins with another rival.")
+    host_budget: int | None = option(None, "Memory for experts in tierstore.", size=True, key="host_budget")
+    memory_limit: int = size_option(
+        "0", "Memory of each process: a cgroup, or RLIMIT_DATA without the right to make one (0: no limit)."
+    )
+    timeout: float = option(900.0, "Seconds within which each must answer; DeepSpeed compiles within them.")
+    deepspeed: Path | None = option(None, "JSON laid over DeepSpeed's configuration, key by key.")
+    store: Path = store_option(key="store")
+    config: TrainConfig = field(default_factory=TrainConfig, metadata={"configuration": ()})
+
+    @property
+    def saved_as(self) -> str:
+        return "rivals"
 
     def __post_init__(self) -> None:
         at_least(1, steps=self.steps, rounds=self.rounds, warmup=self.warmup)
-        at_least(0, memory_limit=self.memory_limit, timeout_s=self.timeout_s)
+        at_least(0, memory_limit=self.memory_limit, timeout=self.timeout)
 
-    def run(self, config: TrainConfig, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
-        """The figures. ``config.store`` is a directory for all that is kept on disk, made and removed here.
+    def run(self, progress: Progress) -> Found:
+        """Measures in ``store``, made and removed here.
 
         Raises ConfigError (what is not part of the comparison; the directory exists), CapabilityError (a Mixtral without
         transformers), OSError. Whatever befalls a rival is in the figures.
         """
-        parameters = check_workload(config).architecture.parameters
-        entrants, orders = enter(self.rivals, RIVALS), []
-        config = replace(config, steps=max(config.steps, self.warmup + self.steps * self.rounds))
-        with work_directory(config.store) as directory, contextlib.ExitStack() as stack:
+        parameters = check_workload(self.config).architecture.parameters
+        entrants, orders = enter(self.rivals or tuple(RIVALS), RIVALS), []
+        steps = max(self.config.steps, self.warmup + self.steps * self.rounds)
+        config = replace(self.config, steps=steps, store=self.store)
+        tokens, bound = config.tokens_per_step, None
+        with work_directory(self.store) as directory, contextlib.ExitStack() as stack:
             checkpoint = None
-            if self.model == "mixtral":
-                say("writing the checkpoint of a Mixtral")
+            if self.model is TrainedModel.MIXTRAL:
+                progress.say("writing the checkpoint of a Mixtral")
                 checkpoint = directory / "mixtral"
                 parameters = make_mixtral(config, checkpoint)
             for entrant in entrants.values():
                 if entrant.outcome is Outcome.RAN:
-                    self._open(entrant, config, directory, checkpoint, stack)
+                    self._open(entrant, TrainTask(config=config, checkpoint=checkpoint), stack)
                 said = "ready" if entrant.reason is None else f"{entrant.outcome.value}: {entrant.reason}"
-                say(f"{entrant.name}: {said}")
+                progress.say(f"{entrant.name}: {said}")
             disk: StepDisk | None = None
             for number in range(self.rounds):
                 racing = order([name for name, one in entrants.items() if one.process is not None], number)
                 orders.append(racing)
                 for name in racing:
-                    disk = self._turn(entrants[name], config, directory, number, disk, stack)
+                    disk = self._turn(entrants[name], config, number, disk, stack)
                     if entrants[name].outcome is Outcome.DIED:
-                        say(f"{name}: died: {entrants[name].reason}")
+                        progress.say(f"{name}: died: {entrants[name].reason}")
                 speeds = ", ".join(
-                    f"{name} {config.tokens_per_step / medians(one)[-1]:.0f}"
-                    for name, one in entrants.items()
-                    if one.process is not None
+                    f"{name} {tokens / medians(one)[-1]:.0f}" for name, one in entrants.items() if one.process
                 )
-                say(f"round {number + 1} of {self.rounds}, tokens/s: {speeds}")
+                progress.say(f"round {number + 1} of {self.rounds}, tokens/s: {speeds}")
             for entrant in entrants.values():
                 if entrant.process is not None:
                     entrant.process.close()
             reference = mark_disagreeing(entrants)
-            bound = None
             if OURS in ran(entrants):
                 try:  # the trace is whole now
                     bound = self._bound(entrants, directory / "trace")
                 except (DataError, OSError) as error:
-                    say(f"no bound: {error}")
-        tokens = config.tokens_per_step
-        return {
+                    progress.say(f"no bound: {error}")
+        figures = {
             "bench": "rivals",
-            "model": self.model,
+            "model": self.model.value,
             "parameters": parameters,
             "tokens_per_step_count": tokens,
             "steps": self.steps,
@@ -135,36 +179,32 @@ class TrainingRace:
             "compared_steps_count": COMPARED_STEPS,
             "loss_tolerance": LOSS_TOLERANCE,
             "orders": orders,
-            "rivals": [figures(one, entrants, reference, tokens) for one in entrants.values()],
+            "rivals": [rival_figures(one, entrants, reference, tokens) for one in entrants.values()],
             "against": ratios_to_rivals(entrants, tokens),
             "bound": bound,
         }
+        return Found(
+            figures=figures,
+            measurements=[*measurements(figures)],
+            shown=[*shown(figures), *rival_notes(entrants)],
+            failed=any(one.outcome is Outcome.DISAGREED for one in entrants.values()),
+        )
 
-    def _open(
-        self,
-        entrant: Entrant,
-        config: TrainConfig,
-        directory: Path,
-        checkpoint: Path | None,
-        stack: contextlib.ExitStack,
-    ) -> None:
+    def _open(self, entrant: Entrant, task: TrainTask, stack: contextlib.ExitStack) -> None:
         """Opens the rival and warms it up, under the limit or, where it does not open there, without."""
 
         def begin(suffix: str, memory: str, **confined: Any) -> None:
-            own = directory / f"{entrant.name}{suffix}"
-            task = TrainTask(
+            own = replace(
+                task,
                 rival=entrant.name,
                 module=entrant.rival.module,
-                config=config,
-                directory=own,
-                checkpoint=checkpoint,
-                trace=directory / "trace" if entrant.name == OURS else None,
-                settings=self.settings,
+                directory=self.store / f"{entrant.name}{suffix}",
+                trace=self.store / "trace" if entrant.name == OURS else None,
+                settings=self.deepspeed,
             )
             try:
-                entrant.process = process = RivalProcess(
-                    entrant.name, task, own, timeout_s=self.timeout_s, **confined
-                )
+                process = RivalProcess(entrant.name, own, own.directory, timeout_s=self.timeout, **confined)
+                entrant.process = process
                 stack.callback(process.close)
                 entrant.turns[0] = [process.ask(self.warmup)]
             except (RivalError, OSError) as error:
@@ -187,13 +227,11 @@ class TrainingRace:
         self,
         entrant: Entrant,
         config: TrainConfig,
-        directory: Path,
         number: int,
         disk: StepDisk | None,
         stack: contextlib.ExitStack,
     ) -> StepDisk | None:
         """The rival's steps of a round; around tierstore's the disk is measured."""
-        assert entrant.process is not None
         ours = entrant.name == OURS
         before = [disk.measured()] if ours and disk is not None else []
         try:
@@ -204,47 +242,32 @@ class TrainingRace:
         entrant.turns[0].append(found)
         mix = Bytes(found.read_bytes, found.written_bytes).per(self.steps)
         if ours and mix.total:
-            disk = disk or stack.enter_context(contextlib.closing(StepDisk(directory, config, mix)))
+            disk = disk or stack.enter_context(contextlib.closing(StepDisk(self.store, config, mix)))
             entrant.disk_speeds.setdefault(0, []).append(statistics.harmonic_mean([*before, disk.measured()]))
         return disk
 
     def _bound(self, entrants: Mapping[str, Entrant], trace: Path) -> dict[str, Any] | None:
-        """tierstore's step and what it could take at best, as ``bench train`` has it: max(the same in RAM, compulsory bytes
-        over the disk's bandwidth for that mix). ``aim_s``: what a step may take, the slower of 1.10 x the bound and
-        DeepSpeed's step / 4; None without DeepSpeed. ``in_ram_step_s``: None where tierstore-ram did not take part.
-
-        Raises DataError, OSError.
+        """The bound of tierstore's step, as ``bench train`` has it. ``aim_s``: what a step may take, the slower of 1.10 x
+        the bound and DeepSpeed's step / 4; None without DeepSpeed. Raises DataError, OSError.
         """
-        count, who = self.steps * self.rounds, ran(entrants)
+        count, who, ours = self.steps * self.rounds, ran(entrants), medians(entrants[OURS])
         least = compulsory(trace, first_step=self.warmup, steps=count)
-        moved = least.least.per(count)
-        ours = medians(entrants[OURS])
-        in_ram = medians(who[OURS_IN_RAM]) if OURS_IN_RAM in who else None
-        measured_speeds = entrants[OURS].disk_speeds.get(0, [])
-        speeds = measured_speeds if len(measured_speeds) == len(ours) else [math.inf] * len(ours)
-        bounds = [
-            bound_s(ram, moved, speed) for ram, speed in zip(in_ram or [0.0] * len(ours), speeds, strict=True)
-        ]
+        speeds = entrants[OURS].disk_speeds.get(0, [])
+        known = len(speeds) == len(ours)  # else nothing was moved in some round
+        in_ram = medians(who[OURS_IN_RAM]) if OURS_IN_RAM in who else []
+        bounds, found = bound_figures(least, count, in_ram, speeds if known else [math.inf] * len(ours))
         if not all(bounds):  # everything fits, and nothing says what a step takes in RAM
             return None
-        to_bound, aims, to_aim = ratios(ours, bounds), None, []
+        to_bound, aims = ratios(ours, bounds), []
         if TO_BEAT in who:
             slower = [value / _TIMES_DEEPSPEED for value in medians(who[TO_BEAT])]
             aims = [max(_WITHIN_BOUND * a, b) for a, b in zip(bounds, slower, strict=True)]
-            to_aim = ratios(ours, aims)
-        return {
-            "compulsory_policy": least.policy,
-            "compulsory_read_bytes": moved.read,
-            "compulsory_written_bytes": moved.written,
-            "disk_bytes_per_s": statistics.median(speeds) if measured_speeds else None,
-            "compulsory_s": statistics.median(moved.total / speed for speed in speeds),
-            "in_ram_step_s": None if in_ram is None else statistics.median(in_ram),
-            "bound_s": statistics.median(bounds),
+        return found | {
+            "disk_bytes_per_s": statistics.median(speeds) if known else None,
             "round_step_to_bound_ratio": to_bound,
             "step_to_bound_ratio": statistics.median(to_bound),
-            "aim_s": None if aims is None else statistics.median(aims),
-            "round_step_to_aim_ratio": to_aim,
-            "step_to_aim_ratio": statistics.median(to_aim) if to_aim else None,
+            "aim_s": statistics.median(aims) if aims else None,
+            "round_step_to_aim_ratio": ratios(ours, aims) if aims else [],
         }
 
 
@@ -271,11 +294,6 @@ def losses_of(entrant: Entrant) -> list[float]:
     return [loss for one in entrant.turns.get(0, []) for loss in one.losses]
 
 
-def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:
-    """Those of each round."""
-    return [a / b for a, b in zip(numerators, denominators, strict=True)]
-
-
 def difference(reference: Sequence[float], losses: Sequence[float]) -> float:
     """The largest between the first losses of both, in nats; infinite where one is not finite."""
     pairs = [*zip(reference, losses, strict=False)][:COMPARED_STEPS]
@@ -299,11 +317,11 @@ def mark_disagreeing(entrants: Mapping[str, Entrant]) -> str | None:
     return reference
 
 
-def figures(
+def rival_figures(
     entrant: Entrant, entrants: Mapping[str, Entrant], reference: str | None, tokens: int
 ) -> dict[str, Any]:
     """What became of a rival. ``loss_difference``: the largest from the reference within the steps compared, in nats."""
-    losses = losses_of(entrant)
+    losses, rounds = losses_of(entrant), rounds_of(entrant)
     known = reference is not None and bool(losses)
     found = {
         "rival": entrant.name,
@@ -312,7 +330,7 @@ def figures(
         "losses": losses,
         "loss_difference": difference(losses_of(entrants[str(reference)]), losses) if known else None,
     }
-    return found | ({"times": times(rounds_of(entrant), tokens)} if rounds_of(entrant) else {})
+    return found | ({"times": times(rounds, tokens)} if rounds else {})
 
 
 def times(rounds: Sequence[Steps], tokens: int) -> dict[str, Any]:
@@ -322,11 +340,11 @@ def times(rounds: Sequence[Steps], tokens: int) -> dict[str, Any]:
     """
     seconds = [value for one in rounds for value in one.step_s]
     rates = [tokens / statistics.median(one.step_s) for one in rounds]
-    cpu = [one.cpu_s / len(one.step_s) for one in rounds]
-    step, rate = spread(seconds), spread(rates)
+    cpu, rate = [one.cpu_s / len(one.step_s) for one in rounds], spread(rates)
 
-    def a_step(values: Sequence[int | None]) -> int | None:
-        return None if None in values else sum(filter(None, values)) // len(seconds)
+    def a_step(name: str) -> int | None:
+        values = [getattr(one, name) for one in rounds]
+        return None if None in values else sum(values) // len(seconds)
 
     return {
         "step_samples_s": seconds,
@@ -334,16 +352,13 @@ def times(rounds: Sequence[Steps], tokens: int) -> dict[str, Any]:
         "tokens_per_s": rate.median,
         "tokens_low_per_s": rate.least,
         "tokens_high_per_s": rate.greatest,
-        "step_median_s": step.median,
-        "step_p10_s": step.p10,
-        "step_p90_s": step.p90,
         "step_cpu_s": statistics.median(cpu),
         "round_step_cpu_s": cpu,
         "peak_resident_bytes": max(one.peak_resident_bytes for one in rounds),
-        "step_read_bytes": a_step([one.read_bytes for one in rounds]),
-        "step_written_bytes": a_step([one.written_bytes for one in rounds]),
-        "disk_step_read_bytes": a_step([one.disk_read_bytes for one in rounds]),
-        "disk_step_written_bytes": a_step([one.disk_written_bytes for one in rounds]),
+        "step_read_bytes": a_step("read_bytes"),
+        "step_written_bytes": a_step("written_bytes"),
+        "disk_step_read_bytes": a_step("disk_read_bytes"),
+        "disk_step_written_bytes": a_step("disk_written_bytes"),
     }
 
 
@@ -367,11 +382,6 @@ def ratios_to_rivals(entrants: Mapping[str, Entrant], tokens: int) -> list[dict[
             }
         )
     return found
-
-
-def agreed(found: Mapping[str, Any]) -> bool:
-    """Whether all that ran trained the same."""
-    return not any(one["outcome"] == Outcome.DISAGREED.value for one in found["rivals"])
 
 
 def measurements(found: Mapping[str, Any]) -> Iterator[Measurement]:
@@ -399,62 +409,47 @@ def measurements(found: Mapping[str, Any]) -> Iterator[Measurement]:
             yield derived("step to aim", bound["round_step_to_aim_ratio"], "ratio", Better.LOWER, target=1.0)
 
 
-def show(found: Mapping[str, Any], output: Output) -> None:
-    """A table and the ratios, for people."""
-    limit = found["memory_limit_bytes"]
-    output.table(
+def shown(found: Mapping[str, Any]) -> Iterator[Table | str]:
+    """The rivals, ratios to them and the bound, for people."""
+    yield Table(
         f"{found['model']} model, {found['parameters'] / 1e6:.0f} M parameters, {found['tokens_per_step_count']} tokens a "
-        f"step, {found['rounds']} rounds of {found['steps']} steps"
-        + (f", {format_bytes(limit)} each" if limit else ""),
-        ("", "tokens/s", "least to greatest", "CPU a step", "peak resident", "read, written a step", "loss apart"),
-        [_row(one) for one in found["rivals"]],
-    )  # fmt: skip
-    for one in found["rivals"]:
-        if one["reason"] is not None:
-            output.line(f"{one['title']}: {one['outcome']}: {one['reason']}")
-        for line in one["description"] if one["rival"] not in (OURS, OURS_IN_RAM) else ():
-            output.line(f"{one['title']}: {line}")
-        if limit and "times" in one:
-            output.line(f"{one['title']}: memory: {one['memory']}")
-    output.line(
+        f"step, {found['rounds']} rounds of {found['steps']} steps",
+        {
+            "": "title",
+            "outcome": "outcome",
+            "tokens": "times.tokens_per_s",
+            "least": "times.tokens_low_per_s",
+            "greatest": "times.tokens_high_per_s",
+            "CPU a step": "times.step_cpu_s",
+            "peak resident": "times.peak_resident_bytes",
+            "read a step": "times.step_read_bytes",
+            "written a step": "times.step_written_bytes",
+            "loss apart": "loss_difference",
+        },
+        found["rivals"],
+    )
+    yield (
         f"losses of the first {COMPARED_STEPS} steps are compared with {found['reference']}'s; within {LOSS_TOLERANCE:g} "
         "nats they agree"
     )
-    for one in found["against"]:
-        output.line(
-            f"tierstore / {one['rival']}: tokens/s {one['tokens_ratio']:.2f}, CPU time {one['cpu_ratio']:.2f}, resident "
-            f"{one['resident_ratio']:.2f}"
-        )
-    if (bound := found["bound"]) is None:
-        return
-    speed, in_ram = bound["disk_bytes_per_s"], bound["in_ram_step_s"]
-    output.line(
-        f"tierstore's compulsory bytes: {format_bytes(bound['compulsory_read_bytes'])} read and "
-        f"{format_bytes(bound['compulsory_written_bytes'])} written a step ({bound['compulsory_policy']})"
-        + (f" at {format_bytes(int(speed))}/s take {format_seconds(bound['compulsory_s'])}" if speed else "")
-    )
-    output.line(
-        f"step / bound {bound['step_to_bound_ratio']:.3f}, bound {format_seconds(bound['bound_s'])}"
-        + ("" if in_ram is None else f", in RAM {format_seconds(in_ram)}")
-    )
-    if bound["aim_s"] is not None:
-        output.line(
-            f"step / aim {bound['step_to_aim_ratio']:.3f}: at most {format_seconds(bound['aim_s'])}, the slower of 1.10 x "
-            "the bound and a quarter of DeepSpeed's step"
-        )
-
-
-def _row(one: Mapping[str, Any]) -> tuple[str, ...]:
-    apart = "-" if one["loss_difference"] is None else f"{one['loss_difference']:.1e}"
-    if "times" not in one:
-        return (one["title"], one["outcome"], *["-"] * 4, apart)
-    each = one["times"]
-    return (
-        one["title"],
-        f"{each['tokens_per_s']:.0f}" + ("" if one["reason"] is None else f" ({one['outcome']})"),
-        f"{each['tokens_low_per_s']:.0f} to {each['tokens_high_per_s']:.0f}",
-        format_seconds(each["step_cpu_s"]),
-        format_bytes(each["peak_resident_bytes"]),
-        f"{format_bytes(each['step_read_bytes'])}, {format_bytes(each['step_written_bytes'])}",
-        apart,
+    columns = {
+        "tierstore /": "rival",
+        "tokens": "tokens_ratio",
+        "CPU time": "cpu_ratio",
+        "resident": "resident_ratio",
+    }
+    yield Table("", columns, found["against"])
+    yield Table(
+        "tierstore's bound: the slower of the same in RAM and of its compulsory bytes at the disk's bandwidth; its aim: the "
+        "slower of 1.10 x the bound and a quarter of DeepSpeed's step",
+        {
+            "policy": "compulsory_policy",
+            "read a step": "compulsory_step_read_bytes",
+            "written a step": "compulsory_step_written_bytes",
+            "disk": "disk_bytes_per_s",
+            "in RAM": "in_ram_step_s",
+            "bound": "bound_s",
+            "aim": "aim_s",
+        },
+        [] if found["bound"] is None else [found["bound"]],
     )

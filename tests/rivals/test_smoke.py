@@ -27,7 +27,7 @@ SETTINGS = [*_RUN.split(), *(f"model.{size}" for size in _SIZES.split())]
 
 
 def run(*arguments: str) -> tuple[Result, dict[str, Any]]:
-    done = CliRunner().invoke(race.race, arguments, standalone_mode=False)
+    done = CliRunner().invoke(race.race, [*arguments, "--json"], standalone_mode=False)
     lines = done.stdout.splitlines()
     return done, json.loads(lines[-1]) if lines and lines[-1].startswith("{") else {}
 
@@ -58,7 +58,6 @@ def test_the_race_of_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """tierstore, transformers and accelerate with a checkpoint, which tierstore imports; load at the end."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(generation_race, "PROBE_BYTES", 4 << 20)
-    monkeypatch.setattr(race, "RESULTS", tmp_path / "results")
     store_of(tmp_path, "qwen3_moe", torch.bfloat16)
     done, found = run(
         *("generate", "model", "--rivals", "tierstore,transformers,accelerate", "--memory", "0"),
@@ -74,17 +73,15 @@ def test_the_race_of_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             "--rounds",
             "1",
         ),
-        *("--threads", "1", "--load", "0.8", "--requests", "2", "--machine", "test"),
+        *("--threads", "1", "--load", "0.8", "--requests", "2", "--save", "race.json"),
     )
     assert done.return_value == 0, done.output
     assert [one["outcome"] for one in found["speeds"]] == ["ran"] * 3, done.output
     assert [one["chosen_same_ratio"] for one in found["speeds"]] == [1.0] * 3
     assert [one["batch_count"] for one in found["bounds"]] == [2]
     assert found["load"]["requests"] == 2
-    (saved,) = (tmp_path / "results/test").iterdir()
-    assert saved.name.endswith("-generate.json")
-    assert len(load_document(saved).measurements) > 6
-    assert not Path("tierstore-race").exists()
+    assert len(load_document(Path("race.json")).measurements) > 6
+    assert not Path("tierstore-bench").exists()
 
 
 @pytest.mark.slow
@@ -92,7 +89,7 @@ def test_the_race_of_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ("arguments", "named"),
     [
         ("train --set model.capacity_factor=1", "race.py: error: model.router_noise, model.capacity_factor"),
-        ("train --rival other", "--rival"),
+        ("train --rival other", "race.py: error: rivals: expected one of torch"),
         ("generate . --batch two", "race.py: error: --batch"),
     ],
 )

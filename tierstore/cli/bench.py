@@ -61,7 +61,8 @@ class BenchGroup(CommandGroup):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """The command, derived from its benchmark."""
         if cmd_name in BENCHMARKS and cmd_name not in self.commands:
-            self.add_command(_command(cmd_name))
+            module = importlib.import_module(f"tierstore.bench.{cmd_name}")
+            self.add_command(benchmark_command(cmd_name, getattr(module, BENCHMARKS[cmd_name])))
         return super().get_command(ctx, cmd_name)
 
 
@@ -78,9 +79,8 @@ def bench(ctx: click.Context) -> None:
 # Options ----------------------------------------------------------------------------------------------------
 
 
-def _command(name: str) -> click.Command:
+def benchmark_command(name: str, kind: type[Benchmark]) -> click.Command:
     """The command of a benchmark."""
-    kind: type[Benchmark] = getattr(importlib.import_module(f"tierstore.bench.{name}"), BENCHMARKS[name])
     infos = [info for info in dotted_fields(kind) if "help" in info.metadata and "." not in info.name]
     configured = next((each for each in dataclasses.fields(kind) if "configuration" in each.metadata), None)  # type: ignore[arg-type]
 
