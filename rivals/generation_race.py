@@ -8,9 +8,8 @@ A rival that is not installed or dies is left out with its reason.
 from __future__ import annotations
 
 import contextlib
-import os
 import statistics
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -29,8 +28,8 @@ from entrants import (
     rival_notes,
 )
 from generating import GenerateTask, Load, LoadResult, Ran, Workload
-from gguf_file import write_gguf
 from process import RivalError, RivalProcess
+from raced_model import RacedModel, drop_page_cache, read_ahead_bytes, read_ahead_of
 
 from tierstore import machine
 from tierstore.bench.documents import Better, Measurement, counted, derived, measured
@@ -50,12 +49,9 @@ from tierstore.bench.harness import (
 from tierstore.bench.probes import Bytes, DiskProbe, MemoryLimit
 from tierstore.bench.train_bound import compulsory
 from tierstore.cli.options import config_overrides
-from tierstore.errors import CapabilityError, ConfigError, DataError
-from tierstore.hf.describing import CONFIG_NAME, read_config
-from tierstore.hf.manifest import MANIFEST_NAME, Manifest, Weights
+from tierstore.errors import ConfigError, DataError
 from tierstore.stats import percentile
 from tierstore.store.config import IoConfig
-from tierstore.store.disk.home import MODEL_DIRECTORY
 
 REFERENCE, OFFLOADED, MAPPED = "transformers", "accelerate", "llama.cpp"
 #: In the order of the table.
@@ -84,116 +80,6 @@ TARGETS: Mapping[tuple[str, str, int], float] = MappingProxyType(
 )
 #: Of the disk's probe.
 PROBE_BYTES = 256 << 20
-_SPARE_BYTES = 64 << 20  # beyond the experts, where all of them are to be in memory
-_DROP = Path("/proc/sys/vm/drop_caches")
-_SYS = Path("/sys")
-
-
-# The model and the page cache -------------------------------------------------------------------------------
-
-
-class RacedModel:
-    """The model that every rival generates with: the same weights as a checkpoint, a store and a GGUF file.
-
-    ``path`` is a directory of transformers or a store; ``store`` and ``gguf`` are the same model, if they are there already.
-    ``prepare`` makes what is missing. Raises ConfigError.
-    """
-
-    manifest: Manifest
-
-    def __init__(self, path: Path, *, store: Path | None = None, gguf: Path | None = None) -> None:
-        stored = (path / MODEL_DIRECTORY / MANIFEST_NAME).exists()
-        if stored and store is not None:
-            raise ConfigError(f"{path}: is a store; expected no --imported")
-        self.checkpoint, self.store, self.gguf = (None, path, gguf) if stored else (path, store, gguf)
-        for given in (path, store, gguf):
-            if given is not None and not given.exists():
-                raise ConfigError(f"{given}: missing")
-        config = read_config(path / MODEL_DIRECTORY if stored else path)
-        self.name = str(config.get("model_type", CONFIG_NAME))
-        self.vocabulary = vocabulary_of(config)
-
-    @property
-    def expert_bytes(self) -> int:
-        """Weights of one expert in the type that computes."""
-        return self.manifest.experts.numel * self.manifest.compute.itemsize
-
-    @property
-    def experts_budget(self) -> int:
-        """A host budget for all experts."""
-        return (self.manifest.experts.records + 4) * self.expert_bytes * 9 // 8 + _SPARE_BYTES
-
-    def prepare(self, names: Set[str], directory: Path, progress: Progress) -> None:
-        """Makes what the rivals need in ``directory``: the store (whose sizes are read in any case), the checkpoint, the
-        GGUF file. Raises ConfigError for a family without the last, StoreError, OSError.
-        """
-        if self.checkpoint is None and names & {REFERENCE, OFFLOADED, MAPPED}:
-            from tierstore.hf.exporting import export
-
-            progress.say("writing a checkpoint of the store")
-            export(self.store, directory / "checkpoint")
-            self.checkpoint = directory / "checkpoint"
-        if self.store is None:
-            from tierstore.hf.importing import ImportOptions, import_model
-
-            progress.say("importing the checkpoint, frozen")
-            self.store = directory / "store"
-            import_model(self.checkpoint, self.store, ImportOptions(weights=Weights.FROZEN))
-        self.manifest = Manifest.read(self.store)
-        if self.gguf is None and MAPPED in names:
-            progress.say("writing a GGUF file of the checkpoint")
-            write_gguf(self.checkpoint, directory / "model.gguf")
-            self.gguf = directory / "model.gguf"
-
-
-def vocabulary_of(config: Mapping[str, Any]) -> int:
-    """The number of tokens of a model's configuration. Raises ConfigError where it does not say."""
-    for table in (config, config.get("text_config") or {}):
-        if "vocab_size" in table:
-            return int(table["vocab_size"])
-    raise ConfigError("config.json: vocab_size: missing")
-
-
-def drop_page_cache(file: Path = _DROP) -> str | None:
-    """Writes out and drops the whole machine's page cache. None, or why it could not."""
-    os.sync()
-    try:
-        file.write_text("3\n")
-    except OSError as error:
-        return f"{file}: {error.strerror}"
-    return None
-
-
-def _read_ahead_file(directory: Path, sys: Path) -> Path | None:
-    """Where the kernel says how far it reads ahead on the disk under ``directory``."""
-    number = os.stat(directory).st_dev
-    entry = sys / f"dev/block/{os.major(number)}:{os.minor(number)}"
-    holders = (entry, entry.resolve().parent)  # a partition's queue is its disk's
-    files = [holder / "queue/read_ahead_kb" for holder in holders]
-    return next((file for file in files if file.exists()), None)
-
-
-def read_ahead_bytes(directory: Path, sys: Path = _SYS) -> int | None:
-    """What the kernel reads at most around a missing page of a mapped file in ``directory``; None where it does not say."""
-    file = _read_ahead_file(directory, sys)
-    return None if file is None else int(file.read_text()) << 10
-
-
-@contextlib.contextmanager
-def read_ahead_of(directory: Path, nbytes: int, sys: Path = _SYS) -> Iterator[None]:
-    """Sets the readahead of the disk under ``directory``, and restores it at exit. Raises CapabilityError."""
-    file = _read_ahead_file(directory, sys)
-    if file is None:
-        raise CapabilityError(f"read-ahead: {directory}: its disk has no such setting")
-    before = file.read_text()
-    try:
-        file.write_text(f"{nbytes >> 10}\n")
-    except OSError as error:
-        raise CapabilityError(f"read-ahead: {file}: {error.strerror}") from error
-    try:
-        yield
-    finally:
-        file.write_text(before)
 
 
 # The race ---------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from torch import Tensor
 from training import BuiltIn, TorchLoop, TrainTask, alone_on_gloo
 
 _NEVER = 1 << 60
-#: Optimizer state is stepped, and swapped, in pieces of so many parameters.
+#: Optimizer state is stepped, and swapped, in pieces of this many parameters.
 _SUB_GROUP = 10_000_000
 #: So many parameters are in memory at a time, and fetched ahead; more where one parameter alone is larger.
 _LIVE, _AHEAD = 20_000_000, 8_000_000

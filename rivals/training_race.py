@@ -71,7 +71,7 @@ LOSS_TOLERANCE = 1e-3
 #: So many steps are compared. Later ones drift apart: a token near the border of two experts goes to another one.
 COMPARED_STEPS = 10
 _WITHIN_BOUND = 1.10  # a step may take so much of its bound ...
-_TIMES_DEEPSPEED = 4.0  # ... or be so many times faster than DeepSpeed's: whichever is slower is the aim
+_TIMES_DEEPSPEED = 4.0  # ... or be this many times faster than DeepSpeed's: whichever is slower is the aim
 _RESIDENT_SHARE = 0.35  # of DeepSpeed's
 
 

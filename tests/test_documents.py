@@ -64,7 +64,7 @@ def test_the_drawing_of_a_race(tmp_path: Path) -> None:
     ran = {"outcome": "ran", "rival": "tierstore", "title": "tierstore", "times": times}
     saved, target = tmp_path / "rivals.json", tmp_path / "rivals.svg"
     saved.write_text(json.dumps({"figures": {"rivals": [ran, {"outcome": "skipped"}]}}))
-    subprocess.run([sys.executable, ROOT / "rivals/plot.py", saved, target], check=True)
+    subprocess.run([sys.executable, ROOT / "scripts/plot.py", "race", saved, target], check=True)
     for title in ("Tokens a second", "Peak resident memory, GiB", "Disk, GiB a step"):
         assert title in target.read_text()
 
@@ -73,7 +73,7 @@ def test_the_plot_of_a_run(tmp_path: Path) -> None:
     line = {"loss": 2.0, "val_loss": None, "hits": 3, "misses": 1, "read_bytes": 1 << 30, "written_bytes": 0}
     metrics, target = tmp_path / "run.jsonl", tmp_path / "run.svg"
     metrics.write_text("".join(json.dumps({"step": step, **line}) + "\n" for step in (1, 2)))
-    subprocess.run([sys.executable, ROOT / "scripts/plot_run.py", metrics, target], check=True)
+    subprocess.run([sys.executable, ROOT / "scripts/plot.py", "run", metrics, target], check=True)
     for title in ("Loss, nats a byte", "Hits of the host cache, %", "Disk, GiB a step"):
         assert f">{title}<" in target.read_text()
 
@@ -83,7 +83,7 @@ def test_the_plot_of_a_fine_tuning_run(tmp_path: Path) -> None:
     reference.write_text(json.dumps({"losses": [3.0, 2.5], "held_out": [[0, 3.1], [2, 2.4]]}))
     lines = [{"step": 1, "loss": 3.0, "val_loss": None}, {"step": 2, "loss": 2.501, "val_loss": 2.4}]
     metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    command = [sys.executable, ROOT / "scripts/plot_finetune.py", reference, metrics, target]
+    command = [sys.executable, ROOT / "scripts/plot.py", "finetune", reference, metrics, target]
     subprocess.run(command, check=True)
     for title in ("Loss, nats a token", "Difference, nats"):
         assert f">{title}<" in target.read_text()

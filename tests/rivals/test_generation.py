@@ -10,16 +10,8 @@ import numpy as np
 import pytest
 import torch
 from generating import Generated, Load, Ran, Workload, serve_load
-from generation_race import (
-    Turn,
-    drop_page_cache,
-    read_ahead_bytes,
-    read_ahead_of,
-    speed_figures,
-    speed_ratios,
-    vocabulary_of,
-)
-from gguf_file import write_gguf
+from generation_race import Turn, speed_figures, speed_ratios
+from raced_model import drop_page_cache, read_ahead_bytes, read_ahead_of, vocabulary_of, write_gguf
 from served_stores import store_of
 
 from tierstore.errors import CapabilityError, ConfigError
