@@ -9,7 +9,7 @@ from dataclasses import replace
 from training import Mixtral, TrainTask
 
 from tierstore.bench.train import in_ram
-from tierstore.plan.order import choose_order
+from tierstore.plan.order import choose_order, in_order, order_lines
 from tierstore.train.ranks import Opening
 from tierstore.train.session import open_session
 
@@ -24,7 +24,5 @@ def opened(task: TrainTask) -> Iterator[tuple[Sequence[str], Callable[[], float]
     if task.rival == "tierstore-ram":
         config = in_ram(config)
     order = choose_order(config)
-    with open_session(order.applied(config), Opening.CREATE, trace=task.trace) as trainer:
-        described = order.describe()
-        lines = [*trainer.store.describe(), *([] if described is None else [described])]
-        yield lines, lambda: trainer.step().loss
+    with open_session(in_order(config, order), Opening.CREATE, trace=task.trace) as trainer:
+        yield [*trainer.store.describe(), *order_lines(order)], lambda: trainer.step().loss

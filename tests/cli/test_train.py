@@ -129,7 +129,7 @@ def test_the_order_of_micro_batches_is_named(run: Run) -> None:
     four = ("--set", "data.micro_batches=4", "--set", "steps=1", "--set", "sample_tokens=0")
     assert run.json("--steps", "1")["micro_order"] == "micro"
     auto = run(*four, "--set", "links.disk.bandwidth=1MiB", store=run.directory / "auto").stdout
-    assert "4 micro-batches: layer order (auto: a step moves " in auto
+    assert "order of 4 micro-batches: layer (auto: a step moves " in auto
     assert "block inputs: spilled to disk" in auto
     spilled = run.json(
         *four,

@@ -32,14 +32,14 @@ def _choice(mesh: Mesh) -> tuple[str, str, int]:
 
 def test_nothing_is_measured_where_nothing_can_be_chosen(ranks: Ranks) -> None:
     said = (
-        "exchange: auto, flat: each expert group of 2 is within one node of 2 ranks (neither parallel.node_ranks nor "
-        "LOCAL_WORLD_SIZE says where nodes end)"
+        "exchange: auto, flat (each expert group of 2 is within one node of 2 ranks (neither parallel.node_ranks nor "
+        "LOCAL_WORLD_SIZE says where nodes end))"
     )
     with ranks.fresh(2) as world:
         assert world.run(_choice) == [("FlatExchange", said, 0)] * 2
     flat = ParallelConfig(exchange=ExchangeMode.FLAT, node_ranks=2, timeout_s=30.0)
     with ranks.fresh(4, flat) as world:
-        assert world.run(_choice) == [("FlatExchange", "exchange: flat, flat: as configured", 0)] * 4
+        assert world.run(_choice) == [("FlatExchange", "exchange: flat, flat (as configured)", 0)] * 4
 
 
 def test_auto_measures_and_all_ranks_decide_alike(ranks: Ranks) -> None:

@@ -14,13 +14,13 @@ from torch import Tensor
 from tierstore.parallel import (
     Collective,
     CollectiveTraffic,
-    ExchangeChoice,
     ExchangeMode,
     FlatExchange,
     HierarchicalExchange,
     Mesh,
     SizedExchange,
 )
+from tierstore.parallel.launching import exchange_decision
 
 HIERARCHICAL: dict[str, Any] = {"exchange": ExchangeMode.HIERARCHICAL}
 
@@ -212,8 +212,7 @@ def _by_size(mesh: Mesh) -> list[int]:
     """How many messages go to other nodes, by the bytes of a row, where AUTO's threshold is 100 bytes."""
     hierarchical = mesh.exchange
     assert isinstance(hierarchical, HierarchicalExchange)
-    choice = ExchangeChoice(ExchangeMode.AUTO, 100.0, "given")
-    exchange = SizedExchange(FlatExchange(mesh.expert), hierarchical, choice)
+    exchange = SizedExchange(FlatExchange(mesh.expert), hierarchical, 100.0)
     assert exchange.rank == mesh.expert.rank
     assert exchange.groups == (mesh.expert, *hierarchical.groups)
     once_SS = torch.ones((4, 4), dtype=torch.int64)
@@ -235,10 +234,10 @@ def test_small_messages_go_in_two_steps(ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     ("below_bytes", "said"),
     [
-        (0.0, "exchange: auto, flat: why"),
-        (float("inf"), "exchange: auto, hierarchical: why"),
-        (2048.0, "exchange: auto, hierarchical for messages below 2 KiB, flat above: why"),
+        (0.0, "exchange: auto, flat (why)"),
+        (float("inf"), "exchange: auto, hierarchical (why)"),
+        (2048.0, "exchange: auto, hierarchical for messages below 2 KiB, flat above (why)"),
     ],
 )
 def test_a_choice_says_what_it_came_to(below_bytes: float, said: str) -> None:
-    assert ExchangeChoice(ExchangeMode.AUTO, below_bytes, "why").describe() == said
+    assert exchange_decision(ExchangeMode.AUTO, below_bytes, "why").describe() == said

@@ -34,7 +34,7 @@ from tierstore.hf.spec import hf_spec
 from tierstore.model.config import ComputeDtype
 from tierstore.moe.lora import LoraConfig, LoraTargets
 from tierstore.plan.capacity import Use, usage_of
-from tierstore.plan.order import choose_order
+from tierstore.plan.order import choose_order, in_order
 from tierstore.tiers.slots import DeviceKind
 from tierstore.train.budgets import budgets, expert_schema, least_host_budget, pair_schema
 from tierstore.train.files import MicroOrder
@@ -181,13 +181,11 @@ def test_layer_order_of_pairs() -> None:
     run = replace(load(TrainConfig, None, settings), model=spec, lora=lora)
     run = replace(run, host_budget=least_host_budget(run, DeviceKind.CPU))
     choice = choose_order(run)
-    assert choice.order is MicroOrder.LAYER
-    assert choice.layer is not None
-    assert choice.micro is not None
-    assert choice.layer.moved_bytes < choice.micro.moved_bytes
+    assert choice.value is MicroOrder.LAYER
+    assert choice.facts["layer"].moved_bytes < choice.facts["micro"].moved_bytes
     pairs = pair_schema(run)
     assert pairs is not None
-    for config, gradients in ((run, 1), (choice.applied(run), 3)):
+    for config, gradients in ((run, 1), (in_order(run, choice), 3)):
         cost = fixed_cost(config, 0, units=spec.architecture.units, text=0)
         assert cost.pairs == 4 * (1 + gradients) * pairs.numel * 8
         setting = Setting(config=config, model=spec.architecture, usage=usage_of(spec, Use.LORA, rank=4))

@@ -14,7 +14,7 @@ from tierstore.errors import BudgetError
 from tierstore.machine_profile import ASSUMED, Cost
 from tierstore.plan.capacity import Setting, capacity
 from tierstore.plan.fitting import Limits, shortest_remedy
-from tierstore.plan.order import OrderChoice, choose_order, compare_orders
+from tierstore.plan.order import choose_order, compare_orders, in_order, order_advice, order_lines
 from tierstore.plan.report import plan_run
 from tierstore.plan.traffic import step_traffic
 from tierstore.plan.workload import StepWorkload
@@ -109,8 +109,8 @@ def test_passes_of_layer_order_by_hand(setting: Make) -> None:
 def test_one_micro_batch_leaves_nothing_to_choose(setting: Make) -> None:
     config = setting().config
     choice = choose_order(config)
-    assert choice.order is MicroOrder.MICRO
-    assert choice.describe() is None
+    assert choice.value is MicroOrder.MICRO
+    assert order_lines(choice) == []
     assert plan_run(config, Limits(1 << 40, 1 << 40)).as_json()["order"] is None
 
 
@@ -118,43 +118,39 @@ def test_one_micro_batch_leaves_nothing_to_choose(setting: Make) -> None:
 def test_what_is_configured_counts(order: str, setting: Make) -> None:
     config = setting({"data.micro_batches": 4, "data.micro_order": order}).config
     choice = choose_order(config)
-    assert choice == OrderChoice(MicroOrder(order), "as configured", 4)
-    assert choice.applied(config) == config
+    assert (choice.value, choice.reason) == (MicroOrder(order), "as configured")
+    assert in_order(config, choice) == config
 
 
 def test_auto_takes_what_is_faster(setting: Make) -> None:
     slow = setting({"data.micro_batches": 4} | SLOW)
     choice = choose_order(slow.config)
-    assert choice.order is MicroOrder.LAYER
-    assert choice.applied(slow.config).data.layer_major
-    assert choice.describe() == f"4 micro-batches: layer order ({choice.reason})"
+    assert choice.value is MicroOrder.LAYER
+    assert in_order(slow.config, choice).data.layer_major
+    assert order_lines(choice) == [f"order of 4 micro-batches: layer ({choice.reason})"]
     assert choice.reason.startswith("auto: a step moves ")
     in_memory = setting({"data.micro_batches": 4, "host_budget": "8MiB"} | SLOW)
     found = choose_order(in_memory.config)
-    assert found.order is MicroOrder.MICRO
-    assert found.layer is not None
-    assert found.micro is not None
-    assert found.layer.moved_bytes == found.micro.moved_bytes == 0
+    assert found.value is MicroOrder.MICRO
+    assert found.facts["layer"].moved_bytes == found.facts["micro"].moved_bytes == 0
 
 
 def test_auto_without_memory_for_a_layer(setting: Make) -> None:
     choice = choose_order(setting({"data.micro_batches": 4, "boundary_budget": 4096} | SLOW).config)
-    assert choice.order is MicroOrder.MICRO
+    assert choice.value is MicroOrder.MICRO
     assert choice.reason == "auto: boundary_budget is too small for layer order"
 
 
 def test_costs_by_hand(setting: Make) -> None:
     planned = setting({"data.micro_batches": 4, "boundary_budget": 5 * 4096} | SLOW)
     choice = compare_orders(planned, ASSUMED)
-    layer = replace(planned, config=choice.applied(planned.config))
+    layer = replace(planned, config=in_order(planned.config, choice))
     traffic, taken = step_traffic(layer, capacity(layer)), capacity(layer)
-    assert choice.layer is not None
-    assert choice.layer.moved_bytes == traffic.read_bytes + traffic.written_bytes + 2 * 3 * 4096
-    assert choice.layer.memory_bytes == taken.total(Tier.HOST, Tier.DEVICE)
+    assert choice.facts["layer"].moved_bytes == traffic.read_bytes + traffic.written_bytes + 2 * 3 * 4096
+    assert choice.facts["layer"].memory_bytes == taken.total(Tier.HOST, Tier.DEVICE)
     whole = setting({"data.batch_size": 16, "model.checkpoint_activations": "block"} | SLOW)
-    assert choice.whole is not None
-    assert choice.whole.memory_bytes == capacity(whole).total(Tier.HOST, Tier.DEVICE)
-    advice = choice.advice()
+    assert choice.facts["one_larger"].memory_bytes == capacity(whole).total(Tier.HOST, Tier.DEVICE)
+    advice = order_advice(choice)
     assert advice is not None
     assert advice.startswith("one micro-batch of 4-fold size with checkpoint_activations = block")
 
@@ -162,11 +158,11 @@ def test_costs_by_hand(setting: Make) -> None:
 def test_a_profile_that_says_otherwise_is_heard(setting: Make) -> None:
     """A run knows no profile, so the plan says what the run will do, and what would be faster."""
     planned = setting({"data.micro_batches": 4, "host_budget": "300KiB"})
-    asked = compare_orders(planned, ASSUMED).order
+    asked = compare_orders(planned, ASSUMED).value
     slow = replace(ASSUMED, machine="a slow disk", disk_mixed=Cost(0.0, 1e5))
     fast = replace(ASSUMED, machine="a slow processor", dense_flops=Cost(0.0, 1e6), expert_flops=Cost(0, 1e6))
     found = {profile.machine: compare_orders(planned, profile) for profile in (slow, fast)}
-    assert {choice.order for choice in found.values()} == {asked}
+    assert {choice.value for choice in found.values()} == {asked}
     other = found["a slow disk" if asked is MicroOrder.MICRO else "a slow processor"]
     assert "order is faster" in other.reason
 

@@ -15,14 +15,16 @@ import torch
 from launcher import Ranks
 
 from tierstore.config import load
+from tierstore.decision import Decision
 from tierstore.model.store_schema import STATE_KEY
 from tierstore.parallel import Mesh, ParallelConfig, RankEnvironment
 from tierstore.parallel.layout import Layout, layout_of
-from tierstore.plan.order import OrderChoice, agreed_order, choose_order
+from tierstore.plan.order import agreed_order, choose_order
 from tierstore.store import ParameterStore
 from tierstore.store.committing import Keep
 from tierstore.train import checksum
 from tierstore.train.config import TrainConfig
+from tierstore.train.files import MicroOrder
 from tierstore.train.ranks import Opening
 from tierstore.train.session import open_session
 
@@ -114,7 +116,9 @@ def checksums(mesh: Mesh, settings: Settings, stops: int | None = None) -> tuple
         return own, every
 
 
-def orders(mesh: Mesh, settings: Settings, by_rank: Sequence[Settings]) -> tuple[OrderChoice, OrderChoice]:
+def orders(
+    mesh: Mesh, settings: Settings, by_rank: Sequence[Settings]
+) -> tuple[Decision[MicroOrder], Decision[MicroOrder]]:
     """The order of micro-batches that this rank would choose, and that of the run."""
     config = load(TrainConfig, None, {**TINY, **settings, **by_rank[mesh.world.rank]})
     return choose_order(config, ranks=mesh.world.size), agreed_order(config, mesh)

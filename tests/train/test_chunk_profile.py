@@ -91,9 +91,9 @@ def test_a_profile_decides_and_is_named(tmp_path: Path, exchange: Cost, chunks: 
     path = write_profile(tmp_path / "p.json", exchange)
     chosen = control_of(configured(path), mesh_of(2)).chosen
     assert chosen is not None
-    assert (chosen.degrees.forward, chosen.degrees.backward) == (chunks, chunks)
+    assert (chosen.value.forward, chosen.value.backward) == (chunks, chunks)
     assert f"auto: tokens spread evenly, costs of {path}; a layer's passes take" in chosen.describe()
-    assert chosen.as_json()["costs"] == f"of {path}"
+    assert chosen.facts["costs"] == f"of {path}"
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_the_plan_says_what_the_run_chooses(tmp_path: Path, latency: float, sett
     setting = Setting(config=config, model=config.model.architecture, ranks=PlannedRanks(count=2))
     degrees = predict(setting, read_profile(path, 2)).degrees
     assert degrees is not None
-    assert tuple(degrees.taken.values()) == (chosen.degrees.forward, chosen.degrees.backward)
+    assert tuple(degrees.taken.values()) == (chosen.value.forward, chosen.value.backward)
 
 
 def test_results_of_tensor_parallel_ranks_come_back_in_chunks(tmp_path: Path) -> None:
@@ -120,12 +120,12 @@ def test_results_of_tensor_parallel_ranks_come_back_in_chunks(tmp_path: Path) ->
     config = configured(path, {"model.compute_dtype": "fp32"})
     chosen = control_of(config, mesh_of(2, tensor=2)).chosen
     assert chosen is not None
-    assert chosen.degrees.forward == 4
+    assert chosen.value.forward == 4
     computed, back = 128 * 3.072e-3, 128 * 64 / 1e5
     told = configured(None, {"parallel.pipeline_degree": 2})
     number = control_of(told, mesh_of(2, tensor=2)).chosen
     assert number is not None
-    assert number.degrees.forward == number.degrees.backward == 2
+    assert number.value.forward == number.value.backward == 2
     backward = 2 * computed + (back + 128 * 4 / 1e5) / 4
     seconds = computed + back / 4 + backward
     assert f"a layer's passes take {seconds:.3g} s" in chosen.describe()

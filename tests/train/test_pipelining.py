@@ -119,13 +119,13 @@ def test_choice_worked_by_hand() -> None:
     control = _control(costs, {"model.compute_dtype": "fp32"})
     control.begin(TrainState(), lambda note: None)
     assert control.chosen is not None
-    assert control.chosen.degrees.forward == 3
-    assert control.chosen.wanted.forward == 5
+    assert control.chosen.value.forward == 3
+    assert control.chosen.facts["wanted"].forward == 5
     for costs, wanted in ((FREE, 3), (DEAR, 1)):
         control = _control(costs, {})
         control.begin(TrainState(), lambda note: None)
         assert control.chosen is not None
-        assert control.chosen.degrees == PipelineDegrees(wanted, wanted)
+        assert control.chosen.value == PipelineDegrees(wanted, wanted)
         capped = "would be better, and a rank owns 3 experts of a layer" in control.chosen.describe()
         assert capped == (wanted == 3)
 

@@ -74,7 +74,7 @@ def test_all_ranks_take_one_order(ranks: Ranks, settings: Callable[..., dict[str
     changes = settings({"data.micro_batches": 2, "host_budget": 60_000, "model.seq_len": 1024})
     changes["data.batch_size"] = 64
     (slow, first), (fast, second) = ranks.run(2, orders, changes, [{"links.disk.bandwidth": 1 << 20}, {}])
-    assert (slow.order, fast.order) == (MicroOrder.LAYER, MicroOrder.MICRO)
+    assert (slow.value, fast.value) == (MicroOrder.LAYER, MicroOrder.MICRO)
     assert first == second == slow
 
 

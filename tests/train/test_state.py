@@ -16,7 +16,7 @@ from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening
 from tierstore.train.session import open_session
 from tierstore.train.state import conditions, differences
-from tierstore.train.vocabulary import VocabularyChoice
+from tierstore.train.vocabulary import VocabularyTables
 
 Make = Callable[..., TrainConfig]
 
@@ -53,7 +53,7 @@ def test_budgets_are_no_conditions(configure: Make) -> None:
             device=cpu,
             data_crc32=3,
             mesh=Mesh.alone(RankEnvironment(), cpu),
-            vocabulary=VocabularyChoice(),
+            vocabulary=VocabularyTables(),
         )
 
     plain = of({})

@@ -17,18 +17,18 @@ from tierstore.parallel.config import ParallelConfig, RowPlacement
 from tierstore.parallel.layout import TableRows
 from tierstore.tiers.slots import DeviceKind
 from tierstore.train.config import TrainConfig
-from tierstore.train.vocabulary import VocabularyChoice, choose_vocabulary
+from tierstore.train.vocabulary import VocabularyTables, choose_vocabulary
 
 GATHERED, PARTITIONED = RowPlacement.GATHERED, RowPlacement.PARTITIONED
 LARGE: dict[str, Any] = {"model.vocab_size": 151_936, "model.d_model": 512, "data.batch_size": 4}
 
 
-def chosen(changes: dict[str, Any], *, ranks: int = 4, **options: Any) -> VocabularyChoice:
+def chosen(changes: dict[str, Any], *, ranks: int = 4, **options: Any) -> VocabularyTables:
     return choose_vocabulary(load(TrainConfig, None, changes), ranks=ranks, **options)
 
 
-def placements(choice: VocabularyChoice) -> tuple[RowPlacement, RowPlacement]:
-    return choice.embedding.placement, choice.head.placement
+def placements(choice: VocabularyTables) -> tuple[RowPlacement, RowPlacement]:
+    return choice.embedding.value, choice.head.value
 
 
 def test_bytes_by_hand() -> None:
@@ -88,7 +88,9 @@ def test_auto_never_sends_more(vocab: int, width: int, ranks: int, rows: int, mi
     choice = chosen(changes, ranks=ranks)
     assert choice.cost is not None
     for table, sent in ((choice.embedding, choice.cost.embedding_sent), (choice.head, choice.cost.head_sent)):
-        assert table.partitioned is (sent < choice.cost.gathered_sent and 4 * vocab * width >= 4 << 20)
+        assert (table.value is PARTITIONED) is (
+            sent < choice.cost.gathered_sent and 4 * vocab * width >= 4 << 20
+        )
 
 
 def test_a_tied_head_is_the_embedding() -> None:
@@ -124,7 +126,9 @@ def test_what_cannot_be() -> None:
     choice = chosen({**LARGE, **host}, device=DeviceKind.CUDA)
     assert placements(choice) == (GATHERED, GATHERED)
     assert choice.describe() is None
-    assert chosen({**partitioned, **host}).embedding.partitioned  # on the CPU they are where they are stepped
+    assert (
+        chosen({**partitioned, **host}).embedding.value is PARTITIONED
+    )  # on the CPU they are where they are stepped
 
 
 def test_tasks_keep_their_head(tmp_path: Any) -> None:

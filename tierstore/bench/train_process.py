@@ -100,7 +100,7 @@ class TrainingProcess:
 
 
 def _answers(requests: Iterator[Any]) -> Generator[Mapping[str, object]]:
-    from tierstore.plan.order import choose_order
+    from tierstore.plan.order import choose_order, in_order, order_lines
     from tierstore.train.config import TrainConfig
     from tierstore.train.footprint import fixed_cost, keep_freed_memory, resident_bytes
     from tierstore.train.ranks import Opening
@@ -113,15 +113,14 @@ def _answers(requests: Iterator[Any]) -> Generator[Mapping[str, object]]:
     trace = None if first["trace"] is None else Path(first["trace"])
     keep_freed_memory()
     order = choose_order(config)
-    config = order.applied(config)
+    config = in_order(config, order)
     config.import_code()
     fixed = fixed_cost(config, resident_bytes()).nbytes
-    described = [] if (line := order.describe()) is None else [line]
     with open_session(config, Opening.CREATE, trace=trace) as trainer:
         yield asdict(
             Opened(
                 fixed_resident_bytes=fixed,
-                effective=[*trainer.store.describe(), trainer.describe_weights(), *described],
+                effective=[*trainer.store.describe(), trainer.describe_weights(), *order_lines(order)],
             )
         )
         for request in requests:

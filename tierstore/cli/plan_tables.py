@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tierstore.cli.output import Output
+from tierstore.plan.order import order_advice, order_lines
 from tierstore.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:  # numpy and LMDB, which listing the commands need not
@@ -145,9 +146,11 @@ def _show_bytes(made: Plan, output: Output) -> None:
 def _show_order(made: Plan, output: Output) -> None:
     if made.order is None:
         return
-    for line in (made.order.describe(), made.order.advice()):
-        if line is not None:
-            output.line(line)
+    for line in order_lines(made.order):
+        output.line(line)
+    advice = order_advice(made.order)
+    if advice is not None:
+        output.line(advice)
 
 
 def _show_degrees(made: Plan, output: Output) -> None:

@@ -40,9 +40,10 @@ from tierstore.train.config import TrainConfig
 from tierstore.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:  # at run time these import torch, which listing the commands must not
+    from tierstore.decision import Decision
     from tierstore.parallel import Mesh
-    from tierstore.plan.order import OrderChoice
     from tierstore.store.core import StoreCore
+    from tierstore.train.files import MicroOrder
     from tierstore.train.ranks import Opening
     from tierstore.train.report import MetricsLog, RunSummary, Totals
     from tierstore.train.trainer import Trainer
@@ -151,7 +152,7 @@ def _train(
     checksum: bool,
 ) -> tuple[RunSummary, bool]:
     """The run: its result, and whether a signal ended it."""
-    from tierstore.plan.order import agreed_order
+    from tierstore.plan.order import agreed_order, in_order, order_lines
     from tierstore.train.footprint import keep_freed_memory
     from tierstore.train.report import Instant, MetricsLog, totals
     from tierstore.train.session import open_session
@@ -159,7 +160,7 @@ def _train(
 
     keep_freed_memory()
     order = agreed_order(config, mesh)
-    config = order.applied(config)
+    config = in_order(config, order)
     own = stage_config(config, mesh.pipeline.rank, mesh.stages)
     own.import_code()
     fixed = _fixed_bytes(own, mesh)
@@ -168,7 +169,7 @@ def _train(
     def accepted() -> None:
         tokenising.close()
         _announce(config, own, output, fixed, mesh)
-        if (line := order.describe()) is not None:
+        for line in order_lines(order):
             output.line(line)
 
     with (
@@ -223,7 +224,7 @@ def _fixed_bytes(placed: TrainConfig, mesh: Mesh) -> int:
 def _summary(
     config: TrainConfig,
     trainer: Trainer,
-    order: OrderChoice,
+    order: Decision[MicroOrder],
     *,
     first: int,
     fixed: int,
@@ -312,7 +313,7 @@ def _steps(
             elif config.commit_every and done % config.commit_every == 0 and done < config.steps:
                 trainer.commit()
             chosen = trainer.pipeline.chosen
-            if chosen is not None and chunks is not None and chosen.degrees != chunks.degrees:
+            if chosen is not None and chunks is not None and chosen.value != chunks.value:
                 output.line(f"step {done}: {chosen.describe()}")
     return False, failure
 

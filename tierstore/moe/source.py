@@ -222,6 +222,9 @@ class PipelineDegrees:
     forward: int = 1
     backward: int = 1
 
+    def __str__(self) -> str:
+        return f"{self.forward} forward, {self.backward} backward"
+
 
 @dataclass(slots=True)
 class LayerLoads:

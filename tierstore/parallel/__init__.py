@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from tierstore.parallel.config import ExchangeMode, ParallelConfig, RowPlacement
     from tierstore.parallel.hierarchical import (
         Exchange,
-        ExchangeChoice,
         FlatExchange,
         HierarchicalExchange,
         SizedExchange,

@@ -33,7 +33,6 @@ import torch
 from torch import Tensor
 
 from tierstore.parallel.collectives import RankGroup, Work
-from tierstore.parallel.config import ExchangeMode
 from tierstore.parallel.layout import NodeGrid
 from tierstore.units import format_bytes, format_seconds
 
@@ -56,27 +55,6 @@ class Exchange(Protocol):
         destination, ``out_rows`` by source. A collective. Raises ValueError for tensors that do not fit, PeerError.
         """
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class ExchangeChoice:
-    """What ``parallel.exchange`` came to: hierarchical where the messages between nodes have less than ``below_bytes`` on
-    average (0: never).
-    """
-
-    mode: ExchangeMode
-    below_bytes: float
-    reason: str
-
-    def describe(self) -> str:
-        """One line for the head of a run."""
-        if self.below_bytes <= 0:
-            came_to = "flat"
-        elif self.below_bytes == float("inf"):
-            came_to = "hierarchical"
-        else:
-            came_to = f"hierarchical for messages below {format_bytes(round(self.below_bytes))}, flat above"
-        return f"exchange: {self.mode.value}, {came_to}: {self.reason}"
 
 
 class FlatExchange:
@@ -179,15 +157,13 @@ class _TwoSteps(Work):
 
 
 class SizedExchange:
-    """Hierarchical where messages are small, flat where they are large: every rank knows the sizes of all, and chooses
-    alike.
+    """Hierarchical where messages have less than ``below_bytes`` on average, flat where they are larger. Every rank knows
+    the sizes of all, and chooses alike.
     """
 
-    def __init__(
-        self, flat: FlatExchange, hierarchical: HierarchicalExchange, choice: ExchangeChoice
-    ) -> None:
+    def __init__(self, flat: FlatExchange, hierarchical: HierarchicalExchange, below_bytes: float) -> None:
         self._flat, self._hierarchical = flat, hierarchical
-        self._below_bytes = choice.below_bytes
+        self._below_bytes = below_bytes
 
     @property
     def rank(self) -> int:

@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tierstore.decision import Decision
 from tierstore.errors import CapabilityError, ConfigError, PeerError
 from tierstore.parallel.collectives import Channel, Failure, RankGroup, uncounted
 from tierstore.parallel.config import ExchangeMode, ParallelConfig
 from tierstore.parallel.hierarchical import (
     Exchange,
-    ExchangeChoice,
     ExchangeModel,
     FlatExchange,
     HierarchicalExchange,
@@ -38,6 +38,7 @@ from tierstore.parallel.job_store import meeting_store, open_job_store
 from tierstore.parallel.layout import NodeGrid, RankEnvironment, layout_of, node_grid, ranks_of_a_node
 from tierstore.parallel.mesh import Mesh, build_mesh
 from tierstore.parallel.watch import DeathWatch
+from tierstore.units import format_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -254,7 +255,7 @@ def with_exchange(config: ParallelConfig, mesh: Mesh, maker: GroupMaker) -> Mesh
     return replace(mesh, exchange=exchange, exchange_choice=choice)
 
 
-def _chosen(config: ParallelConfig, mesh: Mesh, maker: GroupMaker) -> tuple[Exchange, ExchangeChoice]:
+def _chosen(config: ParallelConfig, mesh: Mesh, maker: GroupMaker) -> tuple[Exchange, Decision[str]]:
     flat, mode = FlatExchange(mesh.expert), config.exchange
     grid = expert_grid(config, mesh.environment)
     if mode is ExchangeMode.AUTO and not isinstance(grid, str) and mesh.device.type == "cuda":
@@ -267,21 +268,32 @@ def _chosen(config: ParallelConfig, mesh: Mesh, maker: GroupMaker) -> tuple[Exch
     if any(other != said[0][1] for _, other in said):
         grid = "nodes have different numbers of ranks"
     if mode is ExchangeMode.FLAT:
-        return flat, ExchangeChoice(mode, 0.0, "as configured")
+        return flat, exchange_decision(mode, 0.0, "as configured")
     if isinstance(grid, str):
         if mode is ExchangeMode.HIERARCHICAL:
             raise ConfigError(f"parallel.exchange: hierarchical cannot be: {grid}")
-        return flat, ExchangeChoice(mode, 0.0, grid)
+        return flat, exchange_decision(mode, 0.0, grid)
     hierarchical = _hierarchical(config, mesh, grid, maker)
     if mode is ExchangeMode.HIERARCHICAL:
-        return hierarchical, ExchangeChoice(mode, math.inf, "as configured")
+        return hierarchical, exchange_decision(mode, math.inf, "as configured")
     model = measured_model(mesh, grid, hierarchical)
-    choice = ExchangeChoice(mode, model.below_bytes, model.describe())
-    if choice.below_bytes:
-        return SizedExchange(flat, hierarchical, choice), choice
+    choice = exchange_decision(mode, model.below_bytes, model.describe())
+    if model.below_bytes:
+        return SizedExchange(flat, hierarchical, model.below_bytes), choice
     for group in hierarchical.groups:
         maker.drop(group)
     return flat, choice
+
+
+def exchange_decision(mode: ExchangeMode, below_bytes: float, reason: str) -> Decision[str]:
+    """What ``parallel.exchange = mode`` came to: hierarchical below ``below_bytes`` a message (0: never)."""
+    if below_bytes <= 0:
+        value = "flat"
+    elif below_bytes == math.inf:
+        value = "hierarchical"
+    else:
+        value = f"hierarchical for messages below {format_bytes(round(below_bytes))}, flat above"
+    return Decision("exchange", f"{mode.value}, {value}", reason)
 
 
 def _hierarchical(

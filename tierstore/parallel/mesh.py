@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tierstore.decision import Decision
 from tierstore.parallel.collectives import Channel, Collective, CollectiveTraffic, Failure, RankGroup
 from tierstore.parallel.config import ParallelConfig
-from tierstore.parallel.hierarchical import Exchange, ExchangeChoice, FlatExchange
+from tierstore.parallel.hierarchical import Exchange, FlatExchange
 from tierstore.parallel.job_store import JobStore, MemoryJobStore
 from tierstore.parallel.layout import Layout, RankEnvironment, layout_of, ranks_of_a_node
 
@@ -75,7 +76,7 @@ class Mesh:
     pipeline: RankGroup
     exchange: Exchange
     #: Why ``exchange`` is what it is; None where nothing was to be chosen.
-    exchange_choice: ExchangeChoice | None = None
+    exchange_choice: Decision[str] | None = None
     job_store: JobStore = field(default_factory=MemoryJobStore)
 
     @classmethod

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 from tierstore.lazy import exports
 
 if TYPE_CHECKING:
+    from tierstore.decision import Decision
     from tierstore.machine_profile import ASSUMED, Cost, Evidence, Profile, load_profile, save_profile
     from tierstore.plan.capacity import Capacity, Term, Use
     from tierstore.plan.fitting import Change, Effect, Hardware, Limits, Remedy, Shortfall, Verdict
-    from tierstore.plan.order import OrderChoice, OrderCost, choose_order
+    from tierstore.plan.order import OrderCost, choose_order
     from tierstore.plan.predict import Prediction
     from tierstore.plan.presets import PRESETS, Preset, find_preset
     from tierstore.plan.report import Plan, machine_limits, plan_run
@@ -27,13 +28,13 @@ __all__ = [
     "Capacity",
     "Change",
     "Cost",
+    "Decision",
     "DeviceKind",
     "Effect",
     "Evidence",
     "Hardware",
     "Limits",
     "MicroOrder",
-    "OrderChoice",
     "OrderCost",
     "Plan",
     "Prediction",

@@ -32,7 +32,7 @@ from tierstore.tiers.slots import DeviceKind
 from tierstore.train.budgets import BoundarySplit, Budgets, budgets, least_host_budget
 from tierstore.train.config import TrainConfig
 from tierstore.train.footprint import FixedCost, boundary_split, fixed_cost, flat_layouts, rank_tokens
-from tierstore.train.vocabulary import VocabularyChoice, choose_vocabulary
+from tierstore.train.vocabulary import VocabularyTables, choose_vocabulary
 
 #: The tiers that hold bytes of a run, from the top.
 TIERS = (Tier.DEVICE, Tier.HOST, Tier.NVME)
@@ -229,7 +229,7 @@ class Setting:
         return flat_layouts(self.model.units, ranks=self.ranks.count, compute=compute, tables=tables)
 
     @property
-    def vocabulary(self) -> VocabularyChoice:
+    def vocabulary(self) -> VocabularyTables:
         """How embedding and head reach their tokens, as a run would choose."""
         return choose_vocabulary(self.config, ranks=self.ranks.count, device=self.device)
 

@@ -114,9 +114,9 @@ class LayoutWorkload(StepWorkload):
 
     def sizes(self, item: Pass) -> PassSizes:
         found = super().sizes(item)
-        choice = self.setting.vocabulary
-        divided = {0: choice.embedding.partitioned, len(self.layouts) - 1: choice.head.partitioned}
-        if divided.get(item.unit, False):
+        vocabulary = self.setting.vocabulary.partition
+        divided = {0: vocabulary.embedding, len(self.layouts) - 1: vocabulary.head}
+        if divided.get(item.unit) is not None:
             found = replace(found, gather=0, reduce=0, rows=0 if self._apart else found.rows)
         if item.moe_layer is None or self._queued:
             return found
@@ -190,8 +190,8 @@ class LayoutWorkload(StepWorkload):
         choice = self.setting.vocabulary
         if choice.cost is None:
             return 0
-        embedding = choice.cost.embedding_sent if choice.embedding.partitioned else 0
-        return embedding + (choice.cost.head_sent if choice.head.partitioned else 0)
+        embedding = choice.cost.embedding_sent if choice.partition.embedding is not None else 0
+        return embedding + (choice.cost.head_sent if choice.partition.head is not None else 0)
 
     # Seconds ------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from tierstore.decision import Decision
 from tierstore.errors import BudgetError
 from tierstore.machine_profile import ASSUMED, Evidence, Profile
 from tierstore.model.config import CheckpointActivations
@@ -50,71 +51,69 @@ class OrderCost:
         }
 
 
-@dataclass(frozen=True)
-class OrderChoice:
-    """The order of a run, never AUTO, and why it is this one. What was not worked out, or cannot be, is None; ``whole``: one
-    micro-batch of M-fold size with block checkpointing.
-    """
+def in_order(config: TrainConfig, order: Decision[MicroOrder]) -> TrainConfig:
+    """``config`` in the order that was chosen."""
+    return replace(config, data=replace(config.data, micro_order=order.value))
 
-    order: MicroOrder
-    reason: str
-    micro_batches: int
-    micro: OrderCost | None = None
-    layer: OrderCost | None = None
-    whole: OrderCost | None = None
 
-    def applied(self, config: TrainConfig) -> TrainConfig:
-        """``config`` in this order."""
-        return replace(config, data=replace(config.data, micro_order=self.order))
+def order_lines(order: Decision[MicroOrder]) -> list[str]:
+    """The line at the head of a run; none where there is one micro-batch, and nothing to choose."""
+    return [order.describe()] if order.facts["micro_batches"] > 1 else []
 
-    def describe(self) -> str | None:
-        """The line at the head of a run; None where there is one micro-batch, and nothing to choose."""
-        if self.micro_batches == 1:
-            return None
-        return f"{self.micro_batches} micro-batches: {self.order.value} order ({self.reason})"
 
-    def advice(self) -> str | None:
-        """What one larger micro-batch would take beside layer order; None where one of them is not known."""
-        if self.layer is None or self.whole is None:
-            return None
-        return (
-            f"one micro-batch of {self.micro_batches}-fold size with checkpoint_activations = block (sums in another order) "
-            f"moves {format_bytes(self.whole.moved_bytes)} a step in {format_seconds(self.whole.step_s)}, and peaks at "
-            f"{format_bytes(self.whole.memory_bytes)}; layer order moves {format_bytes(self.layer.moved_bytes)} in "
-            f"{format_seconds(self.layer.step_s)} and peaks at {format_bytes(self.layer.memory_bytes)}"
-            + ("" if self._layer_is_better else ": the larger micro-batch does as well")
-        )
+def order_json(order: Decision[MicroOrder]) -> dict[str, object]:
+    """The order, why, and what either one takes; None where it was not worked out, or the budgets are too small."""
+    costs = {name: order.facts[name] for name in ("micro", "layer", "one_larger")}
+    return {
+        "micro_order": order.value.value,
+        "reason": order.reason,
+        **{name: None if cost is None else cost.as_json() for name, cost in costs.items()},
+    }
 
-    @property
-    def _layer_is_better(self) -> bool:
-        assert self.layer is not None
-        assert self.whole is not None
-        return (
-            self.layer.memory_bytes < self.whole.memory_bytes
-            or self.layer.moved_bytes < self.whole.moved_bytes
-            or self.layer.step_s < self.whole.step_s
-        )
 
-    def as_json(self) -> dict[str, object]:
-        costs = {"micro": self.micro, "layer": self.layer, "one_larger": self.whole}
-        return {
-            "micro_order": self.order.value,
-            "reason": self.reason,
-            **{name: None if cost is None else cost.as_json() for name, cost in costs.items()},
-        }
+def order_advice(order: Decision[MicroOrder]) -> str | None:
+    """What one larger micro-batch would take beside layer order; None where one of them is not known."""
+    layer, whole = order.facts["layer"], order.facts["one_larger"]
+    if layer is None or whole is None:
+        return None
+    layer_is_better = (
+        layer.memory_bytes < whole.memory_bytes
+        or layer.moved_bytes < whole.moved_bytes
+        or layer.step_s < whole.step_s
+    )
+    return (
+        f"one micro-batch of {order.facts['micro_batches']}-fold size with checkpoint_activations = block (sums in another "
+        f"order) moves {format_bytes(whole.moved_bytes)} a step in {format_seconds(whole.step_s)}, and peaks at "
+        f"{format_bytes(whole.memory_bytes)}; layer order moves {format_bytes(layer.moved_bytes)} in "
+        f"{format_seconds(layer.step_s)} and peaks at {format_bytes(layer.memory_bytes)}"
+        + ("" if layer_is_better else ": the larger micro-batch does as well")
+    )
+
+
+def _decision(
+    order: MicroOrder,
+    reason: str,
+    micro_batches: int,
+    micro: OrderCost | None = None,
+    layer: OrderCost | None = None,
+    whole: OrderCost | None = None,
+) -> Decision[MicroOrder]:
+    """``whole``: one micro-batch of M-fold size with block checkpointing."""
+    facts = {"micro_batches": micro_batches, "micro": micro, "layer": layer, "one_larger": whole}
+    return Decision(f"order of {micro_batches} micro-batches", order, reason, facts)
 
 
 def choose_order(
     config: TrainConfig, *, ranks: int = 1, device: DeviceKind = DeviceKind.CPU, profile: Profile = ASSUMED
-) -> OrderChoice:
+) -> Decision[MicroOrder]:
     """The order of a run of ``config``: what it says, or AUTO's choice. Looks at nothing but its arguments."""
     asked, count = config.data.micro_order, config.data.micro_batches
     if count == 1:
-        return OrderChoice(MicroOrder.MICRO, "one micro-batch", count)
+        return _decision(MicroOrder.MICRO, "one micro-batch", count)
     if asked is not MicroOrder.AUTO:
-        return OrderChoice(asked, "as configured", count)
+        return _decision(asked, "as configured", count)
     if config.parallel.stages > 1:
-        return OrderChoice(MicroOrder.MICRO, "auto: pipeline stages take micro-batches in 1F1B order", count)
+        return _decision(MicroOrder.MICRO, "auto: pipeline stages take micro-batches in 1F1B order", count)
     setting = Setting(
         config=config,
         model=config.model.architecture,
@@ -124,14 +123,14 @@ def choose_order(
     return compare_orders(as_configured(setting), profile)
 
 
-def agreed_order(config: TrainConfig, mesh: Mesh) -> OrderChoice:
+def agreed_order(config: TrainConfig, mesh: Mesh) -> Decision[MicroOrder]:
     """The order of a run of all ranks of ``mesh``: rank 0's, since ranks may have ``[links]`` of their own. A collective."""
     own = choose_order(config, ranks=mesh.data.size, device=DeviceKind(mesh.device.type))
-    agreed: OrderChoice = mesh.world.all_gather_object(own)[0]
+    agreed: Decision[MicroOrder] = mesh.world.all_gather_object(own)[0]
     return agreed
 
 
-def compare_orders(setting: Setting, profile: Profile) -> OrderChoice:
+def compare_orders(setting: Setting, profile: Profile) -> Decision[MicroOrder]:
     """Both orders of ``setting``, one larger micro-batch, and the order that its configuration asks for.
 
     AUTO is what a run would choose, which knows no profile; the costs are those of ``profile``.
@@ -144,7 +143,7 @@ def compare_orders(setting: Setting, profile: Profile) -> OrderChoice:
         order, reason = _auto(*((micro, layer) if profile is ASSUMED else _costs(setting, ASSUMED)))
         if found is not order:
             reason += f"; by the profile of {profile.machine}, {found.value} order is faster"
-    return OrderChoice(order, reason, data.micro_batches, micro, layer, _cost(_whole(setting), profile))
+    return _decision(order, reason, data.micro_batches, micro, layer, _cost(_whole(setting), profile))
 
 
 def _costs(setting: Setting, profile: Profile) -> tuple[OrderCost | None, OrderCost | None]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tierstore import machine
+from tierstore.decision import Decision
 from tierstore.hf.manifest import Weights
 from tierstore.hf.spec import HfSpec
 from tierstore.machine_profile import ASSUMED, Profile
@@ -35,7 +36,7 @@ from tierstore.plan.fitting import (
     judge,
     shortest_remedy,
 )
-from tierstore.plan.order import OrderChoice, compare_orders
+from tierstore.plan.order import compare_orders, in_order, order_json
 from tierstore.plan.papers import PaperBytes, TensorCosts, paper_bytes, tensor_costs
 from tierstore.plan.predict import Prediction, predict
 from tierstore.plan.presets import Preset
@@ -44,7 +45,7 @@ from tierstore.stats import Tier
 from tierstore.store.disk.store_extents import extent_bytes
 from tierstore.tiers.slots import DeviceKind
 from tierstore.train.config import TrainConfig
-from tierstore.train.files import byte_files, text_bytes
+from tierstore.train.files import MicroOrder, byte_files, text_bytes
 from tierstore.train.tasks.assignment import Assignment, assignment_of
 
 #: What pairs in memory take: weight, gradient and two moments, fp32.
@@ -214,7 +215,7 @@ class Plan:
     #: Every use of an imported model.
     uses: UsesPlan | None = None
     #: In which order several micro-batches pass the layers.
-    order: OrderChoice | None = None
+    order: Decision[MicroOrder] | None = None
     #: Where ranks are tensor-parallel: what their layers send.
     tensor: TensorCosts | None = None
 
@@ -264,7 +265,7 @@ class Plan:
                 "note": self.preset.note,
             },
             "prediction": self._prediction(),
-            "order": None if self.order is None else self.order.as_json(),
+            "order": None if self.order is None else order_json(self.order),
             "pipeline_degree": self._degrees(),
             "vocabulary": self.setting.vocabulary.as_json(),
             "tensor": None if self.tensor is None else self.tensor.as_json(),
@@ -370,7 +371,7 @@ def plan_run(
     order = None
     if setting.usage.trains and config.data.micro_batches > 1:
         order = compare_orders(setting, profile)
-        setting = replace(setting, config=order.applied(setting.config))
+        setting = replace(setting, config=in_order(setting.config, order))
     limits = limits or machine_limits(config.store, sharing=ranks)
     verdict = judge(setting, limits)
     remedy = None if verdict.fits else shortest_remedy(setting, limits)

@@ -193,9 +193,9 @@ class StepWorkload:
             return 0
         passes = self.setting.config.data.passes
         forward = item.phase is Phase.FORWARD
-        if item.unit == 0 and choice.embedding.partitioned:
+        if item.unit == 0 and choice.partition.embedding is not None:
             return choice.cost.embedding_sent // passes // 2  # rows come forward, gradients go back
-        if item.unit == last and choice.head.partitioned and forward:
+        if item.unit == last and choice.partition.head is not None and forward:
             return choice.cost.head_sent // passes
         return 0
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from tierstore.decision import Decision
 from tierstore.model.spec import BuiltInSpec
 from tierstore.model.store_schema import TrainState
 from tierstore.moe.source import PipelineDegrees, Pipelining
@@ -47,40 +48,6 @@ class PassLoads:
     travelling: float
     computed: float
     experts: float
-
-
-@dataclass(frozen=True, slots=True)
-class PipelineChoice:
-    """The degrees of a run from one commit to the next. ``wanted``: what would be best without the cap of ``most``.
-    ``costs``: where what AUTO chooses by is from.
-    """
-
-    degrees: PipelineDegrees
-    wanted: PipelineDegrees
-    most: int
-    reason: str
-    costs: str | None = None
-
-    def describe(self) -> str:
-        """One line."""
-        forward, backward = self.degrees.forward, self.degrees.backward
-        capped = max(self.wanted.forward, self.wanted.backward) > self.most
-        limit = (
-            f"; {self.wanted.forward} and {self.wanted.backward} would be better, and a rank owns {self.most} "
-            f"expert{'s' * (self.most > 1)} of a layer"
-            if capped
-            else ""
-        )
-        return f"chunks of tokens on their way to experts: {forward} forward, {backward} backward ({self.reason}{limit})"
-
-    def as_json(self) -> dict[str, object]:
-        return {
-            "forward": self.degrees.forward,
-            "backward": self.degrees.backward,
-            "most": self.most,
-            "reason": self.reason,
-            "costs": self.costs,
-        }
 
 
 def most_chunks(config: TrainConfig, mesh: Mesh) -> int:
@@ -122,8 +89,9 @@ class PipelineControl:
         self._loads = even_loads(config, mesh)
         self._note: Callable[[str], None] = lambda text: None
         self._noted = PipelineDegrees()
+        #: The degrees until the next commit, what would be best without the cap of ``most``, and where the costs are from;
         #: None where no rows travel.
-        self.chosen: PipelineChoice | None = None
+        self.chosen: Decision[PipelineDegrees] | None = None
         auto = config.parallel.pipeline_degree == AUTO_DEGREE
         if auto and self._most > 1:
             profile = config.parallel.profile
@@ -230,11 +198,18 @@ class PipelineControl:
         degrees = self._pipelining.degrees
         if self.chosen is not None and degrees != self._noted:
             self._noted = degrees
-            self._note(f"step {position}: chunks: {degrees.forward} forward, {degrees.backward} backward")
+            self._note(f"step {position}: chunks: {degrees}")
 
     def _take(self, degrees: PipelineDegrees, reason: str, wanted: PipelineDegrees | None = None) -> None:
         self._pipelining.degrees = degrees
         self._pipelining.timeline.count(
             "chunks of a pass", {"forward": degrees.forward, "backward": degrees.backward}
         )
-        self.chosen = PipelineChoice(degrees, wanted or degrees, self._most, reason, self._costs_from)
+        wanted, most = wanted or degrees, self._most
+        if max(wanted.forward, wanted.backward) > most:
+            reason += (
+                f"; {wanted.forward} and {wanted.backward} would be better, and a rank owns {most} "
+                f"expert{'s' * (most > 1)} of a layer"
+            )
+        facts = {"wanted": wanted, "most": most, "costs": self._costs_from}
+        self.chosen = Decision("chunks of tokens on their way to experts", degrees, reason, facts)

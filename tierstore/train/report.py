@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
+from tierstore.decision import Decision
 from tierstore.errors import naming
 from tierstore.model.store_schema import TaskProgress
+from tierstore.moe.source import PipelineDegrees
 from tierstore.outputs import OutputKind, check_output
 from tierstore.parallel import CollectiveTraffic
 from tierstore.stats import delta
@@ -20,7 +22,6 @@ from tierstore.store.disk.drives import DriveReport
 from tierstore.train.budgets import expert_schema
 from tierstore.train.config import TrainConfig
 from tierstore.train.footprint import peak_resident_bytes
-from tierstore.train.pipelining import PipelineChoice
 from tierstore.train.step_time import StepTime
 from tierstore.train.tasks.config import rows_of_tasks
 from tierstore.train.trainer import StepResult, Trainer
@@ -125,7 +126,7 @@ class RunSummary:
     #: Why the micro-batches passed the layers in the order that they did.
     micro_order_reason: str = ""
     #: In how many chunks passes over experts went at last; None where no rows travel.
-    chunks: PipelineChoice | None = None
+    chunks: Decision[PipelineDegrees] | None = None
     #: How rows went between ranks, and why; None in a single process.
     exchange: str | None = None
 
@@ -153,7 +154,7 @@ class RunSummary:
             "ranks": len(self.totals.peaks),
             "micro_order": self.config.data.micro_order.value,
             "micro_order_reason": self.micro_order_reason,
-            "chunks": None if self.chunks is None else self.chunks.as_json(),
+            "chunks": self._chunks(),
             "exchange": self.exchange,
             **_between_nodes(self.totals.sent),
             "peak_resident_bytes": max(self.totals.peaks),
@@ -167,6 +168,18 @@ class RunSummary:
             "drives": [drive.as_json() for drive in self.totals.drives],
             "drive_written_bytes": self.totals.drive_written_bytes,
             "drive_life_s": None if self.drive_life_days is None else self.drive_life_days * DAY_S,
+        }
+
+    def _chunks(self) -> dict[str, object] | None:
+        if self.chunks is None:
+            return None
+        degrees, facts = self.chunks.value, self.chunks.facts
+        return {
+            "forward": degrees.forward,
+            "backward": degrees.backward,
+            "most": facts["most"],
+            "reason": self.chunks.reason,
+            "costs": facts["costs"],
         }
 
     def _tasks(self) -> dict[str, object]:

@@ -67,7 +67,7 @@ from tierstore.train.tasks.opening import open_tasks, own_head_tasks, refuse_tas
 from tierstore.train.tasks.progress import resumed
 from tierstore.train.thread_times import ThreadTimes, stolen_while_running
 from tierstore.train.trainer import Trainer
-from tierstore.train.vocabulary import VocabularyChoice, choose_vocabulary
+from tierstore.train.vocabulary import VocabularyTables, choose_vocabulary
 
 if TYPE_CHECKING:  # its packages are imported where documents are tokenised
     from tierstore.train.tokens.data import TokenData
@@ -206,7 +206,7 @@ class _Setup:
     data: TrainingData | None
     agreed: Agreed
     conditions: dict[str, object]
-    vocabulary: VocabularyChoice
+    vocabulary: VocabularyTables
     timeline: TimelineSink
     ledger: StallLedger
     made_over: MadeOver | None
@@ -316,7 +316,7 @@ def _recorded(config: TrainConfig, mesh: Mesh, agreed: Agreed) -> dict[str, obje
     return TrainState.unpack({STATE_KEY: raw}, where=str(directory)).conditions
 
 
-def _choose_vocabulary(config: TrainConfig, mesh: Mesh, recorded: Mapping[str, object]) -> VocabularyChoice:
+def _choose_vocabulary(config: TrainConfig, mesh: Mesh, recorded: Mapping[str, object]) -> VocabularyTables:
     """Of a store that is there, AUTO is what it was made with."""
     parallel = table_of(recorded.get("parallel", {})) if recorded else None
     device = DeviceKind(mesh.device.type)

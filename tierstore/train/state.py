@@ -18,7 +18,7 @@ from tierstore.parallel.config import RowPlacement
 from tierstore.store.format import MomentFormat
 from tierstore.train.config import TrainConfig
 from tierstore.train.tasks.config import rows_of_tasks
-from tierstore.train.vocabulary import VocabularyChoice
+from tierstore.train.vocabulary import VocabularyTables
 
 
 def conditions(
@@ -28,7 +28,7 @@ def conditions(
     device: torch.device,
     data_crc32: int | None,
     mesh: Mesh,
-    vocabulary: VocabularyChoice,
+    vocabulary: VocabularyTables,
 ) -> dict[str, object]:
     """Everything that the bits of a run depend on. ``data_crc32``: None where a loop brings its own data, learning rates
     and clipping, of which nothing is known.

@@ -50,7 +50,7 @@ from tierstore.train.layer_order.passes import LayerParts
 from tierstore.train.norms import gradient_norm
 from tierstore.train.pipelining import PipelineControl
 from tierstore.train.ranks import commit_everywhere
-from tierstore.train.vocabulary import VocabularyChoice
+from tierstore.train.vocabulary import VocabularyTables
 
 
 class NonFiniteError(TierstoreError):
@@ -84,7 +84,7 @@ class SessionParts:
     #: Where steps take their micro-batches in layer order.
     layers: LayerParts | None = None
     #: How embedding and head reach their tokens.
-    vocabulary: VocabularyChoice = field(default_factory=VocabularyChoice)
+    vocabulary: VocabularyTables = field(default_factory=VocabularyTables)
     #: Where the store was that of other ranks.
     made_over: MadeOver | None = None
 

@@ -6,8 +6,9 @@ Decided of the configuration alone when a store is created, and kept in its cond
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
+from tierstore.decision import Decision
 from tierstore.dense.config import OptimizerState
 from tierstore.errors import ConfigError
 from tierstore.model.config import ModelConfig, TieEmbeddings
@@ -26,26 +27,18 @@ Placements = tuple[RowPlacement, RowPlacement]
 SMALL_TABLE_BYTES = 4 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class TableChoice:
-    """How one table reaches its tokens, never AUTO, and why."""
-
-    placement: RowPlacement = RowPlacement.GATHERED
-    reason: str = "as configured"
-
-    @property
-    def partitioned(self) -> bool:
-        return self.placement is RowPlacement.PARTITIONED
+_EMBEDDING = Decision("embedding", RowPlacement.GATHERED, "as configured")
+_HEAD = Decision("head", RowPlacement.GATHERED, "as configured")
 
 
 @dataclass(frozen=True, kw_only=True)
-class VocabularyChoice:
+class VocabularyTables:
     """Both tables. ``table``: how they are divided where they are; ``cost``: what either way sends; None where there is one
     data rank, or nothing can be divided. A tied head is the embedding.
     """
 
-    embedding: TableChoice = field(default_factory=TableChoice)
-    head: TableChoice = field(default_factory=TableChoice)
+    embedding: Decision[RowPlacement] = _EMBEDDING
+    head: Decision[RowPlacement] = _HEAD
     tied: bool = False
     table: TableRows | None = None
     cost: VocabularyCost | None = None
@@ -53,9 +46,8 @@ class VocabularyChoice:
     @property
     def partition(self) -> VocabularyPartition:
         """The tables that are divided."""
-        return VocabularyPartition(
-            self.table if self.embedding.partitioned else None, self.table if self.head.partitioned else None
-        )
+        divided = (one.value is RowPlacement.PARTITIONED for one in (self.embedding, self.head))
+        return VocabularyPartition(*(self.table if one else None for one in divided))
 
     @property
     def tables(self) -> dict[tuple[str, int], TableRows]:
@@ -64,14 +56,14 @@ class VocabularyChoice:
 
     def conditions(self) -> dict[str, object]:
         """What a store keeps of it."""
-        return {"embedding": self.embedding.placement.value, "head": self.head.placement.value}
+        return {"embedding": self.embedding.value.value, "head": self.head.value.value}
 
     def as_json(self) -> dict[str, object]:
         """The choice, with what a rank sends in a step and needs beside its slices, either way."""
         chosen = {
-            "embedding": self.embedding.placement.value,
+            "embedding": self.embedding.value.value,
             "embedding_reason": self.embedding.reason,
-            "head": self.head.placement.value,
+            "head": self.head.value.value,
             "head_reason": self.head.reason,
         }
         if self.cost is None:
@@ -94,11 +86,8 @@ class VocabularyChoice:
         """The line at the head of a run; None where there is nothing to choose."""
         if self.cost is None:
             return None
-        if self.tied:
-            return f"embedding (and tied head): {self.embedding.placement.value} ({self.embedding.reason})"
-        return (
-            f"embedding: {self.embedding.placement.value} ({self.embedding.reason}); "
-            f"head: {self.head.placement.value} ({self.head.reason})"
+        return "; ".join(
+            one.describe() for one in ((self.embedding,) if self.tied else (self.embedding, self.head))
         )
 
 
@@ -108,7 +97,7 @@ def choose_vocabulary(
     ranks: int,
     device: DeviceKind = DeviceKind.CPU,
     recorded: Mapping[str, object] | None = None,
-) -> VocabularyChoice:
+) -> VocabularyTables:
     """The choice of a run of ``config`` on ``ranks`` data ranks: what it says, what its store has ``recorded`` of its
     layout, or AUTO's; of a pipeline stage, the whole model's, as far as the stage has the tables. Looks at nothing but its
     arguments. Raises ConfigError.
@@ -124,8 +113,8 @@ def choose_vocabulary(
             f"{parallel.head.value}"
         )
     if ranks == 1:
-        alone = TableChoice(RowPlacement.GATHERED, "one data rank")
-        return VocabularyChoice(embedding=alone, head=alone, tied=tied)
+        alone = Decision("embedding", RowPlacement.GATHERED, "one data rank")
+        return VocabularyTables(embedding=alone, head=replace(alone, name="head"), tied=tied)
     in_general, of_head = _obstacles(config, device)
     of_embedding = in_general or (of_head if tied else None)
     table = TableRows(model.vocab_size, model.d_model, ranks)
@@ -136,18 +125,25 @@ def choose_vocabulary(
         value_bytes=model.compute_dtype.itemsize,
     )
 
-    def choice(name: str, asked: RowPlacement, obstacle: str | None, divided_sent: int) -> TableChoice:
+    def placement(
+        name: str, asked: RowPlacement, obstacle: str | None, divided_sent: int
+    ) -> tuple[RowPlacement, str]:
         if obstacle is None:
-            return _table(asked, _kept(recorded, name), cost, divided_sent)
+            return _placement(asked, _kept(recorded, name), cost, divided_sent)
         if asked is RowPlacement.PARTITIONED:
             raise ConfigError(f"parallel.{name}: expected gathered or auto: {obstacle}")
-        return TableChoice(RowPlacement.GATHERED, obstacle)
+        return RowPlacement.GATHERED, obstacle
 
     sent = cost.embedding_sent + (cost.head_sent if tied else 0)
-    embedding = choice("embedding", parallel.embedding, of_embedding, sent)
-    head = embedding if tied else choice("head", parallel.head, in_general or of_head, cost.head_sent)
+    of_rows = placement("embedding", parallel.embedding, of_embedding, sent)
+    embedding = Decision("embedding (and tied head)" if tied else "embedding", *of_rows)
+    head = (
+        embedding
+        if tied
+        else Decision("head", *placement("head", parallel.head, in_general or of_head, cost.head_sent))
+    )
     possible = in_general is None
-    return VocabularyChoice(
+    return VocabularyTables(
         embedding=embedding,
         head=head,
         tied=tied,
@@ -156,13 +152,14 @@ def choose_vocabulary(
     )
 
 
-def _of_stage(choice: VocabularyChoice, stage: ModelSpec) -> VocabularyChoice:
+def _of_stage(choice: VocabularyTables, stage: ModelSpec) -> VocabularyTables:
     """``choice`` as ``stage`` has it: the first one has the embedding, the last one the head."""
-    elsewhere = TableChoice(RowPlacement.GATHERED, "of another stage")
+
+    def own(table: Decision[RowPlacement], *, here: bool) -> Decision[RowPlacement]:
+        return table if here else replace(table, value=RowPlacement.GATHERED, reason="of another stage")
+
     return replace(
-        choice,
-        embedding=choice.embedding if stage.begins else elsewhere,
-        head=choice.head if stage.ends else elsewhere,
+        choice, embedding=own(choice.embedding, here=stage.begins), head=own(choice.head, here=stage.ends)
     )
 
 
@@ -184,22 +181,20 @@ def _kept(recorded: Mapping[str, object] | None, name: str) -> RowPlacement | No
     return None if recorded is None else RowPlacement(str(recorded.get(name, RowPlacement.GATHERED.value)))
 
 
-def _table(
+def _placement(
     asked: RowPlacement, kept: RowPlacement | None, cost: VocabularyCost, divided_sent: int
-) -> TableChoice:
+) -> tuple[RowPlacement, str]:
+    """How a table reaches its tokens, and why."""
     if asked is not RowPlacement.AUTO:
-        return TableChoice(asked, "as configured")
+        return asked, "as configured"
     if kept is not None:
-        return TableChoice(kept, "as the store was made")
+        return kept, "as the store was made"
     gathered = cost.gathered_sent
     nbytes = 4 * cost.table.rows * cost.table.width
     if nbytes < SMALL_TABLE_BYTES:
-        return TableChoice(
-            RowPlacement.GATHERED, f"auto: the table is {format_bytes(nbytes)}, too small to matter"
-        )
+        return RowPlacement.GATHERED, f"auto: the table is {format_bytes(nbytes)}, too small to matter"
     sent = f"auto: a step sends {format_bytes(divided_sent)} a rank, and {format_bytes(gathered)} gathered"
-    pays = divided_sent < gathered
-    return TableChoice(RowPlacement.PARTITIONED if pays else RowPlacement.GATHERED, sent)
+    return RowPlacement.PARTITIONED if divided_sent < gathered else RowPlacement.GATHERED, sent
 
 
 def _obstacles(config: TrainConfig, device: DeviceKind) -> tuple[str | None, str | None]:

@@ -174,7 +174,7 @@ def test_what_stages_cannot_do_is_refused(settings: MakeSettings, changes: Setti
 def test_auto_takes_micro_order(settings: MakeSettings) -> None:
     asked = {"data.micro_order": "auto", "parallel.stages": 2}
     choice = choose_order(configured({**settings(), **asked}))
-    assert choice.order is MicroOrder.MICRO
+    assert choice.value is MicroOrder.MICRO
     assert "1F1B" in choice.reason
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from tierstore.decision import Decision
 from tierstore.errors import BudgetError
 from tierstore.machine_profile import ASSUMED, Cost, Profile
 from tierstore.moe.source import ExpertLease
@@ -52,17 +53,6 @@ class PhaseCounts:
         )
 
 
-@dataclass(frozen=True)
-class MemoryChoice:
-    """RING or SPARSE, and why."""
-
-    memory: ExpertMemory
-    reason: str
-
-    def describe(self) -> str:
-        return f"experts on the device: {self.memory.value} ({self.reason})"
-
-
 @dataclass(frozen=True, kw_only=True)
 class MemoryChooser:
     """Chooses for the passes of one model. ``copy``: of an expert to the device, where its link is limited.
@@ -84,20 +74,24 @@ class MemoryChooser:
                 f"ring.memory = ring needs one; the minimum is {least} bytes ({format_bytes(least)})"
             )
 
-    def choose(self, phase: ServingPhase, tokens: int, counts: PhaseCounts) -> MemoryChoice:
+    def choose(self, phase: ServingPhase, tokens: int, counts: PhaseCounts) -> Decision[ExpertMemory]:
         """For a pass of ``tokens`` tokens, where earlier passes of ``phase`` have counted ``counts``."""
         if self.asked is not ExpertMemory.AUTO:
-            return MemoryChoice(self.asked, "as configured")
+            return self._decided(self.asked, "as configured")
         if self.sizes.ring_layers < 1:
-            return MemoryChoice(
+            return self._decided(
                 ExpertMemory.SPARSE,
                 f"auto: {self.sizes.device} slots cannot hold the {self.model.experts} experts of a layer",
             )
         if self.sizes.ring_layers >= self.model.layers:
-            return MemoryChoice(ExpertMemory.RING, "auto: the device holds all experts")
+            return self._decided(ExpertMemory.RING, "auto: the device holds all experts")
         times = pass_times(self.model, self.sizes, counts.facts(tokens), self.profile, self.copy)
         memory = ExpertMemory.RING if times.ring_is_faster else ExpertMemory.SPARSE
-        return MemoryChoice(memory, self._reason(phase, tokens, times))
+        return self._decided(memory, self._reason(phase, tokens, times))
+
+    @staticmethod
+    def _decided(memory: ExpertMemory, reason: str) -> Decision[ExpertMemory]:
+        return Decision("experts on the device", memory, reason)
 
     def _reason(self, phase: ServingPhase, tokens: int, times: PassTimes) -> str:
         assert times.ring_s is not None
@@ -135,7 +129,7 @@ class SlottedExperts:
         self._counts = {phase: PhaseCounts() for phase in ServingPhase}
         self._phase, self._tokens = ServingPhase.PREFILL, 0
         #: What passes have now, and why; None before the first.
-        self.choice: MemoryChoice | None = None
+        self.choice: Decision[ExpertMemory] | None = None
 
     # Passes -------------------------------------------------------------------------------------------------
 
@@ -147,7 +141,7 @@ class SlottedExperts:
         self._program.begin_evaluation()
         self._phase, self._tokens = phase, tokens
         choice = self._chooser.choose(phase, tokens, self._counts[phase])
-        if self.choice is None or choice.memory is not self.choice.memory:
+        if self.choice is None or choice.value is not self.choice.value:
             self._change(choice)
             self.choice = choice
             self._say(choice.describe())
@@ -203,12 +197,12 @@ class SlottedExperts:
 
     @property
     def _memory(self) -> ExpertMemory | None:
-        return None if self.choice is None else self.choice.memory
+        return None if self.choice is None else self.choice.value
 
-    def _change(self, choice: MemoryChoice) -> None:
+    def _change(self, choice: Decision[ExpertMemory]) -> None:
         if self._ring is None:
             return
-        if choice.memory is ExpertMemory.RING:
+        if choice.value is ExpertMemory.RING:
             self._chosen.clear()
             self._slots.cancel_prefetch()
         elif self.choice is not None:
