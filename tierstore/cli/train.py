@@ -247,7 +247,7 @@ def _summary(
         tasks=dict(state.tasks),
         micro_order_reason=order.reason,
         chunks=trainer.pipeline.chosen,
-        exchange=None if exchange is None else exchange.describe(),
+        exchange=None if exchange is None else f"{exchange.name}: {exchange.value}: {exchange.reason}",
     )
 
 

@@ -206,10 +206,10 @@ class PipelineControl:
             "chunks of a pass", {"forward": degrees.forward, "backward": degrees.backward}
         )
         wanted, most = wanted or degrees, self._most
+        facts = {"wanted": wanted, "most": most, "reason": reason, "costs": self._costs_from}
         if max(wanted.forward, wanted.backward) > most:
             reason += (
                 f"; {wanted.forward} and {wanted.backward} would be better, and a rank owns {most} "
                 f"expert{'s' * (most > 1)} of a layer"
             )
-        facts = {"wanted": wanted, "most": most, "costs": self._costs_from}
         self.chosen = Decision("chunks of tokens on their way to experts", degrees, reason, facts)

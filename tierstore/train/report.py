@@ -178,7 +178,7 @@ class RunSummary:
             "forward": degrees.forward,
             "backward": degrees.backward,
             "most": facts["most"],
-            "reason": self.chunks.reason,
+            "reason": facts["reason"],  # without what a cap costs, which the line for people says
             "costs": facts["costs"],
         }
 
