@@ -26,11 +26,12 @@ import torch
 from torch import Tensor
 
 from tierstore.bench.namespaces import RankNamespace
-from tierstore.cli.output import Output, finite
+from tierstore.cli.output import Output
 from tierstore.errors import TierstoreError
 from tierstore.links import wait_until
 from tierstore.moe.config import ExpertShape
 from tierstore.moe.source import ExpertLease
+from tierstore.outputs import to_json
 
 T = TypeVar("T")
 TIMEOUT_S = 600.0
@@ -215,7 +216,7 @@ def finish(findings: Mapping[str, object], failures: Sequence[str] = ()) -> None
     """Prints ``findings`` as one line of JSON (numbers that are not finite as null), and ends: with status 1 where there
     are ``failures``, which it names.
     """
-    print(json.dumps(finite(findings), allow_nan=False), flush=True)
+    print(json.dumps(to_json(findings), allow_nan=False), flush=True)
     for failure in failures:
         print(failure, file=sys.stderr)
     sys.exit(1 if failures else 0)

@@ -162,7 +162,7 @@ def test_a_damaged_adapter(made: Path, tmp_path: Path) -> None:
 def test_options_that_exclude_one_another(made: Path, tmp_path: Path) -> None:
     for option in (("--dtype", "fp32"), ("--max-shard-size", "1GB")):
         text = call("export", made / "store", "--to", tmp_path / "x", "--adapter", *option, status=2)
-        assert "--adapter: expected neither --dtype nor --merge nor --max-shard-size" in text
+        assert "--adapter cannot be combined with --dtype, --merge or --max-shard-size" in text
 
 
 def test_pairs_are_not_lost_in_a_reshard(made: Path, tmp_path: Path) -> None:

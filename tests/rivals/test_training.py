@@ -181,7 +181,7 @@ def test_tierstore_takes_the_order_that_its_command_would(config: TrainConfig, t
     data = replace(config.data, micro_batches=2)
     slow = replace(config.links, disk=replace(config.links.disk, bandwidth=1 << 20))
     auto = replace(config, data=data, links=slow, host_budget=200_000)
-    for name, taken in (("tierstore", "layer order"), ("tierstore-ram", "micro order")):
+    for name, taken in (("tierstore", "micro-batches: layer ("), ("tierstore-ram", "micro-batches: micro (")):
         with train_tierstore.opened(task(auto, tmp_path / name, rival=name)) as (description, _):
             assert taken in " ".join(description)
 

@@ -56,7 +56,7 @@ _PROMPT = "def "
 @config_options(
     TrainConfig,
     {
-        "--data": "data.paths",
+        "--data": ("data.paths", {"type": click.STRING}),  # names of files need not be UTF-8
         "--store": "store",
         "--steps": "steps",
         "--host-budget": "host_budget",
