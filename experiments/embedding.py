@@ -185,7 +185,7 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
         "calculated_saved_bytes": gathered["calculated_bytes"] - partitioned["calculated_bytes"],
         "sent_ratio": partitioned["sent_bytes"] / gathered["sent_bytes"],
         "step_ratio": partitioned["step_s"] / gathered["step_s"],
-        "auto": choice.placement.value,
+        "auto": choice.value.value,
         "auto_reason": choice.reason,
     }
 

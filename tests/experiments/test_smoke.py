@@ -183,7 +183,7 @@ def test_pictures_of_real_ranks(tmp_path: Path) -> None:
     assert run("stages", f"{SMALLEST['stages']} --svg stages.svg", tmp_path).returncode in (0, 1)
     drawn = re.findall(r'<path fill="#(\w+)"[^>]* d="([^"]*)"', (tmp_path / "stages.svg").read_text())
     assert [(colour, path.count("M")) for colour, path in drawn] == [("4c72b0", 2), ("dd8452", 2)] * 2
-    assert run("pipemoe", "--svg chunks.svg --rounds 1", tmp_path).returncode == 0
+    assert run("pipemoe", "--svg chunks.svg --rounds 3", tmp_path).returncode == 0
     text = (tmp_path / "chunks.svg").read_text()
     for colours, counts in ((("#55a868", "#8172b3"), [2, 4, 8]), (("#4c72b0", "#dd8452"), [1, 2, 4])):
         for colour in colours:

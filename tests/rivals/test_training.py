@@ -180,7 +180,7 @@ def test_tierstore_takes_the_order_that_its_command_would(config: TrainConfig, t
     """With ``micro_order = auto`` and a disk on which bytes count; in RAM nothing is moved, and nothing is gained."""
     data = replace(config.data, micro_batches=2)
     slow = replace(config.links, disk=replace(config.links.disk, bandwidth=1 << 20))
-    auto = replace(config, data=data, links=slow, host_budget=200_000)
+    auto = replace(config, data=data, links=slow, host_budget=100_000)
     for name, taken in (("tierstore", "micro-batches: layer ("), ("tierstore-ram", "micro-batches: micro (")):
         with train_tierstore.opened(task(auto, tmp_path / name, rival=name)) as (description, _):
             assert taken in " ".join(description)
