@@ -238,7 +238,11 @@ class GatheredUnit:
                 self._parameters[span.index].data = nothing.expand(span.shape)
 
 
-# What autograd keeps for the backward pass must not point into a buffer that another unit will be gat --------
+# What autograd saves ----------------------------------------------------------------------------------------
+#
+# It must not point into a buffer that another unit will be gathered into. Inside the context of ``saved_by_place``
+# every tensor that autograd saves and whose memory lies in a fusion buffer (a parameter, a transposed view of one) is
+# kept as its place in the unit, and comes back as a view of the buffer that the unit is gathered in by then.
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +280,7 @@ def saved_by_place(
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
-# The messages that dense slices cause: counted, and drawn on a timeline --------------------------------------
+# The messages of dense slices, counted and drawn on a timeline ----------------------------------------------
 
 
 @dataclass(slots=True)

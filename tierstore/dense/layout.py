@@ -306,7 +306,10 @@ def recut(
     return slices
 
 
-# What dense parameters take on one rank: by formula, from the layout and the configuration alone -------------
+# Bytes of one rank ------------------------------------------------------------------------------------------
+#
+# By formula, from the layout and the configuration alone. Of S parameters on N ranks: 16 S / N bytes of state (fp32
+# weight, gradient, two moments), and buffers that do not depend on how many blocks there are.
 
 
 #: Units whose moments are in memory at once when they live on disk: one is stepped, one write drains.

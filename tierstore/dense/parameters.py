@@ -365,7 +365,7 @@ class GatherOnDemand:
         self._dense.release(unit)
 
 
-# Dense parameters that are not trained: whole on every rank, read once from the records of their slic --------
+# Frozen dense parameters: whole on every rank, read once from the records of their slices -------------------
 
 
 def load_frozen(

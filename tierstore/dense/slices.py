@@ -221,7 +221,11 @@ class _StagedRecord:
         return groups
 
 
-# Moments that live on disk, in the records of the rank's store, and pass through memory one unit at a --------
+# Moments on disk --------------------------------------------------------------------------------------------
+#
+# They pass through memory one unit at a time. A step reads a unit's moments, steps it, and queues their write; there
+# are two places, so that a write drains while the next unit is read and stepped. Between commits a record's moments
+# are overwritten where no commit refers to them, so what is durable is what the last commit held.
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ takes them there (SE-MoE, section 2.3); the same splits the other way bring resu
 They may also go in chunks, each in an all-to-all of its own (PipeMoE): chunk c carries the c-th group of every owner's
 experts. Every expert is in one chunk, so its products are the same however many chunks there are.
 
-Where the ranks of a group have the same tokens, nothing has to travel to the experts: ``tierstore.moe.exchange``.
+Where the ranks of a group have the same tokens, nothing has to travel to the experts: experts by index, below.
 """
 
 from __future__ import annotations
@@ -355,7 +355,26 @@ def _by_expert(count_SE: Tensor) -> Tensor:
     return torch.arange(int(counts.sum())) + shift.repeat_interleave(counts)
 
 
-# Indexed expert parallelism (Pipeline MoE, sections 3.3.2 to 3.3.4): experts divided over ranks that  --------
+# Experts by index (Pipeline MoE, sections 3.3.2 to 3.3.4) ---------------------------------------------------
+#
+# Experts divided over ranks that have the same tokens. Every rank of a tensor-parallel group has all N rows of a
+# layer, sorted by expert, and experts are owned in contiguous blocks. So the rows of a rank's experts are a run of
+# its own rows: nothing is sent to reach them. On the way back each rank sends its run to the others, and all N rows
+# are on all ranks.
+#
+# Bits. The paper adds up, over ranks, what each has combined of its own experts (a sum of (S, D)). That has one
+# process's bits for at most two experts a token, and in fp32 alone: with more, sums are grouped by rank instead of in
+# the router's order. Here rows travel as experts made them, and every rank combines them as one process does: its
+# bits, for any number of experts a token, any type, weighting and capacity. Gradients of the router's weights, one
+# number a row, come back in the same way, so every rank finds the router's whole gradient: nothing is left to be
+# reduced, and no loss counts twice.
+#
+# Bytes of a pass, of S tokens of width D with K experts each, on average over T ranks: (T - 1) / T K S D. The paper's
+# all-reduce sends 2 (T - 1) / T S D: twice as much for K = 1, as much for K = 2, and 2 / K of it for more. (Two
+# all-to-alls in the same group, whose ranks have S / T tokens each, send 2 (T - 1) / T**2 K S D.)
+#
+# In several chunks, the rows of the first experts of every rank go while later ones are computed; nothing is waited
+# for before the first. A chunk is one message to each other rank.
 
 
 class IndexedRows:

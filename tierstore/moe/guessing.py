@@ -167,7 +167,15 @@ class RouterGuesses:
             self._stale.add(layer)  # it may be stepped before its next pass
 
 
-# What the layers between add to the residual stream, expected from the tokens before -------------------------
+# The drift of the stream ------------------------------------------------------------------------------------
+#
+# Shapes: B sequences, T tokens of a pass, D width of the model.
+#
+# A router that guesses for a coming layer sees the stream without what the layers between will add. From one token of
+# a sequence to the next that changes little: attention reads nearly the same context, and most experts are the same
+# ones. So the decayed average of what they added to the sequence's last tokens, those of its prompt included, is
+# added to the stream before the router guesses. A single sequence must have shown a few tokens first: until then half
+# of what is read on guesses is wasted. Of a batch, what few tokens show is true of enough sequences.
 
 
 @dataclass(frozen=True, slots=True, eq=False)

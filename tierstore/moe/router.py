@@ -194,7 +194,7 @@ def _overflow(expert_TK: Tensor, ahead_KE: Tensor, capacity: int) -> Tensor:
     return (place_N >= capacity).view(top_k, tokens).t()
 
 
-# The router of a layer and the norm before it, as something that guesses: what would it choose for an --------
+# A layer's router and norm, applied to another layer's stream -----------------------------------------------
 
 
 #: Tokens that a folded router is tried with, and the share of their experts that it must choose as the router does: what is

@@ -212,7 +212,7 @@ class InMemoryExperts:
             held += gradients
 
 
-# In how many chunks the passes over a model's experts go, and what they carried (``tierstore.moe.chun --------
+# Chunks of the passes over a model's experts (``tierstore.moe.chunks``) -------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -202,7 +202,19 @@ def _transposed(rows: Tensor, count_AB: Tensor) -> Tensor:
     return torch.cat([blocks[a * inner + b] for b in range(inner) for a in range(outer)])
 
 
-# What an exchange of rows costs at once and in two steps, by the bytes of a message (SE-MoE, section  --------
+# The cost of an exchange (SE-MoE, section 4.2) --------------------------------------------------------------
+#
+# m nodes, p ranks of the group on each; every rank sends every other a message of b bytes. Between nodes a message
+# costs ``message_s`` and a byte ``byte_s``; the step within the node costs ``step_s`` and a byte that it moves
+# ``step_byte_s`` (its collective, two copies and the neighbours' links together); a collective between nodes costs
+# ``fixed_s`` besides:
+#
+#     flat(b)         = fixed + (m - 1) p message + (m - 1) p b byte
+#     hierarchical(b) = fixed + (m - 1) message   + (m - 1) p b byte + step + m (p - 1) b step_byte
+#
+# Within the node a flat exchange runs beside its slower messages. What travels between nodes is the same, so only
+# messages and the further step decide, and two steps pay below one size of messages or never. ``message_s`` is the
+# time that a message keeps a link busy; a delay that messages spend on their way together is in ``fixed_s``.
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,14 @@ def open_job_store(
     return MemoryJobStore()
 
 
-# Where the ranks of one attempt meet: a store in which no earlier attempt has left anything ------------------
+# Where the ranks of one attempt meet ------------------------------------------------------------------------
+#
+# ``torchrun`` starts ranks again when one has failed, and when nodes come or go. Where its agents give ranks a store
+# of theirs, that store outlives attempts, and the addresses that dead ranks left there must not be taken for those of
+# the living. No number tells attempts apart: each agent counts the restarts that it asked for itself, and none counts
+# those for a new node. So rank 0 opens a store that ends with its process, and leaves its port with the agents.
+# Another rank may find the port of an earlier attempt there: it goes on looking until it gets through and is the
+# first of its number to come.
 
 
 #: In the agents' store: port and token of rank 0's. In rank 0's: its token, so that a port that another program has taken

@@ -192,7 +192,11 @@ def _join(config: ParallelConfig, environment: RankEnvironment, device: torch.de
         ) from error
 
 
-# Which way rows are exchanged: decided once, when the ranks have joined, and the same on all of them ---------
+# AUTO for the exchange of rows ------------------------------------------------------------------------------
+#
+# Decided once, when the ranks have joined. AUTO measures exchanges of some sizes at once and in two steps, each a few
+# times; the fastest counts, since all that disturbs one makes it slower. Times are the slowest rank's, so every rank
+# fits the same model and decides alike. The decision changes when rows arrive, and no bit.
 
 
 #: Bytes of the messages that AUTO measures, and how often.

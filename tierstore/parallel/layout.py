@@ -88,7 +88,7 @@ def layout_of(config: ParallelConfig, world: int) -> Layout:
     return Layout(config.stages, each // expert, expert, config.tensor)
 
 
-# Which rank a process is, from the environment that ``torchrun`` sets ----------------------------------------
+# The environment of a rank ----------------------------------------------------------------------------------
 
 
 _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
@@ -167,7 +167,9 @@ def _number(environ: Mapping[str, str], name: str) -> int:
     return int(text)
 
 
-# Where nodes end, and whether expert groups lie on them so that an exchange can be hierarchical --------------
+# Nodes ------------------------------------------------------------------------------------------------------
+#
+# Ranks are numbered node by node, as ``torchrun`` numbers them: rank r is on node r // node_ranks.
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +217,11 @@ def _counts(nodes: Sequence[int]) -> list[int]:
     return [nodes.count(node) for node in sorted(set(nodes))]
 
 
-# How one parameter is divided over tensor-parallel ranks. Imports no torch -----------------------------------
+# Parameters divided over tensor-parallel ranks --------------------------------------------------------------
+#
+# A parameter may be several matrices side by side: queries, keys and values, or gate and up. Each of these *blocks*
+# is cut by itself, and a rank's *part* is its pieces, block after block: of ``[Q0 Q1 | K0 K1 | V0 V1]`` rank 0 has
+# ``[Q0 K0 V0]``.
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +253,7 @@ class Division:
             yield slice(start, start + piece)
 
 
-# Which rows of a table a rank has, where its rows are divided over ranks (SE-MoE section 4.3). Import --------
+# Tables divided by rows over ranks (SE-MoE, section 4.3) ----------------------------------------------------
 
 
 #: Slices are multiples of this many elements: 64 bytes in fp32, 32 in bf16. Then no vector kernel meets a tail.

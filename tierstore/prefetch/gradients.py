@@ -180,7 +180,7 @@ class GradientAccumulator:
             self.carry_out(access)
 
 
-# An expert's gradients from several micro-batches, which share its lease: added up in its gradient sl --------
+# Gradients of several micro-batches that share a lease, added up in its gradient slot -----------------------
 
 
 _ALIGNMENT = 16  # fp32 values: a part starts on a multiple of 64 bytes
@@ -227,7 +227,11 @@ class GradientParts:
         return [self._memory[place * stride : place * stride + numel] for place in range(count)]
 
 
-# Expert gradients summed over the replicas of their expert while the next ones are computed ------------------
+# Sums over the replicas of an expert ------------------------------------------------------------------------
+#
+# A gradient stays in its device slot, and its record pinned, until the sum has come back: so half of the slots may be
+# computed into while the other half travel. Small gradients travel together; how many do has no say in any bit, and
+# depends on the number of slots alone, so all replicas cut alike.
 
 
 BATCH_BYTES = 1 << 20  # a message this long costs more in bytes than in latency
