@@ -169,7 +169,7 @@ WRITING = outputs(cli, "", click.Context(cli))
 
 def test_every_option_that_writes_says_so() -> None:
     """Options are known by their help: the words for a file that is written."""
-    assert len(WRITING) >= 30
+    assert len(WRITING) >= 35
     verbs = ("write", "append", "record every", "to write", "picture", "chrome trace", "draw")
     said: list[Any] = []
     for command, context in commands(cli, click.Context(cli)):
