@@ -1,11 +1,16 @@
-"""The fixture that runs a benchmark's command at a tiny size."""
+"""Fixtures: a benchmark's command at a tiny size, and files to read and write."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+from io_jobs import MIB
 from tiny import TinyBench, TinyRun, run_tiny
+
+from tierstore.bench.io_load import DataFiles
 
 
 @pytest.fixture
@@ -17,3 +22,12 @@ def tiny_bench(tmp_path_factory: pytest.TempPathFactory, capfd: pytest.CaptureFi
         return run_tiny(saved, capfd, name, *arguments, status=status)
 
     return run
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DataFiles]:
+    """4 MiB in each of two directories; both are empty again afterwards."""
+    places = [tmp_path_factory.mktemp(name) for name in "ab"]
+    with closing(DataFiles(places, 4 * MIB)) as made:
+        yield made
+    assert [list(place.iterdir()) for place in places] == [[], []]

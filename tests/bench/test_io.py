@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from io_jobs import CACHED, MIB
 from tiny import TinyBench, bench_status
 
 from tierstore.bench.documents import load_document
@@ -24,7 +24,6 @@ from tierstore.bench.io_load import (
     IN_FLIGHT_LIMIT,
     DataFiles,
     Fio,
-    Job,
     Pages,
     Pattern,
     Sample,
@@ -44,24 +43,6 @@ from tierstore.capabilities import Capability
 from tierstore.cli.main import cli
 from tierstore.machine_profile import load_io_point
 from tierstore.store.config import IoBackendName, IoConfig, tune
-
-MIB = 1 << 20
-CACHED = Job(
-    kind=TransferKind.READ,
-    block_bytes=64 << 10,
-    depth=4,
-    backend=IoBackendName.THREADS,
-    direct=Capability.OFF,
-    pages=Pages.SMALL,
-)
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DataFiles]:
-    places = [tmp_path_factory.mktemp(name) for name in "ab"]
-    with closing(DataFiles(places, 4 * MIB)) as made:
-        yield made
-    assert [list(place.iterdir()) for place in places] == [[], []]
 
 
 def sample(nbytes: int, elapsed_s: float, cpu_s: float = 1.0, latency_ns: int = 5) -> Sample:

@@ -6,13 +6,13 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from io_jobs import CACHED, MIB
 
 from tierstore import _native
 from tierstore.bench.io_load import (
@@ -22,7 +22,6 @@ from tierstore.bench.io_load import (
     FioError,
     Job,
     Load,
-    Pages,
     Pattern,
     Reuse,
     TransferKind,
@@ -33,24 +32,6 @@ from tierstore.bench.io_load import (
 from tierstore.capabilities import Capability
 from tierstore.errors import ConfigError
 from tierstore.store.config import IoBackendName
-
-MIB = 1 << 20
-CACHED = Job(
-    kind=TransferKind.READ,
-    block_bytes=64 << 10,
-    depth=4,
-    backend=IoBackendName.THREADS,
-    direct=Capability.OFF,
-    pages=Pages.SMALL,
-)
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DataFiles]:
-    places = [tmp_path_factory.mktemp(name) for name in "ab"]
-    with closing(DataFiles(places, 4 * MIB)) as made:
-        yield made
-    assert [list(place.iterdir()) for place in places] == [[], []]
 
 
 @pytest.mark.parametrize("backend", ["AUTO", "THREADS", "PMEM"])
