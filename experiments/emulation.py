@@ -212,7 +212,7 @@ def options(description: str | None, **defaults: Any) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def finish(findings: Mapping[str, object], failures: Sequence[str] = ()) -> None:
+def finish(findings: object, failures: Sequence[str] = ()) -> None:
     """Prints ``findings`` as one line of JSON (numbers that are not finite as null), and ends: with status 1 where there
     are ``failures``, which it names.
     """

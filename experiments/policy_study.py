@@ -18,7 +18,6 @@ import click
 from emulation import OUTPUT, finish, start
 
 from tierstore import __version__
-from tierstore.bench.harness import plain
 from tierstore.cache.config import Scope
 from tierstore.cli.cache.options import ContractOptions, MachineOptions, html_option
 from tierstore.cli.cache.output import check_html, write_html
@@ -445,7 +444,7 @@ def study(
         write_output(markdown, OutputKind.TABLES, tables)
     if html is not None:
         write_html(html, found, OUTPUT)
-    finish(plain(found))
+    finish(found)
 
 
 if __name__ == "__main__":

@@ -36,9 +36,9 @@ from tierstore.bench.documents import Better, Measurement, counted, derived, mea
 from tierstore.bench.harness import (
     Benchmark,
     ExistingPath,
+    FigureTable,
     Found,
     Progress,
-    Table,
     at_least,
     option,
     ratios,
@@ -495,7 +495,7 @@ def measurements(found: Mapping[str, Any]) -> Iterator[Measurement]:
             yield measured(label, found["load"][f"{name}_p99_s"], "s", Better.LOWER)
 
 
-def shown(found: Mapping[str, Any]) -> Iterator[Table | str]:
+def shown(found: Mapping[str, Any]) -> Iterator[FigureTable | str]:
     """The rivals by batch, ratios to them, bounds and load, for people."""
     ahead = found["read_ahead_bytes"]
     yield (
@@ -503,7 +503,7 @@ def shown(found: Mapping[str, Any]) -> Iterator[Table | str]:
         f"{'unknown' if ahead is None else ahead} bytes"
     )
     for batch in dict.fromkeys(one["batch_count"] for one in found["speeds"]):
-        yield Table(
+        yield FigureTable(
             f"{found['model']}, batch {batch}: {found['prompt_tokens_count']} tokens of prompt, "
             f"{found['new_tokens_count']} of decoding, {found['threads']} threads, {found['rounds']} rounds",
             {
@@ -523,8 +523,8 @@ def shown(found: Mapping[str, Any]) -> Iterator[Table | str]:
             [one for one in found["speeds"] if one["batch_count"] == batch],
         )
     columns = {"prefill": "prefill_ratio", "decode": "decode_ratio", "peak of the group": "peak_group_ratio"}
-    yield Table("", {"tierstore /": "rival", "batch": "batch_count", **columns}, found["against"])
-    yield Table(
+    yield FigureTable("", {"tierstore /": "rival", "batch": "batch_count", **columns}, found["against"])
+    yield FigureTable(
         "decode step and its bound: the slower of the same in RAM and of its compulsory bytes at the disk's bandwidth",
         {
             "batch": "batch_count",
@@ -538,7 +538,7 @@ def shown(found: Mapping[str, Any]) -> Iterator[Table | str]:
         },
         found["bounds"],
     )
-    yield Table(
+    yield FigureTable(
         "open-loop load on tierstore",
         {
             "requests": "requests",

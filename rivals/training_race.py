@@ -36,9 +36,9 @@ from training import Steps, TrainTask, check_workload, make_mixtral
 from tierstore.bench.documents import Better, Measurement, counted, derived, measured
 from tierstore.bench.harness import (
     Benchmark,
+    FigureTable,
     Found,
     Progress,
-    Table,
     at_least,
     option,
     ratios,
@@ -409,9 +409,9 @@ def measurements(found: Mapping[str, Any]) -> Iterator[Measurement]:
             yield derived("step to aim", bound["round_step_to_aim_ratio"], "ratio", Better.LOWER, target=1.0)
 
 
-def shown(found: Mapping[str, Any]) -> Iterator[Table | str]:
+def shown(found: Mapping[str, Any]) -> Iterator[FigureTable | str]:
     """The rivals, ratios to them and the bound, for people."""
-    yield Table(
+    yield FigureTable(
         f"{found['model']} model, {found['parameters'] / 1e6:.0f} M parameters, {found['tokens_per_step_count']} tokens a "
         f"step, {found['rounds']} rounds of {found['steps']} steps",
         {
@@ -438,8 +438,8 @@ def shown(found: Mapping[str, Any]) -> Iterator[Table | str]:
         "CPU time": "cpu_ratio",
         "resident": "resident_ratio",
     }
-    yield Table("", columns, found["against"])
-    yield Table(
+    yield FigureTable("", columns, found["against"])
+    yield FigureTable(
         "tierstore's bound: the slower of the same in RAM and of its compulsory bytes at the disk's bandwidth; its aim: the "
         "slower of 1.10 x the bound and a quarter of DeepSpeed's step",
         {

@@ -24,7 +24,7 @@ from train_deepspeed import settings_of
 from training import BuiltIn, Steps, TrainTask, disk_bytes, fill
 from training_race import RIVALS, TrainingRace, difference, measurements
 
-from tierstore.bench.harness import Progress, Table
+from tierstore.bench.harness import FigureTable, Progress
 from tierstore.bench.probes import Bytes
 from tierstore.bench.train_bound import Compulsory
 from tierstore.errors import CapabilityError, ConfigError
@@ -262,7 +262,7 @@ def raced(config: TrainConfig, **options: Any) -> dict[str, Any]:
     """The figures; whether the race failed is ``failed``."""
     race = TrainingRace(steps=2, warmup=1, rounds=3, config=config, store=config.store, **options)
     made = race.run(Progress())
-    assert all(shown.cells for shown in made.shown if isinstance(shown, Table) and shown.rows)
+    assert all(shown.cells for shown in made.shown if isinstance(shown, FigureTable) and shown.rows)
     return {**made.figures, "failed": made.failed}
 
 

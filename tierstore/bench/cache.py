@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tierstore.bench.documents import Better, measured
-from tierstore.bench.harness import Benchmark, Found, Progress, Table, at_least, option, prefixed
+from tierstore.bench.harness import Benchmark, FigureTable, Found, Progress, at_least, option, prefixed
 from tierstore.lab.costs import policy_time
 from tierstore.lab.miss_curves import all_policies, curve_capacities, curves
 from tierstore.lab.requests import Requests
@@ -75,11 +75,11 @@ class CacheBench(Benchmark):
             "layer passes, event-atomic": "passes_requests_per_s",
         }
         rows = [{"policy": name, **rates} for name, rates in policies.items()]
-        table = Table(f"requests a second and thread, {_CAPACITY:.0%} of the footprint", columns, rows)
+        table = FigureTable(f"requests a second and thread, {_CAPACITY:.0%} of the footprint", columns, rows)
         if self.curve_points:
             figures["curves"] = timed = _time_curves(traces[0], self.curve_points, progress)
             measurements.append(measured("all curves", timed["elapsed_s"], "s", Better.LOWER))
-            shown: list[Table | str] = [table, f"all curves: {format_seconds(timed['elapsed_s'])}"]
+            shown: list[FigureTable | str] = [table, f"all curves: {format_seconds(timed['elapsed_s'])}"]
         else:
             shown = [table]
         return Found(figures=figures, measurements=measurements, shown=shown)

@@ -119,7 +119,7 @@ def text_of(key: str, value: object) -> str:
 
 
 @dataclass(frozen=True)
-class Table:
+class FigureTable:
     """A table for people. ``columns``: by heading, the key of a row's value (``latency.p50_s`` for one of an inner
     object). A value that is missing or None is shown as a dash.
     """
@@ -133,13 +133,15 @@ class Table:
         return [[text_of(key, _at(row, key)) for key in self.columns.values()] for row in self.rows]
 
     @staticmethod
-    def transposed(title: str, rows: Mapping[str, str], objects: Mapping[str, Mapping[str, object]]) -> Table:
+    def transposed(
+        title: str, rows: Mapping[str, str], objects: Mapping[str, Mapping[str, object]]
+    ) -> FigureTable:
         """A column for each of ``objects``, a row for each of ``rows``: its heading and its key."""
         shown = [
             {"": heading, **{name: text_of(key, _at(one, key)) for name, one in objects.items()}}
             for heading, key in rows.items()
         ]
-        return Table(title, {"": "", **{name: name for name in objects}}, shown)
+        return FigureTable(title, {"": "", **{name: name for name in objects}}, shown)
 
 
 def _at(row: Mapping[str, object], key: str) -> object:
@@ -158,10 +160,10 @@ class Found:
 
     figures: Mapping[str, object]
     measurements: Sequence[Measurement]
-    shown: Sequence[Table | str] = ()
+    shown: Sequence[FigureTable | str] = ()
     failed: bool = False
 
-    def summary(self) -> Table:
+    def summary(self) -> FigureTable:
         """The measurements: all of them, or beside tables of the benchmark's own those with a target and ratios of the
         whole run.
         """
@@ -179,26 +181,15 @@ class Found:
             or one.target is not None
             or (one.evidence is Origin.DERIVED and not one.parameters)
         ]
-        return Table("", {"": "what", "median": "median", "quartiles": "quartiles", "target": "target"}, rows)
+        return FigureTable(
+            "", {"": "what", "median": "median", "quartiles": "quartiles", "target": "target"}, rows
+        )
 
 
 def _target(one: Measurement) -> str:
     assert one.target is not None
     sign = "at least" if one.better is Better.HIGHER else "at most"
     return f"{sign} {shown(one.target, one.unit)}: {'met' if one.met else 'MISSED'}"
-
-
-def plain(value: object) -> Any:
-    """``value`` as JSON can hold it: dataclasses as objects, enums by value, paths as text."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {each.name: plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(inner) for inner in value]
-    if isinstance(value, Enum):
-        return value.value
-    return str(value) if isinstance(value, Path) else value
 
 
 def prefixed(prefix: str, figures: Mapping[str, object]) -> dict[str, object]:

@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tierstore.bench.harness import Benchmark, Found, Progress, Table, at_least, option, size_option
+from tierstore.bench.harness import Benchmark, FigureTable, Found, Progress, at_least, option, size_option
 from tierstore.bench.io_load import (
     IN_FLIGHT_LIMIT,
     DataFiles,
@@ -444,18 +444,18 @@ def _shown(
     comparisons: Sequence[ProgramComparison],
     striped: Sequence[ProgramComparison],
     peers: ProgramComparison,
-) -> Iterator[Table | str]:
+) -> Iterator[FigureTable | str]:
     yield (
         f"{', '.join(map(str, bench.places))}: {format_bytes(bench.size)} a file, {bench.rounds} rounds of "
         f"{format_seconds(figures['measurement_s'])}, fio: {figures['fio'] or 'not installed'}"
     )
     chosen = [*_fastest(bench, comparisons), *striped]
-    yield Table("", _COLUMNS, [_row(one) for one in chosen])
+    yield FigureTable("", _COLUMNS, [_row(one) for one in chosen])
     rows = [
         {**one.figures(), "ratio": percentile(ratio.rounds, 50) if ratio else None}
         for one, ratio in zip(peers.series, [None, *peers.ratios], strict=True)
     ]
-    yield Table(
+    yield FigureTable(
         f"cold reads of {bench.records} records of {format_bytes(bench.record_bytes)}",
         {
             "": "program",

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from tierstore.bench.documents import Better, Measurement, derived, measured
-from tierstore.bench.harness import plain, ratios
+from tierstore.bench.harness import ratios
 from tierstore.bench.io_load import Checksums, FileSet, Fio, Job, Load, Pages, Reuse, Sample
 from tierstore.bench.probes import Latencies
 from tierstore.stats import percentile, spread
@@ -114,7 +114,7 @@ class ProgramComparison:
     def figures(self) -> dict[str, Any]:
         return {
             "title": self.title,
-            "job": plain(self.job),
+            "job": self.job,
             "series": [one.figures() for one in self.series],
             "ratios": [one.figures() for one in self.ratios],
         }

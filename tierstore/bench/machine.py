@@ -28,9 +28,9 @@ from tierstore.bench.documents import Better, Measurement, derived, measured
 from tierstore.bench.harness import (
     Benchmark,
     ExistingPath,
+    FigureTable,
     Found,
     Progress,
-    Table,
     at_least,
     option,
     size_option,
@@ -114,7 +114,7 @@ class MachineBench(Benchmark):
         return Found(
             figures={"profile": self.profile, "costs": costs},
             measurements=list(measurements(found)),
-            shown=[Table(f"{found.profile.machine}; written to {self.profile}", columns, rows)],
+            shown=[FigureTable(f"{found.profile.machine}; written to {self.profile}", columns, rows)],
         )
 
 

@@ -24,9 +24,9 @@ from typing import Any
 from tierstore.bench.documents import Better, Measurement, derived, measured
 from tierstore.bench.harness import (
     Benchmark,
+    FigureTable,
     Found,
     Progress,
-    Table,
     at_least,
     more_than_0,
     option,
@@ -293,7 +293,7 @@ def _run(bench: OverlapBench, ranks: RankProcesses, progress: Progress) -> Found
     rows = [
         {**one, **{f"{way}_s": _stalled_s(one, way) for way in ("horizontal", "vertical")}} for one in runs
     ]
-    table = Table(f"{_RANKS} ranks, {bench.stack.value} layers, links limited", columns, rows)
+    table = FigureTable(f"{_RANKS} ranks, {bench.stack.value} layers, links limited", columns, rows)
     return Found(figures=figures, measurements=list(_measurements(runs)), shown=[table])
 
 

@@ -28,9 +28,9 @@ from tierstore._native import Residency
 from tierstore.bench.documents import Better, Measurement, derived, measured, shown
 from tierstore.bench.harness import (
     Benchmark,
+    FigureTable,
     Found,
     Progress,
-    Table,
     at_least,
     option,
     ratios,
@@ -212,7 +212,7 @@ def _measurements(name: str, samples: _Curve, found: Mapping[str, Any]) -> Itera
     yield derived("exponent", found["exponent_ratio"], "ratio", Better.LOWER, parameters=how, target=limit)
 
 
-def _table(bench: ScaleBench, curves: Mapping[str, Mapping[str, Any]]) -> Table:
+def _table(bench: ScaleBench, curves: Mapping[str, Mapping[str, Any]]) -> FigureTable:
     sizes = sorted({point["records"] for curve in curves.values() for point in curve["medians"]})
     rows = []
     for name, curve in curves.items():
@@ -227,7 +227,7 @@ def _table(bench: ScaleBench, curves: Mapping[str, Mapping[str, Any]]) -> Table:
         "limit": "limit_ratio",
     }
     title = f"records of {format_bytes(bench.record_bytes)}, policies {', '.join(bench.policies)}"
-    return Table(title, columns, rows)
+    return FigureTable(title, columns, rows)
 
 
 def fit_exponent(sizes: Sequence[float], costs: Sequence[float]) -> tuple[float, float]:

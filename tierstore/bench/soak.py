@@ -27,9 +27,9 @@ from typing import Any
 
 from tierstore.bench.documents import Better, Measurement, counted, derived, measured
 from tierstore.bench.harness import (
+    FigureTable,
     Found,
     Progress,
-    Table,
     at_least,
     more_than_0,
     refuse_existing,
@@ -390,7 +390,7 @@ def _measurements(figures: Mapping[str, Any]) -> Iterator[Measurement]:
         yield derived(f"{name}, growth a second", trend[f"slope_{unit}_per_s"], unit, Better.LOWER)
 
 
-def _shown(figures: Mapping[str, Any]) -> Iterator[Table | str]:
+def _shown(figures: Mapping[str, Any]) -> Iterator[FigureTable | str]:
     if figures["interrupted"]:
         yield "interrupted; what follows is what was done until then"
     operations = [f"{count} {name.removesuffix('_count')}" for name, count in figures["operations"].items()]
@@ -406,14 +406,14 @@ def _shown(figures: Mapping[str, Any]) -> Iterator[Table | str]:
         "reopening, median": "reopen.median_s",
         "reopening, longest": "reopen.greatest_s",
     }
-    yield Table.transposed("", rows, {"found": figures})
+    yield FigureTable.transposed("", rows, {"found": figures})
     for name, trend in figures["trends"].items():
         values = [text_of(key, trend[key]) for key in trend if key.startswith(("first", "middle", "last"))]
         verdict = "GROWS" if trend["grows"] else "flat" if trend["judged"] else "too short to judge"
         yield f"{name} at start, middle, end: {', '.join(values)} ({verdict})"
     if figures["faults"]:
         columns = {"fault": "fault", "surfaced as": "error", "times": "times_count"}
-        yield Table("", columns, figures["faults"])
+        yield FigureTable("", columns, figures["faults"])
     for failure in figures["failures"]:
         yield f"FAILED: {failure}"
 

@@ -21,9 +21,9 @@ from tierstore.bench.documents import Better, Measurement, derived, measured
 from tierstore.bench.harness import (
     Benchmark,
     ExistingPath,
+    FigureTable,
     Found,
     Progress,
-    Table,
     more_than_0,
     option,
     refuse_existing,
@@ -234,7 +234,7 @@ class TiersBench(Benchmark):
         )
 
 
-def _tables(points: Sequence[dict[str, Any]]) -> Iterator[Table]:
+def _tables(points: Sequence[dict[str, Any]]) -> Iterator[FigureTable]:
     what = {"record": "record_bytes", "budget": "budget_ratio", "dirty": "dirty_ratio"}
     times = {
         "hits": "hit_ratio",
@@ -255,10 +255,10 @@ def _tables(points: Sequence[dict[str, Any]]) -> Iterator[Table]:
         "wear a step": "wear_per_step_bytes",
         "drive's life": "drive_life_s",
     }
-    yield Table(
+    yield FigureTable(
         f"{_FETCHES_AT_ONCE} fetches at once, a commit every {_COMMIT_EVERY} steps", what | times, points
     )
-    yield Table("needed: copies of records that cannot be shared", what | wear, points)
+    yield FigureTable("needed: copies of records that cannot be shared", what | wear, points)
 
 
 # A point ----------------------------------------------------------------------------------------------------

@@ -23,9 +23,9 @@ from typing import Any
 from tierstore.bench.documents import Better, Measurement, counted, derived, measured
 from tierstore.bench.harness import (
     Benchmark,
+    FigureTable,
     Found,
     Progress,
-    Table,
     at_least,
     option,
     prefixed,
@@ -380,7 +380,7 @@ _PART_NAMES = {
 }
 
 
-def _table(figures: Mapping[str, Any]) -> Table:
+def _table(figures: Mapping[str, Any]) -> FigureTable:
     rows = {
         "step, median": "step_median_s",
         "step, 10%": "step_p10_s",
@@ -410,7 +410,7 @@ def _table(figures: Mapping[str, Any]) -> Table:
         f"{figures['parameters'] / 1e6:.0f} M parameters, {format_bytes(figures['record_bytes'])} of expert records, "
         f"host budget {format_bytes(figures['host_budget_bytes'])}, {figures['tokens_per_s']:.0f} tokens/s"
     )
-    return Table.transposed(title, rows, objects)
+    return FigureTable.transposed(title, rows, objects)
 
 
 # Step orders ------------------------------------------------------------------------------------------------
@@ -478,7 +478,7 @@ def _compare_orders(bench: TrainBench, config: TrainConfig, progress: Progress) 
         derived("speed-up", speed_ups, "ratio", Better.HIGHER),
         derived("speed-up of bytes", of_bytes, "ratio", Better.HIGHER, target=_OF_BYTES),
     ]
-    table = Table.transposed(
+    table = FigureTable.transposed(
         f"{config.data.micro_batches} micro-batches a step, host budget {format_bytes(config.host_budget)}",
         {
             "step, median": "step_median_s",

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tierstore.bench import BENCHMARKS
-from tierstore.bench.harness import Benchmark, ExistingPath, Found, Progress, plain
+from tierstore.bench.harness import Benchmark, ExistingPath, Found, Progress
 from tierstore.cli.main import CommandGroup, Interrupts, ended_by_sigterm
 from tierstore.cli.options import (
     EXISTING_DIRECTORY,
@@ -260,7 +260,7 @@ class Session:
         """After the work and its table: saves, compares, reports, and prints the object of ``--json``, in which the
         comparison is ``compared``. Raises DataError where there is nothing to compare; the object is printed first.
         """
-        figures = plain(result)
+        figures = {key: to_json(value) for key, value in result.items()}
         compared: dict[str, object] = {}
         try:
             self._report(figures, measurements, compared)
@@ -268,14 +268,12 @@ class Session:
             self.output.emit(figures | compared)
 
     def _report(
-        self, result: Mapping[str, object], measurements: Iterable[Measurement], compared: dict[str, object]
+        self, figures: Mapping[str, object], measurements: Iterable[Measurement], compared: dict[str, object]
     ) -> None:
         from tierstore.bench.documents import Document, machine_facts, now, save_document
         from tierstore.bench.report import write_report
 
         if self.asked.save or self.asked.html or self.against:
-            figures = to_json(result)
-            assert isinstance(figures, Mapping)
             document = Document(
                 bench=self.bench,
                 options=self.options,
