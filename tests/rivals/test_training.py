@@ -357,7 +357,7 @@ def test_reasons_of_a_process(config: TrainConfig, tmp_path: Path, monkeypatch: 
     (tmp_path / "rival_that_ends.py").write_text(
         "import os\ndef opened(task):\n    print('begun\\nthe end\\n', flush=True)\n    os._exit(7)\n"
     )
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     ends = task(config, tmp_path, module="rival_that_ends")
     with pytest.raises(RivalError, match=r"torch: exited with status 7; its last line: the end$"):
         RivalProcess("torch", ends, tmp_path / "dead", timeout_s=60)
