@@ -32,9 +32,8 @@ from tierstore.prefetch.predictor import PredictorName
 from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening
 from tierstore.train.session import Loop, open_parts
-from tierstore.train.step_time import StepTimer
+from tierstore.train.step_time import StepTimer, ThreadTimes, stolen_while_running
 from tierstore.train.stepping import SessionParts
-from tierstore.train.thread_times import ThreadTimes, stolen_while_running
 from tierstore.train.trainer import Trainer
 from tierstore.units import format_bytes, format_seconds
 

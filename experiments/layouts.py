@@ -66,8 +66,7 @@ from tierstore.stats import percentile
 from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening
 from tierstore.train.session import Loop, open_parts
-from tierstore.train.step_time import StepTimer
-from tierstore.train.thread_times import ThreadTimes, stolen_while_running
+from tierstore.train.step_time import StepTimer, ThreadTimes, stolen_while_running
 from tierstore.train.trainer import Trainer
 from tierstore.units import format_seconds
 

@@ -43,9 +43,8 @@ from tierstore.timeline import TimelineSlice, Track, open_timeline, read_slices
 from tierstore.train.budgets import budgets
 from tierstore.train.config import TrainConfig
 from tierstore.train.files import MicroOrder
-from tierstore.train.stages.blocks import stage_config
-from tierstore.train.stages.order import one_forward_one_backward
-from tierstore.train.stages.pipeline import StagePipeline
+from tierstore.train.stage_pipeline import StagePipeline
+from tierstore.train.stages import one_forward_one_backward, stage_config
 from tierstore.units import format_seconds
 
 TARGET = 1.10

@@ -32,9 +32,8 @@ from tierstore.bench.overlap_rank import EmulatedDevice
 from tierstore.parallel import Mesh, ParallelConfig, launch
 from tierstore.train.data import TextData
 from tierstore.train.files import DataConfig
-from tierstore.train.tasks.assignment import Assignment, TaskRows, assign
-from tierstore.train.tasks.config import TaskConfig
-from tierstore.train.tasks.data import TaskData
+from tierstore.train.task_data import TaskData
+from tierstore.train.tasks import Assignment, TaskConfig, TaskRows, assign
 from tierstore.units import format_seconds
 
 #: What a card takes for a step, and for each row of it, in seconds: fitted to table 3.

@@ -34,7 +34,7 @@ from tierstore.store.adamw import Inactive
 from tierstore.train.config import FinetuneConfig, TrainConfig
 from tierstore.train.data import TrainingData
 from tierstore.train.footprint import keep_freed_memory, peak_resident_bytes
-from tierstore.train.sources import open_data
+from tierstore.train.tokens.data import open_data
 
 #: The values of a parameter by its name in ``module``.
 FirstWeights = Callable[[str], Tensor]

@@ -27,7 +27,7 @@ from torch.nn.functional import cross_entropy
 from tierstore.config import load
 from tierstore.model.interface import Batch
 from tierstore.train.config import TrainConfig
-from tierstore.train.sources import open_data
+from tierstore.train.tokens.data import open_data
 
 PROMPT, ADDED = 32, 64  # tokens
 

@@ -44,7 +44,7 @@ def plain(args: argparse.Namespace) -> Iterator[Callable[[int], float]]:
 
     from tierstore.config import load
     from tierstore.train.config import TrainConfig
-    from tierstore.train.sources import open_data
+    from tierstore.train.tokens.data import open_data
 
     config = load(TrainConfig, args.config, overrides(args))
     torch.set_num_threads(args.threads)

@@ -21,7 +21,7 @@ from tierstore.model import Batch, ModelConfig, Transformer
 from tierstore.moe import Activation, FeedForward, NoiseKey, Router, RouterNoise, Routing, initial_expert
 from tierstore.moe.config import ExpertShape
 from tierstore.store.adamw import AdamWConfig, Inactive
-from tierstore.train.schedule import ScheduleConfig
+from tierstore.train.config import ScheduleConfig
 
 
 class PlainExpert(nn.Module):

@@ -13,8 +13,7 @@ from token_cases import conversation, save_tokenizer, write_lines
 
 from tierstore.hf.model import attention_masks
 from tierstore.train.files import DataConfig, Packing
-from tierstore.train.sources import open_data
-from tierstore.train.tokens.data import TokenData
+from tierstore.train.tokens.data import TokenData, open_data
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -34,10 +34,9 @@ from tierstore.parallel import Mesh, ParallelConfig
 from tierstore.parallel.layout import Layout
 from tierstore.train.ranks import Opening
 from tierstore.train.resharding import reshard
-from tierstore.train.resharding.reading import open_stored
 from tierstore.train.session import open_session
-from tierstore.train.stages.blocks import stage_config
-from tierstore.train.stages.order import one_forward_one_backward
+from tierstore.train.stages import one_forward_one_backward, stage_config
+from tierstore.train.stored_model import open_stored
 
 Whole = Callable[..., Path]
 

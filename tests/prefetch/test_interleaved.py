@@ -13,7 +13,7 @@ from tierstore.plan.traffic import CountedSteps
 from tierstore.prefetch import PredictorName, Schedule, StepTiming, make_predictor
 from tierstore.prefetch.program import Access, AccessProgram, Action, Finals, Speculation
 from tierstore.prefetch.schedule import MicroPass, QueueLimits, Unit, Window
-from tierstore.train.stages.order import one_forward_one_backward
+from tierstore.train.stages import one_forward_one_backward
 
 F, B, OPTIMIZER = Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER
 #: Stage 0 of 2 with two micro-batches: F0 F1 B0 B1.

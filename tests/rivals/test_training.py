@@ -30,10 +30,9 @@ from tierstore.bench.train_bound import Compulsory
 from tierstore.errors import CapabilityError, ConfigError
 from tierstore.model import ModelConfig
 from tierstore.model.spec import spec_of
-from tierstore.train.config import TrainConfig
+from tierstore.train.config import ScheduleConfig, TrainConfig
 from tierstore.train.data import TextData
 from tierstore.train.files import DataConfig
-from tierstore.train.schedule import ScheduleConfig
 
 SIZES: dict[str, Any] = {"d_model": 16, "n_heads": 2, "n_layers": 2, "seq_len": 16, "d_ff": 32, "experts": 4}
 

@@ -23,8 +23,8 @@ from tierstore.train.combinations import Feature
 from tierstore.train.config import FinetuneConfig, TrainConfig
 from tierstore.train.ranks import Opening
 from tierstore.train.resharding import reshard
-from tierstore.train.resharding.reading import open_stored
 from tierstore.train.session import open_session
+from tierstore.train.stored_model import open_stored
 
 STEPS = 3
 Arrays = dict[str, npt.NDArray[np.generic]]

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import pytest
 import torch
+from task_cases import three_tasks, write_texts
 
 from tierstore._native import ResidencyStats
 from tierstore.config import load
@@ -155,5 +156,18 @@ def settings(text: Path, tmp_path: Path) -> Callable[..., dict[str, Any]]:
         nonlocal made
         made += 1
         return {"data.paths": (str(text),), "store": tmp_path / f"store{made}", **(changes or {})}
+
+    return make
+
+
+@pytest.fixture
+def tasks(
+    text: Path, tmp_path: Path, settings: Callable[..., dict[str, Any]]
+) -> Callable[..., dict[str, Any]]:
+    """Settings of three tasks with ``changes``, and a store of their own."""
+    of_tasks = three_tasks(write_texts(tmp_path, text))
+
+    def make(changes: Settings | None = None) -> dict[str, Any]:
+        return settings({**of_tasks, **(changes or {})})
 
     return make

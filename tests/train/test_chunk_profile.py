@@ -22,8 +22,7 @@ from tierstore.plan.capacity import Ranks as PlannedRanks
 from tierstore.plan.capacity import Setting
 from tierstore.plan.predict import predict
 from tierstore.train.config import TrainConfig
-from tierstore.train.pipelining import PipelineControl
-from tierstore.train.probing import LayerCosts, profiled, read_profile
+from tierstore.train.pipelining import LayerCosts, PipelineControl, profiled, read_profile
 from tierstore.train.ranks import Opening
 from tierstore.train.session import open_session
 

@@ -20,7 +20,7 @@ from tierstore.parallel import Mesh, RankEnvironment
 from tierstore.prefetch.gradients import ExpertGradients
 from tierstore.stats import StallLedger
 from tierstore.store.adamw import AdamWConfig
-from tierstore.train.norms import expansion, gradient_norm
+from tierstore.train.stepping import expansion, gradient_norm
 
 _RANDOM = random.Random(7)
 EXPERTS = [_RANDOM.uniform(0, 1) * 10 ** _RANDOM.uniform(-12, 6) for _ in range(12)]

@@ -24,8 +24,7 @@ from tierstore.trace import load_trace
 from tierstore.trace.replay import replay
 from tierstore.train import pipelining
 from tierstore.train.config import TrainConfig
-from tierstore.train.pipelining import PipelineControl, even_loads
-from tierstore.train.probing import LayerCosts, ProbeSizes, line, probe
+from tierstore.train.pipelining import LayerCosts, PipelineControl, ProbeSizes, even_loads, line, probe
 from tierstore.train.ranks import Opening
 from tierstore.train.report import counters
 from tierstore.train.session import open_session

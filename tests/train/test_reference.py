@@ -12,7 +12,7 @@ from tierstore.errors import ConfigError
 from tierstore.model import Batch, ModelConfig, TieEmbeddings, Transformer
 from tierstore.moe import Activation, InMemoryExperts
 from tierstore.store.adamw import AdamWConfig, Inactive
-from tierstore.train.schedule import ScheduleConfig
+from tierstore.train.config import ScheduleConfig
 
 SMALL: dict[str, Any] = {"d_model": 32, "n_layers": 3, "n_heads": 2, "seq_len": 16, "d_ff": 24, "experts": 8}
 VARIANTS: list[dict[str, Any]] = [

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierstore.errors import ConfigError
-from tierstore.train.schedule import LearningRateDecay, ScheduleConfig
+from tierstore.train.config import LearningRateDecay, ScheduleConfig
 
 
 def test_by_hand() -> None:

@@ -21,8 +21,7 @@ from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening
 from tierstore.train.report import step_rows
 from tierstore.train.session import open_session
-from tierstore.train.step_time import StepTime, StepTimer
-from tierstore.train.thread_times import Stolen, ThreadTimes, stolen_while_running
+from tierstore.train.step_time import StepTime, StepTimer, Stolen, ThreadTimes, stolen_while_running
 
 CALLER, WORKER, ENGINE, AUTOGRAD = 11, 12, 13, 14
 NAMES = {CALLER: "python", WORKER: "python", ENGINE: "tierstore-work", AUTOGRAD: "pt_autograd_0"}

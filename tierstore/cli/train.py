@@ -156,7 +156,7 @@ def _train(
     from tierstore.train.footprint import keep_freed_memory
     from tierstore.train.report import Instant, MetricsLog, totals
     from tierstore.train.session import open_session
-    from tierstore.train.stages.blocks import stage_config
+    from tierstore.train.stages import stage_config
 
     keep_freed_memory()
     order = agreed_order(config, mesh)
@@ -253,7 +253,7 @@ def _summary(
 
 def _checksum(output: Output, trainer: Trainer, interrupts: Interrupts) -> int | None:
     """The checksum over the records of all ranks; None where a signal cut it short."""
-    from tierstore.train.checksum import records_checksum
+    from tierstore.train.trainer import records_checksum
 
     with output.progress(label="checksum") as progress:
         return records_checksum(
@@ -323,7 +323,7 @@ def _announce(config: TrainConfig, placed: TrainConfig, output: Output, fixed: i
     from tierstore.store.disk.home import rank_directory
     from tierstore.store.disk.store_extents import copies, schema_copies
     from tierstore.train.budgets import expert_schema, pair_schema
-    from tierstore.train.stages.blocks import stage_blocks
+    from tierstore.train.stages import stage_blocks
 
     model, experts, pairs = config.model, expert_schema(config), pair_schema(config)
     records = model.architecture.records * experts.record_bytes

@@ -27,7 +27,7 @@ from tierstore.store.disk.home import rank_directories
 from tierstore.store.format import Group, RecordSchema, WeightFormat
 from tierstore.store.parameter_store import open_to_read
 from tierstore.train.ranks import newest_common
-from tierstore.train.resharding.reading import stored_layout
+from tierstore.train.stored_model import stored_layout
 
 Floats = npt.NDArray[np.float32]
 Bits = npt.NDArray[np.uint16]

@@ -78,7 +78,7 @@ def expert_weight_bytes(model: ModelSpec) -> int:
 @dataclass(frozen=True, slots=True)
 class TaskProgress:
     """What is known of a task, of this run or an earlier one. ``position``: examples taken; ``tokens``: counted targets that
-    it was trained on; ``head`` is the value of a ``tierstore.train.tasks.config.TaskHead``.
+    it was trained on; ``head`` is the value of a ``tierstore.train.tasks.TaskHead``.
     """
 
     position: int = 0

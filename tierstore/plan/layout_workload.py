@@ -33,8 +33,7 @@ from tierstore.prefetch.operations import Kind, Operation, PassSizes
 from tierstore.prefetch.schedule import MicroPass, Pass
 from tierstore.train.config import TrainConfig
 from tierstore.train.files import MicroOrder
-from tierstore.train.stages.blocks import stage_config
-from tierstore.train.stages.order import one_forward_one_backward
+from tierstore.train.stages import one_forward_one_backward, stage_config
 
 #: A row's weight, and its gradient, travel in fp32.
 _WEIGHT_BYTES = 4

@@ -38,8 +38,7 @@ from tierstore.stats import Tier
 from tierstore.train.combinations import check_combination
 from tierstore.train.config import TrainConfig
 from tierstore.train.files import MicroOrder
-from tierstore.train.stages.blocks import stage_config
-from tierstore.train.stages.order import one_forward_one_backward
+from tierstore.train.stages import one_forward_one_backward, stage_config
 from tierstore.train.vocabulary import choose_vocabulary
 
 _PLACES = (RowPlacement.GATHERED, RowPlacement.PARTITIONED)

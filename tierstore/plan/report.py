@@ -44,9 +44,9 @@ from tierstore.prefetch.operations import Resource
 from tierstore.stats import Tier
 from tierstore.store.disk.store_extents import extent_bytes
 from tierstore.tiers.slots import DeviceKind
-from tierstore.train.config import TrainConfig
+from tierstore.train.config import TrainConfig, assignment_of
 from tierstore.train.files import MicroOrder, byte_files, text_bytes
-from tierstore.train.tasks.assignment import Assignment, assignment_of
+from tierstore.train.tasks import Assignment
 
 #: What pairs in memory take: weight, gradient and two moments, fp32.
 _STATE_BYTES = 16

@@ -42,14 +42,13 @@ if TYPE_CHECKING:
         WearConfig,
     )
     from tierstore.timeline import NullTimeline, Timeline, TimelineSink, Track, open_timeline
-    from tierstore.train.config import FinetuneConfig, TrainConfig
+    from tierstore.train.config import FinetuneConfig, LearningRateDecay, ScheduleConfig, TrainConfig
     from tierstore.train.expert_session import ExpertSession, ExpertStep, open_experts
     from tierstore.train.files import DataConfig, DataFormat, MicroOrder, Packing
     from tierstore.train.ranks import Opening
-    from tierstore.train.schedule import LearningRateDecay, ScheduleConfig
     from tierstore.train.session import open_session
     from tierstore.train.stepping import NonFiniteError, StepError
-    from tierstore.train.tasks.config import TaskConfig, TaskHead
+    from tierstore.train.tasks import TaskConfig, TaskHead
     from tierstore.train.trainer import StepResult, Trainer
 else:
     __getattr__, __dir__ = exports(__name__, __file__)

@@ -12,16 +12,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from itertools import combinations
-from typing import TYPE_CHECKING
 
 from tierstore.errors import ConfigError
 from tierstore.model.config import ModelConfig
 from tierstore.parallel.config import ExchangeMode, RowPlacement
+from tierstore.parallel.layout import Layout
 from tierstore.store.format import MomentFormat
-
-if TYPE_CHECKING:
-    from tierstore.parallel.layout import Layout
-    from tierstore.train.config import TrainConfig
+from tierstore.train.config import TrainConfig
 
 
 class Feature(Enum):

@@ -33,7 +33,7 @@ from tierstore.store.reading import read_states
 from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening, own_store
 from tierstore.train.resharding import reshard
-from tierstore.train.resharding.reading import stored_layout
+from tierstore.train.stored_model import stored_layout
 
 #: The tokens of a run's documents, which belong to no layout.
 _TOKENS = "tokens"

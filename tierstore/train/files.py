@@ -37,7 +37,7 @@ FORMATS = {".jsonl": DataFormat.JSONL, ".ndjson": DataFormat.JSONL, ".parquet": 
 
 
 class Packing(Enum):
-    """How documents are laid into sequences (``tierstore.train.tokens.packing``).
+    """How documents are laid into sequences (``tierstore.train.tokens.data``).
 
     DOCUMENTS: several a sequence, no token sees another document. CONCATENATE: one long string, cut evenly; tokens
     see the documents before theirs. SEPARATE: one document a sequence, the rest padding. AUTO: DOCUMENTS where the

@@ -22,10 +22,9 @@ from tierstore.parallel.layout import TableRows
 from tierstore.prefetch.predictor import PredictorName
 from tierstore.tiers.slots import DeviceKind
 from tierstore.train.budgets import BoundarySplit, pair_schema, split_boundaries
-from tierstore.train.config import TrainConfig
+from tierstore.train.config import TrainConfig, assignment_of
 from tierstore.train.files import text_bytes
-from tierstore.train.tasks.assignment import assignment_of
-from tierstore.train.tasks.config import TaskHead
+from tierstore.train.tasks import TaskHead
 from tierstore.train.vocabulary import choose_vocabulary
 
 #: What torch, its thread pools and the fragmentation of freed activations take beyond that, bytes (measured).

@@ -23,7 +23,7 @@ from tierstore.train.budgets import expert_schema
 from tierstore.train.config import TrainConfig
 from tierstore.train.footprint import peak_resident_bytes
 from tierstore.train.step_time import StepTime
-from tierstore.train.tasks.config import rows_of_tasks
+from tierstore.train.tasks import rows_of_tasks
 from tierstore.train.trainer import StepResult, Trainer
 from tierstore.units import DAY_S, drive_life_s, format_bytes, format_seconds
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
@@ -42,6 +42,7 @@ from tierstore.store.parameter_store import ParameterStore
 from tierstore.store.reading import read_schemas, read_states
 from tierstore.tiers.slots import DeviceKind
 from tierstore.timeline import NullTimeline, TimelineSink, Track
+from tierstore.train.boundaries import BoundaryStore, open_boundaries
 from tierstore.train.budgets import Budgets, budgets, expert_schema, pair_schema, trained_schema
 from tierstore.train.combinations import check_combination
 from tierstore.train.config import TrainConfig
@@ -50,27 +51,18 @@ from tierstore.train.elastic import MadeOver, follow_ranks
 from tierstore.train.experts import ExpertOpener, register_experts, register_pairs
 from tierstore.train.files import DataConfig
 from tierstore.train.footprint import boundary_split, return_freed_memory
-from tierstore.train.layer_order.boundaries import BoundaryStore
-from tierstore.train.layer_order.passes import LayerParts
-from tierstore.train.layer_order.spilling import open_boundaries
+from tierstore.train.layer_order import LayerParts
 from tierstore.train.pipelining import PipelineControl, check_chunks, most_chunks
 from tierstore.train.ranks import Agreed, Opening, agree, check_alike
-from tierstore.train.resuming import check_records, resumed_state
-from tierstore.train.sources import open_data
-from tierstore.train.stages.blocks import stage_config
-from tierstore.train.stages.order import one_forward_one_backward
-from tierstore.train.state import conditions
-from tierstore.train.step_time import StepTimer
+from tierstore.train.stages import one_forward_one_backward, stage_config
+from tierstore.train.state import check_records, conditions, resumed_state
+from tierstore.train.step_time import StepTimer, ThreadTimes, stolen_while_running
 from tierstore.train.stepping import SessionParts, Stepper
-from tierstore.train.tasks.data import TaskData
-from tierstore.train.tasks.opening import open_tasks, own_head_tasks, refuse_tasks
-from tierstore.train.tasks.progress import resumed
-from tierstore.train.thread_times import ThreadTimes, stolen_while_running
+from tierstore.train.task_data import TaskData, open_tasks, own_head_tasks, refuse_tasks
+from tierstore.train.tasks import resumed
+from tierstore.train.tokens.data import TokenData, open_data
 from tierstore.train.trainer import Trainer
 from tierstore.train.vocabulary import VocabularyTables, choose_vocabulary
-
-if TYPE_CHECKING:  # its packages are imported where documents are tokenised
-    from tierstore.train.tokens.data import TokenData
 
 
 @contextlib.contextmanager

@@ -34,9 +34,10 @@ from tierstore.dense import DenseSlices
 from tierstore.errors import TierstoreError
 from tierstore.model.interface import Model
 from tierstore.model.store_schema import STATE_KEY, TrainState
-from tierstore.parallel import Mesh, RankGroup
+from tierstore.parallel import Channel, Mesh, RankGroup
 from tierstore.parallel.config import Elastic
 from tierstore.prefetch.experts import ExpertTiers
+from tierstore.prefetch.gradients import ExpertGradients
 from tierstore.prefetch.horizontal import HorizontalQueue
 from tierstore.prefetch.plan import StepTiming
 from tierstore.prefetch.program import Finals
@@ -46,8 +47,7 @@ from tierstore.timeline import OperationSpans, TimelineSink, Track
 from tierstore.train.config import TrainConfig
 from tierstore.train.data import TrainingData
 from tierstore.train.elastic import MadeOver, drop_before
-from tierstore.train.layer_order.passes import LayerParts
-from tierstore.train.norms import gradient_norm
+from tierstore.train.layer_order import LayerParts
 from tierstore.train.pipelining import PipelineControl
 from tierstore.train.ranks import commit_everywhere
 from tierstore.train.vocabulary import VocabularyTables
@@ -304,3 +304,59 @@ def means(values: Sequence[float], world: RankGroup, ledger: StallLedger) -> lis
     with ledger.stall(layer=None, tier=Tier.RANKS, cause=Cause.AGREEMENT):
         world.all_reduce(sums).wait()
     return [float(total) / world.size for total in sums]
+
+
+# The norm of a step's gradients -----------------------------------------------------------------------------
+#
+# Each gradient counts once, wherever copies of it are: an expert's on the first of its replicas, a dense parameter's once
+# for the ranks that hold it whole, each part of a divided one. Sums of squares are in double precision. Those of experts
+# are added without rounding but the last, so that it does not matter which rank holds which; those of dense units are added
+# in the order of units, which is that of stages. So the bits are those of one process with the same gradients.
+
+
+#: Doubles that a rank's sum travels in: with four of them what is cut off is below 2**-159 of it.
+_NORM_PARTS = 4
+
+
+def gradient_norm(gradients: ExpertGradients, dense: DenseSlices, mesh: Mesh, ledger: StallLedger) -> float:
+    """Of the experts' gradients and the dense ones, on every rank the same bits; NaN where any is not finite.
+
+    A collective of all ranks of ``mesh``, all of whose gradients are final. Raises PeerError.
+    """
+    with ledger.stall(layer=None, tier=Tier.HOST, cause=Cause.OPTIMIZER):
+        squares = gradients.squares()
+    total = _of_experts(squares, mesh, ledger) + _of_units(dense.squares(), mesh, ledger)
+    return math.sqrt(total) if math.isfinite(total) else math.nan
+
+
+def _of_experts(squares: Sequence[float], mesh: Mesh, ledger: StallLedger) -> float:
+    world = mesh.world
+    if world.size == 1:
+        return math.fsum(squares)
+    # Replicas of an expert have the same gradient: it counts once.
+    own = torch.tensor(expansion(squares if mesh.replica.rank == 0 else ()), dtype=torch.float64)
+    every = own.new_empty(world.size * _NORM_PARTS)
+    with ledger.stall(layer=None, tier=Tier.RANKS, cause=Cause.AGREEMENT):
+        world.all_gather(every, own, channel=Channel.EXCHANGE).wait()
+    return math.fsum(every.tolist())
+
+
+def _of_units(squares: Sequence[float], mesh: Mesh, ledger: StallLedger) -> float:
+    with ledger.stall(layer=None, tier=Tier.RANKS, cause=Cause.AGREEMENT):
+        stages: list[Sequence[float]] = mesh.pipeline.all_gather_object(squares)
+    total = 0.0
+    for stage in stages:
+        for square in stage:
+            total += square
+    return total
+
+
+def expansion(values: Sequence[float]) -> list[float]:
+    """Four doubles, each the rounding of what those before leave of the sum of ``values``; the sum itself first, and alone
+    where it is not finite.
+    """
+    parts = [math.fsum(values)]
+    while len(parts) < _NORM_PARTS:
+        left = math.fsum([*values, *(-part for part in parts)]) if math.isfinite(parts[0]) else 0.0
+        parts.append(left)
+    return parts

@@ -11,26 +11,27 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 
+import numpy as np
 import torch
 
+from tierstore import _native
 from tierstore.model.interface import Batch, ModelOutput
+from tierstore.model.stage import StageModule
 from tierstore.stats import Cause, Tier
 from tierstore.tiers import describe_weights, weights_in_place
 from tierstore.timeline import Track
 from tierstore.train.data import TrainingData
-from tierstore.train.layer_order.passes import LayerOrder
+from tierstore.train.layer_order import LayerOrder
 from tierstore.train.step_time import StepTimer
 from tierstore.train.stepping import OpenStep, SessionParts, StepOutcome, Stepper, means
-from tierstore.train.tasks.data import TaskData
-from tierstore.train.tasks.losses import TaskLosses
+from tierstore.train.task_data import TaskData, TaskLosses
 
-if TYPE_CHECKING:
-    from tierstore.model.stage import StageModule
-    from tierstore.train.stages.pipeline import StagePipeline
+if TYPE_CHECKING:  # torch's pipelining takes a while to import
+    from tierstore.train.stage_pipeline import StagePipeline
 
 
 @dataclass(frozen=True)
@@ -84,11 +85,10 @@ class Trainer:
             self.stages = self._open_pipeline(parts)
 
     def _open_pipeline(self, parts: SessionParts) -> StagePipeline:
-        # torch's pipelining takes a while to import
-        from tierstore.train.stages.pipeline import StagePipeline
+        from tierstore.train.stage_pipeline import StagePipeline
 
         return StagePipeline(
-            cast("StageModule", parts.model),  # the specification of a stage builds nothing else
+            cast(StageModule, parts.model),  # the specification of a stage builds nothing else
             parts.mesh.pipeline,
             parts.mesh.device,
             ledger=parts.ledger,
@@ -274,3 +274,51 @@ class Trainer:
     def commit(self, *, snapshot: str | None = None) -> int:
         """Makes the run durable up to here; returns the generation."""
         return self._stepper.commit(snapshot=snapshot)
+
+
+# The checksum over the records of all ranks: it reads whole stores, so it is computed only when asked for -----
+
+#: The ranks meet this often, so that none waits for a slower one longer than peers may.
+_MEET_S = 1.0
+
+
+class _StoppedError(Exception):
+    """A rank was asked to stop."""
+
+
+def records_checksum(
+    trainer: Trainer,
+    *,
+    progress: Callable[[int, int], None] | None = None,
+    stopped: Callable[[], bool] = lambda: False,
+) -> int | None:
+    """CRC-32C over every record's content in key order; of several ranks, that of their checksums in rank order.
+
+    A collective: all ranks get the same, None if ``stopped`` was true on one of them. ``progress`` is called with this
+    rank's records done and in all. Raises ChecksumError, PeerError, OSError.
+    """
+    world = trainer.mesh.world
+    met_s = time.monotonic()
+
+    def meet(own: int | None) -> list[int | None]:
+        nonlocal met_s
+        answers = world.all_gather_object((own, stopped()))
+        met_s = time.monotonic()
+        if any(stop for _, stop in answers):
+            raise _StoppedError
+        return [crc for crc, _ in answers]
+
+    def done(records: int, total: int) -> None:
+        if progress is not None:
+            progress(records, total)
+        if time.monotonic() - met_s >= _MEET_S:
+            meet(None)
+
+    try:
+        own = trainer.store.records_crc32c(done)
+        crcs = meet(own)
+        while None in crcs:
+            crcs = meet(own)
+    except _StoppedError:
+        return None
+    return own if len(crcs) == 1 else _native.crc32c(np.array(crcs, "<u4"))

@@ -10,9 +10,8 @@ import pytest
 from token_cases import MARKED, PLAIN, REASONING, conversation, save_tokenizer
 
 from tierstore.errors import ConfigError, DataError
-from tierstore.train.tokens.chats import answer_spans
 from tierstore.train.tokens.documents import Chat
-from tierstore.train.tokens.tokenizing import DocumentTokenizer
+from tierstore.train.tokens.tokenizing import DocumentTokenizer, answer_spans
 
 
 def _chat(*turns: str, masked: Sequence[int] = ()) -> Chat:

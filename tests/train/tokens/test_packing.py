@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tierstore.errors import DataError
 from tierstore.train.files import Packing
-from tierstore.train.tokens.packing import HeldOut, Packed, Sequences, _packed, pack
+from tierstore.train.tokens.data import HeldOut, Packed, Sequences, _best_fit, pack
 from tierstore.train.tokens.token_files import Made, TokenFiles, TokenWriter
 
 
@@ -33,7 +33,7 @@ def _rows(split: Sequences) -> list[list[tuple[int, int]]]:
 
 def test_best_fit_by_hand() -> None:
     # longest first: 7 | 5 | 4 joins the 5 (which has as much space as it needs) | 3 joins the 7 | 3 | 2 joins the last
-    assert _packed(np.array([3, 7, 4, 5, 3, 2]), 10).tolist() == [0, 0, 1, 1, 2, 2]
+    assert _best_fit(np.array([3, 7, 4, 5, 3, 2]), 10).tolist() == [0, 0, 1, 1, 2, 2]
 
 
 def test_documents_by_hand(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_best_fit_decreasing(lengths: list[int], seq_len: int) -> None:
             spaces[spaces.index(min(fitting))] -= lengths[i]
         else:
             spaces.append(seq_len - lengths[i])
-    found = _packed(np.array(lengths), seq_len)
+    found = _best_fit(np.array(lengths), seq_len)
     sums = np.bincount(found, weights=lengths)
     assert sorted(sums) == sorted(seq_len - np.array(spaces))
     assert len(sums) == 1 or sum(sorted(sums)[:2]) > seq_len

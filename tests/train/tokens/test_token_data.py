@@ -16,8 +16,7 @@ from tierstore.errors import ConfigError, DataError
 from tierstore.model.interface import IGNORED, Batch
 from tierstore.train.data import TextData
 from tierstore.train.files import DataConfig, DataFormat, Packing
-from tierstore.train.sources import open_data
-from tierstore.train.tokens.data import TokenData
+from tierstore.train.tokens.data import TokenData, open_data
 from tierstore.train.tokens.tokenizing import DocumentTokenizer
 
 

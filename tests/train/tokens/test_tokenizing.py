@@ -83,7 +83,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nothing_is_imported_before_it_is_used() -> None:
     code = (
-        "import sys, tierstore.train.sources, tierstore.train.tokens.data, tierstore.train.tokens.making\n"
+        "import sys, tierstore.train.tokens.data, tierstore.train.tokens.data, tierstore.train.tokens.making\n"
         "found = {'transformers', 'tokenizers', 'pyarrow'} & set(sys.modules)\n"
         "assert not found, found"
     )

@@ -1,6 +1,6 @@
 """Data that a model's own tokenizer turns to tokens: documents read, tokenised once into mapped files, packed, and cut.
 
-``documents`` reads text, JSONL and Parquet; ``tokenizing`` and ``chats`` make tokens of them; ``files`` is what is kept
-in the store's directory, made by ``making``; ``packing`` lays documents into sequences; ``data`` gives batches. Of
-transformers and pyarrow nothing is imported until a file is tokenised.
+``documents`` reads text, JSONL and Parquet; ``tokenizing`` makes tokens of texts and chats; ``token_files`` is what the
+store's directory keeps, written by ``making``; ``data`` packs documents into sequences and gives batches. transformers
+and pyarrow are imported when a file is tokenised.
 """

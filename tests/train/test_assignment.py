@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierstore.train.tasks.assignment import Assignment, TaskRows, assign
+from tierstore.train.tasks import Assignment, TaskRows, assign
 
 
 def tasks(*rows: int, costs: tuple[int, ...] = ()) -> tuple[TaskRows, ...]:

@@ -46,9 +46,8 @@ from tierstore.store.opening import minimum_host_budget
 from tierstore.store.parameter_store import ParameterStore
 from tierstore.store.registering import NewRecord
 from tierstore.tiers.device import tensor_of
-from tierstore.train.resharding.cutting import DenseCut, place_of
-from tierstore.train.resharding.reading import StoredModel, open_stored
-from tierstore.train.stages.blocks import stage_blocks
+from tierstore.train.stages import stage_blocks
+from tierstore.train.stored_model import DenseCut, StoredModel, open_stored, place_of
 from tierstore.train.vocabulary import recorded_placements
 
 Progress = Callable[[int, int], None]

@@ -20,8 +20,7 @@ from tierstore.plan.order import choose_order
 from tierstore.train.files import MicroOrder
 from tierstore.train.ranks import Opening
 from tierstore.train.session import open_session
-from tierstore.train.stages.blocks import stage_config
-from tierstore.train.stages.order import one_forward_one_backward
+from tierstore.train.stages import one_forward_one_backward, stage_config
 
 MakeSettings = Callable[..., dict[str, Any]]
 TIGHT: Settings = {"host_budget": 60_000}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tierstore.config import dotted_fields, dump, load
 from tierstore.errors import ConfigError
 from tierstore.train.config import TrainConfig
-from tierstore.train.tasks.config import TaskConfig, TaskHead, rows_of_tasks
+from tierstore.train.tasks import TaskConfig, TaskHead, rows_of_tasks
 
 
 def shares(*values: float, rows: tuple[int, ...] = ()) -> dict[str, TaskConfig]:

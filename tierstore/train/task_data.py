@@ -1,7 +1,7 @@
 """Batches of several tasks: the rows of each micro-batch lie task by task, and each rank takes its piece of them.
 
 An example is one sequence. A task's examples come in the order of its own data, each once an epoch; which of them a step
-takes follows from the task's position alone (``tierstore.train.tasks.progress``), not from ranks or other tasks.
+takes follows from the task's position alone (``tierstore.train.tasks``), not from ranks or other tasks.
 
 Shapes: B sequences of T positions.
 """
@@ -9,17 +9,20 @@ Shapes: B sequences of T positions.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
 import torch
 
-from tierstore.model.interface import Batch, TaskSegment
+from tierstore.dense import OptimizerState
+from tierstore.errors import ConfigError
+from tierstore.model.config import ModelConfig
+from tierstore.model.interface import Batch, ModelOutput, TaskSegment
+from tierstore.train.config import TrainConfig, assignment_of
 from tierstore.train.data import TrainingData
-from tierstore.train.tasks.assignment import Assignment, overlap
-from tierstore.train.tasks.config import Tasks
-from tierstore.train.tasks.progress import ProgressByTask
+from tierstore.train.files import DataConfig
+from tierstore.train.tasks import Assignment, ProgressByTask, TaskHead, Tasks, overlap
 
 
 class TaskExamples(TrainingData, Protocol):
@@ -178,3 +181,77 @@ def _positions(batch: Batch) -> torch.Tensor:
         return batch.positions_BT
     rows, length = batch.tokens_BT.shape
     return torch.arange(length).expand(rows, length)
+
+
+# Losses by task ---------------------------------------------------------------------------------------------
+
+
+class TaskLosses:
+    """Adds up what ranks have agreed on. A task's loss is the mean over all of its targets, in nats."""
+
+    def __init__(self, tasks: Iterable[str]) -> None:
+        self._tasks = tuple(tasks)
+        self._sum = dict.fromkeys(self._tasks, 0.0)
+        self._counted = dict.fromkeys(self._tasks, 0.0)
+
+    def own(self, output: ModelOutput) -> list[float]:
+        """What this rank has of a pass, for a sum over ranks: of each task the sum of its losses, and how many they are."""
+        sums, counts = dict.fromkeys(self._tasks, 0.0), dict.fromkeys(self._tasks, 0.0)
+        for segment in output.segments:
+            sums[segment.task] += float(segment.loss.detach()) * segment.counted
+            counts[segment.task] += segment.counted
+        return [value for name in self._tasks for value in (sums[name], counts[name])]
+
+    def add(self, agreed: Sequence[float]) -> None:
+        """The sums over ranks of what ``own`` gave of one pass."""
+        for place, name in enumerate(self._tasks):
+            self._sum[name] += agreed[2 * place]
+            self._counted[name] += agreed[2 * place + 1]
+
+    def tokens(self) -> dict[str, int]:
+        """How many targets of each task have counted."""
+        return {name: round(count) for name, count in self._counted.items()}
+
+    def losses(self) -> dict[str, float]:
+        """The loss of each task that has had targets."""
+        return {
+            name: self._sum[name] / self._counted[name] for name in self._tasks if self._counted[name] > 0
+        }
+
+
+# What a session does for tasks before its store is touched --------------------------------------------------
+
+
+def own_head_tasks(config: TrainConfig) -> list[str]:
+    """The tasks that are trained with an output head of their own."""
+    return [name for name, task in config.tasks.items() if task.head is TaskHead.OWN]
+
+
+def refuse_tasks(config: TrainConfig, ranks: int) -> None:
+    """Raises ConfigError for what tasks on ``ranks`` data ranks do not go together with."""
+    if not config.tasks:
+        return
+    own, built_in = own_head_tasks(config), isinstance(config.model, ModelConfig)
+    if own and not built_in:
+        raise ConfigError(
+            f"tasks.{own[0]}.head: expected shared: an imported model has one output head, in its own module"
+        )
+    if own and config.dense.optimizer_state is OptimizerState.NVME:
+        raise ConfigError(
+            f"tasks.{own[0]}.head: expected shared with dense.optimizer_state = nvme, which keeps one record a unit"
+        )
+    if not built_in and config.data.batch_size < ranks:
+        raise ConfigError(
+            f"data.batch_size: expected a row for each of the {ranks} data ranks: modules of an imported model take no "
+            f"empty batch, got {config.data.batch_size}"
+        )
+
+
+def open_tasks(
+    config: TrainConfig, ranks: int, open_source: Callable[[DataConfig], TaskExamples]
+) -> TaskData:
+    """The data of all tasks of ``config``, for ``ranks`` data ranks. Raises what ``open_source`` raises."""
+    sources = {name: open_source(data) for name, data in config.data_by_task.items()}
+    return TaskData(
+        config.tasks, sources, assignment_of(config, ranks), micro_batches=config.data.micro_batches
+    )

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tierstore.errors import ConfigError
 from tierstore.model.config import ModelConfig
-from tierstore.train.stages.blocks import balanced_blocks, block_costs, stage_blocks
+from tierstore.train.stages import balanced_blocks, block_costs, stage_blocks
 
 
 def test_blocks_are_cut_where_the_most_expensive_stage_costs_least() -> None:

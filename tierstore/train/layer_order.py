@@ -35,7 +35,7 @@ from tierstore.model.interface import Batch, Model, ModelOutput
 from tierstore.moe.computing import ExpertPass
 from tierstore.moe.joint import PendingExperts, backward_together, forward_together
 from tierstore.moe.source import SourceSlot
-from tierstore.train.layer_order.boundaries import BoundaryStore
+from tierstore.train.boundaries import BoundaryStore
 
 ExpertCall = tuple[Tensor, Tensor, ExpertPass]
 

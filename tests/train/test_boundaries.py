@@ -18,9 +18,8 @@ from tierstore.links import LinkConfig
 from tierstore.stats import Cause, StallKey, StallLedger, Tier
 from tierstore.store import ParameterStore, RecordSchema, StoreConfig, StripeConfig
 from tierstore.store.core import StoreCore
+from tierstore.train.boundaries import BoundaryCounts, BoundaryStore, MemoryBoundaries, open_boundaries
 from tierstore.train.budgets import BoundarySplit, split_boundaries
-from tierstore.train.layer_order.boundaries import BoundaryCounts, BoundaryStore, MemoryBoundaries
-from tierstore.train.layer_order.spilling import open_boundaries
 
 PAGE = 4096
 

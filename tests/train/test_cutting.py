@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tierstore.dense import Fusion
 from tierstore.dense.layout import Narrow
 from tierstore.parallel.layout import Division, Layout
-from tierstore.train.resharding.cutting import (
+from tierstore.train.stored_model import (
     DenseCut,
     DenseParameter,
     DenseUnitShape,

@@ -15,10 +15,8 @@ from hypothesis import strategies as st
 from tierstore.model.interface import Batch
 from tierstore.model.store_schema import TaskProgress
 from tierstore.train.data import permute
-from tierstore.train.tasks.assignment import TaskRows, assign
-from tierstore.train.tasks.config import TaskConfig, TaskHead
-from tierstore.train.tasks.data import TaskData
-from tierstore.train.tasks.progress import changes, own_heads, resumed
+from tierstore.train.task_data import TaskData
+from tierstore.train.tasks import TaskConfig, TaskHead, TaskRows, assign, changes, own_heads, resumed
 
 
 class Numbered:

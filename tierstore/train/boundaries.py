@@ -1,20 +1,16 @@
-"""Boundaries within a budget: those that the backward pass needs first stay in memory, the others go to disk and back.
+"""Where a step in layer order keeps the inputs of its blocks until the backward pass needs them.
 
-The order of a step is known, so nothing is decided while it runs. Boundaries are numbered by when the backward pass
-needs them: 0 is the last layer's first micro-batch. Memory is ``n`` slots, and boundary ``r`` always lies in slot ``r mod
-n``. In the forward pass the numbers descend: each of ``n`` and above is written as soon as it is there, and its slot is
-taken over when that write has ended. In the backward pass they ascend: when ``r`` has left its slot, ``r + n`` is read
-into it. So the last ``n`` never touch the disk, writes have ``n`` boundaries of time and reads as many, and a step moves
-the fewest bytes that any order could::
+In layer order all micro-batches go through a block before any goes through the next one. What enters a block is its
+*boundary*: one tensor for each micro-batch. The forward pass keeps them, the backward pass takes them back, the last
+layer's first, and computes each block again from its own::
 
-    5 boundaries, n = 2    forward                         backward
-    slot 0                 4 (written)  2 (written)  0     0  2 (read)  4 (read)
-    slot 1                 3 (written)  1                  1  3 (read)
+    forward                        backward
+    layer 0: keep (0, 0) (0, 1)    layer 2: take (2, 0) (2, 1)
+    layer 1: keep (1, 0) (1, 1)    layer 1: take (1, 0) (1, 1)
+    layer 2: keep (2, 0) (2, 1)    layer 0: take (0, 0) (0, 1)
 
-``n`` is at least the number of micro-batches, so two boundaries of one layer never want the same slot.
-
-Each boundary has a CRC-32C that its read verifies, space on disk that is reserved when the store is opened, and files
-without a name: nothing is left, however the process ends.
+A ``BoundaryStore`` gives back the same bytes, whatever its budget. ``MemoryBoundaries`` keeps all of them in memory;
+``SpilledBoundaries`` has a budget, and what does not fit goes to disk.
 """
 
 from __future__ import annotations
@@ -22,8 +18,9 @@ from __future__ import annotations
 import contextlib
 import errno
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -35,14 +32,159 @@ from tierstore.store.core import StoreCore
 from tierstore.store.disk.extents import Slot
 from tierstore.store.format import SECTION_ALIGNMENT
 from tierstore.train.budgets import BoundarySplit
-from tierstore.train.layer_order.boundaries import (
-    BoundaryCounts,
-    BoundaryOrder,
-    BoundaryStore,
-    MemoryBoundaries,
-)
 
-_NAME = "boundaries"
+
+@dataclass(frozen=True, slots=True)
+class BoundaryCounts:
+    """Since the store was opened. ``peak_bytes``: the most that was in memory at once. ``read_bytes`` and
+    ``written_bytes``: what came back from disk and what went there, padding included.
+    """
+
+    peak_bytes: int = 0
+    read_bytes: int = 0
+    written_bytes: int = 0
+
+
+class BoundaryStore(Protocol):
+    """Keeps one tensor for each layer and micro-batch between the passes of a step. One serialised caller."""
+
+    def keep(self, layer: int, micro: int, tensor: Tensor) -> None:
+        """Keeps the content of ``tensor``, which nobody changes afterwards. It is kept without its graph. Layers ascend.
+
+        Raises ValueError where ``(layer, micro)`` is kept already, or a higher layer is; OSError where an earlier one could
+        not be written.
+        """
+        ...
+
+    def take(self, layer: int, micro: int) -> Tensor:
+        """What was kept, contiguous, with the same values, shape, type and device; it is forgotten here. Layers descend.
+
+        Raises KeyError where it is not kept, ValueError where a higher layer still is, and ChecksumError or OSError where
+        it does not come back as it was written.
+        """
+        ...
+
+    def clear(self) -> None:
+        """Forgets what is kept: the step is given up."""
+        ...
+
+    @property
+    def counts(self) -> BoundaryCounts: ...
+
+    def close(self) -> None:
+        """Forgets everything and frees memory and disk."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
+
+
+class BoundaryOrder:
+    """Which boundaries are kept. It holds callers to the order of a step."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, set[int]] = {}  # ascending
+
+    def keep(self, layer: int, micro: int) -> None:
+        """Raises ValueError as ``BoundaryStore.keep``."""
+        last = next(reversed(self._kept), layer)
+        if layer < last:
+            raise ValueError(f"boundaries are kept layer after layer: {last} was before {layer}")
+        micros = self._kept.setdefault(layer, set())
+        if micro in micros:
+            raise ValueError(f"the boundary of layer {layer}, micro-batch {micro} is kept already")
+        micros.add(micro)
+
+    def take(self, layer: int, micro: int) -> None:
+        """Raises KeyError and ValueError as ``BoundaryStore.take``."""
+        micros = self._kept.get(layer, ())
+        if micro not in micros:
+            raise KeyError((layer, micro))
+        last = next(reversed(self._kept))
+        if layer != last:
+            raise ValueError(f"boundaries are taken last layer first: layer {last} comes before {layer}")
+        self._kept[layer].remove(micro)
+        if not self._kept[layer]:
+            del self._kept[layer]
+
+    def clear(self) -> None:
+        self._kept.clear()
+
+
+class MemoryBoundaries:
+    """A ``BoundaryStore`` without a budget. On a CPU it keeps the tensors themselves and copies nothing; what comes from
+    another device is copied to the host.
+    """
+
+    def __init__(self) -> None:
+        self._order = BoundaryOrder()
+        self._kept: dict[tuple[int, int], tuple[Tensor, torch.device]] = {}
+        self._nbytes = self._peak = 0
+
+    def keep(self, layer: int, micro: int, tensor: Tensor) -> None:
+        self._order.keep(layer, micro)
+        held = _owned(tensor.detach()).to("cpu")
+        self._kept[layer, micro] = held, tensor.device
+        self._nbytes += held.nbytes
+        self._peak = max(self._peak, self._nbytes)
+
+    def take(self, layer: int, micro: int) -> Tensor:
+        self._order.take(layer, micro)
+        held, device = self._kept.pop((layer, micro))
+        self._nbytes -= held.nbytes
+        return held.to(device)
+
+    def clear(self) -> None:
+        self._order.clear()
+        self._kept.clear()
+        self._nbytes = 0
+
+    @property
+    def counts(self) -> BoundaryCounts:
+        return BoundaryCounts(peak_bytes=self._peak)
+
+    def close(self) -> None:
+        self.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _owned(tensor: Tensor) -> Tensor:
+    """``tensor``, contiguous; a copy where it is part of a larger storage, which keeping it would keep alive."""
+    whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() <= tensor.nbytes
+    return tensor if whole else tensor.clone(memory_format=torch.contiguous_format)
+
+
+# Boundaries within a budget ---------------------------------------------------------------------------------
+#
+# Those that the backward pass needs first stay in memory, the others go to disk and back. The order of a step is known,
+# so nothing is decided while it runs. Boundaries are numbered by when the backward pass needs them: 0 is the last
+# layer's first micro-batch. Memory is ``n`` slots, and boundary ``r`` always lies in slot ``r mod n``. In the forward
+# pass the numbers descend: each of ``n`` and above is written as soon as it is there, and its slot is taken over when
+# that write has ended. In the backward pass they ascend: when ``r`` has left its slot, ``r + n`` is read into it. So
+# the last ``n`` never touch the disk, writes have ``n`` boundaries of time and reads as many, and a step moves the
+# fewest bytes that any order could::
+#
+#     5 boundaries, n = 2    forward                         backward
+#     slot 0                 4 (written)  2 (written)  0     0  2 (read)  4 (read)
+#     slot 1                 3 (written)  1                  1  3 (read)
+#
+# ``n`` is at least the number of micro-batches, so two boundaries of one layer never want the same slot.
+#
+# Each boundary has a CRC-32C that its read verifies, space on disk that is reserved when the store is opened, and files
+# without a name: nothing is left, however the process ends.
+
+
+_SCRATCH_NAME = "boundaries"
 
 
 def open_boundaries(
@@ -91,7 +233,7 @@ class SpilledBoundaries:
         self._read = self._written = 0
         self._closed = False
         spilled = split.count - split.slots
-        self._extent = store.extents.open_scratch(_NAME, split.slot_bytes, spilled)
+        self._extent = store.extents.open_scratch(_SCRATCH_NAME, split.slot_bytes, spilled)
         try:
             self._places = [self._extent.allocate() for _ in range(spilled)]
         except BaseException:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierstore.cache.access import Phase
-from tierstore.train.stages.order import micro_batches_held, one_forward_one_backward
+from tierstore.train.stages import micro_batches_held, one_forward_one_backward
 
 
 def said(stage: int, stages: int, micro_batches: int) -> str:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from tierstore.model import ModelConfig, Transformer
 from tierstore.model.interface import Batch, ModelOutput, TaskSegment
 from tierstore.moe import InMemoryExperts
-from tierstore.train.tasks.losses import TaskLosses
+from tierstore.train.task_data import TaskLosses
 
 SMALL = ModelConfig(
     d_model=16, n_layers=2, n_heads=2, seq_len=8, d_ff=24, experts=4, aux_loss_weight=0.0, z_loss_weight=0.0
