@@ -30,7 +30,6 @@ from typing import Any
 import torch
 from emulation import OUTPUT, DeviceSpeed, SleepingDevice, SleepingExperts, finish, options, run_ranks, start
 
-from tierstore.lab.reports.pictures import Bar, BarPanel, BarRow, draw_bars, joined
 from tierstore.links import CollectiveLink, LinkConfig, open_link
 from tierstore.machine_profile import Cost, fit_cost
 from tierstore.moe.computing import ExpertPass, Weighting, compute_experts
@@ -51,6 +50,7 @@ from tierstore.parallel.pipeline_degree import (
     pass_seconds,
     worthwhile_degree,
 )
+from tierstore.reports.bars import Bar, BarPanel, draw_bars, joined
 from tierstore.stats import percentile
 from tierstore.timeline import NullTimeline, TimelineSink, TimelineSlice, Track, open_timeline, read_slices
 from tierstore.units import format_seconds
@@ -498,10 +498,10 @@ def draw(drawn: Mapping[int, tuple[DrawnPass, DrawnPass]]) -> str:
             ((each.begin - zero) / 1e3, f"{phase}: {(each.end - each.begin) / 1e3:.0f} ms")
             for phase, each in zip(("forward", "backward"), passes, strict=True)
         ]
-        rows = [
-            BarRow(title="network", bars=[bar for each in passes for bar in _message_bars(each, zero)]),
-            BarRow(title="experts", bars=[bar for each in passes for bar in _expert_bars(each, zero)]),
-        ]
+        rows = {
+            "network": [bar for each in passes for bar in _message_bars(each, zero)],
+            "experts": [bar for each in passes for bar in _expert_bars(each, zero)],
+        }
         panels.append(BarPanel(heading=f"r = {chunks}", marks=marks, rows=rows))
     length = max(backward.end - forward.begin for forward, backward in drawn.values())
     caption = (

@@ -30,13 +30,13 @@ from emulation import OUTPUT, TIMEOUT_S, finish, options, run_ranks, start, taki
 from torch import Tensor
 
 from tierstore.config import load
-from tierstore.lab.reports.pictures import Bar, BarPanel, BarRow, draw_bars
 from tierstore.model.interface import Batch, ModelOutput
 from tierstore.model.stage import StageBorder, StagePass
 from tierstore.parallel import Mesh, ParallelConfig, RankEnvironment, launch
 from tierstore.plan.capacity import Capacity, Setting
 from tierstore.plan.traffic import step_traffic
 from tierstore.prefetch.program import Finals
+from tierstore.reports.bars import Bar, BarPanel, draw_bars
 from tierstore.stats import StallLedger
 from tierstore.tiers.slots import DeviceKind
 from tierstore.timeline import TimelineSlice, Track, open_timeline, read_slices
@@ -197,13 +197,13 @@ def draw(timelines: Sequence[Mapping[str, Sequence[TimelineSlice]]]) -> str:
         steps.append([each for each, number in zip(passes, numbers, strict=True) if number == max(numbers)])
     begin = min(each.begin for passes in steps for each in passes)
     end = max(each.end for passes in steps for each in passes)
-    rows = []
+    rows = {}
     for stage, passes in enumerate(steps):
         bars = []
         for name, first, last in passes:
             phase, _, micro = name.replace(".", " ").split()
             bars.append(Bar((first - begin) / 1e3, (last - begin) / 1e3, COLOURS[phase], micro))
-        rows.append(BarRow(title=f"stage {stage}", bars=bars))
+        rows[f"stage {stage}"] = bars
     caption = "ms: one step, forward (blue) and backward (orange) passes by micro-batch"
     return draw_bars([BarPanel(rows=rows)], length=(end - begin) / 1e3, caption=caption)
 

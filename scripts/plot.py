@@ -14,17 +14,45 @@ the same drawing, byte for byte. Needs matplotlib (the extra ``report``).
 from __future__ import annotations
 
 import argparse
+import io
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tierstore.lab.reports.pictures import picture
+from matplotlib import rc_context
+from matplotlib.figure import Figure
 
+from tierstore.outputs import OutputKind, write_output
+
+SETTINGS: dict[Any, Any] = {
+    "svg.hashsalt": "tierstore",
+    "svg.fonttype": "none",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 11,
+    "axes.titlelocation": "left",
+    "font.size": 9,
+    "legend.frameon": False,
+}
 GIB = 1 << 30
 BLUE, ORANGE, GREEN, RED, VIOLET, PALE_VIOLET = (
     *("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#b3a8d6"),
 )
 LEAST = 1e-8  # nats: what a difference of nothing is drawn as
+
+
+@contextmanager
+def picture(target: Path, panels: int, size: tuple[float, float], **layout: Any) -> Iterator[Any]:
+    """Gives the axes of ``panels`` panels to draw on in the block, then writes the SVG. ``size``: inches."""
+    with rc_context(SETTINGS):
+        figure = Figure(figsize=size, layout="constrained")
+        yield figure.subplots(1, panels, **layout)
+        drawn = io.StringIO()
+        figure.savefig(drawn, format="svg", metadata={"Date": None, "Creator": None})
+    # A path a line, not a point a line.
+    write_output(target, OutputKind.PICTURE, drawn.getvalue().replace(" \n", " "))
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

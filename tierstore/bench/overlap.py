@@ -38,9 +38,9 @@ from tierstore.bench.namespaces import RankNamespace, namespaces_limited_to
 from tierstore.bench.processes import AskedRanks
 from tierstore.config import as_dict
 from tierstore.errors import ConfigError
-from tierstore.lab.reports.pictures import Bar, BarPanel, BarRow, draw_bars, joined
 from tierstore.links import LinkConfig, LinksConfig
 from tierstore.outputs import OutputKind, write_output
+from tierstore.reports.bars import Bar, BarPanel, draw_bars, joined
 from tierstore.timeline import TimelineSlice, Track, read_slices
 from tierstore.train.config import TrainConfig
 
@@ -385,7 +385,7 @@ _CAPTION = "ms: one step of one of two ranks (forward blue, backward orange)"
 def draw(timeline: Path, svg: Path) -> None:
     """Draws the last step of ``timeline`` into ``svg``."""
     slices, (begin, end) = last_step(read_slices(timeline))
-    rows: list[BarRow] = []
+    rows: dict[str, list[Bar]] = {}
     for title, track, link_only, colour in _ROWS:
         kept = [part for part in slices.get(track.value, []) if part.name.endswith("(link)") or not link_only]
         bars: list[Bar] = []
@@ -396,7 +396,7 @@ def draw(timeline: Path, svg: Path) -> None:
             # Transfers that follow one another at once are one bar: a reader cannot see them apart.
             spans = joined([(bar.begin, bar.end) for bar in bars], (end - begin) / 1e6)
             bars = [Bar(*span, colour) for span in spans]
-        rows.append(BarRow(title=title, bars=bars))
+        rows[title] = bars
     drawn = draw_bars([BarPanel(rows=rows)], length=(end - begin) / 1e3, caption=_CAPTION)
     write_output(svg, OutputKind.PICTURE, drawn)
 

@@ -7,16 +7,15 @@ else a row for each measurement, with its samples. Quartiles are drawn where the
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from tierstore.bench.documents import Measurement, shown
-from tierstore.lab.reports.drawing import INK, SETTINGS, SIZE, line, new_figure, set_legend, style, svg_of
+from tierstore.reports.drawing import INK, SETTINGS, line, new_figure, set_legend, style, svg_of
+from tierstore.reports.page import Plot
 from tierstore.units import format_bytes
 
 _MOST_LINES = 7  # more hide each other
@@ -27,15 +26,6 @@ _WIDE = 300.0  # ... and from which only powers of ten are labelled
 _TARGET: dict[str, Any] = {"color": "#888888", "linestyle": (0, (2, 2)), "linewidth": 1.2}
 
 _Family = Sequence[Measurement]
-
-
-@dataclass(frozen=True, slots=True)
-class Plot:
-    """One drawing, with its caption."""
-
-    title: str
-    text: str
-    svg: str
 
 
 def plots_of(measurements: Sequence[Measurement]) -> list[Plot]:
@@ -148,8 +138,7 @@ def _curves(family: _Family, across: str) -> str:
 
 def _rows(family: _Family) -> str:
     with rc_context(SETTINGS):
-        figure = Figure(figsize=(SIZE[0], 0.8 + 0.27 * len(family)), layout="constrained")
-        axes = figure.add_subplot()
+        figure, axes = new_figure(0.8 + 0.27 * len(family))
         for row, one in enumerate(family):
             look = style(0)
             if one.count > 1:

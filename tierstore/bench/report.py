@@ -6,21 +6,27 @@ Every number is marked measured, counted or derived. Needs matplotlib and Jinja2
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from itertools import count
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tierstore import __version__
 from tierstore.bench.comparing import Comparison
 from tierstore.bench.comparing import table as comparison_rows
 from tierstore.bench.documents import Document, Measurement, Origin, shown
-from tierstore.lab.reports.page import Cell, Column, Table, check_report, own_ids, render_page
 from tierstore.outputs import OutputKind, write_output
+from tierstore.reports.page import Cell, Column, Section, Table, check_report, named_values, render_page
 from tierstore.units import format_bytes
 
-if TYPE_CHECKING:
-    from tierstore.bench.plots import Plot
+_MARKS = {
+    Origin.MEASURED: "by a clock",
+    Origin.COUNTED: "exactly, without noise",
+    Origin.DERIVED: "computed from measurements. Quartiles and medians are over the samples of one run",
+}
+_FOOT = (
+    "The spread is that within a run: what differs between any two runs of one machine is not in it. "
+    f"Made by tierstore {__version__}."
+)
+_OPEN_ROWS = 40  # a table of more is folded where there are plots
 
 
 def write_report(
@@ -33,56 +39,37 @@ def write_report(
 def render_report(documents: Sequence[Document], *, comparisons: Sequence[Comparison] = ()) -> str:
     """The page. Raises CapabilityError if the extra is not installed."""
     check_report()
-    numbers = count()
     return render_page(
-        "tierstore.bench",
-        "report.html",
-        title="tierstore bench: " + ", ".join(dict.fromkeys(one.bench for one in documents)),
-        version=__version__,
-        sections=[_section(one, numbers) for one in documents],
-        targets=_targets(documents),
-        comparisons=[(one, _compared(one)) for one in comparisons],
-        Origin=Origin,
+        "tierstore bench: " + ", ".join(dict.fromkeys(one.bench for one in documents)),
+        [Section(tables=[_targets(documents)]), *map(_compared, comparisons), *map(_section, documents)],
+        marks=_MARKS.items(),
+        foot=Section(texts=[_FOOT]),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Section:
-    """One document as the template takes it."""
-
-    document: Document
-    anchor: str
-    machine: dict[str, str]
-    figures: Sequence[Plot]
-    rows: Table
-
-
-def _section(document: Document, numbers: count[int]) -> _Section:
+def _section(document: Document) -> Section:
     from tierstore.bench.plots import plots_of  # matplotlib: an extra, and half a second to import
 
-    return _Section(
-        document=document,
-        anchor=f"bench-{next(numbers)}",
-        machine={
-            name.removesuffix("_bytes"): format_bytes(value) if name.endswith("_bytes") else str(value)
-            for name, value in asdict(document.machine).items()
-        },
-        figures=[
-            replace(plot, svg=own_ids(plot.svg, f"s{next(numbers)}-"))
-            for plot in plots_of(document.measurements)
-        ],
-        rows=_rows(document.measurements),
-    )
-
-
-def _rows(measurements: Sequence[Measurement]) -> Table:
-    columns = [
-        Column("measurement"),
-        *map(Column, ("median", "quartiles", "samples", "better", "target", "from")),
+    plots = plots_of(document.measurements)
+    machine = [
+        (name.removesuffix("_bytes"), format_bytes(value) if name.endswith("_bytes") else value)
+        for name, value in asdict(document.machine).items()
     ]
+    tables = [
+        _rows(document, folded=bool(plots) and len(document.measurements) > _OPEN_ROWS),
+        named_values("Machine", machine, summary="Machine"),
+        named_values("Options", document.options.items(), summary="Options"),
+    ]
+    said = f"{document.started} to {document.ended}, by tierstore {document.tool_version}."
+    return Section(title=document.bench, texts=[said], plots=plots, tables=tables)
+
+
+def _rows(document: Document, folded: bool) -> Table:
+    names = ("measurement", "median", "quartiles", "samples", "better", "target", "from")
     return Table(
-        columns,
-        [
+        caption=f"Measurements of bench {document.bench}",
+        columns=list(map(Column, names)),
+        rows=[
             [
                 Cell(one.label),
                 Cell(_amount(one, one.median)),
@@ -92,8 +79,9 @@ def _rows(measurements: Sequence[Measurement]) -> Table:
                 _target(one),
                 Cell(one.evidence.value, one.evidence.value),
             ]
-            for one in measurements
+            for one in document.measurements
         ],
+        summary=f"All {len(document.measurements)} measurements" if folded else "",
     )
 
 
@@ -110,7 +98,7 @@ def _target(one: Measurement) -> Cell:
     return Cell(f"{sign} {_amount(one, one.target)}: {met}", met)
 
 
-def _targets(documents: Sequence[Document]) -> Table | None:
+def _targets(documents: Sequence[Document]) -> Table:
     rows = [
         [Cell(document.bench), Cell(one.label, "text"), Cell(_amount(one, one.median)), _target(one)]
         for document in documents
@@ -118,13 +106,21 @@ def _targets(documents: Sequence[Document]) -> Table | None:
         if one.target is not None
     ]
     columns = [Column("bench"), Column("measurement", style="text"), Column("median"), Column("target")]
-    return Table(columns, rows) if rows else None
+    return Table(caption="Targets", columns=columns, rows=rows)
 
 
-def _compared(comparison: Comparison) -> Table:
+def _compared(comparison: Comparison) -> Section:
     columns, rows = comparison_rows(comparison)
     styles = {row.word: row.change.value for row in comparison.rows}
-    return Table(
-        [Column(name, style="text" if name == "verdict" else "") for name in columns],
-        [[Cell(row[0]), Cell(row[1], f"text {styles[row[1]]}"), *map(Cell, row[2:])] for row in rows],
+    only = (("earlier", comparison.only_old), ("later", comparison.only_new))
+    table = Table(
+        caption="New over old, with the interval that the spread within the two runs leaves",
+        columns=[Column(name, style="text" if name == "verdict" else "") for name in columns],
+        rows=[[Cell(row[0]), Cell(row[1], f"text {styles[row[1]]}"), *map(Cell, row[2:])] for row in rows],
+    )
+    return Section(
+        title=f"{comparison.bench}: against an earlier run",
+        texts=[f"Only in the {run} run: {'; '.join(labels)}." for run, labels in only if labels],
+        notes=comparison.warnings,
+        tables=[table],
     )

@@ -208,7 +208,7 @@ class Reporting:
         context = click.get_current_context()
         bench = name or str(context.info_name)
         if self.html is not None:
-            from tierstore.lab.reports.page import check_report
+            from tierstore.reports.page import check_report
 
             check_report()
         against = None if self.compare is None else load_document(self.compare)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tierstore.lab.importing import ImportSummary, SourceKind, import_trace, options_of
     from tierstore.lab.live import Recording, recording_of
     from tierstore.lab.miss_curves import curves
-    from tierstore.lab.reports.report import write_report
+    from tierstore.lab.report import write_report
     from tierstore.lab.requests import Requests, load_requests, trace_requests
     from tierstore.lab.results import (
         Curve,

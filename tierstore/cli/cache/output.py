@@ -258,14 +258,14 @@ def show_tuning(tuning: Tuning, frame_bytes: int, output: Output) -> None:
 def check_html(html: Path | None) -> None:
     """Refuses a report that cannot be made, before the work. Raises CapabilityError."""
     if html is not None:
-        from tierstore.lab.reports.page import check_report
+        from tierstore.reports.page import check_report
 
         check_report()
 
 
 def write_html(html: Path, study: Study, output: Output) -> None:
     """Writes a report and prints its path."""
-    from tierstore.lab.reports.report import write_report
+    from tierstore.lab.report import write_report
 
     write_report(study, html)
     output.line(f"report: {html}")

@@ -10,7 +10,7 @@ import pytest
 from studies import small_study
 
 from tierstore.errors import CapabilityError
-from tierstore.lab.reports.report import render_report, write_report
+from tierstore.lab.report import render_report, write_report
 from tierstore.lab.results import Role
 
 VOID = {"meta", "br", "path", "use", "rect", "image", "link"}
@@ -146,7 +146,7 @@ def test_a_regime_without_writes_or_more():
 
 
 def test_the_extra_is_named_when_it_is_missing(monkeypatch, tmp_path):
-    monkeypatch.setattr("tierstore.lab.reports.page.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("tierstore.reports.page.importlib.util.find_spec", lambda name: None)
     with pytest.raises(CapabilityError, match=r"matplotlib and jinja2: pip install 'tierstore\[report\]'"):
         write_report(small_study(), tmp_path / "report.html")
     assert list(tmp_path.iterdir()) == []

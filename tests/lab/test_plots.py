@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 from studies import small_study
 
-from tierstore.lab.reports.plots import curves_plot, half_life_plot, pareto_plot, styles_of, windows_plot
+from tierstore.lab.plots import curves_plot, half_life_plot, pareto_plot, styles_of, windows_plot
 from tierstore.lab.results import Role
 
 

@@ -1,42 +1,26 @@
-"""The plots of a study's report (see ``tierstore.lab.reports.drawing`` for how they are drawn)."""
+"""The plots of a study's report. Needs matplotlib."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
 
 import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
-from tierstore.lab.reports.drawing import (
-    INK,
-    SETTINGS,
-    SIZE,
-    PlotStyle,
-    line,
-    new_figure,
-    set_legend,
-    style,
-    svg_of,
-)
 from tierstore.lab.results import Curve, HalfLifeMap, Outcome, Role, marked
+from tierstore.reports.drawing import INK, SETTINGS, PlotStyle, line, new_figure, set_legend, style, svg_of
 
 
 def styles_of(labels: Sequence[tuple[str, Role]]) -> dict[str, PlotStyle]:
     """A style for each label, in the order given; what knows the future in the page's ink, without a marker."""
-    styles: dict[str, PlotStyle] = {}
-    number = 0
-    for label, role in labels:
-        if label in styles:
-            continue
-        if role is not Role.POLICY:
-            styles[label] = PlotStyle(INK, "", "-", 2.0)
-            continue
-        styles[label] = style(number)
-        number += 1
-    return styles
+    numbers = count()
+    return {
+        label: style(next(numbers)) if role is Role.POLICY else PlotStyle(INK, "", "-", 2.0)
+        for label, role in dict(labels).items()
+    }
 
 
 def curves_plot(curves: Sequence[Curve], styles: dict[str, PlotStyle]) -> str:
@@ -129,8 +113,7 @@ def half_life_plot(found: HalfLifeMap) -> str:
     values = np.array(found.miss_ratios)
     rows, columns = values.shape
     with rc_context({**SETTINGS, "axes.grid": False}):
-        figure = Figure(figsize=(SIZE[0], 0.9 + 0.3 * rows), layout="constrained")
-        axes = figure.add_subplot()
+        figure, axes = new_figure(0.9 + 0.3 * rows)
         image = axes.pcolormesh(values, cmap="cividis", edgecolors="none")
         middle = (values.min() + values.max()) / 2
         for row in range(rows):

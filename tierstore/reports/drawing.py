@@ -1,7 +1,7 @@
-"""How plots are drawn: inline SVG that takes the page's fonts and, for its ink, the page's text colour.
+"""How the plots of a page are drawn: inline SVG that takes the page's fonts and, for its ink, the page's text colour.
 
-Colours are Okabe and Ito's, which colour-blind readers tell apart; every line has a marker of its own too.
-Needs matplotlib, which is imported here and by what draws with it, nowhere else.
+Colours are Okabe and Ito's, which colour-blind readers tell apart; every line has a marker of its own too. Needs matplotlib.
+Figures are made, drawn on and turned into SVG within ``rc_context(SETTINGS)``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ INK = "#010203"  # becomes currentColor
 _PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C7A00")
 _MARKERS = "osD^vPX<>*hpd8H"
 _LINES = ("-", "--", "-.", ":")
-SIZE = (4.7, 3.1)  # inches: small, so that text is readable at the width of a telephone
+_SIZE = (4.7, 3.1)  # inches: small, so that text is readable at the width of a telephone
 SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "tierstore",
@@ -45,7 +45,7 @@ SETTINGS: dict[Any, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class PlotStyle:
-    """How one policy is drawn, in every plot alike."""
+    """How one line is drawn, in every plot alike."""
 
     colour: str
     marker: str
@@ -61,9 +61,9 @@ def style(number: int) -> PlotStyle:
     )
 
 
-def new_figure() -> tuple[Figure, Axes]:
-    """A figure of the common size with one set of axes. To be called within ``rc_context(SETTINGS)``, as all of these."""
-    figure = Figure(figsize=SIZE, layout="constrained")
+def new_figure(height: float = _SIZE[1]) -> tuple[Figure, Axes]:
+    """A figure of the common width with one set of axes; ``height`` in inches."""
+    figure = Figure(figsize=(_SIZE[0], height), layout="constrained")
     return figure, figure.add_subplot()
 
 
@@ -86,7 +86,7 @@ def set_legend(figure: Figure, axes: Axes) -> None:
     handles, labels = axes.get_legend_handles_labels()
     columns = 2 if max(map(len, labels)) > 16 else 3
     rows = -(-len(labels) // columns)
-    figure.set_size_inches(SIZE[0], SIZE[1] + 0.19 * rows + 0.05)
+    figure.set_size_inches(_SIZE[0], _SIZE[1] + 0.19 * rows + 0.05)
     figure.legend(handles, labels, loc="outside lower left", ncols=columns, handlelength=2.6)
 
 

@@ -1,52 +1,15 @@
-"""Pictures in the documents, in a file: panels side by side, by matplotlib; and bars over time, rows of them, by themselves.
+"""Bars over time, in rows, as an SVG picture.
 
-The same content gives the same bytes. Text is text. The background of bars is white, so that they read alike on light and
-dark pages; bars of one row and colour are one path, so that a picture of a thousand of them is small.
+The same bars give the same bytes. Text is text. The background is white, so that a picture reads alike on light and dark
+pages; bars of one row and colour are one path, so that a picture of a thousand of them is small.
 """
 
 from __future__ import annotations
 
-import io
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
-
-from tierstore.outputs import OutputKind, write_output
-
-SETTINGS: dict[Any, Any] = {
-    "svg.hashsalt": "tierstore",
-    "svg.fonttype": "none",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlesize": 11,
-    "axes.titlelocation": "left",
-    "font.size": 9,
-    "legend.frameon": False,
-}
-
-
-@contextmanager
-def picture(target: Path, panels: int, size: tuple[float, float], **layout: Any) -> Iterator[Any]:
-    """Gives the axes of ``panels`` panels, to be drawn on in the block; at its end the SVG is written to ``target``.
-
-    ``size``: inches. ``layout``: more for ``Figure.subplots``. Raises OSError; nothing is written if the block raises.
-    """
-    from matplotlib import rc_context  # an extra, which bars do without
-    from matplotlib.figure import Figure
-
-    with rc_context(SETTINGS):
-        figure = Figure(figsize=size, layout="constrained")
-        yield figure.subplots(1, panels, **layout)
-        drawn = io.StringIO()
-        figure.savefig(drawn, format="svg", metadata={"Date": None, "Creator": None})
-    # A path a line, not a point a line.
-    write_output(target, OutputKind.PICTURE, drawn.getvalue().replace(" \n", " "))
-
-
-# Bars over time ---------------------------------------------------------------------------------------------
+from typing import NamedTuple
 
 _LEFT, _WIDTH, _ALL = 116, 752, 880
 _TOP, _ROW_HEIGHT, _BAR_HEIGHT, _HEADING_HEIGHT = 8, 26, 20, 24
@@ -65,18 +28,10 @@ class Bar(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BarRow:
-    """Bars behind one title."""
-
-    title: str
-    bars: Sequence[Bar]
-
-
-@dataclass(frozen=True, kw_only=True)
 class BarPanel:
-    """Rows under each other. ``heading`` stands above their titles, each of ``marks`` above its time."""
+    """Rows under each other, by title. ``heading`` stands above the titles, each of ``marks`` above its time."""
 
-    rows: Sequence[BarRow]
+    rows: Mapping[str, Sequence[Bar]]
     heading: str = ""
     marks: Sequence[tuple[float, str]] = ()
 
@@ -90,8 +45,8 @@ def draw_bars(panels: Sequence[BarPanel], *, length: float, caption: str) -> str
         if panel.heading or panel.marks:
             body += _heading(panel, top, scale)
             top += _HEADING_HEIGHT
-        for row in panel.rows:
-            body += _row(row, top, length, scale)
+        for title, bars in panel.rows.items():
+            body += _row(title, bars, top, length, scale)
             top += _ROW_HEIGHT
     height = top + 44
     return "\n".join(
@@ -115,11 +70,11 @@ def _heading(panel: BarPanel, top: int, scale: float) -> Iterator[str]:
         yield f'<text x="{_LEFT + at * scale:.1f}" y="{baseline}">{text}</text>'
 
 
-def _row(row: BarRow, top: int, length: float, scale: float) -> Iterator[str]:
-    yield f'<text x="{_LEFT - 8}" y="{top + 15}" text-anchor="end">{row.title}</text>'
+def _row(title: str, bars: Sequence[Bar], top: int, length: float, scale: float) -> Iterator[str]:
+    yield f'<text x="{_LEFT - 8}" y="{top + 15}" text-anchor="end">{title}</text>'
     shapes: dict[str, list[str]] = {}
     labels: list[str] = []
-    for bar in row.bars:
+    for bar in bars:
         first, last = max(0.0, bar.begin) * scale, min(length, bar.end) * scale
         if first > last:
             continue
@@ -134,7 +89,7 @@ def _row(row: BarRow, top: int, length: float, scale: float) -> Iterator[str]:
 
 
 def _ink(colour: str) -> str:
-    """What is read best on ``colour`` (#rrggbb): dark on light ones, and light on dark ones."""
+    """The ink that is read best on ``colour`` (#rrggbb)."""
     red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
     return _DARK if 0.299 * red + 0.587 * green + 0.114 * blue > 128 else _LIGHT
 
@@ -150,7 +105,7 @@ def _axis(bottom: int, length: float, scale: float) -> Iterator[str]:
 
 
 def joined(spans: Sequence[tuple[float, float]], gap: float) -> list[tuple[float, float]]:
-    """``spans`` (begin, end) with those made one that are no more than ``gap`` apart."""
+    """``spans`` (begin, end), where those at most ``gap`` apart are one."""
     found: list[tuple[float, float]] = []
     for start, end in sorted(spans):
         if found and start - found[-1][1] <= gap:

@@ -1,1 +1,0 @@
-"""Reports: HTML pages with plots and tables, and the tables in Markdown."""
