@@ -16,7 +16,7 @@ from torch import Tensor
 from tierstore.errors import BudgetError, ChecksumError, DataError
 from tierstore.serve.batch import Joined
 from tierstore.serve.engine import ModelCounts, Running
-from tierstore.serve.language import ByteCodec, Language
+from tierstore.serve.language import Language
 from tierstore.serve.sampling import SamplingOptions
 
 END = 256
@@ -110,7 +110,7 @@ class FakeRunner:
         return logits_V
 
 
-class FakeCodec(ByteCodec):
+class FakeLanguage(Language):
     """Bytes, and a chat template that writes roles."""
 
     def encode_chat(self, messages: Sequence[Mapping[str, object]]) -> list[int]:
@@ -129,7 +129,7 @@ def chat_text(messages: Sequence[Mapping[str, object]]) -> str:
 def opened(runner: FakeRunner, *, context: int = CONTEXT) -> Iterator[Running]:
     """A model of ``runner``, open."""
     counts = ModelCounts(hits=3, misses=1, moved_bytes={"nvme read": 4096}, stall_s={"demand read": 0.5})
-    language = Language(
-        FakeCodec(), vocabulary=END + 1, end_tokens=frozenset({END}), defaults=SamplingOptions(temperature=0)
+    language = FakeLanguage(
+        vocabulary=END + 1, end_tokens=frozenset({END}), defaults=SamplingOptions(temperature=0)
     )
     yield Running(runner=runner, language=language, context=context, counts=lambda: counts)

@@ -17,7 +17,7 @@ from tierstore.model.transformer import Transformer
 from tierstore.moe.source import ExpertLease, ExpertSource, InMemoryExperts, SourceSlot
 from tierstore.prefetch.predictor import Counts
 from tierstore.prefetch.program import GuessCounts
-from tierstore.serve.batch import GroupedRunner, MeetingPasses
+from tierstore.serve.batch import BatchRunner, MeetingPasses
 from tierstore.serve.experts import ServingPhase
 from tierstore.serve.model import BuiltInModel, ServedModel, WrappedModel
 
@@ -77,7 +77,7 @@ class Served:
         slot.target = experts
         self.passes = MeetingPasses(slot)
 
-    def runner(self, kind: type[GroupedRunner], *, sequences: int = 8) -> GroupedRunner:
+    def runner(self, kind: type[BatchRunner], *, sequences: int = 8) -> BatchRunner:
         return kind(self.model, self.experts, self.passes, sequences=sequences)
 
 
@@ -130,7 +130,7 @@ def drawn(lengths: Sequence[int], *, vocabulary: int = 128, seed: int = 0) -> li
 
 
 def greedy(
-    runner: GroupedRunner, prompts: Sequence[Sequence[int]], count: int
+    runner: BatchRunner, prompts: Sequence[Sequence[int]], count: int
 ) -> list[tuple[list[int], Tensor]]:
     """For each prompt ``count`` tokens and the logits (count, V) that they were chosen by; all leave."""
     joined = runner.join(prompts)

@@ -24,7 +24,7 @@ from tierstore.errors import BudgetError
 from tierstore.hf.manifest import Weights
 from tierstore.model.interface import Batch
 from tierstore.prefetch.predictor import PredictorName
-from tierstore.serve.batch import GroupedRunner
+from tierstore.serve.batch import BatchRunner
 from tierstore.serve.config import ServeConfig
 from tierstore.serve.experts import ServingPhase
 from tierstore.serve.opening import ServedParts, open_runner, open_served
@@ -60,7 +60,7 @@ def serve_config(store: Path, **settings: Any) -> ServeConfig:
 @contextmanager
 def served_store(
     store: Path, *, trace: Path | None = None, **settings: Any
-) -> Iterator[tuple[ServedParts, GroupedRunner]]:
+) -> Iterator[tuple[ServedParts, BatchRunner]]:
     """The store opened, and a runner over it."""
     threads = torch.get_num_threads()
     try:

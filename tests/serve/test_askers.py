@@ -15,12 +15,12 @@ from served_stores import least_budget, served_store, store_of
 from torch import Tensor
 
 from tierstore.cache.access import Need
-from tierstore.serve.batch import AskerBits, GroupedRunner, InvariantRunner, PaddedRunner
+from tierstore.serve.batch import AskerBits, BatchRunner, InvariantRunner
 from tierstore.trace.format import TraceKind
 from tierstore.trace.reader import load_trace
 from tierstore.trace.replay import replay
 
-KINDS = (PaddedRunner, InvariantRunner)
+KINDS = (BatchRunner, InvariantRunner)
 
 
 def test_bits_by_hand() -> None:
@@ -59,7 +59,7 @@ def test_up_to_seven_are_told_apart(batches: list[list[int]]) -> None:
 class _Batch:
     """A runner, and the tokens that its sequences go on with."""
 
-    def __init__(self, runner: GroupedRunner) -> None:
+    def __init__(self, runner: BatchRunner) -> None:
         self.runner = runner
         self.logits: dict[int, list[Tensor]] = {}
 
@@ -98,7 +98,7 @@ def _alone(served: Served, prompt: Sequence[int], steps: int) -> list[tuple[int,
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_source_is_told_what_each_sequence_asks_for(kind: type[GroupedRunner]) -> None:
+def test_the_source_is_told_what_each_sequence_asks_for(kind: type[BatchRunner]) -> None:
     """Sequence i has the bit 2 to the i, also the last, since 1 was given back just before. In a step of two layers each
     asks for what it asks for alone, and in a prompt for what its last token asks for.
     """
@@ -119,7 +119,7 @@ def test_the_source_is_told_what_each_sequence_asks_for(kind: type[GroupedRunner
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_sequence_alone_is_told_too(kind: type[GroupedRunner]) -> None:
+def test_a_sequence_alone_is_told_too(kind: type[BatchRunner]) -> None:
     _, served = built_in()
     runner = kind(served.model, served.experts, served.passes, sequences=4, askers=AskerBits())
     batch = _Batch(runner)
@@ -134,7 +134,7 @@ def test_a_sequence_alone_is_told_too(kind: type[GroupedRunner]) -> None:
 
 def test_nobody_is_told_where_nobody_asked() -> None:
     _, served = built_in()
-    _Batch(served.runner(PaddedRunner)).come_and_go(drawn((5, 3, 6, 4), vocabulary=61))
+    _Batch(served.runner(BatchRunner)).come_and_go(drawn((5, 3, 6, 4), vocabulary=61))
     assert served.experts.told == []
 
 

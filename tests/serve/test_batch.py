@@ -15,10 +15,10 @@ from torch import Tensor
 from tierstore.errors import BudgetError, ChecksumError, ConfigError
 from tierstore.moe.guessing import RouterGuesses, StreamDrift
 from tierstore.prefetch.predictor import Counts
-from tierstore.serve.batch import GroupedRunner, InvariantRunner, PaddedRunner
+from tierstore.serve.batch import BatchRunner, InvariantRunner
 from tierstore.serve.experts import ServingPhase
 
-KINDS = (PaddedRunner, InvariantRunner)
+KINDS = (BatchRunner, InvariantRunner)
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_layer_leases_an_expert_once(kind: type[GroupedRunner]) -> None:
+def test_one_layer_leases_an_expert_once(kind: type[BatchRunner]) -> None:
     """Two prompts, two layers: one access a layer for both of them, and so in a step. By hand: top-2 of 8 experts, so
     that a token asks for 2, and two tokens for at most 4.
     """
@@ -47,13 +47,13 @@ def test_one_layer_leases_an_expert_once(kind: type[GroupedRunner]) -> None:
 
 def test_padding_counts_as_tokens() -> None:
     _, served = built_in()
-    served.runner(PaddedRunner).join(drawn((1, 6), vocabulary=61))
+    served.runner(BatchRunner).join(drawn((1, 6), vocabulary=61))
     served.runner(InvariantRunner).join(drawn((1, 6), vocabulary=61))
     assert served.experts.begun == [(ServingPhase.PREFILL, 12), (ServingPhase.PREFILL, 7)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_some_of_the_batch_goes_on(kind: type[GroupedRunner]) -> None:
+def test_some_of_the_batch_goes_on(kind: type[BatchRunner]) -> None:
     """Steps of a part: the others wait, and go on as if nothing had been."""
     _, served = built_in()
     prompts = drawn((6, 3, 9), vocabulary=61)
@@ -72,7 +72,7 @@ def test_some_of_the_batch_goes_on(kind: type[GroupedRunner]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_after_an_error_the_others_are_as_before(kind: type[GroupedRunner]) -> None:
+def test_after_an_error_the_others_are_as_before(kind: type[BatchRunner]) -> None:
     _, served = built_in()
     prompts = drawn((5, 7, 4), vocabulary=61)
     expected = greedy(served.runner(kind), prompts[:1], 4)[0][1]
@@ -107,7 +107,7 @@ def test_after_an_error_the_others_are_as_before(kind: type[GroupedRunner]) -> N
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_sequence_that_had_left_goes_on(kind: type[GroupedRunner]) -> None:
+def test_a_sequence_that_had_left_goes_on(kind: type[BatchRunner]) -> None:
     """After a pass that failed: with the logits that it would have had, and where bits are promised with their bits."""
     _, served = built_in()
     (prompt, other) = drawn((6, 3), vocabulary=61)
@@ -133,7 +133,7 @@ def test_a_sequence_that_had_left_goes_on(kind: type[GroupedRunner]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_refused_changes_nothing(kind: type[GroupedRunner]) -> None:
+def test_what_is_refused_changes_nothing(kind: type[BatchRunner]) -> None:
     _, served = built_in(context=8)
     runner = served.runner(kind, sequences=2)
     with pytest.raises(BudgetError, match=r"batch\.sequences: 3 sequences join 0, and the batch holds 2"):
@@ -254,7 +254,7 @@ def test_same_bits_as_generate(family: str, dtype: torch.dtype) -> None:
     plain, served = wrapped(family, dtype)
     prompts = drawn(LENGTHS)
     for batch in (prompts[:1], prompts):
-        found = greedy(served.runner(PaddedRunner), batch, 5)
+        found = greedy(served.runner(BatchRunner), batch, 5)
         for (tokens, logits), (expected, bits) in zip(found, generated(plain, batch, 5), strict=True):
             assert tokens == expected
             assert torch.equal(logits, bits)
@@ -270,7 +270,7 @@ def test_joined_between_steps(family: str) -> None:
     """Sequences that join one under way, in another batch and with other padding: what they get alone, within rounding."""
     plain, served = wrapped(family)
     prompts = drawn((5, 9, 3))
-    runner = served.runner(PaddedRunner)
+    runner = served.runner(BatchRunner)
     (first,) = runner.join(prompts[:1])
     found = {first.number: [first.logits_V]}
     for waiting in ([], [prompts[1], prompts[2]], [], []):
@@ -291,7 +291,7 @@ def test_leaving_changes_nobody(family: str) -> None:
     """A row that leaves takes its columns of padding along; the others go on as they would have, within rounding."""
     plain, served = wrapped(family)
     prompts = drawn((20, 4, 6))
-    runner = served.runner(PaddedRunner)
+    runner = served.runner(BatchRunner)
     found = {each.number: [each.logits_V] for each in runner.join(prompts)}
     for leaving in (None, 0, None):
         if leaving is not None:
@@ -335,9 +335,9 @@ def listened() -> Iterator[tuple[Served, Listener]]:
     guesses.remove()
 
 
-@pytest.mark.parametrize("kind", [PaddedRunner, InvariantRunner])
+@pytest.mark.parametrize("kind", [BatchRunner, InvariantRunner])
 def test_each_sequence_is_guessed_as_it_is_alone(
-    listened: tuple[Served, Listener], kind: type[GroupedRunner], monkeypatch: pytest.MonkeyPatch
+    listened: tuple[Served, Listener], kind: type[BatchRunner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sequences join, wait, and leave: each step's guesses are the sum of those that its sequences have alone."""
     served, listener = listened

@@ -20,7 +20,7 @@ from tierstore.serve.api.answers import Answering, EventStream, RequestKind, Sha
 from tierstore.serve.api.metrics import ServerMetrics
 from tierstore.serve.config import LimitsConfig
 from tierstore.serve.engine import Running, ServingEngine
-from tierstore.serve.language import ByteCodec, StreamedText
+from tierstore.serve.language import BytePieces, StreamedText
 from tierstore.serve.sampling import SamplingOptions, TokenSampler
 
 
@@ -29,7 +29,7 @@ def request(tokens: int, prompt: bytes = b"word") -> GenerationRequest:
         prompt=tuple(prompt),
         max_tokens=tokens,
         sampler=TokenSampler(SamplingOptions(temperature=0)),
-        text=StreamedText(ByteCodec().pieces()),
+        text=StreamedText(BytePieces()),
     )
 
 

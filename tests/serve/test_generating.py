@@ -20,10 +20,10 @@ from tierstore.hf.spec import stored_spec
 from tierstore.model.config import ModelConfig
 from tierstore.model.spec import spec_of
 from tierstore.prefetch.predictor import PredictorName
-from tierstore.serve.batch import PaddedRunner
+from tierstore.serve.batch import BatchRunner
 from tierstore.serve.config import BatchConfig
-from tierstore.serve.footprint import batch_bytes, fitted_batch, sequence_bytes
-from tierstore.serve.generating import Ending, TextGenerator, TextRequest
+from tierstore.serve.footprint import batch_bytes, fitted_context, sequence_bytes
+from tierstore.serve.generating import Ending, GeneratedText, TextGenerator
 from tierstore.serve.language import BytePieces, StreamedText
 from tierstore.serve.model import cache_nbytes
 from tierstore.serve.sampling import SamplingOptions, TokenSampler
@@ -32,11 +32,11 @@ from tierstore.trace.replay import replay
 GREEDY = SamplingOptions(temperature=0)
 
 
-def _request(
+def _text(
     prompt: list[int], most: int, *, options: SamplingOptions = GREEDY, stop: str = ""
-) -> TextRequest:
-    text = StreamedText(BytePieces(), [stop] if stop else [])
-    return TextRequest(prompt=prompt, most=most, sampler=TokenSampler(options, prompt), text=text)
+) -> GeneratedText:
+    stream = StreamedText(BytePieces(), [stop] if stop else [])
+    return GeneratedText(prompt, most, TokenSampler(options, prompt), stream)
 
 
 def test_requests_wait_for_room() -> None:
@@ -44,13 +44,14 @@ def test_requests_wait_for_room() -> None:
     _, served = built_in()
     prompts = drawn((3, 5, 2, 4, 6), vocabulary=61)
     pieces: dict[int, str] = {}
-    runner = served.runner(PaddedRunner, sequences=2)
+    runner = served.runner(BatchRunner, sequences=2)
     generator = TextGenerator(
         runner,
         end_tokens=frozenset(),
         added=lambda at, piece: pieces.update({at: pieces.get(at, "") + piece}),
     )
-    found = generator.run([_request(prompt, 3 + at) for at, prompt in enumerate(prompts)])
+    found = [_text(prompt, 3 + at) for at, prompt in enumerate(prompts)]
+    generator.run(found)
     assert [len(made.tokens) for made in found] == [3, 4, 5, 6, 7]
     assert all(made.ending is Ending.LENGTH for made in found)
     assert [pieces[at] for at in range(5)] == [made.text for made in found]
@@ -64,8 +65,10 @@ def test_why_texts_end() -> None:
     (prompt,) = drawn((6,), vocabulary=61)
 
     def run(ends: frozenset[int] = frozenset(), most: int = 40, **options: Any) -> Any:
-        generator = TextGenerator(served.runner(PaddedRunner), end_tokens=ends, added=lambda at, piece: None)
-        return generator.run([_request(prompt, most, **options)])[0]
+        generator = TextGenerator(served.runner(BatchRunner), end_tokens=ends, added=lambda at, piece: None)
+        made = _text(prompt, most, **options)
+        generator.run([made])
+        return made
 
     whole = run()
     assert whole.ending is Ending.LENGTH
@@ -82,12 +85,13 @@ def test_why_texts_end() -> None:
 
 def test_an_interrupted_text() -> None:
     _, served = built_in()
-    runner = served.runner(PaddedRunner)
+    runner = served.runner(BatchRunner)
     asked = iter([False, False, False, True])
     generator = TextGenerator(
         runner, end_tokens=frozenset(), added=lambda at, piece: None, stopped=lambda: next(asked)
     )
-    (made,) = generator.run([_request([1, 2], 20)])
+    made = _text([1, 2], 20)
+    generator.run([made])
     assert made.ending is Ending.INTERRUPTED
     assert len(made.tokens) == 3
     assert runner.numbers == ()
@@ -101,7 +105,7 @@ def test_a_replay_decides_alike(predictor: PredictorName, tmp_path: Path) -> Non
         store, trace=trace, host_budget=3 * least_budget(store), prefetch__predictor=predictor.value
     ) as (parts, runner):
         generator = TextGenerator(runner, end_tokens=frozenset(), added=lambda at, piece: None)
-        generator.run([_request(prompt, 6) for prompt in drawn((5, 3))])
+        generator.run([_text(prompt, 6) for prompt in drawn((5, 3))])
         parts.store.end_trace()
         live = parts.store.cache.residency.stats()
     assert live.evictions
@@ -118,7 +122,7 @@ def test_what_caches_take(family: str, tmp_path: Path) -> None:
     spec = stored_spec(store)
     assert spec is not None
     _, served = wrapped(family, torch.bfloat16)
-    runner = served.runner(PaddedRunner)
+    runner = served.runner(BatchRunner)
     runner.join(drawn((30, 20)))
     held = cache_nbytes(runner._groups[0].cache)
     bound = 2 * sequence_bytes(spec, 30)
@@ -127,7 +131,7 @@ def test_what_caches_take(family: str, tmp_path: Path) -> None:
 
 def test_what_the_built_in_cache_takes() -> None:
     model, served = built_in()
-    runner = served.runner(PaddedRunner)
+    runner = served.runner(BatchRunner)
     runner.join(drawn((9, 4), vocabulary=61))
     assert cache_nbytes(runner._groups[0].cache) == 2 * sequence_bytes(model.config, 9)
 
@@ -138,14 +142,14 @@ def test_the_context_that_fits() -> None:
     assert sequence_bytes(spec, 1) == 4 * 2 * 256 * spec.compute_dtype.itemsize
     whole = batch_bytes(spec, sequences=8, context=512)
     assert whole == 8 * 512 * sequence_bytes(spec, 1) * 5 // 4
-    assert fitted_batch(spec, BatchConfig(), longest=512, room=whole).context == 512
-    assert fitted_batch(spec, BatchConfig(), longest=512, room=whole - 1).context == 448
+    assert fitted_context(spec, BatchConfig(), longest=512, room=whole) == 512
+    assert fitted_context(spec, BatchConfig(), longest=512, room=whole - 1) == 448
     with pytest.raises(
         BudgetError, match=r"batch\.context: 8 sequences of 512 tokens .* 448 tokens would fit"
     ):
-        fitted_batch(spec, BatchConfig(context=512), longest=512, room=whole - 1)
+        fitted_context(spec, BatchConfig(context=512), longest=512, room=whole - 1)
     with pytest.raises(BudgetError, match=r"batch\.context"):
-        fitted_batch(spec, BatchConfig(), longest=512, room=whole // 8)
+        fitted_context(spec, BatchConfig(), longest=512, room=whole // 8)
 
 
 # The command ------------------------------------------------------------------------------------------------

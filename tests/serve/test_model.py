@@ -18,7 +18,7 @@ from tierstore.model.attention import KeyValueCache, visible_tokens
 from tierstore.model.config import ComputeDtype
 from tierstore.model.transformer import Transformer
 from tierstore.moe.source import InMemoryExperts, SourceSlot
-from tierstore.serve.batch import InvariantRunner, PaddedRunner
+from tierstore.serve.batch import BatchRunner, InvariantRunner
 
 #: Each of them other than it is by default.
 OUTPUTS: dict[str, Any] = {
@@ -45,8 +45,9 @@ def test_keys_of_outputs_change_nothing(family: str) -> None:
     """Two prompts of unequal lengths, as transformers generates without these keys."""
     plain, served = wrapped(family, written=OUTPUTS)
     prompts = drawn([5, 3])
-    for runner in (served.runner(PaddedRunner), served.runner(InvariantRunner)):
-        if isinstance(runner, PaddedRunner):
+    for kind in (BatchRunner, InvariantRunner):
+        runner = served.runner(kind)
+        if kind is BatchRunner:
             expected = generated(plain, prompts, 3)
         else:
             expected = [made for prompt in prompts for made in generated(plain, [prompt], 3)]
@@ -74,7 +75,7 @@ def test_padding_is_a_token_of_the_vocabulary(written: dict[str, Any], pad: int)
     assert served.model.pad_token == pad
     prompts = drawn([5, 2])
     for (tokens, _), (theirs, _) in zip(
-        greedy(served.runner(PaddedRunner), prompts, 3), generated(plain, prompts, 3), strict=True
+        greedy(served.runner(BatchRunner), prompts, 3), generated(plain, prompts, 3), strict=True
     ):
         assert tokens == theirs
 
@@ -90,7 +91,7 @@ def test_yarn_stretches_the_context() -> None:
     plain, served = wrapped("qwen3_moe", max_position_embeddings=32, rope_parameters=yarn)
     assert served.model.context == 128
     prompts = drawn([100])
-    ((tokens, logits),) = greedy(served.runner(PaddedRunner), prompts, 4)
+    ((tokens, logits),) = greedy(served.runner(BatchRunner), prompts, 4)
     ((their_tokens, theirs),) = generated(plain, prompts, 4)
     assert tokens == their_tokens
     assert torch.equal(logits, theirs)
@@ -107,7 +108,7 @@ def test_cache_equals_the_window_again() -> None:
     for compute, close in ((ComputeDtype.FP32, 1e-5), (ComputeDtype.BF16, 2e-2)):
         model, served = built_in(compute)
         prompts = drawn((1, 17, 6), vocabulary=61)
-        found = greedy(served.runner(PaddedRunner), prompts, 10)
+        found = greedy(served.runner(BatchRunner), prompts, 10)
         for prompt, (tokens, logits) in zip(prompts, found, strict=True):
             expected = _again(model, prompt + tokens[:-1], 10)
             torch.testing.assert_close(logits, expected, rtol=0, atol=close)

@@ -53,30 +53,29 @@ def test_even_routing_by_hand(spec: HfSpec) -> None:
     half = (1 + 8) * slot  # a slot of the device, and eight of 16 experts
     made = plan_serving(spec, ServedWork(prompt_tokens=2, context=10), SLOW, budgets=[half])
     (one,) = made.budgets
-    assert one.share == 0.5
+    assert one.experts_ratio == 0.5
     # One token: two experts of each layer, half of them in memory.
-    assert (one.decode.asked, one.decode.missed) == (4.0, 2.0)
+    assert (one.decode.asked_count, one.decode.missed_count) == (4.0, 2.0)
     assert one.decode.read_bytes == 2 * each
     # Reading the weights (4 B a parameter) takes longer than their two operations a token.
     seconds = 4 * dense + layers * max(2 * each, each / 4)
-    assert one.decode.seconds == seconds
+    assert one.decode.pass_s == seconds
     assert one.decode.tokens_per_s == 1 / seconds
     # Two tokens: 8 (1 - (6/8)^2) = 3.5 experts of a layer.
     assert one.prefill is not None
-    assert one.prefill.asked == 7.0
+    assert one.prefill.asked_count == 7.0
     assert made.evidence is Evidence.ASSUMED
     # Keys and values: 2 x 2 heads of 8 values, fp32, of 10 tokens and two layers, one of which is there twice.
-    assert made.keys_and_values == 3 * 10 * 2 * 2 * 8 * 4
-    assert made.memory(one) == half + made.dense + made.keys_and_values + 1000
-    assert made.as_json()["budgets"][0]["decode"]["pass_s"] == seconds
+    assert made.keys_and_values_bytes == 3 * 10 * 2 * 2 * 8 * 4
+    assert one.memory_bytes == half + made.dense_bytes + made.keys_and_values_bytes + 1000
 
 
 def test_the_context_is_what_the_model_allows(spec: HfSpec) -> None:
     """128 positions, where 4096 tokens are planned for otherwise."""
-    assert plan_serving(spec, ServedWork(), ASSUMED).context == 128
+    assert plan_serving(spec, ServedWork(), ASSUMED).context_tokens_count == 128
     longer = replace(spec, config={**spec.config, "max_position_embeddings": 8192})
-    assert plan_serving(longer, ServedWork(), ASSUMED).context == 4096
-    assert plan_serving(longer, ServedWork(prompt_tokens=5000), ASSUMED).context == 5000
+    assert plan_serving(longer, ServedWork(), ASSUMED).context_tokens_count == 4096
+    assert plan_serving(longer, ServedWork(prompt_tokens=5000), ASSUMED).context_tokens_count == 5000
     for work in (ServedWork(context=129), ServedWork(prompt_tokens=129)):
         with pytest.raises(ConfigError, match="expected at most 128, the model's own limit, got 129"):
             plan_serving(spec, work, ASSUMED)
@@ -89,8 +88,8 @@ def test_each_expert_that_is_read_takes_a_latency(spec: HfSpec) -> None:
     (one,) = plan_serving(spec, ServedWork(prompt_tokens=2, context=10), profile, budgets=[half]).budgets
     assert one.prefill is not None
     # 3.5 of a pass's seven experts are missed, and two of a decode pass's four.
-    assert one.prefill.seconds == 4 * model.dense + 3.5 * latency
-    assert one.decode.seconds == 4 * model.dense + 2 * latency
+    assert one.prefill.pass_s == 4 * model.dense + 3.5 * latency
+    assert one.decode.pass_s == 4 * model.dense + 2 * latency
 
 
 def test_a_larger_budget_is_never_slower(spec: HfSpec) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -37,9 +37,9 @@ from tierstore.train.config import TrainConfig
 from tierstore.units import format_bytes, format_seconds, parse_size
 
 if TYPE_CHECKING:  # numpy and LMDB, which listing the commands need not
-    from tierstore.hf.spec import HfSpec
     from tierstore.plan import Preset, Profile
     from tierstore.plan.layouts import LayoutComparison, LayoutCost
+    from tierstore.serve.opening import ServedStore
     from tierstore.serve.planning import PassPlan
 
 
@@ -347,21 +347,25 @@ def _show_serving(
         trace=question.trace,
     )
     store = config.store if question.model is None else question.model
-    spec, records = _stored(store) or (config.model, {})
+    stored = _stored(store)
+    spec = config.model if stored is None else stored.spec
+    assert isinstance(spec, HfSpec)
     served = load(ServeConfig, None, {**deployed_settings(store), **overrides})
     budgets = [parse_size(part, name="--budgets") for part in question.budgets.split(",") if part]
     if not budgets and "host_budget" in overrides:
         budgets = [served.host_budget]
-    made = plan_serving(spec, work, costs, budgets=budgets, config=served, device=question.device, **records)
+    made = plan_serving(
+        spec, work, costs, budgets=budgets, config=served, device=question.device, stored=stored
+    )
     routing = "even routing (no --trace)" if question.trace is None else f"the passes of {question.trace}"
     rows = [
         (
-            format_bytes(one.host_budget),
-            f"{one.share:.0%}",
-            format_bytes(made.memory(one)),
+            format_bytes(one.host_budget_bytes),
+            f"{one.experts_ratio:.0%}",
+            format_bytes(one.memory_bytes),
             *_pass_cells(one.prefill),
             *_pass_cells(one.decode),
-            format_seconds(one.decode.seconds),
+            format_seconds(one.decode.pass_s),
         )
         for one in made.budgets
     ]
@@ -375,34 +379,33 @@ def _show_serving(
         rows,
     )
     output.line(
-        f"memory beside the experts: dense {format_bytes(made.dense)}, keys and values of {made.context} tokens of each "
-        f"sequence {format_bytes(made.keys_and_values)}, the process {format_bytes(made.process)}"
+        f"memory beside the experts: dense {format_bytes(made.dense_bytes)}, keys and values of "
+        f"{made.context_tokens_count} tokens of each sequence {format_bytes(made.keys_and_values_bytes)}, the process "
+        f"{format_bytes(made.process_bytes)}"
     )
-    if made.missed_records:
+    if made.missed_records_count:
         output.line(
-            f"{made.missed_records} records have missed steps: each is read whole once, replayed, and its weights kept; "
-            "again when it was evicted (tierstore deploy removes them)"
+            f"{made.missed_records_count} records have missed steps: each is read whole once, replayed, and its "
+            "weights kept; again when it was evicted (tierstore deploy removes them)"
         )
-    output.emit(made.as_json())
+    output.emit(vars(made))
 
 
 def _pass_cells(made: PassPlan | None) -> tuple[str, str, str]:
     if made is None:
         return ("-", "-", "-")
-    missed = made.missed / made.asked if made.asked else 0.0  # all layers of a ring are on the device
+    missed = (
+        made.missed_count / made.asked_count if made.asked_count else 0.0
+    )  # all layers of a ring are on the device
     return (f"{made.tokens_per_s:.1f}", f"{missed:.1%}", format_bytes(made.read_bytes))
 
 
-def _stored(store: Path) -> tuple[HfSpec, dict[str, Any]] | None:
-    """The model in ``store`` as a server opens it, and what ``plan_serving`` takes of its records; None without a store."""
+def _stored(store: Path) -> ServedStore | None:
+    """The model in ``store`` as a server opens it; None without a store."""
     from tierstore.errors import StoreMissingError
-    from tierstore.hf.spec import HfSpec
     from tierstore.serve.opening import read_stored
 
     try:
-        stored = read_stored(store)
+        return read_stored(store)
     except (StoreMissingError, FileNotFoundError, NotADirectoryError):
         return None
-    assert isinstance(stored.spec, HfSpec)
-    names = ("experts", "pairs", "scratch", "missed_records")
-    return stored.spec, {name: getattr(stored, name) for name in names}

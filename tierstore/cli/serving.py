@@ -45,9 +45,9 @@ from tierstore.units import format_bytes, format_seconds, printable
 
 if TYPE_CHECKING:  # at run time these import torch, which listing the commands must not
     from tierstore.serve.api.metrics import ServerMetrics
-    from tierstore.serve.batch import GroupedRunner
+    from tierstore.serve.batch import BatchRunner
     from tierstore.serve.engine import ServingEngine
-    from tierstore.serve.generating import GeneratedText, GenerationTotals, TextRequest
+    from tierstore.serve.generating import GeneratedText, GenerationTotals
     from tierstore.serve.language import Language
     from tierstore.serve.opening import ServedParts
 
@@ -136,25 +136,25 @@ def _generate(
         language = open_language(parts.spec)
         for line in language.lines:
             output.line(line)
-        requests = _requests(wanted, language)
+        texts = _texts(wanted, language)
         runner = open_runner(parts)
         _announce(parts, runner, output)
-        shown = _Shown(output, len(requests))
+        shown = _Shown(output, len(texts))
         generator = TextGenerator(
             runner, end_tokens=language.end_tokens, added=shown.add, stopped=lambda: interrupts.requested
         )
-        texts = generator.run(requests)
+        generator.run(texts)
         shown.end(texts)
         if any(made.reasoning and not made.text for made in texts):
             output.line("a text has no answer: its tokens went into reasoning, which --json shows")
         _table(parts, generator.totals, texts, output)
-        output.emit(_result(parts, generator.totals, requests, texts))
+        output.emit(_result(parts, generator.totals, texts))
         parts.store.end_trace()
     return INTERRUPTED if interrupts.requested else 0
 
 
-def _requests(wanted: _Prompts, language: Language) -> list[TextRequest]:
-    from tierstore.serve.generating import TextRequest
+def _texts(wanted: _Prompts, language: Language) -> list[GeneratedText]:
+    from tierstore.serve.generating import GeneratedText
     from tierstore.serve.sampling import TokenSampler
 
     given = {
@@ -163,25 +163,19 @@ def _requests(wanted: _Prompts, language: Language) -> list[TextRequest]:
         if (value := getattr(wanted, name)) is not None
     }
     sampling = replace(language.defaults, **given)
-    requests = []
-    for text in wanted.prompts:
+    texts = []
+    for given_text in wanted.prompts:
         prompt = (
-            language.encode_chat([{"role": "user", "content": text}])
+            language.encode_chat([{"role": "user", "content": given_text}])
             if wanted.chat
-            else language.encode(text)
+            else language.encode(given_text)
         )
-        requests.append(
-            TextRequest(
-                prompt=prompt,
-                most=wanted.max_tokens,
-                sampler=TokenSampler(sampling, prompt),
-                text=language.text(wanted.stop, prompt=prompt, context=() if wanted.chat else prompt),
-            )
-        )
-    return requests
+        stream = language.text(wanted.stop, prompt=prompt, context=() if wanted.chat else prompt)
+        texts.append(GeneratedText(prompt, wanted.max_tokens, TokenSampler(sampling, prompt), stream))
+    return texts
 
 
-def _announce(parts: ServedParts, runner: GroupedRunner, output: Output) -> None:
+def _announce(parts: ServedParts, runner: BatchRunner, output: Output) -> None:
     """What the run takes, printed before the first pass."""
     from tierstore.serve.footprint import batch_bytes
 
@@ -259,7 +253,6 @@ def _rate(tokens_per_s: float | None) -> str:
 def _result(
     parts: ServedParts,
     totals: GenerationTotals,
-    requests: Sequence[TextRequest],
     texts: Sequence[GeneratedText],
 ) -> dict[str, object]:
     from tierstore.train.footprint import peak_resident_bytes
@@ -272,11 +265,11 @@ def _result(
                 "text": made.text,
                 "reasoning": made.reasoning,
                 "tokens": made.tokens,
-                "prompt_tokens": len(request.prompt),
+                "prompt_tokens": len(made.prompt),
                 "ending": made.ending.value,
                 "first_token_s": made.first_s,
             }
-            for request, made in zip(requests, texts, strict=True)
+            for made in texts
         ],
         "prefill_tokens": totals.prefill_tokens,
         "prefill_s": totals.prefill_s,

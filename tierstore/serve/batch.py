@@ -2,20 +2,18 @@
 
 Shapes: B sequences of a group, T tokens of a pass, S tokens with those before, V vocabulary.
 
-Sequences are in groups, each a padded batch with a cache. There are two runners. ``PaddedRunner`` keeps all sequences in one
-group. ``InvariantRunner`` gives each sequence a group of its own, and thereby the bits that it gets alone.
+Sequences are in groups, each a padded batch with a cache. ``BatchRunner`` keeps all sequences in one group;
+``InvariantRunner`` gives each a group of its own, and thereby the bits that it gets alone.
 The passes of several groups meet at the experts (``MeetingPasses``): one lease of an expert serves all of them.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Protocol
 
 import torch
 from greenlet import greenlet
@@ -45,40 +43,6 @@ class Joined:
 
     number: int
     logits_V: Tensor
-
-
-class BatchRunner(Protocol):
-    """Sequences that a model continues together. Sequences join and leave between steps. One caller: the thread that runs
-    the model.
-
-    Whatever a pass raises (ChecksumError, OSError, BudgetError), the sequences that were in it have left, and all others
-    are as they were: the next call is good.
-    """
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """The sequences in the batch, in the order in which they joined."""
-        ...
-
-    def join(self, prompts: Sequence[Sequence[int]]) -> list[Joined]:
-        """Prefill: computes ``prompts`` (each of at least one token) together, each layer once. Raises BudgetError where
-        the batch has no room for so many.
-        """
-        ...
-
-    def resume(self, prompt: Sequence[int], tokens: Sequence[int]) -> Joined:
-        """A sequence joins that had left when its pass failed, with the ``tokens`` (at least one) that followed ``prompt``;
-        the logits are of what follows them. Raises what ``join`` and ``step`` do.
-        """
-        ...
-
-    def step(self, tokens: Mapping[int, int]) -> dict[int, Tensor]:
-        """Decoding: each sequence of ``tokens`` goes on with one token; returns the logits (V,) of what follows it."""
-        ...
-
-    def leave(self, number: int) -> None:
-        """The sequence has ended: its memory is free."""
-        ...
 
 
 class AskerBits:
@@ -225,9 +189,11 @@ class SequenceGroup:
         return taken
 
 
-class GroupedRunner(ABC):
-    """A ``BatchRunner`` over ``model``, whose experts ``experts`` leases, of at most ``sequences`` sequences.
+class BatchRunner:
+    """Continues at most ``sequences`` sequences with ``model``, whose experts ``experts`` leases. They are one padded batch.
 
+    Sequences join and leave between steps. One caller: the thread that runs the model. If a pass raises (ChecksumError,
+    OSError, BudgetError), its sequences have left and all others are as they were: the next call is good.
     Tokens beyond the vocabulary are a ValueError, and a sequence beyond the model's context is a BudgetError; both are
     raised before anything has changed.
     """
@@ -242,8 +208,8 @@ class GroupedRunner(ABC):
         device: torch.device | None = None,
         askers: AskerBits | None = None,
     ) -> None:
-        """``askers``: where ``experts`` are to be told which sequences ask for which. A prompt asks for most of a layer, and
-        what its last token asks for says what comes next.
+        """With ``askers``, ``experts`` are told which sequences ask for which. A prompt asks for most of a layer; what its
+        last token asks for says what comes next.
         """
         self.model = model
         self.sequences = sequences
@@ -258,11 +224,25 @@ class GroupedRunner(ABC):
 
     @property
     def numbers(self) -> tuple[int, ...]:
+        """The sequences in the batch, in the order in which they joined."""
         return tuple(self._lengths)
+
+    @cached_property
+    def apart(self) -> str:
+        """Why sequences that join at different times are not one batch; empty where they are."""
+        return why_apart(self.model.new_cache())
+
+    def describe(self) -> str:
+        """One line: how sequences are put together."""
+        if self.apart:
+            return f"padded: one for the sequences that join together, since {self.apart}"
+        return "padded: one for all sequences"
 
     @torch.inference_mode()
     def join(self, prompts: Sequence[Sequence[int]]) -> list[Joined]:
-        """As in ``BatchRunner``. Raises BudgetError also for a prompt that is longer than the model's context."""
+        """Prefill: computes ``prompts`` (each of at least one token) together, each layer once. Raises BudgetError where
+        the batch has no room for so many, or the model's context for one.
+        """
         self._check_prompts(prompts)
         if not prompts:
             return []
@@ -282,7 +262,9 @@ class GroupedRunner(ABC):
 
     @torch.inference_mode()
     def step(self, tokens: Mapping[int, int]) -> dict[int, Tensor]:
-        """As in ``BatchRunner``. Raises BudgetError where a sequence has as many tokens as the model's context."""
+        """Decoding: each sequence of ``tokens`` goes on with one token; returns the logits (V,) of what follows it. Raises
+        BudgetError where a sequence has as many tokens as the model's context.
+        """
         self._check_tokens(tokens)
         if not tokens:
             return {}
@@ -301,6 +283,14 @@ class GroupedRunner(ABC):
         self._groups += groups
         self._lengths = lengths
         return logits
+
+    def resume(self, prompt: Sequence[int], tokens: Sequence[int]) -> Joined:
+        """A sequence joins that had left when its pass failed, with the ``tokens`` (at least one) that followed ``prompt``;
+        the logits are of what follows them. Raises what ``join`` and ``step`` do.
+        """
+        # One prefill: the bits of a padded batch depend on its passes anyway.
+        (joined,) = self.join([(*prompt, *tokens)])
+        return joined
 
     @torch.inference_mode()
     def leave(self, number: int) -> None:
@@ -405,45 +395,12 @@ class GroupedRunner(ABC):
             token = least if least < 0 else most
             raise ValueError(f"token {token}: expected 0 to {self.model.vocabulary - 1}")
 
-    @abstractmethod
-    def resume(self, prompt: Sequence[int], tokens: Sequence[int]) -> Joined:
-        """As in ``BatchRunner``."""
-
-    @abstractmethod
-    def describe(self) -> str:
-        """One line: how sequences are put together."""
-
-    @abstractmethod
     def _parts(self, rows: Sequence[int]) -> list[list[int]]:
         """Which of the prompts ``rows`` are a group."""
-
-    @abstractmethod
-    def _arranged(self, groups: list[SequenceGroup]) -> list[SequenceGroup]:
-        """The groups that take a step, as the pass has them."""
-
-
-class PaddedRunner(GroupedRunner):
-    """Sequences that are one batch."""
-
-    @cached_property
-    def apart(self) -> str:
-        """Why sequences that join at different times are not one batch; empty where they are."""
-        return why_apart(self.model.new_cache())
-
-    def describe(self) -> str:
-        if self.apart:
-            return f"padded: one for the sequences that join together, since {self.apart}"
-        return "padded: one for all sequences"
-
-    def resume(self, prompt: Sequence[int], tokens: Sequence[int]) -> Joined:
-        """In one prefill, as the bits of a padded batch depend on its passes anyhow."""
-        (joined,) = self.join([(*prompt, *tokens)])
-        return joined
-
-    def _parts(self, rows: Sequence[int]) -> list[list[int]]:
         return [list(rows)]
 
     def _arranged(self, groups: list[SequenceGroup]) -> list[SequenceGroup]:
+        """The groups that take a step, as the pass has them."""
         if len(groups) == 1 or self.apart:
             return groups
         groups.sort(key=lambda group: group.numbers)
@@ -462,14 +419,14 @@ class PaddedRunner(GroupedRunner):
         return [SequenceGroup(numbers, cache, mask_BS, drift)]
 
 
-class InvariantRunner(GroupedRunner):
-    """Sequences that are continued together and do not see it in their bits."""
+class InvariantRunner(BatchRunner):
+    """Each sequence is a group of its own, and gets the bits that it gets alone."""
 
     def describe(self) -> str:
         return "invariant: each sequence is a pass of its own, and its bits are those that it gets alone"
 
     def resume(self, prompt: Sequence[int], tokens: Sequence[int]) -> Joined:
-        """Token by token, as they were computed before: a prefill of all of them would round otherwise."""
+        # Token by token, as they were computed before: a prefill of all of them would round otherwise.
         (joined,) = self.join([prompt])
         number, logits_V = joined.number, joined.logits_V
         for token in tokens:

@@ -9,7 +9,7 @@ A sequence takes memory as it grows, and at most what its context needs: so ``ba
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tierstore.capabilities import Capability
 from tierstore.errors import BudgetError, ConfigError
@@ -71,11 +71,6 @@ def slot_count(config: ServeConfig, spec: ModelSpec, device: DeviceKind, *, each
     return min(count, most)
 
 
-def ring_layers(config: ServeConfig, spec: ModelSpec, slots: int) -> int:
-    """Layers of a ring in ``slots``; 0: they cannot hold one."""
-    return config.ring.layers or min(len(spec.moe_layers), slots // spec.experts)
-
-
 def _too_small(name: str, budget: int, layers: int, least: int) -> BudgetError:
     return BudgetError(
         f"{name}: {budget} bytes ({format_bytes(budget)}) cannot hold a ring of {layers} layers (ring.layers); the minimum "
@@ -99,21 +94,6 @@ class ServedBudgets:
     slots: DeviceSlots[ComputeDtype]
     #: Of the pairs that were trained beside frozen experts.
     pairs: DeviceSlots[ComputeDtype] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServedFootprint:
-    """What serving holds, in bytes, beside the interpreter, activations, and keys and values: ``experts`` on the host and
-    ``slots`` for them on a device with memory of its own, and ``dense`` parameters, which are on the device.
-    """
-
-    experts: int
-    slots: int
-    dense: int
-
-    def host_bytes(self, device: DeviceKind) -> int:
-        """What of it is in the host's memory."""
-        return self.experts + (self.dense if device is DeviceKind.CPU else 0)
 
 
 def served_budgets(
@@ -161,29 +141,23 @@ def served_budgets(
     )
 
 
-def served_footprint(
-    config: ServeConfig, spec: ModelSpec, budgets: ServedBudgets, device: DeviceKind
-) -> ServedFootprint:
-    """What a server of ``spec`` holds with ``budgets``."""
+def dense_parameter_bytes(spec: ModelSpec) -> int:
+    """What the dense parameters of ``spec`` take; they are on the device."""
     compute = spec.compute_dtype.itemsize
-    slots = budgets.slots.nbytes + (0 if budgets.pairs is None else budgets.pairs.nbytes)
-    return ServedFootprint(
-        experts=config.host_budget,
-        slots=slots if device is DeviceKind.CUDA else 0,
-        dense=sum(compute * unit.matrices + 4 * unit.others for unit in spec.architecture.units)
-        + 4 * sum(spec.adapter_units),
-    )
+    units = sum(compute * unit.matrices + 4 * unit.others for unit in spec.architecture.units)
+    return units + 4 * sum(spec.adapter_units)
 
 
-def check_memory(footprint: ServedFootprint, device: DeviceKind, *, usable: int) -> None:
-    """Raises BudgetError where this machine's ``usable`` bytes of memory are fewer than what is to be held in it."""
-    needed = footprint.host_bytes(device)
-    if needed > usable:
-        dense = format_bytes(footprint.dense)
-        beside = f" beside {dense} of dense parameters" if device is DeviceKind.CPU else ""
+def check_memory(host_budget: int, dense: int, device: DeviceKind, *, usable: int) -> None:
+    """Raises BudgetError where this machine's ``usable`` bytes do not hold ``host_budget`` for experts and, on a CPU, the
+    ``dense`` parameters.
+    """
+    beside = dense if device is DeviceKind.CPU else 0
+    if host_budget + beside > usable:
+        named = f" beside {format_bytes(dense)} of dense parameters" if device is DeviceKind.CPU else ""
         raise BudgetError(
-            f"host_budget: expected at most {format_bytes(max(usable - needed + footprint.experts, 0))}{beside}, for this "
-            f"machine gives {format_bytes(usable)}; got {format_bytes(footprint.experts)}"
+            f"host_budget: expected at most {format_bytes(max(usable - beside, 0))}{named}, for this machine gives "
+            f"{format_bytes(usable)}; got {format_bytes(host_budget)}"
         )
 
 
@@ -207,15 +181,15 @@ def batch_bytes(spec: ModelSpec, *, sequences: int, context: int) -> int:
     return whole + -(-whole // layers)
 
 
-def fitted_batch(spec: ModelSpec, batch: BatchConfig, *, longest: int, room: int) -> BatchConfig:
-    """``batch`` with its context, of at most ``longest`` tokens, so that it fits in ``room`` bytes.
+def fitted_context(spec: ModelSpec, batch: BatchConfig, *, longest: int, room: int) -> int:
+    """The context of ``batch``: at most ``longest`` tokens, such that its sequences fit in ``room`` bytes.
 
-    Without a context (0) it is as long as fits. Raises BudgetError where the one that is given, or a short one, does not.
+    Without one (0) it is as long as fits. Raises BudgetError where the one that is given, or a short one, does not fit.
     """
     asked = batch.context or longest
     needed = batch_bytes(spec, sequences=batch.sequences, context=asked)
     if needed <= room:
-        return replace(batch, context=asked)
+        return asked
     constant = batch_bytes(spec, sequences=batch.sequences, context=0)
     most = (room - constant) * asked // max(needed - constant, 1) // _ROUND * _ROUND
     if batch.context or most < _LEAST_CONTEXT:
@@ -224,7 +198,7 @@ def fitted_batch(spec: ModelSpec, batch: BatchConfig, *, longest: int, room: int
             f"values, and {format_bytes(max(room, 0))} are left; {max(most, 0)} tokens would fit, or fewer sequences "
             "(batch.sequences)"
         )
-    return replace(batch, context=most)
+    return most
 
 
 def _state_bytes(spec: HfSpec) -> int:

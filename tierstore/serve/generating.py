@@ -3,7 +3,7 @@
 ::
 
     generator = TextGenerator(runner, end_tokens=language.end_tokens, added=show)
-    texts = generator.run([TextRequest(...), ...])
+    generator.run(texts := [GeneratedText(...), ...])
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
 
 from torch import Tensor
 
 from tierstore.errors import ConfigError
-from tierstore.serve.batch import GroupedRunner
+from tierstore.serve.batch import BatchRunner
 from tierstore.serve.language import StreamedText
 from tierstore.serve.sampling import TokenSampler
 
@@ -31,31 +31,28 @@ class Ending(Enum):
     INTERRUPTED = "interrupted"
 
 
-@dataclass(frozen=True, kw_only=True)
-class TextRequest:
-    """At most ``most`` tokens behind ``prompt``, chosen by ``sampler``, made text by ``text``."""
+@dataclass(slots=True, eq=False)
+class GeneratedText:
+    """At most ``most`` tokens after ``prompt``, chosen by ``sampler`` and made text by ``stream``; and what came of it.
+
+    ``reasoning``: what the model wrote beside the answer ``text``. ``first_s``: seconds from the start of the run to its
+    first token. Raises ConfigError.
+    """
 
     prompt: Sequence[int]
     most: int
     sampler: TokenSampler
-    text: StreamedText
-
-    def __post_init__(self) -> None:
-        if self.most < 1:
-            raise ConfigError(f"max_tokens: expected at least 1, got {self.most}")
-
-
-@dataclass(slots=True, eq=False)
-class GeneratedText:
-    """What became of a request. ``reasoning``: what the model wrote beside the answer ``text``. ``first_s``: seconds from
-    its start to its first token.
-    """
-
+    stream: StreamedText
+    _: KW_ONLY
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     reasoning: str = ""
     ending: Ending = Ending.INTERRUPTED
     first_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.most < 1:
+            raise ConfigError(f"max_tokens: expected at least 1, got {self.most}")
 
 
 @dataclass(slots=True)
@@ -79,22 +76,14 @@ class GenerationTotals:
         return self.decode_tokens / self.decode_s if self.decode_s else None
 
 
-@dataclass(slots=True, eq=False)
-class _Running:
-    request: TextRequest
-    made: GeneratedText
-    index: int
-    begun_s: float
-
-
 class TextGenerator:
-    """Runs requests through ``runner``. ``added`` hears of each piece of text: the number of its request, and the piece.
-    ``stopped``: asked before each pass whether to end.
+    """Runs texts through ``runner``. ``added`` is given each piece of text as it comes, with the text's index; ``stopped``
+    is asked before each pass whether to end.
     """
 
     def __init__(
         self,
-        runner: GroupedRunner,
+        runner: BatchRunner,
         *,
         end_tokens: frozenset[int],
         added: Callable[[int, str], None],
@@ -105,42 +94,38 @@ class TextGenerator:
         self._end_tokens = end_tokens
         self._added = added
         self._stopped = stopped
-        self._running: dict[int, _Running] = {}
+        self._begun_s = 0.0
+        #: Texts in the batch and their indices, by the runner's numbers.
+        self._running: dict[int, tuple[int, GeneratedText]] = {}
 
-    def run(self, requests: Sequence[TextRequest]) -> list[GeneratedText]:
-        """The texts, in the order of their requests; those that were under way when it was ``stopped`` are interrupted.
+    def run(self, texts: Sequence[GeneratedText]) -> None:
+        """Continues ``texts``; when it is ``stopped``, those that have not ended are interrupted.
 
         Raises BudgetError for a prompt that is longer than the model's context, and what a pass raises.
         """
-        texts = [GeneratedText() for _ in requests]
-        begun_s = time.monotonic()
-        waiting = deque(
-            _Running(request, made, index, begun_s)
-            for index, (request, made) in enumerate(zip(requests, texts, strict=True))
-        )
+        self._begun_s = time.monotonic()
+        waiting = deque(enumerate(texts))
         while (waiting or self._running) and not self._stopped():
             room = self._runner.sequences - len(self._running)
             joining = [waiting.popleft() for _ in range(min(room, len(waiting)))]
             if joining:
                 self._join(joining)
-            elif self._running:
+            else:
                 self._step()
-        for number in list(self._running):
-            each = self._running[number]
-            self._end(number, Ending.INTERRUPTED, each.request.text.finish())
-        return texts
+        for number, (_, text) in list(self._running.items()):
+            self._end(number, Ending.INTERRUPTED, text.stream.finish())
 
-    def _join(self, joining: Sequence[_Running]) -> None:
+    def _join(self, joining: Sequence[tuple[int, GeneratedText]]) -> None:
         begun = time.monotonic()
-        joined = self._runner.join([each.request.prompt for each in joining])
+        joined = self._runner.join([text.prompt for _, text in joining])
         self.totals.prefill_s += time.monotonic() - begun
-        self.totals.prefill_tokens += sum(len(each.request.prompt) for each in joining)
-        for each, start in zip(joining, joined, strict=True):
-            self._running[start.number] = each
+        self.totals.prefill_tokens += sum(len(text.prompt) for _, text in joining)
+        for indexed, start in zip(joining, joined, strict=True):
+            self._running[start.number] = indexed
             self._advance(start.number, start.logits_V)
 
     def _step(self) -> None:
-        tokens = {number: each.made.tokens[-1] for number, each in self._running.items()}
+        tokens = {number: text.tokens[-1] for number, (_, text) in self._running.items()}
         begun = time.monotonic()
         logits = self._runner.step(tokens)
         self.totals.decode_s += time.monotonic() - begun
@@ -151,34 +136,32 @@ class TextGenerator:
 
     def _advance(self, number: int, logits_V: Tensor) -> None:
         """Takes the next token of a sequence."""
-        each = self._running[number]
-        request, made = each.request, each.made
-        token = request.sampler(logits_V)
-        if made.first_s is None:
-            made.first_s = time.monotonic() - each.begun_s
+        index, text = self._running[number]
+        token = text.sampler(logits_V)
+        if text.first_s is None:
+            text.first_s = time.monotonic() - self._begun_s
         if token in self._end_tokens:
-            self._end(number, Ending.END, request.text.finish())
+            self._end(number, Ending.END, text.stream.finish())
             return
-        made.tokens.append(token)
-        piece = request.text.push(token)
-        if request.text.stopped:
+        text.tokens.append(token)
+        piece = text.stream.push(token)
+        if text.stream.stopped:
             self._end(number, Ending.STOP, piece)
         elif (
-            len(made.tokens) == request.most
-            or len(request.prompt) + len(made.tokens) > self._runner.model.context
+            len(text.tokens) == text.most or len(text.prompt) + len(text.tokens) > self._runner.model.context
         ):
-            self._end(number, Ending.LENGTH, piece + request.text.finish())
+            self._end(number, Ending.LENGTH, piece + text.stream.finish())
         else:
-            self._add(each, piece)
+            self._add(index, text, piece)
 
     def _end(self, number: int, ending: Ending, piece: str) -> None:
-        each = self._running.pop(number)
-        each.made.ending = Ending.STOP if each.request.text.stopped else ending  # also in what was held
-        each.made.reasoning = each.request.text.reasoning()
-        self._add(each, piece)
+        index, text = self._running.pop(number)
+        text.ending = Ending.STOP if text.stream.stopped else ending  # also in what was held
+        text.reasoning = text.stream.reasoning()
+        self._add(index, text, piece)
         self._runner.leave(number)
 
-    def _add(self, each: _Running, piece: str) -> None:
+    def _add(self, index: int, text: GeneratedText, piece: str) -> None:
         if piece:
-            each.made.text += piece
-            self._added(each.index, piece)
+            text.text += piece
+            self._added(index, piece)

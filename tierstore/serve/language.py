@@ -10,11 +10,8 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
-from pathlib import Path
-from types import MappingProxyType
-from typing import Protocol
 
 from tierstore.errors import ConfigError, DataError
 from tierstore.hf.spec import HfSpec
@@ -37,20 +34,10 @@ _ROLE = "assistant"
 _RECIPIENT = f"{_ROLE} to="
 
 
-class PieceDecoder(Protocol):
-    """Makes text of tokens, one after another."""
-
-    def push(self, token: int) -> str:
-        """The text that ``token`` completes."""
-        ...
-
-    def finish(self) -> str:
-        """No token follows, or none of the same message: the text of what was incomplete."""
-        ...
-
-
 class BytePieces:
-    """Of a model that reads bytes. ``context``: those before the text, which may end within a character."""
+    """Makes text of the tokens of a model that reads bytes. ``context``: those before the text, which may end within a
+    character.
+    """
 
     def __init__(self, context: Sequence[int] = ()) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -58,18 +45,21 @@ class BytePieces:
             self.push(token)
 
     def push(self, token: int) -> str:
+        """The text that ``token`` completes."""
         return self._decoder.decode(bytes([token % 256]))
 
     def finish(self) -> str:
+        """No token follows, or none of the same message: the text of what was incomplete."""
         return self._decoder.decode(b"", final=True)
 
 
 class TokenPieces:
-    """Of a model with a tokenizer: the pieces together are what ``decode`` of all tokens adds to that of ``context``.
+    """``BytePieces`` of a model with a tokenizer: together the pieces are what ``decode`` of all tokens adds to that of
+    ``context``.
 
-    A token's text can depend on those before it (a blank, a character of several tokens) and on those behind it. So the last
-    tokens are decoded with each new one, and what can no longer change is given. ``stray``: the token of a byte that is no
-    character, where a run of bytes is decoded as a whole. ``cleans``: the tokenizer cleans up blanks.
+    A token's text can depend on the tokens before it (a blank, a character of several tokens) and on those behind it. So
+    the last tokens are decoded with each new one, and text that can no longer change is given. ``stray``: the token of a
+    byte that is no character, where a run of bytes is decoded as a whole. ``cleans``: the tokenizer cleans up blanks.
     """
 
     def __init__(
@@ -149,7 +139,7 @@ class StreamedText:
 
     def __init__(
         self,
-        pieces: PieceDecoder,
+        pieces: BytePieces | TokenPieces,
         stop: Sequence[str] = (),
         *,
         specials: Mapping[int, str] | None = None,
@@ -279,38 +269,19 @@ def _overlap(text: str, stop: str) -> int:
     )
 
 
-class Codec(Protocol):
-    """Text to tokens, and back. ``specials``: the tokens that have no text, and their names."""
-
-    specials: Mapping[int, str]
-
-    def encode(self, text: str) -> list[int]:
-        """The tokens of a prompt."""
-        ...
-
-    def encode_chat(self, messages: Sequence[Mapping[str, object]]) -> list[int]:
-        """The tokens of a conversation, each message with ``role`` and ``content``, up to where the assistant speaks. Raises
-        DataError where the model has no template for it, or the template refuses it.
-        """
-        ...
-
-    def pieces(self, context: Sequence[int] = ()) -> PieceDecoder:
-        """Makes text of the tokens of one answer, which goes on from the text of ``context``."""
-        ...
-
-
 @dataclass(frozen=True)
 class Language:
-    """The text side of a model: ``codec``; ``end_tokens`` and the strings ``stop`` end a text and are no part of it;
-    ``defaults`` sample it where nobody says otherwise. ``vocabulary``: tokens are below it. ``lines``: what of the model's
-    generation_config.json cannot be read, or is not applied.
+    """The text side of a model. ``tokenizer`` None: every byte is a token. ``vocabulary``: tokens are below it.
+
+    ``end_tokens`` and the strings ``stop`` end a text and are no part of it; ``defaults`` sample it unless a request says
+    otherwise. ``lines``: what of the model's generation_config.json cannot be read, or is not applied.
     """
 
-    codec: Codec
+    tokenizer: DocumentTokenizer | None = None
     _: KW_ONLY
     vocabulary: int
-    end_tokens: frozenset[int]
-    defaults: SamplingOptions
+    end_tokens: frozenset[int] = frozenset()
+    defaults: SamplingOptions = field(default_factory=SamplingOptions)
     stop: Sequence[str] = ()
     lines: Sequence[str] = ()
 
@@ -318,14 +289,18 @@ class Language:
         """The tokens of a prompt. Raises DataError for one without any, or that is no text."""
         if not is_unicode(text):
             raise DataError("the prompt holds half of a surrogate pair, which is no character")
-        tokens = self.codec.encode(text)
+        tokens = list(text.encode()) if self.tokenizer is None else self.tokenizer.encode(text)
         if not tokens:
             raise DataError("the prompt has no tokens")
         return tokens
 
     def encode_chat(self, messages: Sequence[Mapping[str, object]]) -> list[int]:
-        """The tokens of a conversation, as in ``Codec``."""
-        return self.codec.encode_chat(messages)
+        """The tokens of a conversation, each message with ``role`` and ``content``, up to where the assistant speaks. Raises
+        DataError where the model has no template for it, or the template refuses it.
+        """
+        if self.tokenizer is None:
+            raise DataError("this model has no chat template: it continues text")
+        return self.tokenizer.chat_prompt(messages)
 
     def text(
         self, stop: Sequence[str] = (), *, prompt: Sequence[int] = (), context: Sequence[int] = ()
@@ -333,56 +308,24 @@ class Language:
         """Makes the text of what follows ``prompt``, which ends before the first of ``stop``. It goes on from the text of
         ``context``: the prompt where it is continued, nothing where a chat is answered.
         """
-        stop = (*self.stop, *stop)
-        return StreamedText(self.codec.pieces(context), stop, specials=self.codec.specials, prompt=prompt)
+        stop, tokenizer = (*self.stop, *stop), self.tokenizer
+        if tokenizer is None:
+            return StreamedText(BytePieces(context), stop, prompt=prompt)
+        pieces = TokenPieces(tokenizer.decode, context, stray=tokenizer.stray, cleans=tokenizer.cleans)
+        return StreamedText(pieces, stop, specials=tokenizer.specials, prompt=prompt)
 
 
 def open_language(spec: ModelSpec) -> Language:
     """The text side of the model of ``spec``. Raises ConfigError naming a file that is damaged, CapabilityError."""
-    codec: Codec = ByteCodec() if spec.tokenizer is None else TokenizerCodec(spec.tokenizer)
+    tokenizer = None if spec.tokenizer is None else DocumentTokenizer(spec.tokenizer)
     if not isinstance(spec, HfSpec):
-        return Language(codec, vocabulary=spec.vocab_size, end_tokens=frozenset(), defaults=SamplingOptions())
-    said = generation_defaults(spec)
+        return Language(tokenizer, vocabulary=spec.vocab_size)
+    defaults, stop, lines = generation_defaults(spec)
     return Language(
-        codec,
+        tokenizer,
         vocabulary=spec.vocab_size,
-        end_tokens=said.end_tokens,
-        defaults=said.sampling,
-        stop=said.stop,
-        lines=said.lines,
+        end_tokens=defaults.ends,
+        defaults=defaults,
+        stop=stop,
+        lines=lines,
     )
-
-
-class ByteCodec:
-    """Of a model without a tokenizer: every byte is a token."""
-
-    specials: Mapping[int, str] = MappingProxyType({})
-
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
-
-    def encode_chat(self, messages: Sequence[Mapping[str, object]]) -> list[int]:
-        raise DataError("this model has no chat template: it continues text")
-
-    def pieces(self, context: Sequence[int] = ()) -> BytePieces:
-        return BytePieces(context)
-
-
-class TokenizerCodec:
-    """The tokenizer in ``directory``. Raises ConfigError naming it, CapabilityError without transformers."""
-
-    def __init__(self, directory: Path) -> None:
-        from tierstore.train.tokens.tokenizing import DocumentTokenizer
-
-        self._tokenizer: DocumentTokenizer = DocumentTokenizer(directory)
-        self.specials: Mapping[int, str] = self._tokenizer.specials
-
-    def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text)
-
-    def encode_chat(self, messages: Sequence[Mapping[str, object]]) -> list[int]:
-        return self._tokenizer.chat_prompt(messages)
-
-    def pieces(self, context: Sequence[int] = ()) -> TokenPieces:
-        tokenizer = self._tokenizer
-        return TokenPieces(tokenizer.decode, context, stray=tokenizer.stray, cleans=tokenizer.cleans)

@@ -36,20 +36,12 @@ class LayeredCache(Protocol):
 class ServedModel(Protocol):
     """A model in evaluation, whose experts are leased. One caller, one pass at a time."""
 
-    @property
-    def context(self) -> int:
-        """The most tokens of a sequence."""
-        ...
-
-    @property
-    def vocabulary(self) -> int:
-        """V, the number of tokens that it knows."""
-        ...
-
-    @property
-    def pad_token(self) -> int:
-        """What stands before the shorter sequences of a batch: no token sees it."""
-        ...
+    #: The most tokens of a sequence.
+    context: int
+    #: V, the number of tokens that it knows.
+    vocabulary: int
+    #: Stands before the shorter sequences of a batch: no token sees it.
+    pad_token: int
 
     def new_cache(self) -> LayeredCache:
         """A cache without tokens, of any number of sequences."""
@@ -73,19 +65,9 @@ class BuiltInModel:
 
     def __init__(self, model: Transformer, *, context: int = 0) -> None:
         self._model = model
-        self._context = checked_context(context, model.config.seq_len)
-
-    @property
-    def context(self) -> int:
-        return self._context
-
-    @property
-    def vocabulary(self) -> int:
-        return self._model.config.vocab_size
-
-    @property
-    def pad_token(self) -> int:
-        return 0
+        self.context = checked_context(context, model.config.seq_len)
+        self.vocabulary = model.config.vocab_size
+        self.pad_token = 0
 
     def new_cache(self) -> LayeredCache:
         return KeyValueCache.of(len(self._model.blocks))
@@ -110,35 +92,14 @@ class WrappedModel:
         # model that transformers has loaded. Passes run in inference mode, without gradients.
         module.requires_grad_(True)
         self._module = module
-        self._config: Any = wrapped.config.get_text_config(decoder=True)
-        self._new_cache = partial(DynamicCache, config=wrapped.config)
-        self._context = checked_context(context, cached_positions(self._config.to_dict()))
+        config: Any = wrapped.config.get_text_config(decoder=True)
+        self.new_cache = partial(DynamicCache, config=wrapped.config)
+        self.context = checked_context(context, cached_positions(config.to_dict()))
+        self.vocabulary: int = config.vocab_size
+        self.pad_token = _pad_token(config)
         self._options: dict[str, Any] = {"use_cache": True, "return_dict": True}
         if wrapped._supports_logits_to_keep():
             self._options["logits_to_keep"] = 1
-
-    @property
-    def context(self) -> int:
-        return self._context
-
-    @property
-    def vocabulary(self) -> int:
-        vocabulary: int = self._config.vocab_size
-        return vocabulary
-
-    @property
-    def pad_token(self) -> int:
-        """The model's own; without one in its vocabulary (-1 is none), its end of text, as in ``generate``, or 0."""
-        for name in ("pad_token_id", "eos_token_id"):
-            found = getattr(self._config, name, None)
-            for token in found if isinstance(found, list) else [found]:
-                if token is not None and 0 <= token < self.vocabulary:
-                    return int(token)
-        return 0
-
-    def new_cache(self) -> LayeredCache:
-        cache: LayeredCache = self._new_cache()
-        return cache
 
     def forward(
         self, tokens_BT: Tensor, cache: LayeredCache, *, mask_BS: Tensor, positions_BT: Tensor
@@ -152,6 +113,16 @@ class WrappedModel:
         )
         logits: Tensor = output.logits[:, -1].float()
         return logits
+
+
+def _pad_token(config: Any) -> int:
+    """The model's own; without one in its vocabulary (-1 is none), its end of text, as in ``generate``, or 0."""
+    for name in ("pad_token_id", "eos_token_id"):
+        found = getattr(config, name, None)
+        for token in found if isinstance(found, list) else [found]:
+            if token is not None and 0 <= token < config.vocab_size:
+                return int(token)
+    return 0
 
 
 def checked_context(asked: int, most: int) -> int:

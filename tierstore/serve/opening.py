@@ -36,7 +36,7 @@ from tierstore.prefetch.predictor import Predictor, PredictorName, make_predicto
 from tierstore.prefetch.program import FrozenProgram
 from tierstore.prefetch.schedule import Schedule
 from tierstore.prefetch.walking import RecordsByExpert
-from tierstore.serve.batch import AskerBits, GroupedRunner, InvariantRunner, MeetingPasses, PaddedRunner
+from tierstore.serve.batch import AskerBits, BatchRunner, InvariantRunner, MeetingPasses
 from tierstore.serve.config import ExpertMemory, ServeConfig
 from tierstore.serve.dense import compiled_blocks, load_dense, quicken_linears
 from tierstore.serve.engine import ModelCounts, Running
@@ -48,13 +48,11 @@ from tierstore.serve.experts.sparse import ChosenExperts
 from tierstore.serve.experts.switching import MemoryChooser, SlottedExperts
 from tierstore.serve.footprint import (
     ServedBudgets,
-    ServedFootprint,
     check_memory,
     copies_weights,
-    fitted_batch,
-    ring_layers,
+    dense_parameter_bytes,
+    fitted_context,
     served_budgets,
-    served_footprint,
 )
 from tierstore.serve.language import open_language
 from tierstore.serve.model import served_model
@@ -162,7 +160,6 @@ class ServedParts:
     ledger: StallLedger
     timeline: TimelineSink
     device: torch.device
-    footprint: ServedFootprint
 
 
 @contextlib.contextmanager
@@ -188,13 +185,17 @@ def open_served(
         stack.enter_context(DirectoryLease(directory, access=StoreAccess.READ))
         stored = read_stored(directory)
         spec = stored.spec
-        _refuse_ring(config, stored)
+        if stored.pairs is not None and (config.ring.memory is ExpertMemory.RING or config.ring.layers):
+            name = "ring.memory" if config.ring.memory is ExpertMemory.RING else "ring.layers"
+            raise ConfigError(
+                f"{name}: the experts of {directory} have an adapter's pairs, which a ring does not hold yet; "
+                "tierstore deploy merges them"
+            )
         weights_in_place(config.weights_in_place, device, config.links.copy)  # refuses ON where it cannot be
         budgets = served_budgets(
             config, spec, stored.experts, kind, scratch=stored.scratch, pairs=stored.pairs
         )
-        footprint = served_footprint(config, spec, budgets, kind)
-        check_memory(footprint, kind, usable=memory().usable_bytes)
+        check_memory(config.host_budget, dense_parameter_bytes(spec), kind, usable=memory().usable_bytes)
         if config.threads:
             torch.set_num_threads(config.threads)
         compute_deterministically(device)
@@ -237,21 +238,10 @@ def open_served(
             ledger=ledger,
             timeline=timeline,
             device=device,
-            footprint=footprint,
         )
 
 
-def _refuse_ring(config: ServeConfig, stored: ServedStore) -> None:
-    """Raises ConfigError for a ring over experts with pairs."""
-    if stored.pairs is not None and (config.ring.memory is ExpertMemory.RING or config.ring.layers):
-        name = "ring.memory" if config.ring.memory is ExpertMemory.RING else "ring.layers"
-        raise ConfigError(
-            f"{name}: the experts of {config.store} have an adapter's pairs, which a ring does not hold yet; "
-            "tierstore deploy merges them"
-        )
-
-
-def open_runner(parts: ServedParts) -> GroupedRunner:
+def open_runner(parts: ServedParts) -> BatchRunner:
     """A ``BatchRunner`` over ``parts``; its memory is freed with it.
 
     Without ``batch.context``, a sequence may be as long as the model's own limit, or as fits in memory ``batch.sequences``
@@ -263,14 +253,14 @@ def open_runner(parts: ServedParts) -> GroupedRunner:
     else:
         dense = sum(parameter.nbytes for parameter in parts.model.module.parameters())
         room = memory().usable_bytes - config.host_budget - dense - _PROCESS_BYTES
-    longest = served_model(parts.model, context=config.batch.context).context
-    batch = fitted_batch(parts.spec, config.batch, longest=longest, room=room)
-    kind = InvariantRunner if batch.invariant else PaddedRunner
+    model = served_model(parts.model, context=config.batch.context)
+    model.context = fitted_context(parts.spec, config.batch, longest=model.context, room=room)
+    kind = InvariantRunner if config.batch.invariant else BatchRunner
     return kind(
-        served_model(parts.model, context=batch.context),
+        model,
         parts.experts,
         MeetingPasses(parts.source),
-        sequences=batch.sequences,
+        sequences=config.batch.sequences,
         device=parts.device,
         askers=AskerBits() if config.cache.tells_askers_apart else None,
     )
@@ -391,7 +381,8 @@ class _ExpertOpening:
             cache=config.cache,
             lookahead=int(slots.count * prefetch.budget) if prefetch.depth else 0,
         )
-        count = 0 if config.ring.memory is ExpertMemory.SPARSE else ring_layers(config, spec, slots.count)
+        layers = config.ring.layers or min(len(spec.moe_layers), slots.count // spec.experts)
+        count = 0 if config.ring.memory is ExpertMemory.SPARSE else layers
         ring = None
         if count:
             ring = Ring(

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -30,13 +30,16 @@ from tierstore.machine_profile import Evidence, Profile
 from tierstore.model.store_schema import expert_record, expert_weight_bytes, quantized_layout
 from tierstore.plan.papers import distinct_experts
 from tierstore.serve.config import ServeConfig
-from tierstore.serve.footprint import ServedBudgets, batch_bytes, served_budgets, served_footprint
+from tierstore.serve.footprint import ServedBudgets, batch_bytes, dense_parameter_bytes, served_budgets
 from tierstore.store.config import StoreAccess
-from tierstore.store.format import Group, RecordSchema, Training
+from tierstore.store.format import Group, Training
 from tierstore.store.opening import cache_frames
 from tierstore.tiers.slots import DeviceKind
 from tierstore.trace.reader import read_header
 from tierstore.trace.replay import STEP_COUNTS, quotas_by_layer, replay_steps
+
+if TYPE_CHECKING:  # it imports torch
+    from tierstore.serve.opening import ServedStore
 
 #: Budgets that are planned where none are given, as parts of all experts.
 SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0)
@@ -72,86 +75,60 @@ class ServedWork:
         return replace(self, context=self.context or min(most, max(_CONTEXT, self.prompt_tokens)))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class PassPlan:
-    """A forward pass: what it asks for (experts, over all layers), reads from disk, and takes. ``passes``: of how many it is
-    the mean (0: of none that was recorded).
+    """A forward pass: experts that it asks for over all layers, those that are not in memory, and what it takes.
+    ``passes_count``: of how many it is the mean; 0 where none was recorded.
     """
 
-    passes: int
-    asked: float
-    missed: float
+    passes_count: int
+    asked_count: float
+    missed_count: float
     read_bytes: float
-    seconds: float
+    pass_s: float
     tokens_per_s: float
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class BudgetPlan:
-    """One budget for experts. ``prefill`` is None where a trace has no prefill."""
+    """One budget for experts. ``memory_bytes``: of the whole process. ``prefill`` is None where a trace has no prefill."""
 
-    host_budget: int
-    share: float
+    host_budget_bytes: int
+    experts_ratio: float
+    memory_bytes: int
     prefill: PassPlan | None
     decode: PassPlan
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServingPlan:
-    """Every budget; and memory beside the experts: dense parameters, keys and values of ``context`` tokens of each sequence,
-    the process. ``missed_records``: of a training store, which are read whole and replayed before they are served (None: not
-    a store).
+    """Every budget; and memory beside the experts: dense parameters, keys and values of ``context_tokens_count`` tokens of
+    each sequence, the process. ``missed_records_count``: records of a training store that are read whole and replayed
+    before they are served (None: not a store).
     """
 
     budgets: tuple[BudgetPlan, ...]
     expert_bytes: int
-    dense: int
-    context: int
-    keys_and_values: int
-    process: int
-    missed_records: int | None
+    dense_bytes: int
+    context_tokens_count: int
+    keys_and_values_bytes: int
+    process_bytes: int
+    missed_records_count: int | None
     evidence: Evidence
     machine: str
 
-    def as_json(self) -> dict[str, Any]:
-        """Numbers by keys that say their unit."""
-        return {
-            "budgets": [
-                {
-                    "host_budget_bytes": one.host_budget,
-                    "experts_ratio": one.share,
-                    "memory_bytes": self.memory(one),
-                    "prefill": _pass_json(one.prefill),
-                    "decode": _pass_json(one.decode),
-                }
-                for one in self.budgets
-            ],
-            "expert_bytes": self.expert_bytes,
-            "dense_bytes": self.dense,
-            "context_tokens_count": self.context,
-            "keys_and_values_bytes": self.keys_and_values,
-            "process_bytes": self.process,
-            "missed_records_count": self.missed_records,
-            "evidence": self.evidence.value,
-            "machine": self.machine,
-        }
 
-    def memory(self, one: BudgetPlan) -> int:
-        """Of the whole process with that budget."""
-        return one.host_budget + self.dense + self.keys_and_values + self.process
+@dataclass(frozen=True, slots=True)
+class _Cache:
+    """The host cache of a server, in frames: all, those that speculation may hold, those of an expert."""
+
+    frames: int
+    lookahead_frames: int
+    expert_frames: int
 
 
-def _pass_json(made: PassPlan | None) -> dict[str, float] | None:
-    if made is None:
-        return None
-    return {
-        "passes_count": made.passes,
-        "asked_count": made.asked,
-        "missed_count": made.missed,
-        "read_bytes": made.read_bytes,
-        "pass_s": made.seconds,
-        "tokens_per_s": made.tokens_per_s,
-    }
+#: Means of a number of passes: the number, experts asked for, experts missed, and bytes read.
+_Counts = tuple[int, float, float, float]
 
 
 def plan_serving(
@@ -162,35 +139,39 @@ def plan_serving(
     budgets: Sequence[int] = (),
     config: ServeConfig | None = None,
     device: DeviceKind = DeviceKind.CPU,
-    experts: RecordSchema | None = None,
-    pairs: RecordSchema | None = None,
-    scratch: int = 0,
-    missed_records: int | None = None,
+    stored: ServedStore | None = None,
 ) -> ServingPlan:
     """The plan of ``spec`` for ``budgets`` (bytes for experts; default: such that the cache holds ``SHARES`` of them all).
 
-    ``config``: how it is served, but for its budget and its batch. ``experts``, ``pairs``, ``scratch``: of its store, as in
-    ``served_budgets``; without one, experts are frozen. Raises ConfigError and BudgetError (a budget that a server refuses),
-    DataError for a trace of another model.
+    ``config``: how it is served, but for its budget and its batch. ``stored``: its store; without one, experts are frozen.
+    Raises ConfigError, BudgetError (a budget that a server refuses), DataError for a trace of another model.
     """
     work, config = work.of(spec), config or ServeConfig()
-    if experts is None:
+    if stored is None:
         numel, quantized = spec.expert_shape.numel, quantized_layout(spec)
         experts = expert_record(numel, spec.compute_dtype, Training.FROZEN, quantized=quantized)
+        pairs, scratch = None, 0
+    else:
+        experts, pairs, scratch = stored.experts, stored.pairs, stored.scratch
     schemas = [experts] if pairs is None else [experts, pairs]
 
-    def cache_of(budget: int) -> ServedCache:
+    def divided(budget: int) -> ServedBudgets:
         given = replace(config, host_budget=budget)
-        divided = served_budgets(given, spec, experts, device, scratch=scratch, pairs=pairs)
-        frames, frame = cache_frames(divided.cache - scratch, schemas, StoreAccess.READ)
+        return served_budgets(given, spec, experts, device, scratch=scratch, pairs=pairs)
+
+    def cache_of(budget: int) -> _Cache:
+        given = divided(budget)
+        frames, frame = cache_frames(given.cache - scratch, schemas, StoreAccess.READ)
         each = frames_of([part.nbytes for part in experts.layout(Group.WEIGHTS).sections], frame)
-        return ServedCache(divided, frames, min(divided.lookahead // frame, frames), each)
+        return _Cache(frames, min(given.lookahead // frame, frames), each)
 
     count = spec.experts * len(spec.moe_layers)
     if not budgets:  # a server takes as much besides of one that holds all, and no more of others
         each = sum(part.padded_nbytes for part in experts.layout(Group.WEIGHTS).sections)
-        beside = 16 * count * each - cache_of(16 * count * each).budgets.cache + scratch
+        beside = 16 * count * each - divided(16 * count * each).cache + scratch
         budgets = [max(round(share * count), 1) * each + beside for share in SHARES]
+    dense = dense_parameter_bytes(spec)
+    keys_and_values = batch_bytes(spec, sequences=work.sequences, context=work.context)
     made = []
     for budget in budgets:
         try:
@@ -201,65 +182,44 @@ def plan_serving(
         prefill, decode = (
             _even(spec, work, share)
             if work.trace is None
-            else replayed_passes(work.trace, cache, sequences=work.sequences, spec=spec)
+            else _replayed(work.trace, cache, sequences=work.sequences, spec=spec)
         )
         prompt = work.sequences * work.prompt_tokens
         made.append(
             BudgetPlan(
-                host_budget=budget,
-                share=share,
-                prefill=None if prefill is None else _timed(spec, prefill, prompt, profile),
-                decode=_timed(spec, decode, work.sequences, profile),
+                budget,
+                share,
+                budget + dense + keys_and_values + profile.process_bytes,
+                None if prefill is None else _timed(spec, prefill, prompt, profile),
+                _timed(spec, decode, work.sequences, profile),
             )
         )
     evidence = Evidence.ASSUMED if work.trace is None else Evidence.FORMULA
     return ServingPlan(
         budgets=tuple(made),
         expert_bytes=expert_weight_bytes(spec),
-        dense=served_footprint(config, spec, cache.budgets, device).dense,
-        context=work.context,
-        keys_and_values=batch_bytes(spec, sequences=work.sequences, context=work.context),
-        process=profile.process_bytes,
-        missed_records=missed_records,
+        dense_bytes=dense,
+        context_tokens_count=work.context,
+        keys_and_values_bytes=keys_and_values,
+        process_bytes=profile.process_bytes,
+        missed_records_count=None if stored is None else stored.missed_records,
         evidence=profile.evidence.weaker(evidence),
         machine=profile.machine,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class ServedCache:
-    """The host cache of a server with ``budgets``, in frames: all, those that speculation may hold, those of an expert."""
-
-    budgets: ServedBudgets
-    frames: int
-    lookahead_frames: int
-    expert_frames: int
-
-
-@dataclass(frozen=True, slots=True)
-class PassCounts:
-    """Means of ``passes`` passes: experts asked for, missed, and bytes read."""
-
-    passes: int
-    asked: float
-    missed: float
-    read_bytes: float
-
-
-def _even(spec: HfSpec, work: ServedWork, held: float) -> tuple[PassCounts, PassCounts]:
+def _even(spec: HfSpec, work: ServedWork, held: float) -> tuple[_Counts, _Counts]:
     model, each = spec.architecture, expert_weight_bytes(spec)
 
-    def one(tokens: int) -> PassCounts:
+    def one(tokens: int) -> _Counts:
         asked = len(model.moe_layers) * distinct_experts(model.experts, model.top_k, tokens)
         missed = asked * (1.0 - held)
-        return PassCounts(0, asked, missed, missed * each)
+        return 0, asked, missed, missed * each
 
     return one(work.sequences * work.prompt_tokens), one(work.sequences)
 
 
-def replayed_passes(
-    trace: Path, cache: ServedCache, *, sequences: int, spec: HfSpec
-) -> tuple[PassCounts | None, PassCounts]:
+def _replayed(trace: Path, cache: _Cache, *, sequences: int, spec: HfSpec) -> tuple[_Counts | None, _Counts]:
     """The mean prefill and decode pass of ``trace`` with that cache: a pass that asks for more records of its layers than
     ``sequences`` tokens can choose is a prefill.
 
@@ -292,12 +252,13 @@ def replayed_passes(
     return None if decode.all() else _mean(counts[~decode]), _mean(counts[decode])
 
 
-def _mean(counts: np.ndarray[Any, np.dtype[np.int64]]) -> PassCounts:
+def _mean(counts: np.ndarray[Any, np.dtype[np.int64]]) -> _Counts:
     hits, misses, read = (float(counts[:, column].mean()) for column in (_HITS, _MISSES, _READ))
-    return PassCounts(len(counts), hits + misses, misses, read)
+    return len(counts), hits + misses, misses, read
 
 
-def _timed(spec: HfSpec, counts: PassCounts, tokens: int, profile: Profile) -> PassPlan:
+def _timed(spec: HfSpec, counts: _Counts, tokens: int, profile: Profile) -> PassPlan:
+    passes, asked, missed, read_bytes = counts
     model, width = spec.architecture, spec.compute_dtype.itemsize
     layers, expert_bytes = len(model.moe_layers), expert_weight_bytes(spec)
     dense_s = max(
@@ -305,16 +266,9 @@ def _timed(spec: HfSpec, counts: PassCounts, tokens: int, profile: Profile) -> P
     )
     compute_s = max(
         2.0 * model.expert_numel * model.top_k * tokens / profile.expert_flops.per_s,
-        counts.asked / layers * expert_bytes / profile.copy.per_s,
+        asked / layers * expert_bytes / profile.copy.per_s,
     )
-    reads = counts.read_bytes / layers / expert_bytes  # ahead or on demand, a latency each
+    reads = read_bytes / layers / expert_bytes  # ahead or on demand, a latency each
     read_s = reads * profile.disk_read.seconds(expert_bytes)
     seconds = dense_s + layers * max(compute_s, read_s)
-    return PassPlan(
-        passes=counts.passes,
-        asked=counts.asked,
-        missed=counts.missed,
-        read_bytes=counts.read_bytes,
-        seconds=seconds,
-        tokens_per_s=tokens / seconds,
-    )
+    return PassPlan(passes, asked, missed, read_bytes, seconds, tokens / seconds)

@@ -190,18 +190,11 @@ _UNUSED = {
 _SHOWN = 40  # characters of a value in a message
 
 
-@dataclass(frozen=True, kw_only=True)
-class GenerationDefaults:
-    """What a model says of generation. ``lines``: what of its generation_config.json cannot be read, or is not applied."""
+def generation_defaults(spec: HfSpec) -> tuple[SamplingOptions, list[str], list[str]]:
+    """What a model says of generation: how texts are sampled and which tokens end them, stop strings, and a line for what
+    cannot be read or is not applied.
 
-    sampling: SamplingOptions
-    end_tokens: frozenset[int]
-    stop: Sequence[str]
-    lines: Sequence[str]
-
-
-def generation_defaults(spec: HfSpec) -> GenerationDefaults:
-    """Reads generation_config.json, or config.json, as older models have it, where the model has no other file, or one that
+    Reads generation_config.json, or config.json (as older models have it) where the model has no other file, or one that
     cannot be read. Raises ConfigError naming the file and the key.
     """
     where, lines, values = (spec.directory or Path()) / GENERATION_NAME, [], None
@@ -225,13 +218,8 @@ def generation_defaults(spec: HfSpec) -> GenerationDefaults:
     ends = _several(found)
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in ends):
         raise ConfigError(f"{spec.directory}: eos_token_id: expected a token or several, got {found!r}")
-    end_tokens = frozenset(ends)
-    return GenerationDefaults(
-        sampling=sampling_defaults(values, where=str(where), vocabulary=spec.vocab_size, ends=end_tokens),
-        end_tokens=end_tokens,
-        stop=stop,
-        lines=[*lines, *not_applied(values, where=where.name)],
-    )
+    defaults = sampling_defaults(values, where=str(where), vocabulary=spec.vocab_size, ends=frozenset(ends))
+    return defaults, stop, [*lines, *not_applied(values, where=where.name)]
 
 
 def _several(found: Any) -> list[Any]:
