@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from io_jobs import MIB
-from tiny import TinyBench, TinyRun, run_tiny
+from tiny import RefusedBench, TinyBench, TinyRun, bench_status, run_tiny
 
 from tierstore.bench.io_load import DataFiles
 
@@ -22,6 +22,24 @@ def tiny_bench(tmp_path_factory: pytest.TempPathFactory, capfd: pytest.CaptureFi
         return run_tiny(saved, capfd, name, *arguments, status=status)
 
     return run
+
+
+@pytest.fixture
+def refused_bench(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> RefusedBench:
+    """Checks that ``tierstore bench ARGUMENTS`` is refused: one line with ``named``, exit status 2, and no file left.
+
+    ``{here}`` in either is an empty directory, ``{name}`` its name.
+    """
+
+    def check(*arguments: str, named: str) -> None:
+        places = {"here": tmp_path, "name": tmp_path.name}
+        assert bench_status(*(argument.format(**places) for argument in arguments)) == 2
+        err = capfd.readouterr().err
+        (line,) = [line for line in err.splitlines() if line.startswith("tierstore: error")]
+        assert named.format(**places) in line
+        assert list(tmp_path.iterdir()) == []
+
+    return check
 
 
 @pytest.fixture(scope="module")

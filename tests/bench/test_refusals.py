@@ -1,11 +1,9 @@
-"""What benchmarks refuse before anything is measured: one line that names the option, exit status 2, and no file left."""
+"""What benchmarks refuse before anything is measured."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from tiny import bench_status
+from tiny import RefusedBench
 
 STORE = "--store={here}/b"
 
@@ -62,12 +60,5 @@ STORE = "--store={here}/b"
         (["train", STORE, "--orders", "--micro-batches=1"], "data.micro_batches"),
     ],
 )
-def test_what_cannot_be_is_refused(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], arguments: list[str], named: str
-) -> None:
-    places = {"here": tmp_path, "name": tmp_path.name}
-    assert bench_status(*(argument.format(**places) for argument in arguments)) == 2
-    err = capfd.readouterr().err
-    (line,) = [line for line in err.splitlines() if line.startswith("tierstore: error")]
-    assert named.format(**places) in line
-    assert list(tmp_path.iterdir()) == []
+def test_what_cannot_be_is_refused(refused_bench: RefusedBench, arguments: list[str], named: str) -> None:
+    refused_bench(*arguments, named=named)

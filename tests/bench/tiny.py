@@ -43,6 +43,12 @@ class TinyBench(Protocol):
     def __call__(self, name: str, *arguments: str | Path, status: int = 0) -> TinyRun: ...
 
 
+class RefusedBench(Protocol):
+    """The fixture ``refused_bench``."""
+
+    def __call__(self, *arguments: str, named: str) -> None: ...
+
+
 def bench_status(*arguments: str | Path) -> int:
     """Runs ``tierstore bench`` and returns its exit status."""
     with pytest.raises(SystemExit) as ended:

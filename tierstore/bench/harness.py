@@ -3,7 +3,7 @@
 A benchmark is one file of this package. It has a frozen dataclass that derives from ``Benchmark``: the fields are the
 options of ``tierstore bench NAME``, the docstring is its help, and ``run`` measures and returns ``Found``. The command line
 (``tierstore.cli.bench``) derives the options, prints the tables, and does ``--json``, ``--save``, ``--compare`` and
-``--html``. ``BENCHMARKS`` in ``tierstore/bench/__init__.py`` lists the benchmarks.
+``--html``. A module of this package that declares such a class is a benchmark: there is no list to add it to.
 
 ``Found.figures`` is the object of ``--json``. The end of a key is the unit of its number: ``_s``, ``_bytes``,
 ``_bytes_per_s``, ``_per_s``, ``_ratio``, ``_count``. Tables are views of such objects, formatted by these units.

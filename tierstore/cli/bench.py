@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tierstore.bench import BENCHMARKS
+from tierstore.bench import benchmarks
 from tierstore.bench.harness import Benchmark, ExistingPath, Found, Progress
 from tierstore.cli.main import CommandGroup, Interrupts, ended_by_sigterm
 from tierstore.cli.options import (
@@ -52,17 +52,20 @@ _EXISTING = {ExistingPath.FILE: EXISTING_FILE, ExistingPath.DIRECTORY: EXISTING_
 
 
 class BenchGroup(CommandGroup):
-    """The benchmarks of the table, imported when they are asked for."""
+    """The benchmarks, each imported when it is asked for."""
+
+    _benchmarks = benchmarks()
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The table's benchmarks, then what is done with their documents."""
-        return [*BENCHMARKS, *(name for name in super().list_commands(ctx) if name not in BENCHMARKS)]
+        """The benchmarks, then what is done with their documents."""
+        own = self._benchmarks
+        return [*own, *(name for name in super().list_commands(ctx) if name not in own)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """The command, derived from its benchmark."""
-        if cmd_name in BENCHMARKS and cmd_name not in self.commands:
+        if cmd_name in self._benchmarks and cmd_name not in self.commands:
             module = importlib.import_module(f"tierstore.bench.{cmd_name}")
-            self.add_command(benchmark_command(cmd_name, getattr(module, BENCHMARKS[cmd_name])))
+            self.add_command(benchmark_command(cmd_name, getattr(module, self._benchmarks[cmd_name])))
         return super().get_command(ctx, cmd_name)
 
 
