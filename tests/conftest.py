@@ -25,12 +25,22 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# How long an example takes, or how long it takes to draw one, is the machine's.
-settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("any machine")
+# How long an example takes, or how long it takes to draw one, is the machine's. .ci/run asks for `thorough`.
+settings.register_profile(
+    "default", max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile("thorough", settings.get_profile("default"), max_examples=100)
+settings.load_profile("default")
 
 if TYPE_CHECKING:
     from launcher import Ranks
+
+
+@pytest.fixture(scope="session", autouse=True)
+def directories_of_torch(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Logs of ``torchrun`` and compiled code: torch would leave both in the system's temporary directory."""
+    os.environ["PET_LOG_DIR"] = str(tmp_path_factory.mktemp("torchrun"))
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path_factory.mktemp("torchinductor"))
 
 
 @pytest.fixture(scope="session")
