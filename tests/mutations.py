@@ -167,9 +167,9 @@ MUTATIONS = [
         '        parts.engine.log_mark(f"index {generation}")\n',
         '        parts.engine.log_mark(f"index {generation}")\n'
         "        before = live.table.rows[[n for n in changed.numbers if n < len(live.table)]]\n"
-        "        live._release(before)\n"
+        "        live.release(before)\n"
         "        self._discard()\n"
-        "        live._retain(before)\n"
+        "        live.retain(before)\n"
         "        parts.extents.end_discards()\n",
         POWER + "test_power_cuts[discarding]",
         ("tests/store/disk/test_discard.py::test_holes_in_every_crash_state",),

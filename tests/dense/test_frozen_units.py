@@ -28,7 +28,7 @@ from tierstore.dense.layout import dense_bytes
 from tierstore.parallel import RankGroup
 from tierstore.prefetch import HorizontalQueue
 from tierstore.prefetch.plan import PrefetchConfig
-from tierstore.prefetch.units import unit_schedule
+from tierstore.prefetch.schedule import unit_schedule
 from tierstore.store import ParameterStore
 
 if TYPE_CHECKING:

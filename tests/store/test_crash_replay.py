@@ -167,7 +167,7 @@ def test_letting_the_previous_commit_go_too_early_fails_the_replay(
     def eager(self: Committer, *arguments: object) -> None:
         write_index(self, *arguments)  # type: ignore[arg-type]
         if PREVIOUS in self.snapshots:
-            self._parts.live.release_table(self.snapshots[PREVIOUS].records)
+            self._parts.live.release(self.snapshots[PREVIOUS].records.rows)
             self.snapshots[PREVIOUS] = Commit(0, CommittedRecords(), {})
 
     monkeypatch.setattr(Committer, "_write_index", eager)
@@ -247,7 +247,7 @@ def test_freeing_slots_before_the_commit_fails_the_replay(
                 extent._references[slot] -= 1
 
     monkeypatch.setattr(LiveRecord, "write", eager)
-    monkeypatch.setattr(LiveIndex, "_release", release)
+    monkeypatch.setattr(LiveIndex, "release", release)
     run = record()
     monkeypatch.undo()
     assert run.violation(run.log, 1000)[1] != ""

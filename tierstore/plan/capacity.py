@@ -22,8 +22,7 @@ from tierstore.machine_profile import Evidence
 from tierstore.model.architecture import Architecture
 from tierstore.model.store_schema import PAIR_SCHEMA, expert_record, quantized_layout
 from tierstore.moe.lora import LoraConfig, LoraTargets, PairShape
-from tierstore.prefetch.schedule import Schedule
-from tierstore.prefetch.units import unit_schedule
+from tierstore.prefetch.schedule import Schedule, unit_schedule
 from tierstore.stats import Tier
 from tierstore.store.disk.store_extents import copies, extent_bytes, schema_copies, scratch_bytes
 from tierstore.store.format import MomentFormat, Placement, RecordSchema, Training

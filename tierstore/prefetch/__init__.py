@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from tierstore.prefetch.horizontal import DenseUnits, HorizontalQueue
     from tierstore.prefetch.plan import PrefetchConfig, StepTiming
     from tierstore.prefetch.predictor import Predictor, PredictorName, make_predictor
-    from tierstore.prefetch.schedule import Pass, QueueLimits, Schedule, Unit
-    from tierstore.prefetch.units import unit_schedule
+    from tierstore.prefetch.schedule import Pass, QueueLimits, Schedule, Unit, unit_schedule
 else:
     __getattr__, __dir__ = exports(__name__, __file__)

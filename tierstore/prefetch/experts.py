@@ -15,10 +15,10 @@ Decisions are taken in program order, and do not depend on what has finished: se
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,12 +26,11 @@ import numpy.typing as npt
 from tierstore import parallel
 from tierstore.cache.config import GroupOrder
 from tierstore.errors import ConfigError
-from tierstore.moe.source import ExpertLease, JointSource, users_of
+from tierstore.moe.source import ExpertLease, users_of
 from tierstore.prefetch.gradients import (
     ExpertGradients,
     GradientAccumulator,
     GradientParts,
-    NoGradients,
     ReplicaSums,
 )
 from tierstore.prefetch.plan import StepTiming
@@ -44,6 +43,7 @@ from tierstore.prefetch.program import (
     Finals,
     FrozenProgram,
     GuessCounts,
+    PassProgram,
 )
 from tierstore.prefetch.schedule import Schedule
 from tierstore.prefetch.walking import AccessWalk, RecordsByExpert
@@ -54,55 +54,73 @@ from tierstore.store.index.live import LiveRecord
 from tierstore.tiers.device import DeviceTier
 
 
-class ExpertTiers(JointSource, Protocol):
-    """An expert source over a store's tiers, as a training loop drives it."""
+class ExpertTiers(ABC):
+    """An expert source (``JointSource``) over a store's tiers, as a training loop drives it.
 
-    @property
-    def gradients(self) -> ExpertGradients: ...
+    ``program`` decides, ``_walk`` carries its accesses out.
+    """
+
+    program: PassProgram
+    gradients: ExpertGradients
+    _walk: AccessWalk
 
     @property
     def late_prefetch_bytes(self) -> int:
         """Bytes that were on their way, but not there, when they were needed."""
-        ...
+        return self._walk.late_prefetch_bytes
 
     @property
     def guesses(self) -> GuessCounts:
         """How its forward passes were guessed."""
-        ...
+        return self.program.guesses
 
     def begin_micro(self, *, index: int, count: int | None) -> None:
         """Training micro-batch ``index`` of ``count`` begins. None: it is not known; ``end_passes`` follows the last."""
-        ...
+        self.program.begin_micro(index=index, count=count)
 
     def resume_micro(self, *, index: int, finals: Finals) -> None:
         """The backward pass of micro-batch ``index`` follows, others having begun since it did. With ``Finals.NONE`` it
         makes no gradient final, whichever it is: the step will be skipped.
         """
-        ...
+        self.program.resume_micro(index=index, finals=finals)
 
-    def end_passes(self) -> None:
+    def end_passes(self) -> None:  # noqa: B027
         """The last backward pass of a step whose count was not known has ended: its gradients are final."""
-        ...
 
     def begin_evaluation(self) -> None:
         """Only forward passes follow, until the next ``begin_micro``."""
-        ...
+        self.program.begin_evaluation()
 
     def reach(self, layer: int) -> list[int]:
-        """The layers that ``layer``'s forward pass, which comes next, would be told of by ``offer``."""
-        ...
+        """The layers that ``offer`` may name as targets during ``layer``'s forward pass, which comes next."""
+        return self.program.reach(layer)
 
     def offer(self, source: int, layer: int, chosen_E: Counts) -> None:
-        """For the hidden states that ``source`` starts from, the router of ``layer`` chooses each expert so many times."""
-        ...
+        """For hidden states that ``source`` starts from, the router of ``layer`` chooses expert e ``chosen_E[e]`` times."""
+        self.program.offer(source, layer, chosen_E)
+
+    @abstractmethod
+    def forward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
+        """Leases of ``experts`` (ascending) for a forward pass, in the cache's order."""
+
+    @abstractmethod
+    def backward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
+        """The same for a backward pass. Advancing past a lease takes its gradient as complete."""
+
+    @abstractmethod
+    def backward_each(self, layer: int, asked: Sequence[Sequence[int]]) -> Iterator[tuple[int, ExpertLease]]:
+        """One access for all micro-batches, as in ``JointSource``."""
 
 
-class TieredExperts:
-    """Experts of ``store`` as the MoE layers ask for them.
+class TieredExperts(ExpertTiers):
+    """Trained experts of ``store``.
 
     ``records[layer][expert]`` says which record each is; ``schedule`` knows those layers, and how far to
     look ahead. ``replicas``: the ranks whose stores hold these experts too; their gradients are summed before a step.
     """
+
+    program: AccessProgram
+    gradients: GradientAccumulator
 
     def __init__(
         self,
@@ -134,53 +152,17 @@ class TieredExperts:
             store, device, records, self.program, weight_slots=weight_slots, ledger=ledger
         )
 
-    @property
-    def late_prefetch_bytes(self) -> int:
-        """Bytes that were on their way, but not there, when they were needed."""
-        return self._walk.late_prefetch_bytes
-
-    @property
-    def guesses(self) -> GuessCounts:
-        """How its forward passes were guessed."""
-        return self.program.guesses
-
-    # Where training stands ---------------------------------------------------------------------------------
-
     def begin_micro(self, *, index: int, count: int | None) -> None:
-        """Training micro-batch ``index`` of ``count`` begins. None: it is not known; ``end_passes`` follows the last."""
-        self.program.begin_micro(index=index, count=count)
+        super().begin_micro(index=index, count=count)
         if index == 0:
             self.gradients.begin_step()
 
-    def resume_micro(self, *, index: int, finals: Finals) -> None:
-        """The backward pass of micro-batch ``index`` follows, others having begun since it did. With ``Finals.NONE`` it
-        makes no gradient final, whichever it is: the step will be skipped.
-        """
-        self.program.resume_micro(index=index, finals=finals)
-
     def end_passes(self) -> None:
-        """The last backward pass of a step whose count was not known has ended: its gradients are final."""
         for access in self.program.finish():
             self.gradients.carry_out(access)
 
-    def begin_evaluation(self) -> None:
-        """Only forward passes follow, until the next ``begin_micro``."""
-        self.program.begin_evaluation()
-
-    def reach(self, layer: int) -> list[int]:
-        """The layers that ``layer``'s forward pass, which comes next, would be told of by ``offer``."""
-        return self.program.reach(layer)
-
-    def offer(self, source: int, layer: int, chosen_E: Counts) -> None:
-        """For the hidden states that ``source`` starts from, the router of ``layer`` chooses each expert so many times."""
-        self.program.offer(source, layer, chosen_E)
-
-    # The expert source -------------------------------------------------------------------------------------
-
     def forward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
-        """Leases of ``experts`` (ascending) for a forward pass, in the cache's order. Their weights are caught up with the
-        optimizer, and gradients that wait for their step are stepped first.
-        """
+        """Weights are caught up with the optimizer, and gradients that wait for their step are stepped first."""
         accesses = self.program.forward(layer, experts)
         access = next(accesses)
         for unit, weights, *_ in self._walk.walk(access, self._bring_up):
@@ -190,9 +172,7 @@ class TieredExperts:
             self.gradients.carry_out(access)
 
     def backward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
-        """Leases with gradient slots. Advancing past one takes its gradient as complete, once it has been summed
-        over the replicas.
-        """
+        """Leases with gradient slots; gradients are summed over the replicas before they are complete."""
         accesses = self.program.backward(layer, experts)
         access = next(accesses)
         for unit, weights, last, _ in self._walk.walk(access):
@@ -207,9 +187,7 @@ class TieredExperts:
             self.gradients.carry_out(access)
 
     def backward_each(self, layer: int, asked: Sequence[Sequence[int]]) -> Iterator[tuple[int, ExpertLease]]:
-        """One access for all micro-batches: their gradients of an expert, each summed over the replicas, are added up in its
-        gradient slot.
-        """
+        """The micro-batches' gradients of an expert, each summed over the replicas, are added up in its gradient slot."""
         users = users_of(asked)
         accesses = self.program.backward(layer, list(users))
         access = next(accesses)
@@ -237,10 +215,12 @@ class TieredExperts:
             self.gradients.settle(record, action, access.step)
 
 
-class FrozenExperts:
+class FrozenExperts(ExpertTiers):
     """Experts of ``store`` that are not trained: leases without gradients, in both directions. ``device`` needs no
     gradient slots. Arguments are as for ``TieredExperts``.
     """
+
+    program: FrozenProgram
 
     def __init__(
         self,
@@ -254,64 +234,24 @@ class FrozenExperts:
         ledger: StallLedger,
     ) -> None:
         self.program = FrozenProgram(schedule, predictor)
-        self.gradients = NoGradients()
+        self.gradients = ExpertGradients()
         self._walk = AccessWalk(
-            store,
-            device,
-            records,
-            self.program,
-            weight_slots=weight_slots,
-            ledger=ledger,
-            nearest_first=True,
+            store, device, records, self.program, weight_slots=weight_slots, ledger=ledger, nearest_first=True
         )
-
-    @property
-    def late_prefetch_bytes(self) -> int:
-        """Bytes that were on their way, but not there, when they were needed."""
-        return self._walk.late_prefetch_bytes
-
-    @property
-    def guesses(self) -> GuessCounts:
-        """How its forward passes were guessed."""
-        return self.program.guesses
-
-    def begin_micro(self, *, index: int, count: int | None) -> None:
-        """Training micro-batch ``index`` of ``count`` (None: not known) begins."""
-        self.program.begin_micro(index=index, count=count)
-
-    def resume_micro(self, *, index: int, finals: Finals) -> None:
-        """The backward pass of micro-batch ``index`` follows, others having begun since it did."""
-        self.program.resume_micro(index=index, finals=finals)
-
-    def end_passes(self) -> None:
-        """Nothing: no gradients are kept."""
-
-    def begin_evaluation(self) -> None:
-        """Only forward passes follow, until the next ``begin_micro``."""
-        self.program.begin_evaluation()
 
     def tell_askers(self, askers: Mapping[int, int]) -> None:
         """Of the forward pass that comes next: the sequences that ask for each expert, a bit each."""
         self.program.tell_askers(askers)
 
-    def reach(self, layer: int) -> list[int]:
-        """The layers that ``layer``'s forward pass, which comes next, would be told of by ``offer``."""
-        return self.program.reach(layer)
-
-    def offer(self, source: int, layer: int, chosen_E: Counts) -> None:
-        """For the hidden states that ``source`` starts from, the router of ``layer`` chooses each expert so many times."""
-        self.program.offer(source, layer, chosen_E)
-
     def forward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
-        """Leases of ``experts`` (ascending), those in memory first."""
+        """Those in memory come first."""
         yield from self._leases(self.program.forward(layer, experts))
 
     def backward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
-        """The same for a backward pass: gradients flow through an expert, and it gets none itself."""
+        """Gradients flow through an expert, and it gets none itself."""
         yield from self._leases(self.program.backward(layer, experts))
 
     def backward_each(self, layer: int, asked: Sequence[Sequence[int]]) -> Iterator[tuple[int, ExpertLease]]:
-        """One access for all micro-batches."""
         users = users_of(asked)
         for lease in self._leases(self.program.backward(layer, list(users))):
             for micro in users[lease.expert]:

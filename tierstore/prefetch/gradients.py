@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -30,47 +29,33 @@ from tierstore.tiers import DeviceSlots
 from tierstore.tiers.device import DeviceTier
 
 
-class ExpertGradients(Protocol):
-    """The gradients of a step's experts, as a training loop finishes them."""
+class ExpertGradients:
+    """The gradients of a step's experts, as a training loop finishes them. This class itself is for frozen experts, which
+    have none.
+    """
 
     def squares(self) -> list[float]:
-        """The sums of squares of all final expert gradients, one an expert; waits for them."""
-        ...
-
-    def sum_of_squares(self) -> float:
-        """The sum of ``squares``, rounded once."""
-        ...
-
-    def apply(self, scale: float) -> None:
-        """The norm is known: gradients that waited for it, times ``scale``, are due."""
-        ...
-
-    def discard(self) -> None:
-        """Forgets the gradients that wait: the step is skipped."""
-        ...
-
-    def step_pending(self) -> None:
-        """Takes every step that is due, as a commit needs."""
-        ...
-
-
-class NoGradients:
-    """``ExpertGradients`` of frozen experts, which have none."""
-
-    def squares(self) -> list[float]:
+        """The sums of squares of all final expert gradients, by record; waits for them."""
         return []
 
     def sum_of_squares(self) -> float:
-        return 0.0
+        """The sum of ``squares``, rounded once."""
+        return math.fsum(self.squares())
 
-    def apply(self, scale: float) -> None: ...
+    def apply(self, scale: float) -> None:
+        """The norm is known: the kept gradients, times ``scale``, are due. Each is stepped before its expert is used again.
 
-    def discard(self) -> None: ...
+        Raises StoreError outside of the step that they take, or where gradients of an earlier one still wait.
+        """
 
-    def step_pending(self) -> None: ...
+    def discard(self) -> None:
+        """Drops the kept gradients: the step is skipped."""
+
+    def step_pending(self) -> None:
+        """Takes every step that is due, as a commit needs."""
 
 
-class GradientAccumulator:
+class GradientAccumulator(ExpertGradients):
     """Takes the actions of ``program`` on gradients. ``records[layer][expert]`` says which record each expert is."""
 
     def __init__(
@@ -147,21 +132,12 @@ class GradientAccumulator:
         self._program.done(access, range(len(records)))
 
     def squares(self) -> list[float]:
-        """The sums of squares of all final expert gradients, by record; waits for them."""
         self._store.wait(self._square_tickets)
         self._square_tickets = []
         found: list[float] = self._squares.array().tolist()
         return found
 
-    def sum_of_squares(self) -> float:
-        """The sum of ``squares``, rounded once."""
-        return math.fsum(self.squares())
-
     def apply(self, scale: float) -> None:
-        """The kept gradients, times ``scale``, are due: each is stepped before its expert is used again.
-
-        Raises StoreError outside of the step that they take, or where gradients of an earlier one still wait.
-        """
         _ = self._store.history.current
         if (waiting := next(self._program.pending(), None)) is not None:
             raise StoreError(f"gradients of optimizer step {waiting.step} still wait for it")
@@ -169,13 +145,11 @@ class GradientAccumulator:
         self._program.apply()
 
     def discard(self) -> None:
-        """Forgets the kept gradients: the step is skipped."""
         numbers = sorted(self._records[layer][expert].number for layer, expert in self._program.kept())
         self._cache.drop([number * GROUP_STRIDE + Group.GRADIENTS for number in numbers])
         self._program.discard()
 
     def step_pending(self) -> None:
-        """Steps every pending record."""
         for access in self._program.pending():
             self.carry_out(access)
 

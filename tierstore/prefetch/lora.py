@@ -18,17 +18,18 @@ from torch import Tensor
 from tierstore.moe.lora import PairShape
 from tierstore.moe.low_rank import PairLease
 from tierstore.moe.source import ExpertLease, users_of
-from tierstore.prefetch.experts import FrozenExperts, TieredExperts
-from tierstore.prefetch.gradients import ExpertGradients
+from tierstore.prefetch.experts import ExpertTiers, FrozenExperts, TieredExperts
 from tierstore.prefetch.predictor import Counts
-from tierstore.prefetch.program import Finals, GuessCounts
+from tierstore.prefetch.program import Finals
 
 K = TypeVar("K", bound=Hashable)
 _ALIGNMENT = 16  # fp32 values: a lease starts on a multiple of 64 bytes
 
 
-class LoraExperts:
-    """``ExpertTiers`` of frozen experts ``base`` and their trained ``pairs``, whose ids are the same."""
+class LoraExperts(ExpertTiers):
+    """Frozen experts ``base`` and their trained ``pairs``, whose ids are the same. ``program`` is the base's; the pairs'
+    makes the same guesses.
+    """
 
     def __init__(
         self,
@@ -39,6 +40,8 @@ class LoraExperts:
         device: torch.device,
     ) -> None:
         """``pairs`` that are not trained here, as a server's, have no gradients: then there are forward passes alone."""
+        self.program = base.program
+        self.gradients = pairs.gradients
         self._base = base
         self._pairs = pairs
         self._shape = shape
@@ -46,38 +49,23 @@ class LoraExperts:
         self._gradients = _Rows(shape.numel, device)
 
     @property
-    def gradients(self) -> ExpertGradients:
-        """The pairs'."""
-        return self._pairs.gradients
-
-    @property
     def late_prefetch_bytes(self) -> int:
-        """Bytes that were on their way, but not there, when they were needed."""
         return self._base.late_prefetch_bytes + self._pairs.late_prefetch_bytes
 
-    @property
-    def guesses(self) -> GuessCounts:
-        """The base's; the pairs' are the same."""
-        return self._base.guesses
-
     def begin_micro(self, *, index: int, count: int | None) -> None:
-        """Training micro-batch ``index`` of ``count`` (None: not known) begins."""
-        self._pairs.begin_micro(index=index, count=count)
-        self._base.begin_micro(index=index, count=count)
+        for each in (self._pairs, self._base):
+            each.begin_micro(index=index, count=count)
 
     def resume_micro(self, *, index: int, finals: Finals) -> None:
-        """The backward pass of micro-batch ``index`` follows, others having begun since it did."""
-        self._pairs.resume_micro(index=index, finals=finals)
-        self._base.resume_micro(index=index, finals=finals)
+        for each in (self._pairs, self._base):
+            each.resume_micro(index=index, finals=finals)
 
     def end_passes(self) -> None:
-        """The last backward pass of a step whose count was not known has ended: gradients are final."""
         self._pairs.end_passes()
 
     def begin_evaluation(self) -> None:
-        """Only forward passes follow, until the next ``begin_micro``."""
-        self._pairs.begin_evaluation()
-        self._base.begin_evaluation()
+        for each in (self._pairs, self._base):
+            each.begin_evaluation()
 
     def tell_askers(self, askers: Mapping[int, int]) -> None:
         """Of the forward pass that comes next: the sequences that ask for each expert, and its pair, a bit each."""
@@ -85,14 +73,9 @@ class LoraExperts:
             if isinstance(each, FrozenExperts):
                 each.tell_askers(askers)
 
-    def reach(self, layer: int) -> list[int]:
-        """The layers that ``layer``'s forward pass, which comes next, would be told of by ``offer``."""
-        return self._base.reach(layer)
-
     def offer(self, source: int, layer: int, chosen_E: Counts) -> None:
-        """For the hidden states that ``source`` starts from, the router of ``layer`` chooses each expert so many times."""
-        self._pairs.offer(source, layer, chosen_E)
-        self._base.offer(source, layer, chosen_E)
+        for each in (self._pairs, self._base):
+            each.offer(source, layer, chosen_E)
 
     def forward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
         """Leases of ``experts`` with their pairs."""
@@ -101,7 +84,7 @@ class LoraExperts:
             yield replace(lease, pair=PairLease(self._shape, weights[lease.expert]))
 
     def backward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
-        """The same, with gradients of the pairs; they are taken as complete when all experts have been walked."""
+        """Leases with gradients of the pairs, which are taken as complete when all experts have been walked."""
         weights = self._read_pairs(layer, experts)
         gradients = self._gradients.of(experts)
         for lease in self._base.backward(layer, experts):
@@ -112,7 +95,7 @@ class LoraExperts:
             lease.gradients.copy_(gradients[lease.expert])
 
     def backward_each(self, layer: int, asked: Sequence[Sequence[int]]) -> Iterator[tuple[int, ExpertLease]]:
-        """The same for several micro-batches, each of which has gradients of the pairs of its own until the end."""
+        """Each micro-batch has gradients of the pairs of its own until the end."""
         users = users_of(asked)
         weights = self._read_pairs(layer, list(users))
         gradients = self._gradients.of(

@@ -159,7 +159,7 @@ class Committer:
         self.snapshots = {name: index.read_commit(name, extents.schemas) for name in index.snapshots()}
         for where, table in self._named(commit.records):
             live.check_table(table, f"{self._parts.home.directory}: {where}")
-            live.retain_table(table)
+            live.retain(table.rows)
         extents.recover()
         if HISTORY_KEY not in self.state:
             raise StoreFormatError(f"{self._parts.home.directory}: the history of optimizer steps is missing")
@@ -172,7 +172,7 @@ class Committer:
             index.close()  # nothing else is read of it, and LMDB opens one environment once in a process
 
     def _release(self, snapshot: str) -> None:
-        self._parts.live.release_table(self.snapshots.pop(snapshot).records)
+        self._parts.live.release(self.snapshots.pop(snapshot).records.rows)
 
     def tables(self) -> list[tuple[str, CommittedRecords]]:
         """The index tables that are durable: the last commit's, then each snapshot's, oldest first."""
@@ -338,7 +338,7 @@ class Committer:
         parts.engine.log_mark(f"commit {generation}")
         # The transaction is durable: only now may the slots that it left behind be used again.
         for name, commit in added.items():
-            live.retain_table(commit.records)
+            live.retain(commit.records.rows)
             self.snapshots[name] = commit
         live.committed(generation, changed)
         for name in dropped:

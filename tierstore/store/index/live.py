@@ -349,8 +349,8 @@ class LiveIndex:
         that no other table refers to are free.
         """
         before = self.table.rows[changed.numbers[changed.numbers < len(self.table)]]
-        self._retain(changed.rows)
-        self._release(before)
+        self.retain(changed.rows)
+        self.release(before)
         self.generation = generation
         self.table.merge(changed)
         self.changed.clear()
@@ -386,21 +386,15 @@ class LiveIndex:
         for schema, group, directory, _, slots in locations(rows, self.extents.schemas):
             yield self.extents.of(schema, group).extents[directory], slots
 
-    def _retain(self, rows: Rows) -> None:
+    def retain(self, rows: Rows) -> None:
+        """A durable table refers to the slots of ``rows`` from now on."""
         for extent, slots in self._by_extent(rows):
             extent.retain_all(slots)
 
-    def _release(self, rows: Rows) -> None:
+    def release(self, rows: Rows) -> None:
+        """A durable table no longer refers to the slots of ``rows``; those that no other refers to are free again."""
         for extent, slots in self._by_extent(rows):
             extent.release_all(slots)
-
-    def retain_table(self, table: CommittedRecords) -> None:
-        """A durable table ``table`` refers to its slots from now on."""
-        self._retain(table.rows)
-
-    def release_table(self, table: CommittedRecords) -> None:
-        """The durable table ``table`` is no more; slots that no other refers to are free again."""
-        self._release(table.rows)
 
 
 def _taken(column: array[int], dtype: type[_Number], numbers: npt.NDArray[np.int64]) -> npt.NDArray[_Number]:
