@@ -1,22 +1,42 @@
-"""learned-use written for reading: its model in dictionaries and double precision, worth computed at every choice."""
+"""learned-use written for reading: its model in dictionaries, worth computed at every choice.
+
+The model is in float32 and adds in the core's order, with the C library's functions: Adagrad divides by what it has
+seen, so that the first rounding of a mean that ought to be zero would become a step of its own.
+"""
 
 from __future__ import annotations
 
-import math
+import ctypes
 
 import numpy as np
 from naive_next_use import NaiveNextUse
 
+F = np.float32
 RANK = 32
-FAST, SLOW = 2 ** (-1 / 6), 2 ** (-1 / 40)
+FAST, SLOW = F(2 ** (-1 / 6)), F(2 ** (-1 / 40))
 FADE = np.repeat([FAST, SLOW], RANK)
-SHARE = np.repeat([1.0, 0.3], RANK)
+SHARE = np.repeat([F(1), F(0.3)], RANK)
 ALONE = 7
+C = ctypes.CDLL(None)
+for function in (C.expf, C.logf):
+    function.argtypes, function.restype = [ctypes.c_float], ctypes.c_float
 
 
 def log_odds(chance):
-    chance = np.clip(chance, 1e-3, 1 - 1e-3)
-    return np.log(chance / (1 - chance))
+    chance = np.clip(chance, F(1e-3), F(1) - F(1e-3))
+    return np.array([C.logf(each) for each in chance / (1 - chance)], F)
+
+
+def logistic(logits):
+    return 1 / (1 + np.array([C.expf(-each) for each in logits], F))
+
+
+def added_up(rows):
+    """The sum of rows, one after another."""
+    total = np.zeros_like(rows[0])
+    for row in rows:
+        total += row
+    return total
 
 
 def scattered(number):
@@ -31,20 +51,15 @@ class NaiveModel:
     """P(a sequence uses a place in the next pass of its layer). ``sizes`` maps layers to how many places they have."""
 
     def __init__(self, sizes, half_life=24.0, rate=0.02):
-        self.sizes, self.decay, self.rate = sizes, 2 ** (-1 / half_life), rate
+        self.sizes, self.decay, self.rate = sizes, F(2 ** (-1 / half_life)), F(rate)
         self.vectors, self.outputs, self.prior, self.pairs, self.firsts = {}, {}, {}, {}, {}
         for layer, size in sizes.items():
-            first = [
-                [0.17 * scattered(((layer << 32) | e) * RANK + i) for i in range(RANK)] for e in range(size)
-            ]
-            self.vectors[layer] = np.array(first)
-            self.outputs[layer] = np.zeros((size, 2 * RANK))
-            self.prior[layer], self.firsts[layer] = np.full(size, 0.1), np.zeros(size)
-            self.pairs[layer] = np.zeros((size, size))
-        self.weights, self.squares = np.array([0, 0.6, 0.3, 0, 0.5]), np.zeros(5)
-        self.forget_all()
-
-    def forget_all(self):
+            first = [[scattered(((layer << 32) | e) * RANK + i) for i in range(RANK)] for e in range(size)]
+            self.vectors[layer] = F(0.17) * np.array(first, F)
+            self.outputs[layer] = np.zeros((size, 2 * RANK), F)
+            self.prior[layer], self.firsts[layer] = np.full(size, 0.1, F), np.zeros(size, F)
+            self.pairs[layer] = np.zeros((size, size), F)
+        self.weights, self.squares = np.array([0, 0.6, 0.3, 0, 0.5], F), np.zeros(5, F)
         self.state, self.known = {}, {}
 
     def forget(self, sequence):
@@ -52,53 +67,57 @@ class NaiveModel:
         self.known = {key: value for key, value in self.known.items() if key[0] != sequence}
 
     def logits(self, layer, known):
-        return known["x"] @ self.weights + self.outputs[layer] @ known["state"]
+        return added_up([*(known["x"] * self.weights).T, *(self.outputs[layer] * known["state"]).T])
 
     def pass_(self, sequence, layer, used):
         """The chances of the next pass, by place, and the sequence's decayed frequencies."""
         size, before = self.sizes[layer], self.known.get((sequence, layer))
-        now = np.zeros(size)
+        now = np.zeros(size, F)
         now[used] = 1.0
-        uses, passes, last = np.zeros(size), 0.0, []
+        uses, passes, last = np.zeros(size, F), F(0), []
         if before is not None:
             self.learn(sequence, layer, before, now)
             for first in before["used"]:
                 self.firsts[layer][first] += 1
                 self.pairs[layer][first] += now
             uses, passes, last = before["uses"], before["passes"], before["used"]
-        self.prior[layer] += 5e-4 * (now - self.prior[layer])
-        uses, passes = uses * self.decay + now, passes * self.decay + 1
-        added = self.vectors[layer][used].sum(axis=0)
-        self.state[sequence] = self.state.get(sequence, np.zeros(2 * RANK)) * FADE + np.tile(added, 2) * SHARE
         prior = self.prior[layer]
+        prior -= F(5e-4) * prior
+        prior[used] += F(5e-4)
+        uses, passes = uses * self.decay + now, self.decay * passes + 1
+        faded = self.state.get(sequence, np.zeros(2 * RANK, F)) * FADE
+        self.state[sequence] = added_up([faded, *(np.tile(self.vectors[layer][used], 2) * SHARE)])
         own = (uses + 2 * prior) / (passes + 2)
-        following = sum((self.pairs[layer][e] + 10 * prior) / (self.firsts[layer][e] + 10) for e in used)
+        following = added_up(
+            [(self.pairs[layer][e] + 10 * prior) * (1 / (self.firsts[layer][e] + 10)) for e in used]
+        )
         x = np.stack(
             (
-                np.ones(size),
+                np.ones(size, F),
                 log_odds(own),
                 log_odds(prior),
                 now,
-                log_odds(following / len(used)) - log_odds(prior),
+                log_odds(following / F(len(used))) - log_odds(prior),
             ),
             axis=1,
         )
         known = {"x": x, "state": self.state[sequence], "uses": uses, "passes": passes, "used": used}
         self.known[sequence, layer] = {**known, "before": last}
-        return 1 / (1 + np.exp(-self.logits(layer, known))), own
+        return logistic(self.logits(layer, known)), own
 
     def learn(self, sequence, layer, before, now):
-        error = now - 1 / (1 + np.exp(-self.logits(layer, before)))
+        error = now - logistic(self.logits(layer, before))
         state = before["state"]
-        gradient = error @ self.outputs[layer]
-        self.outputs[layer] += np.outer(error, state) * self.rate / math.sqrt(1 + state @ state)
-        mean = error @ before["x"] / len(now)
-        self.squares += mean**2
-        self.weights = self.weights + 0.2 * mean / (np.sqrt(self.squares) + 1e-6)
-        fast = slow = 1.0
+        gradient = added_up(error[:, None] * self.outputs[layer])
+        step = self.rate / np.sqrt(added_up([F(1), *(state * state)]))
+        self.outputs[layer] += np.outer(error, step * state)
+        mean = added_up(error[:, None] * before["x"]) / F(len(now))
+        self.squares += mean * mean
+        self.weights = self.weights + F(0.2) * mean / (np.sqrt(self.squares) + F(1e-6))
+        fast = slow = F(1)
         for at in sorted((other for other in self.sizes if other <= layer), reverse=True):
             known = self.known.get((sequence, at))
-            change = 0.1 * self.rate * (fast * gradient[:RANK] + slow * gradient[RANK:])
+            change = F(0.1) * self.rate * (fast * gradient[:RANK] + slow * gradient[RANK:])
             for place in known["used" if at == layer else "before"] if known else []:
                 self.vectors[at][place] += change
             fast, slow = fast * FAST, slow * SLOW
@@ -140,7 +159,8 @@ class NaiveLearnedUse(NaiveNextUse):
                 self.model.forget(sequence)
             self.heard[sequence] = self.turns
             chances, frequencies = self.model.pass_(sequence, layer, used[sequence])
-            none, never = none * (1 - chances), never * (1 - frequencies)
+            none = none * (1 - chances.astype(float))
+            never = never * (1 - frequencies.astype(float))
         self.value.update(zip(mine, 1 - none + self.later * none * (1 - never), strict=True))
 
     def worth(self, e):

@@ -55,7 +55,7 @@ class Batch:
         ]
 
     def follow(self, layer, askers, kinds, entries):
-        """The naive policy names the same victims, one after another."""
+        """The naive policy names the same victims, one after another, to the bit."""
         self.naive.askers = askers
         self.naive.access(FORWARD, layer, list(askers))
         free = set(self.naive.resident) - set(askers)
