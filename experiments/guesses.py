@@ -31,7 +31,8 @@ from tierstore.prefetch.horizontal import HorizontalQueue
 from tierstore.prefetch.predictor import PredictorName
 from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening
-from tierstore.train.session import Loop, open_parts
+from tierstore.train.session import open_parts
+from tierstore.train.setup import Loop
 from tierstore.train.step_time import StepTimer, ThreadTimes, stolen_while_running
 from tierstore.train.stepping import SessionParts
 from tierstore.train.trainer import Trainer

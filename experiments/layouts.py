@@ -65,7 +65,8 @@ from tierstore.plan.layouts import layout_cost
 from tierstore.stats import percentile
 from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening
-from tierstore.train.session import Loop, open_parts
+from tierstore.train.session import open_parts
+from tierstore.train.setup import Loop
 from tierstore.train.step_time import StepTimer, ThreadTimes, stolen_while_running
 from tierstore.train.trainer import Trainer
 from tierstore.units import format_seconds

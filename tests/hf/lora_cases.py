@@ -24,7 +24,8 @@ from tierstore.store.format import MomentFormat
 from tierstore.train.config import FinetuneConfig, TrainConfig
 from tierstore.train.files import DataConfig
 from tierstore.train.ranks import Opening
-from tierstore.train.session import Loop, open_parts
+from tierstore.train.session import open_parts
+from tierstore.train.setup import Loop
 from tierstore.train.stepping import SessionParts, Stepper, means
 
 LR = 2e-3
@@ -66,7 +67,7 @@ def session(
     store: Path, lora: LoraConfig, *, mesh: Mesh | None = None, **options: Any
 ) -> Iterator[SessionParts]:
     config = configured(store, lora, **options)
-    with open_parts(config, Opening.RESUME, loop=Loop.FOREIGN, mesh=mesh) as parts:
+    with open_parts(config, Opening.RESUME, loop=Loop.EXTERNAL, mesh=mesh) as parts:
         yield parts
 
 

@@ -22,7 +22,8 @@ from tierstore.parallel.layout import Layout
 from tierstore.store.committing import Keep
 from tierstore.train.ranks import Opening
 from tierstore.train.resharding import reshard
-from tierstore.train.session import Loop, open_parts
+from tierstore.train.session import open_parts
+from tierstore.train.setup import Loop
 from tierstore.train.stepping import Stepper
 
 if TYPE_CHECKING:
@@ -45,13 +46,13 @@ def test_a_restarted_job_goes_on_with_the_import_that_it_took_up(model: Path, tm
     job = Mesh.alone(RankEnvironment(), torch.device("cpu"))
     config = configured(store, LORA)
     for attempt, opening in enumerate((Opening.CREATE, Opening.RESTART, Opening.RESTART)):
-        with open_parts(config, opening, loop=Loop.FOREIGN, mesh=job) as parts:
+        with open_parts(config, opening, loop=Loop.EXTERNAL, mesh=job) as parts:
             assert parts.state.position == attempt
             take(parts, attempt)
             Stepper(parts).commit()
     other = replace(job, job_store=Mesh.alone(RankEnvironment(), torch.device("cpu")).job_store)
     refused = pytest.raises(StoreExistsError, match="--resume goes on with it")
-    with refused, open_parts(config, Opening.CREATE, loop=Loop.FOREIGN, mesh=other):
+    with refused, open_parts(config, Opening.CREATE, loop=Loop.EXTERNAL, mesh=other):
         pass
 
 
@@ -60,12 +61,12 @@ def test_a_run_that_has_begun_is_not_taken_for_an_import(model: Path, tmp_path: 
     store = tmp_path / "store"
     imported(model, store, weights=Weights.FROZEN)
     config = configured(store, LORA)
-    with open_parts(config, Opening.CREATE, loop=Loop.FOREIGN) as parts:
+    with open_parts(config, Opening.CREATE, loop=Loop.EXTERNAL) as parts:
         take(parts, 0)
         parts.dense.save(parts.store, parts.store.history.applied)
         parts.store.committer.commit({STATE_KEY: parts.state.pack()}, keep=Keep.PREVIOUS)
     refused = pytest.raises(StoreExistsError, match="--resume goes on with it")
-    with refused, open_parts(config, Opening.CREATE, loop=Loop.FOREIGN):
+    with refused, open_parts(config, Opening.CREATE, loop=Loop.EXTERNAL):
         pass
 
 
@@ -82,7 +83,7 @@ def test_pairs_are_not_lost_by_resharding(model: Path, tmp_path: Path, targets: 
     store = tmp_path / "store"
     imported(model, store, weights=Weights.FROZEN)
     config = configured(store, LoraConfig(rank=2, targets=targets))
-    with open_parts(config, Opening.RESUME, loop=Loop.FOREIGN) as parts:
+    with open_parts(config, Opening.RESUME, loop=Loop.EXTERNAL) as parts:
         take(parts, 0)
         Stepper(parts).commit()
     with pytest.raises(StoreFormatError, match="low-rank pairs cannot be resharded"):

@@ -21,7 +21,8 @@ from tierstore.tiers.slots import DeviceKind
 from tierstore.train.budgets import least_host_budget
 from tierstore.train.config import FinetuneConfig
 from tierstore.train.ranks import Opening
-from tierstore.train.session import Loop, open_parts
+from tierstore.train.session import open_parts
+from tierstore.train.setup import Loop
 from tierstore.train.stepping import SessionParts, Stepper
 
 WINDOW = StepWindow(warm_up=3, steps=2)
@@ -57,7 +58,7 @@ def test_bytes_of_a_step(tmp_path: Path, use: Use, targets: LoraTargets) -> None
         usage=usage_of(spec, use, rank=4),
     )
     expected = step_traffic(planned, capacity(planned), WINDOW)
-    with open_parts(config, Opening.RESUME, loop=Loop.FOREIGN) as parts:
+    with open_parts(config, Opening.RESUME, loop=Loop.EXTERNAL) as parts:
         Stepper(parts).commit()
         for number in range(WINDOW.warm_up):
             step(parts, number)

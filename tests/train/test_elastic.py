@@ -131,7 +131,7 @@ def test_the_old_store_is_kept_until_the_first_commit(
 
 
 def slowly(mesh: Mesh, settings: Settings) -> tuple[list[float], int]:
-    """Losses, and how often the ranks met while the store was made over; they do so after each record."""
+    """Losses, and how often the ranks met while the store was resharded; they do so after each record."""
     with (
         mock.patch.object(elastic, "_MEET_S", 0.0),
         mock.patch.object(elastic, "_meet", wraps=elastic._meet) as meet,
@@ -140,7 +140,7 @@ def slowly(mesh: Mesh, settings: Settings) -> tuple[list[float], int]:
     return losses, meet.call_count
 
 
-def test_ranks_meet_while_the_store_is_made_over(ranks: Ranks, settings: Make) -> None:
+def test_ranks_meet_while_the_store_is_resharded(ranks: Ranks, settings: Make) -> None:
     """So none of them gives up, however long it takes: 2 layers of 6 experts, and 4 dense units on each of 2 ranks."""
     job = settings(ELASTIC)
     train(alone(), job, 1, Opening.CREATE)
@@ -180,7 +180,7 @@ def test_a_kill_at_any_moment_is_followed_by_a_restart(
     with monkeypatch.context() as patch:
         patch.setattr(elastic, "_rename", rename)
         if moment == "opened":
-            patch.setattr("tierstore.train.session.agree", drop)
+            patch.setattr("tierstore.train.setup.agree", drop)
         with pytest.raises((Killed, TypeError)):
             train(alone(), job, 4, Opening.RESUME)
     left = {
@@ -202,7 +202,7 @@ def test_back_to_as_many_ranks_before_the_first_commit(
     expected = ranks.run(2, train, settings(), 4, Opening.CREATE)[0][0]
     losses = ranks.run(2, train, job, 2, Opening.CREATE)[0][0]
     with monkeypatch.context() as patch:
-        patch.setattr("tierstore.train.session.agree", _killed)
+        patch.setattr("tierstore.train.setup.agree", _killed)
         with pytest.raises(Killed):
             train(alone(), job, 4, Opening.RESUME)
     assert names(job["store"]) == ["", ".before"]

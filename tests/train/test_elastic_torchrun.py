@@ -164,10 +164,10 @@ def test_a_node_joins_loses_its_rank_and_then_itself(
     )
     agents.environ = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
-    def made_over() -> list[tuple[int, int]]:
-        """Step and number of ranks, each time that the store was made over."""
+    def resharded() -> list[tuple[int, int]]:
+        """Step and number of ranks, of each reshard."""
         said = "".join(agents.said(number).read_text() for number in range(len(agents.started)))
-        found = re.findall(r"made over for (\d) at step (\d+)", said)
+        found = re.findall(r"resharded for (\d) at step (\d+)", said)
         return sorted((int(step), int(size)) for size, step in found)
 
     def wait_for_steps(count: int) -> None:
@@ -177,7 +177,7 @@ def test_a_node_joins_loses_its_rank_and_then_itself(
     stays = agents.start(*command, address="127.0.0.2")
     wait_for_steps(3)
     goes = agents.start(*command, address="127.0.0.1")
-    wait_until(lambda: len(made_over()) == 1, "two ranks", agents)
+    wait_until(lambda: len(resharded()) == 1, "two ranks", agents)
     wait_for_steps(3)
     (lost,) = ranks_under(goes)
     os.kill(lost, signal.SIGKILL)
@@ -188,7 +188,7 @@ def test_a_node_joins_loses_its_rank_and_then_itself(
     kill(goes)
     assert stays.wait(_WAIT_S) == 0, agents.said(0).read_text()
 
-    (joined_at, two), (left_at, one) = made_over()
+    (joined_at, two), (left_at, one) = resharded()
     assert (two, one) == (2, 1)
     assert 0 < joined_at < left_at < steps
     losses, crc = by_hand(ranks, settings, [(1, joined_at), (2, left_at), (1, steps)])

@@ -19,7 +19,8 @@ from tierstore.trace.replay import replay
 from tierstore.train.config import TrainConfig
 from tierstore.train.files import MicroOrder
 from tierstore.train.ranks import Opening
-from tierstore.train.session import Loop, open_parts, open_session
+from tierstore.train.session import open_parts, open_session
+from tierstore.train.setup import Loop
 from tierstore.train.trainer import Trainer
 
 MICRO = MicroOrder.MICRO
@@ -325,7 +326,7 @@ def test_a_micro_batch_that_breaks_ends_the_others(
         assert torch.is_grad_enabled()
         assert order._slot.meeting is None
         with pytest.raises(KeyError):
-            order._boundaries.take(0, 0)
+            order.boundaries.take(0, 0)
         with pytest.raises(StorePoisonedError):
             trainer.commit()
 
@@ -341,7 +342,7 @@ def test_a_loop_of_somebody_else_is_refused(configure: Make) -> None:
     config = configure({"data.micro_batches": 2, **LAYER})
     with (
         pytest.raises(ConfigError, match=r"^data\.micro_order: expected micro or auto: a loop of your own"),
-        open_parts(config, Opening.CREATE, loop=Loop.FOREIGN),
+        open_parts(config, Opening.CREATE, loop=Loop.EXTERNAL),
     ):
         pass
     assert not config.store.exists()

@@ -1,4 +1,4 @@
-"""A store made over for another number of ranks holds what it held, and training goes on from there."""
+"""A store resharded for another number of ranks holds what it held, and training goes on from there."""
 
 from __future__ import annotations
 

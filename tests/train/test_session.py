@@ -21,7 +21,8 @@ from tierstore.trace.replay import replay
 from tierstore.train.budgets import budgets
 from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening
-from tierstore.train.session import compute_deterministically, open_session
+from tierstore.train.session import open_session
+from tierstore.train.setup import compute_deterministically
 
 Make = Callable[..., TrainConfig]
 Least = Callable[[TrainConfig], int]

@@ -11,7 +11,8 @@ import torch
 
 from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening
-from tierstore.train.session import Loop, open_parts, open_session
+from tierstore.train.session import open_parts, open_session
+from tierstore.train.setup import Loop
 from tierstore.train.stepping import NonFiniteError, OpenStep, SessionParts, StepError, StepOutcome, Stepper
 
 Make = Callable[..., TrainConfig]
@@ -43,7 +44,7 @@ def test_a_foreign_loop_has_the_trainers_bits(configure: Make, clip: float, know
         trainer.commit()
         crc = trainer.store.records_crc32c()
     foreign = configure(TIGHT | {"clip_norm": clip})
-    with open_parts(foreign, Opening.CREATE, loop=Loop.FOREIGN) as parts:
+    with open_parts(foreign, Opening.CREATE, loop=Loop.EXTERNAL) as parts:
         stepper = Stepper(parts)
         losses, norms = [], []
         for number in range(STEPS):
@@ -63,7 +64,7 @@ def test_an_abandoned_step_changes_nothing(configure: Make) -> None:
     """Not even the steps of gradients that wait since the step before: those are taken."""
     sums = []
     for abandons in (False, True):
-        with open_parts(configure(TIGHT), Opening.CREATE, loop=Loop.FOREIGN) as parts:
+        with open_parts(configure(TIGHT), Opening.CREATE, loop=Loop.EXTERNAL) as parts:
             stepper = Stepper(parts)
             batch = _batch(parts)
             for number in range(4):
@@ -84,7 +85,7 @@ def test_an_abandoned_step_changes_nothing(configure: Make) -> None:
 
 
 def test_a_gradient_that_is_not_finite_skips_the_step_also_without_clipping(configure: Make) -> None:
-    with open_parts(configure(TIGHT | {"max_skipped": 2}), Opening.CREATE, loop=Loop.FOREIGN) as parts:
+    with open_parts(configure(TIGHT | {"max_skipped": 2}), Opening.CREATE, loop=Loop.EXTERNAL) as parts:
         stepper = Stepper(parts)
         batch = _batch(parts)
         embedding: Any = parts.model.dense_units()[0][1][0]
@@ -101,7 +102,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step_also_without_clipping(conf
 
 
 def test_what_a_loop_can_get_wrong(configure: Make) -> None:
-    with open_parts(configure(TIGHT), Opening.CREATE, loop=Loop.FOREIGN) as parts:
+    with open_parts(configure(TIGHT), Opening.CREATE, loop=Loop.EXTERNAL) as parts:
         stepper = Stepper(parts)
         with pytest.raises(StepError, match="at least one, got 0"), stepper.step(1e-3, passes=0):
             pass
@@ -119,7 +120,7 @@ def test_what_a_loop_can_get_wrong(configure: Make) -> None:
 
 def test_a_foreign_run_is_resumed(configure: Make) -> None:
     config = configure(TIGHT)
-    with open_parts(config, Opening.CREATE, loop=Loop.FOREIGN) as parts:
+    with open_parts(config, Opening.CREATE, loop=Loop.EXTERNAL) as parts:
         stepper = Stepper(parts)
         batch = _batch(parts)
         with stepper.step(5e-3) as step:
@@ -127,7 +128,7 @@ def test_a_foreign_run_is_resumed(configure: Make) -> None:
         stepper.commit()
         with stepper.step(5e-3) as step:
             expected = passes(parts, step, [batch])
-    with open_parts(config, Opening.RESUME, loop=Loop.FOREIGN) as parts:
+    with open_parts(config, Opening.RESUME, loop=Loop.EXTERNAL) as parts:
         assert parts.state.position == 1
         with Stepper(parts).step(5e-3) as step:
             assert passes(parts, step, [batch]) == expected

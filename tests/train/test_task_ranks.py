@@ -22,7 +22,8 @@ from tierstore.model.store_schema import TaskProgress
 from tierstore.parallel import Mesh, ParallelConfig
 from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening
-from tierstore.train.session import Loop, open_parts, open_session
+from tierstore.train.session import open_parts, open_session
+from tierstore.train.setup import Loop
 
 Make = Callable[..., dict[str, Any]]
 
@@ -199,7 +200,7 @@ def test_a_foreign_loop_has_no_tasks(tasks: Make) -> None:
     config = load(TrainConfig, None, {**TINY, **tasks()})
     with (
         pytest.raises(ConfigError, match="tasks: a loop of your own brings its own data"),
-        open_parts(config, Opening.CREATE, loop=Loop.FOREIGN),
+        open_parts(config, Opening.CREATE, loop=Loop.EXTERNAL),
     ):
         pass
 

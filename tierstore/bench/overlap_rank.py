@@ -58,7 +58,8 @@ from tierstore.tiers import DeviceSlots, HostDeviceTier, limited_tier
 from tierstore.timeline import OperationSpans, TimelineSink, Track, open_timeline
 from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening
-from tierstore.train.session import open_session, stall_spans
+from tierstore.train.session import open_session
+from tierstore.train.setup import stall_spans
 
 
 class Computer(Protocol):

@@ -376,8 +376,10 @@ def _announce(config: TrainConfig, placed: TrainConfig, output: Output, fixed: i
 
 def _describe_opened(trainer: Trainer, output: Output) -> None:
     """What the run found and decided when it opened, before its first step."""
-    if trainer.made_over is not None:
-        output.line(trainer.made_over.describe())
+    from tierstore.train.elastic import describe_restart
+
+    if trainer.resharded_from is not None:
+        output.line(describe_restart(trainer.resharded_from))
     output.line(f"data: {trainer.data.describe()}")
     if trainer.tasks is not None:
         output.line(f"tasks: {trainer.tasks.assignment.describe()}")

@@ -46,7 +46,8 @@ from tierstore.store.reading import read_states
 from tierstore.timeline import Track
 from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening
-from tierstore.train.session import Loop, open_parts
+from tierstore.train.session import open_parts
+from tierstore.train.setup import Loop
 from tierstore.train.stepping import OpenStep, SessionParts, StepError, StepOutcome, Stepper
 from tierstore.units import parse_size
 
@@ -84,7 +85,7 @@ def open_model(
         )
     config = replace(config, model=spec, host_budget=parse_size(host_budget, name="host_budget"))
     watch = PassWatch(autocast)
-    with _torch_as_before(), open_parts(config, Opening.RESUME, loop=Loop.FOREIGN, watch=watch) as parts:
+    with _torch_as_before(), open_parts(config, Opening.RESUME, loop=Loop.EXTERNAL, watch=watch) as parts:
         tiered = TieredModel(parts, watch)
         with guarded(tiered.model, tiered.mark):
             yield tiered

@@ -35,7 +35,7 @@ class ExchangeMode(StrEnum):
 class Elastic(Enum):
     """What a resumed run does with the store of another number of ranks.
 
-    OFF refuses it. RESHARD makes it over for the ranks that there are, keeps the old one until the first commit and goes
+    OFF refuses it. RESHARD reshards it for the ranks that there are, keeps the old one until the first commit and goes
     on: what ``torchrun --nnodes 1:4 --max-restarts`` needs to do without a person.
     """
 

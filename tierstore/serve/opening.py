@@ -76,7 +76,7 @@ from tierstore.tiers import (
 from tierstore.tiers.slots import DeviceKind
 from tierstore.timeline import NullTimeline, TimelineSink, open_timeline
 from tierstore.train.footprint import return_freed_memory
-from tierstore.train.session import compute_deterministically, stall_spans
+from tierstore.train.setup import compute_deterministically, stall_spans
 from tierstore.units import format_bytes
 
 _LOG = logging.getLogger("tierstore.serve")

@@ -1,7 +1,7 @@
-"""A restart with another number of ranks: the store is made over for them, without a person (``parallel.elastic``).
+"""A restart with another number of ranks, which reshards the store on its own (``parallel.elastic``).
 
-``torchrun --nnodes 1:4 --max-restarts 9`` starts a job again with as many ranks as there are. The store of an earlier
-attempt is then that of another layout. Rank 0 makes it over beside (``reshard``), and exchanges the two by name::
+``torchrun --nnodes 1:4 --max-restarts 9`` starts a job again with the ranks that are left. The store of an earlier
+attempt then has another layout. Rank 0 reshards it into a directory beside it, and exchanges the two by name::
 
     STORE                            as the earlier attempt left it
     STORE, STORE.resharded           the new one is whole; a kill until here starts again
@@ -18,7 +18,6 @@ import os
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
@@ -32,39 +31,22 @@ from tierstore.store.disk.home import IDENTITY, fsync_directory, rank_directorie
 from tierstore.store.reading import read_states
 from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening, own_store
-from tierstore.train.resharding import reshard
+from tierstore.train.resharding import Resharded, reshard
 from tierstore.train.stored_model import stored_layout
 
 #: The tokens of a run's documents, which belong to no layout.
 _TOKENS = "tokens"
-#: While rank 0 is at it the ranks meet this often, so that none waits longer than peers may.
+#: While rank 0 reshards the ranks meet this often, so that none waits longer than peers may.
 _MEET_S = 1.0
 
 
-@dataclass(frozen=True)
-class MadeOver:
-    """A store was made over from layout ``before`` to ``after``; training stands at ``step``."""
-
-    before: Layout
-    after: Layout
-    step: int
-
-    def describe(self) -> str:
-        """One line for the head of a run."""
-        return (
-            f"the store was for {self.before.world} rank{'s' * (self.before.world > 1)}; made over for "
-            f"{self.after.world} at step {self.step}, sums go on in another order, and the old one is "
-            "kept until the next commit"
-        )
-
-
 class _Unfinished(Enum):
-    """What rank 0 says while the others wait."""
+    """What rank 0 sends while the others wait."""
 
     UNDER_WAY = "under way"
 
 
-_Outcome = MadeOver | TierstoreError | OSError | _Unfinished | None
+_Outcome = Resharded | TierstoreError | OSError | _Unfinished | None
 
 
 def before_name(store: Path) -> Path:
@@ -72,15 +54,24 @@ def before_name(store: Path) -> Path:
     return store.with_name(f"{store.name}.before")
 
 
-def follow_ranks(config: TrainConfig, opening: Opening, mesh: Mesh) -> MadeOver | None:
-    """Makes the store over where it is that of another layout, before it is opened; a collective. None where there was
+def describe_restart(resharded_from: Resharded) -> str:
+    """One line for the head of a run."""
+    before, after = resharded_from.before.world, resharded_from.after.world
+    return (
+        f"the store was for {before} rank{'s' * (before > 1)}; resharded for {after} at step {resharded_from.step}: sums "
+        "are taken in another order from here on, and the old store is kept until the next commit"
+    )
+
+
+def follow_ranks(config: TrainConfig, opening: Opening, mesh: Mesh) -> Resharded | None:
+    """Reshards the store where it is that of another layout, before it is opened; a collective. None where there was
     nothing to do.
 
     Raises on all ranks what went wrong on rank 0: StoreError, ConfigError, OSError.
     """
     if config.parallel.elastic is Elastic.OFF or opening is Opening.CREATE:
         return None
-    own = _made_over(config, opening, mesh) if mesh.world.rank == 0 else None
+    own = _reshard_on_first(config, opening, mesh) if mesh.world.rank == 0 else None
     while (outcome := _meet(mesh, own)) is _Unfinished.UNDER_WAY:
         pass
     if isinstance(outcome, TierstoreError | OSError):
@@ -88,7 +79,7 @@ def follow_ranks(config: TrainConfig, opening: Opening, mesh: Mesh) -> MadeOver 
     return outcome
 
 
-def _made_over(config: TrainConfig, opening: Opening, mesh: Mesh) -> _Outcome:
+def _reshard_on_first(config: TrainConfig, opening: Opening, mesh: Mesh) -> _Outcome:
     """What rank 0 did, or why it could not. Raises PeerError."""
     met_s = time.monotonic()
 
@@ -141,7 +132,7 @@ def _check_job(mesh: Mesh, opening: Opening) -> None:
 def _check_places(config: TrainConfig) -> None:
     if config.stripe.directories:
         raise ConfigError(
-            "parallel.elastic: expected off with stripe.directories: a store is made over in one directory"
+            "parallel.elastic: expected off with stripe.directories: a store is resharded within one directory"
         )
     ranks = rank_directories(config.store)
     linked = next((path for path in ranks if path.is_symlink()), None)
@@ -151,7 +142,7 @@ def _check_places(config: TrainConfig) -> None:
 
 def _follow(
     config: TrainConfig, mesh: Mesh, opening: Opening, progress: Callable[[int, int], None]
-) -> MadeOver | None:
+) -> Resharded | None:
     store, wanted = config.store, mesh.layout
     beside, old = store.with_name(f"{store.name}.resharded"), before_name(store)
     if not store.exists() and _is_store(old) and _is_store(beside):
@@ -160,8 +151,7 @@ def _follow(
     state = held_state(store)
     if state is None or (opening is Opening.RESTART and not own_store(mesh, state.job)):
         return None  # there is nothing, or it is another job's, which is refused
-    held = _layout_of(state, store)
-    if held == wanted:
+    if _layout_of(state, store) == wanted:
         return None
     for path in (beside, old):
         if path.exists() and not _is_store(path):
@@ -173,7 +163,7 @@ def _follow(
     _rename(store, old)
     _rename(beside, store)
     _move_tokens(old, store)
-    return MadeOver(held, wanted, done.step)
+    return done
 
 
 def held_state(store: Path) -> TrainState | None:

@@ -24,7 +24,7 @@ from tierstore.tiers.slots import DeviceKind
 from tierstore.train.budgets import BoundarySplit, pair_schema, split_boundaries
 from tierstore.train.config import TrainConfig, assignment_of
 from tierstore.train.files import text_bytes
-from tierstore.train.tasks import TaskHead
+from tierstore.train.tasks import own_head_tasks
 from tierstore.train.vocabulary import choose_vocabulary
 
 #: What torch, its thread pools and the fragmentation of freed activations take beyond that, bytes (measured).
@@ -125,8 +125,7 @@ def fixed_cost(
 
 def with_heads(config: TrainConfig, units: Sequence[DenseUnit]) -> Sequence[DenseUnit]:
     """``units`` with the output heads of tasks that have one of their own in the last one."""
-    own = sum(task.head is TaskHead.OWN for task in config.tasks.values())
-    more = own * config.model.vocab_size * config.model.d_model
+    more = len(own_head_tasks(config.tasks)) * config.model.vocab_size * config.model.d_model
     return [*units[:-1], replace(units[-1], others=units[-1].others + more)] if more else units
 
 

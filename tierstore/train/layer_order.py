@@ -83,15 +83,6 @@ class _Lane:
     gradient: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class LayerParts:
-    """What a step in layer order drives beside the parts of its session."""
-
-    gates: Gates
-    slot: SourceSlot
-    boundaries: BoundaryStore
-
-
 class LayerOrder:
     """Takes the micro-batches of a step through ``model``, whose experts the slot's source leases. It owns nothing."""
 
@@ -100,12 +91,15 @@ class LayerOrder:
         model: Model,
         dense: DenseSlices,
         listener: PassListener,
-        parts: LayerParts,
+        *,
+        gates: Gates,
+        slot: SourceSlot,
+        boundaries: BoundaryStore,
     ) -> None:
         self._model = model
-        self._slot = parts.slot
-        self._boundaries = parts.boundaries
-        self._units = _UnitPasses(dense, parts.gates, listener)
+        self._slot = slot
+        self.boundaries = boundaries
+        self._units = _UnitPasses(dense, gates, listener)
         self._blocks = list(model.blocks)
         self._lane: _Lane | None = None
         self._pending: list[PendingExperts] = []
@@ -133,7 +127,7 @@ class LayerOrder:
         finally:
             self._slot.meeting = None
             self._pending.clear()
-            self._boundaries.clear()
+            self.boundaries.clear()
             for lane in lanes:
                 if not lane.run.dead:
                     lane.run.throw()  # ends it: what it has open is closed
@@ -154,7 +148,7 @@ class LayerOrder:
             for lane in lanes:
                 if not (isinstance(lane.stop, _Entering) and lane.stop.block == block):
                     raise RuntimeError(f"micro-batch {lane.micro} does not enter block {block} where all do")
-                self._boundaries.keep(block, lane.micro, lane.stop.x)
+                self.boundaries.keep(block, lane.micro, lane.stop.x)
             with self._units.during(block + 1, Phase.FORWARD):
                 for lane in lanes:
                     self._go_on(lane)
@@ -290,7 +284,7 @@ class LayerOrder:
 
     def _compute_again(self, number: int, lane: _Lane) -> _Again:
         others, options, state = lane.arguments.pop()
-        boundary = self._boundaries.take(number, lane.micro)
+        boundary = self.boundaries.take(number, lane.micro)
         boundary.requires_grad_(number > 0 or lane.entry is not None)
         own = self._model.suspend()
         self._model.resume(state)

@@ -1,68 +1,71 @@
-"""Building and closing a training run: budgets, store, device tier, model, data, in that order.
+"""Opens and closes a training session: store, model, dense parameters, experts, in that order.
 
-Everything that can be refused is refused before the store's directory is touched.
+``tierstore.train.setup`` has refused before what can be refused.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from tierstore._native import StepClock
+from tierstore._native import HugePages, StepClock
 from tierstore.dense import DenseSlices, GatherDtype, UnitLayout, dense_schemas, unit_layouts
 from tierstore.dense.gates import Gates, PassListener
 from tierstore.dense.parameters import DividedParameters, Units, load_frozen
 from tierstore.errors import ConfigError
 from tierstore.model.config import CheckpointActivations
 from tierstore.model.interface import Model
-from tierstore.model.spec import ModelSpec
-from tierstore.model.store_schema import EXPERT_SCHEMA, PAIR_SCHEMA, STATE_KEY, TrainState, pair_key, table_of
+from tierstore.model.store_schema import EXPERT_SCHEMA, PAIR_SCHEMA, TrainState, expert_key, pair_key
 from tierstore.model.transformer import Transformer
 from tierstore.moe.guessing import RouterGuesses
+from tierstore.moe.lora import PairShape
+from tierstore.moe.low_rank import initial_pair
 from tierstore.moe.source import ExpertSource, JointSource, Pipelining, SourceSlot, in_training
-from tierstore.parallel import Mesh, RankEnvironment, rank_device
+from tierstore.parallel import Mesh
 from tierstore.parallel.config import Elastic
 from tierstore.prefetch import HorizontalQueue, Schedule, unit_schedule
-from tierstore.prefetch.experts import ExpertTiers
+from tierstore.prefetch.experts import ExpertTiers, FrozenExperts, TieredExperts
+from tierstore.prefetch.lora import LoraExperts
 from tierstore.prefetch.plan import StepTiming, group_order
-from tierstore.prefetch.predictor import PredictorName
-from tierstore.stats import Cause, StallKey, StallLedger
+from tierstore.prefetch.predictor import Predictor, PredictorName, make_predictor
+from tierstore.stats import Cause
 from tierstore.store.config import StoreConfig
 from tierstore.store.core import StoreCore
 from tierstore.store.disk.home import rank_directory, rank_stripe
+from tierstore.store.index.live import LiveRecord
 from tierstore.store.parameter_store import ParameterStore
-from tierstore.store.reading import read_schemas, read_states
-from tierstore.tiers.slots import DeviceKind
-from tierstore.timeline import NullTimeline, TimelineSink, Track
-from tierstore.train.boundaries import BoundaryStore, open_boundaries
-from tierstore.train.budgets import Budgets, budgets, expert_schema, pair_schema, trained_schema
-from tierstore.train.combinations import check_combination
+from tierstore.store.registering import NewRecord, register_many
+from tierstore.tiers import (
+    DeviceSlots,
+    DeviceTier,
+    WeightLoads,
+    limited_tier,
+    open_device_tier,
+    weights_in_place,
+)
+from tierstore.timeline import NullTimeline, TimelineSink
+from tierstore.train.boundaries import open_boundaries
+from tierstore.train.budgets import expert_schema, pair_schema, trained_schema
 from tierstore.train.config import TrainConfig
-from tierstore.train.data import TextData, TrainingData
-from tierstore.train.elastic import MadeOver, follow_ranks
-from tierstore.train.experts import ExpertOpener, register_experts, register_pairs
-from tierstore.train.files import DataConfig
 from tierstore.train.footprint import boundary_split, return_freed_memory
-from tierstore.train.layer_order import LayerParts
-from tierstore.train.pipelining import PipelineControl, check_chunks, most_chunks
-from tierstore.train.ranks import Agreed, Opening, agree, check_alike
-from tierstore.train.stages import one_forward_one_backward, stage_config
-from tierstore.train.state import check_records, conditions, resumed_state
+from tierstore.train.layer_order import LayerOrder
+from tierstore.train.pipelining import PipelineControl, most_chunks
+from tierstore.train.ranks import Opening
+from tierstore.train.setup import Loop, Setup, prepare
+from tierstore.train.stages import one_forward_one_backward
+from tierstore.train.state import resumed_state
 from tierstore.train.step_time import StepTimer, ThreadTimes, stolen_while_running
 from tierstore.train.stepping import SessionParts, Stepper
-from tierstore.train.task_data import TaskData, open_tasks, own_head_tasks, refuse_tasks
-from tierstore.train.tasks import resumed
-from tierstore.train.tokens.data import TokenData, open_data
+from tierstore.train.task_data import TaskData
+from tierstore.train.tasks import own_head_tasks, resumed
 from tierstore.train.trainer import Trainer
-from tierstore.train.vocabulary import VocabularyTables, choose_vocabulary
 
 
 @contextlib.contextmanager
@@ -80,9 +83,9 @@ def open_session(
     """A trainer over ``config.store``, closed at exit whatever happens; what was not committed is gone.
 
     On several ranks (``mesh``) this is a collective, and each has a store of its own under ``config.store``. Budgets are
-    each rank's. ``accepted`` is called when nothing has been refused, before the first write; ``tokenising`` with bytes that
-    were tokenised and bytes in all, where documents must be. Raises ConfigError,
-    DataError, BudgetError, CapabilityError, StoreError, PeerError, OSError; on a failure nothing was created or changed.
+    each rank's. ``accepted`` is called when nothing has been refused, before the first write; ``tokenising`` with bytes
+    tokenised and bytes in all, where documents must be tokenised. Raises ConfigError, DataError, BudgetError,
+    CapabilityError, StoreError, PeerError, OSError; on a failure nothing was created or changed.
     """
     with (
         open_parts(
@@ -106,21 +109,12 @@ class SessionWatch(Protocol):
     """Stands between a model and the session's parts, for a loop that must be seen to do everything in its order."""
 
     def listener(self, queue: PassListener) -> PassListener:
-        """What hears of passes over the dense units, and passes it on to ``queue``."""
+        """What receives the passes over dense parameter groups, and passes them on to ``queue``."""
         ...
 
     def source(self, experts: JointSource) -> ExpertSource:
-        """What the model asks for experts, which come from ``experts``; in layer order a ``JointSource``, too."""
+        """What the model requests experts from, which come from ``experts``; in layer order a ``JointSource``, too."""
         ...
-
-
-class Loop(Enum):
-    """Whose loop drives a session: our own, over ``config.data``, or somebody else's, with data, schedule and clipping of
-    its own. There the steps of experts are always deferred, so that a step can be given up until its end.
-    """
-
-    OWN = "own"
-    FOREIGN = "foreign"
 
 
 @contextlib.contextmanager
@@ -137,47 +131,49 @@ def open_parts(
     accepted: Callable[[], None] = lambda: None,
     tokenising: Callable[[int, int], None] = lambda done, total: None,
 ) -> Iterator[SessionParts]:
-    """What ``open_session`` makes its trainer of, for whoever drives it; closed at exit."""
-    setup = _prepare(config, opening, loop, mesh, timeline or NullTimeline(), tokenising)
+    """The parts that ``open_session`` gives its trainer, closed at exit; ``loop`` drives them."""
+    setup = prepare(config, opening, loop, mesh, timeline or NullTimeline(), tokenising)
     config = setup.config
     accepted()
     pipelining = Pipelining(setup.timeline)
     pipeline = PipelineControl(config, setup.mesh, pipelining)
-    shell = _build_model(setup, SourceSlot(pipelining))
+    slot = SourceSlot(pipelining)
+    model, units, layouts = _build_model(setup, slot)
     with contextlib.ExitStack() as stack:
-        store = _open_store(setup, shell, trace=trace, io_log=io_log)
+        store = _open_store(setup, layouts, trace=trace, io_log=io_log)
         stack.callback(store.close)
         if (budget := store.write_budget) is not None:
             setup.ledger.divert(Cause.WRITE_BUDGET, lambda: budget.blocked_ns)
-        state = _initial_state(setup, shell, store, pipeline)
-        dense, schedule = _slice_dense(setup, shell)
+        state = _initial_state(setup, model, store, pipeline)
+        dense, schedule = _slice_dense(setup, model, units, layouts)
         queue = HorizontalQueue(schedule, dense, setup.ledger)
-        gates = dense.attach(shell.model, queue if watch is None else watch.listener(queue))
+        gates = dense.attach(model, queue if watch is None else watch.listener(queue))
         stack.callback(gates.remove)
-        _fill(setup, shell, store, dense)
+        _fill(setup, model, store, dense)
         experts = _open_experts(setup, store, schedule, stack)
-        shell.source.target = experts if watch is None else watch.source(experts)
-        _guess_ahead(setup, shell, experts, stack)
+        slot.target = experts if watch is None else watch.source(experts)
+        if config.prefetch.predictor is PredictorName.ROUTER and config.prefetch.depth:
+            guesses = RouterGuesses(
+                model.routers(),
+                experts,
+                mesh=setup.mesh,
+                ledger=setup.ledger,
+                training=partial(in_training, slot),
+            )
+            stack.callback(guesses.remove)
         parts = SessionParts(
-            config=config,
-            timing=setup.timing,
+            **vars(setup),
             store=store,
             experts=experts,
-            model=shell.model,
+            model=model,
             dense=dense,
             queue=queue,
-            data=setup.data,
-            mesh=setup.mesh,
             state=state,
-            ledger=setup.ledger,
-            timeline=setup.timeline,
             pipeline=pipeline,
-            layers=_layer_parts(setup, store, gates, shell.source, stack),
-            vocabulary=setup.vocabulary,
-            made_over=setup.made_over,
+            layers=_layer_order(setup, model, dense, store, queue, gates, slot, stack),
         )
         if setup.agreed.opening is Opening.CREATE:
-            # A store is one from its first commit on: none is before all ranks have made theirs.
+            # A store exists from its first commit on: no rank makes it before all have their records.
             setup.mesh.world.barrier()
             Stepper(parts).commit()
             return_freed_memory()
@@ -187,164 +183,14 @@ def open_parts(
 # The parts, in order ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Setup:
-    """What is checked, read and agreed on before the store's directory is touched."""
-
-    config: TrainConfig
-    mesh: Mesh
-    budgets: Budgets
-    timing: StepTiming
-    data: TrainingData | None
-    agreed: Agreed
-    conditions: dict[str, object]
-    vocabulary: VocabularyTables
-    timeline: TimelineSink
-    ledger: StallLedger
-    made_over: MadeOver | None
-
-    @property
-    def owned(self) -> range:
-        """This rank's experts, of each layer."""
-        return self.mesh.blocks(self.config.model.experts).owned(self.mesh.expert.rank)
-
-    @property
-    def keeps_gradients(self) -> bool:
-        """Whether expert gradients outlive their backward pass, and may spill to disk."""
-        return self.timing is StepTiming.DEFERRED or self.config.keeps_gradients
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Shell:
-    """The model without its experts: ``source`` is where they will come from."""
-
-    model: Model
-    source: SourceSlot
-    units: Units
-    layouts: Sequence[UnitLayout]
-
-
-def _prepare(
-    config: TrainConfig,
-    opening: Opening,
-    loop: Loop,
-    mesh: Mesh | None,
-    timeline: TimelineSink,
-    progress: Callable[[int, int], None],
-) -> _Setup:
-    device = rank_device(config.device, RankEnvironment()) if mesh is None else mesh.device
-    mesh = mesh or Mesh.alone(RankEnvironment(), device)
-    check_combination(config, mesh.layout)
-    config.check_length()
-    _check_batch(config, mesh.data.size)
-    check_chunks(config, mesh)
-    if loop is Loop.FOREIGN:
-        _refuse_foreign(config)
-    refuse_tasks(config, mesh.data.size)
-    whole, config = config, stage_config(config, mesh.pipeline.rank, mesh.stages)
-    if loop is Loop.FOREIGN and mesh.stages > 1:
-        raise ConfigError(
-            "parallel.stages: expected 1: a loop of your own drives one pass after another, and stages take those of "
-            "several micro-batches in turns"
-        )
-    if config.threads:
-        torch.set_num_threads(config.threads)
-    compute_deterministically(device)
-    divided = budgets(config, DeviceKind(device.type))
-    boundary_split(config, mesh.data.size, len(config.model.architecture.units) - 2)  # a refusal comes here
-    made_over = follow_ranks(config, opening, mesh)
-    agreed = agree(config.store, opening, mesh)
-    if agreed.opening is Opening.RESUME:
-        check_records(config, read_schemas(rank_directory(config.store, mesh.world.rank, mesh.world.size)))
-    recorded = _recorded(config, mesh, agreed)
-    total_steps = table_of(recorded.get("schedule", {})).get("total_steps")
-    # A run goes on with the schedule that it began with, unless it is told otherwise.
-    schedule = config.schedule.over(total_steps if isinstance(total_steps, int) else config.steps)
-    config = replace(config, schedule=schedule)
-    vocabulary = _choose_vocabulary(whole, mesh, recorded)
-    # Last, for to tokenise may take hours.
-    data = _open_data(config, mesh, progress) if loop is Loop.OWN else None
-    present = conditions(
-        config,
-        threads=torch.get_num_threads(),
-        device=device,
-        data_crc32=None if data is None else data.crc32,
-        mesh=mesh,
-        vocabulary=vocabulary,
-    )
-    check_alike(config, present, mesh)
-    return _Setup(
-        config=config,
-        mesh=mesh,
-        budgets=divided,
-        timing=config.step_timing if loop is Loop.OWN else StepTiming.DEFERRED,
-        data=data,
-        agreed=agreed,
-        conditions=present,
-        vocabulary=vocabulary,
-        timeline=timeline,
-        ledger=StallLedger(listener=stall_spans(timeline) if timeline.enabled else None),
-        made_over=made_over,
-    )
-
-
-def _refuse_foreign(config: TrainConfig) -> None:
-    """Raises ConfigError for what a foreign loop cannot drive."""
-    if config.tasks:
-        raise ConfigError("tasks: a loop of your own brings its own data; expected none")
-    if config.data.layer_major:
-        raise ConfigError(
-            "data.micro_order: expected micro or auto: a loop of your own drives one pass after another, and layer order "
-            "needs all micro-batches of a step at once"
-        )
-
-
-def _recorded(config: TrainConfig, mesh: Mesh, agreed: Agreed) -> dict[str, object]:
-    """The conditions under which the store was trained so far; empty where it is made, or has only been imported."""
-    if agreed.opening is not Opening.RESUME:
-        return {}
-    directory = rank_directory(config.store, mesh.world.rank, mesh.world.size)
-    raw = read_states(directory, STATE_KEY)[agreed.at]
-    return TrainState.unpack({STATE_KEY: raw}, where=str(directory)).conditions
-
-
-def _choose_vocabulary(config: TrainConfig, mesh: Mesh, recorded: Mapping[str, object]) -> VocabularyTables:
-    """Of a store that is there, AUTO is what it was made with."""
-    parallel = table_of(recorded.get("parallel", {})) if recorded else None
-    device = DeviceKind(mesh.device.type)
-    return choose_vocabulary(config, ranks=mesh.data.size, device=device, recorded=parallel)
-
-
-def _open_data(config: TrainConfig, mesh: Mesh, progress: Callable[[int, int], None]) -> TrainingData:
-    def open_source(data: DataConfig) -> TextData | TokenData:
-        return open_data(
-            data,
-            seq_len=config.model.seq_len,
-            vocab_size=config.model.vocab_size,
-            tokenizer=config.spec.tokenizer,
-            store=config.store,
-            together=config.spec.mixes_documents,
-            first=mesh.world.rank == 0,
-            barrier=mesh.world.barrier,
-            progress=progress,
-        )
-
-    return open_tasks(config, mesh.data.size, open_source) if config.tasks else open_source(config.data)
-
-
-def compute_deterministically(device: torch.device) -> None:
-    """Makes torch compute the same bits each time on ``device``, or raise. Before the first product on it."""
-    if device.type == "cuda":
-        # Without it cuBLAS divides its workspace among streams as they come, and torch refuses every product.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-
-
-def _build_model(setup: _Setup, source: SourceSlot) -> _Shell:
-    config, mesh = setup.config, setup.mesh
-    vocabulary = setup.vocabulary
-    model = _spec(config).build(source, mesh=mesh, ledger=setup.ledger, vocabulary=vocabulary.partition)
-    heads = model.add_heads(own_head_tasks(config)) if isinstance(model, Transformer) else {}
+def _build_model(setup: Setup, slot: SourceSlot) -> tuple[Model, Units, Sequence[UnitLayout]]:
+    """The model, whose experts come from ``slot``; its dense parameters by group, and how ranks divide them."""
+    config, vocabulary = setup.config, setup.vocabulary
+    spec = config.spec
+    if config.data.layer_major:  # blocks are computed again by the step itself
+        spec = spec.vary("checkpoint_activations", CheckpointActivations.OFF) or spec
+    model = spec.build(slot, mesh=setup.mesh, ledger=setup.ledger, vocabulary=vocabulary.partition)
+    heads = model.add_heads(own_head_tasks(config.tasks)) if isinstance(model, Transformer) else {}
     units = model.dense_units()
     narrow = config.dense.gather is GatherDtype.COMPUTE
     if not narrow and any(parameter.dtype != torch.float32 for _, unit in units for parameter in unit):
@@ -353,22 +199,18 @@ def _build_model(setup: _Setup, source: SourceSlot) -> _Shell:
         )
     layouts = unit_layouts(
         units,
-        ranks=mesh.data.size,
+        ranks=setup.mesh.data.size,
         narrow=model.cast_parameters(),
         fusion=config.dense.fusion,
         tables=vocabulary.tables,
         apart=heads,
     )
-    return _Shell(model=model, source=source, units=units, layouts=layouts)
+    return model, units, layouts
 
 
-def _spec(config: TrainConfig) -> ModelSpec:
-    """What the model is built from. In layer order blocks are computed again by the step itself."""
-    name, off = "checkpoint_activations", CheckpointActivations.OFF
-    return (config.spec.vary(name, off) if config.data.layer_major else None) or config.spec
-
-
-def _open_store(setup: _Setup, shell: _Shell, *, trace: Path | None, io_log: Path | None) -> StoreCore:
+def _open_store(
+    setup: Setup, layouts: Sequence[UnitLayout], *, trace: Path | None, io_log: Path | None
+) -> StoreCore:
     config, agreed, world = setup.config, setup.agreed, setup.mesh.world
     directory = rank_directory(config.store, world.rank, world.size)
     store_config = StoreConfig(
@@ -385,34 +227,33 @@ def _open_store(setup: _Setup, shell: _Shell, *, trace: Path | None, io_log: Pat
         clock=StepClock.STEPS,
     )
     if agreed.opening is Opening.CREATE:
-        schemas = [expert_schema(config), *dense_schemas(shell.layouts)]
+        schemas = [expert_schema(config), *dense_schemas(layouts)]
         return ParameterStore.create(
             directory, schemas, store_config, adamw=config.adamw, trace=trace, io_log=io_log
         ).core
     pairs = pair_schema(config)
+    # Records of pairs come after the frozen records beside which they are trained, and a task may bring a head of its own;
+    # otherwise the store has all schemas.
+    further = [*([pairs] if pairs else []), *dense_schemas(layouts)]
     return ParameterStore.open(
         directory,
         store_config,
         adamw=config.adamw,
         at=agreed.at,
-        # What is trained beside frozen records came after them, and a task may bring a head of its own; otherwise the store
-        # has them all.
-        further=[*([pairs] if pairs else []), *dense_schemas(shell.layouts)]
-        if config.lora.enabled or config.tasks
-        else [],
+        further=further if config.lora.enabled or config.tasks else [],
         trace=trace,
         io_log=io_log,
     ).core
 
 
-def _initial_state(setup: _Setup, shell: _Shell, store: StoreCore, pipeline: PipelineControl) -> TrainState:
-    """Where training stands: at its beginning, or at the commit that everybody has. Brings model, data and the number of
+def _initial_state(setup: Setup, model: Model, store: StoreCore, pipeline: PipelineControl) -> TrainState:
+    """Where training stands: at its beginning, or at the commit that all ranks have. Brings model, data and the number of
     chunks there.
     """
     config, data = setup.config, setup.data
     if setup.agreed.opening is Opening.RESUME:
         state = resumed_state(config, store, setup.conditions)
-        shell.model.load_state(store.committer.state)
+        model.load_state(store.committer.state)
     else:
         state = TrainState(conditions=setup.conditions)
     state.job = setup.mesh.environment.job if config.parallel.elastic is Elastic.RESHARD else ""
@@ -423,25 +264,34 @@ def _initial_state(setup: _Setup, shell: _Shell, store: StoreCore, pipeline: Pip
     return state
 
 
-def _slice_dense(setup: _Setup, shell: _Shell) -> tuple[DenseSlices, Schedule]:
-    """Takes the dense parameters out of the model, and brings what is left of it to the device."""
-    config, compute = setup.config, setup.config.model.compute_dtype.torch
+def _slice_dense(
+    setup: Setup, model: Model, units: Units, layouts: Sequence[UnitLayout]
+) -> tuple[DenseSlices, Schedule]:
+    """Takes the dense parameters out of the model, and moves what is left of it to the device."""
+    config, mesh, compute = setup.config, setup.mesh, setup.config.model.compute_dtype.torch
+    divided = None  # by default each rank has all dense parameters whole
+    if mesh.tensor.size > 1:
+        indices = tuple(
+            frozenset(i for i, division in enumerate(unit) if division is not None)
+            for unit in model.unit_divisions()
+        )
+        divided = DividedParameters(mesh.tensor, indices) if any(indices) else None
     dense = DenseSlices(
-        shell.units,
-        shell.layouts,
-        group=setup.mesh.data,
-        device=setup.mesh.device,
+        units,
+        layouts,
+        group=mesh.data,
+        device=mesh.device,
         adamw=config.adamw,
         config=config.dense,
         compute=compute,
         timeline=setup.timeline,
-        divided=_divided(setup.mesh, shell.model),
+        divided=divided,
     )
-    shell.model.module.to(setup.mesh.device)
+    model.module.to(mesh.device)
     passes = config.data.passes if setup.data is not None else 1
-    spec, pipeline = config.spec, setup.mesh.pipeline
+    spec, pipeline = config.spec, mesh.pipeline
     schedule = unit_schedule(
-        shell.layouts,
+        layouts,
         config.dense,
         config.prefetch,
         moe_layers=config.model.moe_layers,
@@ -455,128 +305,154 @@ def _slice_dense(setup: _Setup, shell: _Shell) -> tuple[DenseSlices, Schedule]:
     return dense, schedule
 
 
-def _divided(mesh: Mesh, model: Model) -> DividedParameters | None:
-    """Which dense parameters this rank has a part of; None where it has all of them whole."""
-    if mesh.tensor.size == 1:
-        return None
-    units = model.unit_divisions()
-    indices = tuple(frozenset(i for i, division in enumerate(unit) if division is not None) for unit in units)
-    return DividedParameters(mesh.tensor, indices) if any(indices) else None
-
-
-def _fill(setup: _Setup, shell: _Shell, store: StoreCore, dense: DenseSlices) -> None:
-    """Makes all records, or takes up those of the commit that everybody has; of what is frozen, reads what stays."""
+def _fill(setup: Setup, model: Model, store: StoreCore, dense: DenseSlices) -> None:
+    """Makes all records, or loads those of the commit that all ranks have; frozen records that stay in memory are read."""
     config, owned = setup.config, setup.owned
     count = len(owned) * len(config.model.moe_layers)
     if setup.agreed.opening is Opening.CREATE:
         store.reserve({EXPERT_SCHEMA: count} | dense.record_counts())
         dense.register(store)
-        register_experts(config, store, owned)
+        _register_experts(config, store, owned)
     else:
-        if config.lora.enabled and not _adapted(shell, store, owned, config):
-            pairs = {PAIR_SCHEMA: count} if pair_schema(config) else {}
-            store.reserve(pairs | dense.record_counts())
+        pairs = pair_schema(config) is not None
+        keys = [layout.key for layout in dense.layouts if not layout.empty]
+        if pairs and len(owned):
+            keys += [pair_key(layer, owned[0]) for layer in config.model.moe_layers]
+        if config.lora.enabled and not all(key in store.records for key in keys):  # its first run
+            store.reserve(({PAIR_SCHEMA: count} if pairs else {}) | dense.record_counts())
             dense.register(store)
-            register_pairs(config, store, owned)
+            if pairs:
+                _register_pairs(config, store, owned)
         else:
             fresh = dense.missing(store) if config.tasks else []
             store.reserve(dense.record_counts(fresh))
             if fresh:
                 dense.register(store, fresh)
             dense.load(store, store.history.applied, fresh=fresh)
-        _load_frozen(setup, shell, store)
-        # Everybody is at this step now: what was prepared and not acknowledged is.
+        frozen = model.frozen_units()
+        layouts = unit_layouts(
+            frozen,
+            ranks=setup.mesh.data.size,
+            narrow=model.cast_parameters(),
+            fusion=config.dense.fusion,
+        )
+        load_frozen(store, frozen, layouts, group=setup.mesh.data, device=setup.mesh.device)
+        # All ranks are at this step now: a commit that was prepared and not acknowledged is acknowledged.
         setup.mesh.world.barrier()
         store.committer.acknowledge()
-    if setup.keeps_gradients and (trained := trained_schema(config)) is not None:
+    keeps_gradients = setup.timing is StepTiming.DEFERRED or config.keeps_gradients
+    if keeps_gradients and (trained := trained_schema(config)) is not None:
         store.reserve_scratch(trained.name)
 
 
+def _register_experts(config: TrainConfig, store: StoreCore, owned: range) -> None:
+    """Adds the records of a model that is made, not imported."""
+    spec = config.spec
+    register_many(
+        store,
+        (
+            NewRecord(
+                expert_key(layer, expert), EXPERT_SCHEMA, layer, partial(spec.first_weights, layer, expert)
+            )
+            for layer in spec.moe_layers
+            for expert in owned
+        ),
+    )
+
+
+def _register_pairs(config: TrainConfig, store: StoreCore, owned: range) -> None:
+    """Adds the records of the experts' pairs, each with its expert's number and layer."""
+    shape, seed = PairShape.of(config.model.expert_shape, config.lora), config.lora.seed
+
+    def values_of(layer: int, expert: int) -> Callable[[], npt.NDArray[np.float32]]:
+        return lambda: np.asarray(initial_pair(shape, seed=seed, layer=layer, expert=expert).numpy())
+
+    register_many(
+        store,
+        (
+            NewRecord(pair_key(layer, expert), PAIR_SCHEMA, layer, values_of(layer, expert))
+            for layer in config.model.moe_layers
+            for expert in owned
+        ),
+    )
+
+
 def _open_experts(
-    setup: _Setup, store: StoreCore, schedule: Schedule, stack: contextlib.ExitStack
+    setup: Setup, store: StoreCore, schedule: Schedule, stack: contextlib.ExitStack
 ) -> ExpertTiers:
-    return ExpertOpener(
-        config=setup.config,
-        store=store,
-        mesh=setup.mesh,
-        owned=setup.owned,
-        budgets=setup.budgets,
-        timing=setup.timing,
+    """The source that the model leases its experts from; ``stack`` closes the device tiers. With LoRA the experts are
+    frozen, and their pairs are trained in their place.
+    """
+    config, mesh, slots = setup.config, setup.mesh, setup.budgets.slots
+    link = config.links.copy
+    in_place = weights_in_place(config.weights_in_place, mesh.device, link)
+    loads = WeightLoads.IN_PLACE if in_place else WeightLoads.COPIED
+
+    def open_tier(slots: DeviceSlots[torch.dtype]) -> DeviceTier:
+        tier = open_device_tier(store.engine, slots, mesh.device, HugePages.AUTO, loads)
+        stack.callback(tier.close)
+        return limited_tier(tier, store.engine, link)
+
+    def records(key: Callable[[int, int], str]) -> Mapping[int, Mapping[int, LiveRecord]]:
+        return {
+            layer: {expert: store.record(key(layer, expert)) for expert in setup.owned}
+            for layer in config.model.moe_layers
+        }
+
+    def predictor() -> Predictor:
+        return make_predictor(config.prefetch.predictor, setup.owned, most=config.prefetch.guesses)
+
+    def trained(tier: DeviceTier, key: Callable[[int, int], str]) -> TieredExperts:
+        return TieredExperts(
+            store,
+            tier,
+            records(key),
+            weight_slots=tier.slots.weights,
+            timing=setup.timing,
+            predictor=predictor(),
+            schedule=schedule,
+            ledger=setup.ledger,
+            replicas=mesh.replica,
+        )
+
+    compute = config.model.compute_dtype.torch
+    tier = open_tier(DeviceSlots(slots.numel, compute, slots.weights, slots.gradients, slots.quantized))
+    if not config.lora.enabled:
+        return trained(tier, expert_key)
+    frozen = FrozenExperts(
+        store,
+        tier,
+        records(expert_key),
+        weight_slots=slots.weights,
+        predictor=predictor(),
         schedule=schedule,
         ledger=setup.ledger,
-    ).open(stack)
+    )
+    pairs = setup.budgets.pairs
+    if pairs is None:
+        return frozen
+    tier = open_tier(DeviceSlots(pairs.numel, torch.float32, pairs.weights, pairs.gradients))
+    shape = PairShape.of(config.model.expert_shape, config.lora)
+    return LoraExperts(frozen, trained(tier, pair_key), shape, device=mesh.device)
 
 
-def _guess_ahead(setup: _Setup, shell: _Shell, experts: ExpertTiers, stack: contextlib.ExitStack) -> None:
-    """Where routers are to guess, has each pass tell ``experts`` what later layers will ask for."""
-    prefetch = setup.config.prefetch
-    if prefetch.predictor is PredictorName.ROUTER and prefetch.depth:
-        guesses = RouterGuesses(
-            shell.model.routers(),
-            experts,
-            mesh=setup.mesh,
-            ledger=setup.ledger,
-            training=partial(in_training, shell.source),
-        )
-        stack.callback(guesses.remove)
-
-
-def _layer_parts(
-    setup: _Setup, store: StoreCore, gates: Gates, slot: SourceSlot, stack: contextlib.ExitStack
-) -> LayerParts | None:
-    """What steps in layer order need beside the other parts; None where they are taken in micro order."""
-    boundaries = _open_boundaries(setup, store)
-    if boundaries is None:
-        return None
-    return LayerParts(gates=gates, slot=slot, boundaries=stack.enter_context(boundaries))
-
-
-def _open_boundaries(setup: _Setup, store: StoreCore) -> BoundaryStore | None:
-    """Where block inputs are kept; their space on disk is reserved here, if any of them is spilled."""
+def _layer_order(
+    setup: Setup,
+    model: Model,
+    dense: DenseSlices,
+    store: StoreCore,
+    queue: HorizontalQueue,
+    gates: Gates,
+    slot: SourceSlot,
+    stack: contextlib.ExitStack,
+) -> LayerOrder | None:
+    """What takes steps in layer order; None where they are taken in micro order. Space on disk for block inputs that are
+    spilled is reserved here.
+    """
     blocks = len(setup.config.model.architecture.units) - 2
     split = boundary_split(setup.config, setup.mesh.data.size, blocks)
     if split is None:
         return None
     count = setup.config.data.micro_batches
-    return open_boundaries(store, setup.ledger, split, layers=range(blocks), micro_batches=count)
-
-
-def _adapted(shell: _Shell, store: StoreCore, owned: range, config: TrainConfig) -> bool:
-    """Whether the store has the records of pairs already."""
-    keys = [layout.key for layout in shell.layouts if not layout.empty]
-    if pair_schema(config) is not None:
-        keys += [pair_key(layer, owned[0]) for layer in config.model.moe_layers if len(owned)]
-    return all(key in store.records for key in keys)
-
-
-def _load_frozen(setup: _Setup, shell: _Shell, store: StoreCore) -> None:
-    units = shell.model.frozen_units()
-    layouts = unit_layouts(
-        units,
-        ranks=setup.mesh.data.size,
-        narrow=shell.model.cast_parameters(),
-        fusion=setup.config.dense.fusion,
-    )
-    load_frozen(store, units, layouts, group=setup.mesh.data, device=setup.mesh.device)
-
-
-def _check_batch(config: TrainConfig, world: int) -> None:
-    if config.data.batch_size % world and not config.tasks:
-        raise ConfigError(
-            f"data.batch_size: expected a multiple of the {world} ranks, got {config.data.batch_size}"
-        )
-
-
-def stall_spans(sink: TimelineSink) -> Callable[[StallKey, int, int], None]:
-    """Draws each charged interval on the timeline's track of stalls."""
-
-    def draw(key: StallKey, start_ns: int, end_ns: int) -> None:
-        sink.add(
-            Track.STALLS,
-            key.cause.value,
-            start_ns,
-            end_ns,
-            {"layer": key.layer, "dimension": key.tier.dimension.value, "tier": key.tier.value},
-        )
-
-    return draw
+    boundaries = open_boundaries(store, setup.ledger, split, layers=range(blocks), micro_batches=count)
+    return LayerOrder(model, dense, queue, gates=gates, slot=slot, boundaries=stack.enter_context(boundaries))

@@ -21,7 +21,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,34 +39,11 @@ from tierstore.prefetch.program import Finals
 from tierstore.prefetch.schedule import MicroPass
 from tierstore.stats import Cause, StallLedger, Tier
 from tierstore.timeline import TimelineSink, Track
+from tierstore.train.stepping import OpenStep
 
 #: What a message has beside it, int64, before what the model adds: when it will have travelled, and whether all losses so
 #: far are finite.
 _BESIDE = 2
-
-
-class InterleavedPasses(Protocol):
-    """A step whose passes interleave, ``OpenStep`` say."""
-
-    @property
-    def passes_begun(self) -> int: ...
-
-    def begin_pass(self) -> None: ...
-
-    def resume_pass(self, index: int, finals: Finals) -> None: ...
-
-    def end_pass(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class StepLosses:
-    """What a step came to in all stages: ``losses`` of the micro-batches, means over data ranks; whether all were finite;
-    and the experts that got tokens, of all layers.
-    """
-
-    losses: tuple[float, ...]
-    finite: bool
-    active: int
 
 
 class StagePipeline:
@@ -99,10 +76,13 @@ class StagePipeline:
         self.most_held = 0
         self.log: list[MicroPass] = []
 
-    def run(self, step: InterleavedPasses, position: int, batches: Sequence[Batch]) -> StepLosses:
+    def run(
+        self, step: OpenStep, position: int, batches: Sequence[Batch]
+    ) -> tuple[Sequence[float] | None, int]:
         """Forward and backward passes of ``batches``, the micro-batches of step ``position``. A collective of all stages.
 
-        All get the same losses. Raises PeerError, and what a pass raises.
+        Returns the losses of the micro-batches, means over data ranks (None where one is not finite), and the number of
+        experts that got tokens, of all layers; all stages get the same. Raises PeerError, and what a pass raises.
         """
         self._open = passes = _OpenPasses(step, position, batches)
         self.log = []
@@ -124,10 +104,10 @@ class StagePipeline:
         finally:
             self._open = None
             stage.clear()
-        return self._told(passes)
+        return self._agreed(passes)
 
-    def _told(self, passes: _OpenPasses) -> StepLosses:
-        """What the last stage knows of the losses, and each of its own experts, on all stages."""
+    def _agreed(self, passes: _OpenPasses) -> tuple[Sequence[float] | None, int]:
+        """Sends the last stage's losses, and each stage's number of active experts, to all stages."""
         count = len(passes.batches)
         told = torch.zeros(count + 2, dtype=torch.float64)
         if self._border.ends:
@@ -137,7 +117,7 @@ class StagePipeline:
         with self._ledger.stall(layer=None, tier=Tier.RANKS, cause=Cause.AGREEMENT):
             self._group.all_reduce(told).wait()
         *losses, finite, active = told.tolist()
-        return StepLosses(tuple(losses), bool(finite), int(active))
+        return losses if finite else None, int(active)
 
     def _schedule(self, batches: Sequence[Batch]) -> tuple[_Stage, Schedule1F1B]:
         """The engine for micro-batches of this shape; all have the same."""
@@ -252,7 +232,7 @@ class StagePipeline:
 class _OpenPasses:
     """The passes of a step under way."""
 
-    step: InterleavedPasses
+    step: OpenStep
     position: int
     batches: Sequence[Batch]
     #: Whether all losses are finite that this stage knows of.

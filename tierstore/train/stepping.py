@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
 import torch
@@ -43,14 +43,12 @@ from tierstore.prefetch.plan import StepTiming
 from tierstore.prefetch.program import Finals
 from tierstore.stats import Cause, StallLedger, Tier
 from tierstore.store.core import OptimizerStep, StoreCore
-from tierstore.timeline import OperationSpans, TimelineSink, Track
-from tierstore.train.config import TrainConfig
-from tierstore.train.data import TrainingData
-from tierstore.train.elastic import MadeOver, drop_before
-from tierstore.train.layer_order import LayerParts
+from tierstore.timeline import OperationSpans, Track
+from tierstore.train.elastic import drop_before
+from tierstore.train.layer_order import LayerOrder
 from tierstore.train.pipelining import PipelineControl
 from tierstore.train.ranks import commit_everywhere
-from tierstore.train.vocabulary import VocabularyTables
+from tierstore.train.setup import Setup
 
 
 class NonFiniteError(TierstoreError):
@@ -62,31 +60,19 @@ class StepError(TierstoreError, RuntimeError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SessionParts:
+class SessionParts(Setup):
     """The open parts of a training session: ``tierstore.train.session`` makes and closes them, a ``Stepper`` drives them.
-
-    ``timing``: when expert gradients become steps. ``data``: what it is trained on; None where a loop brings its own.
+    ``layers``: what takes micro-batches in layer order; None in micro order.
     """
 
-    config: TrainConfig
-    timing: StepTiming
     store: StoreCore
     experts: ExpertTiers
     model: Model
     dense: DenseSlices
     queue: HorizontalQueue
-    data: TrainingData | None
-    mesh: Mesh
     state: TrainState
-    ledger: StallLedger
-    timeline: TimelineSink
     pipeline: PipelineControl
-    #: Where steps take their micro-batches in layer order.
-    layers: LayerParts | None = None
-    #: How embedding and head reach their tokens.
-    vocabulary: VocabularyTables = field(default_factory=VocabularyTables)
-    #: Where the store was that of other ranks.
-    made_over: MadeOver | None = None
+    layers: LayerOrder | None
 
 
 class StepOutcome(Enum):

@@ -83,6 +83,11 @@ class TaskConfig:
 Tasks = Mapping[str, TaskConfig]
 
 
+def own_head_tasks(tasks: Tasks) -> list[str]:
+    """The tasks that are trained with an output head of their own."""
+    return [name for name, task in tasks.items() if task.head is TaskHead.OWN]
+
+
 def check_tasks(tasks: Tasks, data: DataConfig) -> None:
     """Raises ConfigError, naming the setting, where ``tasks`` and ``data`` do not go together."""
     if not tasks:

@@ -61,8 +61,7 @@ class Trainer:
         #: Where the data is that of several tasks.
         self.tasks = data if isinstance(data, TaskData) else None
         self._task_losses = TaskLosses(())
-        #: Where the store was that of other ranks until now.
-        self.made_over = parts.made_over
+        self.resharded_from = parts.resharded_from
         self.state = parts.state
         self.ledger = parts.ledger
         #: Where the time of the last step went, and of all.
@@ -76,9 +75,7 @@ class Trainer:
         self._timeline = parts.timeline
         #: In how many chunks passes over experts go.
         self.pipeline = parts.pipeline
-        self._layers: LayerOrder | None = None
-        if parts.layers is not None:
-            self._layers = LayerOrder(parts.model, parts.dense, parts.queue, parts.layers)
+        self._layers = parts.layers
         #: Where the model is cut into pipeline stages: what takes micro-batches through this one.
         self.stages: StagePipeline | None = None
         if parts.mesh.stages > 1:
@@ -192,14 +189,14 @@ class Trainer:
     def _backward_by_stages(self, stages: StagePipeline, step: OpenStep, position: int) -> tuple[float, int]:
         """The same where the model is cut into pipeline stages, of which this rank has one."""
         count = self.config.data.micro_batches
-        found = stages.run(step, position, [self._batch(position, micro) for micro in range(count)])
-        if not found.finite:
+        losses, active = stages.run(step, position, [self._batch(position, micro) for micro in range(count)])
+        if losses is None:
             step.skip()
             return math.nan, 0
         total = 0.0
-        for loss in found.losses:
+        for loss in losses:
             total += loss / count
-        return total, found.active
+        return total, active
 
     def _batch(self, position: int, micro: int) -> Batch:
         """This rank's part of a micro-batch, on its device."""

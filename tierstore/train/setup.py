@@ -1,0 +1,228 @@
+"""What a session checks, reads and agrees on before it touches the store's directory: ``prepare``.
+
+A run that is refused here has created and changed nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import Enum
+
+import torch
+
+from tierstore.dense import OptimizerState
+from tierstore.errors import ConfigError
+from tierstore.model.config import ModelConfig
+from tierstore.model.store_schema import STATE_KEY, TrainState, table_of
+from tierstore.parallel import Mesh, RankEnvironment, rank_device
+from tierstore.prefetch.plan import StepTiming
+from tierstore.stats import StallKey, StallLedger
+from tierstore.store.disk.home import rank_directory
+from tierstore.store.reading import read_schemas, read_states
+from tierstore.tiers.slots import DeviceKind
+from tierstore.timeline import TimelineSink, Track
+from tierstore.train.budgets import Budgets, budgets
+from tierstore.train.combinations import check_combination
+from tierstore.train.config import TrainConfig, assignment_of
+from tierstore.train.data import TextData, TrainingData
+from tierstore.train.elastic import follow_ranks
+from tierstore.train.files import DataConfig
+from tierstore.train.footprint import boundary_split
+from tierstore.train.pipelining import check_chunks
+from tierstore.train.ranks import Agreed, Opening, agree, check_alike
+from tierstore.train.resharding import Resharded
+from tierstore.train.stages import stage_config
+from tierstore.train.state import check_records, conditions
+from tierstore.train.task_data import TaskData
+from tierstore.train.tasks import own_head_tasks
+from tierstore.train.tokens.data import TokenData, open_data
+from tierstore.train.vocabulary import VocabularyTables, choose_vocabulary
+
+
+class Loop(Enum):
+    """Whose loop drives a session. OWN: the trainer's, over ``config.data``. EXTERNAL: a caller's, with data, schedule and
+    clipping of its own; the steps of experts are then always deferred, so that a step can be abandoned until its end.
+    """
+
+    OWN = "own"
+    EXTERNAL = "external"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """The parts of a session that exist before its store is opened.
+
+    ``timing``: when expert gradients become steps. ``data``: None where an external loop brings its own. ``conditions``:
+    what the bits of the run depend on. ``resharded_from``: how an elastic restart resharded the store, where it did.
+    """
+
+    config: TrainConfig
+    mesh: Mesh
+    budgets: Budgets
+    timing: StepTiming
+    data: TrainingData | None
+    agreed: Agreed
+    conditions: dict[str, object]
+    vocabulary: VocabularyTables
+    timeline: TimelineSink
+    ledger: StallLedger
+    resharded_from: Resharded | None
+
+    @property
+    def owned(self) -> range:
+        """This rank's experts, of each layer."""
+        return self.mesh.blocks(self.config.model.experts).owned(self.mesh.expert.rank)
+
+
+def prepare(
+    config: TrainConfig,
+    opening: Opening,
+    loop: Loop,
+    mesh: Mesh | None,
+    timeline: TimelineSink,
+    progress: Callable[[int, int], None],
+) -> Setup:
+    """Checks ``config``, agrees with the other ranks, and opens the data; ``progress`` is that of ``open_session``'s
+    ``tokenising``. A collective. Raises what ``open_session`` raises.
+    """
+    device = rank_device(config.device, RankEnvironment()) if mesh is None else mesh.device
+    mesh = mesh or Mesh.alone(RankEnvironment(), device)
+    check_combination(config, mesh.layout)
+    config.check_length()
+    if config.data.batch_size % mesh.data.size and not config.tasks:
+        raise ConfigError(
+            f"data.batch_size: expected a multiple of the {mesh.data.size} ranks, got {config.data.batch_size}"
+        )
+    check_chunks(config, mesh)
+    if loop is Loop.EXTERNAL:
+        _refuse_external(config)
+    _refuse_tasks(config, mesh.data.size)
+    whole, config = config, stage_config(config, mesh.pipeline.rank, mesh.stages)
+    if loop is Loop.EXTERNAL and mesh.stages > 1:
+        raise ConfigError(
+            "parallel.stages: expected 1: a loop of your own drives one pass after another, and stages take those of "
+            "several micro-batches in turns"
+        )
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    compute_deterministically(device)
+    divided = budgets(config, DeviceKind(device.type))
+    boundary_split(config, mesh.data.size, len(config.model.architecture.units) - 2)  # a refusal comes here
+    resharded_from = follow_ranks(config, opening, mesh)
+    agreed = agree(config.store, opening, mesh)
+    recorded: dict[str, object] = {}  # of a store that is resumed: the conditions of its run so far
+    if agreed.opening is Opening.RESUME:
+        directory = rank_directory(config.store, mesh.world.rank, mesh.world.size)
+        check_records(config, read_schemas(directory))
+        raw = read_states(directory, STATE_KEY)[agreed.at]
+        recorded = TrainState.unpack({STATE_KEY: raw}, where=str(directory)).conditions
+    total_steps = table_of(recorded.get("schedule", {})).get("total_steps")
+    # A run resumes the schedule that it began with, unless the configuration names another.
+    schedule = config.schedule.over(total_steps if isinstance(total_steps, int) else config.steps)
+    config = replace(config, schedule=schedule)
+    vocabulary = choose_vocabulary(
+        whole,
+        ranks=mesh.data.size,
+        device=DeviceKind(device.type),
+        recorded=table_of(recorded.get("parallel", {})) if recorded else None,
+    )
+    # Last, because tokenising may take hours.
+    data = _open_data(config, mesh, progress) if loop is Loop.OWN else None
+    present = conditions(
+        config,
+        threads=torch.get_num_threads(),
+        device=device,
+        data_crc32=None if data is None else data.crc32,
+        mesh=mesh,
+        vocabulary=vocabulary,
+    )
+    check_alike(config, present, mesh)
+    return Setup(
+        config=config,
+        mesh=mesh,
+        budgets=divided,
+        timing=config.step_timing if loop is Loop.OWN else StepTiming.DEFERRED,
+        data=data,
+        agreed=agreed,
+        conditions=present,
+        vocabulary=vocabulary,
+        timeline=timeline,
+        ledger=StallLedger(listener=stall_spans(timeline) if timeline.enabled else None),
+        resharded_from=resharded_from,
+    )
+
+
+def _refuse_external(config: TrainConfig) -> None:
+    if config.tasks:
+        raise ConfigError("tasks: a loop of your own brings its own data; expected none")
+    if config.data.layer_major:
+        raise ConfigError(
+            "data.micro_order: expected micro or auto: a loop of your own drives one pass after another, and layer order "
+            "needs all micro-batches of a step at once"
+        )
+
+
+def _refuse_tasks(config: TrainConfig, ranks: int) -> None:
+    if not config.tasks:
+        return
+    own, built_in = own_head_tasks(config.tasks), isinstance(config.model, ModelConfig)
+    if own and not built_in:
+        raise ConfigError(
+            f"tasks.{own[0]}.head: expected shared: an imported model has one output head, in its own module"
+        )
+    if own and config.dense.optimizer_state is OptimizerState.NVME:
+        raise ConfigError(
+            f"tasks.{own[0]}.head: expected shared with dense.optimizer_state = nvme, which keeps one record a parameter "
+            "group"
+        )
+    if not built_in and config.data.batch_size < ranks:
+        raise ConfigError(
+            f"data.batch_size: expected a row for each of the {ranks} data ranks: modules of an imported model take no "
+            f"empty batch, got {config.data.batch_size}"
+        )
+
+
+def _open_data(config: TrainConfig, mesh: Mesh, progress: Callable[[int, int], None]) -> TrainingData:
+    def open_source(data: DataConfig) -> TextData | TokenData:
+        return open_data(
+            data,
+            seq_len=config.model.seq_len,
+            vocab_size=config.model.vocab_size,
+            tokenizer=config.spec.tokenizer,
+            store=config.store,
+            together=config.spec.mixes_documents,
+            first=mesh.world.rank == 0,
+            barrier=mesh.world.barrier,
+            progress=progress,
+        )
+
+    if not config.tasks:
+        return open_source(config.data)
+    sources = {name: open_source(data) for name, data in config.data_by_task.items()}
+    assignment = assignment_of(config, mesh.data.size)
+    return TaskData(config.tasks, sources, assignment, micro_batches=config.data.micro_batches)
+
+
+def compute_deterministically(device: torch.device) -> None:
+    """Makes torch compute the same bits each time on ``device``, or raise. Before the first product on it."""
+    if device.type == "cuda":
+        # Without it cuBLAS divides its workspace among streams as they come, and torch refuses every product.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+
+
+def stall_spans(sink: TimelineSink) -> Callable[[StallKey, int, int], None]:
+    """A listener of a stall ledger that draws each charged interval on the timeline's track of stalls."""
+
+    def draw(key: StallKey, start_ns: int, end_ns: int) -> None:
+        sink.add(
+            Track.STALLS,
+            key.cause.value,
+            start_ns,
+            end_ns,
+            {"layer": key.layer, "dimension": key.tier.dimension.value, "tier": key.tier.value},
+        )
+
+    return draw
