@@ -13,6 +13,7 @@ from tierstore.links import LinksConfig
 from tierstore.prefetch.plan import PrefetchConfig
 from tierstore.prefetch.predictor import PredictorName
 from tierstore.store.config import IoConfig
+from tierstore.train.config import RunConfig
 
 
 class ExpertMemory(Enum):
@@ -113,22 +114,9 @@ class GraphsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeConfig:
+class ServeConfig(RunConfig):
     """How a store is served. Nothing here changes what a model computes, but for ``batch.invariant`` and ``graphs``."""
 
-    store: Path = field(default=Path("tierstore-store"), metadata={"help": "store directory"})
-    host_budget: int = field(
-        default=1 << 30, metadata={"size": True, "help": "memory for experts: cache and CPU device tier"}
-    )
-    device_budget: int = field(
-        default=0, metadata={"size": True, "help": "memory for experts on the device (0: a few slots)"}
-    )
-    device: str = field(default="auto", metadata={"help": "cpu, cuda, or auto"})
-    weights_in_place: Capability = field(
-        default=Capability.AUTO,
-        metadata={"help": "on the CPU, compute with experts where they lie in the cache, without a copy"},
-    )
-    threads: int = field(default=0, metadata={"help": "torch's threads (0: one for each core)"})
     batch: BatchConfig = field(default_factory=BatchConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     ring: RingConfig = field(default_factory=RingConfig)
@@ -137,9 +125,3 @@ class ServeConfig:
     prefetch: PrefetchConfig = field(default_factory=lambda: PrefetchConfig(predictor=PredictorName.ROUTER))
     io: IoConfig = field(default_factory=IoConfig)
     links: LinksConfig = field(default_factory=LinksConfig)
-
-    def __post_init__(self) -> None:
-        if self.threads < 0:
-            raise ConfigError(f"threads: expected at least 0, got {self.threads}")
-        if self.device not in ("auto", "cpu") and not self.device.startswith("cuda"):
-            raise ConfigError(f"device: expected auto, cpu or cuda, got {self.device!r}")

@@ -144,18 +144,41 @@ class FinetuneConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """What ``tierstore train`` does. The defaults are the main job."""
+class RunConfig:
+    """What training and serving share: the store, the memory for experts, and the device. Raises ConfigError naming the
+    field.
+    """
 
     store: Path = field(default=Path("tierstore-store"), metadata={"help": "store directory"})
+    host_budget: int = field(
+        default=1 << 30, metadata={"size": True, "help": "memory for experts: cache and CPU device tier"}
+    )
+    device_budget: int = field(
+        default=0, metadata={"size": True, "help": "memory for experts on the device (0: a few slots)"}
+    )
+    device: str = field(default="auto", metadata={"help": "cpu, cuda, or auto"})
+    weights_in_place: Capability = field(
+        default=Capability.AUTO,
+        metadata={"help": "on the CPU, compute with experts where they lie in the cache, without a copy"},
+    )
+    threads: int = field(default=0, metadata={"help": "torch's threads (0: one for each core)"})
+
+    def __post_init__(self) -> None:
+        if self.threads < 0:
+            raise ConfigError(f"threads: expected at least 0, got {self.threads}")
+        if self.device not in ("auto", "cpu") and not self.device.startswith("cuda"):
+            raise ConfigError(f"device: expected auto, cpu or cuda, got {self.device!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(RunConfig):
+    """What ``tierstore train`` does. The defaults are the main job."""
+
     steps: int = field(default=RUN_STEPS, metadata={"help": "optimizer steps in all"})
     clip_norm: float = field(default=0.0, metadata={"help": "largest global gradient norm (0: no clipping)"})
     host_budget: int = field(
         default=256 << 20,
         metadata={"size": True, "help": "memory for experts: cache, gradients, CPU device tier"},
-    )
-    device_budget: int = field(
-        default=0, metadata={"size": True, "help": "memory for experts on the device (0: a few slots)"}
     )
     boundary_budget: int = field(
         default=0,
@@ -164,12 +187,6 @@ class TrainConfig:
             "help": "memory for block inputs in layer order; what it cannot hold is spilled (0: all)",
         },
     )
-    device: str = field(default="auto", metadata={"help": "cpu, cuda, or auto"})
-    weights_in_place: Capability = field(
-        default=Capability.AUTO,
-        metadata={"help": "on the CPU, compute with experts where they lie in the cache, without a copy"},
-    )
-    threads: int = field(default=0, metadata={"help": "torch's threads (0: one for each core)"})
     commit_every: int = field(default=20, metadata={"help": "steps between commits (0: only at the end)"})
     snapshot_every: int = field(default=0, metadata={"help": "steps between named snapshots (0: none)"})
     retain: int = field(default=0, metadata={"help": "snapshots kept"})
@@ -198,18 +215,17 @@ class TrainConfig:
     wear: WearConfig = field(default_factory=WearConfig)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("steps", "eval_batches", "max_skipped"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: expected at least 1, got {getattr(self, name)}")
-        for name in ("commit_every", "snapshot_every", "retain", "eval_every", "threads", "sample_tokens"):
+        for name in ("commit_every", "snapshot_every", "retain", "eval_every", "sample_tokens"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}: expected at least 0, got {getattr(self, name)}")
         if not (math.isfinite(self.clip_norm) and self.clip_norm >= 0):
             raise ConfigError(f"clip_norm: expected at least 0, got {self.clip_norm}")
         if self.snapshot_every and not self.retain:
             raise ConfigError("snapshot_every: needs retain of at least 1, or no snapshot would be kept")
-        if self.device not in ("auto", "cpu") and not self.device.startswith("cuda"):
-            raise ConfigError(f"device: expected auto, cpu or cuda, got {self.device!r}")
         check_tasks(self.tasks, self.data)
 
     @property

@@ -12,6 +12,7 @@ from tierstore.config import as_dict
 from tierstore.errors import ConfigError, DataError
 from tierstore.units import is_unicode
 
+#: Settings of tokenised documents, which a run's conditions name only where they are set.
 _DOCUMENTS = frozenset({"format", "column", "separator", "packing"})
 #: Settings that no bit depends on.
 _UNCONDITIONAL = frozenset({"micro_order"})
@@ -64,13 +65,11 @@ class MicroOrder(Enum):
     LAYER = "layer"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataConfig:
-    """What to train on. Raises ConfigError naming the field.
+@dataclass(frozen=True, kw_only=True)
+class SourceConfig:
+    """Which files, and how they are read: of a run's data, or of one task's. Raises ConfigError naming the field.
 
-    No ``paths``: the source of Python's standard library (``*.py``, without site-packages and tests). A
-    file is taken whatever its name; a directory gives the files whose names end in one of ``suffixes``
-    (all if empty).
+    A file is taken whatever its name; a directory gives the files whose names end in one of ``suffixes`` (empty: all).
     """
 
     paths: tuple[str, ...] = field(
@@ -79,21 +78,6 @@ class DataConfig:
     suffixes: tuple[str, ...] = field(
         default=(), metadata={"help": "endings of files taken from directories (empty: all)"}
     )
-    validation_fraction: float = field(
-        default=0.05, metadata={"help": "part of the text that is not trained on"}
-    )
-    max_bytes: int = field(
-        default=64 << 20, metadata={"help": "most bytes of text that are read, where bytes are the tokens"}
-    )
-    batch_size: int = field(default=16, metadata={"help": "sequences of a step, of all ranks"})
-    micro_batches: int = field(default=1, metadata={"help": "parts that a step's gradient is added up from"})
-    micro_order: MicroOrder = field(
-        default=MicroOrder.AUTO,
-        metadata={
-            "help": "auto, micro (each micro-batch passes all layers) or layer (each layer takes all micro-batches)"
-        },
-    )
-    seed: int = field(default=0, metadata={"help": "of the order of the text"})
     format: DataFormat = field(
         default=DataFormat.AUTO,
         metadata={"help": "auto, bytes, or what is tokenised: text, jsonl, parquet"},
@@ -113,12 +97,38 @@ class DataConfig:
     )
 
     def __post_init__(self) -> None:
-        for name in ("max_bytes", "batch_size", "micro_batches"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}: expected at least 1, got {getattr(self, name)}")
         for name in ("column", "separator"):
             if not is_unicode(getattr(self, name)):
                 raise ConfigError(f"{name}: expected text in UTF-8, got {getattr(self, name)!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(SourceConfig):
+    """What to train on. Raises ConfigError naming the field. No ``paths``: the source of Python's standard library
+    (``*.py``, without site-packages and tests).
+    """
+
+    validation_fraction: float = field(
+        default=0.05, metadata={"help": "part of the text that is not trained on"}
+    )
+    max_bytes: int = field(
+        default=64 << 20, metadata={"help": "most bytes of text that are read, where bytes are the tokens"}
+    )
+    batch_size: int = field(default=16, metadata={"help": "sequences of a step, of all ranks"})
+    micro_batches: int = field(default=1, metadata={"help": "parts that a step's gradient is added up from"})
+    micro_order: MicroOrder = field(
+        default=MicroOrder.AUTO,
+        metadata={
+            "help": "auto, micro (each micro-batch passes all layers) or layer (each layer takes all micro-batches)"
+        },
+    )
+    seed: int = field(default=0, metadata={"help": "of the order of the text"})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("max_bytes", "batch_size", "micro_batches"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: expected at least 1, got {getattr(self, name)}")
         if not 0 < self.validation_fraction < 1:
             raise ConfigError(
                 f"validation_fraction: expected more than 0 and less than 1, got {self.validation_fraction}"

@@ -14,15 +14,12 @@ import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 
 from tierstore.errors import ConfigError
 from tierstore.model.store_schema import TaskProgress
-from tierstore.train.files import DataConfig, DataFormat, Packing
-
-#: Settings of ``data`` that each task has of its own.
-_OF_A_TASK = ("paths", "suffixes", "format", "column", "separator", "packing")
+from tierstore.train.files import DataConfig, SourceConfig
 
 
 class TaskHead(Enum):
@@ -33,20 +30,13 @@ class TaskHead(Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskConfig:
+class TaskConfig(SourceConfig):
     """One of several tasks. Raises ConfigError naming the field.
 
-    Either ``rows`` of each micro-batch are its own, or it gets them by its ``share`` of those that are left.
+    It has either ``rows`` of each micro-batch, or its ``share`` of the rows that are left.
     """
 
     paths: tuple[str, ...] = field(default=(), metadata={"help": "the task's files and directories"})
-    suffixes: tuple[str, ...] = field(
-        default=(), metadata={"help": "endings of files taken from directories (empty: all)"}
-    )
-    format: DataFormat = field(default=DataFormat.AUTO, metadata={"help": "as data.format"})
-    column: str = field(default="", metadata={"help": "as data.column"})
-    separator: str = field(default="", metadata={"help": "as data.separator"})
-    packing: Packing = field(default=Packing.AUTO, metadata={"help": "as data.packing"})
     weight: float = field(default=1.0, metadata={"help": "of the task's mean loss among those of all tasks"})
     rows: int = field(default=0, metadata={"help": "sequences of each micro-batch (0: by its share)"})
     share: float = field(
@@ -64,6 +54,7 @@ class TaskConfig:
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("weight", "share"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
@@ -76,8 +67,7 @@ class TaskConfig:
 
     def data(self, common: DataConfig) -> DataConfig:
         """What the task trains on: its own files, and of ``data`` what all tasks share."""
-        own = {name: getattr(self, name) for name in _OF_A_TASK}
-        return replace(common, **own)
+        return replace(common, **{each.name: getattr(self, each.name) for each in fields(SourceConfig)})
 
 
 Tasks = Mapping[str, TaskConfig]
@@ -92,10 +82,9 @@ def check_tasks(tasks: Tasks, data: DataConfig) -> None:
     """Raises ConfigError, naming the setting, where ``tasks`` and ``data`` do not go together."""
     if not tasks:
         return
-    defaults = DataConfig()
-    for name in _OF_A_TASK:
-        if getattr(data, name) != getattr(defaults, name):
-            raise ConfigError(f"data.{name}: each task says its own (tasks.NAME.{name})")
+    for each in fields(SourceConfig):
+        if getattr(data, each.name) != each.default:
+            raise ConfigError(f"data.{each.name}: each task says its own (tasks.NAME.{each.name})")
     rows_of_tasks(tasks, data.batch_size)
 
 
