@@ -24,7 +24,7 @@ from tierstore.trace import load_trace
 from tierstore.trace.replay import replay
 from tierstore.train import pipelining
 from tierstore.train.config import TrainConfig
-from tierstore.train.pipelining import LayerCosts, PipelineControl, ProbeSizes, even_loads, line, probe
+from tierstore.train.pipelining import LayerCosts, PipelineControl, even_loads, line, probe
 from tierstore.train.ranks import Opening
 from tierstore.train.report import counters
 from tierstore.train.session import open_session
@@ -222,7 +222,7 @@ def _probed(mesh: Mesh) -> tuple[LayerCosts, int]:
     sent = mesh.expert.traffic[Collective.ALL_TO_ALL]
     before = sent.calls
     model = configured({}).model
-    found = probe(mesh, model.expert_shape, torch.float32, ProbeSizes(64, 100, 8))
+    found = probe(mesh, model.expert_shape, torch.float32, row_bytes=64, rows_to_each=100, rows_of_expert=8)
     return found, sent.calls - before
 
 

@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -45,41 +46,47 @@ class BoundaryCounts:
     written_bytes: int = 0
 
 
-class BoundaryStore(Protocol):
+class BoundaryStore(ABC):
     """Keeps one tensor for each layer and micro-batch between the passes of a step. One serialised caller."""
 
+    def __init__(self) -> None:
+        self._order = BoundaryOrder()
+
+    @abstractmethod
     def keep(self, layer: int, micro: int, tensor: Tensor) -> None:
         """Keeps the content of ``tensor``, which nobody changes afterwards. It is kept without its graph. Layers ascend.
 
         Raises ValueError where ``(layer, micro)`` is kept already, or a higher layer is; OSError where an earlier one could
         not be written.
         """
-        ...
 
+    @abstractmethod
     def take(self, layer: int, micro: int) -> Tensor:
         """What was kept, contiguous, with the same values, shape, type and device; it is forgotten here. Layers descend.
 
         Raises KeyError where it is not kept, ValueError where a higher layer still is, and ChecksumError or OSError where
         it does not come back as it was written.
         """
-        ...
 
+    @abstractmethod
     def clear(self) -> None:
-        """Forgets what is kept: the step is given up."""
-        ...
+        """Forgets what is kept: the step is abandoned."""
 
     @property
+    @abstractmethod
     def counts(self) -> BoundaryCounts: ...
 
+    @abstractmethod
     def close(self) -> None:
         """Forgets everything and frees memory and disk."""
-        ...
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None: ...
+    ) -> None:
+        self.close()
 
 
 class BoundaryOrder:
@@ -114,13 +121,13 @@ class BoundaryOrder:
         self._kept.clear()
 
 
-class MemoryBoundaries:
-    """A ``BoundaryStore`` without a budget. On a CPU it keeps the tensors themselves and copies nothing; what comes from
+class MemoryBoundaries(BoundaryStore):
+    """Without a budget. On a CPU it keeps the tensors themselves and copies nothing; what comes from
     another device is copied to the host.
     """
 
     def __init__(self) -> None:
-        self._order = BoundaryOrder()
+        super().__init__()
         self._kept: dict[tuple[int, int], tuple[Tensor, torch.device]] = {}
         self._nbytes = self._peak = 0
 
@@ -148,14 +155,6 @@ class MemoryBoundaries:
 
     def close(self) -> None:
         self.clear()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _owned(tensor: Tensor) -> Tensor:
@@ -199,8 +198,8 @@ def open_boundaries(
     return SpilledBoundaries(store, ledger, split, layers=layers, micro_batches=micro_batches)
 
 
-class SpilledBoundaries:
-    """A ``BoundaryStore`` whose memory is the slots of ``split``; ``open_boundaries`` makes it."""
+class SpilledBoundaries(BoundaryStore):
+    """In the memory of the slots of ``split``; ``open_boundaries`` makes it."""
 
     def __init__(
         self,
@@ -211,6 +210,7 @@ class SpilledBoundaries:
         layers: Sequence[int],
         micro_batches: int,
     ) -> None:
+        super().__init__()
         self._store = store
         self._ledger = ledger
         self._split = split
@@ -220,7 +220,6 @@ class SpilledBoundaries:
                 (layer, micro) for layer in reversed(layers) for micro in range(micro_batches)
             )
         }
-        self._order = BoundaryOrder()
         self._arena = _arena(split.memory_bytes)
         self._memory = torch.from_numpy(self._arena.view())
         # By slot of memory: the ticket of its last transfer.
@@ -361,14 +360,6 @@ class SpilledBoundaries:
         self._kept.clear()
         self._settle()
         self._store.extents.close_scratch(self._extent)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _arena(nbytes: int) -> Arena:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tierstore.errors import BudgetError
@@ -95,29 +96,21 @@ def least_host_budget(config: TrainConfig, device: DeviceKind, schema: RecordSch
     schema, pairs = schema or expert_schema(config), pair_schema(config)
     schemas = [schema] if pairs is None else [schema, pairs]
     cache = minimum_host_budget(schemas, config.cache, len(config.model.moe_layers))
-    return cache + (_slots(config, schema, 1).nbytes if device is DeviceKind.CPU else 0)
+    return cache + (_nbytes(_slots(config, schema, 1)) if device is DeviceKind.CPU else 0)
 
 
-@dataclass(frozen=True)
-class _Slots:
-    """Slots of experts, and of their pairs."""
-
-    experts: DeviceSlots[ComputeDtype]
-    pairs: DeviceSlots[ComputeDtype] | None
-
-    @property
-    def nbytes(self) -> int:
-        return self.experts.nbytes + (0 if self.pairs is None else self.pairs.nbytes)
-
-
-def _slots(config: TrainConfig, schema: RecordSchema, count: int) -> _Slots:
-    """Slots for ``count`` experts at a time; gradients, of what is trained, leave as they come."""
+def _slots(config: TrainConfig, schema: RecordSchema, count: int) -> list[DeviceSlots[ComputeDtype]]:
+    """Slots for ``count`` experts at a time, and of their pairs if there are any. Gradients leave as they come."""
     gradients, pairs = min(count, 3), pair_schema(config)
     compute = config.model.compute_dtype
-    return _Slots(
-        DeviceSlots(schema.numel, compute, count, 0 if schema.frozen else gradients, schema.quantized),
-        None if pairs is None else DeviceSlots(pairs.numel, ComputeDtype.FP32, count, gradients),
-    )
+    slots = [DeviceSlots(schema.numel, compute, count, 0 if schema.frozen else gradients, schema.quantized)]
+    if pairs is not None:
+        slots.append(DeviceSlots(pairs.numel, ComputeDtype.FP32, count, gradients))
+    return slots
+
+
+def _nbytes(slots: Iterable[DeviceSlots[ComputeDtype]]) -> int:
+    return sum(each.nbytes for each in slots)
 
 
 def budgets(config: TrainConfig, device: DeviceKind, schema: RecordSchema | None = None) -> Budgets:
@@ -128,33 +121,37 @@ def budgets(config: TrainConfig, device: DeviceKind, schema: RecordSchema | None
     budget is tight; at least one weight slot and one gradient slot.
     """
     schema = schema or expert_schema(config)
-    least = _slots(config, schema, 1)
-    on_host = device is DeviceKind.CPU
+    slots = _slots(config, schema, 1)
+    least, on_host = _nbytes(slots), device is DeviceKind.CPU
     minimum = least_host_budget(config, device, schema)
-    minimum_cache = minimum - (least.nbytes if on_host else 0)
+    minimum_cache = minimum - (least if on_host else 0)
     if config.host_budget < minimum:
         raise BudgetError(
             f"host_budget: {config.host_budget} bytes ({format_bytes(config.host_budget)}) are too few for one expert "
             f"with its gradient; the minimum is {minimum} bytes ({format_bytes(minimum)})"
         )
-    if config.device_budget and config.device_budget < least.nbytes:
+    if config.device_budget and config.device_budget < least:
         raise BudgetError(
             f"device_budget: {config.device_budget} bytes cannot hold one expert and its gradient; the minimum is "
-            f"{least.nbytes} bytes"
+            f"{least} bytes"
         )
-    allowance = config.device_budget or (max(config.host_budget // 8, least.nbytes) if on_host else 1 << 62)
+    allowance = config.device_budget or (max(config.host_budget // 8, least) if on_host else 1 << 62)
     if on_host:
         allowance = min(allowance, config.host_budget - minimum_cache)
-    slots = least
     for count in range(2, _MOST_SLOTS + 1):
         more = _slots(config, schema, count)
-        if more.nbytes > allowance:
+        if _nbytes(more) > allowance:
             break
         slots = more
-    cache = config.host_budget - (slots.nbytes if on_host else 0)
+    cache = config.host_budget - (_nbytes(slots) if on_host else 0)
     lookahead = int(cache * config.prefetch.budget) if config.prefetch.depth else 0
     if cache - lookahead < minimum_cache:
         lookahead = max(cache - minimum_cache, 0)
+    experts, *pairs = slots
     return Budgets(
-        cache=cache, device=slots.nbytes, lookahead=lookahead, slots=slots.experts, pairs=slots.pairs
+        cache=cache,
+        device=_nbytes(slots),
+        lookahead=lookahead,
+        slots=experts,
+        pairs=pairs[0] if pairs else None,
     )

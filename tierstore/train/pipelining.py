@@ -102,8 +102,11 @@ class PipelineControl:
         auto = config.parallel.pipeline_degree == AUTO_DEGREE
         if auto and self._most > 1:
             profile = config.parallel.profile
-            self._costs = self._probed() if profile is None else self._profiled(profile)
-            self._costs_from = "probed" if profile is None else f"of {profile}"
+            if profile is None:
+                self._costs, self._costs_from = self._probed(), "probed"
+            else:
+                self._costs = profiled(mesh, config.model.expert_shape, profile, config.links.rows)
+                self._costs_from = f"of {profile}"
         elif mesh.expert.size > 1:
             reason = "auto: there is a rank with one expert of a layer, or none" if auto else "as configured"
             self._take(PipelineDegrees(self._most, self._most), reason)
@@ -140,16 +143,14 @@ class PipelineControl:
 
     def _probed(self) -> LayerCosts:
         model, even = self._config.model, self._loads
-        sizes = ProbeSizes(
+        return probe(
+            self._mesh,
+            model.expert_shape,
+            model.compute_dtype.torch,
             row_bytes=model.d_model * model.compute_dtype.itemsize,
             rows_to_each=int(even.travelling) // (self._mesh.expert.size - 1),
             rows_of_expert=int(even.computed / max(even.experts, 1)),
         )
-        return probe(self._mesh, model.expert_shape, model.compute_dtype.torch, sizes)
-
-    def _profiled(self, path: Path) -> LayerCosts:
-        config = self._config
-        return profiled(self._mesh, config.model.expert_shape, path, config.links.rows)
 
     def _choose(self, reason: str) -> None:
         assert self._costs is not None
@@ -267,20 +268,21 @@ class LayerCosts:
     backward: BackwardCosts | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ProbeSizes:
-    """What a layer's pass moves and computes: bytes of a row, rows that travel to each other rank, rows of an expert."""
-
-    row_bytes: int
-    rows_to_each: int
-    rows_of_expert: int
-
-
-def probe(mesh: Mesh, shape: ExpertShape, dtype: torch.dtype, sizes: ProbeSizes) -> LayerCosts:
-    """The costs of passes over experts of ``shape``; a collective of all ranks. Raises PeerError."""
+def probe(
+    mesh: Mesh,
+    shape: ExpertShape,
+    dtype: torch.dtype,
+    *,
+    row_bytes: int,
+    rows_to_each: int,
+    rows_of_expert: int,
+) -> LayerCosts:
+    """The costs of passes over experts of ``shape`` that send ``rows_to_each`` other rank and compute ``rows_of_expert``; a
+    collective of all ranks. Raises PeerError.
+    """
     with uncounted(mesh.expert, *mesh.exchange.groups):
-        message, byte, chunk = _exchanges(mesh, sizes)
-    expert, row = _products(mesh.device, shape, dtype, sizes.rows_of_expert)
+        message, byte, chunk = _exchanges(mesh, row_bytes * max(rows_to_each, 1))
+    expert, row = _products(mesh.device, shape, dtype, rows_of_expert)
     found = torch.tensor([message, byte, chunk, expert, row], dtype=torch.float64)
     mesh.world.max(found)
     return LayerCosts(*found.tolist())
@@ -342,11 +344,10 @@ def line(small: tuple[float, float], large: tuple[float, float]) -> tuple[float,
     return max(small[1] - slope * small[0], 0.0), slope
 
 
-def _exchanges(mesh: Mesh, sizes: ProbeSizes) -> tuple[float, float, float]:
+def _exchanges(mesh: Mesh, wanted_bytes: int) -> tuple[float, float, float]:
     """Seconds an exchange takes to start, for each byte sent, and of the issuing thread for a chunk."""
     group, device = mesh.expert, mesh.device
-    wanted = min(sizes.row_bytes * max(sizes.rows_to_each, 1), _LARGE_BYTES)
-    each = (64, max(wanted, 64 << 4))
+    each = (64, max(min(wanted_bytes, _LARGE_BYTES), 64 << 4))
     spent: tuple[list[float], list[float]] = ([], [])
     issued: list[float] = []
     others = group.size - 1
