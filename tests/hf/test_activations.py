@@ -10,7 +10,6 @@ from tiny_families import FAMILIES
 from torch.profiler import ProfilerActivity, profile
 
 from tierstore.hf.describing import describe_config
-from tierstore.hf.sizes import forward_bytes
 from tierstore.hf.spec import HfSpec, hf_spec
 from tierstore.model.config import CheckpointActivations, ComputeDtype
 from tierstore.model.interface import Batch
@@ -81,4 +80,4 @@ def test_the_estimate_is_above_what_is_measured_and_not_far(family: str, compute
         estimate = spec.activation_bytes(2 * _SEQUENCE)
         assert estimate >= trained - _SLACK
         assert estimate <= 1.5 * trained + _SLACK
-        assert forward_bytes(spec, 2 * _SEQUENCE) >= inferred - _SLACK
+        assert spec.forward_bytes(2 * _SEQUENCE) >= inferred - _SLACK

@@ -9,7 +9,7 @@ import pytest
 from published import COUNTS, PUBLISHED
 from tiny_families import make_config
 
-from tierstore.hf.describing import describe, describe_config
+from tierstore.hf.describing import describe_config, read_config
 from tierstore.hf.families import FAMILIES
 from tierstore.hf.manifest import ExpertLayout, Quantization
 from tierstore.model.config import ComputeDtype
@@ -30,7 +30,7 @@ def test_published_totals(name: str) -> None:
 def test_units_cover_the_model_in_the_order_of_the_forward_pass(family: str, tmp_path: Path) -> None:
     config = make_config(family)
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
-    described = describe(tmp_path, ComputeDtype.BF16)
+    described = describe_config(read_config(tmp_path), ComputeDtype.BF16)
     layers = config.num_hidden_layers
     assert [unit.name for unit in described.units] == [
         "embedding",
@@ -44,7 +44,7 @@ def test_units_cover_the_model_in_the_order_of_the_forward_pass(family: str, tmp
     assert {entry.dtype for entry in described.buffers} <= {"float32"}
     biased = described.experts.layout is ExpertLayout.INTERLEAVED_BIASED
     assert biased == (family == "gpt_oss")
-    assert describe(tmp_path / "config.json", ComputeDtype.BF16) == described
+    assert describe_config(read_config(tmp_path / "config.json"), ComputeDtype.BF16) == described
 
 
 def test_the_type_of_computing_follows_the_configuration() -> None:

@@ -148,14 +148,14 @@ def test_what_is_wide_in_experts(family: str, tmp_path: Path) -> None:
 
 
 def test_every_directory_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tierstore.hf import exporting
+    from tierstore.hf import writing
 
     save(tmp_path / "m", "mixtral", torch.bfloat16)
     (tmp_path / "m" / "additional_chat_templates").mkdir()
     (tmp_path / "m" / "additional_chat_templates" / "tool.jinja").write_text("{{ messages }}")
     imported(tmp_path / "m", tmp_path / "s")
     synced: list[str] = []
-    monkeypatch.setattr(exporting, "fsync_directory", lambda path: synced.append(path.name))
+    monkeypatch.setattr(writing, "fsync_directory", lambda path: synced.append(path.name))
     export(tmp_path / "s", tmp_path / "out")
     assert (tmp_path / "out" / "additional_chat_templates" / "tool.jinja").read_text() == "{{ messages }}"
     assert "additional_chat_templates" in synced

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from launcher import Ranks
-from tiny_families import FAMILIES, FusedExperts, copy_dense, flat_expert, make_config, plain_model
+from tiny_families import FAMILIES, FusedExperts, copy_dense, make_config, plain_model
 
 from tierstore.errors import ConfigError, StoreFormatError
-from tierstore.hf.experts import ExpertLayer, ExpertLoads, bind, experts_modules
-from tierstore.hf.loading import build_module, load_module, parse_config
+from tierstore.hf.experts import experts_modules
+from tierstore.hf.loading import build_module, parse_config
 from tierstore.hf.model import HfModel
 from tierstore.model.config import CheckpointActivations, ComputeDtype
 from tierstore.model.interface import IGNORED, Batch
 from tierstore.model.store_schema import BUFFERS_KEY
-from tierstore.moe.config import Activation
 from tierstore.moe.seeds import derive_seed
 from tierstore.parallel import Mesh, RankEnvironment
 from tierstore.train.config import FinetuneConfig
@@ -102,19 +100,6 @@ def test_keys_of_outputs_in_a_config_change_no_training() -> None:
         gradients = [parameter.grad for parameter in model.module.parameters()]
         found.append([output.objective, output.aux_loss, *gradients])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-
-
-def test_a_loop_of_ones_own_has_the_balance_loss_that_its_config_asks_for(tmp_path: Path) -> None:
-    plain = plain_model(make_config("mixtral", output_router_logits=True, router_aux_loss_coef=1.0)).eval()
-    plain.save_pretrained(tmp_path)
-    tokens = torch.randint(1, 128, (2, 12), generator=torch.Generator().manual_seed(1))
-    loaded = load_module(tmp_path)
-    source = FusedExperts(plain)
-    for number, module in loaded.experts_at.items():
-        bind(module, ExpertLayer(number, loaded.shape, loaded.experts, source, loads=ExpertLoads()))
-    loss = loaded.module.eval()(input_ids=tokens, labels=tokens).loss
-    assert torch.equal(loss, plain(input_ids=tokens, labels=tokens).loss)
-    assert loss > plain(input_ids=tokens, labels=tokens, output_router_logits=False).loss + 0.5
 
 
 def test_no_auxiliary_loss_outside_of_training() -> None:
@@ -368,26 +353,6 @@ def test_text_ends_where_the_model_ends_it() -> None:
 
 
 # Loading ----------------------------------------------------------------------------------------------------
-
-
-def test_loading_a_checkpoint_reads_no_expert(tmp_path: Any) -> None:
-    plain = plain_model(make_config("qwen3_moe"))
-    plain.save_pretrained(tmp_path)
-    module = type(next(iter(experts_modules(plain)))[1])
-    made, ignored = module.__init__, type(plain)._keys_to_ignore_on_load_unexpected
-    loaded = load_module(tmp_path)
-    assert module.__init__ is made
-    assert type(plain)._keys_to_ignore_on_load_unexpected == ignored
-    assert loaded.shape.activation is Activation.SWIGLU
-    assert (loaded.experts, sorted(loaded.experts_at)) == (8, [0, 1])
-    assert not any("experts" in name for name, _ in loaded.module.named_parameters())
-    source = FusedExperts(plain)
-    model = HfModel(loaded, source, compute=ComputeDtype.FP32)
-    model.module.eval()
-    with torch.no_grad():
-        expected = plain.eval()(input_ids=_batch().tokens_BT).logits
-        assert torch.equal(model.module(input_ids=_batch().tokens_BT).logits, expected)
-    assert torch.equal(source.weights[1, 3], flat_expert(plain.model.layers[1].mlp.experts, 3))
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def test_names_on_disk_are_those_of_the_manifest(tmp_path: Path) -> None:
         experts = manifest.experts
         for layer in experts.layers:
             for expert in range(experts.count):
-                parts = NAMES[family].expert_parts(layer, expert, experts.d_model, experts.d_ff)
+                parts = NAMES[family].expert_parts(layer, expert, experts)
                 assert sum(part.numel for part in parts) == experts.numel
                 names |= {part.source for part in parts}
         assert names == set(tensors_of(tmp_path / family))

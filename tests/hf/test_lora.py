@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch import Tensor
 from tierstore.errors import ConfigError, StoreError, StoreFormatError
 from tierstore.hf.adapters import export_adapter
 from tierstore.hf.exporting import export
-from tierstore.hf.loading import refuse_target_parameters, target_modules
+from tierstore.hf.loading import refuse_adapters, target_modules
 from tierstore.hf.manifest import Weights
 from tierstore.model.store_schema import pair_key
 from tierstore.moe.lora import LoraConfig, LoraTargets, PairShape
@@ -378,8 +379,10 @@ def test_peft_told_to_adapt_leased_experts_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"mlp\.experts\.down_proj: experts that are leased are no parameters"
     ):
-        refuse_target_parameters(config)
-    refuse_target_parameters(peft.LoraConfig(r=2, target_modules=["q_proj"]))
+        refuse_adapters(SimpleNamespace(peft_config={"default": config}), ())
+    refuse_adapters(
+        SimpleNamespace(peft_config={"default": peft.LoraConfig(r=2, target_modules=["q_proj"])}), ()
+    )
 
 
 def test_so_is_an_adapter_that_was_put_on_a_leased_model(frozen_stores: Any) -> None:

@@ -12,9 +12,9 @@ from published import COUNTS, PUBLISHED
 from tierstore.errors import ConfigError
 from tierstore.hf.describing import describe_config
 from tierstore.hf.manifest import Manifest
-from tierstore.hf.sizes import attention_sizes, cache_bytes, forward_bytes, pair_parameters
-from tierstore.hf.spec import HfSpec, hf_spec, model_of, stored_spec
+from tierstore.hf.spec import HfSpec, attention_sizes, hf_spec, model_of, pair_parameters, stored_spec
 from tierstore.model.config import CheckpointActivations, ComputeDtype
+from tierstore.moe.lora import LoraConfig
 from tierstore.train.config import FinetuneConfig
 
 
@@ -43,12 +43,12 @@ def test_what_the_sizes_of_attention_are() -> None:
     v3 = found["DeepSeek-V3"]
     assert (v3.queries, v3.values, v3.cached, v3.products) == (24576, 16384, 576, 20480)
     assert (found["gpt-oss-20b"].queries, found["gpt-oss-20b"].cached) == (4096, 2 * 512)
-    assert cache_bytes(_spec("Mixtral-8x7B"), 1000) == 1000 * 32 * 2048 * 2
+    assert _spec("Mixtral-8x7B").cache_bytes(1000) == 1000 * 32 * 2048 * 2
 
 
 def test_pairs_of_attention() -> None:
     """Rank 16 on Mixtral: q and o of 4096 x 4096, k and v of 1024 x 4096, in each of 32 layers."""
-    by_unit = pair_parameters(_spec("Mixtral-8x7B").manifest, 16)
+    by_unit = pair_parameters(_spec("Mixtral-8x7B").manifest, LoraConfig(rank=16))
     assert by_unit[0] == by_unit[-1] == 0
     assert set(by_unit[1:-1]) == {16 * (2 * 8192 + 2 * 5120)}
 
@@ -58,7 +58,7 @@ def test_activations_grow_with_tokens_and_shrink_with_checkpointing(name: str) -
     spec = _spec(name)
     block = _spec(name, checkpoint_activations=CheckpointActivations.BLOCK)
     assert block.activation_bytes(1024) < spec.activation_bytes(1024) < spec.activation_bytes(2048)
-    assert forward_bytes(spec, 1024) < block.activation_bytes(1024)
+    assert spec.forward_bytes(1024) < block.activation_bytes(1024)
 
 
 def test_the_compute_type_is_the_configurations() -> None:

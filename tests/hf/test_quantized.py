@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from tierstore.errors import ConfigError, DataError
 from tierstore.hf.manifest import Manifest, Quantization
-from tierstore.hf.weights import fp8_to_bf16, mxfp4_to_bf16, round_to_bf16, scale_shape
+from tierstore.hf.weights import fp8_to_bf16, mxfp4_to_bf16, round_bf16, scale_shape
 from tierstore.model.config import ComputeDtype
 
 _FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3", "activation_scheme": "dynamic"}
@@ -81,7 +81,7 @@ def test_against_transformers_where_the_blocks_are_whole() -> None:
 def test_rounding_is_to_even() -> None:
     bits = np.array([0x3F808000, 0x3F818000, 0x3F808001, 0x7F800000, 0xBF808000], np.uint32)
     out = np.empty(5, np.uint16)
-    round_to_bf16(bits.view(np.float32), out)
+    round_bf16(bits.view(np.float32), out)
     assert [hex(value) for value in out] == ["0x3f80", "0x3f82", "0x3f81", "0x7f80", "0xbf80"]
 
 

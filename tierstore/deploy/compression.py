@@ -26,7 +26,8 @@ from tierstore.errors import ConfigError, StoreFormatError
 from tierstore.hf.exporting import outline_of, write_outline
 from tierstore.hf.manifest import Manifest, ParameterEntry
 from tierstore.hf.spec import stored_spec
-from tierstore.hf.stored_weights import Bits, Floats, StoredWeights, open_weights, round_bf16
+from tierstore.hf.stored_weights import StoredWeights, open_weights
+from tierstore.hf.weights import Bits, Floats, round_bf16
 from tierstore.model.spec import ModelSpec
 from tierstore.model.store_schema import BUFFERS_KEY, pack_arrays, unpack_arrays
 from tierstore.moe.config import ExpertShape

@@ -11,43 +11,32 @@ model's fingerprint. What peft can do beyond plain low-rank pairs is refused by 
 
 from __future__ import annotations
 
-import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from tierstore.capabilities import package_path, require_package
-from tierstore.dense.layout import Narrow, UnitLayout, layouts_of_shapes
+from tierstore.dense.layout import Narrow, layouts_of_shapes
 from tierstore.errors import ConfigError, DataError, StoreError, StoreFormatError
-from tierstore.hf.checkpoint import read_header
+from tierstore.hf.checkpoint import read_header, read_object
 from tierstore.hf.families import family_of
 from tierstore.hf.manifest import MANIFEST_NAME, Manifest
 from tierstore.hf.spec import AttentionPair, HfSpec, attention_pairs, recorded_lora, stored_spec
 from tierstore.hf.stored_weights import StoredWeights, open_weights
-from tierstore.hf.weights import PLAIN
-from tierstore.hf.writing import (
-    Shard,
-    TensorSpec,
-    needed_bytes,
-    new_directory,
-    write_checkpoint,
-    write_file,
-)
+from tierstore.hf.weights import PLAIN, Floats
+from tierstore.hf.writing import Bytes, Progress, Shard, TensorSpec, json_bytes, write_model
 from tierstore.model.store_schema import pair_key
 from tierstore.moe.lora import LoraConfig, LoraTargets, PairShape
 from tierstore.moe.low_rank import merge_pair
 from tierstore.store.disk.home import MODEL_DIRECTORY
-
-Bytes = npt.NDArray[np.uint8]
-Floats = npt.NDArray[np.float32]
 
 ADAPTER_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
@@ -110,34 +99,23 @@ class StoredAdapter(Adapter):
         spec = stored_spec(source, lora=lora)
         if spec is None:
             raise StoreFormatError(f"{source}: {MODEL_DIRECTORY}/{MANIFEST_NAME} is missing")
-        shape = PairShape.of(spec.expert_shape, lora) if lora.experts else None
-        super().__init__(attention_pairs(spec.manifest, lora), shape, lora.scaled_alpha / lora.rank)
-        self.lora = lora
-        self.spec: HfSpec = spec
-        self.weights = weights
-        self._check_base(source)
-        self._layouts = self._attention_layouts()
-        #: Attention's pairs of one unit: they are asked for one after another.
-        self._unit: tuple[int, dict[int, Floats]] = (-1, {})
-
-    def _check_base(self, source: Path) -> None:
-        trained: Any = self.weights.state.conditions["model"]
-        was, now = trained.get("fingerprint"), self.spec.manifest.fingerprint
-        if was != now:
+        manifest = spec.manifest
+        trained: Any = weights.state.conditions["model"]
+        if trained.get("fingerprint") != manifest.fingerprint:
             raise StoreFormatError(
-                f"{source}: the adapter was trained beside another model: {was}, and {MODEL_DIRECTORY}/{MANIFEST_NAME} "
-                f"is of {now}"
+                f"{source}: the adapter was trained beside another model: {trained.get('fingerprint')}, and "
+                f"{MODEL_DIRECTORY}/{MANIFEST_NAME} is of {manifest.fingerprint}"
             )
-
-    def _attention_layouts(self) -> list[UnitLayout]:
-        manifest, rank = self.spec.manifest, self.lora.rank
+        shape = PairShape.of(spec.expert_shape, lora) if lora.experts else None
+        super().__init__(attention_pairs(manifest, lora), shape, lora.scaled_alpha / lora.rank)
+        self.lora, self.spec, self.weights = lora, spec, weights
         shapes: list[list[tuple[Narrow, tuple[int, ...]]]] = [[] for _ in manifest.units]
         for pair in self.attention:
-            shapes[pair.unit] += [(Narrow.NO, (rank, pair.inputs)), (Narrow.NO, (pair.outputs, rank))]
+            shapes[pair.unit] += [(Narrow.NO, size) for size in pair.sizes(lora.rank)]
         units = [(f"lora.{unit.name}", each) for unit, each in zip(manifest.units, shapes, strict=True)]
-        return layouts_of_shapes(units, ranks=self.weights.data_ranks, fusion=manifest.fusion)
-
-    # Its values ---------------------------------------------------------------------------------------------
+        self._layouts = layouts_of_shapes(units, ranks=weights.data_ranks, fusion=manifest.fusion)
+        #: Attention's pairs of one unit: they are asked for one after another.
+        self._unit: tuple[int, dict[int, Floats]] = (-1, {})
 
     def attention_part(self, pair: AttentionPair, part: int) -> Floats:
         if self._unit[0] != pair.unit:
@@ -158,7 +136,7 @@ class StoredAdapter(Adapter):
 
 
 def export_adapter(
-    source: Path, target: Path, *, progress: Callable[[int, int], None] = lambda done, total: None
+    source: Path, target: Path, *, progress: Progress = lambda done, total: None
 ) -> ExportedAdapter:
     """Writes the pairs that the store in ``source`` has trained to the new directory ``target``, as peft's adapter.
 
@@ -169,18 +147,9 @@ def export_adapter(
         adapter = StoredAdapter(source, weights)
         parts = dict(_tensors(adapter))
         shard = Shard(ADAPTER_FILE, tuple(parts))
-        files = {CONFIG_FILE: _json(_config(adapter)), BASE_FILE: _json(base_of(adapter.spec.manifest))}
-        done = 0
-
-        def written(tensor: TensorSpec) -> None:
-            nonlocal done
-            done += tensor.nbytes
-            progress(done, shard.data_bytes)
-
-        with new_directory(target, needed_bytes([shard], files)) as directory:
-            for name, content in files.items():
-                write_file(directory / name, content)
-            write_checkpoint(directory, [shard], lambda tensor: parts[tensor](), written)
+        base = base_of(adapter.spec.manifest)
+        files = {CONFIG_FILE: json_bytes(_config(adapter)), BASE_FILE: json_bytes(base)}
+        write_model(target, [shard], files, lambda tensor: parts[tensor](), progress)
         return ExportedAdapter(len(parts), shard.data_bytes, weights.state.position)
 
 
@@ -191,10 +160,6 @@ def base_of(manifest: Manifest) -> Mapping[str, object]:
         "model_type": manifest.model_type,
         "architecture": manifest.architecture,
     }
-
-
-def _json(values: Mapping[str, object]) -> bytes:
-    return (json.dumps(values, indent=2) + "\n").encode()
 
 
 def _config(adapter: StoredAdapter) -> Mapping[str, object]:
@@ -218,43 +183,46 @@ def _config(adapter: StoredAdapter) -> Mapping[str, object]:
 
 def _tensors(adapter: StoredAdapter) -> Iterator[tuple[TensorSpec, Callable[[], Iterator[Bytes]]]]:
     """Each tensor of the adapter, and what gives its values."""
-    rank = adapter.lora.rank
     for pair in adapter.attention:
-        for part, (letter, shape) in enumerate((("A", (rank, pair.inputs)), ("B", (pair.outputs, rank)))):
-            name = f"base_model.model.{pair.name}.lora_{letter}.weight"
+        for part, size in enumerate(pair.sizes(adapter.lora.rank)):
+            yield TensorSpec(_name(pair, part), "F32", size), partial(_attention, adapter, pair, part)
+    if adapter.shape is not None:
+        for layer in adapter.spec.moe_layers:
+            for index, (name, size) in enumerate(_expert_tensors(adapter.spec, adapter.shape, layer)):
+                yield TensorSpec(name, "F32", size), partial(_stacked, adapter, layer, index)
 
-            def values(pair: AttentionPair = pair, part: int = part) -> Iterator[Bytes]:
-                yield adapter.attention_part(pair, part).view(np.uint8)
 
-            yield TensorSpec(name, "F32", shape), values
-    if adapter.shape is None:
-        return
-    spec = adapter.spec
+def _attention(adapter: StoredAdapter, pair: AttentionPair, part: int) -> Iterator[Bytes]:
+    yield adapter.attention_part(pair, part).view(np.uint8)
+
+
+def _stacked(adapter: StoredAdapter, layer: int, index: int) -> Iterator[Bytes]:
+    """Matrix ``index`` of the pairs of all experts of ``layer``, as peft stacks them."""
+    shape, count = adapter.shape, adapter.spec.experts
+    assert shape is not None
+    every = np.empty((*shape.sizes[index], count), np.float32)
+    for expert in range(count):
+        views = shape.views(adapter.expert_pair(layer, expert))
+        matrix = (views.inner_a, views.inner_b, views.down_a, views.down_b)[index].numpy()
+        if index % 2:  # B: columns take turns
+            every[:, :, expert] = matrix
+        else:
+            yield matrix.reshape(-1).view(np.uint8)
+    if index % 2:
+        yield every.reshape(-1).view(np.uint8)
+
+
+def _name(pair: AttentionPair, part: int) -> str:
+    return f"base_model.model.{pair.name}.lora_{'AB'[part]}.weight"
+
+
+def _expert_tensors(spec: HfSpec, shape: PairShape, layer: int) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Name and shape of each tensor with the pairs of a layer's experts, in the order of the matrices of a pair."""
     module = family_of(spec.manifest.model_type, where=MANIFEST_NAME).module
-    sizes, count = adapter.shape.sizes, spec.experts
-    for layer in spec.moe_layers:
-        for index, below in ((0, "base_layer."), (2, "")):
-            prefix = f"base_model.model.model.layers.{layer}.{module}.experts.{below}lora_"
-            (_, inputs), (outputs, _) = sizes[index : index + 2]
-
-            def rows(layer: int = layer, index: int = index) -> Iterator[Bytes]:
-                for expert in range(count):
-                    yield _matrix(adapter, layer, expert, index).numpy().reshape(-1).view(np.uint8)
-
-            def columns(layer: int = layer, index: int = index, outputs: int = outputs) -> Iterator[Bytes]:
-                every = np.empty((outputs, rank, count), np.float32)
-                for expert in range(count):
-                    every[:, :, expert] = _matrix(adapter, layer, expert, index + 1).numpy()
-                yield every.reshape(-1).view(np.uint8)
-
-            yield TensorSpec(f"{prefix}A.weight", "F32", (rank * count, inputs)), rows
-            yield TensorSpec(f"{prefix}B.weight", "F32", (outputs, rank * count)), columns
-
-
-def _matrix(adapter: StoredAdapter, layer: int, expert: int, index: int) -> Tensor:
-    assert adapter.shape is not None
-    views = adapter.shape.views(adapter.expert_pair(layer, expert))
-    return (views.inner_a, views.inner_b, views.down_a, views.down_b)[index]
+    for index, (rows, columns) in enumerate(shape.sizes):
+        below, letter = ("base_layer.", "")[index // 2], "AB"[index % 2]
+        name = f"base_model.model.model.layers.{layer}.{module}.experts.{below}lora_{letter}.weight"
+        yield name, (rows, columns * spec.experts) if index % 2 else (rows * spec.experts, columns)
 
 
 # An adapter of a directory ----------------------------------------------------------------------------------
@@ -292,12 +260,13 @@ def load_adapter(directory: Path, store: Path) -> Adapter:
     spec = stored_spec(store)
     if spec is None:
         raise ConfigError(f"{store}: holds no imported model, and adapters are of those")
-    config = _read_json(directory / CONFIG_FILE)
+    file, base = directory / CONFIG_FILE, directory / BASE_FILE
+    config = read_object(file, ConfigError)
     for key, allowed in _PLAIN.items():
         if key in config and config[key] not in allowed:
-            raise ConfigError(f"{directory / CONFIG_FILE}: {key}: {config[key]!r} is not supported")
-    if (directory / BASE_FILE).exists():
-        trained, here = _read_json(directory / BASE_FILE), dict(base_of(spec.manifest))
+            raise ConfigError(f"{file}: {key}: {config[key]!r} is not supported")
+    if base.exists():
+        trained, here = read_object(base, ConfigError), dict(base_of(spec.manifest))
         if trained != here:
             raise ConfigError(
                 f"{directory}: the adapter was trained beside another model: {_named(trained)}, not {_named(here)}"
@@ -305,17 +274,13 @@ def load_adapter(directory: Path, store: Path) -> Adapter:
     try:
         rank, alpha = int(config["r"]), float(config["lora_alpha"])
     except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{directory / CONFIG_FILE}: r, lora_alpha: {error}") from error
+        raise ConfigError(f"{file}: r, lora_alpha: {error}") from error
     if rank < 1 or not alpha > 0:
-        raise ConfigError(
-            f"{directory / CONFIG_FILE}: r, lora_alpha: expected more than 0, got {rank}, {alpha}"
-        )
-    header = read_header(directory / ADAPTER_FILE)  # what is damaged is named, which the package does not
-    strange = next((info for info in header.tensors.values() if info.dtype not in PLAIN), None)
-    if strange is not None:
-        raise DataError(
-            f"{directory / ADAPTER_FILE}: {strange.name}: expected {' or '.join(PLAIN)}, found {strange.dtype}"
-        )
+        raise ConfigError(f"{file}: r, lora_alpha: expected more than 0, got {rank}, {alpha}")
+    # Read here first: what is damaged is named, which the package does not.
+    for info in read_header(directory / ADAPTER_FILE).values():
+        if info.dtype not in PLAIN:
+            raise DataError(f"{info.file}: {info.name}: expected {' or '.join(PLAIN)}, found {info.dtype}")
     with package_path(directory) as path:
         tensors = require_package("safetensors.torch", "an adapter").load_file(f"{path}/{ADAPTER_FILE}")
     wide = {name: value.to(torch.float32) for name, value in tensors.items()}
@@ -330,16 +295,6 @@ def _named(base: Mapping[str, Any]) -> str:
     return f"{base.get('architecture')} {str(base.get('fingerprint'))[:12]}"
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ConfigError(f"{path}: not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path}: expected a JSON object")
-    return value
-
-
 class _FileAdapter(Adapter):
     """An adapter in memory, whole: pairs are small."""
 
@@ -347,29 +302,25 @@ class _FileAdapter(Adapter):
         self, directory: Path, spec: HfSpec, lora: LoraConfig, tensors: Mapping[str, Tensor]
     ) -> None:
         """Raises DataError, ConfigError."""
-        self._tensors = tensors
-        self._experts = spec.experts
+        self._tensors, self._spec = tensors, spec
         module = family_of(spec.manifest.model_type, where=str(directory)).module
-        self._prefix = f"base_model.model.model.layers.{{}}.{module}.experts."
         paired = any(f".{module}.experts." in name for name in tensors)
-        lora_experts = LoraTargets.BOTH if paired else LoraTargets.ATTENTION
-        lora = LoraConfig(rank=lora.rank, alpha=lora.alpha, targets=lora_experts)
+        lora = replace(lora, targets=LoraTargets.BOTH if paired else LoraTargets.ATTENTION)
         attention = [pair for pair in attention_pairs(spec.manifest, lora) if _name(pair, 0) in tensors]
         shape = PairShape.of(spec.expert_shape, lora) if paired else None
         super().__init__(attention, shape, lora.scaled_alpha / lora.rank)
         wanted = {
-            _name(pair, part): size
-            for pair in attention
-            for part, size in enumerate(((lora.rank, pair.inputs), (pair.outputs, lora.rank)))
+            _name(pair, part): size for pair in attention for part, size in enumerate(pair.sizes(lora.rank))
         }
-        for layer in spec.moe_layers if shape is not None else ():
-            wanted |= self._expert_tensors(layer, shape)
+        if shape is not None:
+            for layer in spec.moe_layers:
+                wanted.update(_expert_tensors(spec, shape, layer))
+        file = directory / ADAPTER_FILE
         for name, size in wanted.items():
             if name not in tensors:
-                raise DataError(f"{directory / ADAPTER_FILE}: tensor {name} is missing")
-            if tuple(tensors[name].shape) != size:
-                found = tuple(tensors[name].shape)
-                raise DataError(f"{directory / ADAPTER_FILE}: {name}: expected shape {size}, found {found}")
+                raise DataError(f"{file}: tensor {name} is missing")
+            if (found := tuple(tensors[name].shape)) != size:
+                raise DataError(f"{file}: {name}: expected shape {size}, found {found}")
         unknown = sorted(set(tensors) - set(wanted))
         if unknown:
             target = re.sub(r"^base_model\.model\.|(\.base_layer)?(\.lora_.*|\.weight)$", "", unknown[0])
@@ -380,31 +331,19 @@ class _FileAdapter(Adapter):
                 if {target, f"{target}.weight"} & known
                 else "the model of the store has no such layer"
             )
-            raise DataError(f"{directory / ADAPTER_FILE}: {unknown[0]}: {why} ({len(unknown)} such)")
-
-    def _expert_tensors(self, layer: int, shape: PairShape | None) -> dict[str, tuple[int, int]]:
-        assert shape is not None
-        prefix, count = self._prefix.format(layer), self._experts
-        found = {}
-        for index, below in ((0, "base_layer."), (2, "")):
-            (rank, inputs), (outputs, _) = shape.sizes[index : index + 2]
-            found[f"{prefix}{below}lora_A.weight"] = (rank * count, inputs)
-            found[f"{prefix}{below}lora_B.weight"] = (outputs, rank * count)
-        return found
+            raise DataError(f"{file}: {unknown[0]}: {why} ({len(unknown)} such)")
 
     def attention_part(self, pair: AttentionPair, part: int) -> Floats:
         values: Floats = self._tensors[_name(pair, part)].numpy().reshape(-1)
         return values
 
     def expert_pair(self, layer: int, expert: int) -> Tensor:
-        parts, count = [], self._experts
-        for below in ("base_layer.", ""):
-            prefix = f"{self._prefix.format(layer)}{below}lora_"
-            a, b = self._tensors[f"{prefix}A.weight"], self._tensors[f"{prefix}B.weight"]
-            rank = a.shape[0] // count
-            parts += [a[expert * rank : (expert + 1) * rank], b.view(b.shape[0], rank, count)[:, :, expert]]
-        return torch.from_numpy(np.concatenate([part.numpy().reshape(-1) for part in parts]))
-
-
-def _name(pair: AttentionPair, part: int) -> str:
-    return f"base_model.model.{pair.name}.lora_{'AB'[part]}.weight"
+        assert self.shape is not None
+        parts, count, rank = [], self._spec.experts, self.shape.rank
+        for index, (name, _) in enumerate(_expert_tensors(self._spec, self.shape, layer)):
+            stacked = self._tensors[name]
+            if index % 2:
+                parts.append(stacked.view(len(stacked), rank, count)[:, :, expert])
+            else:
+                parts.append(stacked[expert * rank : (expert + 1) * rank])
+        return torch.cat([part.reshape(-1) for part in parts])

@@ -15,7 +15,7 @@ import math
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.errors import DataError
+from tierstore.errors import DataError, TierstoreError
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -52,9 +52,10 @@ ITEM_BYTES: Mapping[str, int] = {
     "U64": 8,
 }
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-_METADATA = "__metadata__"
 _MOST_DIMENSIONS = 32
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
+#: Bytes that are read at once of a tensor that is copied or compared.
+_CHUNK_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -73,15 +74,6 @@ class TensorInfo:
         return ITEM_BYTES[self.dtype]
 
 
-@dataclass(frozen=True)
-class Header:
-    """What one safetensors file holds, by name, in file order. ``nbytes``: of the header, its length included."""
-
-    tensors: Mapping[str, TensorInfo]
-    metadata: Mapping[str, str]
-    nbytes: int
-
-
 # Headers ----------------------------------------------------------------------------------------------------
 
 
@@ -91,9 +83,23 @@ def refuse_pointer(path: Path, start: bytes) -> None:
         raise DataError(f"{path}: a git-lfs pointer, not the file itself: git lfs pull fetches it")
 
 
-def read_header(path: Path) -> Header:
-    """The header of ``path``, checked against the file. Raises DataError naming file, tensor and what was expected;
-    OSError.
+def read_object(path: Path, wrong: type[TierstoreError]) -> dict[str, Any]:
+    """The JSON object in ``path``. Raises ``wrong`` where there is none, DataError for a git-lfs pointer, OSError."""
+    content = path.read_bytes()
+    refuse_pointer(path, content)
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise wrong(f"{path}: not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise wrong(f"{path}: expected a JSON object")
+    return value
+
+
+def read_header(path: Path) -> dict[str, TensorInfo]:
+    """The tensors of the file ``path`` by name, in file order; its header is checked against the file.
+
+    Raises DataError naming file, tensor and what was expected; OSError.
     """
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -112,9 +118,9 @@ def read_header(path: Path) -> Header:
     if len(raw) != length:
         raise DataError(f"{path}: truncated while it was read")
     table = _parse(path, raw)
-    metadata = table.pop(_METADATA, {})
+    metadata = table.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise DataError(f"{path}: {_METADATA}: expected an object of texts")
+        raise DataError(f"{path}: __metadata__: expected an object of texts")
     infos = [_info(path, name, value, 8 + length) for name, value in table.items()]
     infos.sort(key=lambda info: (info.offset, info.nbytes))
     at = 8 + length
@@ -128,7 +134,7 @@ def read_header(path: Path) -> Header:
     if at != size:
         what = "truncated" if at > size else "longer than its header says"
         raise DataError(f"{path}: {what}: {size} bytes, expected {at}")
-    return Header({info.name: info for info in infos}, metadata, 8 + length)
+    return {info.name: info for info in infos}
 
 
 def _parse(path: Path, raw: bytes) -> dict[str, Any]:
@@ -199,8 +205,7 @@ class Checkpoint:
         if not directory.is_dir():
             raise DataError(f"{directory}: expected a model directory")
         if (directory / SINGLE_NAME).exists():
-            header = read_header(directory / SINGLE_NAME)
-            return cls(directory, header.tensors, (directory / SINGLE_NAME,))
+            return cls(directory, read_header(directory / SINGLE_NAME), (directory / SINGLE_NAME,))
         if (directory / INDEX_NAME).exists():
             return cls._sharded(directory)
         raise DataError(_no_checkpoint(directory))
@@ -215,7 +220,7 @@ class Checkpoint:
             raise DataError(f"{directory / missing[0]}: missing; {index} names it{_more(missing)}")
         tensors: dict[str, TensorInfo] = {}
         for name in names:
-            for tensor, info in read_header(directory / name).tensors.items():
+            for tensor, info in read_header(directory / name).items():
                 if weight_map.get(tensor) == name:
                     tensors[tensor] = info
                 elif tensor in weight_map:
@@ -263,13 +268,7 @@ class Checkpoint:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    content = index.read_bytes()
-    refuse_pointer(index, content)
-    try:
-        value = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{index}: not JSON: {error}") from error
-    weight_map = value.get("weight_map") if isinstance(value, dict) else None
+    weight_map = read_object(index, DataError).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise DataError(f"{index}: weight_map: expected an object, tensor name to file name")
     for tensor, file in weight_map.items():
@@ -349,6 +348,11 @@ class TensorReader:
             os.posix_fadvise(fd, low, high - low, os.POSIX_FADV_DONTNEED)
         return np.frombuffer(memory, np.uint8, end - begin, first - low)
 
+    def chunks(self, info: TensorInfo, window: ReadWindow) -> Iterator[npt.NDArray[np.uint8]]:
+        """All bytes of a tensor in order, in pieces that the next one overwrites. Raises as ``read``."""
+        for begin in range(0, info.nbytes, _CHUNK_BYTES):
+            yield self.read(info, begin, min(begin + _CHUNK_BYTES, info.nbytes), window)
+
     def _fill(self, path: Path, fd: int, direct: bool, memory: memoryview, offset: int, wanted: int) -> int:
         got = 0
         while got < wanted:
@@ -399,17 +403,3 @@ class TensorReader:
 
     def __exit__(self, *args: object) -> None:
         self.close()
-
-
-def copy_tensors(
-    infos: Iterable[TensorInfo],
-    reader: TensorReader,
-    write: Callable[[npt.NDArray[np.uint8]], object],
-    *,
-    chunk_bytes: int = 8 << 20,
-) -> None:
-    """Gives the bytes of ``infos``, one after another, to ``write``, at most ``chunk_bytes`` at once."""
-    window = ReadWindow()
-    for info in infos:
-        for begin in range(0, info.nbytes, chunk_bytes):
-            write(reader.read(info, begin, min(begin + chunk_bytes, info.nbytes), window))

@@ -5,7 +5,6 @@ texts may be. The package transformers is imported when it is first needed, or t
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 from tierstore.capabilities import require_package
 from tierstore.dense.config import Fusion
 from tierstore.errors import CapabilityError, ConfigError
-from tierstore.hf.checkpoint import refuse_pointer
+from tierstore.hf.checkpoint import read_object
 from tierstore.hf.families import Family, family_of
 from tierstore.hf.manifest import (
-    BufferEntry,
     ExpertEntry,
     Manifest,
     ParameterEntry,
@@ -91,6 +89,11 @@ _COUNTS = {
         1 << 31,
     ),
 }
+#: What transformers raises for a configuration that describes no model.
+_UNBUILDABLE = (
+    *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, MemoryError),
+    *(RuntimeError, TypeError, ValueError),
+)
 _QUANTIZED = {None: Quantization.NONE, "fp8": Quantization.FP8_BLOCKS, "mxfp4": Quantization.MXFP4}
 
 
@@ -98,31 +101,18 @@ def read_config(path: Path) -> dict[str, Any]:
     """config.json, or that of a model directory. Raises ConfigError and DataError (a git-lfs pointer) naming it, OSError."""
     file = path / CONFIG_NAME if path.is_dir() else path
     try:
-        content = file.read_bytes()
+        return read_object(file, ConfigError)
     except FileNotFoundError as error:
         raise ConfigError(f"{file}: missing; expected a model directory or its {CONFIG_NAME}") from error
-    refuse_pointer(file, content)
-    try:
-        value = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{file}: not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{file}: expected a JSON object")
-    return value
-
-
-def describe(path: Path, compute: ComputeDtype | None = None) -> Manifest:
-    """The model of a directory or a config.json, without looking at its weights: source dtypes are empty.
-
-    ``compute`` None: bf16, unless the configuration says fp32. Raises ConfigError, CapabilityError.
-    """
-    return describe_config(read_config(path), compute, where=str(path))
 
 
 def describe_config(
     config: Mapping[str, Any], compute: ComputeDtype | None = None, *, where: str = CONFIG_NAME
 ) -> Manifest:
-    """The model of a configuration's values; see ``describe``."""
+    """The model of a configuration's values; its weights are not looked at, so source dtypes are empty.
+
+    ``compute`` None: bf16, unless the configuration says fp32. Raises ConfigError, CapabilityError.
+    """
     family = family_of(config.get("model_type"), where=where)
     quantization = quantization_of(config, where=where)
     if compute is None:
@@ -134,10 +124,29 @@ def describe_config(
     from tierstore.hf.experts import experts_modules  # with torch
 
     modules = dict(experts_modules(model))
-    experts = _experts(family, parsed, modules, where)
     layers = int(parsed.num_hidden_layers)
     owned = {id(parameter) for module in modules.values() for parameter in module.parameters()}
-    units, tied = _units(family, model, owned, layers)
+    #: What transformers keeps in fp32 when it loads the model in bf16.
+    wide: tuple[str, ...] = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+
+    def entry(name: str, value: torch.Tensor) -> ParameterEntry:
+        kept_wide = any(part in name for part in wide)
+        dtype = "float32" if kept_wide else str(value.dtype).removeprefix("torch.")
+        return ParameterEntry(name, tuple(value.shape), dtype, family.source_of(name), "")
+
+    blocks = [f"block.{layer}" for layer in range(layers)]
+    units: dict[str, list[ParameterEntry]] = {name: [] for name in ("embedding", *blocks, "head")}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    first: dict[int, str] = {}
+    tied = []
+    for name, parameter in parameters.items():
+        if id(parameter) in owned:
+            continue
+        of = first.setdefault(id(parameter), name)
+        if of == name:
+            units[unit_of(name)].append(entry(name, parameter))
+        else:
+            tied.append(TiedEntry(name, of, family.source_of(name), stored=False))
     return Manifest(
         model_type=family.model_type,
         architecture=type(model).__name__,
@@ -148,10 +157,12 @@ def describe_config(
         vocab_size=int(parsed.vocab_size),
         d_model=int(parsed.hidden_size),
         layers=layers,
-        experts=experts,
-        units=units,
-        buffers=_buffers(family, model),
-        tied=tied,
+        experts=_experts(family, parsed, modules, where),
+        units=tuple(UnitEntry(name, tuple(entries)) for name, entries in units.items()),
+        buffers=tuple(
+            entry(name, value) for name, value in model.state_dict().items() if name not in parameters
+        ),
+        tied=tuple(tied),
     )
 
 
@@ -191,16 +202,12 @@ def _build(config: Mapping[str, Any], compute: ComputeDtype, where: str) -> tupl
             model: nn.Module = cls(parsed)
     except ConfigError:
         raise
-    except (
-        *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, MemoryError),
-        *(RuntimeError, TypeError, ValueError),
-    ) as error:
-        text = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigError(f"{where}: transformers cannot build this model: {text}") from error
-    except Exception as error:  # huggingface_hub checks the types of fields with errors of its own
-        if type(error).__module__.split(".")[0] not in ("huggingface_hub", "transformers"):
+    except Exception as error:
+        # huggingface_hub checks the types of fields with errors of its own.
+        theirs = type(error).__module__.split(".")[0] in ("huggingface_hub", "transformers")
+        if not (theirs or isinstance(error, _UNBUILDABLE)):
             raise
-        text = " ".join(str(error).split())
+        text = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(f"{where}: transformers cannot build this model: {text}") from error
     finally:
         torch.set_default_dtype(before)
@@ -258,55 +265,6 @@ def unit_of(name: str) -> str:
         return "embedding"
     number = re.match(r"model\.layers\.(\d+)\.", name)
     return "head" if number is None else f"block.{number[1]}"
-
-
-def _units(
-    family: Family, model: nn.Module, experts: set[int], layers: int
-) -> tuple[tuple[UnitEntry, ...], tuple[TiedEntry, ...]]:
-    units: dict[str, list[ParameterEntry]] = {
-        "embedding": [],
-        **{f"block.{layer}": [] for layer in range(layers)},
-        "head": [],
-    }
-    first: dict[int, str] = {}
-    tied = []
-    wide = _kept_wide(model)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) in experts:
-            continue
-        source = family.source_of(name)
-        if id(parameter) in first:
-            tied.append(TiedEntry(name, first[id(parameter)], source, stored=False))
-            continue
-        first[id(parameter)] = name
-        dtype = "float32" if any(part in name for part in wide) else _dtype_name(parameter.dtype)
-        units[unit_of(name)].append(ParameterEntry(name, tuple(parameter.shape), dtype, source, ""))
-    return tuple(UnitEntry(name, tuple(entries)) for name, entries in units.items()), tuple(tied)
-
-
-def _buffers(family: Family, model: nn.Module) -> tuple[BufferEntry, ...]:
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    wide = _kept_wide(model)
-    return tuple(
-        BufferEntry(
-            name,
-            tuple(value.shape),
-            "float32" if any(part in name for part in wide) else _dtype_name(value.dtype),
-            family.source_of(name),
-            "",
-        )
-        for name, value in model.state_dict().items()
-        if name not in parameters
-    )
-
-
-def _kept_wide(model: nn.Module) -> tuple[str, ...]:
-    """What transformers keeps in fp32 when it loads the model in bf16."""
-    return tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 # How long its texts may be ---------------------------------------------------------------------------------

@@ -195,14 +195,6 @@ class LoadedModule:
     layers: range
     count: int
 
-    @classmethod
-    def whole(
-        cls, module: Any, experts_at: dict[int, nn.Module], experts: int, shape: ExpertShape
-    ) -> LoadedModule:
-        """A model with all its decoder layers."""
-        count = len(module.base_model.layers)
-        return cls(module, experts_at, experts, shape, range(count), count)
-
     @property
     def begins(self) -> bool:
         """Whether the embedding is here."""

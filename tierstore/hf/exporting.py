@@ -7,10 +7,9 @@ buffers, whatever the size of the model. The store stays as it is, but for a com
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,10 +20,11 @@ from tierstore.errors import ConfigError, StoreFormatError
 from tierstore.hf.adapters import StoredAdapter
 from tierstore.hf.checkpoint import ReadWindow, TensorInfo, TensorReader, read_header
 from tierstore.hf.families import FAMILIES
-from tierstore.hf.manifest import MANIFEST_NAME, BufferEntry, Manifest, ParameterEntry, Quantization
+from tierstore.hf.manifest import MANIFEST_NAME, Manifest, ParameterEntry, Quantization
 from tierstore.hf.mixtral import mixtral
 from tierstore.hf.spec import recorded_lora
-from tierstore.hf.stored_weights import Adjustment, ModelWeights, StoredWeights, open_weights, round_bf16
+from tierstore.hf.stored_weights import Adjustment, ModelWeights, StoredWeights, open_weights
+from tierstore.hf.weights import round_bf16, widen_bf16
 from tierstore.hf.writing import (
     MAX_SHARD_BYTES,
     BufferValues,
@@ -34,17 +34,16 @@ from tierstore.hf.writing import (
     ExportDtype,
     Origin,
     Outline,
+    Progress,
     Shard,
     TensorSpec,
-    needed_bytes,
-    new_directory,
+    json_bytes,
     plan_shards,
-    write_checkpoint,
-    write_file,
+    write_model,
 )
 from tierstore.model.config import ComputeDtype, ModelConfig
 from tierstore.model.store_schema import BUFFERS_KEY, recorded_model, table_of, unpack_arrays
-from tierstore.store.disk.home import MODEL_DIRECTORY, fsync_directory
+from tierstore.store.disk.home import MODEL_DIRECTORY
 from tierstore.train.vocabulary import places_of, recorded_placements
 
 Bytes = npt.NDArray[np.uint8]
@@ -74,7 +73,7 @@ def export(
     dtype: ExportDtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     adjustment: Adjustment | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress = lambda done, total: None,
 ) -> Exported:
     """Writes the model of the store in ``source`` to the directory ``target``.
 
@@ -109,7 +108,18 @@ def export(
             max_shard_bytes=max_shard_bytes,
             progress=progress,
         )
-        return _exported(manifest, outline, shards, weights)
+        layers = {origin.layer for _, origin in outline.tensors if isinstance(origin, ExpertValues)}
+        return Exported(
+            model_type="mixtral" if manifest is None else manifest.model_type,
+            dtype=outline.dtype,
+            step=weights.state.position,
+            ranks=len(weights.stores),
+            tensors=len(outline.tensors),
+            shards=len(shards),
+            experts=outline.experts * len(layers),
+            nbytes=sum(shard.data_bytes for shard in shards),
+            notes=outline.notes,
+        )
 
 
 def write_outline(
@@ -119,48 +129,18 @@ def write_outline(
     *,
     adjustment: Adjustment | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress = lambda done, total: None,
 ) -> list[Shard]:
     """Writes the checkpoint of ``outline`` to the new directory ``target``, with the values of ``weights``; its files.
 
     Raises ChecksumError, StoreFormatError, OSError (a target that exists, a full disk); on a failure there is nothing at
     ``target``.
     """
-    origins = {spec.name: origin for spec, origin in outline.tensors}
     shards = plan_shards([spec for spec, _ in outline.tensors], max_shard_bytes)
-    content = _Content(weights, outline, adjustment)
-    done, total = 0, sum(shard.data_bytes for shard in shards)
-
-    def written(tensor: TensorSpec) -> None:
-        nonlocal done
-        done += tensor.nbytes
-        progress(done, total)
-
-    with new_directory(target, needed_bytes(shards, outline.files)) as directory, content:
-        for name, data in outline.files.items():
-            path = directory / name
-            path.parent.mkdir(exist_ok=True)
-            write_file(path, data)
-            fsync_directory(path.parent)
-        write_checkpoint(directory, shards, lambda tensor: content.of(tensor, origins[tensor.name]), written)
+    with TensorReader() as reader:
+        content = _Content(weights, outline, adjustment, reader)
+        write_model(target, shards, outline.files, content.of, progress)
     return shards
-
-
-def _exported(
-    manifest: Manifest | None, outline: Outline, shards: list[Shard], weights: StoredWeights
-) -> Exported:
-    layers = {origin.layer for _, origin in outline.tensors if isinstance(origin, ExpertValues)}
-    return Exported(
-        model_type="mixtral" if manifest is None else manifest.model_type,
-        dtype=outline.dtype,
-        step=weights.state.position,
-        ranks=len(weights.stores),
-        tensors=len(outline.tensors),
-        shards=len(shards),
-        experts=outline.experts * len(layers),
-        nbytes=sum(shard.data_bytes for shard in shards),
-        notes=outline.notes,
-    )
 
 
 def _built_in(source: Path, weights: StoredWeights) -> tuple[ModelConfig, Fusion, Collection[ParameterPlace]]:
@@ -218,33 +198,34 @@ def config_with(content: bytes, dtype: ExportDtype, *, where: str = "config.json
     config.pop("quantization_config", None)
     named = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
     config.update(dict.fromkeys(named, dtype.torch_name))
-    return content if config == before else (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+    return content if config == before else json_bytes(config)
 
 
 def _tensors(directory: Path, manifest: Manifest, dtype: ExportDtype) -> Iterator[tuple[TensorSpec, Origin]]:
-    dense = {
-        entry.name: DenseValues(entry.name, number, index, 0, entry.numel)
-        for number, unit in enumerate(manifest.units)
-        for index, entry in enumerate(unit.parameters)
-    }
-    entries = {entry.name: entry for entry in manifest.parameters()}
+    dense: dict[str, tuple[str, DenseValues]] = {}
+    shapes = {entry.name: entry.shape for entry in manifest.parameters()}
     for number, unit in enumerate(manifest.units):
-        for entry in unit.parameters:
-            yield TensorSpec(entry.source, _dtype(manifest, entry, dtype), entry.shape), dense[entry.name]
+        for index, entry in enumerate(unit.parameters):
+            values = DenseValues(entry.name, number, index, 0, entry.numel)
+            dense[entry.name] = _dtype(manifest, entry, dtype), values
+            yield TensorSpec(entry.source, dense[entry.name][0], entry.shape), values
         layer = number - 1
         if layer in manifest.experts.layers:
             yield from _experts(manifest, layer, dtype)
     for tied in manifest.tied:
         if tied.stored:
-            entry = entries[tied.of]
-            yield TensorSpec(tied.source, _dtype(manifest, entry, dtype), entry.shape), dense[tied.of]
+            kind, values = dense[tied.of]
+            yield TensorSpec(tied.source, kind, shapes[tied.of]), values
     for buffer in manifest.buffers:
-        yield TensorSpec(buffer.source, _buffer_dtype(buffer, dtype), buffer.shape), BufferValues(buffer.name)
-    headers: dict[str, Any] = {}
+        # Buffers keep the type that they had, if that is not narrower than what was asked for.
+        narrow = buffer.source_dtype in ("F16", "BF16")
+        kind = dtype.safetensors if narrow else buffer.source_dtype
+        yield TensorSpec(buffer.source, kind, buffer.shape), BufferValues(buffer.name)
+    headers: dict[str, dict[str, TensorInfo]] = {}
     for carried in manifest.carried:
         if carried.file not in headers:
-            headers[carried.file] = read_header(directory / carried.file).tensors
-        info: TensorInfo | None = headers[carried.file].get(carried.name)
+            headers[carried.file] = read_header(directory / carried.file)
+        info = headers[carried.file].get(carried.name)
         if info is None:
             raise StoreFormatError(f"{directory / carried.file}: tensor {carried.name!r} is missing")
         yield TensorSpec(info.name, info.dtype, info.shape), CarriedValues(info)
@@ -254,7 +235,7 @@ def _experts(manifest: Manifest, layer: int, dtype: ExportDtype) -> Iterator[tup
     family, experts = FAMILIES[manifest.model_type], manifest.experts
     others = dict(experts.other_dtypes)
     for expert in range(experts.count):
-        for part in family.expert_parts(layer, expert, experts.d_model, experts.d_ff):
+        for part in family.expert_parts(layer, expert, experts):
             if part.index is None:
                 of, shape = range(expert, expert + 1), part.shape
             elif expert == 0:  # the tensor has all experts of the layer
@@ -275,57 +256,42 @@ def _dtype(manifest: Manifest, entry: ParameterEntry, dtype: ExportDtype) -> str
     return dtype.safetensors
 
 
-def _buffer_dtype(entry: BufferEntry, dtype: ExportDtype) -> str:
-    """Buffers keep the type that they had, if that is not narrower than what was asked for."""
-    if entry.source_dtype not in ("F16", "BF16"):
-        return entry.source_dtype
-    return dtype.safetensors
-
-
 # Values -----------------------------------------------------------------------------------------------------
 
 
 class _Content:
-    """The bytes of each tensor. A context manager: it keeps the files of carried tensors open."""
+    """The bytes of each tensor; those of carried tensors come through ``reader``."""
 
-    def __init__(self, weights: ModelWeights, outline: Outline, adjustment: Adjustment | None) -> None:
-        self._weights = weights
-        self._outline = outline
-        self._adjustment = adjustment
-        self._reader = TensorReader()
+    def __init__(
+        self, weights: ModelWeights, outline: Outline, adjustment: Adjustment | None, reader: TensorReader
+    ) -> None:
+        self._weights, self._outline, self._adjustment, self._reader = weights, outline, adjustment, reader
+        self._origins = {spec.name: origin for spec, origin in outline.tensors}
         self._window = ReadWindow()
-        self._buffers: dict[str, npt.NDArray[np.generic]] = {}
         #: By layer and type, tensors of all its experts that are small; by name, what was collected of them.
         self._small: dict[tuple[int, str], list[tuple[str, ExpertValues]]] = {}
         self._kept: dict[str, list[Bytes]] = {}
         for spec, origin in outline.tensors:
-            several = isinstance(origin, ExpertValues) and len(origin.experts) > 1
-            if several and spec.nbytes <= _MOST_KEPT_BYTES and isinstance(origin, ExpertValues):
+            if not isinstance(origin, ExpertValues) or len(origin.experts) == 1:
+                continue
+            if spec.nbytes <= _MOST_KEPT_BYTES:
                 self._small.setdefault((origin.layer, spec.dtype), []).append((spec.name, origin))
         self._expert: tuple[tuple[int, int, str], npt.NDArray[np.generic]] | None = None
+        self._buffers: dict[str, npt.NDArray[np.generic]] = {}
         if BUFFERS_KEY in weights.small:
             self._buffers = unpack_arrays(weights.small[BUFFERS_KEY], where="the buffers of the last commit")
 
-    def __enter__(self) -> _Content:
-        self._reader.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._reader.__exit__(*error)
-
-    def of(self, tensor: TensorSpec, origin: Origin) -> Iterator[Bytes]:
+    def of(self, tensor: TensorSpec) -> Iterator[Bytes]:
         """The values of ``tensor``, in pieces. Raises ChecksumError, StoreFormatError, OSError."""
-        match origin:
-            case DenseValues():
+        match self._origins[tensor.name]:
+            case DenseValues() as origin:
                 yield from self._dense(tensor, origin)
-            case ExpertValues():
+            case ExpertValues() as origin:
                 yield from self._experts(tensor, origin)
-            case BufferValues():
-                yield self._buffer(tensor, origin.name)
+            case BufferValues(name):
+                yield self._buffer(tensor, name)
             case CarriedValues(info):
-                step = _CHUNK_VALUES
-                for begin in range(0, info.nbytes, step):
-                    yield self._reader.read(info, begin, min(begin + step, info.nbytes), self._window)
+                yield from self._reader.chunks(info, self._window)
 
     def _experts(self, tensor: TensorSpec, origin: ExpertValues) -> Iterator[Bytes]:
         """Where tensors hold all experts of a layer, each takes a pass over their records: the first one of a type collects
@@ -385,18 +351,15 @@ class _Content:
             raise StoreFormatError(f"the last commit has no buffer {name!r}")
         if values.size != tensor.numel:
             raise StoreFormatError(f"buffer {name!r}: {values.shape}, expected {tensor.shape}")
-        if tensor.dtype == "F32":
-            return _bytes(_wide(values).reshape(-1))
-        if tensor.dtype == "BF16":
-            return _bytes(round_bf16(_wide(values).reshape(-1)))
-        return _bytes(values.reshape(-1))
-
-
-def _wide(values: npt.NDArray[np.generic]) -> npt.NDArray[np.float32]:
-    """fp32 values, of those or of bf16's bits."""
-    if values.dtype == np.uint16:
-        return (values.astype(np.uint32) << 16).view(np.float32)
-    return np.ascontiguousarray(values, np.float32)
+        if tensor.dtype not in ("F32", "BF16"):
+            return _bytes(values.reshape(-1))
+        flat = values.reshape(-1)
+        wide = (
+            widen_bf16(flat.view(np.uint16))
+            if flat.dtype == np.uint16
+            else np.ascontiguousarray(flat, np.float32)
+        )
+        return _bytes(wide if tensor.dtype == "F32" else round_bf16(wide))
 
 
 def _bytes(values: npt.NDArray[np.generic]) -> Bytes:

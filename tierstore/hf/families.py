@@ -7,6 +7,7 @@ both directions, for one expert at a time. Imports neither torch nor transformer
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from enum import Enum
 from types import MappingProxyType
 
 from tierstore.errors import ConfigError
-from tierstore.hf.manifest import ExpertLayout
+from tierstore.hf.manifest import ExpertEntry, ExpertLayout, ParameterEntry
 from tierstore.moe.config import Activation
 
 #: transformers' names of the functions behind a gate.
@@ -52,12 +53,14 @@ class Part:
     shape: tuple[int, ...]
     offset: int
 
+    @classmethod
+    def whole(cls, entry: ParameterEntry) -> Part:
+        """All of a dense parameter or buffer."""
+        return cls(entry.source, None, entry.shape, 0)
+
     @property
     def numel(self) -> int:
-        product = 1
-        for size in self.shape:
-            product *= size
-        return product
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -81,8 +84,9 @@ class Family:
         biased = self.on_disk is OnDisk.FUSED_BIASED
         return ExpertLayout.INTERLEAVED_BIASED if biased else ExpertLayout.CONCATENATED
 
-    def expert_parts(self, layer: int, expert: int, d_model: int, d_ff: int) -> list[Part]:
+    def expert_parts(self, layer: int, expert: int, experts: ExpertEntry) -> list[Part]:
         """The tensors of one expert, in the order of its record."""
+        d_model, d_ff = experts.d_model, experts.d_ff
         shapes: tuple[tuple[int, ...], ...]
         if self.on_disk is OnDisk.SEPARATE:
             shapes = ((d_ff, d_model), (d_ff, d_model), (d_model, d_ff))
@@ -100,9 +104,7 @@ class Family:
     @property
     def fused_names(self) -> tuple[str, ...]:
         """The parameters of all experts of a layer in memory, below the layer, in the order of an expert's record."""
-        names = ["gate_up_proj", "down_proj"]
-        if self.layout is ExpertLayout.INTERLEAVED_BIASED:
-            names = ["gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"]
+        names = _BIASED if self.layout is ExpertLayout.INTERLEAVED_BIASED else ("gate_up_proj", "down_proj")
         return tuple(f"{self.module}.experts.{name}" for name in names)
 
     def source_of(self, name: str) -> str:
@@ -124,6 +126,7 @@ class Family:
 _CARRIED_BY_ALL = (r"rotary_emb\.inv_freq$",)
 
 _W123 = tuple(f"block_sparse_moe.experts.{{expert}}.{name}.weight" for name in ("w1", "w3", "w2"))
+_BIASED = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
 _PROJ = tuple(f"mlp.experts.{{expert}}.{name}_proj.weight" for name in ("gate", "up", "down"))
 
 
@@ -162,12 +165,7 @@ FAMILIES: Mapping[str, Family] = {
             "gpt_oss",
             "mlp",
             OnDisk.FUSED_BIASED,
-            (
-                "mlp.experts.gate_up_proj",
-                "mlp.experts.gate_up_proj_bias",
-                "mlp.experts.down_proj",
-                "mlp.experts.down_proj_bias",
-            ),
+            tuple(f"mlp.experts.{name}" for name in _BIASED),
         ),
     )
 }

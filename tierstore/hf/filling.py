@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -40,20 +40,26 @@ _SPLIT_VALUES = 1 << 20
 
 @dataclass(frozen=True)
 class ExpertJob:
-    """One expert to import: the key of its record, and its tensors in the record's order."""
+    """One expert to import: the key of its record, its tensors in the record's order, and the bytes to read of them."""
 
     key: str
     layer: int
     parts: Sequence[Part]
+    nbytes: int
 
 
 @dataclass(frozen=True)
 class UnitJob:
-    """One rank's slices of a dense unit to import."""
+    """One rank's slices of a dense unit to import; ``nbytes`` to read, but for rounding."""
 
     layout: UnitLayout
     parameters: Sequence[ParameterEntry]
     rank: int
+    nbytes: int
+
+    @property
+    def key(self) -> str:
+        return self.layout.key
 
 
 Job = ExpertJob | UnitJob
@@ -143,8 +149,7 @@ class Filler:
         self._weights = weights
         self._wrote = wrote
         self._expert = expert
-        room = max(budget // _ExpertBuffers.nbytes(expert), 2)
-        self._most = min(room, READERS + _AHEAD)
+        self._most = min(max(budget // _ExpertBuffers.nbytes(expert), 2), READERS + _AHEAD)
         self._free: deque[_ExpertBuffers] = deque()
         self._made = 0
         self._pending: deque[tuple[ExpertJob, _ExpertBuffers, Future[None]]] = deque()
@@ -159,7 +164,7 @@ class Filler:
     def __exit__(self, *args: object) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def run(self, jobs: Iterator[Job]) -> None:
+    def run(self, jobs: Iterable[Job]) -> None:
         """Raises DataError naming a tensor, OSError; records that were added until then can be committed."""
         for job in jobs:
             if isinstance(job, UnitJob):
@@ -229,8 +234,7 @@ class Filler:
     def _read_dense(
         self, parameter: ParameterEntry, begin: int, end: int, out: npt.NDArray[np.float32]
     ) -> None:
-        piece = Part(parameter.source, None, parameter.shape, 0)
-        self._weights.read_fp32(piece, begin, end, out, self._window())
+        self._weights.read_fp32(Part.whole(parameter), begin, end, out, self._window())
 
 
 def _pieces(job: UnitJob) -> Iterator[tuple[ParameterEntry, int, int, int]]:

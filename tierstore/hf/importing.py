@@ -30,15 +30,14 @@ from tierstore.errors import (
     StoreFormatError,
     TierstoreError,
 )
-from tierstore.hf.checkpoint import Checkpoint, ReadWindow, TensorReader
+from tierstore.hf.checkpoint import Checkpoint, ReadWindow, TensorInfo, TensorReader
 from tierstore.hf.describing import CONFIG_NAME, describe_config, ignored_attention, read_config
-from tierstore.hf.families import Part
+from tierstore.hf.families import FAMILIES, Part
 from tierstore.hf.filling import ExpertJob, Filler, Job, UnitJob
 from tierstore.hf.loading import class_of, parse_config
-from tierstore.hf.manifest import ImportProgress, ImportState, Manifest, Weights
+from tierstore.hf.manifest import CarriedEntry, ImportProgress, ImportState, Manifest, Weights
 from tierstore.hf.matching import (
-    Matched,
-    carried_entries,
+    carried_files,
     check_tokenizer,
     companion_files,
     companion_notes,
@@ -114,20 +113,19 @@ class ImportOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ImportPlan:
-    """What an import will do, on one rank: found out without writing anything."""
+    """What an import will do, on one rank: found out without writing anything. ``carried``: tensors that the family ignores;
+    ``notes``: what of the model directory is ignored, a line each.
+    """
 
-    matched: Matched
+    manifest: Manifest
+    checkpoint: Checkpoint
+    carried: tuple[TensorInfo, ...]
     ranks: int
     tensor_ranks: int
     schemas: tuple[RecordSchema, ...]
     jobs: tuple[Job, ...]
     counts: dict[str, int]
-    #: What of the model directory is ignored, a line each.
     notes: tuple[str, ...]
-
-    @property
-    def manifest(self) -> Manifest:
-        return self.matched.manifest
 
     @property
     def disk_bytes(self) -> int:
@@ -137,10 +135,10 @@ class ImportPlan:
     @property
     def source_bytes(self) -> int:
         """Bytes of the checkpoint that the jobs read."""
-        return sum(job_bytes(self.matched, job) for job in self.jobs)
+        return sum(job.nbytes for job in self.jobs)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class ImportReport:
     """What an import did on this rank. ``records`` were added by this call, ``skipped`` by an earlier one.
 
@@ -149,15 +147,15 @@ class ImportReport:
     """
 
     manifest: Manifest
-    records: int
     skipped: int
-    read_bytes: int
-    written_bytes: int
     reserved_bytes: int
-    commits: int
-    moving_s: float
-    elapsed_s: float
-    direct_reason: str
+    records: int = 0
+    read_bytes: int = 0
+    written_bytes: int = 0
+    commits: int = 0
+    moving_s: float = 0.0
+    elapsed_s: float = 0.0
+    direct_reason: str = ""
 
 
 def import_model(
@@ -167,9 +165,9 @@ def import_model(
     *,
     mesh: Mesh | None = None,
     planned: Callable[[ImportPlan], None] = lambda plan: None,
-    progress: ProgressCallback | None = None,
+    progress: ProgressCallback = lambda done, total, fields: None,
 ) -> ImportReport:
-    """Makes ``store`` of the model directory ``source``, or goes on with an import of the same that was cut short.
+    """Imports the model directory ``source`` into ``store``, or goes on with an import of the same that was cut short.
 
     On several ranks (``mesh``) a collective. ``planned`` is called before the first write. Raises DataError and ConfigError
     for a checkpoint that is not what its configuration says, StoreExistsError, StoreFormatError for another source,
@@ -183,20 +181,20 @@ def import_model(
     _check_ranks(state, mesh)
     _check_stores(store, state, mesh)
     planned(plan)
-    with _open_store(store, plan, state, mesh) as opened, TensorReader() as reader:
+    with _open_store(store, plan, mesh) as opened, TensorReader() as reader:
         job = _Import(opened, plan, state, options, progress)
         job.begin()
         if mesh.world.rank == 0:
-            if (
-                not opened.keys
-            ):  # what is there is no part of this import: another left it beside its ranks' stores
+            if not opened.keys:  # files that are there were left beside its ranks' stores by another import
                 shutil.rmtree(store / MODEL_DIRECTORY, ignore_errors=True)
             _write_model_files(store, source, plan, reader)
-        job.run(WeightReader(plan.matched.checkpoint.tensors, reader))
+        weights = WeightReader(plan.checkpoint.tensors, reader)
+        job.run(weights)
         mesh.world.barrier()  # the files are there before any rank calls itself complete
-        job.complete(_read_buffers(plan.matched, reader))
-        direct_reason = reader.direct_reason
-    return replace(job.report, elapsed_s=time.monotonic() - start, direct_reason=direct_reason)
+        job.complete(_read_buffers(plan.manifest, weights))
+        job.report.direct_reason = reader.direct_reason
+    job.report.elapsed_s = time.monotonic() - start
+    return job.report
 
 
 # Planning ---------------------------------------------------------------------------------------------------
@@ -213,23 +211,24 @@ def plan_import(source: Path, options: ImportOptions, mesh: Mesh) -> ImportPlan:
     checkpoint = Checkpoint.open(source)
     compute = options.compute or _compute_of(checkpoint)
     described = describe_config(config, compute, where=str(source / "config.json"))
-    matched = match(described, checkpoint)
+    matched, carried = match(described, checkpoint)
     manifest = replace(
-        matched.manifest,
+        matched,
         weights=options.weights,
         codes=options.codes,
         files=tuple(companion_files(source)),
-        carried=tuple(carried_entries(matched.carried)),
+        carried=tuple(
+            CarriedEntry(info.name, name) for name, held in carried_files(carried) for info in held
+        ),
         source=source.name or str(source.resolve().name),
         fingerprint=checkpoint.fingerprint(),
     )
-    matched = replace(matched, manifest=manifest)
     check_tokenizer(source, manifest.vocab_size)
-    _check_tied(matched)
+    _check_tied(manifest, checkpoint.tensors)
     # Tensor-parallel ranks share the experts alone: of a model that comes from elsewhere nothing else is divided.
     layouts = manifest.unit_layouts(mesh.data.size)
     owned = mesh.blocks(manifest.experts.count).owned(mesh.expert.rank)
-    jobs = list(_jobs(matched, layouts, mesh.data.rank, owned))
+    jobs = tuple(_jobs(manifest, checkpoint.tensors, layouts, mesh.data.rank, owned))
     training = Training.FROZEN if manifest.weights is Weights.FROZEN else Training.TRAINED
     quantized = None if manifest.codes is None else quantized_layout(hf_spec(manifest, config))
     expert = expert_record(
@@ -241,11 +240,13 @@ def plan_import(source: Path, options: ImportOptions, mesh: Mesh) -> ImportPlan:
     for layout in layouts:
         counts[schema_name(layout, expert.training)] += 1
     return ImportPlan(
-        matched=matched,
+        manifest=manifest,
+        checkpoint=checkpoint,
+        carried=carried,
         ranks=mesh.world.size,
         tensor_ranks=mesh.tensor.size,
         schemas=tuple(schemas),
-        jobs=tuple(jobs),
+        jobs=jobs,
         counts=counts,
         notes=tuple(_notes(source, config)),
     )
@@ -266,59 +267,50 @@ def _compute_of(checkpoint: Checkpoint) -> ComputeDtype:
     return ComputeDtype.FP32 if 2 * wide > whole else ComputeDtype.BF16
 
 
-def _jobs(matched: Matched, layouts: list[UnitLayout], rank: int, owned: range) -> Iterator[Job]:
+def _jobs(
+    manifest: Manifest,
+    tensors: Mapping[str, TensorInfo],
+    layouts: list[UnitLayout],
+    rank: int,
+    owned: range,
+) -> Iterator[Job]:
     """The dense units in order, each block followed by its experts: as training will ask for them."""
-    manifest = matched.manifest
+    family, experts = FAMILIES[manifest.model_type], manifest.experts
     for layout, unit in zip(layouts, manifest.units, strict=True):
-        yield UnitJob(layout, unit.parameters, rank)
+        whole = sum(tensors[entry.source].nbytes for entry in unit.parameters)
+        nbytes = whole * layout.slice_numel // max(layout.padded_numel, 1)
+        yield UnitJob(layout, unit.parameters, rank, nbytes)
         prefix, _, number = unit.name.partition(".")
-        if prefix == "block" and int(number) in manifest.experts.layers:
+        if prefix == "block" and int(number) in experts.layers:
             layer = int(number)
             for expert in owned:
-                yield ExpertJob(expert_key(layer, expert), layer, matched.expert_parts(layer, expert))
+                parts = family.expert_parts(layer, expert, experts)
+                nbytes = sum(_part_bytes(tensors, part) for part in parts)
+                yield ExpertJob(expert_key(layer, expert), layer, parts, nbytes)
 
 
-def _check_tied(matched: Matched) -> None:
+def _part_bytes(tensors: Mapping[str, TensorInfo], part: Part) -> int:
+    info = tensors.get(part.source)
+    if info is not None:
+        return part.numel * info.item_bytes
+    return part.numel // 2 + part.numel // 32  # MXFP4: codes and scales
+
+
+def _check_tied(manifest: Manifest, tensors: Mapping[str, TensorInfo]) -> None:
     """Raises DataError where a tied tensor that is there under both names differs."""
-    tensors = matched.checkpoint.tensors
-    sources = {entry.name: entry.source for entry in matched.manifest.parameters()}
-    first, second = ReadWindow(), ReadWindow()
+    sources = {entry.name: entry.source for entry in manifest.parameters()}
     with TensorReader() as reader:
-        for alias in matched.manifest.tied:
+        for alias in manifest.tied:
             if not alias.stored:
                 continue
             one, other = tensors[sources[alias.of]], tensors[alias.source]
-            chunk = 8 << 20
-            same = one.dtype == other.dtype and all(
-                np.array_equal(
-                    reader.read(one, begin, min(begin + chunk, one.nbytes), first),
-                    reader.read(other, begin, min(begin + chunk, one.nbytes), second),
-                )
-                for begin in range(0, one.nbytes, chunk)
-            )
+            chunks = (reader.chunks(info, ReadWindow()) for info in (one, other))
+            same = one.dtype == other.dtype and all(map(np.array_equal, *chunks))
             if not same:
                 raise DataError(
                     f"{other.file}: tensor {alias.source!r} differs from {one.name!r}, and the configuration ties them "
                     "(tie_word_embeddings)"
                 )
-
-
-def job_bytes(matched: Matched, job: Job) -> int:
-    """Bytes of the checkpoint that ``job`` reads, but for rounding."""
-    if isinstance(job, ExpertJob):
-        return sum(_part_bytes(matched, part) for part in job.parts)
-    tensors = matched.checkpoint.tensors
-    whole = sum(tensors[entry.source].nbytes for entry in job.parameters)
-    padded = max(job.layout.padded_numel, 1)
-    return whole * job.layout.slice_numel // padded
-
-
-def _part_bytes(matched: Matched, part: Part) -> int:
-    tensors = matched.checkpoint.tensors
-    info = tensors.get(part.source)
-    if info is not None:
-        return part.numel * info.item_bytes
-    return part.numel // 2 + part.numel // 32
 
 
 # The store --------------------------------------------------------------------------------------------------
@@ -376,7 +368,7 @@ def _check_target(store: Path, ranks: int) -> None:
 
 
 @contextlib.contextmanager
-def _open_store(store: Path, plan: ImportPlan, state: ImportState, mesh: Mesh) -> Iterator[ParameterStore]:
+def _open_store(store: Path, plan: ImportPlan, mesh: Mesh) -> Iterator[ParameterStore]:
     """The rank's store: a new one, or that of the same import."""
     directory = rank_directory(store, mesh.world.rank, mesh.world.size)
     schemas = list(plan.schemas)
@@ -442,31 +434,27 @@ class _Import:
         plan: ImportPlan,
         state: ImportState,
         options: ImportOptions,
-        progress: ProgressCallback | None,
+        progress: ProgressCallback,
     ) -> None:
         self._core = store.core
-        self._plan = plan
-        self._state = state
-        self._options = options
-        self._progress = progress or (lambda done, total, fields: None)
-        self._keys = {_key(job) for job in plan.jobs if _key(job) in store.core.records}
-        self._total = plan.source_bytes
-        self._done = sum(job_bytes(plan.matched, job) for job in plan.jobs if _key(job) in self._keys)
-        self._read = 0
-        self._records = 0
+        self._plan, self._state, self._options, self._progress = plan, state, options, progress
+        self._jobs = [job for job in plan.jobs if job.key not in store.core.records]
+        self.report = ImportReport(
+            manifest=plan.manifest,
+            skipped=len(plan.jobs) - len(self._jobs),
+            reserved_bytes=plan.disk_bytes,
+        )
+        self._total, self._left = plan.source_bytes, sum(job.nbytes for job in self._jobs)
         self._uncommitted = 0
-        self._commits = 0
         self._loader: RecordLoader | None = None
-        self._began_s = self._ended_s = 0.0
-        complete = store.last_commit.state.get(IMPORT_KEY)
+        said = store.last_commit.state.get(IMPORT_KEY)
         self._complete = (
-            complete is not None
-            and ImportState.unpack(complete, where="").progress is ImportProgress.COMPLETE
+            said is not None and ImportState.unpack(said, where="").progress is ImportProgress.COMPLETE
         )
 
     def begin(self) -> None:
         """Reserves the space, and makes the store one that says what it will be. Raises OSError (ENOSPC)."""
-        self._began_s = self._ended_s = time.monotonic()
+        self._began_s = time.monotonic()
         if not self._complete:
             self._loader = RecordLoader(self._core)
             self._core.reserve(self._plan.counts)
@@ -479,68 +467,46 @@ class _Import:
         self._show()
         expert, budget = self._plan.schemas[0], self._options.host_budget
         with Filler(self._loader, weights, expert, budget=budget, wrote=self._wrote) as filler:
-            filler.run(job for job in self._plan.jobs if _key(job) not in self._keys)
+            filler.run(self._jobs)
 
     def complete(self, buffers: bytes) -> None:
         """The last commit: from here on the store can be trained."""
-        if self._complete:
-            return
-        state = TrainState(
-            begun=False,
-            conditions={
-                "parallel": {
-                    "ranks": self._state.ranks,
-                    "expert_ranks": self._state.expert_ranks,
-                    "tensor_ranks": self._plan.tensor_ranks,
-                    "rank": self._state.rank,
+        if not self._complete:
+            state = TrainState(
+                begun=False,
+                conditions={
+                    "parallel": {
+                        "ranks": self._state.ranks,
+                        "expert_ranks": self._state.expert_ranks,
+                        "tensor_ranks": self._plan.tensor_ranks,
+                        "rank": self._state.rank,
+                    },
+                    "dense": {"fusion": self._plan.manifest.fusion.value},
                 },
-                "dense": {"fusion": self._plan.manifest.fusion.value},
-            },
-        )
-        self._state = replace(self._state, progress=ImportProgress.COMPLETE)
-        self._commit({STATE_KEY: state.pack(), BUFFERS_KEY: buffers})
-
-    @property
-    def report(self) -> ImportReport:
+            )
+            self._state = replace(self._state, progress=ImportProgress.COMPLETE)
+            self._commit({STATE_KEY: state.pack(), BUFFERS_KEY: buffers})
         drives = self._core.extents.drive_reports()
-        written = sum(drive.written_bytes for drive in drives)
-        return ImportReport(
-            manifest=self._plan.manifest,
-            records=self._records,
-            skipped=len(self._keys),
-            read_bytes=self._read,
-            written_bytes=written,
-            reserved_bytes=self._plan.disk_bytes,
-            commits=self._commits,
-            moving_s=self._ended_s - self._began_s,
-            elapsed_s=0.0,
-            direct_reason="",
-        )
+        self.report.written_bytes = sum(drive.written_bytes for drive in drives)
 
     def _wrote(self, job: Job) -> None:
-        nbytes = job_bytes(self._plan.matched, job)
-        self._read += nbytes
-        self._done += nbytes
-        self._uncommitted += nbytes
-        self._records += 1
+        self.report.read_bytes += job.nbytes
+        self.report.records += 1
+        self._left -= job.nbytes
+        self._uncommitted += job.nbytes
         if self._uncommitted >= self._options.commit_bytes:
             self._commit()
         self._show()
 
     def _show(self) -> None:
-        there = len(self._keys) + self._records
-        fields: dict[str, object] = {"read": f"{format_bytes(self._done)} of {format_bytes(self._total)}"}
-        self._progress(there, len(self._plan.jobs), fields)
+        read = f"{format_bytes(self._total - self._left)} of {format_bytes(self._total)}"
+        self._progress(self.report.skipped + self.report.records, len(self._plan.jobs), {"read": read})
 
     def _commit(self, more: dict[str, bytes] | None = None) -> None:
         self._core.committer.commit({IMPORT_KEY: self._state.pack(), **(more or {})})
         self._uncommitted = 0
-        self._commits += 1
-        self._ended_s = time.monotonic()
-
-
-def _key(job: Job) -> str:
-    return job.key if isinstance(job, ExpertJob) else job.layout.key
+        self.report.commits += 1
+        self.report.moving_s = time.monotonic() - self._began_s
 
 
 # Beside the records -----------------------------------------------------------------------------------------
@@ -551,17 +517,16 @@ def _write_model_files(store: Path, source: Path, plan: ImportPlan, reader: Tens
     directory.mkdir(parents=True, exist_ok=True)
     fsync_directory(store)
     copy_companions(source, directory, plan.manifest.files, plan.manifest.quantization)
-    copy_carried(plan.matched.carried, directory, reader)
+    copy_carried(plan.carried, directory, reader)
     plan.manifest.write(directory)
     fsync_directory(directory)
 
 
-def _read_buffers(matched: Matched, reader: TensorReader) -> bytes:
+def _read_buffers(manifest: Manifest, weights: WeightReader) -> bytes:
     """The model's buffers, fp32, packed for the state of a commit. Raises DataError for NaN."""
-    weights = WeightReader(matched.checkpoint.tensors, reader)
     arrays = {}
-    for entry in matched.manifest.buffers:
+    for entry in manifest.buffers:
         values = np.empty(entry.numel, np.float32)
-        weights.read_fp32(Part(entry.source, None, entry.shape, 0), 0, entry.numel, values, ReadWindow())
+        weights.read_fp32(Part.whole(entry), 0, entry.numel, values, ReadWindow())
         arrays[entry.name] = values.reshape(entry.shape)
     return pack_arrays(arrays)

@@ -1,13 +1,12 @@
 """transformers modules without expert parameters, and their adaptation by low-rank pairs.
 
-Two ways to make one: :func:`build_module`, whose dense parameters take no memory until a store gives them theirs, and
-:func:`load_module`, whose dense parameters are read from a checkpoint, for somebody's own loop. In neither is anything
-of the experts allocated or read. Parameters are taken away, not left on the meta device: otherwise ``.to``,
-``save_pretrained`` and the wrappers for several devices fail.
+:func:`build_module` makes one: its dense parameters take no memory until a store gives them theirs, and nothing of the
+experts is allocated. Their parameters are taken away, not left on the meta device: otherwise ``.to``, ``save_pretrained``
+and the wrappers for several devices fail.
 
 For LoRA, peft puts its layers around linear layers of attention (:func:`adapt`); their pairs are the only dense
-parameters that train. It cannot reach experts that are no parameters, and adapts nothing where it is told to: that is
-refused. First values are functions of the seed and of a parameter's name, so that every rank has the same.
+parameters that train. peft cannot reach experts that are no parameters, and would adapt nothing where it is told to adapt
+them: that is refused. First values are functions of the seed and of a parameter's name, so that every rank has the same.
 """
 
 from __future__ import annotations
@@ -15,26 +14,22 @@ from __future__ import annotations
 import copy
 import math
 import re
-import threading
 import warnings
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import wraps
-from pathlib import Path
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import nn
 
-from tierstore.capabilities import package_path, require_package
+from tierstore.capabilities import require_package
 from tierstore.errors import ConfigError
 from tierstore.hf.describing import (
     CONFIG_NAME,
     FILE_KEYS,
     OUTPUT_KEYS,
     ignored_attention,
-    read_config,
     transformers,
 )
 from tierstore.hf.experts import (
@@ -54,14 +49,9 @@ from tierstore.moe.seeds import keyed_generator
 _OWN_CODE = ("dbrx", "jetmoe", "llama4", "llama4_text", "longcat_flash", "switch_transformers", "nllb-moe")
 
 
-def parse_config(
-    values: Mapping[str, Any],
-    *,
-    where: str = CONFIG_NAME,
-    without: Collection[str] = (*FILE_KEYS, *OUTPUT_KEYS),
-) -> Any:
-    """transformers' configuration of the values of a config.json, ``without`` these keys. Raises ConfigError."""
-    plain = {key: value for key, value in values.items() if key not in without}
+def parse_config(values: Mapping[str, Any], *, where: str = CONFIG_NAME) -> Any:
+    """transformers' configuration of the values of a config.json. Raises ConfigError."""
+    plain = {key: value for key, value in values.items() if key not in (*FILE_KEYS, *OUTPUT_KEYS)}
     family = plain.get("model_type")
     known = transformers().CONFIG_MAPPING
     if not isinstance(family, str) or family not in known:
@@ -84,14 +74,14 @@ def build_module(config: Any, dtype: torch.dtype) -> LoadedModule:
     ignored_attention(kind, config)
     with torch.device("meta"):
         module = kind._from_config(config, dtype=dtype, experts_implementation=IMPLEMENTATION)
-    shape, experts, experts_at = _take_experts(config, module)
+    loaded = _without_experts(module)
     wide = [re.compile(pattern.replace("*", ".*")) for pattern in module._get_dtype_plan(dtype)]
     for name, parameter in list(module.named_parameters()):
         kept = torch.float32 if any(pattern.search(name) for pattern in wide) else parameter.dtype
         _set_parameter(module, name, torch.full((), torch.nan, dtype=kept).expand(parameter.shape))
     module.tie_weights()
     _make_buffers(module, wide)
-    return LoadedModule.whole(module, experts_at, experts, shape)
+    return loaded
 
 
 def cut_module(loaded: LoadedModule, layers: range) -> LoadedModule:
@@ -123,29 +113,6 @@ class _Elsewhere(nn.Module):
         return hidden_states
 
 
-def load_module(path: Path | str, dtype: torch.dtype | None = None, **options: Any) -> LoadedModule:
-    """The module of the checkpoint in directory ``path``, with its dense parameters.
-
-    ``dtype``: None is the checkpoint's own. ``options`` are those of ``from_pretrained``. Not to be called while another
-    thread makes models of the same family. Raises ConfigError.
-    """
-    register()
-    # What its passes return is for the loop: transformers' own loss has the balance loss only with the router's logits.
-    config = parse_config(read_config(Path(path)), where=str(path), without=FILE_KEYS)
-    kind = class_of(config)
-    known: dict[nn.Module, tuple[ExpertShape, int]] = {}
-    with _LOADING, _without_experts(kind, known), package_path(path) as name:
-        module = kind.from_pretrained(
-            name,
-            config=config,
-            dtype="auto" if dtype is None else dtype,
-            experts_implementation=IMPLEMENTATION,
-            **options,
-        )
-    shape, experts, experts_at = _found(config, module, known)
-    return LoadedModule.whole(module, experts_at, experts, shape)
-
-
 def checkpoint_activations(module: Any) -> None:
     """Has each decoder layer computed again in its backward pass, from its input, with the same random numbers."""
     # transformers 5.23 renames it; with reentrant checkpoints a layer's own inputs would get no gradients.
@@ -162,90 +129,37 @@ def class_of(config: Any) -> Any:
     kind = transformers().MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if kind is None:
         raise ConfigError(f"model_type {family}: transformers has no causal language model of it")
-    code = __import__(kind.__module__, fromlist=["_"])
-    if not any(isinstance(value, type) and is_experts(value) for value in vars(code).values()):
-        if family in _OWN_CODE:
-            raise ConfigError(
-                f"model_type {family}: transformers computes its experts in code of its own, not under its experts "
-                "interface"
-            )
+    code = vars(import_module(kind.__module__)).values()
+    if not any(isinstance(value, type) and is_experts(value) for value in code):
         raise ConfigError(
-            f"model_type {family}: the model has no experts under transformers' experts interface"
+            f"model_type {family}: transformers computes its experts in code of its own, not under its experts interface"
+            if family in _OWN_CODE
+            else f"model_type {family}: the model has no experts under transformers' experts interface"
         )
     return kind
 
 
-def _take_experts(config: Any, module: nn.Module) -> tuple[ExpertShape, int, dict[int, nn.Module]]:
-    """Takes the parameters of every experts module away."""
-    known: dict[nn.Module, tuple[ExpertShape, int]] = {}
-    for _, experts in experts_modules(module):
-        known[experts] = _emptied(experts)
-    return _found(config, module, known)
-
-
-def _emptied(experts: Any) -> tuple[ExpertShape, int]:
-    shape = expert_shape_of(experts), int(experts.num_experts)
-    experts._parameters.clear()
-    experts._is_hf_initialized = True
-    return shape
-
-
-def _found(
-    config: Any, module: nn.Module, known: dict[nn.Module, tuple[ExpertShape, int]]
-) -> tuple[ExpertShape, int, dict[int, nn.Module]]:
+def _without_experts(module: Any) -> LoadedModule:
+    """``module`` with all its decoder layers, after taking the parameters of its experts away."""
+    family = f"model_type {module.config.model_type}"
     experts_at: dict[int, nn.Module] = {}
-    for layer, each in experts_modules(module):
+    kinds: set[tuple[ExpertShape, int]] = set()
+    for layer, experts in experts_modules(module):
         if layer in experts_at:
-            raise ConfigError(f"model_type {config.model_type}: layer {layer} has two sets of experts")
-        experts_at[layer] = each
-    kinds = {known[each] for each in experts_at.values()}
+            raise ConfigError(f"{family}: layer {layer} has two sets of experts")
+        experts_at[layer] = experts
+        each: Any = experts
+        kinds.add((expert_shape_of(each), int(each.num_experts)))
+        each._parameters.clear()
+        each._is_hf_initialized = True
     if not kinds:
-        raise ConfigError(f"model_type {config.model_type}: no layer of this configuration has experts")
+        raise ConfigError(f"{family}: no layer of this configuration has experts")
     if len(kinds) > 1:
-        raise ConfigError(f"model_type {config.model_type}: layers have experts of different shapes")
-    ((shape, experts),) = kinds
-    return shape, experts, dict(sorted(experts_at.items()))
+        raise ConfigError(f"{family}: layers have experts of different shapes")
+    ((shape, count),) = kinds
+    layers = len(module.base_model.layers)
+    return LoadedModule(module, dict(sorted(experts_at.items())), count, shape, range(layers), layers)
 
-
-#: ``from_pretrained`` makes experts modules itself: their classes are changed while it runs, by one thread at a time.
-_LOADING = threading.Lock()
-
-
-@contextmanager
-def _without_experts(kind: Any, known: dict[nn.Module, tuple[ExpertShape, int]]) -> Iterator[None]:
-    """Experts modules that are made here have no parameters, and the weights of a checkpoint's experts are passed over."""
-    code = __import__(kind.__module__, fromlist=["_"])
-    classes: list[Any] = [
-        value for value in vars(code).values() if isinstance(value, type) and is_experts(value)
-    ]
-    made: dict[Any, Any] = {each: vars(each)["__init__"] for each in classes}
-    ignored = vars(kind).get("_keys_to_ignore_on_load_unexpected", _ABSENT)
-
-    def without(original: Any) -> Any:
-        @wraps(original)
-        def make(self: nn.Module, *arguments: Any, **options: Any) -> None:
-            with torch.device("meta"):
-                original(self, *arguments, **options)
-            known[self] = _emptied(self)
-
-        return make
-
-    try:
-        for each in classes:
-            each.__init__ = without(made[each])
-        inherited = kind._keys_to_ignore_on_load_unexpected or []
-        kind._keys_to_ignore_on_load_unexpected = [*inherited, r"\.experts\."]
-        yield
-    finally:
-        for each in classes:
-            each.__init__ = made[each]
-        if ignored is _ABSENT:
-            del kind._keys_to_ignore_on_load_unexpected
-        else:
-            kind._keys_to_ignore_on_load_unexpected = ignored
-
-
-_ABSENT = object()
 
 # Parameters and buffers -------------------------------------------------------------------------------------
 
@@ -276,20 +190,11 @@ def _make_buffers(module: Any, wide: list[re.Pattern[str]]) -> None:
 
 #: peft's name of the adapter.
 ADAPTER = "default"
-_PURPOSE = "LoRA of attention"
 
 
 def peft() -> Any:
     """The package peft. Raises CapabilityError when it is missing."""
-    return require_package("peft", _PURPOSE)
-
-
-def attention_layers(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """The linear layers of attention of ``module``, by their names."""
-    inside = re.compile(rf"(?:^|\.)layers\.\d+\.({'|'.join(MIXERS)})\.")
-    for name, part in module.named_modules():
-        if isinstance(part, nn.Linear) and inside.search(name):
-            yield name, part
+    return require_package("peft", "LoRA of attention")
 
 
 def target_modules(module: nn.Module, config: LoraConfig) -> list[str]:
@@ -297,7 +202,9 @@ def target_modules(module: nn.Module, config: LoraConfig) -> list[str]:
 
     Raises ConfigError naming those that there are, where ``config.modules`` has one that there is not.
     """
-    names = {name.split(".", name.split(".").index("layers") + 2)[-1] for name, _ in attention_layers(module)}
+    linears = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
+    found = (re.search(rf"(?:^|\.)layers\.\d+\.((?:{'|'.join(MIXERS)})\..*)", name) for name in linears)
+    names = {one[1] for one in found if one is not None}
     if not names:
         raise ConfigError("lora.targets: the model has no linear layers of attention")
     known = {name.rpartition(".")[2] for name in names}
@@ -307,22 +214,16 @@ def target_modules(module: nn.Module, config: LoraConfig) -> list[str]:
     return sorted(name for name in names if not config.modules or name.rpartition(".")[2] in config.modules)
 
 
-def refuse_target_parameters(config: Any) -> None:
-    """Raises ConfigError for a configuration of peft with ``target_parameters``: of leased experts there are none, and
-    peft would adapt nothing without a word.
+def refuse_adapters(module: Any, arguments: object) -> None:
+    """A hook before a forward pass: raises ConfigError where a configuration of peft in ``module`` names
+    ``target_parameters``. Leased experts are no parameters, and peft would adapt nothing without a word.
     """
-    named = getattr(config, "target_parameters", None)
-    if named:
-        raise ConfigError(
-            f"target_parameters: {', '.join(named)}: experts that are leased are no parameters, and peft would adapt "
-            "nothing; lora.targets = experts adapts them"
-        )
-
-
-def refuse_adapters(module: nn.Module, arguments: object) -> None:
-    """A hook before a forward pass: raises ConfigError where peft was told to adapt leased experts of ``module``."""
     for config in getattr(module, "peft_config", {}).values():
-        refuse_target_parameters(config)
+        if named := getattr(config, "target_parameters", None):
+            raise ConfigError(
+                f"target_parameters: {', '.join(named)}: experts that are leased are no parameters, and peft would adapt "
+                "nothing; lora.targets = experts adapts them"
+            )
 
 
 def adapt(module: nn.Module, config: LoraConfig) -> None:
@@ -334,52 +235,27 @@ def adapt(module: nn.Module, config: LoraConfig) -> None:
     if not config.attention:
         return
     library = peft()
-    described = peft_config(target_modules(module, config), config)
+    described = library.LoraConfig(
+        r=config.rank,
+        lora_alpha=config.scaled_alpha,
+        target_modules=target_modules(module, config),
+        lora_dropout=0.0,
+        bias="none",
+        task_type="CAUSAL_LM",
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         library.inject_adapter_in_model(described, module, adapter_name=ADAPTER)
     for name, parameter in module.named_parameters():
-        parameter.requires_grad_(is_pair(name))
-        if is_pair(name):
-            parameter.data = first_values(name, parameter.shape, config.seed)
+        is_pair = ".lora_A." in name or ".lora_B." in name
+        parameter.requires_grad_(is_pair)
+        if is_pair:
+            parameter.data = _first_values(name, parameter.shape, config.seed)
 
 
-def peft_config(modules: list[str], config: LoraConfig, **options: Any) -> Any:
-    """``config`` as peft has it, for the linear layers ``modules``."""
-    return peft().LoraConfig(
-        r=config.rank,
-        lora_alpha=config.scaled_alpha,
-        target_modules=modules,
-        lora_dropout=0.0,
-        bias="none",
-        task_type="CAUSAL_LM",
-        **options,
-    )
-
-
-def is_pair(name: str) -> bool:
-    """Whether parameter ``name`` belongs to a pair of peft's."""
-    return ".lora_A." in name or ".lora_B." in name
-
-
-def plain_name(name: str) -> str:
-    """The name that parameter ``name`` has in a model without peft's layers."""
-    return name.replace(".base_layer.", ".")
-
-
-def exported_name(name: str) -> str:
-    """What an adapter file calls a parameter of a pair."""
-    return f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}"
-
-
-def first_values(name: str, shape: torch.Size, seed: int) -> torch.Tensor:
+def _first_values(name: str, shape: torch.Size, seed: int) -> torch.Tensor:
     """First values of a parameter of a pair, fp32: B is zero, A uniform within 1 / sqrt(inputs), as peft's."""
     if ".lora_B." in name:
         return torch.zeros(shape)
     bound = 1 / math.sqrt(shape[1])
     return torch.empty(shape).uniform_(-bound, bound, generator=keyed_generator(seed, "lora", name))
-
-
-def pair_parameters(module: nn.Module) -> Mapping[str, nn.Parameter]:
-    """The parameters of pairs on attention, by their names in ``module``."""
-    return {name: parameter for name, parameter in module.named_parameters() if is_pair(name)}

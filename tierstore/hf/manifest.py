@@ -7,14 +7,16 @@ disk. An expert has one record (its order of values: ``ExpertEntry``); a dense u
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from enum import StrEnum
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, is_dataclass
+from enum import Enum, StrEnum
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from tierstore.dense.config import Fusion
 from tierstore.dense.layout import Narrow, UnitLayout, layouts_of_shapes
@@ -55,8 +57,8 @@ class Weights(StrEnum):
 
 @dataclass(frozen=True)
 class ParameterEntry:
-    """A dense parameter. ``dtype``: torch's name for its type in memory. ``source``: its name on disk, and
-    ``source_dtype`` its type there, by safetensors' name.
+    """A dense parameter, or a persistent buffer (``e_score_correction_bias``). ``dtype``: torch's name for its type in
+    memory. ``source``: its name on disk, and ``source_dtype`` its type there, by safetensors' name.
     """
 
     name: str
@@ -68,10 +70,6 @@ class ParameterEntry:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
-
-
-#: A persistent buffer that is part of the model's state, ``e_score_correction_bias`` say.
-BufferEntry = ParameterEntry
 
 
 @dataclass(frozen=True)
@@ -149,7 +147,7 @@ class Manifest:
     layers: int
     experts: ExpertEntry
     units: tuple[UnitEntry, ...]
-    buffers: tuple[BufferEntry, ...] = ()
+    buffers: tuple[ParameterEntry, ...] = ()
     tied: tuple[TiedEntry, ...] = ()
     carried: tuple[CarriedEntry, ...] = ()
     files: tuple[str, ...] = ()  # configuration and tokenizer files beside the manifest
@@ -172,11 +170,6 @@ class Manifest:
     def total_parameters(self) -> int:
         """All parameters; a tied one counts once, buffers do not."""
         return self.dense_parameters + self.expert_parameters
-
-    @property
-    def active_parameters(self) -> int:
-        """Parameters that one token uses."""
-        return self.dense_parameters + self.experts.numel * self.experts.top_k * len(self.experts.layers)
 
     # Layout -------------------------------------------------------------------------------------------------
 
@@ -204,7 +197,7 @@ class Manifest:
         return table
 
     def write(self, directory: Path) -> None:
-        """Durably, as ``MANIFEST_NAME`` in ``directory``; it takes its name when it is whole."""
+        """Writes and fsyncs ``MANIFEST_NAME`` in ``directory``; the caller fsyncs the directory."""
         write_durably(directory / MANIFEST_NAME, (json.dumps(self.as_json(), indent=1) + "\n").encode())
 
     @classmethod
@@ -222,57 +215,43 @@ class Manifest:
     @classmethod
     def from_json(cls, value: object, *, where: str) -> Manifest:
         """Raises StoreFormatError naming ``where`` and the key that is missing, unknown or of another kind."""
-        table = _table(value, where)
-        found = table.get("version")
+        found = value.get("version") if isinstance(value, Mapping) else MANIFEST_VERSION
         if found != MANIFEST_VERSION:
             raise StoreFormatError(f"{where}: version {found!r}, expected {MANIFEST_VERSION}")
         try:
-            given = dict(table)
-            given["compute"] = ComputeDtype(given["compute"])
-            given["weights"] = Weights(given["weights"])
-            given["fusion"] = Fusion(given["fusion"])
-            given["quantization"] = Quantization(given["quantization"])
-            given["codes"] = _codes(given.get("codes"))
-            given["experts"] = _experts(given["experts"], f"{where}: experts")
-            given["units"] = tuple(
-                UnitEntry(str(unit["name"]), _parameters(unit["parameters"], f"{where}: unit {unit['name']}"))
-                for unit in given["units"]
-            )
-            given["buffers"] = _parameters(given["buffers"], f"{where}: buffers")
-            given["tied"] = tuple(TiedEntry(**entry) for entry in given["tied"])
-            given["carried"] = tuple(CarriedEntry(**entry) for entry in given["carried"])
-            given["files"] = tuple(given["files"])
-            return cls(**given)
-        except (KeyError, TypeError, ValueError) as error:
-            missing = f"{error} is missing" if isinstance(error, KeyError) else error
-            raise StoreFormatError(f"{where}: not a manifest: {missing}") from error
+            manifest: Manifest = _read(cls, value, where)
+            return manifest
+        except (TypeError, ValueError) as error:
+            raise StoreFormatError(f"{where}: not a manifest: {error}") from error
 
 
-def _codes(value: object) -> CodeFormat | None:
-    return None if value is None else CodeFormat(str(value))
+#: Keys that are left out where they say what they said before they existed.
+_LATER = {"codes", "moments"}
+_hints = functools.cache(get_type_hints)
 
 
-def _table(value: object, where: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise StoreFormatError(f"{where}: expected an object, found {type(value).__name__}")
+def _read(kind: Any, value: Any, name: str) -> Any:
+    """``value``, which JSON gave for the key ``name``, as an object of the annotation ``kind``.
+
+    Raises TypeError or ValueError where it is none.
+    """
+    if isinstance(kind, UnionType):  # a type or None
+        return None if value is None else _read(get_args(kind)[0], value, name)
+    if get_origin(kind) is tuple and isinstance(value, list):
+        kinds = get_args(kind)
+        kinds = kinds[:1] * len(value) if kinds[-1] is Ellipsis else kinds
+        return tuple(_read(each, item, name) for each, item in zip(kinds, value, strict=True))
+    made: Any = kind  # mypy cannot call what is_dataclass has narrowed
+    if is_dataclass(kind) and isinstance(value, Mapping):
+        hints = _hints(made)
+        if missing := sorted(hints.keys() - value.keys() - _LATER):
+            raise TypeError(f"{name}: {missing[0]} is missing")
+        return made(**{key: _read(hints.get(key, object), item, key) for key, item in value.items()})
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return kind(value)
+    if not (isinstance(kind, type) and isinstance(value, kind)):
+        raise TypeError(f"{name}: unexpected value {value!r:.80}")
     return value
-
-
-def _experts(value: Any, where: str) -> ExpertEntry:
-    table = dict(_table(value, where))
-    table["layers"] = tuple(int(layer) for layer in table["layers"])
-    table["layout"] = ExpertLayout(table["layout"])
-    table["other_dtypes"] = tuple((str(name), str(dtype)) for name, dtype in table["other_dtypes"])
-    return ExpertEntry(**table)
-
-
-def _parameters(values: Sequence[Any], where: str) -> tuple[ParameterEntry, ...]:
-    entries = []
-    for value in values:
-        table = dict(_table(value, where))
-        table["shape"] = tuple(int(size) for size in table["shape"])
-        entries.append(ParameterEntry(**table))
-    return tuple(entries)
 
 
 # Small state ------------------------------------------------------------------------------------------------
@@ -316,19 +295,14 @@ class ImportState:
     def unpack(cls, data: bytes, *, where: str) -> ImportState:
         """Raises StoreFormatError naming ``where``."""
         try:
-            table = dict(_table(json.loads(data), where))
-            table["progress"] = ImportProgress(table["progress"])
-            table["compute"] = ComputeDtype(table["compute"])
-            table["weights"] = Weights(table["weights"])
-            table["moments"] = MomentFormat(table.get("moments", MomentFormat.FP32.value))
-            table["codes"] = _codes(table.get("codes"))
-            return cls(**table)
-        except (KeyError, TypeError, ValueError) as error:
+            state: ImportState = _read(cls, json.loads(data), "import")
+            return state
+        except (TypeError, ValueError) as error:
             raise StoreFormatError(f"{where}: the state of the import is damaged: {error}") from error
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """``path`` with ``content``; it takes its name when it is on disk. Its directory must be synced by the caller."""
+    """Writes and fsyncs ``content`` beside ``path``, then renames it; the caller fsyncs the directory."""
     partial = path.with_name(f"{path.name}.partial")
     with open(partial, "wb") as file:
         file.write(content)

@@ -5,34 +5,33 @@ and the files beside it (configuration, tokenizer, tensors that the family ignor
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+
+import numpy as np
 
 from tierstore.errors import ConfigError, DataError
 from tierstore.hf.checkpoint import (
     INDEX_NAME,
     Checkpoint,
+    ReadWindow,
     TensorInfo,
     TensorReader,
-    copy_tensors,
     refuse_pointer,
 )
 from tierstore.hf.describing import CONFIG_NAME
-from tierstore.hf.families import FAMILIES, Family, OnDisk, Part
+from tierstore.hf.families import FAMILIES, Family, OnDisk
 from tierstore.hf.manifest import (
     MANIFEST_NAME,
-    CarriedEntry,
     Manifest,
     ParameterEntry,
     Quantization,
     write_durably,
 )
 from tierstore.hf.weights import BLOCKS_SUFFIX, MXFP4_GROUP, PLAIN, SCALE_SUFFIX, SCALES_SUFFIX, scale_shape
-from tierstore.hf.writing import Shard, TensorSpec
+from tierstore.hf.writing import Shard, StreamFile, TensorSpec, json_bytes
 from tierstore.store.disk.home import fsync_directory
 from tierstore.train.tokens.tokenizing import DocumentTokenizer
 
@@ -40,37 +39,21 @@ from tierstore.train.tokens.tokenizing import DocumentTokenizer
 _SHOWN = 5
 
 
-@dataclass(frozen=True)
-class Matched:
-    """A checkpoint and its model: ``manifest`` knows the types on disk; ``carried`` are the tensors that the family
-    ignores, in file order.
-    """
-
-    manifest: Manifest
-    checkpoint: Checkpoint
-    carried: tuple[TensorInfo, ...]
-
-    @property
-    def family(self) -> Family:
-        return FAMILIES[self.manifest.model_type]
-
-    def expert_parts(self, layer: int, expert: int) -> list[Part]:
-        """The tensors of one expert, in the order of its record."""
-        experts = self.manifest.experts
-        return self.family.expert_parts(layer, expert, experts.d_model, experts.d_ff)
-
-
-def match(manifest: Manifest, checkpoint: Checkpoint) -> Matched:
+def match(manifest: Manifest, checkpoint: Checkpoint) -> tuple[Manifest, tuple[TensorInfo, ...]]:
     """Compares the names, shapes and types of ``checkpoint`` with those of ``manifest``.
 
-    Raises DataError, one line that names what is missing, unexpected, of another shape or of a type that is no weight's.
+    Returns the manifest with the types on disk, and the tensors that the family ignores, in file order. Raises DataError,
+    one line that names what is missing, unexpected, of another shape or of a type that is no weight's.
     """
-    finder = _Finder(manifest, checkpoint)
-    types = {
-        part.source: finder.weight(part.source, _whole_shape(manifest, part), part.index is not None)
-        for parts in _experts(manifest)
-        for part in parts
-    }
+    finder, family, held = _Finder(manifest, checkpoint), FAMILIES[manifest.model_type], manifest.experts
+    types: dict[str, str] = {}
+    for layer in held.layers:
+        # A tensor that holds a whole layer is a part of its first expert.
+        for expert in range(held.count if family.on_disk is OnDisk.SEPARATE else 1):
+            for part in family.expert_parts(layer, expert, held):
+                fused = part.index is not None
+                shape = (held.count, *part.shape) if fused else part.shape
+                types[part.source] = finder.weight(part.source, shape, fused)
     units = tuple(
         replace(unit, parameters=tuple(finder.entry(entry) for entry in unit.parameters))
         for unit in manifest.units
@@ -83,26 +66,12 @@ def match(manifest: Manifest, checkpoint: Checkpoint) -> Matched:
         if stored:
             finder.weight(alias.source, shapes[alias.of], False)
         tied.append(replace(alias, stored=stored))
-    carried = finder.rest(FAMILIES[manifest.model_type])
+    carried = finder.rest(family)
     finder.raise_problems()
     most = Counter(types.values()).most_common(1)[0][0]
     others = tuple((source, dtype) for source, dtype in types.items() if dtype != most)
-    experts = replace(manifest.experts, source_dtype=most, other_dtypes=others)
-    made = replace(manifest, units=units, buffers=buffers, tied=tuple(tied), experts=experts)
-    return Matched(made, checkpoint, tuple(carried))
-
-
-def _experts(manifest: Manifest) -> Iterator[list[Part]]:
-    """The parts of all experts; of tensors that hold a whole layer, those of its first expert."""
-    family, experts = FAMILIES[manifest.model_type], manifest.experts
-    each = range(experts.count) if family.on_disk is OnDisk.SEPARATE else range(1)
-    for layer in experts.layers:
-        for expert in each:
-            yield family.expert_parts(layer, expert, experts.d_model, experts.d_ff)
-
-
-def _whole_shape(manifest: Manifest, part: Part) -> tuple[int, ...]:
-    return part.shape if part.index is None else (manifest.experts.count, *part.shape)
+    experts = replace(held, source_dtype=most, other_dtypes=others)
+    return replace(manifest, units=units, buffers=buffers, tied=tuple(tied), experts=experts), carried
 
 
 class _Finder:
@@ -172,7 +141,7 @@ class _Finder:
                 f"{source} {dtype}, expected {' or '.join(known)}"
             )
 
-    def rest(self, family: Family) -> list[TensorInfo]:
+    def rest(self, family: Family) -> tuple[TensorInfo, ...]:
         """The tensors that nothing asked for and that are carried along; the others are unexpected."""
         carried = []
         for name, info in self._tensors.items():
@@ -182,7 +151,7 @@ class _Finder:
                 carried.append(info)
             else:
                 self._problems["unexpected"].append(name if name.isprintable() else repr(name))
-        return sorted(carried, key=lambda info: (info.file, info.offset))
+        return tuple(sorted(carried, key=lambda info: (info.file, info.offset)))
 
     def raise_problems(self) -> None:
         """Raises DataError if there were any."""
@@ -286,7 +255,7 @@ def copy_companions(source: Path, target: Path, names: Sequence[str], quantizati
         if name == CONFIG_NAME and quantization is not Quantization.NONE:
             config = json.loads(content)
             config.pop("quantization_config", None)
-            content = (json.dumps(config, indent=2) + "\n").encode()
+            content = json_bytes(config)
         path = target / name
         if path.parent != target:
             path.parent.mkdir(exist_ok=True)
@@ -308,36 +277,21 @@ def carried_files(infos: Sequence[TensorInfo]) -> list[tuple[str, list[TensorInf
     return files
 
 
-def carried_entries(infos: Sequence[TensorInfo]) -> Iterator[CarriedEntry]:
-    """What the manifest says of them."""
-    for name, held in carried_files(infos):
-        for info in held:
-            yield CarriedEntry(info.name, name)
-
-
 def copy_carried(infos: Sequence[TensorInfo], target: Path, reader: TensorReader) -> None:
     """Copies the carried tensors into ``target``, byte for byte, durably. Files that are whole already stay."""
+    window = ReadWindow()
     for name, held in carried_files(infos):
         header = Shard(name, tuple(TensorSpec(info.name, info.dtype, info.shape) for info in held)).header
         path = target / name
         if path.exists() and path.stat().st_size == len(header) + sum(info.nbytes for info in held):
             continue  # it has its name, so it was whole
         partial = path.with_name(f"{name}.partial")
-        with open(partial, "wb") as file:
-            file.write(header)
-            written = 0
+        partial.unlink(missing_ok=True)  # of an import that was cut short
+        with StreamFile(partial) as file:
+            file.append(np.frombuffer(header, np.uint8))
             for info in held:
-                copy_tensors([info], reader, lambda raw: file.write(raw.data))
-                written += info.nbytes
-                if written >= 64 << 20:  # the page cache stays next to empty
-                    written = 0
-                    _flush(file.fileno(), file.flush)
-            _flush(file.fileno(), file.flush)
+                for piece in reader.chunks(info, window):
+                    file.append(piece)
+            file.finish()
         partial.rename(path)
         fsync_directory(target)
-
-
-def _flush(fd: int, flush: Any) -> None:
-    flush()
-    os.fsync(fd)
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -8,14 +8,21 @@ keys and values lie in one matrix here and in three there; so do gate and up. A 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection, Iterator
 
 from tierstore.dense import Fusion
 from tierstore.dense.layout import Narrow, ParameterPlace, layouts_of_shapes
 from tierstore.errors import ConfigError
-from tierstore.hf.writing import DenseValues, ExpertValues, ExportDtype, Origin, Outline, TensorSpec
+from tierstore.hf.writing import (
+    DenseValues,
+    ExpertValues,
+    ExportDtype,
+    Origin,
+    Outline,
+    TensorSpec,
+    json_bytes,
+)
 from tierstore.model.config import ComputeDtype, ModelConfig, TieEmbeddings
 from tierstore.moe.config import Activation, RouterNoise
 
@@ -59,8 +66,8 @@ def mixtral(
     if dtype is None:
         dtype = ExportDtype.FP32 if model.compute_dtype is ComputeDtype.FP32 else ExportDtype.BF16
     files = {
-        "config.json": _json(config_of(model, dtype)),
-        "generation_config.json": _json({"_from_model_config": True}),
+        "config.json": json_bytes(config_of(model, dtype)),
+        "generation_config.json": json_bytes({"_from_model_config": True}),
     }
     notes = []
     if model.tie_embeddings is TieEmbeddings.TIED:
@@ -70,8 +77,8 @@ def mixtral(
     if model.router_noise is not RouterNoise.NONE:
         notes.append("router_noise is of training only, and is left out")
     if model.vocab_size == _BYTES:
-        files["tokenizer.json"] = _json(byte_tokenizer())
-        files["tokenizer_config.json"] = _json(
+        files["tokenizer.json"] = json_bytes(byte_tokenizer())
+        files["tokenizer_config.json"] = json_bytes(
             {
                 "tokenizer_class": "PreTrainedTokenizerFast",
                 "model_max_length": model.seq_len,
@@ -206,7 +213,3 @@ def byte_tokenizer() -> dict[str, object]:
             "merges": [],
         },
     }
-
-
-def _json(value: object) -> bytes:
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()

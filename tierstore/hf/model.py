@@ -37,6 +37,7 @@ from tierstore.hf.loading import (
     build_module,
     checkpoint_activations,
     class_of,
+    cut_module,
     parse_config,
     peft,
     refuse_adapters,
@@ -68,11 +69,20 @@ def import_family(spec: HfSpec) -> None:
 def build_model(
     spec: HfSpec, source: ExpertSource, *, mesh: Mesh | None = None, ledger: StallLedger | None = None
 ) -> HfModel:
-    """The model of ``spec``, whose dense parameters have no memory yet. Raises ConfigError, CapabilityError."""
+    """The model, or the stage, that ``spec`` is; its dense parameters have no memory yet.
+
+    Raises ConfigError, CapabilityError; ValueError for a stage without a mesh.
+    """
     with quiet_transformers():
-        config = parse_config(spec.config)
-        loaded = build_module(config, spec.compute_dtype.torch)
-    return HfModel(
+        loaded = build_module(parse_config(spec.config), spec.compute_dtype.torch)
+    kind: Any = HfModel
+    if spec.whole is not None:
+        from tierstore.hf.stage import HfStage  # which is made of what is here
+
+        if mesh is None:
+            raise ValueError("a pipeline stage needs a mesh")
+        kind, loaded = HfStage, cut_module(loaded, spec.layers)
+    model: HfModel = kind(
         loaded,
         source,
         compute=spec.compute_dtype,
@@ -81,6 +91,7 @@ def build_model(
         mesh=mesh,
         ledger=ledger,
     )
+    return model
 
 
 @dataclass(frozen=True, slots=True)

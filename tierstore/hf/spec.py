@@ -1,6 +1,8 @@
-"""The specification of a model of transformers, made of its manifest; and which model a store or a directory holds.
+"""The specification of a model of transformers, made of its manifest, and the memory that it takes, by the shapes of its
+dense parameters; and which model a store or a directory holds.
 
-Imports neither torch nor transformers; only ``build`` and the description of a bare configuration do.
+Parameters are known by their names in memory, which transformers' decoders share. Imports neither torch nor transformers;
+only ``build`` and the description of a bare configuration do.
 """
 
 from __future__ import annotations
@@ -18,10 +20,11 @@ from tierstore.hf.describing import CONFIG_NAME, describe_config, read_config, t
 from tierstore.hf.families import ACTIVATIONS
 from tierstore.hf.manifest import MANIFEST_NAME, ExpertEntry, ExpertLayout, Manifest, UnitEntry, Weights
 from tierstore.model.architecture import Architecture, DenseUnit
+from tierstore.model.config import CheckpointActivations
 from tierstore.model.spec import ModelSpec, spec_of
 from tierstore.model.store_schema import TrainState, from_conditions, recorded_model
 from tierstore.model.vocabulary import VocabularyPartition
-from tierstore.moe.config import Activation, ExpertShape
+from tierstore.moe.config import Activation, ExpertShape, SaveActivations
 from tierstore.moe.lora import LoraConfig
 from tierstore.store.disk.home import MODEL_DIRECTORY
 from tierstore.train.config import FinetuneConfig
@@ -49,6 +52,10 @@ class AttentionPair:
     inputs: int
     unit: int
     index: int
+
+    def sizes(self, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """The shapes of A and B."""
+        return (rank, self.inputs), (self.outputs, rank)
 
 
 def attention_pairs(manifest: Manifest, lora: LoraConfig) -> list[AttentionPair]:
@@ -90,15 +97,34 @@ class HfSpec(ModelSpec):
         return self.manifest.experts.top_k
 
     def pass_bytes(self, tokens: int, blocks: range | None) -> int:
-        from tierstore.hf.sizes import activation_bytes  # which takes a specification
-
-        return activation_bytes(self, tokens, blocks)
+        """An upper estimate of what one training pass of ``tokens`` keeps and needs at its peak, in bytes, through all
+        decoder layers, or through ``blocks`` with what comes after them.
+        """
+        units = self.manifest.units[1:-1]
+        numbers = range(len(units)) if blocks is None else blocks
+        layers = [_layer(self, index, units[index], tokens) for index in numbers]
+        head = _head(self, tokens) if numbers.stop == len(units) else 0
+        if self.checkpoint_activations is CheckpointActivations.BLOCK:
+            inputs = len(layers) * tokens * self.d_model * self.compute_dtype.itemsize
+            return inputs + max(head, max(layer.kept + layer.scratch for layer in layers))
+        return sum(layer.kept for layer in layers) + max(head, max(layer.scratch for layer in layers))
 
     def layer_order_bytes(self, tokens: int, micro_batches: int) -> int:
-        from tierstore.hf.sizes import layer_order_bytes
-
+        """The graphs of one layer for all micro-batches at once, with the stream before and after it."""
         self._refuse_stage()
-        return layer_order_bytes(self, tokens, micro_batches)
+        stream = 2 * tokens * self.d_model * self.compute_dtype.itemsize
+        head = _head(self, tokens)
+        return micro_batches * stream + max(head, micro_batches * _widest(self, tokens))
+
+    def forward_bytes(self, tokens: int) -> int:
+        """As ``pass_bytes``, of a forward pass that keeps nothing for a backward pass."""
+        logits = tokens * self.vocab_size * (self.compute_dtype.itemsize + 4)
+        return max(logits, _widest(self, tokens))
+
+    def cache_bytes(self, tokens: int) -> int:
+        """Bytes of keys and values of ``tokens`` tokens in the compute type, as transformers caches them."""
+        cached = sum(attention_sizes(self, unit).cached for unit in self.manifest.units[1:-1])
+        return tokens * cached * self.compute_dtype.itemsize
 
     def vary(self, name: str, value: object) -> HfSpec | None:
         """The same model trained otherwise; None for what its store has decided."""
@@ -152,14 +178,7 @@ class HfSpec(ModelSpec):
             raise ConfigError(
                 "parallel.embedding, parallel.head: expected gathered: an imported model's stay whole"
             )
-        model: Model
-        if self.whole is None:
-            model = import_module("tierstore.hf.model").build_model(self, source, mesh=mesh, ledger=ledger)
-        elif mesh is None:
-            raise ValueError("a pipeline stage needs a mesh")
-        else:
-            build_stage = import_module("tierstore.hf.stage").build_stage
-            model = build_stage(self, source, mesh=mesh, ledger=ledger)
+        model: Model = import_module("tierstore.hf.model").build_model(self, source, mesh=mesh, ledger=ledger)
         return model
 
     def first_weights(self, layer: int, expert: int) -> npt.NDArray[np.float32]:
@@ -206,7 +225,7 @@ def hf_spec(
             expert_numel=experts.numel,
             top_k=experts.top_k,
         ),
-        adapter_units=_adapter_units(manifest, lora) if lora.enabled else (),
+        adapter_units=pair_parameters(manifest, lora) if lora.enabled else (),
         tokenizer=directory if has_tokenizer else None,
         mixes_documents=f"linear attention ({manifest.model_type}) takes its state over documents"
         if manifest.model_type in _LINEAR
@@ -237,11 +256,132 @@ def _dense_unit(manifest: Manifest, unit: UnitEntry) -> DenseUnit:
     return DenseUnit(matrices=narrow, others=unit.numel - narrow)
 
 
-def _adapter_units(manifest: Manifest, lora: LoraConfig) -> tuple[int, ...]:
+def pair_parameters(manifest: Manifest, lora: LoraConfig) -> tuple[int, ...]:
+    """Parameters of attention's low-rank pairs, by dense unit."""
     counts = [0 for _ in manifest.units]
     for pair in attention_pairs(manifest, lora):
         counts[pair.unit] += lora.rank * (pair.outputs + pair.inputs)
     return tuple(counts)
+
+
+# Memory -----------------------------------------------------------------------------------------------------
+#
+# What autograd keeps of a decoder layer, a token, with D the model's width, F an expert's, P what feeds its activation,
+# and w the bytes of the compute type: norms in fp32 and their results; queries, keys and values of all heads,
+# attention's result twice; the inputs of the experts' activations and their results, of each of K experts; four values
+# for each of a dense network's. Attention without a fused kernel (attention sinks; latent attention, whose values are
+# narrower than its keys) keeps its probabilities too. tests/hf holds the estimate against what torch allocates.
+
+_QUERY = ("q_proj", "q_b_proj")
+
+
+#: Linear attention without its kernel (Qwen3-Next): fp32 values for each value of its input projections, and for each
+#: head and each of 64 tokens of a chunk; both as measured.
+_LINEAR_COPIES, _CHUNK_COPIES, _CHUNK = 7, 4, 64
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSizes:
+    """One layer's attention. ``queries``: width of all heads' queries, ``values``: of what goes to the output projection;
+    ``cached``: values that a token leaves in the cache of keys and values.
+    """
+
+    queries: int = 0
+    values: int = 0
+    cached: int = 0
+
+    @property
+    def products(self) -> int:
+        """The mean width of attention's two products; the built-in model's is its own width."""
+        return (self.queries + self.values) // 2
+
+
+def attention_sizes(spec: HfSpec, unit: UnitEntry) -> AttentionSizes:
+    """Of the softmax attention in ``unit``; zeros where it has none, but linear attention."""
+    found = {
+        parameter.name.removesuffix(".weight").rpartition(".")[2]: parameter.shape
+        for parameter in unit.parameters
+        if ".self_attn." in parameter.name and len(parameter.shape) == 2
+    }
+    if "o_proj" not in found:
+        return AttentionSizes()
+    values = found["o_proj"][1]
+    queries = next((found[name][0] for name in _QUERY if name in found), values)
+    if "k_proj" in found:
+        # A gate on the output (Qwen3-Next) makes the query projection twice as wide as its heads.
+        return AttentionSizes(min(queries, values), values, found["k_proj"][0] + found["v_proj"][0])
+    # Latent attention: transformers caches what heads are made of, and the part of keys that has positions.
+    return AttentionSizes(queries, values, found["kv_a_proj_with_mqa"][0])
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """Bytes of one decoder layer: ``kept`` for the backward pass, ``scratch`` beside that while it runs."""
+
+    kept: int
+    scratch: int
+
+
+def _widest(spec: HfSpec, tokens: int) -> int:
+    """The most bytes of one decoder layer."""
+    layers = [_layer(spec, index, unit, tokens) for index, unit in enumerate(spec.manifest.units[1:-1])]
+    return max(layer.kept + layer.scratch for layer in layers)
+
+
+def _head(spec: HfSpec, tokens: int) -> int:
+    """The last norm, logits and their loss."""
+    width = spec.compute_dtype.itemsize
+    return _norm(width, spec.d_model, tokens) + tokens * spec.vocab_size * (12 if width == 4 else 14)
+
+
+def _norm(width: int, size: int, tokens: int) -> int:
+    """A norm of ``size`` values: its input in fp32, the normalised values and the result in the compute type."""
+    return tokens * size * (4 + 2 * width)
+
+
+def _layer(spec: HfSpec, index: int, unit: UnitEntry, tokens: int) -> _Layer:
+    width, d, seq = spec.compute_dtype.itemsize, spec.d_model, min(spec.seq_len, tokens)
+    names = {parameter.name.split(".", 3)[-1]: parameter.shape for parameter in unit.parameters}
+    attention = attention_sizes(spec, unit)
+    plain = "input_layernorm.bias" in names  # torch's own layer norm keeps no normalised values
+    kept = 4 * tokens * d * width if plain else 2 * _norm(width, d, tokens)
+    kept += tokens * width * (2 * attention.queries + 3 * attention.values)
+    scratch = tokens * 4 * d * 4
+    for name, shape in names.items():
+        part = name.split(".")
+        if "q_norm" in part:  # of one head or of all
+            kept += _norm(width, attention.queries, tokens)
+        elif "k_norm" in part:
+            kept += _norm(width, attention.cached // 2, tokens)
+        elif "q_a_layernorm" in part or "kv_a_layernorm" in part:
+            kept += _norm(width, shape[0], tokens)
+        elif "kv_b_proj" in part:
+            scores = tokens * seq * int(spec.config.get("num_attention_heads", 0))
+            kept += 4 * scores + tokens * 8 * attention.queries
+            scratch += 0 if width == 4 else 3 * scores
+        elif "gate_proj" in part or "up_proj" in part:
+            kept += tokens * width * 2 * shape[0]
+        elif "linear_attn" in part and len(shape) == 2:
+            kept += tokens * 4 * _LINEAR_COPIES * shape[0]
+        elif "A_log" in part:
+            kept += tokens * 4 * _CHUNK_COPIES * _CHUNK * shape[0]
+        elif "sinks" in part:
+            kept += tokens * seq * shape[0] * width
+            scratch += tokens * seq * shape[0] * 5
+    if index not in spec.moe_layers:
+        return _Layer(kept, scratch)
+    expert, rows = spec.expert_shape, tokens * spec.top_k
+    results = rows * d * width
+    kept += tokens * spec.experts * 24
+    if spec.expert_activations is SaveActivations.SAVE:
+        kept += rows * expert.inner_rows * width + results
+        again = 0
+    else:
+        again = results
+    # Gradients of results, inputs, gradients of inputs; and one expert's with every token at it.
+    return _Layer(
+        kept, scratch + 3 * results + again + tokens * (expert.inner_rows + 2 * expert.d_ff) * width
+    )
 
 
 # Of a store -------------------------------------------------------------------------------------------------

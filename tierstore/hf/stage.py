@@ -15,66 +15,29 @@ by itself. What stages must agree on goes beside their messages:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tierstore.hf.describing import quiet_transformers
 from tierstore.hf.experts import LoadedModule, balance_loss, balance_loss_later
-from tierstore.hf.loading import build_module, cut_module, parse_config
 from tierstore.hf.model import HfModel, generator_states, set_generator_states, state_values
-from tierstore.model.config import ComputeDtype
 from tierstore.model.interface import Batch, ModelOutput
 from tierstore.model.stage import StageBorder, StageLine, StagePass, no_values
 from tierstore.model.transformer import sample_tokens
-from tierstore.moe.lora import LoraConfig
 from tierstore.moe.source import ExpertSource
 from tierstore.parallel import Mesh
-from tierstore.stats import StallLedger
-from tierstore.train.config import FinetuneConfig
-
-if TYPE_CHECKING:
-    from tierstore.hf.spec import HfSpec
-
-
-def build_stage(
-    spec: HfSpec, source: ExpertSource, *, mesh: Mesh, ledger: StallLedger | None = None
-) -> HfStage:
-    """The stage that ``spec`` is; dense parameters have no memory yet. Raises ConfigError, CapabilityError."""
-    with quiet_transformers():
-        loaded = build_module(parse_config(spec.config), spec.compute_dtype.torch)
-    return HfStage(
-        cut_module(loaded, spec.layers),
-        source,
-        compute=spec.compute_dtype,
-        finetune=spec.finetune,
-        lora=spec.lora,
-        mesh=mesh,
-        ledger=ledger,
-    )
 
 
 class HfStage(HfModel):
     """``loaded``, which has some of the decoder layers, over ``source`` (a ``Model`` and a ``StageModule``)."""
 
-    def __init__(
-        self,
-        loaded: LoadedModule,
-        source: ExpertSource,
-        *,
-        compute: ComputeDtype,
-        mesh: Mesh,
-        finetune: FinetuneConfig | None = None,
-        lora: LoraConfig | None = None,
-        ledger: StallLedger | None = None,
-    ) -> None:
-        super().__init__(
-            loaded, source, compute=compute, finetune=finetune, lora=lora, mesh=mesh, ledger=ledger
-        )
+    def __init__(self, loaded: LoadedModule, source: ExpertSource, *, mesh: Mesh, **options: Any) -> None:
+        """``options``: those of ``HfModel``."""
+        super().__init__(loaded, source, mesh=mesh, **options)
         self._begins, self._ends = loaded.begins, loaded.ends
         self._config = loaded.module.config
-        self._line = StageLine(mesh.pipeline, self._config.hidden_size, compute.torch)
+        self._line = StageLine(mesh.pipeline, self._config.hidden_size, self._compute.torch)
         #: The states of generators where the stage before left them.
         self._drawn = no_values()
 

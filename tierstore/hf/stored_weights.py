@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from tierstore import _native
 from tierstore._native import Buffer, Priority
 from tierstore.dense import UnitLayout
 from tierstore.errors import StoreFormatError
+from tierstore.hf.weights import Bits, Floats, round_bf16, widen_bf16
 from tierstore.model.store_schema import TrainState, expert_key, table_of, with_all_buffers
 from tierstore.parallel import ExpertBlocks
 from tierstore.quant.layout import dequantize
@@ -25,12 +25,10 @@ from tierstore.store.core import StoreCore
 from tierstore.store.disk.extents import scratch_buffers
 from tierstore.store.disk.home import rank_directories
 from tierstore.store.format import Group, RecordSchema, WeightFormat
+from tierstore.store.index.live import LiveRecord
 from tierstore.store.parameter_store import open_to_read
 from tierstore.train.ranks import newest_common
 from tierstore.train.stored_model import stored_layout
-
-Floats = npt.NDArray[np.float32]
-Bits = npt.NDArray[np.uint16]
 
 
 class Adjustment(Protocol):
@@ -90,11 +88,10 @@ class StoredWeights:
             return weight.view(np.float32)
         if schema.quantized is not None:
             return dequantize(schema.quantized, weight)
-        wide = np.empty(schema.numel, np.float32)
         if schema.frozen:
-            _native.widen_bf16(wide, weight.view(np.uint16))
-        else:
-            _native.merge_bf16(wide, weight.view(np.uint16), sections[1].array().view(np.int16))
+            return widen_bf16(weight.view(np.uint16))
+        wide = np.empty(schema.numel, np.float32)
+        _native.merge_bf16(wide, weight.view(np.uint16), sections[1].array().view(np.int16))
         return wide
 
     def expert_bf16(self, layer: int, expert: int, experts: int) -> Bits:
@@ -103,21 +100,15 @@ class StoredWeights:
         weight = sections[0].array()
         if schema.quantized is not None:
             return round_bf16(dequantize(schema.quantized, weight))
-        return (
-            round_bf16(weight.view(np.float32))
-            if schema.weight_format is WeightFormat.FP32
-            else weight.view(np.uint16)
-        )
+        wide = schema.weight_format is WeightFormat.FP32
+        return round_bf16(weight.view(np.float32)) if wide else weight.view(np.uint16)
 
     def _record(
         self, key: str, expert: int, experts: int, *, masters: bool
     ) -> tuple[RecordSchema, list[Buffer]]:
         """The sections of the weights, of moments too where the masters or missed steps need them."""
         core = self._stage_of(key)[ExpertBlocks(experts, self.expert_ranks).owner(expert)]
-        try:
-            live = core.records.live(key)
-        except KeyError as error:
-            raise StoreFormatError(f"{core.directory}: record {key!r} is missing") from error
+        live = _live(core, key)
         schema, behind = live.schema, core.optimizer.behind(live) > 0
         groups = schema.groups[:1]
         if behind or (masters and schema.weight_format is WeightFormat.SPLIT_BF16):
@@ -125,18 +116,15 @@ class StoredWeights:
         sections: list[Buffer] = []
         tickets: list[int] = []
         for group in groups:
-            into = self._memory(schema, group)
+            if (schema.name, group) not in self._scratch:
+                self._scratch[schema.name, group] = scratch_buffers(schema.layout(group))
+            into = self._scratch[schema.name, group]
             sections += into
             tickets.append(live.read(group, into, (), Priority.DEMAND))
         if behind:
             tickets = [core.optimizer.replay_copy(live, sections, after=tickets)]
         core.wait(tickets)
         return schema, sections
-
-    def _memory(self, schema: RecordSchema, group: Group) -> list[Buffer]:
-        if (schema.name, group) not in self._scratch:
-            self._scratch[schema.name, group] = scratch_buffers(schema.layout(group))
-        return self._scratch[schema.name, group]
 
     # Dense parameters ---------------------------------------------------------------------------------------
 
@@ -152,10 +140,8 @@ class StoredWeights:
                     continue
                 for rank, own in enumerate(slices):
                     begin = rank * region.slice_numel
-                    low, high = (
-                        max(span.offset, begin),
-                        min(span.offset + span.numel, begin + region.slice_numel),
-                    )
+                    low = max(span.offset, begin)
+                    high = min(span.offset + span.numel, begin + region.slice_numel)
                     if low < high:
                         yield own[kept.start + low - begin : kept.start + high - begin]
 
@@ -166,10 +152,7 @@ class StoredWeights:
         return self._unit[1]
 
     def _slice(self, core: StoreCore, layout: UnitLayout) -> Floats:
-        try:
-            live = core.records.live(layout.key)
-        except KeyError as error:
-            raise StoreFormatError(f"{core.directory}: record {layout.key!r} is missing") from error
+        live = _live(core, layout.key)
         if live.schema.numel != layout.slice_numel:
             raise StoreFormatError(
                 f"{core.directory}: record {layout.key!r} has {live.schema.numel} values, expected {layout.slice_numel}"
@@ -177,11 +160,15 @@ class StoredWeights:
         sections = scratch_buffers(live.schema.layout(Group.WEIGHTS))
         core.wait([live.read(Group.WEIGHTS, sections, (), Priority.DEMAND)])
         array = sections[0].array()
-        if live.schema.weight_format is WeightFormat.FP32:
-            return array.view(np.float32)
-        wide = np.empty(live.schema.numel, np.float32)
-        _native.widen_bf16(wide, array.view(np.uint16))
-        return wide
+        wide = live.schema.weight_format is WeightFormat.FP32
+        return array.view(np.float32) if wide else widen_bf16(array.view(np.uint16))
+
+
+def _live(core: StoreCore, key: str) -> LiveRecord:
+    try:
+        return core.records.live(key)
+    except KeyError as error:
+        raise StoreFormatError(f"{core.directory}: record {key!r} is missing") from error
 
 
 @contextlib.contextmanager
@@ -215,11 +202,3 @@ def open_weights(source: Path) -> Iterator[StoredWeights]:
         states = [core.committer.state for core in stores[:: len(stores) // layout.stages]]
         small = with_all_buffers(states, where=str(source))
         yield StoredWeights(stores, state, small, layout.expert, layout.stages)
-
-
-def round_bf16(values: Floats) -> Bits:
-    """bf16's bits of ``values``, to nearest even, as torch casts."""
-    import torch
-
-    bits: Bits = torch.from_numpy(values).to(torch.bfloat16).view(torch.uint16).numpy()
-    return bits

@@ -185,8 +185,6 @@ class TieredModel:
         self, lr: float, *, max_grad_norm: float | None = None, backward_passes: int | None = None
     ) -> TieredOptimizer:
         """A ``torch.optim.Optimizer`` for loops that want one: its step opens with the first training forward pass."""
-        from tierstore.hf.tiered import TieredOptimizer
-
         return TieredOptimizer(self, lr, max_grad_norm=max_grad_norm, backward_passes=backward_passes)
 
     def commit(self, *, snapshot: str | None = None) -> int:

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from tierstore import _native
-from tierstore.capabilities import require_package
 from tierstore.errors import DataError
 from tierstore.hf.checkpoint import ReadWindow, TensorInfo, TensorReader
 from tierstore.hf.families import Part
@@ -34,22 +34,28 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 Bits = npt.NDArray[np.uint16]
 Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
 
 
-def round_to_bf16(values: npt.NDArray[np.float32], out: Bits) -> None:
-    """The nearest bf16 of each value, ties to even; NaN stays NaN."""
-    torch = require_package("torch", "reading weights")
-    target = torch.from_numpy(out.view(np.int16)).view(torch.bfloat16)
+def round_bf16(values: Floats, out: Bits | None = None) -> Bits:
+    """The nearest bf16 of each value, ties to even, written to ``out`` where given; NaN stays NaN."""
+    bits = np.empty(values.shape, np.uint16) if out is None else out
+    target = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
     target.copy_(torch.from_numpy(values))
+    return bits
+
+
+def widen_bf16(bits: Bits) -> Floats:
+    """The fp32 values (flat) of flat bf16 ones."""
+    wide = np.empty(bits.size, np.float32)
+    _native.widen_bf16(wide, bits)
+    return wide
 
 
 @cache
-def _e4m3() -> npt.NDArray[np.float32]:
+def _e4m3() -> Floats:
     """What each byte means as F8_E4M3."""
-    torch = require_package("torch", "reading weights")
-    values: npt.NDArray[np.float32] = (
-        torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float32).numpy()
-    )
+    values: Floats = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float32).numpy()
     return values
 
 
@@ -58,14 +64,11 @@ def _mxfp4_pairs() -> npt.NDArray[np.uint32]:
     """What a scale and a byte make of its two nibbles, the low one first: two bf16 values, by ``scale << 8 | byte``."""
     nibbles = np.arange(256)[:, None] >> np.array([0, 4]) & 15
     values = np.where(nibbles & 8, -1.0, 1.0) * np.array(_E2M1)[nibbles & 7]
-    with np.errstate(
-        all="ignore"
-    ):  # 2 ** 128 is infinite: weights that have it are refused when they are checked
+    # 2 ** 128 is infinite: weights that have it are refused when they are checked.
+    with np.errstate(all="ignore"):
         powers = np.ldexp(np.float32(1), np.arange(256) - 127)
         wide = (values.astype(np.float32) * powers[:, None, None]).reshape(-1)
-    made = np.empty(wide.size, np.uint16)
-    round_to_bf16(wide, made)
-    return made.view(np.uint32)
+    return round_bf16(wide).view(np.uint32)
 
 
 def scale_shape(rows: int, columns: int) -> tuple[int, int]:
@@ -73,7 +76,7 @@ def scale_shape(rows: int, columns: int) -> tuple[int, int]:
     return -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK)
 
 
-def fp8_to_bf16(values: Bytes, scales: npt.NDArray[np.float32], out: Bits) -> None:
+def fp8_to_bf16(values: Bytes, scales: Floats, out: Bits) -> None:
     """Rows of an FP8 matrix (R, C), the first of which begins a block; ``scales``: those of their blocks,
     (ceil(R / 128), ceil(C / 128)).
     """
@@ -82,7 +85,7 @@ def fp8_to_bf16(values: Bytes, scales: npt.NDArray[np.float32], out: Bits) -> No
         rows = slice(number * FP8_BLOCK, (number + 1) * FP8_BLOCK)
         wide = meant[values[rows]]  # several times as fast as torch's own conversion
         wide *= np.repeat(row_scales, FP8_BLOCK)[:columns]
-        round_to_bf16(wide, out[rows])
+        round_bf16(wide, out[rows])
 
 
 def mxfp4_to_bf16(blocks: Bytes, scales: Bytes, out: Bits) -> None:
@@ -90,11 +93,9 @@ def mxfp4_to_bf16(blocks: Bytes, scales: Bytes, out: Bits) -> None:
     has it in memory.
     """
     rows, groups, _ = blocks.shape
-    torch = require_package("torch", "reading weights")
     pairs, target = _mxfp4_pairs(), torch.from_numpy(out.view(np.int16))
-    step = max(
-        (1 << 20) // (groups * MXFP4_GROUP), 1
-    )  # rows at once: what is made of them stays in the cache
+    # Rows at once: what is made of them stays in the cache.
+    step = max((1 << 20) // (groups * MXFP4_GROUP), 1)
     for first in range(0, rows, step):
         part = slice(first, first + step)
         index = (scales[part].astype(np.uint16) << 8)[:, :, None] | blocks[part]
@@ -113,8 +114,6 @@ BLOCKS_SUFFIX, SCALES_SUFFIX = "_blocks", "_scales"
 _CHUNK_BYTES = 8 << 20
 _CHECKED = 1 << 17  # values that are checked at once: they stay in the core's cache
 _BF16_INFINITY = 0x7F80
-
-Floats = npt.NDArray[np.float32]
 
 
 class WeightReader:
@@ -220,11 +219,7 @@ class WeightReader:
 def _as_fp32(raw: npt.NDArray[np.uint8], dtype: str) -> Floats:
     """A copy of small plain values."""
     values = raw.copy().view(PLAIN[dtype])
-    if dtype != "BF16":
-        return np.asarray(values, np.float32)
-    wide = np.empty(values.size, np.float32)
-    _native.widen_bf16(wide, values)
-    return wide
+    return widen_bf16(values) if dtype == "BF16" else np.asarray(values, np.float32)
 
 
 def check_bf16(values: Bits, name: str) -> None:

@@ -41,6 +41,8 @@ _MARKER = ".tierstore-export"
 _WINDOW_BYTES = 8 << 20
 
 Bytes = npt.NDArray[np.uint8]
+#: Is called with the bytes of values that are written, and with those of all.
+Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -191,15 +193,36 @@ def write_file(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
+def write_model(
+    target: Path,
+    shards: Sequence[Shard],
+    files: Mapping[str, bytes],
+    content: Callable[[TensorSpec], Iterable[Bytes]],
+    progress: Progress,
+) -> None:
+    """Writes ``files`` and, as ``write_checkpoint`` does, ``shards`` to the new directory ``target``.
+
+    Raises OSError (a target that exists, a full disk); on a failure there is nothing at ``target``.
+    """
+    with new_directory(target, needed_bytes(shards, files)) as directory:
+        for name, data in files.items():
+            path = directory / name
+            path.parent.mkdir(exist_ok=True)
+            write_file(path, data)
+            fsync_directory(path.parent)
+        write_checkpoint(directory, shards, content, progress)
+
+
 def write_checkpoint(
     directory: Path,
     shards: Sequence[Shard],
     content: Callable[[TensorSpec], Iterable[Bytes]],
-    written: Callable[[TensorSpec], None] = lambda tensor: None,
+    progress: Progress = lambda done, total: None,
 ) -> None:
     """Writes ``shards`` and their index. ``content`` gives the bytes of a tensor in pieces, each valid until the next one
-    is asked for; ``written`` is called behind each tensor. Raises OSError; ValueError where pieces do not fit.
+    is asked for; ``progress`` is called after each tensor. Raises OSError; ValueError where pieces do not fit.
     """
+    done, total = 0, sum(shard.data_bytes for shard in shards)
     for shard in shards:
         with StreamFile(directory / shard.file) as file:
             file.append(np.frombuffer(shard.header, np.uint8))
@@ -209,10 +232,16 @@ def write_checkpoint(
                     file.append(piece)
                 if file.nbytes - before != tensor.nbytes:
                     raise ValueError(f"{tensor.name}: {file.nbytes - before} bytes, expected {tensor.nbytes}")
-                written(tensor)
+                done += tensor.nbytes
+                progress(done, total)
             file.finish()
     if len(shards) > 1:
-        write_file(directory / INDEX_NAME, (json.dumps(index_of(shards), indent=2) + "\n").encode())
+        write_file(directory / INDEX_NAME, json_bytes(index_of(shards)))
+
+
+def json_bytes(value: object) -> bytes:
+    """``value`` as a JSON file of a model directory."""
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 class StreamFile:

@@ -16,8 +16,7 @@ from tierstore.dense.config import OptimizerState
 from tierstore.dense.layout import DenseBytes, UnitLayout, blocks_held, gather_copies
 from tierstore.errors import ConfigError
 from tierstore.hf.manifest import Weights
-from tierstore.hf.sizes import cache_bytes, forward_bytes, pair_parameters
-from tierstore.hf.spec import HfSpec
+from tierstore.hf.spec import HfSpec, pair_parameters
 from tierstore.machine_profile import Evidence
 from tierstore.model.architecture import Architecture
 from tierstore.model.store_schema import PAIR_SCHEMA, expert_record, quantized_layout
@@ -116,7 +115,7 @@ def usage_of(spec: HfSpec, use: Use, rank: int, moments: MomentFormat = MomentFo
         return ModelUsage(use=use)
     if rank < 1:
         raise ConfigError(f"--lora: expected at least 1, got {rank}")
-    attention = tuple(pair_parameters(spec.manifest, rank))
+    attention = pair_parameters(spec.manifest, LoraConfig(rank=rank))
     if use is Use.LORA_ATTENTION:
         return ModelUsage(use=use, rank=rank, attention=attention)
     try:
@@ -249,7 +248,7 @@ class Setting:
         spec = self.config.model
         if self.usage.trains or not isinstance(spec, HfSpec):
             return made
-        return replace(made, activations=forward_bytes(spec, self.tokens), text=0)
+        return replace(made, activations=spec.forward_bytes(self.tokens), text=0)
 
     def _frozen_dense(self) -> DenseBytes:
         """Dense weights, whole on every rank, and the state of attention's pairs, which ranks share."""
@@ -415,7 +414,7 @@ def _host_terms(setting: Setting, divided: Budgets) -> Iterable[Term]:
         yield Term(
             Tier.HOST if setting.device is DeviceKind.CPU else Tier.DEVICE,
             "keys and values",
-            cache_bytes(spec, context),
+            spec.cache_bytes(context),
             f"of {context} tokens, as transformers caches them",
         )
     kept = setting.boundaries

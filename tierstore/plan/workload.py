@@ -15,8 +15,7 @@ from typing import Any
 
 from tierstore.cache.access import Phase
 from tierstore.dense.layout import UnitLayout, gather_width
-from tierstore.hf.sizes import attention_sizes
-from tierstore.hf.spec import HfSpec
+from tierstore.hf.spec import HfSpec, attention_sizes
 from tierstore.links import LinkConfig
 from tierstore.machine_profile import Cost, Evidence, Profile, over_link
 from tierstore.model.config import CheckpointActivations

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from tierstore.capabilities import Capability
 from tierstore.errors import BudgetError, ConfigError
-from tierstore.hf.sizes import cache_bytes
 from tierstore.hf.spec import HfSpec
 from tierstore.model.config import ComputeDtype
 from tierstore.model.spec import ModelSpec
@@ -171,7 +170,7 @@ def sequence_bytes(spec: ModelSpec, tokens: int) -> int:
     """The most that a sequence of ``tokens`` tokens takes."""
     if not isinstance(spec, HfSpec):
         return tokens * 2 * spec.d_model * (len(spec.architecture.units) - 2) * spec.compute_dtype.itemsize
-    return cache_bytes(spec, tokens) + _state_bytes(spec)
+    return spec.cache_bytes(tokens) + _state_bytes(spec)
 
 
 def batch_bytes(spec: ModelSpec, *, sequences: int, context: int) -> int:
