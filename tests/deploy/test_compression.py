@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierstore.deploy.compression import LayerUse, columns_of, expert_of, groups_of, merge, partners
-from tierstore.deploy.config import Method
+from tierstore.deploy.records import Method
 from tierstore.moe.config import Activation, ExpertShape
 
 _USE = LayerUse(

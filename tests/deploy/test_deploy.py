@@ -23,18 +23,18 @@ from token_cases import conversation, save_tokenizer, write_lines
 from tierstore.capabilities import Capability
 from tierstore.cli.deploy import deploy as command
 from tierstore.deploy.compression import LayerUse, calibrate, write_student
-from tierstore.deploy.config import (
+from tierstore.deploy.distillation import learning_rate, objective, recovered_fraction
+from tierstore.deploy.optimisation import convert
+from tierstore.deploy.pipeline import STAGES, deploy
+from tierstore.deploy.records import (
     CompressionConfig,
     DeployConfig,
+    DeployInterrupted,
     DistillationConfig,
     ExpertWeights,
     Method,
     StageName,
 )
-from tierstore.deploy.distillation import learning_rate, objective, recovered_fraction
-from tierstore.deploy.optimisation import convert
-from tierstore.deploy.pipeline import STAGES, deploy
-from tierstore.deploy.records import DeployInterrupted
 from tierstore.deploy.stages import store_checks
 from tierstore.deploy.teacher import open_teacher, read_windows
 from tierstore.errors import ConfigError, DataError, TierstoreError

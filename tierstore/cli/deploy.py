@@ -11,7 +11,7 @@ from tierstore.cli.main import Interrupts
 from tierstore.cli.options import EXISTING_FILE, PATH, Defaults, config_options, json_option
 from tierstore.cli.output import Output
 from tierstore.config import load
-from tierstore.deploy.config import DeployConfig, StageName
+from tierstore.deploy.records import DeployConfig, StageName
 from tierstore.errors import ConfigError
 from tierstore.units import format_bytes, format_seconds
 
@@ -91,7 +91,7 @@ def deploy(
 
 def _table(output: Output, title: str, records: tuple[StageRecord, ...]) -> None:
     rows = [
-        (record.number, record.stage.value, format_seconds(record.elapsed_s), _figures(record))
+        (record.stage.number, record.stage.value, format_seconds(record.elapsed_s), _figures(record))
         for record in records
     ]
     output.table(title, ("", "stage", "time", "found"), rows)

@@ -6,10 +6,12 @@ token.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from tierstore.dense import UnitLayout
-from tierstore.deploy.config import Method
+from tierstore.deploy.records import Method
 from tierstore.deploy.teacher import Teacher
 from tierstore.errors import ConfigError, StoreFormatError
+from tierstore.hf.experts import experts_modules
 from tierstore.hf.exporting import outline_of, write_outline
 from tierstore.hf.manifest import Manifest, ParameterEntry
 from tierstore.hf.spec import stored_spec
@@ -33,6 +36,7 @@ from tierstore.model.store_schema import BUFFERS_KEY, pack_arrays, unpack_arrays
 from tierstore.moe.config import ExpertShape
 from tierstore.moe.experts import Workspace, forward_expert
 from tierstore.moe.source import ExpertLease
+from tierstore.serve.experts import ServingPhase
 
 
 @dataclass(frozen=True)
@@ -165,56 +169,57 @@ def merge(shape: ExpertShape, experts: list[Tensor], uses: list[float]) -> Tenso
 SAMPLED = 64
 
 
-class _Layer:
-    """Sums over what a layer has seen."""
-
-    def __init__(self, experts: int) -> None:
-        self.weight_E = torch.zeros(experts, dtype=torch.float64)
-        self.alike_EE = torch.zeros(experts, experts, dtype=torch.float64)
-        self.samples = 0
-
-    def use(self) -> LayerUse:
-        uses_E = self.weight_E / self.weight_E.sum().clamp(min=1e-30)
-        alike_EE = self.alike_EE / max(self.samples, 1)
-        return LayerUse(tuple(uses_E.tolist()), tuple(tuple(row) for row in alike_EE.tolist()))
-
-
 def calibrate(
     teacher: Teacher, windows: Iterable[Tensor], *, passed: Callable[[], None] = lambda: None
 ) -> dict[int, LayerUse]:
-    """By layer, what ``teacher`` does with ``windows`` (each (T,)); ``passed`` is called behind each.
+    """By layer, what ``teacher`` does with ``windows`` (each (T,)); ``passed`` is called after each.
 
-    Use is the sum of the routers' weights. Outputs are compared on some tokens of each window, of all experts, whoever was
-    routed to them. Raises ChecksumError, OSError.
+    Use is the sum of the routers' weights. Outputs are compared on some tokens of each window, of all experts, whether they
+    were routed there or not. Raises ChecksumError, OSError.
     """
-    spec = teacher.spec
-    layers = {layer: _Layer(spec.experts) for layer in spec.moe_layers}
+    spec, experts = teacher.parts.spec, teacher.parts.experts
+    weight_LE = {layer: torch.zeros(spec.experts, dtype=torch.float64) for layer in spec.moe_layers}
+    alike_LEE = {
+        layer: torch.zeros(spec.experts, spec.experts, dtype=torch.float64) for layer in spec.moe_layers
+    }
     inputs: dict[int, Tensor] = {}
+    samples = 0
 
-    def routed(layer: int, x_ND: Tensor, expert_NK: Tensor, weight_NK: Tensor) -> None:
-        layers[layer].weight_E.index_add_(0, expert_NK.flatten(), weight_NK.flatten().double())
+    def routed(layer: int, _: object, called: tuple[Tensor, Tensor, Tensor]) -> None:
+        """Before the experts of ``layer`` compute: tokens (N, D), their experts (N, K) and weights (N, K)."""
+        x_ND, expert_NK, weight_NK = called
+        weight_LE[layer].index_add_(0, expert_NK.flatten(), weight_NK.flatten().double())
         inputs[layer] = x_ND[:: max(len(x_ND) // SAMPLED, 1)].clone()
 
     for window_T in windows:
-        with teacher.watched(routed):
+        with contextlib.ExitStack() as stack:
+            for layer, module in experts_modules(teacher.model.module):
+                stack.callback(module.register_forward_pre_hook(partial(routed, layer)).remove)
             teacher.logits(window_T[None])
-        for layer, leases in teacher.leases(range(spec.experts)):
-            _compare(spec, leases, inputs[layer], layers[layer])
+        experts.begin(ServingPhase.PREFILL, 1)
+        for layer in spec.moe_layers:
+            alike_LEE[layer] += _cosines(spec, experts.forward(layer, range(spec.experts)), inputs[layer])
+        samples += len(inputs[spec.moe_layers[0]])
         passed()
-    return {layer: found.use() for layer, found in layers.items()}
+    return {
+        layer: LayerUse(
+            tuple((weight_E / weight_E.sum().clamp(min=1e-30)).tolist()),
+            tuple(tuple(row) for row in (alike_LEE[layer] / max(samples, 1)).tolist()),
+        )
+        for layer, weight_E in weight_LE.items()
+    }
 
 
 @torch.no_grad()
-def _compare(spec: ModelSpec, leases: Iterable[ExpertLease], x_ND: Tensor, into: _Layer) -> None:
-    """Adds the cosines of all experts' outputs for ``x``."""
+def _cosines(spec: ModelSpec, leases: Iterable[ExpertLease], x_ND: Tensor) -> Tensor:
+    """How alike the outputs of all experts for ``x`` are: cosines (E, E), summed over its tokens."""
     work = Workspace(spec.expert_shape, len(x_ND), x_ND)
     out_END = x_ND.new_empty(spec.experts, *x_ND.shape)
     for lease in leases:
         inner_NP = work.inner(0, len(x_ND))
         forward_expert(spec.expert_shape, lease.weights, x_ND, inner_NP, out_END[lease.expert], work)
     unit_END = functional.normalize(out_END.float(), dim=-1)
-    into.alike_EE += torch.einsum("and,bnd->ab", unit_END, unit_END).double()
-    into.samples += len(x_ND)
+    return torch.einsum("and,bnd->ab", unit_END, unit_END).double()
 
 
 #: Under which names configurations count the experts of a layer.
@@ -370,15 +375,12 @@ class MergedWeights:
 
     def _reduced(self, layer: int, rows_EW: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """A row for each group: the mean of its experts' rows, weighted by their use."""
-        return np.stack([self._row(layer, rows_EW, group) for group in self._groups[layer]])
 
-    def _row(
-        self, layer: int, rows_EW: npt.NDArray[np.float32], group: Sequence[int]
-    ) -> npt.NDArray[np.float32]:
-        members = list(group)
-        uses = np.array([self._uses[layer].uses[member] for member in members], np.float32)
-        if len(members) == 1 or not uses.any():
-            row: npt.NDArray[np.float32] = rows_EW[members[0]]
-            return row
-        mean: npt.NDArray[np.float32] = (uses / uses.sum()) @ rows_EW[members]
-        return mean
+        def row(members: list[int]) -> npt.NDArray[np.float32]:
+            uses = np.array([self._uses[layer].uses[member] for member in members], np.float32)
+            if len(members) == 1 or not uses.any():
+                return rows_EW[members[0]]
+            mean: npt.NDArray[np.float32] = (uses / uses.sum()) @ rows_EW[members]
+            return mean
+
+        return np.stack([row(list(group)) for group in self._groups[layer]])

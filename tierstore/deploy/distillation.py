@@ -14,20 +14,26 @@ number of them, of the time.
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from tierstore.deploy.compression import LayerUse, calibrate, check_count, groups_of, write_student
-from tierstore.deploy.config import DeployConfig, DistillationConfig
-from tierstore.deploy.records import StageContext, StageOutput, write_json
+from tierstore.deploy.records import (
+    DeployConfig,
+    DistillationConfig,
+    StageContext,
+    StageOutput,
+    read_json,
+    write_json,
+)
 from tierstore.deploy.stages import bytes_on_disk, product_dtype, refrozen, store_checks
 from tierstore.deploy.teacher import Teacher, Windows, open_teacher, read_windows
 from tierstore.errors import StoreFormatError
@@ -173,17 +179,7 @@ def _distilled(context: StageContext, count: int, found: Calibration, windows: W
         )
     shutil.rmtree(directory / _CHECKPOINT, ignore_errors=True)
     with open_teacher(context.input_store, host_budget=config.host_budget) as teacher:
-        progress = distil(
-            training,
-            teacher,
-            windows,
-            config.distillation,
-            directory=directory,
-            host_budget=config.host_budget,
-            threads=config.threads,
-            say=context.say,
-            check=context.check,
-        )
+        progress = _distil(context, training, teacher, windows)
     export(training, exported, dtype=product_dtype(training))
     return progress
 
@@ -210,17 +206,15 @@ class Calibration:
     @classmethod
     def read(cls, path: Path) -> Calibration | None:
         """None where there is none. Raises StoreFormatError."""
-        try:
-            table = json.loads(path.read_bytes())
+
+        def parse(table: Any) -> Calibration:
             uses = {
                 int(layer): LayerUse(tuple(use["uses"]), tuple(tuple(row) for row in use["alike"]))
                 for layer, use in table["uses"].items()
             }
             return cls(float(table["loss"]), uses)
-        except FileNotFoundError:
-            return None
-        except (KeyError, TypeError, ValueError) as error:
-            raise StoreFormatError(f"{path}: not a calibration: {error}") from error
+
+        return read_json(path, "a calibration", parse)
 
 
 def _calibrated(context: StageContext, teacher: Teacher, windows: Windows) -> Calibration:
@@ -292,12 +286,7 @@ class DistillProgress:
     def read(cls, directory: Path) -> DistillProgress | None:
         """None where no step was prepared. Raises StoreFormatError."""
         path = directory / _PROGRESS_NAME
-        try:
-            return cls(**json.loads(path.read_bytes()))
-        except FileNotFoundError:
-            return None
-        except (TypeError, ValueError) as error:
-            raise StoreFormatError(f"{path}: not the progress of a distillation: {error}") from error
+        return read_json(path, "the progress of a distillation", lambda value: cls(**value))
 
 
 def objective(student_BTV: Tensor, teacher_BTV: Tensor, tokens_BT: Tensor) -> Tensor:
@@ -328,28 +317,14 @@ def learning_rate(config: DistillationConfig, step: int, trained_s: float) -> fl
     return config.rate * min(1.0, (step + 1) / _WARM_STEPS) * max(_LEAST_RATE, 1.0 - done)
 
 
-def distil(
-    store: Path,
-    teacher: Teacher,
-    windows: Windows,
-    config: DistillationConfig,
-    *,
-    directory: Path,
-    host_budget: int,
-    threads: int,
-    say: Callable[[str], None],
-    check: Callable[[], None],
-) -> DistillProgress:
-    """Trains the student in ``store``, an import, until the steps or the time are used up; notes its progress in
-    ``directory``. ``check`` is called behind each step that is durable.
-
-    Raises what ``check`` does, StoreError, OSError.
-    """
+def _distil(context: StageContext, store: Path, teacher: Teacher, windows: Windows) -> DistillProgress:
+    """Trains the student in ``store``, an import, until the steps or the time are used up."""
+    config, directory = context.config.distillation, context.directory
     progress = DistillProgress.read(directory)
     if progress is not None and progress.ended:
         return progress
-    settings = {"adamw.weight_decay": 0.0, "threads": threads, "device": "cpu"}
-    with open_model(store, host_budget=host_budget, settings=settings) as tiered:
+    settings = {"adamw.weight_decay": 0.0, "threads": context.config.threads, "device": "cpu"}
+    with open_model(store, host_budget=context.config.host_budget, settings=settings) as tiered:
         model = tiered.model
         if progress is None:
             model.eval()
@@ -357,10 +332,10 @@ def distil(
                 before=held_out_loss(lambda tokens: _logits(model, tokens), windows.held)
             )
             progress.write(directory)
-            check()
+            context.check()
         model.train()
         before, trained_s, committed_s = progress.before, progress.trained_s, time.monotonic()
-        while not _ended(config, tiered.position, trained_s):
+        while trained_s < 60 * config.minutes and not 0 < config.steps <= tiered.position:
             began_s, step = time.monotonic(), tiered.position
             tokens_BT = windows.batch(step, config.rows, config.seed)
             taught = teacher.logits(tokens_BT)
@@ -368,21 +343,17 @@ def distil(
             with tiered.step(rate, max_grad_norm=_CLIP_NORM, backward_passes=1) as taken:
                 taken.backward(objective(_logits(model, tokens_BT), taught, tokens_BT))
             trained_s += time.monotonic() - began_s
-            say(f"distillation: step {step + 1} after {trained_s:.0f} s: objective {taken.loss:.4f}")
+            context.say(f"distillation: step {step + 1} after {trained_s:.0f} s: objective {taken.loss:.4f}")
             if time.monotonic() - committed_s >= config.commit_s:
                 tiered.commit()
                 progress = DistillProgress(before=before, steps=tiered.position, trained_s=trained_s)
                 progress.write(directory)
-                check()
+                context.check()
                 committed_s = time.monotonic()
         tiered.commit()
         progress = DistillProgress(before=before, steps=tiered.position, trained_s=trained_s, ended=True)
     progress.write(directory)
     return progress
-
-
-def _ended(config: DistillationConfig, step: int, trained_s: float) -> bool:
-    return trained_s >= 60 * config.minutes or 0 < config.steps <= step
 
 
 def _logits(model: torch.nn.Module, tokens_BT: Tensor) -> Tensor:

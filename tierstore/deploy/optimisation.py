@@ -15,7 +15,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +23,14 @@ import psutil
 import torch
 
 from tierstore.capabilities import Capability
-from tierstore.deploy.config import DeployConfig
-from tierstore.deploy.records import StageContext, StageOutput
+from tierstore.config import load
+from tierstore.deploy.records import DeployConfig, StageContext, StageOutput
 from tierstore.deploy.teacher import open_teacher
 from tierstore.hf.manifest import Manifest
 from tierstore.machine import cores
-from tierstore.prefetch.plan import PrefetchConfig
 from tierstore.prefetch.predictor import PredictorName
 from tierstore.serve.batch import BatchRunner
-from tierstore.serve.config import BatchConfig, GraphsConfig, ServeConfig
+from tierstore.serve.config import GraphsConfig, ServeConfig
 from tierstore.serve.dense import compiled_blocks
 from tierstore.serve.opening import ServedParts, open_runner, open_served
 from tierstore.units import format_bytes
@@ -61,7 +60,7 @@ def convert(context: StageContext, *, compile_graph: Callable[..., Any] | None =
         )
     with open_teacher(store, host_budget=config.host_budget, threads=config.threads) as teacher:
         generator = torch.Generator().manual_seed(0)
-        tokens_BT = torch.randint(0, teacher.spec.vocab_size, (1, _PROBED_TOKENS), generator=generator)
+        tokens_BT = torch.randint(0, teacher.parts.spec.vocab_size, (1, _PROBED_TOKENS), generator=generator)
         eager = teacher.logits(tokens_BT).float()
         began = time.monotonic()
         graphs = replace(teacher.parts.config, graphs=GraphsConfig(compile=Capability.ON))
@@ -90,64 +89,27 @@ PROMPT_TOKENS, DECODED_TOKENS, ROUNDS = 64, 16, 3
 _LEAST_BUDGET = 64 << 20
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServedSettings:
-    """A way of serving that can be chosen without changing what is computed; names are those of ``ServeConfig``."""
+def measure(store: Path, settings: Mapping[str, object]) -> dict[str, Any]:
+    """Serves one sequence of the model at ``store`` a few times, with the keys of ``ServeConfig`` in ``settings``; returns
+    medians over the rounds. ``load``: processes that ran, on average, in the minute before.
 
-    threads: int
-    predictor: PredictorName
-    host_budget: int
-    graphs: Capability = Capability.OFF
-
-    def config(self, store: Path) -> ServeConfig:
-        return ServeConfig(
-            store=store,
-            device="cpu",
-            host_budget=self.host_budget,
-            threads=self.threads,
-            batch=BatchConfig(sequences=1, context=PROMPT_TOKENS + DECODED_TOKENS + 1),
-            prefetch=PrefetchConfig(predictor=self.predictor),
-            graphs=GraphsConfig(compile=self.graphs),
-        )
-
-    def as_json(self) -> dict[str, object]:
-        """Keys of ``ServeConfig`` by dotted name."""
-        return {
-            "threads": self.threads,
-            "prefetch.predictor": self.predictor.value,
-            "host_budget": self.host_budget,
-            "graphs.compile": self.graphs.value,
-        }
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServingProfile:
-    """What was measured of one way: medians over the rounds of one sequence. ``load``: processes that ran, on average, in
-    the minute before.
+    Raises StoreError, BudgetError, OSError.
     """
-
-    prefill_tokens_per_s: float
-    decode_tokens_per_s: float
-    decode_read_bytes_per_token: float
-    resident_bytes: int
-    load: float
-
-
-def measure(store: Path, settings: ServedSettings) -> ServingProfile:
-    """Serves one sequence of the model at ``store`` a few times. Raises StoreError, BudgetError, OSError."""
     gc.collect()  # models of earlier stages lie in cycles: their memory is not this one's
-    with open_served(settings.config(store)) as parts:
+    context = PROMPT_TOKENS + DECODED_TOKENS + 1
+    beside = {"store": store, "device": "cpu", "batch.sequences": 1, "batch.context": context}
+    with open_served(load(ServeConfig, None, {**beside, **settings})) as parts:
         runner = open_runner(parts)
         rounds = [_round(parts, runner, number) for number in range(1 + ROUNDS)][1:]
         resident = psutil.Process().memory_info().rss
     prefill, decode, read = (statistics.median(values) for values in zip(*rounds, strict=True))
-    return ServingProfile(
-        prefill_tokens_per_s=PROMPT_TOKENS / prefill,
-        decode_tokens_per_s=DECODED_TOKENS / decode,
-        decode_read_bytes_per_token=read / DECODED_TOKENS,
-        resident_bytes=resident,
-        load=os.getloadavg()[0],
-    )
+    return {
+        "prefill_tokens_per_s": PROMPT_TOKENS / prefill,
+        "decode_tokens_per_s": DECODED_TOKENS / decode,
+        "decode_read_bytes_per_token": read / DECODED_TOKENS,
+        "resident_bytes": resident,
+        "load": os.getloadavg()[0],
+    }
 
 
 def _round(parts: ServedParts, runner: BatchRunner, number: int) -> tuple[float, float, float]:
@@ -177,32 +139,34 @@ def optimise(context: StageContext) -> StageOutput:
     """Takes the way that decodes fastest; of equals, the first."""
     before, store, config = context.before[-1], context.input_store, context.config
     placed: Any = before.figures["host_budget"]
-    # A budget beyond all experts holds nothing more; a small one would be all slots and no cache.
-    budget = max(int(placed) + _LEAST_BUDGET, _LEAST_BUDGET)
-    found = []
+    found: list[tuple[dict[str, object], dict[str, Any]]] = []
     for threads in [config.threads] if config.threads else sorted({1, cores()}):
         for predictor in (PredictorName.ROUTER, PredictorName.NONE):
-            way = ServedSettings(
-                threads=threads, predictor=predictor, host_budget=budget, graphs=_graphs(config)
-            )
-            profile = measure(store, way)
-            found.append((way, profile))
+            settings: dict[str, object] = {
+                "threads": threads,
+                "prefetch.predictor": predictor.value,
+                # More than all experts hold nothing more; a small budget would be all slots and no cache.
+                "host_budget": max(int(placed) + _LEAST_BUDGET, _LEAST_BUDGET),
+                "graphs.compile": _graphs(config).value,
+            }
+            profile = measure(store, settings)
+            found.append((settings, profile))
             context.say(
                 f"optimisation: threads {threads}, guesses by {predictor.value}: decodes "
-                f"{profile.decode_tokens_per_s:.2f} tokens/s, prefill {profile.prefill_tokens_per_s:.2f}, "
-                f"{format_bytes(int(profile.decode_read_bytes_per_token))} read a token"
+                f"{profile['decode_tokens_per_s']:.2f} tokens/s, prefill {profile['prefill_tokens_per_s']:.2f}, "
+                f"{format_bytes(int(profile['decode_read_bytes_per_token']))} read a token"
             )
             context.check()
-    chosen, profile = max(found, key=lambda each: each[1].decode_tokens_per_s)
+    settings, profile = max(found, key=lambda each: each[1]["decode_tokens_per_s"])
     return StageOutput(
         store=store,
         checks=before.checks,
         figures={
-            "decode_tokens_per_s": profile.decode_tokens_per_s,
-            "prefill_tokens_per_s": profile.prefill_tokens_per_s,
-            "settings": chosen.as_json(),
-            "profile": asdict(profile),
-            "measured": [{**way.as_json(), **asdict(profile)} for way, profile in found],
+            "decode_tokens_per_s": profile["decode_tokens_per_s"],
+            "prefill_tokens_per_s": profile["prefill_tokens_per_s"],
+            "settings": settings,
+            "profile": profile,
+            "measured": [{**each, **figures} for each, figures in found],
         },
     )
 

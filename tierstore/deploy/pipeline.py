@@ -14,12 +14,10 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from tierstore.deploy.compression import check_count
-from tierstore.deploy.config import DeployConfig, StageName
 from tierstore.deploy.distillation import compress, distillation_settings
 from tierstore.deploy.optimisation import (
     conversion_settings,
@@ -28,9 +26,11 @@ from tierstore.deploy.optimisation import (
     optimise,
 )
 from tierstore.deploy.records import (
+    DeployConfig,
     DeployInterrupted,
     Deployment,
     StageContext,
+    StageName,
     StageOutput,
     StageRecord,
     fingerprint,
@@ -54,24 +54,19 @@ from tierstore.store.disk.home import building, building_directory, fsync_direct
 from tierstore.units import format_seconds
 
 
-def _verify(root: Path, record: StageRecord) -> None:
-    """Finds the store that ``record`` names as it was left. Raises ChecksumError naming the first figure that differs."""
-    verify_checks(root / record.store, record.checks)
-
-
 @dataclass(frozen=True, kw_only=True)
 class DeployStage:
     """One of the six. Its directory is its own: what a run before left there, it goes on from.
 
     ``settings``: what of a configuration it depends on, as JSON has it: other settings make another output. ``run`` does
     the work, or the rest of it; it raises DeployInterrupted at a durable point, TierstoreError, OSError. ``verify`` finds
-    what a record says.
+    the store as the checks of its record have it, or raises ChecksumError naming what differs.
     """
 
     name: StageName
     settings: Callable[[DeployConfig], Mapping[str, object]]
     run: Callable[[StageContext], StageOutput]
-    verify: Callable[[Path, StageRecord], None] = _verify
+    verify: Callable[[Path, Mapping[str, object]], None] = verify_checks
 
 
 STAGES = (
@@ -86,21 +81,16 @@ STAGES = (
 MARKER = ".tierstore-deploy"
 
 
-class StageProgress(StrEnum):
-    """What a run did with a stage."""
-
-    FOUND = "found"  # an earlier run had ended it
-    DONE = "done"
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Deployed:
-    """What a run did: the stages' records in order, and how each came about. ``directory``: the result, or theirs."""
+    """What a run leaves: the stages' records in order, and ``directory``: the result, or that of the stages."""
 
     directory: Path
     records: tuple[StageRecord, ...]
-    progress: tuple[StageProgress, ...]
-    complete: bool
+
+    @property
+    def complete(self) -> bool:
+        return self.records[-1].stage is StageName.DEPLOYMENT
 
 
 def deploy(
@@ -122,28 +112,25 @@ def deploy(
     _refuse_early(config)
     with _working(root):
         records: list[StageRecord] = []
-        progress: list[StageProgress] = []
-        for number, stage in enumerate(stages):
-            if progress and progress[-1] is StageProgress.DONE:
-                stages[number - 1].verify(root, records[-1])
-            record, how = _stage(stage, config, root, tuple(records), say, asked_to_stop)
+        unverified: DeployStage | None = None
+        for stage in stages:
+            if unverified is not None:
+                unverified.verify(root / records[-1].store, records[-1].checks)
+            record, ran = _stage(stage, config, root, tuple(records), say, asked_to_stop)
             records.append(record)
-            progress.append(how)
+            unverified = stage if ran else None
             if stage.name is until:
                 break
-        complete = records[-1].stage is StageName.DEPLOYMENT
-        if complete:
-            finished = root / records[-1].store
-            _describe(finished, records)
-            finished.rename(target)
-            fsync_directory(target.absolute().parent)
-            _remove(root)
-    return Deployed(
-        directory=target if complete else root,
-        records=tuple(records),
-        progress=tuple(progress),
-        complete=complete,
-    )
+        if records[-1].stage is not StageName.DEPLOYMENT:
+            return Deployed(root, tuple(records))
+        finished = root / records[-1].store
+        chosen = next(record for record in records if record.stage is StageName.OPTIMISATION)
+        settings: Any = chosen.figures["settings"]
+        Deployment(settings=settings, profile=records[-1].figures, stages=tuple(records)).write(finished)
+        finished.rename(target)
+        fsync_directory(target.absolute().parent)
+        _remove(root)
+    return Deployed(target, tuple(records))
 
 
 def _refuse_early(config: DeployConfig) -> None:
@@ -182,12 +169,7 @@ def _found(config: DeployConfig, stages: Sequence[DeployStage], root: Path) -> D
     if (root / MARKER).exists():
         with building(root):
             _remove(root)
-    return Deployed(
-        directory=config.target,
-        records=deployment.stages,
-        progress=(StageProgress.FOUND,) * len(deployment.stages),
-        complete=True,
-    )
+    return Deployed(config.target, deployment.stages)
 
 
 def _remove(root: Path) -> None:
@@ -196,13 +178,6 @@ def _remove(root: Path) -> None:
         if child.is_dir():
             shutil.rmtree(child)
     shutil.rmtree(root)
-
-
-def _describe(finished: Path, records: Sequence[StageRecord]) -> None:
-    """Writes what the directory says of itself."""
-    chosen = next(record for record in records if record.stage is StageName.OPTIMISATION)
-    settings: Any = chosen.figures["settings"]
-    Deployment(settings=settings, profile=records[-1].figures, stages=tuple(records)).write(finished)
 
 
 def stage_records(directory: Path) -> tuple[StageRecord, ...]:
@@ -239,16 +214,16 @@ def _stage(
     before: tuple[StageRecord, ...],
     say: Callable[[str], None],
     asked_to_stop: Callable[[], bool],
-) -> tuple[StageRecord, StageProgress]:
-    """Runs ``stage``, or finds that it has ended."""
+) -> tuple[StageRecord, bool]:
+    """Runs ``stage``, or finds that it has ended and verifies it; and whether it ran."""
     settings = stage.settings(config)
     wanted = fingerprint(stage.name, settings, before[-1].fingerprint if before else "")
     directory = stage_directory(root, stage.name)
     found = StageRecord.read(directory)
     if found is not None and found.fingerprint == wanted:
-        stage.verify(root, found)
+        stage.verify(root / found.store, found.checks)
         say(f"{stage.name.value}: ended before, verified")
-        return found, StageProgress.FOUND
+        return found, False
     _clear(directory, wanted)
     context = StageContext(
         config=config, root=root, stage=stage.name, before=before, say=say, asked_to_stop=asked_to_stop
@@ -263,7 +238,7 @@ def _stage(
         stage=stage.name,
         fingerprint=wanted,
         settings=settings,
-        store=context.relative(output.store),
+        store=str(output.store.relative_to(root)),
         checks=output.checks,
         figures=output.figures,
         notes=output.notes,
@@ -271,7 +246,7 @@ def _stage(
     )
     record.write(directory)
     say(f"{stage.name.value}: done in {format_seconds(record.elapsed_s)}")
-    return record, StageProgress.DONE
+    return record, True
 
 
 _UNDER_WAY = "under-way"

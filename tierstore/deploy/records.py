@@ -1,31 +1,212 @@
-"""What a stage is given and what it leaves; the files ``stage.json`` and ``deployment.json``. Imports no torch."""
+"""What a deployment is told; what a stage is given and leaves; the files ``stage.json`` and ``deployment.json``. Imports no
+torch.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from tierstore.deploy.config import DeployConfig, StageName
-from tierstore.errors import StoreFormatError, TierstoreError
+from tierstore.capabilities import Capability
+from tierstore.errors import ConfigError, StoreFormatError, TierstoreError
 from tierstore.hf.manifest import write_durably
 from tierstore.store.disk.home import fsync_directory
+
+
+class StageName(StrEnum):
+    """The six stages, in their order."""
+
+    FUSION = "fusion"
+    DISTILLATION = "distillation"
+    CONVERSION = "conversion"
+    SEGMENTATION = "segmentation"
+    OPTIMISATION = "optimisation"
+    DEPLOYMENT = "deployment"
+
+    @property
+    def number(self) -> int:
+        """Its place among the stages, from 1."""
+        return list(StageName).index(self) + 1
+
+
+class ExpertWeights(StrEnum):
+    """How the weights of the deployed experts are kept."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    INT8 = "int8"
+    INT4 = "int4"
+
+    @property
+    def quantized(self) -> bool:
+        return self in (ExpertWeights.INT8, ExpertWeights.INT4)
+
+
+class Method(StrEnum):
+    """How a layer comes to have fewer experts."""
+
+    MERGE = "merge"  # similar ones become one, weighted by their use
+    PRUNE = "prune"  # the least used ones are left out
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressionConfig:
+    """What becomes of the experts. None leaves them as they are."""
+
+    experts: int | None = field(
+        default=None, metadata={"help": "experts of a layer after compression (default: all)"}
+    )
+    method: Method = field(
+        default=Method.MERGE, metadata={"help": "merge similar experts, or prune the least used ones"}
+    )
+    weights: ExpertWeights | None = field(
+        default=None, metadata={"help": "format of the experts' weights (default: as in the store)"}
+    )
+
+    def __post_init__(self) -> None:
+        if self.experts is not None and self.experts < 1:
+            raise ConfigError(f"--experts: expected at least 1, got {self.experts}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillationConfig:
+    """How a compressed model learns from its teacher, and the text for it."""
+
+    text: tuple[Path, ...] = field(
+        default=(), metadata={"help": "text file to calibrate, distil and evaluate with; repeat for several"}
+    )
+    minutes: float = field(default=30.0, metadata={"help": "time for distillation (0: none)"})
+    steps: int = field(default=0, metadata={"help": "steps of distillation (0: as the time allows)"})
+    rate: float = field(default=3e-4, metadata={"help": "largest learning rate"})
+    rows: int = field(default=4, metadata={"help": "windows of a step"})
+    length: int = field(default=256, metadata={"help": "tokens of a window"})
+    held_out: int = field(default=16, metadata={"help": "most windows that the losses are measured on"})
+    seed: int = field(default=0, metadata={"help": "which windows come in which order"})
+    commit_s: float = field(default=60.0, metadata={"help": "seconds between two commits"})
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.minutes) and self.minutes >= 0):
+            raise ConfigError(f"--minutes: expected at least 0, got {self.minutes}")
+        if not (math.isfinite(self.rate) and self.rate > 0):
+            raise ConfigError(f"--rate: expected more than 0, got {self.rate}")
+        for name, least in (("steps", 0), ("rows", 1), ("length", 2), ("held_out", 1)):
+            if (value := getattr(self, name)) < least:
+                raise ConfigError(f"--{name.replace('_', '-')}: expected at least {least}, got {value}")
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is any time for it."""
+        return self.minutes > 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementConfig:
+    """Where the model will run. ``segments``: first block of each, given by hand; empty for automatic ones."""
+
+    memory: int | None = field(
+        default=None, metadata={"size": True, "help": "memory of a rank (default: what the machine has)"}
+    )
+    ranks: int = field(
+        default=1, metadata={"help": "ranks that share the experts: one, until several can serve"}
+    )
+    segments: tuple[int, ...] = field(
+        default=(),
+        metadata={"help": "first block of each segment, such as 0,8,16 (default: by the memory)"},
+    )
+
+    def __post_init__(self) -> None:
+        if self.memory is not None and self.memory < 1:
+            raise ConfigError(f"--memory: expected more than 0, got {self.memory}")
+        if self.ranks != 1:
+            raise ConfigError(
+                f"--ranks: expected 1, got {self.ranks}: several ranks cannot serve a model yet"
+            )
+        if self.segments and (self.segments[0] != 0 or list(self.segments) != sorted(set(self.segments))):
+            raise ConfigError(
+                f"--segments: expected the first block of each segment, ascending from 0, got {self.segments}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeployConfig:
+    """A deployment of ``store`` to the new directory ``target``."""
+
+    store: Path
+    target: Path
+    compression: CompressionConfig = field(default_factory=CompressionConfig)
+    distillation: DistillationConfig = field(default_factory=DistillationConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    graphs: Capability = field(
+        default=Capability.AUTO, metadata={"help": "compile the dense segments to graphs"}
+    )
+    host_budget: int = field(
+        default=1 << 30,
+        metadata={"size": True, "help": "memory for experts of each model that a stage has open"},
+    )
+    threads: int = field(default=0, metadata={"help": "torch's threads (0: one for each core)"})
+
+    def __post_init__(self) -> None:
+        if self.threads < 0:
+            raise ConfigError(f"--threads: expected at least 0, got {self.threads}")
+        if self.compression.experts is not None and not self.distillation.text:
+            raise ConfigError(
+                "--text: fewer experts are chosen by their use on a text, and judged by their loss on it: name one"
+            )
+
+
+# What a stage is given and leaves ---------------------------------------------------------------------------
 
 RECORD_NAME = "stage.json"
 RECORD_VERSION = 1
 DEPLOYMENT_NAME = "deployment.json"
 DEPLOYMENT_VERSION = 1
+T = TypeVar("T")
+
+
+def write_json(path: Path, value: object, *, indent: int | None = None) -> None:
+    """Writes the file and fsyncs it and its directory."""
+    write_durably(path, (json.dumps(value, indent=indent) + "\n").encode())
+    fsync_directory(path.parent)
+
+
+def read_json(path: Path, what: str, parse: Callable[[Any], T]) -> T | None:
+    """What ``parse`` makes of the file; None where there is none. Raises StoreFormatError: it is not ``what``."""
+    try:
+        return parse(json.loads(path.read_bytes()))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (KeyError, TypeError, ValueError) as error:
+        raise StoreFormatError(f"{path}: not {what}: {error}") from error
+
+
+def _check_version(value: Any, version: int) -> None:
+    if value["version"] != version:
+        raise ValueError(f"version {value['version']!r}, expected {version}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageOutput:
+    """What a stage has made. ``store``: where the model is from here on. ``checks``: what a later look must find again;
+    ``figures``: what it measured.
+    """
+
+    store: Path
+    checks: Mapping[str, object] = field(default_factory=dict)
+    figures: Mapping[str, object] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageRecord:
-    """A stage that has ended.
+    """A stage that has ended, and its output; ``store`` is relative to the directory of all stages.
 
-    ``fingerprint``: of its settings and of the stages before it. ``store``: where the model is from here on, relative to
-    the directory of all stages. ``checks``: what a later look must find again; ``figures``: what it measured.
+    ``fingerprint``: of its settings and of the stages before it.
     """
 
     stage: StageName
@@ -36,12 +217,7 @@ class StageRecord:
     figures: Mapping[str, object]
     notes: tuple[str, ...] = ()
     elapsed_s: float = 0.0
-    version: int = field(default=RECORD_VERSION)
-
-    @property
-    def number(self) -> int:
-        """Its place among the stages, from 1."""
-        return list(StageName).index(self.stage) + 1
+    version: int = RECORD_VERSION
 
     def as_json(self) -> dict[str, object]:
         return asdict(self)
@@ -53,38 +229,49 @@ class StageRecord:
     @classmethod
     def read(cls, directory: Path) -> StageRecord | None:
         """The record in ``directory``; None where the stage has not ended. Raises StoreFormatError."""
-        path = directory / RECORD_NAME
-        try:
-            return cls.from_json(json.loads(path.read_bytes()), where=str(path))
-        except FileNotFoundError:
-            return None
-        except ValueError as error:
-            raise StoreFormatError(f"{path}: not JSON: {error}") from error
+        return read_json(directory / RECORD_NAME, "a stage's record", cls.from_json)
 
     @classmethod
-    def from_json(cls, value: Any, *, where: str) -> StageRecord:
-        """Raises StoreFormatError naming ``where``."""
-        try:
-            if value["version"] != RECORD_VERSION:
-                raise ValueError(f"version {value['version']!r}, expected {RECORD_VERSION}")
-            return cls(**{**value, "stage": StageName(value["stage"]), "notes": tuple(value["notes"])})
-        except (KeyError, TypeError, ValueError) as error:
-            raise StoreFormatError(f"{where}: not a stage's record: {error}") from error
+    def from_json(cls, value: Any) -> StageRecord:
+        """Raises KeyError, TypeError, ValueError."""
+        _check_version(value, RECORD_VERSION)
+        return cls(**{**value, "stage": StageName(value["stage"]), "notes": tuple(value["notes"])})
 
 
-def write_json(path: Path, value: object, *, indent: int | None = None) -> None:
-    """Writes the file and fsyncs it and its directory."""
-    write_durably(path, (json.dumps(value, indent=indent) + "\n").encode())
-    fsync_directory(path.parent)
+@dataclass(frozen=True, kw_only=True)
+class Deployment:
+    """How a directory came about and what was measured of it.
+
+    ``settings``: keys of ``ServeConfig`` by dotted name, as the optimisation chose them. ``profile``: tokens/s of prefill
+    and of decoding, bytes a token, memory.
+    """
+
+    settings: Mapping[str, object]
+    profile: Mapping[str, object]
+    stages: tuple[StageRecord, ...]
+
+    def write(self, directory: Path) -> None:
+        write_json(directory / DEPLOYMENT_NAME, {"version": DEPLOYMENT_VERSION, **asdict(self)}, indent=1)
+
+
+def read_deployment(directory: Path) -> Deployment | None:
+    """What ``directory`` says; None where it was not deployed. Raises StoreFormatError."""
+
+    def parse(value: Any) -> Deployment:
+        _check_version(value, DEPLOYMENT_VERSION)
+        stages = tuple(StageRecord.from_json(stage) for stage in value["stages"])
+        return Deployment(settings=value["settings"], profile=value["profile"], stages=stages)
+
+    return read_json(directory / DEPLOYMENT_NAME, "a deployment", parse)
 
 
 def stage_directory(root: Path, stage: StageName) -> Path:
     """Where ``stage`` works, below the directory of all stages."""
-    return root / f"{list(StageName).index(stage) + 1:02d}-{stage.value}"
+    return root / f"{stage.number:02d}-{stage.value}"
 
 
 def fingerprint(stage: StageName, settings: Mapping[str, object], before: str) -> str:
-    """Of a stage that is run with ``settings`` behind what ``before`` is the fingerprint of."""
+    """Of a stage that is run with ``settings`` after those of which ``before`` is the fingerprint."""
     text = json.dumps([RECORD_VERSION, stage.value, settings, before], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -117,60 +304,9 @@ class StageContext:
         """The store that the stage before has left."""
         return self.root / self.before[-1].store if self.before else self.config.store
 
-    def relative(self, path: Path) -> str:
-        """``path`` as a record names it."""
-        return str(path.relative_to(self.root))
-
     def check(self) -> None:
         """Raises DeployInterrupted where a signal has asked for it."""
         if self.asked_to_stop():
             raise DeployInterrupted(
                 f"stopped in stage {self.stage.value}; the same command goes on from here"
             )
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageOutput:
-    """What a stage has made: see ``StageRecord``."""
-
-    store: Path
-    checks: Mapping[str, object] = field(default_factory=dict)
-    figures: Mapping[str, object] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Deployment:
-    """How a directory came about and what was measured of it.
-
-    ``settings``: keys of ``ServeConfig`` by dotted name, as the optimisation chose them. ``profile``: tokens/s of prefill
-    and of decoding, bytes a token, memory.
-    """
-
-    settings: Mapping[str, object]
-    profile: Mapping[str, object]
-    stages: tuple[StageRecord, ...]
-
-    def write(self, directory: Path) -> None:
-        value = {
-            "version": DEPLOYMENT_VERSION,
-            "settings": dict(self.settings),
-            "profile": dict(self.profile),
-            "stages": [stage.as_json() for stage in self.stages],
-        }
-        write_json(directory / DEPLOYMENT_NAME, value, indent=1)
-
-
-def read_deployment(directory: Path) -> Deployment | None:
-    """What ``directory`` says; None where it was not deployed. Raises StoreFormatError."""
-    path = directory / DEPLOYMENT_NAME
-    try:
-        value = json.loads(path.read_bytes())
-        if value["version"] != DEPLOYMENT_VERSION:
-            raise ValueError(f"version {value['version']!r}, expected {DEPLOYMENT_VERSION}")
-        stages = tuple(StageRecord.from_json(stage, where=str(path)) for stage in value["stages"])
-        return Deployment(settings=value["settings"], profile=value["profile"], stages=stages)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (KeyError, TypeError, ValueError) as error:
-        raise StoreFormatError(f"{path}: not a deployment: {error}") from error

@@ -23,8 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tierstore.dense.layout import Narrow
-from tierstore.deploy.config import DeployConfig
-from tierstore.deploy.records import StageContext, StageOutput
+from tierstore.deploy.records import DeployConfig, StageContext, StageOutput
 from tierstore.errors import BudgetError, ChecksumError, ConfigError, StoreFormatError, StoreMissingError
 from tierstore.hf.exporting import export
 from tierstore.hf.importing import ImportOptions, import_model

@@ -1,6 +1,6 @@
-"""A stored model that only answers, and windows of tokens for it: its logits, and what its experts are asked for.
+"""A stored model that only answers, and windows of tokens for it.
 
-Shapes: B or W windows, T tokens of each, V vocabulary, N tokens of a pass, D width, K experts of a token.
+Shapes: B or W windows, T tokens of each, V vocabulary.
 
 It is served as ``tierstore serve`` serves it: its experts come from their tiers, within a budget.
 """
@@ -8,20 +8,18 @@ It is served as ``tierstore serve`` serves it: its experts come from their tiers
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tierstore.errors import DataError
-from tierstore.hf.experts import experts_modules
 from tierstore.hf.model import HfModel
 from tierstore.moe.seeds import derive_seed
-from tierstore.moe.source import ExpertLease
 from tierstore.prefetch.plan import PrefetchConfig
 from tierstore.prefetch.predictor import PredictorName
 from tierstore.serve.config import ServeConfig
@@ -31,50 +29,21 @@ from tierstore.train.files import DataConfig, byte_files, text_files
 from tierstore.train.tokens.documents import Chat, documents
 from tierstore.train.tokens.tokenizing import DocumentTokenizer
 
-#: Called before a layer's experts compute: the layer, tokens (N, D), their experts (N, K) and weights (N, K).
-Routed = Callable[[int, Tensor, Tensor, Tensor], None]
-
 
 class Teacher:
     """An open model; ``open_teacher`` makes it. One thread at a time."""
 
     def __init__(self, parts: ServedParts) -> None:
-        self._parts = parts
-        self._model = cast(HfModel, parts.model)
-        self.spec = parts.spec
-
-    @property
-    def parts(self) -> ServedParts:
-        """What it is made of."""
-        return self._parts
+        self.parts = parts
+        self.model = cast(HfModel, parts.model)
 
     @torch.no_grad()
     def logits(self, tokens_BT: Tensor) -> Tensor:
         """(B, T, V), in the type that the model computes in. Raises ChecksumError, OSError."""
-        self._parts.experts.begin(ServingPhase.PREFILL, tokens_BT.numel())
-        self._model.begin_forward()
-        logits: Tensor = self._model.module(input_ids=tokens_BT, use_cache=False).logits
+        self.parts.experts.begin(ServingPhase.PREFILL, tokens_BT.numel())
+        self.model.begin_forward()
+        logits: Tensor = self.model.module(input_ids=tokens_BT, use_cache=False).logits
         return logits
-
-    def leases(self, experts: Sequence[int]) -> Iterator[tuple[int, Iterator[ExpertLease]]]:
-        """A pass of its own: each layer, and leases of its ``experts`` (ascending); run each to its end."""
-        self._parts.experts.begin(ServingPhase.PREFILL, 1)
-        for layer in self.spec.moe_layers:
-            yield layer, self._parts.experts.forward(layer, experts)
-
-    @contextlib.contextmanager
-    def watched(self, routed: Routed) -> Iterator[None]:
-        """Within the block ``routed`` hears of every layer's tokens, before its experts are leased."""
-        module: Any = self._model.module
-        with contextlib.ExitStack() as stack:
-            for layer, experts in experts_modules(module):
-
-                def heard(_: object, inputs: tuple[Tensor, Tensor, Tensor], layer: int = layer) -> None:
-                    x_ND, expert_NK, weight_NK = inputs
-                    routed(layer, x_ND, expert_NK, weight_NK)
-
-                stack.callback(experts.register_forward_pre_hook(heard).remove)
-            yield
 
 
 @contextlib.contextmanager
@@ -110,13 +79,10 @@ class Windows:
         count = len(self.train)
         chosen = []
         for position in range(step * rows, (step + 1) * rows):
-            order = self._order(position // count, seed)
-            chosen.append(int(order[position % count]))
+            turn, place = divmod(position, count)
+            generator = torch.Generator().manual_seed(derive_seed("windows", seed, turn))
+            chosen.append(int(torch.randperm(count, generator=generator)[place]))
         return self.train[chosen]
-
-    def _order(self, turn: int, seed: int) -> Tensor:
-        generator = torch.Generator().manual_seed(derive_seed("windows", seed, turn))
-        return torch.randperm(len(self.train), generator=generator)
 
 
 def read_windows(paths: Sequence[Path], tokenizer: Path | None, *, length: int, held_out: int) -> Windows:
@@ -129,7 +95,11 @@ def read_windows(paths: Sequence[Path], tokenizer: Path | None, *, length: int, 
         if path.is_dir():
             raise DataError(f"{path}: expected a text file, found a directory")
     config = DataConfig(paths=tuple(map(str, paths)))
-    tokens = _bytes(config) if tokenizer is None else _tokens(config, DocumentTokenizer(tokenizer))
+    if tokenizer is None:
+        content = b"\n\n".join(path.read_bytes() for path in byte_files(config))
+        tokens = torch.tensor(list(content), dtype=torch.long)
+    else:
+        tokens = _tokens(config, DocumentTokenizer(tokenizer))
     count = len(tokens) // length
     if count < 2:
         named = ", ".join(str(path) for path in paths)
@@ -140,11 +110,6 @@ def read_windows(paths: Sequence[Path], tokenizer: Path | None, *, length: int, 
     kept = windows_WT[held]
     spread = torch.linspace(0, len(kept) - 1, min(held_out, len(kept))).long()
     return Windows(windows_WT[~held], kept[spread])
-
-
-def _bytes(config: DataConfig) -> Tensor:
-    content = b"\n\n".join(path.read_bytes() for path in byte_files(config))
-    return torch.tensor(list(content), dtype=torch.long)
 
 
 def _tokens(config: DataConfig, tokenizer: DocumentTokenizer) -> Tensor:
