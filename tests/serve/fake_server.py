@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields
 import fake_model
 from fake_model import FakeRunner
 
-from tierstore.serve.api.app import Keys, Service, make_app
+from tierstore.serve.api.app import Keys, Service
 from tierstore.serve.api.metrics import ServerMetrics
 from tierstore.serve.api.server import ApiServer, listen, url
 from tierstore.serve.config import LimitsConfig
@@ -77,7 +77,7 @@ def prepared(
             keys=Keys(keys),
             model=MODEL,
         )
-        yield Fake(url(bound), service, runner, ApiServer(make_app(service), engine, limits), bound)
+        yield Fake(url(bound), service, runner, ApiServer(service.app(), engine, limits), bound)
 
 
 @contextmanager

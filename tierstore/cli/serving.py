@@ -347,7 +347,7 @@ def serve(
 
 
 def _serve(config: ServeConfig, listening: _Listening, output: Output) -> None:
-    from tierstore.serve.api.app import Keys, Service, make_app
+    from tierstore.serve.api.app import Keys, Service
     from tierstore.serve.api.metrics import ServerMetrics
     from tierstore.serve.api.server import ApiServer, ServerLog, is_loopback, listen, url
     from tierstore.serve.engine import ServingEngine
@@ -382,7 +382,7 @@ def _serve(config: ServeConfig, listening: _Listening, output: Output) -> None:
         service = Service(
             engine=engine, metrics=metrics, limits=config.limits, keys=keys, model=name, log=log
         )
-        server = ApiServer(make_app(service), engine, config.limits, opened=opened)
+        server = ApiServer(service.app(), engine, config.limits, opened=opened)
         asyncio.run(server.serve([bound]))
     output.line(f"stopped after {format_seconds(time.monotonic() - begun_s)}")
     output.emit(_totals(engine, metrics, seconds=time.monotonic() - begun_s))

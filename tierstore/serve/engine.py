@@ -55,7 +55,7 @@ class Running:
 
 
 class Watcher(Protocol):
-    """Hears of passes and requests, from the thread that runs the model unless said otherwise."""
+    """Is told of passes and requests, by the thread that runs the model unless it says otherwise."""
 
     def joined(self, *, sequences: int, tokens: int, seconds: float) -> None:
         """A prefill of ``tokens`` tokens of ``sequences`` prompts."""
@@ -79,31 +79,12 @@ class Watcher(Protocol):
 
 
 _WEIGHT = 0.1  # of the newest measurement
-_LONGEST_S = 600
-
-
-class Rates:
-    """Seconds of a decoding pass, and of a token of a prompt: decayed means, 0 before the first pass."""
-
-    def __init__(self) -> None:
-        self.step_s = 0.0
-        self.prompt_token_s = 0.0
-
-    def stepped(self, seconds: float) -> None:
-        """A decoding pass took ``seconds``."""
-        self.step_s = _mean(self.step_s, seconds)
-
-    def joined(self, tokens: int, seconds: float) -> None:
-        """A prefill of ``tokens`` tokens took ``seconds``."""
-        self.prompt_token_s = _mean(self.prompt_token_s, seconds / tokens)
-
-    def retry_after_s(self, *, steps: int, prompt_tokens: int) -> int:
-        """Whole seconds until ``steps`` passes and ``prompt_tokens`` of prefill are done; 1 to 600."""
-        seconds = steps * self.step_s + prompt_tokens * self.prompt_token_s
-        return min(max(math.ceil(seconds), 1), _LONGEST_S)
+_LONGEST_RETRY_S = 600
+_SHUT_DOWN = "the server was shut down before the answer was complete"
 
 
 def _mean(before: float, now: float) -> float:
+    """A decayed mean; 0 before the first measurement."""
     return now if before == 0 else before + _WEIGHT * (now - before)
 
 
@@ -135,7 +116,8 @@ class ServingEngine:
         self._log = log
         self._room = sequences
         self._watcher = watcher
-        self._rates = Rates()
+        #: Seconds of a decoding pass, and of a token of a prompt.
+        self._step_s = self._prompt_token_s = 0.0
         self.queue = RequestQueue(limits, self._retry_after_s)
         self._batch: dict[int, GenerationRequest] = {}  # by the runner's numbers; of the model's thread
         self._tokens_left = 0  # of the answers in the batch, at most; written by the model's thread
@@ -187,7 +169,7 @@ class ServingEngine:
         return request
 
     def cancel(self, request: GenerationRequest, outcome: RequestOutcome = RequestOutcome.CANCELLED) -> None:
-        """Nobody waits for the answer any more: it leaves the queue at once, the batch before the next step."""
+        """Its client no longer waits: the request leaves the queue at once, the batch before the next step."""
         if request.settle():
             request.cancelled = True
             self.queue.remove(request)
@@ -200,13 +182,14 @@ class ServingEngine:
     def close(self) -> None:
         """End every request after the pass under way."""
         for request in self.queue.close():
-            self._fail(request, "the server was shut down before the answer was complete")
+            self._fail(request, _SHUT_DOWN)
 
     def _retry_after_s(self) -> int:
-        """When what waits now has been served: who comes back earlier would find as many before it."""
+        """When what waits now has been served: a client that comes back earlier would find as many before it."""
         prompt_tokens = self.queue.prompt_tokens()
         answers = self.queue.tokens - prompt_tokens + self._tokens_left
-        return self._rates.retry_after_s(steps=-(-answers // self._room), prompt_tokens=prompt_tokens)
+        seconds = -(-answers // self._room) * self._step_s + prompt_tokens * self._prompt_token_s
+        return min(max(math.ceil(seconds), 1), _LONGEST_RETRY_S)
 
     # What follows runs on the model's thread.
 
@@ -223,7 +206,7 @@ class ServingEngine:
             self._error = error
         finally:
             for request in [*self._batch.values(), *self.queue.close()]:
-                self._fail(request, "the server was shut down before the answer was complete")
+                self._fail(request, _SHUT_DOWN)
             self._batch.clear()
 
     def _turn(self, running: Running) -> None:
@@ -233,7 +216,7 @@ class ServingEngine:
                 self._leave(running, number)
             elif self.queue.closed:
                 self._leave(running, number)
-                self._fail(request, "the server was shut down before the answer was complete")
+                self._fail(request, _SHUT_DOWN)
         if taken := self.queue.take(self._room - len(self._batch)):
             self._join(running, taken)
         if self._batch:
@@ -253,11 +236,11 @@ class ServingEngine:
                     self._split_up("prefill", len(taken), error)
                     self._join(running, taken[:1])
             else:
-                self._fail(taken[0], self._sentence(error))
+                self._fail_by(taken[0], error)
             return
         except Exception as error:
             if len(taken) == 1:
-                self._fail(taken[0], self._sentence(error))
+                self._fail_by(taken[0], error)
             else:
                 self._split_up("prefill", len(taken), error)
                 for request in taken:
@@ -265,7 +248,7 @@ class ServingEngine:
             return
         seconds = time.monotonic() - begun
         tokens = sum(map(len, prompts))
-        self._rates.joined(tokens, seconds)
+        self._prompt_token_s = _mean(self._prompt_token_s, seconds / tokens)
         self._watcher.joined(sequences=len(taken), tokens=tokens, seconds=seconds)
         for request, one in zip(taken, joined, strict=True):
             self._batch[one.number] = request
@@ -280,13 +263,13 @@ class ServingEngine:
             failed = list(self._batch.values())
             self._batch.clear()
             if len(failed) == 1:
-                self._fail(failed[0], self._sentence(error))
+                self._fail_by(failed[0], error)
             else:
                 self._split_up("step", len(failed), error)
                 self._join_again(running, failed)
             return
         seconds = time.monotonic() - begun
-        self._rates.stepped(seconds)
+        self._step_s = _mean(self._step_s, seconds)
         self._watcher.stepped(sequences=len(tokens), seconds=seconds)
         for number, logits_V in logits.items():
             self._advance(running, number, logits_V)
@@ -305,7 +288,7 @@ class ServingEngine:
             try:
                 one = running.runner.resume(request.prompt, request.tokens)
             except Exception as error:
-                self._fail(request, self._sentence(error))
+                self._fail_by(request, error)
             else:
                 self._batch[one.number] = request
                 self._advance(running, one.number, one.logits_V)
@@ -324,7 +307,7 @@ class ServingEngine:
             finish = Finish.STOP if stopped else Finish.LENGTH if last else None
         except Exception as error:  # logits that are not finite; it disturbs no other request
             self._leave(running, number)
-            self._fail(request, self._sentence(error))
+            self._fail_by(request, error)
             return
         now = time.monotonic()
         self._watcher.token(first=not request.tokens, seconds=now - request.last_s)
@@ -345,15 +328,14 @@ class ServingEngine:
             self._watcher.ended(RequestOutcome.FAILED)
         request.fail(message)
 
+    def _fail_by(self, request: GenerationRequest, error: Exception) -> None:
+        self._fail(request, f"the answer could not be computed: {self._reason(error)}")
+
     def _count(self, running: Running) -> None:
         now = time.monotonic()
         if now - self._counted_s >= _COUNTS_EVERY_S:
             self._counted_s = now
             self._counts = running.counts()
-
-    def _sentence(self, error: Exception) -> str:
-        """What a client is told."""
-        return f"the answer could not be computed: {self._reason(error)}"
 
     def _reason(self, error: Exception) -> str:
         """One line. The log has the traceback of an error that nothing raises on purpose."""

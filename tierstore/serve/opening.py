@@ -44,8 +44,7 @@ from tierstore.serve.experts import ServedExperts
 from tierstore.serve.experts.cached import CachedExperts, GatedPredictor, settled_bytes
 from tierstore.serve.experts.ring import Ring
 from tierstore.serve.experts.slots import ExpertSlots
-from tierstore.serve.experts.sparse import ChosenExperts
-from tierstore.serve.experts.switching import MemoryChooser, SlottedExperts
+from tierstore.serve.experts.slotted import ChosenExperts, MemoryChooser, SlottedExperts
 from tierstore.serve.footprint import (
     ServedBudgets,
     check_memory,

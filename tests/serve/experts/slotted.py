@@ -21,8 +21,7 @@ from tierstore.serve.config import ExpertMemory
 from tierstore.serve.experts import ServingPhase
 from tierstore.serve.experts.ring import Ring
 from tierstore.serve.experts.slots import ExpertSlots
-from tierstore.serve.experts.sparse import ChosenExperts
-from tierstore.serve.experts.switching import MemoryChooser, SlottedExperts
+from tierstore.serve.experts.slotted import ChosenExperts, MemoryChooser, SlottedExperts
 from tierstore.stats import StallLedger
 from tierstore.store import NewRecord, ParameterStore, RecordSchema, StoreConfig, Training, WeightFormat
 from tierstore.store.core import StoreCore

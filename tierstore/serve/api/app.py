@@ -11,7 +11,6 @@ import traceback
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -122,56 +121,57 @@ _PAGE_POLICY = (
 _OPENING = "the model is being opened"
 
 
-@dataclass(frozen=True, kw_only=True)
 class Service:
-    """What the routes answer from. ``engine`` has been entered. ``model``: the name of its model."""
+    """The routes, and what they answer from. ``engine`` has been entered. ``model``: the name of its model."""
 
-    engine: ServingEngine
-    metrics: ServerMetrics
-    limits: LimitsConfig
-    keys: Keys
-    model: str
-    log: ServerLog = field(default_factory=ServerLog)
-
-
-def make_app(service: Service) -> FastAPI:
-    """The application. It needs no other state, and leaves none."""
-    routes = _Routes(service)
-
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> Any:
-        async with service.log.writing():
-            yield
-        routes.close()
-
-    # No pages of FastAPI's own: they load scripts from elsewhere.
-    app = FastAPI(title="tierstore", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
-    app.add_exception_handler(ApiError, routes.refuse)
-    app.add_exception_handler(HTTPException, routes.refuse)
-    app.add_exception_handler(Exception, routes.fail)
-    app.add_api_route("/", routes.page, methods=["GET"], response_model=None)
-    app.add_api_route("/health", routes.health, methods=["GET"], response_model=None)
-    app.add_api_route("/metrics", routes.metrics, methods=["GET"], response_model=None)
-    app.add_api_route("/v1/models", routes.models, methods=["GET"], response_model=None)
-    app.add_api_route("/v1/models/{name:path}", routes.one_model, methods=["GET"], response_model=None)
-    app.add_api_route("/v1/completions", routes.completions, methods=["POST"], response_model=None)
-    app.add_api_route("/v1/chat/completions", routes.chat, methods=["POST"], response_model=None)
-    return app
-
-
-class _Routes:
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(
+        self,
+        *,
+        engine: ServingEngine,
+        metrics: ServerMetrics,
+        limits: LimitsConfig,
+        keys: Keys,
+        model: str,
+        log: ServerLog | None = None,
+    ) -> None:
+        self.engine = engine
+        self.metrics = metrics
+        self._limits = limits
+        self._keys = keys
+        self._model = model
+        self._log = log or ServerLog()
         self._created = int(time.time())
         # One thread: tokenizers are not made for several, and the event loop waits for none.
         self._texts = ThreadPoolExecutor(1, thread_name_prefix="tierstore-text")
-        page = importlib.resources.files("tierstore.serve.api").joinpath("page.html").read_text("utf-8")
-        self._page = page
+        self._page = importlib.resources.files("tierstore.serve.api").joinpath("page.html").read_text("utf-8")
 
-    def close(self) -> None:
-        self._texts.shutdown()
+    def app(self) -> FastAPI:
+        """The application. It needs no other state, and leaves none."""
 
-    async def page(self) -> Response:
+        @asynccontextmanager
+        async def lifespan(app: FastAPI) -> Any:
+            async with self._log.writing():
+                yield
+            self._texts.shutdown()
+
+        # No pages of FastAPI's own: they load scripts from elsewhere.
+        app = FastAPI(title="tierstore", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
+        app.add_exception_handler(ApiError, self._refuse)
+        app.add_exception_handler(HTTPException, self._refuse)
+        app.add_exception_handler(Exception, self._fail)
+        for method, path, endpoint in (
+            ("GET", "/", self._page_at_root),
+            ("GET", "/health", self._health),
+            ("GET", "/metrics", self._show_metrics),
+            ("GET", "/v1/models", self._models),
+            ("GET", "/v1/models/{name:path}", self._one_model),
+            ("POST", "/v1/completions", self._completions),
+            ("POST", "/v1/chat/completions", self._chat),
+        ):
+            app.add_api_route(path, endpoint, methods=[method], response_model=None)
+        return app
+
+    async def _page_at_root(self) -> Response:
         return HTMLResponse(
             self._page,
             headers={
@@ -181,8 +181,8 @@ class _Routes:
             },
         )
 
-    async def health(self) -> Response:
-        engine = self._service.engine
+    async def _health(self) -> Response:
+        engine = self.engine
         if not engine.alive:
             return JSONResponse({"status": "the model has stopped"}, status_code=503)
         if not engine.queue.accepting:
@@ -191,43 +191,42 @@ class _Routes:
             return JSONResponse({"status": _OPENING}, status_code=503)
         return JSONResponse({"status": "ok"})
 
-    async def metrics(self, request: Request) -> Response:
-        self._service.keys.check(request.headers.get("authorization"))
-        return Response(self._service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    async def _show_metrics(self, request: Request) -> Response:
+        self._keys.check(request.headers.get("authorization"))
+        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     def _admit(self, request: Request) -> None:
         """Raises ApiError for a request that bears no key, and while the model is not open."""
-        self._service.keys.check(request.headers.get("authorization"))
-        if not self._service.engine.opened:
+        self._keys.check(request.headers.get("authorization"))
+        if not self.engine.opened:
             raise ApiError(503, _OPENING, headers={"Retry-After": "1"})
 
-    async def models(self, request: Request) -> Response:
+    async def _models(self, request: Request) -> Response:
         self._admit(request)
-        return JSONResponse({"object": "list", "data": [model_body(self._service.model, self._created)]})
+        return JSONResponse({"object": "list", "data": [model_body(self._model, self._created)]})
 
-    async def one_model(self, request: Request, name: str) -> Response:
+    async def _one_model(self, request: Request, name: str) -> Response:
         self._admit(request)
         self._check_model(name)
-        return JSONResponse(model_body(self._service.model, self._created))
+        return JSONResponse(model_body(self._model, self._created))
 
-    async def completions(self, request: Request) -> Response:
+    async def _completions(self, request: Request) -> Response:
         return await self._answer(request, RequestKind.COMPLETION, CompletionBody)
 
-    async def chat(self, request: Request) -> Response:
+    async def _chat(self, request: Request) -> Response:
         return await self._answer(request, RequestKind.CHAT, ChatBody)
 
     async def _answer(
         self, request: Request, style: RequestKind, kind: type[ChatBody | CompletionBody]
     ) -> Response:
-        service = self._service
         self._admit(request)
-        body = parse_body(kind, await receive_body(request, service.limits))
+        body = parse_body(kind, await receive_body(request, self._limits))
         self._check_model(body.model)
         answering = Answering(
-            service.engine,
+            self.engine,
             self._submit(body, await self._tokens(body)),
-            Shape(style=style, model=service.model, usage=body.include_usage),
-            request_s=service.limits.request_s,
+            Shape(style=style, model=self._model, usage=body.include_usage),
+            request_s=self._limits.request_s,
         )
         if body.stream:
             return EventStream(answering)
@@ -235,16 +234,16 @@ class _Routes:
         return _Nobody() if answered is None else answered
 
     def _check_model(self, name: str) -> None:
-        if name != self._service.model:
+        if name != self._model:
             raise ApiError(
                 404,
-                f"the model {shown(name)!r} is not served here, but {self._service.model!r} is",
+                f"the model {shown(name)!r} is not served here, but {self._model!r} is",
                 param="model",
                 code="model_not_found",
             )
 
     async def _tokens(self, body: ChatBody | CompletionBody) -> list[int]:
-        language = self._service.engine.running.language
+        language = self.engine.running.language
         if isinstance(body, ChatBody):
             work = partial(language.encode_chat, [message.spoken() for message in body.messages])
         elif isinstance(body.prompt, str):
@@ -259,8 +258,7 @@ class _Routes:
             raise bad(body.prompt_field, str(error)) from error
 
     def _submit(self, body: ChatBody | CompletionBody, prompt: list[int]) -> GenerationRequest:
-        service, field = self._service, body.prompt_field
-        limits, running = service.limits, service.engine.running
+        field, limits, running = body.prompt_field, self._limits, self.engine.running
         if not prompt:
             raise bad(field, "holds no token")
         left = running.context - len(prompt)
@@ -294,7 +292,7 @@ class _Routes:
             stop_tokens=frozenset(body.stop_token_ids),
         )
         try:
-            return service.engine.submit(request)
+            return self.engine.submit(request)
         except RefusedError as error:
             raise ApiError(
                 429, str(error), code="rate_limit_exceeded", headers={"Retry-After": str(error.retry_after_s)}
@@ -302,7 +300,7 @@ class _Routes:
         except ClosingError as error:
             raise ApiError(503, str(error), headers={"Connection": "close"}) from error
 
-    async def refuse(self, request: Request, error: Exception) -> Response:
+    async def _refuse(self, request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException):  # of routing
             reasons = {
                 404: f"there is nothing at {shown(request.url.path)}",
@@ -314,13 +312,13 @@ class _Routes:
                 headers=error.headers or {},
             )
         assert isinstance(error, ApiError)
-        self._service.metrics.refused(error.status)
+        self.metrics.refused(error.status)
         return JSONResponse(error.body(), status_code=error.status, headers=error.headers)
 
-    async def fail(self, request: Request, error: Exception) -> Response:
+    async def _fail(self, request: Request, error: Exception) -> Response:
         """An error of the program itself."""
-        self._service.log.write("".join(traceback.format_exception(error)).rstrip())
-        return await self.refuse(request, ApiError(500, "the server failed, and its log says how"))
+        self._log.write("".join(traceback.format_exception(error)).rstrip())
+        return await self._refuse(request, ApiError(500, "the server failed, and its log says how"))
 
 
 class _Nobody(Response):

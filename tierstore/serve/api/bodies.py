@@ -260,12 +260,10 @@ class CompletionBody(RequestBody):
 _NO_TOOLS = "tools are not offered by this server"
 
 
-class _Part(_Object):
-    """A part of a message's content."""
+class _TextOnly(_Object):
+    """An object of a type that must be text; the type is checked before fields that others have."""
 
     type: str
-    text: Text
-    prompt_cache_breakpoint: dict[str, Any] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -275,19 +273,11 @@ class _Part(_Object):
         return values
 
 
-class _ResponseFormat(_Object):
-    type: str
+class _Part(_TextOnly):
+    """A part of a message's content."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _is_text(cls, values: Any) -> Any:
-        if (
-            isinstance(values, dict)
-            and isinstance(kind := values.get("type", "null"), str)
-            and kind != "text"
-        ):
-            raise _refused(f"only text is offered, got {shown(kind)}")
-        return values
+    text: Text
+    prompt_cache_breakpoint: dict[str, Any] | None = None
 
 
 def _role(role: str) -> str:
@@ -334,7 +324,7 @@ class ChatBody(RequestBody):
 
     messages: Annotated[list[_Message], Field(min_length=1, max_length=_MOST_MESSAGES)]
     max_completion_tokens: int | None = Field(None, ge=1, le=_MOST_TOKENS)
-    response_format: _ResponseFormat | None = None
+    response_format: _TextOnly | None = None
     audio: Annotated[Any, _only()] = None
     function_call: Annotated[Any, _only("none", "auto", why=_NO_TOOLS)] = None
     functions: Annotated[Any, _only([], why="functions are not offered by this server")] = None

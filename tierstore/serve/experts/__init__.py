@@ -2,11 +2,10 @@
 
 ::
 
-    cached.py     the host cache, whose guesses must pay for themselves
-    slots.py      slots of a device, loaded through the host cache
-    sparse.py     chosen and guessed experts in slots
-    ring.py       whole layers in slots
-    switching.py  the two in turns
+    cached.py   the host cache, whose guesses must pay for themselves
+    slots.py    slots of a device, loaded through the host cache
+    ring.py     whole layers in slots
+    slotted.py  chosen and guessed experts in slots, in turns with a ring
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class ServedExperts(ExpertSource, GuessListener, Protocol):
 
     def tell_askers(self, askers: Mapping[int, int]) -> None:
         """Of the layer that comes next: the sequences that ask for each expert, a bit each (``Need.FIRST_ASKER``), for the
-        cache policy; in a prompt those whose last token does. Nobody has to say it.
+        cache policy; in a prompt those whose last token does. It may be left out.
         """
         ...
 
