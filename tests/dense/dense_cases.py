@@ -8,19 +8,20 @@ has one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tierstore.cache.access import Phase
 from tierstore.config import load
 from tierstore.dense import (
     DenseConfig,
     DenseSlices,
     DenseTraffic,
-    GatherOnDemand,
     PassListener,
+    Reshard,
     unit_layouts,
 )
 from tierstore.dense.layout import DenseBytes
@@ -59,6 +60,31 @@ def piece(config: ModelConfig, step: int, number: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1000 * step + number)
     tokens = torch.randint(config.vocab_size, (2, config.seq_len + 1), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]
+
+
+class GatherOnDemand:
+    """The listener without lookahead: gathers a unit when its pass begins, releases it when the pass ends. With
+    ``Reshard.AFTER_BACKWARD`` blocks stay from their forward to their backward pass.
+    """
+
+    def __init__(self, dense: DenseSlices, reshard: Reshard) -> None:
+        self._dense = dense
+        self._reshard = reshard
+
+    def enter(self, unit: int, phase: Phase) -> None:
+        self._dense.gather(unit)
+        self._dense.use(unit)
+
+    def leave(self, unit: int, phase: Phase) -> None:
+        stays = phase is Phase.FORWARD and torch.is_grad_enabled()
+        if not (stays and self._reshard is Reshard.AFTER_BACKWARD):
+            self._dense.release(unit)
+
+
+def since(traffic: DenseTraffic, before: DenseTraffic) -> DenseTraffic:
+    """What was added to ``traffic`` since ``before`` was copied."""
+    names = [one.name for one in fields(DenseTraffic)]
+    return DenseTraffic(**{name: getattr(traffic, name) - getattr(before, name) for name in names})
 
 
 @dataclass(frozen=True)
@@ -154,13 +180,13 @@ def train_group(group: RankGroup, setting: Setting) -> Outcome:
     dense = slice_model(model, group, setting.dense)
     outcome = Outcome(nbytes=dense.nbytes)
     for step in range(setting.steps):
-        before = dense.traffic.copy()
+        before = replace(dense.traffic)
         outcome.losses.append(backward(model, dense, group, setting, step))
-        squares = dense.sum_of_squares()
+        squares = sum(dense.squares())
         outcome.norms.append(squares**0.5)
         if setting.clip:
             dense.scale_gradients(min(1.0, setting.clip / (squares**0.5 + 1e-6)))
         dense.step(LR * (1 + step % 3))
-        outcome.traffic = dense.traffic.since(before)
+        outcome.traffic = since(dense.traffic, before)
     outcome.weights = whole_weights(model, dense)
     return outcome

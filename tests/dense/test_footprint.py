@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from dense_cases import LR, Setting, backward, make_model, slice_model
+from dense_cases import LR, Setting, backward, make_model, since, slice_model
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -55,12 +55,12 @@ def measured(group: RankGroup, setting: Setting) -> tuple[DenseBytes, DenseTraff
     dense = slice_model(model, group, setting.dense)
     backward(model, dense, group, setting, 0)
     dense.step(LR)
-    before = dense.traffic.copy()
+    before = replace(dense.traffic)
     peak = PeakStorage()
     with peak:
         backward(model, dense, group, setting, 1)
     dense.step(LR)
-    return dense.nbytes, dense.traffic.since(before), peak.peak
+    return dense.nbytes, since(dense.traffic, before), peak.peak
 
 
 def by_formula(setting: Setting, size: int) -> DenseBytes:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from dense_cases import (
     LR,
+    GatherOnDemand,
     Outcome,
     Setting,
     backward,
@@ -20,7 +21,7 @@ from dense_cases import (
 from dense_ranks import on_ranks
 
 from tierstore.cache.access import Phase
-from tierstore.dense import DenseSlices, GatherOnDemand, Reshard
+from tierstore.dense import DenseSlices, Reshard
 from tierstore.parallel import Mesh, RankGroup
 from tierstore.prefetch import HorizontalQueue, Schedule
 from tierstore.prefetch.plan import StepTiming
@@ -172,7 +173,7 @@ def queued(mesh: Mesh, depth: int, reshard: str, group: RankGroup | None = None)
     for step in range(setting.steps):
         queue.begin(training=True)
         outcome.losses.append(backward(model, dense, group, setting, step))
-        outcome.norms.append(dense.sum_of_squares() ** 0.5)
+        outcome.norms.append(sum(dense.squares()) ** 0.5)
         for unit in range(len(dense.layouts)):
             with queue.during(unit, Phase.OPTIMIZER):
                 dense.step_unit(unit, LR * (1 + step % 3))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from dense_cases import since
 from slowness import mostly_slow
 
 from tierstore.config import as_dict, from_dict
@@ -70,10 +71,10 @@ def sent(mesh: Mesh, config: dict[str, object]) -> dict[str, int]:
     with open_session(from_dict(TrainConfig, config), Opening.CREATE, mesh=mesh) as trainer:
         trainer.step()
         trainer.step()
-        before = trainer.dense.traffic.copy()
+        before = replace(trainer.dense.traffic)
         for _ in range(3):
             trainer.step()
-        return asdict(trainer.dense.traffic.since(before))
+        return asdict(since(trainer.dense.traffic, before))
 
 
 SENT: dict[str, dict[str, Any]] = {

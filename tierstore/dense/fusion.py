@@ -15,7 +15,7 @@ from enum import Enum
 import torch
 from torch import nn
 
-from tierstore.dense.layout import Gathered, UnitLayout, gather_copies, gathered_dtype
+from tierstore.dense.layout import Gathered, Narrow, Region, UnitLayout, gather_copies
 from tierstore.dense.slices import UnitSlices
 from tierstore.errors import BudgetError
 from tierstore.parallel import RankGroup, Work
@@ -109,6 +109,10 @@ class _State(Enum):
     WHOLE = "whole"
 
 
+def _gathered_dtype(region: Region, narrow: torch.dtype) -> torch.dtype:
+    return narrow if region.narrow is Narrow.YES else torch.float32
+
+
 class GatheredUnit:
     """The parameters of one unit, which are whole between ``use`` and ``release`` and NaN otherwise; but for divided tables,
     of which they are this rank's rows, in its slices.
@@ -170,7 +174,7 @@ class GatheredUnit:
         buffer = self.buffer = self._pool.allocate(self.number)
         offset = 0
         for region, kept in self._gathered:
-            dtype = gathered_dtype(region, self._narrow)
+            dtype = _gathered_dtype(region, self._narrow)
             nbytes = region.padded_numel * dtype.itemsize
             out = buffer.memory[offset : offset + nbytes].view(dtype)
             scratch = buffer.scratch[offset : offset + nbytes].view(dtype) if buffer.scratch.numel() else None
@@ -196,7 +200,7 @@ class GatheredUnit:
         assert self.buffer is not None
         offset = 0
         for region, _ in self._gathered:
-            dtype = gathered_dtype(region, self._narrow)
+            dtype = _gathered_dtype(region, self._narrow)
             nbytes = region.padded_numel * dtype.itemsize
             flat = self.buffer.memory[offset : offset + nbytes].view(dtype)
             for span in region.spans:
@@ -226,14 +230,10 @@ class GatheredUnit:
         self._state = _State.SLICED
 
     def _put_away(self) -> None:
-        """Parameters become NaN of their shape, in no memory: whoever reads one that is not gathered sees it."""
+        """Parameters become NaN of their shape, without memory, so that a read of one that is not gathered shows."""
         for region, _ in self._gathered:
-            nothing = torch.full(
-                (),
-                float("nan"),
-                dtype=gathered_dtype(region, self._narrow),
-                device=self._device,
-            )
+            dtype = _gathered_dtype(region, self._narrow)
+            nothing = torch.full((), float("nan"), dtype=dtype, device=self._device)
             for span in region.spans:
                 self._parameters[span.index].data = nothing.expand(span.shape)
 
@@ -292,21 +292,9 @@ class DenseTraffic:
     reductions: int = 0
     reduction_bytes: int = 0
 
-    def since(self, before: DenseTraffic) -> DenseTraffic:
-        """What was added since ``before`` was copied."""
-        return DenseTraffic(
-            self.gathers - before.gathers,
-            self.gather_bytes - before.gather_bytes,
-            self.reductions - before.reductions,
-            self.reduction_bytes - before.reduction_bytes,
-        )
-
-    def copy(self) -> DenseTraffic:
-        return self.since(DenseTraffic())
-
 
 class DenseMessages:
-    """Hears of each collective that sends something. On ``timeline`` it is drawn from its issue to the end of the wait
+    """Counts each collective that sends something. On ``timeline`` it is drawn from its issue to the end of the wait
     for it, so one that was not waited for yet is not there.
     """
 

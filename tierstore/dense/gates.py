@@ -22,7 +22,7 @@ from tierstore.model.interface import DenseModel
 
 
 class PassListener(Protocol):
-    """Hears of passes, one after another: each ``enter`` is followed by its ``leave``."""
+    """Is told of passes, one after another: each ``enter`` is followed by its ``leave``."""
 
     def enter(self, unit: int, phase: Phase) -> None:
         """The pass begins: returns when the unit's parameters are whole."""
@@ -39,7 +39,7 @@ class Gates:
     ``arrive(unit, index, gradient)`` takes each gradient; ``flush(unit)`` is called when a unit's backward pass ends,
     before ``leave``. ``saving`` makes the context in which forward passes run. One thread at a time.
 
-    While somebody else drives the passes (``driven``), hooks on modules do nothing.
+    While a caller drives the passes (``driven``), hooks on modules do nothing.
     """
 
     def __init__(

@@ -8,7 +8,7 @@ unit has one region; two where some of its parameters are gathered in a narrower
 one for each parameter without fusion.
 
 A table whose rows are divided over ranks (``Gathered.NO``) is a region of its own, cut between rows: each rank's slice is
-the part of the parameter that it has, and nobody gathers it.
+the part of the parameter that it has, and it is not gathered.
 
 A rank's state of a unit is its slices of the regions, one after another: one record of its store. Parameters that may
 come and go from one run to the next (a task's own head) have a region and a record each, behind the unit's own.
@@ -172,13 +172,6 @@ class UnitLayout:
         )
 
 
-def gathered_dtype(region: Region, narrow: torch.dtype) -> torch.dtype:
-    """The type in which ``region`` is gathered."""
-    import torch
-
-    return narrow if region.narrow is Narrow.YES else torch.float32
-
-
 def unit_layouts(
     units: Sequence[tuple[str, Sequence[nn.Parameter]]],
     *,
@@ -206,18 +199,14 @@ def unit_layouts(
         for name, parameters in units
     ]
     layouts = layouts_of_shapes(shapes, ranks=ranks, fusion=fusion, tables=tables.keys())
-    return [
-        replace(layout, regions=(*layout.regions, *_apart(parameters, named, ranks)))
-        for layout, (_, parameters) in zip(layouts, units, strict=True)
-    ]
-
-
-def _apart(parameters: Sequence[nn.Parameter], named: Mapping[int, str], ranks: int) -> Iterator[Region]:
-    """A region for each of ``parameters`` that has a record of its own."""
-    for index, parameter in enumerate(parameters):
-        if id(parameter) in named:
-            span = Span(index, 0, tuple(parameter.shape))
-            yield Region((span,), ranks, Narrow.NO, record=named[id(parameter)])
+    for number, (_, parameters) in enumerate(units):
+        own = [
+            Region((Span(index, 0, tuple(parameter.shape)),), ranks, Narrow.NO, record=named[id(parameter)])
+            for index, parameter in enumerate(parameters)
+            if id(parameter) in named
+        ]
+        layouts[number] = replace(layouts[number], regions=(*layouts[number].regions, *own))
+    return layouts
 
 
 def layouts_of_shapes(
@@ -228,12 +217,11 @@ def layouts_of_shapes(
     tables: Collection[ParameterPlace] = (),
 ) -> list[UnitLayout]:
     """``unit_layouts`` of parameters that are not there: of each, whether it may travel narrow, and its whole shape."""
-
-    def layout(name: str, parameters: Sequence[tuple[Narrow, tuple[int, ...]]]) -> UnitLayout:
+    found = []
+    for name, parameters in units:
         divided = [index for index in range(len(parameters)) if (name, index) in tables]
-        return UnitLayout(name, tuple(_regions(parameters, ranks, fusion, divided)))
-
-    return [layout(name, parameters) for name, parameters in units]
+        found.append(UnitLayout(name, tuple(_regions(parameters, ranks, fusion, divided))))
+    return found
 
 
 def _regions(

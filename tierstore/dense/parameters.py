@@ -4,14 +4,14 @@
 
     layouts = unit_layouts(units, ranks=group.size, narrow=model.cast_parameters())
     dense = DenseSlices(units, layouts, group=group, device=device, adamw=adamw, config=config)
-    gates = dense.attach(model, GatherOnDemand(dense, config.reshard))
+    gates = dense.attach(model, listener)  # gathers and releases units as their passes begin and end
     for each step:
         dense.zero_grad()
         for each micro-batch:
             dense.begin_micro()
             model.run(batch).objective.backward()
             dense.end_micro()
-        norm = math.sqrt(dense.sum_of_squares())
+        norm = math.sqrt(sum(dense.squares()))
         dense.step(lr)
 
 Gradients are sums over ranks, not means: who wants a mean divides the objective. With one rank (fp32, slices on the
@@ -34,9 +34,8 @@ import torch
 from torch import Tensor, nn
 
 from tierstore._native import Arena, Buffer, HugePages
-from tierstore.cache.access import Phase
 from tierstore.dense.buckets import GradientExchange
-from tierstore.dense.config import DenseConfig, GatherDtype, OptimizerState, Reshard
+from tierstore.dense.config import DenseConfig, GatherDtype, OptimizerState
 from tierstore.dense.fusion import DenseMessages, FusionBuffer, FusionPool, GatheredUnit, saved_by_place
 from tierstore.dense.gates import Gates, PassListener
 from tierstore.dense.layout import DenseBytes, UnitLayout, blocks_held, needs_exchange, needs_gather
@@ -113,7 +112,14 @@ class DenseSlices:
                 ranks=group.size,
             )
         self._parameters = [list(parameters) for _, parameters in units]
-        self._units = [self._take_over(number) for number in range(len(self.layouts))]
+        self._units: list[GatheredUnit] = []
+        for number, (own, parameters) in enumerate(zip(self.slices, self._parameters, strict=True)):
+            own.fill(parameters)
+            self._units.append(
+                GatheredUnit(number, own, parameters, group, self._pool, self._narrow, device, self._messages)
+            )
+            for parameter in parameters:
+                parameter.grad = None
         self._exchange: GradientExchange | None = None
         if needs_exchange(config, group.size):
             self._exchange = GradientExchange(
@@ -126,18 +132,8 @@ class DenseSlices:
             )
         self._gates: Gates | None = None
 
-    def _take_over(self, number: int) -> GatheredUnit:
-        slices, parameters = self.slices[number], self._parameters[number]
-        slices.fill(parameters)
-        unit = GatheredUnit(
-            number, slices, parameters, self._group, self._pool, self._narrow, self._device, self._messages
-        )
-        for parameter in parameters:
-            parameter.grad = None
-        return unit
-
     def attach(self, model: DenseModel, listener: PassListener) -> Gates:
-        """Puts gates around the units of ``model``, which ``listener`` hears of, until the gates are removed."""
+        """Puts gates around the units of ``model``, which report to ``listener``, until they are removed."""
         saving: Callable[[], AbstractContextManager[Any]] = nullcontext
         if self._pool is not None:
             saving = partial(saved_by_place, self._pool, self._present)
@@ -268,13 +264,6 @@ class DenseSlices:
         found: list[float] = squares.tolist()
         return found
 
-    def sum_of_squares(self) -> float:
-        """The sum of ``squares``, in the order of units. A collective."""
-        total = 0.0
-        for square in self.squares():
-            total += square
-        return total
-
     def scale_gradients(self, scale: float) -> None:
         for unit in self.slices:
             unit.gradient.mul_(scale)
@@ -344,27 +333,6 @@ class DenseSlices:
             self._moments.attach(store, written={layout.key for layout in self._kept})
 
 
-class GatherOnDemand:
-    """The listener without lookahead: gathers a unit when its pass begins, releases it when the pass ends.
-
-    With ``Reshard.AFTER_BACKWARD`` blocks stay from their forward to their backward pass.
-    """
-
-    def __init__(self, dense: DenseSlices, reshard: Reshard) -> None:
-        self._dense = dense
-        self._reshard = reshard
-
-    def enter(self, unit: int, phase: Phase) -> None:
-        self._dense.gather(unit)
-        self._dense.use(unit)
-
-    def leave(self, unit: int, phase: Phase) -> None:
-        training = torch.is_grad_enabled()
-        if phase is Phase.FORWARD and training and self._reshard is Reshard.AFTER_BACKWARD:
-            return
-        self._dense.release(unit)
-
-
 # Frozen dense parameters: whole on every rank, read once from the records of their slices -------------------
 
 
@@ -387,33 +355,23 @@ def load_frozen(
     """
     cast = {id(parameter) for parameter in narrow}
     for (_, parameters), layout in zip(units, layouts, strict=True):
-        if not layout.empty:
-            types = [compute if id(parameter) in cast else parameter.dtype for parameter in parameters]
-            _load_unit(store, parameters, types, layout, group, device)
-
-
-def _load_unit(
-    store: StoreCore,
-    parameters: Sequence[nn.Parameter],
-    types: Sequence[torch.dtype],
-    layout: UnitLayout,
-    group: RankGroup,
-    device: torch.device,
-) -> None:
-    if layout.key not in store.records:
-        raise StoreError(f"{store.directory}: record {layout.key!r} is missing")
-    nbytes = layout.slice_numel * 4
-    size = -(-nbytes // SECTION_ALIGNMENT) * SECTION_ALIGNMENT
-    buffer = Buffer(Arena(size, HugePages.OFF), [(0, size)], nbytes)
-    store.read_through(layout.key, {Group.WEIGHTS: [buffer]})
-    slices = tensor_of(buffer, torch.float32)
-    for region, kept in layout.slices():
-        whole: Tensor = slices[kept]
-        if group.size > 1:
-            whole = torch.empty(region.padded_numel)
-            group.all_gather(whole, slices[kept]).wait()
-        for span in region.spans:
-            parameter = parameters[span.index]
-            values = whole[span.offset : span.offset + span.numel].view(span.shape)
-            parameter.data = values.to(device=device, dtype=types[span.index], copy=True)
-            parameter.requires_grad_(False)
+        if layout.empty:
+            continue
+        if layout.key not in store.records:
+            raise StoreError(f"{store.directory}: record {layout.key!r} is missing")
+        nbytes = layout.slice_numel * 4
+        size = -(-nbytes // SECTION_ALIGNMENT) * SECTION_ALIGNMENT
+        buffer = Buffer(Arena(size, HugePages.OFF), [(0, size)], nbytes)
+        store.read_through(layout.key, {Group.WEIGHTS: [buffer]})
+        slices = tensor_of(buffer, torch.float32)
+        for region, kept in layout.slices():
+            whole: Tensor = slices[kept]
+            if group.size > 1:
+                whole = torch.empty(region.padded_numel)
+                group.all_gather(whole, slices[kept]).wait()
+            for span in region.spans:
+                parameter = parameters[span.index]
+                values = whole[span.offset : span.offset + span.numel].view(span.shape)
+                dtype = compute if id(parameter) in cast else parameter.dtype
+                parameter.data = values.to(device=device, dtype=dtype, copy=True)
+                parameter.requires_grad_(False)

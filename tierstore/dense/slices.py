@@ -57,13 +57,14 @@ class UnitSlices:
         self._config = config
         kept = _ARRAYS if moments is None else _ARRAYS[:1]
         self._records = [_StagedRecord(record, place, kept) for record, place in layout.records()]
-        self._host = {a: torch.empty(0) for a in kept}
+        #: ``weight``, and ``exp_avg`` and ``exp_avg_sq`` unless they live on disk, as a commit or a load passes them.
+        self.host = {a: torch.empty(0) for a in kept}
         if len(self._records) == 1:
-            self._host = self._records[0].arrays
+            self.host = self._records[0].arrays
         elif self._records:  # pages of several cannot follow one another without gaps
-            self._host = {a: torch.zeros(layout.slice_numel) for a in kept}
+            self.host = {a: torch.zeros(layout.slice_numel) for a in kept}
         on_host = home.type == "cpu"
-        self._own = {a: self._host[a] if on_host else self._host[a].to(home) for a in kept}
+        self._own = {a: self.host[a] if on_host else self.host[a].to(home) for a in kept}
         self.weight = self._own["weight"]
         self.gradient = torch.zeros(layout.slice_numel, device=home)
         self._steps = torch.zeros((), device=home)
@@ -159,12 +160,12 @@ class UnitSlices:
         if self.layout.empty:
             return
         for name, own in self._own.items():
-            if own is not self._host[name]:
-                self._host[name].copy_(own)
+            if own is not self.host[name]:
+                self.host[name].copy_(own)
         if self._moments is not None:
             self._moments.ensure(self.layout, step)
         for record in self._records:
-            record.stage(self._host)
+            record.stage(self.host)
             store.write_through(record.layout.key, record.groups(), step=step)
 
     def load(self, store: StoreCore, step: int, *, fresh: Collection[str] = ()) -> None:
@@ -174,20 +175,15 @@ class UnitSlices:
         for record in self._records:
             if record.layout.key not in fresh:
                 store.read_through(record.layout.key, record.groups())
-                record.take(self._host)
+                record.take(self.host)
         self.loaded(step)
 
     def loaded(self, step: int) -> None:
         """The arrays of ``host`` have been filled with the state after ``step`` optimizer steps."""
         for name, own in self._own.items():
-            if own is not self._host[name]:
-                own.copy_(self._host[name])
+            if own is not self.host[name]:
+                own.copy_(self.host[name])
         self._steps.fill_(float(step))
-
-    @property
-    def host(self) -> dict[str, torch.Tensor]:
-        """``weight``, and ``exp_avg`` and ``exp_avg_sq`` unless they live on disk, as a commit or a load passes them."""
-        return self._host
 
 
 class _StagedRecord:
