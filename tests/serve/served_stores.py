@@ -23,11 +23,12 @@ from tierstore.config import load
 from tierstore.errors import BudgetError
 from tierstore.hf.manifest import Weights
 from tierstore.model.interface import Batch
-from tierstore.prefetch.predictor import PredictorName
+from tierstore.model.store_schema import expert_key
 from tierstore.serve.batch import BatchRunner
 from tierstore.serve.config import ServeConfig
 from tierstore.serve.experts import ServingPhase
 from tierstore.serve.opening import ServedParts, open_runner, open_served
+from tierstore.store.format import Group
 from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening
 from tierstore.train.session import open_session
@@ -51,10 +52,10 @@ def store_of(
     return plain, directory / "store"
 
 
-def serve_config(store: Path, **settings: Any) -> ServeConfig:
-    """Keys with ``__`` for dots."""
+def serve_config(store: Path, changes: Mapping[str, Any] | None = None, **settings: Any) -> ServeConfig:
+    """``changes`` by dotted name, ``settings`` with ``__`` for dots."""
     given = {name.replace("__", "."): value for name, value in settings.items()}
-    return load(ServeConfig, None, {**_TINY, "store": store, **given})
+    return load(ServeConfig, None, {**_TINY, "store": store, **given, **(changes or {})})
 
 
 @contextmanager
@@ -136,6 +137,7 @@ def make_tiny_store(directory: Path, *, context: int = 512, **options: Any) -> P
     return directory
 
 
+#: Twelve experts of 2 layers, of which a step of 16 tokens leaves some out.
 _TRAINED: dict[str, Any] = {
     "device": "cpu",
     "threads": 1,
@@ -171,17 +173,9 @@ def trained(text: Path, store: Path, **changes: Any) -> tuple[list[Batch], float
         return list(trainer.data.validation_batches(config.eval_batches)), trainer.evaluate()
 
 
-def imported_store(
-    root: Path, family: str = "qwen3_moe", dtype: torch.dtype = torch.float32, *, frozen: bool = True
-) -> tuple[Any, Path]:
-    """As ``store_of``."""
-    return store_of(root, family, dtype, weights=Weights.FROZEN if frozen else Weights.TRAINABLE)
-
-
 def serving(store: Path, changes: Mapping[str, Any] | None = None) -> ServeConfig:
     """Guesses by history, memory for everything."""
-    given = {"store": store, "prefetch.predictor": PredictorName.HISTORY, **(changes or {})}
-    return load(ServeConfig, None, {**_TINY, **given})
+    return serve_config(store, changes, prefetch__predictor="history")
 
 
 def mean_loss(parts: ServedParts, batches: list[Batch]) -> float:
@@ -205,8 +199,33 @@ def logits_of(parts: ServedParts, tokens_BT: torch.Tensor) -> torch.Tensor:
     return logits
 
 
+@contextmanager
+def damaged(parts: ServedParts, layer: int, expert: int) -> Iterator[str]:
+    """One bit of an expert's weights on disk is another for as long as this; its key."""
+    key = expert_key(layer, expert)
+    slot = parts.store.records.live(key).slot(Group.WEIGHTS)
+    assert slot is not None
+    at = slot.number * slot.extent.slot_bytes + 77
+
+    def flip() -> None:
+        with open(slot.extent.path, "r+b") as file:
+            file.seek(at)
+            byte = file.read(1)
+            file.seek(at)
+            file.write(bytes([byte[0] ^ 4]))
+
+    flip()
+    try:
+        yield key
+    finally:
+        flip()
+
+
+def leases(parts: ServedParts, layer: int, experts: Sequence[int]) -> list[int]:
+    """The experts that a pass of one token is given."""
+    parts.experts.begin(ServingPhase.DECODE, 1)
+    return sorted(lease.expert for lease in parts.experts.forward(layer, experts))
+
+
 if __name__ == "__main__":
     print(make_tiny_store(Path(sys.argv[1])))
-
-
-#: Twelve experts of 2 layers, of which a step of 16 tokens leaves some out.

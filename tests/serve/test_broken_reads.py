@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-from served_stores import imported_store, logits_of, mean_loss, serving, trained
+from served_stores import damaged, leases, logits_of, mean_loss, serving, store_of, trained
 
 from tierstore.errors import ChecksumError
 from tierstore.model.store_schema import expert_key
 from tierstore.serve.experts import ServingPhase
-from tierstore.serve.opening import ServedParts, open_served
+from tierstore.serve.opening import open_served
 from tierstore.store.format import Group
 from tierstore.trace.replay import replay
 
@@ -23,36 +21,9 @@ TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor]:
     """An imported store, which no test changes for long, and transformers' logits of ``TOKENS``."""
-    plain, store = imported_store(tmp_path_factory.mktemp("served"))
+    plain, store = store_of(tmp_path_factory.mktemp("served"), "qwen3_moe")
     with torch.inference_mode():
         return store, plain(input_ids=TOKENS, use_cache=False).logits
-
-
-@contextmanager
-def damaged(parts: ServedParts, layer: int, expert: int) -> Iterator[str]:
-    """One bit of an expert's weights on disk is another for as long as this; its key."""
-    key = expert_key(layer, expert)
-    slot = parts.store.records.live(key).slot(Group.WEIGHTS)
-    assert slot is not None
-    at = slot.number * slot.extent.slot_bytes + 77
-
-    def flip() -> None:
-        with open(slot.extent.path, "r+b") as file:
-            file.seek(at)
-            byte = file.read(1)
-            file.seek(at)
-            file.write(bytes([byte[0] ^ 4]))
-
-    flip()
-    try:
-        yield key
-    finally:
-        flip()
-
-
-def leases(parts: ServedParts, layer: int, experts: list[int]) -> list[int]:
-    parts.experts.begin(ServingPhase.DECODE, 1)
-    return sorted(lease.expert for lease in parts.experts.forward(layer, experts))
 
 
 @pytest.mark.parametrize("predictor", ["none", "all", "router"])

@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import imported, save
 from hypothesis import given
 from hypothesis import strategies as st
+from served_stores import serve_config, store_of
 from torch import nn
 
-from tierstore.config import load
 from tierstore.errors import CapabilityError
-from tierstore.hf.manifest import Weights
 from tierstore.serve.config import ServeConfig
 from tierstore.serve.dense import FewRowsLinear, compiled_blocks, quicken_linears
 from tierstore.serve.experts import ServingPhase
@@ -92,21 +90,11 @@ def test_input_of_another_type_is_refused_as_ever(dtype: torch.dtype) -> None:
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("graphs")
-    save(directory / "model", "qwen3_moe", torch.float32, num_hidden_layers=2)
-    imported(directory / "model", directory / "store", weights=Weights.FROZEN)
-    return directory / "store"
+    return store_of(tmp_path_factory.mktemp("graphs"), "qwen3_moe", num_hidden_layers=2)[1]
 
 
 def serving(store: Path, **values: Any) -> ServeConfig:
-    settings = {
-        "store": store,
-        "device": "cpu",
-        "host_budget": 8 << 20,
-        "threads": 1,
-        "prefetch.predictor": "history",
-    }
-    return load(ServeConfig, None, {**settings, **{key.replace("__", "."): v for key, v in values.items()}})
+    return serve_config(store, **{"prefetch__predictor": "history", **values})
 
 
 def logits(parts: ServedParts, *lengths: int) -> list[torch.Tensor]:
@@ -162,7 +150,8 @@ def test_graphs_that_compute_what_the_model_does(store: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when inductor is imported
-def test_inductor_is_near_the_eager_model(store: Path, tmp_path: Path) -> None:
+def test_inductor_is_near_the_eager_model(tmp_path: Path) -> None:
+    _, store = store_of(tmp_path, "qwen3_moe", num_hidden_layers=1)
     config = serving(store, graphs__compile="on", graphs__cache=tmp_path / "kernels")
     with open_served(serving(store)) as parts:
         expected = logits(parts, 9, 17)

@@ -7,11 +7,12 @@ import os
 import shutil
 import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from served_stores import imported_store, logits_of, mean_loss, served_store, serving, store_of, trained
+from served_stores import least_budget, logits_of, mean_loss, served_store, serving, store_of, trained
 from test_reading import fingerprint, reader
 from tiny_families import make_config, plain_model
 from transformers import AutoModelForCausalLM
@@ -29,6 +30,7 @@ from tierstore.hf.importing import ImportOptions, import_model
 from tierstore.hf.manifest import Weights
 from tierstore.hf.writing import ExportDtype
 from tierstore.model.config import ComputeDtype
+from tierstore.model.interface import Batch
 from tierstore.model.store_schema import EXPERT_SCHEMA
 from tierstore.quant.layout import CodeFormat
 from tierstore.serve.footprint import check_memory, dense_parameter_bytes, served_budgets
@@ -43,11 +45,19 @@ from tierstore.trace.replay import replay
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5, 8, 9, 7, 9, 3]])
 
 
-def least_budget(store: Path) -> int:
-    """The minimum that a refusal names, in bytes."""
-    with pytest.raises(BudgetError) as refused, open_served(serving(store, {"host_budget": 1})):
-        pass
-    return int(str(refused.value).split("the minimum is ")[1].split()[0])
+@dataclass(frozen=True)
+class _Trained:
+    """A built-in model that was trained, which no test changes; its validation batches, and the trainer's mean loss."""
+
+    store: Path
+    batches: list[Batch]
+    loss: float
+
+
+@pytest.fixture(scope="module")
+def small(text: Path, tmp_path_factory: pytest.TempPathFactory) -> _Trained:
+    store = tmp_path_factory.mktemp("small") / "store"
+    return _Trained(store, *trained(text, store))
 
 
 # Bits -------------------------------------------------------------------------------------------------------
@@ -78,14 +88,12 @@ def test_a_trained_store_is_served_as_its_trainer_evaluates_it(
     assert fingerprint(store) == before
 
 
-def test_what_missed_steps_cost_is_what_the_formula_says(text: Path, tmp_path: Path) -> None:
+def test_what_missed_steps_cost_is_what_the_formula_says(small: _Trained) -> None:
     """One frame: every expert that is asked for is read. Asked for all of both layers once, the mean is exact."""
-    store = tmp_path / "store"
-    trained(text, store)
-    summary = read_summary(store)
+    summary = read_summary(small.store)
     schema = summary.schema(EXPERT_SCHEMA)
     assert schema is not None
-    with open_served(serving(store, {"prefetch.depth": 0})) as parts:
+    with open_served(serving(small.store, {"prefetch.depth": 0})) as parts:
         for layer in parts.spec.moe_layers:
             for _ in parts.experts.forward(layer, range(12)):
                 pass
@@ -93,10 +101,10 @@ def test_what_missed_steps_cost_is_what_the_formula_says(text: Path, tmp_path: P
     assert read == 24 * mean_read_bytes(schema, records=24, missed=summary.missed[EXPERT_SCHEMA])
 
 
-@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("weights", Weights)
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
-def test_an_imported_store_gives_transformers_logits(tmp_path: Path, family: str, frozen: bool) -> None:
-    plain, store = imported_store(tmp_path, family, torch.bfloat16, frozen=frozen)
+def test_an_imported_store_gives_transformers_logits(tmp_path: Path, family: str, weights: Weights) -> None:
+    plain, store = store_of(tmp_path, family, torch.bfloat16, weights=weights)
     before, least = fingerprint(store), least_budget(store)
     with torch.inference_mode():
         expected = plain(input_ids=TOKENS, use_cache=False).logits
@@ -124,15 +132,14 @@ def test_dense_parameters_are_held_in_the_type_that_passes_need(text: Path, tmp_
 # Who may open it --------------------------------------------------------------------------------------------
 
 
-def test_several_serve_and_a_trainer_is_told_who(text: Path, tmp_path: Path) -> None:
-    store = tmp_path / "store"
-    batches, expected = trained(text, store)
+def test_several_serve_and_a_trainer_is_told_who(small: _Trained, tmp_path: Path) -> None:
+    store = shutil.copytree(small.store, tmp_path / "store")  # it is opened to write, too
     with (
         open_served(serving(store)) as one,
         open_served(serving(store)) as other,
         reader(store) as (pid, _),
     ):
-        assert mean_loss(one, batches) == mean_loss(other, batches) == expected
+        assert mean_loss(one, small.batches) == mean_loss(other, small.batches) == small.loss
         with pytest.raises(
             StoreInUseError, match=rf"open to read in another process \(pid ({pid}|{os.getpid()})\)"
         ):
@@ -145,9 +152,8 @@ def test_several_serve_and_a_trainer_is_told_who(text: Path, tmp_path: Path) -> 
         pass
 
 
-def test_an_opening_that_fails_leaves_the_store_to_others(text: Path, tmp_path: Path) -> None:
-    store = tmp_path / "store"
-    trained(text, store)
+def test_an_opening_that_fails_leaves_the_store_to_others(small: _Trained, tmp_path: Path) -> None:
+    store = shutil.copytree(small.store, tmp_path / "store")
     extent = next((store / "extents").glob("dense*.weights"))
     kept = extent.read_bytes()
     extent.write_bytes(bytes(len(kept)))
@@ -157,28 +163,30 @@ def test_an_opening_that_fails_leaves_the_store_to_others(text: Path, tmp_path: 
     ParameterStore.open(store, StoreConfig()).close()
 
 
-def test_what_cannot_be_served_is_named(text: Path, tmp_path: Path) -> None:
-    def refused(store: Path, kind: type[Exception], message: str) -> None:
-        with pytest.raises(kind, match=message), open_served(serving(store)):
-            pass
-
-    refused(tmp_path / "nothing", StoreMissingError, "nothing")
+@pytest.mark.parametrize(
+    ("path", "kind", "named"),
+    [
+        ("nothing", StoreMissingError, "nothing"),
+        ("empty", StoreMissingError, "no store here"),
+        ("ranks", ConfigError, "tierstore reshard"),
+        ("ranks/rank-0000", StoreFormatError, "the index is missing"),
+    ],
+)
+def test_what_cannot_be_served_is_named(
+    small: _Trained, tmp_path: Path, path: str, kind: type[Exception], named: str
+) -> None:
     (tmp_path / "empty").mkdir()
-    refused(tmp_path / "empty", StoreMissingError, "no store here")
-    trained(text, tmp_path / "ranks" / "rank-0000")
-    refused(tmp_path / "ranks", ConfigError, "tierstore deploy, or tierstore reshard, makes one store of it")
-    store = tmp_path / "ranks" / "rank-0000"
-    shutil.rmtree(store / "index")
-    refused(store, StoreFormatError, "the index is missing")
+    shutil.copytree(small.store, tmp_path / "ranks" / "rank-0000", ignore=shutil.ignore_patterns("data.mdb"))
+    with pytest.raises(kind, match=named), open_served(serving(tmp_path / path)):
+        pass
 
 
 # Budgets ----------------------------------------------------------------------------------------------------
 
 
-def test_how_the_budgets_are_divided(text: Path, tmp_path: Path) -> None:
+def test_how_the_budgets_are_divided(small: _Trained) -> None:
     """fp32 experts of 3 x 16 x 32 = 1,536 parameters: 6,144 bytes, two pages with padding; moments 2 x 8,192."""
-    store = tmp_path / "store"
-    trained(text, store)
+    store = small.store
     schema = read_summary(store).schema(EXPERT_SCHEMA)
     assert schema is not None
     slot, weights, scratch = 8_192, 8_192, 2 * 2 * 8_192
@@ -203,14 +211,12 @@ def test_how_the_budgets_are_divided(text: Path, tmp_path: Path) -> None:
     assert (on_device.slots.weights, on_device.cache) == (9, 8 << 20)
 
 
-def test_what_is_held_fits_this_machine(text: Path, tmp_path: Path) -> None:
+def test_what_is_held_fits_this_machine(small: _Trained) -> None:
     """8 MiB of experts; dense parameters of the built-in model, 4 bytes each: embedding and head of 256 x 16, a norm of 16,
     and two blocks of 4 x 16 x 16 attention, two norms of 16 and a router of 12 x 16.
     """
-    store = tmp_path / "store"
-    trained(text, store)
     dense = 4 * (2 * 256 * 16 + 16 + 2 * (4 * 16 * 16 + 2 * 16 + 12 * 16))
-    with open_served(serving(store)) as parts:
+    with open_served(serving(small.store)) as parts:
         assert dense_parameter_bytes(parts.spec) == dense
         assert sum(parameter.nbytes for parameter in parts.model.module.parameters()) == dense
     held = 8 << 20, 2 << 20
@@ -223,15 +229,14 @@ def test_what_is_held_fits_this_machine(text: Path, tmp_path: Path) -> None:
     asked = {"host_budget": 1 << 60}
     with (
         pytest.raises(BudgetError, match="host_budget: expected at most"),
-        open_served(serving(store, asked)),
+        open_served(serving(small.store, asked)),
     ):
         pass
 
 
-def test_nothing_is_left_open(text: Path, tmp_path: Path) -> None:
-    """Descriptors and leases of a server that has ended, and of an opening that was refused."""
-    store = tmp_path / "store"
-    trained(text, store)
+def test_nothing_is_left_open(small: _Trained) -> None:
+    """Descriptors and leases of a server that has ended."""
+    store = small.store
 
     def descriptors() -> list[str]:
         return sorted(
@@ -272,7 +277,7 @@ def test_logits_are_those_of_the_export(tmp_path: Path, codes: CodeFormat, famil
 
 
 def test_guesses_end_with_the_first_pass_that_reads_nothing(tmp_path: Path) -> None:
-    model, store = imported_store(tmp_path)
+    model, store = store_of(tmp_path, "qwen3_moe")
     with torch.inference_mode():
         expected = model(input_ids=TOKENS[:1], use_cache=False).logits
     options = {"prefetch.predictor": "router", "prefetch.depth": 1}
@@ -326,6 +331,5 @@ def test_a_wrapped_model_is_free_at_its_end(tmp_path: Path, invariant: bool) -> 
 
 
 @pytest.mark.usefixtures("_no_collection")
-def test_a_trained_model_is_free_at_its_end(text: Path, tmp_path: Path) -> None:
-    trained(text, tmp_path / "store")
-    assert _still_there(tmp_path / "store", invariant=False) == []
+def test_a_trained_model_is_free_at_its_end(small: _Trained) -> None:
+    assert _still_there(small.store, invariant=False) == []

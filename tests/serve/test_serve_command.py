@@ -42,11 +42,6 @@ def served(store: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], 
             process.kill()
 
 
-def asked(client: openai.OpenAI) -> str:
-    answer = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=TOKENS, temperature=0)
-    return answer.choices[0].text
-
-
 def contents(store: Path) -> dict[str, str]:
     return {
         str(path.relative_to(store)): hashlib.sha256(path.read_bytes()).hexdigest()
@@ -56,27 +51,19 @@ def contents(store: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_a_server_from_start_to_end(store: Path) -> None:
+def test_a_server_from_start_to_end(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It answers as ``generate`` does, drains at SIGTERM, and leaves the store as it was."""
     before = contents(store)
-    options = ["--prompt", PROMPT, "--max-tokens", str(TOKENS), "--temperature", "0", "--json"]
-    command = [sys.executable, "-m", "tierstore.cli.main", "generate", str(store), *options]
-    generated = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE_S)
-    (text,) = json.loads(generated.stdout.splitlines()[-1])["texts"]
+    options = ["--max-tokens", str(TOKENS), "--temperature", "0", "--json", "--host-budget", "256KiB"]
+    with pytest.raises(SystemExit):
+        cli.main(["generate", str(store), "--prompt", PROMPT, *options])
+    (text,) = json.loads(capsys.readouterr().out.splitlines()[-1])["texts"]
 
-    with served(store, "--host-budget", "256KiB", "--json") as (process, client):
+    with served(store, "--host-budget", "256KiB", "--json", "--batch-invariant") as (process, client):
         assert [model.id for model in client.models.list()] == ["tiny"]
-        assert asked(client) == text["text"]
-        stream = client.completions.create(
-            model="tiny", prompt=PROMPT, max_tokens=TOKENS, temperature=0, stream=True
-        )
-        assert "".join(chunk.choices[0].text for chunk in stream) == text["text"]
-        process.kill()
-        process.wait(PATIENCE_S)
-
-    with served(store, "--json", "--batch-invariant") as (process, client):
-        stream = client.completions.create(
-            model="tiny", prompt=PROMPT, max_tokens=TOKENS, temperature=0, stream=True
-        )
+        asked = {"model": "tiny", "prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0}
+        assert client.completions.create(**asked).choices[0].text == text["text"]
+        stream = client.completions.create(**asked, stream=True)
         first = next(stream)
         process.send_signal(signal.SIGTERM)
         assert "".join(chunk.choices[0].text for chunk in (first, *stream)) == text["text"]
@@ -84,7 +71,7 @@ def test_a_server_from_start_to_end(store: Path) -> None:
         assert process.stdout is not None
         totals = json.loads(process.stdout.read().splitlines()[-1])
     ended = totals["stop_requests_count"] + totals["length_requests_count"]
-    assert (ended, totals["failed_requests_count"]) == (1, 0)
+    assert (ended, totals["failed_requests_count"]) == (2, 0)
     assert totals["generated_tokens_count"] >= 1
     assert contents(store) == before
 

@@ -178,6 +178,7 @@ def test_files_without_good_keys(tmp_path: Path, text: str) -> None:
 
 def test_a_port_in_use_is_named() -> None:
     with listen("127.0.0.1", 0) as bound:
+        assert bound.proto == socket.IPPROTO_TCP  # or asyncio leaves Nagle's algorithm on
         port = bound.getsockname()[1]
         with pytest.raises(OSError, match="in use") as raised:
             listen("127.0.0.1", port)

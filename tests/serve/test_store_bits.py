@@ -18,6 +18,7 @@ from tierstore.serve.config import ExpertMemory
 
 LENGTHS = (7, 3, 12, 1, 5, 20, 9, 2)
 PREDICTORS = (PredictorName.NONE, PredictorName.HISTORY, PredictorName.ROUTER)
+MEMORIES = (ExpertMemory.RING, ExpertMemory.SPARSE)
 
 
 @pytest.fixture(autouse=True)
@@ -28,51 +29,57 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def _budgets(store: Path, plain: Any) -> Sequence[int]:
-    """All experts, a quarter of them, one."""
-    experts = sum(value.numel() * 4 for name, value in plain.named_parameters() if ".experts." in name)
-    least = least_budget(store)
-    return 2 * experts + least, max(experts // 4, least), least
+class _Case:
+    """A model and its store, two batches of prompts, and what transformers generates for them."""
 
+    def __init__(
+        self, directory: Path, family: str, dtype: torch.dtype = torch.float32, **options: Any
+    ) -> None:
+        self.plain, self.store = store_of(directory, family, dtype, **options)
+        prompts = drawn(LENGTHS)
+        self._batches = [(batch, generated(self.plain, batch, 4)) for batch in (prompts[:1], prompts)]
 
-def _memory(memory: ExpertMemory, budget: int, store: Path) -> dict[str, Any]:
-    """Settings under which ``budget`` is beside the slots of a ring of one layer, or has a few of its own."""
-    ring = least_ring(store) if memory is ExpertMemory.RING else 0
-    return {"ring__memory": memory.value, "host_budget": budget + ring, "device_budget": ring}
+    def check(self, **settings: Any) -> None:
+        with served_store(self.store, **settings) as (parts, runner):
+            for prompts, expected in self._batches:
+                for (tokens, logits), (chosen, bits) in zip(
+                    greedy(runner, prompts, 4), expected, strict=True
+                ):
+                    assert tokens == chosen, settings
+                    assert torch.equal(logits, bits), settings
+            assert parts.store.cache.residency.stats().misses > 0
 
-
-def _assert_same(store: Path, plain: Any, batches: Sequence[list[list[int]]], **settings: Any) -> None:
-    expected = [generated(plain, prompts, 4) for prompts in batches]
-    with served_store(store, **settings) as (parts, runner):
-        for prompts, reference in zip(batches, expected, strict=True):
-            for (tokens, logits), (chosen, bits) in zip(greedy(runner, prompts, 4), reference, strict=True):
-                assert tokens == chosen, settings
-                assert torch.equal(logits, bits), settings
-        assert parts.store.cache.residency.stats().misses > 0
+    def check_all(self, predictors: Sequence[PredictorName], memories: Sequence[ExpertMemory]) -> None:
+        """With memory for all experts, for a quarter of them, and for one; with a ring of one layer its slots are beside
+        that.
+        """
+        experts = sum(
+            value.numel() * 4 for name, value in self.plain.named_parameters() if ".experts." in name
+        )
+        least, ring = least_budget(self.store), least_ring(self.store)
+        budgets = 2 * experts + least, max(experts // 4, least), least
+        for budget, predictor, memory in itertools.product(budgets, predictors, memories):
+            slots = ring if memory is ExpertMemory.RING else 0
+            self.check(
+                prefetch__predictor=predictor.value,
+                ring__memory=memory.value,
+                host_budget=budget + slots,
+                device_budget=slots,
+            )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_same_bits_at_the_least_budget(family: str, tmp_path: Path) -> None:
-    plain, store = store_of(tmp_path, family, torch.bfloat16)
-    prompts = drawn(LENGTHS)
-    _assert_same(store, plain, (prompts[:1], prompts), host_budget=least_budget(store))
+    case = _Case(tmp_path, family, torch.bfloat16)
+    case.check(host_budget=least_budget(case.store))
 
 
-@pytest.mark.parametrize("memory", [ExpertMemory.RING, ExpertMemory.SPARSE])
+@pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize("predictor", PREDICTORS)
 def test_same_bits_whatever_is_guessed(
     predictor: PredictorName, memory: ExpertMemory, tmp_path: Path
 ) -> None:
-    plain, store = store_of(tmp_path, "qwen3_moe", num_hidden_layers=3)
-    prompts = drawn(LENGTHS)
-    for budget in _budgets(store, plain):
-        _assert_same(
-            store,
-            plain,
-            (prompts[:1], prompts),
-            prefetch__predictor=predictor.value,
-            **_memory(memory, budget, store),
-        )
+    _Case(tmp_path, "qwen3_moe", num_hidden_layers=3).check_all([predictor], [memory])
 
 
 @pytest.mark.slow
@@ -80,17 +87,7 @@ def test_same_bits_whatever_is_guessed(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_of_it(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Every budget, predictor and kind of memory for experts."""
-    plain, store = store_of(tmp_path, family, dtype)
-    prompts = drawn(LENGTHS)
-    memories = (ExpertMemory.RING, ExpertMemory.SPARSE)
-    for budget, predictor, memory in itertools.product(_budgets(store, plain), PREDICTORS, memories):
-        _assert_same(
-            store,
-            plain,
-            (prompts[:1], prompts),
-            prefetch__predictor=predictor.value,
-            **_memory(memory, budget, store),
-        )
+    _Case(tmp_path, family, dtype).check_all(PREDICTORS, MEMORIES)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])

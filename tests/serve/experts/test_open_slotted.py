@@ -10,13 +10,11 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import imported, save
+from served_stores import damaged, leases, serve_config, store_of
 
-from tierstore.config import load
 from tierstore.errors import BudgetError, CapabilityError, ChecksumError, ConfigError
 from tierstore.hf.manifest import Weights
-from tierstore.model.store_schema import expert_key
 from tierstore.quant.layout import CodeFormat
-from tierstore.serve.config import ServeConfig
 from tierstore.serve.experts import ServingPhase
 from tierstore.serve.opening import ServedParts, open_served
 from tierstore.store.format import Group
@@ -27,15 +25,9 @@ LAYERS = 4
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("served")
-    save(directory / "model", "qwen3_moe", torch.bfloat16, num_hidden_layers=LAYERS)
-    imported(directory / "model", directory / "store", weights=Weights.FROZEN)
-    return directory / "store"
-
-
-def serving(store: Path, **values: Any) -> ServeConfig:
-    settings = {"store": store, "device": "cpu", "host_budget": 8 << 20, "threads": 1}
-    return load(ServeConfig, None, {**settings, **{key.replace("__", "."): v for key, v in values.items()}})
+    return store_of(tmp_path_factory.mktemp("served"), "qwen3_moe", torch.bfloat16, num_hidden_layers=LAYERS)[
+        1
+    ]
 
 
 def passes(parts: ServedParts) -> Iterator[torch.Tensor]:
@@ -52,7 +44,7 @@ def passes(parts: ServedParts) -> Iterator[torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def expected(store: Path) -> list[torch.Tensor]:
-    with open_served(serving(store)) as parts:
+    with open_served(serve_config(store)) as parts:
         assert "the ring is not used" in parts.experts.describe()[0]
         return list(passes(parts))
 
@@ -63,7 +55,7 @@ def test_a_ring_of_any_size(
     store: Path, tmp_path: Path, expected: list[torch.Tensor], layers: int, memory: str
 ) -> None:
     trace = tmp_path / "trace"
-    config = serving(store, ring__memory=memory, ring__layers=layers, weights_in_place="off")
+    config = serve_config(store, ring__memory=memory, ring__layers=layers, weights_in_place="off")
     with open_served(config, trace=trace) as parts:
         found = list(passes(parts))
         assert [line.split()[4] for line in parts.experts.describe()] in (["ring"], ["sparse"])
@@ -77,9 +69,9 @@ def test_a_ring_of_any_size(
 def test_chosen_experts(
     store: Path, tmp_path: Path, expected: list[torch.Tensor], slots: int, predictor: str
 ) -> None:
-    with open_served(serving(store)) as parts:
+    with open_served(serve_config(store)) as parts:
         each = parts.store.extents.schemas[0].layout(Group.WEIGHTS).slot_bytes
-    config = serving(
+    config = serve_config(
         store,
         ring__memory="sparse",
         weights_in_place="off",
@@ -98,10 +90,10 @@ def test_quantised_experts(tmp_path: Path, codes: CodeFormat) -> None:
     """A slot has as many bytes as the codes and scales of an expert; what is computed with them is the same."""
     save(tmp_path / "model", "qwen3_moe", torch.bfloat16, num_hidden_layers=LAYERS, moe_intermediate_size=64)
     imported(tmp_path / "model", tmp_path / "store", weights=Weights.FROZEN, codes=codes)
-    with open_served(serving(tmp_path / "store")) as parts:
+    with open_served(serve_config(tmp_path / "store")) as parts:
         expected = list(passes(parts))
     for memory in ("ring", "sparse", "auto"):
-        config = serving(tmp_path / "store", ring__memory=memory, ring__layers=2, weights_in_place="off")
+        config = serve_config(tmp_path / "store", ring__memory=memory, ring__layers=2, weights_in_place="off")
         with open_served(config) as parts:
             assert all(map(torch.equal, passes(parts), expected)), memory
 
@@ -109,34 +101,15 @@ def test_quantised_experts(tmp_path: Path, codes: CodeFormat) -> None:
 @pytest.mark.parametrize("memory", ["ring", "sparse"])
 def test_a_damaged_expert(store: Path, tmp_path: Path, expected: list[torch.Tensor], memory: str) -> None:
     """One bit of it on disk is another for a while: its passes fail, all others, and those after, are right."""
-    config = serving(store, ring__memory=memory, ring__layers=2, weights_in_place="off")
+    config = serve_config(store, ring__memory=memory, ring__layers=2, weights_in_place="off")
     with open_served(config, trace=tmp_path / "trace") as parts:
-        key = expert_key(1, 2)
-        slot = parts.store.records.live(key).slot(Group.WEIGHTS)
-        assert slot is not None
-        at = slot.number * slot.extent.slot_bytes + 33
-
-        def flip() -> None:
-            with open(slot.extent.path, "r+b") as file:
-                file.seek(at)
-                byte = file.read(1)
-                file.seek(at)
-                file.write(bytes([byte[0] ^ 16]))
-
-        def leases(layer: int, experts: list[int]) -> list[int]:
-            parts.experts.begin(ServingPhase.DECODE, 1)
-            return sorted(lease.expert for lease in parts.experts.forward(layer, experts))
-
-        flip()
-        try:
+        with damaged(parts, 1, 2) as key:
             for _ in range(3):
                 with pytest.raises(ChecksumError, match=f"{key!r}, section weight"):
-                    leases(1, [1, 2, 3])
-                assert leases(1, [1, 3]) == [1, 3]
-                assert leases(0, [0, 1, 2]) == [0, 1, 2]
-        finally:
-            flip()
-        assert leases(1, [1, 2, 3]) == [1, 2, 3]
+                    leases(parts, 1, [1, 2, 3])
+                assert leases(parts, 1, [1, 3]) == [1, 3]
+                assert leases(parts, 0, [0, 1, 2]) == [0, 1, 2]
+        assert leases(parts, 1, [1, 2, 3]) == [1, 2, 3]
         assert all(map(torch.equal, passes(parts), expected))
         live = parts.store.cache.residency.stats()
     assert replay(tmp_path / "trace") == live
@@ -174,7 +147,7 @@ def test_a_damaged_expert(store: Path, tmp_path: Path, expected: list[torch.Tens
     ],
 )
 def test_what_cannot_be(store: Path, values: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message), open_served(serving(store, **values)):
+    with pytest.raises(error, match=message), open_served(serve_config(store, **values)):
         raise AssertionError
 
 
@@ -182,14 +155,14 @@ def test_the_choice_by_a_profile(store: Path, tmp_path: Path) -> None:
     """Copies that cost nothing leave nothing to choose chosen experts for; a profile that is none is named."""
     bad = tmp_path / "p.json"
     bad.write_text("{}")
-    config = serving(store, ring__profile=bad, ring__layers=1, weights_in_place="off")
+    config = serve_config(store, ring__profile=bad, ring__layers=1, weights_in_place="off")
     with (
         pytest.raises(Exception, match=f"{bad}: expected a machine profile of version 1"),
         open_served(config),
     ):
         raise AssertionError
     for latency, memory in ((1e-9, "ring"), (1.0, "sparse")):
-        config = serving(store, ring__layers=2, links__copy__latency=latency)
+        config = serve_config(store, ring__layers=2, links__copy__latency=latency)
         with open_served(config) as parts:
             parts.experts.begin(ServingPhase.DECODE, 1)
             assert parts.experts.describe()[0].split()[4] == memory
