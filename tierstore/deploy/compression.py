@@ -378,9 +378,10 @@ class MergedWeights:
 
         def row(members: list[int]) -> npt.NDArray[np.float32]:
             uses = np.array([self._uses[layer].uses[member] for member in members], np.float32)
-            if len(members) == 1 or not uses.any():
-                return rows_EW[members[0]]
-            mean: npt.NDArray[np.float32] = (uses / uses.sum()) @ rows_EW[members]
-            return mean
+            alone = len(members) == 1 or not uses.any()
+            made: npt.NDArray[np.float32] = (
+                rows_EW[members[0]] if alone else (uses / uses.sum()) @ rows_EW[members]
+            )
+            return made
 
         return np.stack([row(list(group)) for group in self._groups[layer]])
