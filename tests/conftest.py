@@ -26,11 +26,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How long an example takes, or how long it takes to draw one, is the machine's. .ci/run asks for `thorough`.
-settings.register_profile(
-    "default", max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.register_profile("thorough", settings.get_profile("default"), max_examples=100)
-settings.load_profile("default")
+slow = [HealthCheck.too_slow]
+settings.register_profile("quick", max_examples=30, deadline=None, suppress_health_check=slow)
+settings.register_profile("thorough", max_examples=100, deadline=None, suppress_health_check=slow)
+settings.load_profile("quick")
 
 if TYPE_CHECKING:
     from launcher import Ranks

@@ -363,7 +363,17 @@ def passing(root: Path, tests: tuple[str, ...]) -> list[str]:
 
 def fails(root: Path, test: str) -> bool:
     environment = os.environ | {"PYTHONPATH": str(root)}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(root / test)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "--hypothesis-profile=thorough",
+    ]
+    command.append(str(root / test))
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
     if done.returncode in (2, 4, 5):
         raise SystemExit(f"{test}: not run:\n{done.stdout}\n{done.stderr}")

@@ -8,6 +8,7 @@ from enum import Enum
 from pathlib import Path
 
 import pytest
+from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -355,7 +356,7 @@ def test_integers_that_have_names(write) -> None:
     assert (info.type, info.default, info.in_words(info.default)) == ("auto or all or an integer", 0, "auto")
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=share(60))
 @given(run=runs)
 def test_dump_loads_back(run: Run, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("dump") / "run.toml"
@@ -363,7 +364,7 @@ def test_dump_loads_back(run: Run, tmp_path_factory: pytest.TempPathFactory) -> 
     assert load(Run, path, {}) == run
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=share(60))
 @given(run=runs)
 def test_as_dict_comes_back(run: Run) -> None:
     assert from_dict(Run, as_dict(run)) == run
@@ -419,7 +420,7 @@ def test_what_an_open_table_cannot_hold(write, text: str, message: str) -> None:
 items = st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False) | texts
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=share(60))
 @given(options=st.dictionaries(texts, items, max_size=4))
 def test_open_tables_come_back(
     options: dict[str, float | str], tmp_path_factory: pytest.TempPathFactory

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -196,7 +197,7 @@ def test_several_warnings_and_a_short_page() -> None:
         parse_health_page(bytes(511))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=share(40))
 @given(st.integers(0, 255), st.integers(0, 255), st.integers(0, 2**128 - 1), st.integers(0, 2**128 - 1))
 def test_a_page_and_the_tools_agree(used: int, spare: int, units: int, errors: int) -> None:
     raw = page(percentage_used=used, available_spare=spare, data_units_written=units, media_errors=errors)

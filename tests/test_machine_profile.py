@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from effort import share
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scipy.stats import theilslopes
@@ -44,7 +45,7 @@ def test_a_line_by_hand() -> None:
     assert found.seconds(0) == 0.0
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=share(50))
 @given(st.integers(0, 2**32 - 1))
 def test_the_slope_is_theil_and_sens(seed: int) -> None:
     random = np.random.default_rng(seed)

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -96,7 +97,7 @@ nested = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=share(60))
 @given(tree=st.tuples(st.just(READ), st.lists(nested, max_size=5)))
 def test_charges_add_up_to_the_time_stalled(tree: tuple[StallKey, list[Any]]) -> None:
     """Oracle: each leaf is time that passes in the innermost stall around it."""
@@ -124,7 +125,7 @@ def test_delta() -> None:
     assert delta({}, {"late": 2}) == {"late": 2}
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=share(60))
 @given(
     values=st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=20),
     percent=st.floats(0, 100),

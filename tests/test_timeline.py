@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -52,7 +53,7 @@ def test_overlapping_work_goes_to_lanes_of_its_own(tmp_path: Path) -> None:
     assert len({lanes[0], lanes[1], lanes[3]}) == 3
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=share(40))
 @given(spans=st.lists(st.tuples(st.integers(0, 100), st.integers(0, 30)), max_size=30))
 def test_no_lane_shows_two_at_once(
     spans: list[tuple[int, int]], tmp_path_factory: pytest.TempPathFactory

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -53,7 +54,7 @@ def test_no_fraction_exceeds_its_whole(text: str) -> None:
         parse_size(text, whole=1000)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=share(50))
 @given(st.integers(0, 2**30))
 def test_whole_mebibytes_are_exact(count: int) -> None:
     assert parse_size(f"{count}MiB") == count * 2**20
@@ -75,7 +76,7 @@ def test_format_bytes(count: float, text: str) -> None:
     assert format_bytes(count) == text
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=share(50))
 @given(st.integers(0, 2**50))
 def test_formatted_bytes_are_within_half_a_percent(count: int) -> None:
     number, unit = format_bytes(count).split()

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from documents import MACHINE, document, small
+from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import t
@@ -85,7 +86,7 @@ def test_noise_is_seldom_taken_for_a_change(count: int, summary: bool) -> None:
 
 
 @given(st.floats(0.01, 100), st.lists(st.floats(0.5, 2), min_size=2, max_size=8))
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=share(30))
 def test_the_unit_does_not_matter(scale: float, samples: list[float]) -> None:
     """And old and new exchanged give the inverse ratio."""
     old, new = step(*samples), step(*(value * value for value in samples))

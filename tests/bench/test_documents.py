@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from documents import document, small
+from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -44,7 +45,7 @@ def test_a_measurement_by_hand() -> None:
 
 
 @given(st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=30))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=share(60))
 def test_quartiles_are_numpys(samples: list[float]) -> None:
     one = measured("x", samples, "s", Better.LOWER)
     wanted = np.percentile(samples, [25, 50, 75])

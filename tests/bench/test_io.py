@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
+from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from io_jobs import CACHED, MIB
@@ -173,7 +174,7 @@ def test_little_in_flight_wins_among_the_near() -> None:
     assert choose([small, large]) is large  # of as many bytes, fewer transfers
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=share(60))
 @given(st.lists(CANDIDATES, min_size=1, max_size=8))
 def test_the_definition(candidates: list[GridPoint]) -> None:
     chosen = choose(candidates)

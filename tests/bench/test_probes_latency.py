@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -44,7 +45,7 @@ def test_times_and_merge_are_adding() -> None:
     assert one.greatest_ns == 123_456_789
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=share(200))
 @given(DURATIONS, st.floats(0, 100))
 def test_within_one_part_in_128_of_the_nearest_rank(durations: list[int], percent: float) -> None:
     found = Latencies()

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -85,7 +86,7 @@ def test_a_store_holds_what_the_model_says(tmp_path: Path, schema: RecordSchema)
                     assert wrong_bytes(lease["r"].copy(name), section) == 0
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=share(30))
 @given(seed=st.integers(0, 2**31), record=st.integers(0, 2**20), version=st.integers(0, 2**40))
 def test_split_weights_are_the_whole_ones(seed: int, record: int, version: int) -> None:
     whole, split = content(seed, record, version, WHOLE), content(seed, record, version, SPLIT)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -107,7 +108,7 @@ def fewest_reads(accesses: list[int], capacity: int) -> int:
     return min(states.values())
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=share(40))
 @given(accesses=st.lists(st.integers(0, 4), min_size=1, max_size=10), capacity=st.integers(1, 3))
 def test_clean_entries_of_one_size_need_as_few_reads_as_can_be(
     tmp_path_factory: pytest.TempPathFactory, accesses: list[int], capacity: int
@@ -122,7 +123,7 @@ def test_clean_entries_of_one_size_need_as_few_reads_as_can_be(
     assert moved.read == fewest_reads(accesses, capacity) * 100
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=share(30))
 @given(
     steps=st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=6), min_size=2, max_size=4),
     capacity=st.integers(1, 4),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -33,7 +34,7 @@ def test_frames_of() -> None:
     assert frames_of([4096, 4097, 1], 4096) == 1 + 2 + 1
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=share(200))
 @given(st.lists(st.integers(1, 40 << 20), min_size=1, max_size=6))
 def test_choices(sections: list[int]) -> None:
     frame = choose_frame_bytes(sections)
@@ -82,7 +83,6 @@ def test_those_freed_longest_ago_come_first() -> None:
     assert (frames(found), guards) == ([1, 2, 3], [])
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 3), st.booleans(), st.booleans()), max_size=40))
 def test_whoever_takes_a_frame_waits_for_its_last_owner(turns: list[tuple[int, bool, bool]]) -> None:
     done: set[int] = set()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -87,7 +88,7 @@ def test_buckets_by_hand() -> None:
     ]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=share(40))
 @given(st.integers(0, 800), st.integers(1, 4), st.integers(0, 2**16), st.integers(1, 3))
 def test_one_rank_in_any_order(bucket_bytes: int, buffers: int, seed: int, micros: int) -> None:
     exchange, slices, _ = exchange_of(RankGroup.alone(), bucket_bytes, buffers)

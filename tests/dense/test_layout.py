@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -22,7 +23,7 @@ from tierstore.dense.layout import (
 )
 from tierstore.parallel.layout import TableRows
 
-quick = settings(deadline=None, max_examples=40)
+quick = settings(max_examples=share(40))
 shapes = st.lists(
     st.tuples(st.lists(st.integers(1, 9), min_size=1, max_size=2).map(tuple), st.booleans()),
     min_size=1,

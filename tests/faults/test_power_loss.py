@@ -1,4 +1,4 @@
-"""Ten thousand power cuts: whatever the disk holds then, the store reopens at an acknowledged commit, whole.
+"""Ten thousand power cuts (``effort``): whatever the disk holds, the store reopens at an acknowledged commit, whole.
 
 ``tests/store/test_crash_replay.py`` replays the engine's own log with LMDB's transactions taken as atomic. Here the
 log is that of a file system below the whole store, with the index's writes, names and sizes in it. ``power_cuts.py``
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from effort import share
 from faultfs import unavailable
 from power_cuts import cut_once, cut_twice, damage, opening, violation
 from power_loss import CrashState, Event, Kind, crash_states, empty, without
@@ -31,11 +32,12 @@ TWICE = ["plain", "created", "rolled_back", "discarding", "spread"]
 @needs_fuse
 @pytest.mark.parametrize("name", NAMED)
 def test_power_cuts(fast_path: Path, name: str) -> None:
-    tried = cut_once(fast_path, NAMED[name], STATES)
+    states = share(STATES)
+    tried = cut_once(fast_path, NAMED[name], states)
     assert tried.wrong == ""
-    assert tried.states >= STATES
+    assert tried.states >= states
     assert set(tried.kinds) == set(Kind)
-    assert tried.went_on >= STATES // 25
+    assert tried.went_on >= states // 25
 
 
 def test_ten_thousand_states_are_tried() -> None:
@@ -46,9 +48,9 @@ def test_ten_thousand_states_are_tried() -> None:
 @pytest.mark.parametrize("name", mostly_slow(TWICE, "created"))
 def test_power_cuts_after_a_power_cut(fast_path: Path, name: str) -> None:
     """What is found is opened, or collected first, or made anew where it was being made: and the power fails again."""
-    tried = cut_twice(fast_path, NAMED[name], 160, 8)
+    tried = cut_twice(fast_path, NAMED[name], share(160), 8)
     assert tried.wrong == ""
-    assert tried.states >= 140
+    assert tried.states >= share(140)
 
 
 @pytest.mark.slow
@@ -58,7 +60,7 @@ def test_a_prepared_commit_can_be_undone_after_a_power_cut(fast_path: Path) -> N
     log, commits = record(fast_path, NAMED["prepared"])
     root, tried = fast_path / "crashed", 0
     root.mkdir()
-    for state in crash_states(log, 1500, seed=1, first=commits[1].began):
+    for state in crash_states(log, share(1500), seed=1, first=commits[1].began):
         if not any(c.began < state.cut <= c.acknowledging for c in commits):
             continue
         empty(root)
@@ -70,7 +72,7 @@ def test_a_prepared_commit_can_be_undone_after_a_power_cut(fast_path: Path) -> N
             continue
         tried += 1
         assert undone(root, state, commits, found - 1) == "", state.cut
-    assert tried >= 30
+    assert tried >= share(30)
 
 
 def undone(root: Path, state: CrashState, commits: list[Begun], generation: int) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import imported, save, write
+from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
@@ -235,7 +236,7 @@ def test_two_thousand_mutations_of_a_header(tmp_path: Path) -> None:
 # Reading ----------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=share(60))
 @given(
     sizes=st.lists(st.integers(0, 20_000), min_size=1, max_size=5), seed=st.integers(0, 999), data=st.data()
 )

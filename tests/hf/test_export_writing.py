@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -125,7 +126,7 @@ def test_a_tensor_larger_than_a_shard_has_one_of_its_own() -> None:
     ),
     limit=st.integers(1, 400),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=share(60))
 def test_any_shapes(
     sizes: list[tuple[str, list[int]]], limit: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -8,6 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 from cases import requests_of
+from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -46,7 +47,7 @@ def test_split_by_hand():
         greedy_split([first, second], 1)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=share(40))
 @given(
     falls=st.lists(st.lists(st.integers(0, 20), min_size=3, max_size=5), min_size=2, max_size=3),
     capacity=st.integers(3, 14),

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cases import requests_of
+from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -164,7 +165,7 @@ def test_entries_of_unequal_sizes_take_a_latency_each():
     assert cost.stall_s_per_step == pytest.approx(100.6e-3, rel=1e-4)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=share(60))
 @given(
     events=st.lists(
         st.lists(st.integers(0, 6), min_size=1, max_size=3, unique=True), min_size=1, max_size=20

@@ -6,6 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
+from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
@@ -131,7 +132,7 @@ def test_persistence_repeats_the_token_before():
     )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=share(25))
 @given(
     layers=st.integers(1, 4),
     experts=st.integers(1, 6),

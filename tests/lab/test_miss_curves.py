@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cases import NaiveLru, requests_of
+from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,7 +29,7 @@ from tierstore.lab.results import Role
 from tierstore.lab.simulate import Contract, known_policies, simulate, suits
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=share(25))
 @given(data=st.data())
 def test_one_pass_counts_what_replays_count(data):
     events = data.draw(

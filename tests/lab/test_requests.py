@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from cases import requests_of
 from click.testing import CliRunner
+from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -156,7 +157,7 @@ def test_a_cycle_with_one_record_pinned():
     assert requests.table.pins == ""
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=share(40))
 @given(
     keys=st.lists(st.integers(0, 7), min_size=8, max_size=80),
     chosen=st.sets(st.integers(0, 7), max_size=3),

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cases import NaiveLru, requests_of
+from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -115,7 +116,7 @@ def test_policies_come_first_then_capacities_whatever_finishes_first():
     assert [one.misses for one in found] == [one.misses for one in alone]
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=share(30))
 @given(data=st.data())
 def test_against_a_naive_cache(data):
     events = data.draw(
@@ -191,7 +192,7 @@ def test_only_what_no_policy_beats_is_a_bound():
 EVENTS = st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=4, unique=True), min_size=2, max_size=14)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=share(80))
 @given(
     events=EVENTS,
     sizes=st.one_of(st.just([2] * 7), st.lists(st.integers(1, 3), min_size=7, max_size=7)),

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,7 +14,7 @@ from tierstore.model.attention import Attention, RMSNorm, rotary_tables, rotate
 from tierstore.model.tables import cross_entropy
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=share(25))
 @given(
     st.integers(1, 12), st.sampled_from([2, 4, 10]), st.sampled_from([100.0, 10_000.0]), st.integers(0, 99)
 )

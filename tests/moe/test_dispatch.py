@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,7 +26,7 @@ def test_by_hand() -> None:
     assert combine_weighted(rows, plan.place_TK, weight).tolist() == [[3.5], [2.0], [5.0]]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=share(50))
 @given(st.integers(0, 30), st.integers(1, 4), st.integers(1, 6), st.integers(0, 999))
 def test_there_and_back(tokens: int, top_k: int, experts: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -43,7 +44,7 @@ def test_there_and_back(tokens: int, top_k: int, experts: int, seed: int) -> Non
     torch.testing.assert_close(combine(rows, plan.place_TK), x * kept)
 
 
-@settings(max_examples=40)
+@settings(max_examples=share(40))
 @given(chosen=st.lists(st.integers(0, 11), min_size=1, max_size=8, unique=True))
 def test_a_single_token_is_dispatched_alike(chosen: list[int]) -> None:
     expert_1K = torch.tensor([chosen])

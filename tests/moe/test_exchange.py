@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from launcher import Ranks
@@ -256,7 +257,7 @@ def test_chunks_change_no_bit(
                     assert torch.equal(found[name], expected[name]), (degrees, name)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=share(40))
 @given(st.integers(1, 4), st.integers(1, 6), st.data())
 def test_rows_arrive_by_expert_then_source_then_token(ranks_: int, experts: int, data: st.DataObject) -> None:
     """Against a sort: with every rank's messages delivered by hand."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from launcher import Ranks
 from torch import Tensor
@@ -176,7 +176,6 @@ class OthersRows(RankGroup):
         return Work()
 
 
-@settings(deadline=None, max_examples=100)
 @given(st.integers(2, 4), st.integers(1, 6), st.integers(0, 7), st.integers(1, 3), st.data())
 def test_every_rank_computes_its_own_experts_rows(
     size: int, experts: int, tokens: int, degree: int, data: st.DataObject

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -67,7 +68,7 @@ def test_capacity_drops_in_choice_then_token_order() -> None:
     torch.testing.assert_close(routing.weight_TK[0], torch.tensor([strong, 1 - strong]))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=share(40))
 @given(
     st.integers(1, 20),
     st.integers(1, 6),

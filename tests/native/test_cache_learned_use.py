@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from naive_learned_use import NaiveLearnedUse, NaiveModel
@@ -155,7 +156,7 @@ def test_askers_belong_to_accesses():
         core.prefetch(FORWARD, 0, np.array([0], np.uint32), np.array([1 | 1 << 9], np.uint16))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=share(30))
 @given(data=st.data())
 def test_every_victim_is_the_naive_one(data):
     draw = data.draw

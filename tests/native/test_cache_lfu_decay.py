@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim_columns import singles, zipf
@@ -58,7 +59,7 @@ def expected(keys, step_length, capacity, options):
     return naive
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=share(60))
 @given(
     keys=st.lists(st.integers(0, 9), min_size=1, max_size=200),
     step_length=st.integers(1, 7),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from naive_next_use import NaiveNextUse
@@ -125,7 +126,7 @@ def test_it_is_compared_with_lru(train):
     assert counted["next-use"] < (0.8 if train else 1.15) * counted["lru"]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=share(50))
 @given(
     layers=st.integers(1, 4),
     capacity=st.integers(4, 14),

@@ -6,6 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
+from effort import share
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from naive_learned_use import NaiveLearnedUse
@@ -283,7 +284,9 @@ def units(draw, records):
 
 @pytest.mark.slow
 @settings(
-    max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+    max_examples=share(250),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 @given(data=st.data())
 def test_every_decision_is_the_naive_one(data):

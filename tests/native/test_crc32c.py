@@ -6,12 +6,13 @@ import sys
 
 import numpy as np
 import pytest
+from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierstore import _native
 
-quick = settings(deadline=None, max_examples=50)
+quick = settings(max_examples=share(50))
 
 
 def array(data: bytes) -> np.ndarray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tierstore import _native as native
@@ -85,7 +85,6 @@ def test_successes_stay_known_until_their_time_is_lost(engine: native.Engine) ->
     assert result(engine, late) == ""
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     outcomes=st.lists(st.booleans(), max_size=120),
     errors=st.integers(0, 5),

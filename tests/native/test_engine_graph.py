@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from effort import share
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -316,7 +317,7 @@ def test_finished_tickets_cost_no_memory(engine: native.Engine) -> None:
 
 
 @settings(
-    max_examples=40,
+    max_examples=share(40),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

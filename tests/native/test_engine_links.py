@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -39,7 +40,7 @@ def test_a_link_may_have_a_latency_only() -> None:
     assert link.reserve(1 << 40, 0) == MS
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=share(50))
 @given(
     st.integers(1, 10**12),
     st.integers(0, 10**6),

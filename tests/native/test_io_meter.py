@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,7 +24,7 @@ def test_overlapping_transfers_count_once() -> None:
     assert meter.reading() == (11, 5, pytest.approx(450e-9))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=share(60))
 @given(st.lists(st.tuples(st.integers(0, 200), st.integers(0, 60)), max_size=40))
 def test_busy_time_is_the_union(transfers: list[tuple[int, int]]) -> None:
     """Oracle: a set of nanoseconds; in any order of reporting."""

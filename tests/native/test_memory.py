@@ -7,6 +7,7 @@ import gc
 
 import numpy as np
 import pytest
+from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -104,7 +105,7 @@ def test_buffers_refuse_what_cannot_be(arena: native.Arena) -> None:
         buffer.copy_to(np.zeros(16, dtype=np.uint8)[::2])
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=share(50))
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=8), st.randoms(use_true_random=False), st.data())
 def test_gather_undoes_scatter(capacities: list[int], random: object, data: st.DataObject) -> None:
     arena = native.Arena(4096, native.HugePages.OFF)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,7 +13,7 @@ from tierstore import _native
 from tierstore._native import InstructionSet
 
 SETS = [s for s in InstructionSet if _native.instruction_set_supported(s)]
-quick = settings(deadline=None, max_examples=40)
+quick = settings(max_examples=share(40))
 seeds = st.integers(0, 2**32 - 1)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from naive_moments import Signs
@@ -22,7 +23,7 @@ SETS = [s for s in InstructionSet if _native.instruction_set_supported(s)]
 NARROW = [MomentFormat.BF16, MomentFormat.INT8]
 BLOCK = _native.MOMENT_BLOCK
 RECORD = 0xFEDCBA9876543210
-quick = settings(deadline=None, max_examples=30)
+quick = settings(max_examples=share(30))
 seeds = st.integers(0, 2**32 - 1)
 
 

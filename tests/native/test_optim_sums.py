@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,7 +12,7 @@ from tierstore import _native
 from tierstore._native import InstructionSet
 
 SETS = [s for s in InstructionSet if _native.instruction_set_supported(s)]
-quick = settings(deadline=None, max_examples=50)
+quick = settings(max_examples=share(50))
 sizes = st.integers(0, 200)
 offsets = st.integers(0, 17)
 seeds = st.integers(0, 2**32 - 1)

@@ -6,6 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
+from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim_columns import columns
@@ -72,7 +73,7 @@ def fewest_residents_first(events, capacity):
 EVENTS = st.lists(st.lists(st.integers(0, 5), max_size=5, unique=True), max_size=9)
 
 
-@settings(deadline=None, max_examples=70)
+@settings(max_examples=share(70))
 @given(events=EVENTS, capacity=st.integers(1, 4))
 def test_both_are_the_fewest_misses_that_there_can_be(events, capacity):
     singles = [frozenset([entry]) for event in events for entry in event]
@@ -93,7 +94,7 @@ def test_both_are_the_fewest_misses_that_there_can_be(events, capacity):
     assert misses(events, "belady-bypass", capacity) == fewest(whole, capacity, ones, False)
 
 
-@settings(deadline=None, max_examples=70)
+@settings(max_examples=share(70))
 @given(
     events=EVENTS, capacity=st.integers(5, 7), warmup=st.integers(0, 6), contract=st.sampled_from(Contract)
 )
@@ -119,7 +120,7 @@ def test_a_warm_up_that_a_policy_spends_better_than_belady_would():
     assert misses(keys, "lfu-decay", 2, warmup_events=4) == misses(keys, "belady", 2, warmup_events=4) == 0
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=share(40))
 @given(events=EVENTS, capacity=st.integers(5, 9), sizes=st.lists(st.integers(1, 4), min_size=6, max_size=6))
 def test_with_unequal_sizes_no_heuristic_beats_the_optimum(events, capacity, sizes):
     frames = np.array(sizes, np.uint32)
@@ -129,7 +130,7 @@ def test_with_unequal_sizes_no_heuristic_beats_the_optimum(events, capacity, siz
         assert found >= fewest(singles, capacity, sizes, forced)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=share(60))
 @given(
     events=st.lists(st.lists(st.integers(0, 11), max_size=4, unique=True), max_size=60),
     capacity=st.integers(4, 10),

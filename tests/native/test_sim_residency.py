@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim_columns import columns
@@ -173,7 +174,7 @@ def compare(trace, capacity, quotas, pinned, policy, options, contract, order=Gr
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("policy", "options"), CASES)
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=share(50))
 @given(
     trace=traces(),
     contract=st.sampled_from(Contract),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim_columns import columns, zipf
@@ -274,7 +275,7 @@ EVENTS = st.lists(st.lists(st.integers(0, 6), max_size=4, unique=True), min_size
 COUNTS = ("misses", "evictions", "write_backs", "missed_bytes", "written_bytes", "starved")
 
 
-@settings(deadline=None, max_examples=120)
+@settings(max_examples=share(120))
 @given(
     events=EVENTS,
     sizes=st.lists(st.integers(1, 9), min_size=7, max_size=7),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim_columns import columns, singles, zipf
@@ -41,7 +42,7 @@ def misses_at(found, capacity):
     return found["cold"] + found["depths"][capacity + 1 :].sum()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=share(60))
 @given(
     events=st.lists(st.lists(st.integers(0, 12), max_size=5, unique=True), max_size=80),
     contract=st.sampled_from(Contract),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tierstore.parallel.hierarchical import ExchangeModel, MessageCost
@@ -42,7 +42,6 @@ def test_two_steps_never_pay_or_always() -> None:
 _POSITIVE = st.floats(1e-6, 1e-1)
 
 
-@settings(deadline=None)
 @given(_POSITIVE, st.floats(0, 1e-6), st.lists(st.integers(1, 10**6), min_size=2, max_size=6, unique=True))
 def test_a_line_goes_through_its_points(start_s: float, byte_s: float, sizes: list[int]) -> None:
     line = MessageCost(start_s, byte_s)
@@ -58,7 +57,6 @@ def test_lines_have_no_negative_part_and_need_two_sizes() -> None:
         MessageCost.fitted([(5, 1.0), (5, 2.0)])
 
 
-@settings(deadline=None)
 @given(
     st.integers(2, 8), st.integers(2, 8), _POSITIVE, _POSITIVE, st.floats(1e-10, 1e-6), st.floats(1e-10, 1e-6)
 )

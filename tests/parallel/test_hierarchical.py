@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from launcher import Ranks
@@ -91,7 +92,7 @@ def test_rows_arrive_as_those_of_the_flat_exchange(ranks: Ranks, size: int, node
         st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.float64]),
     )
 
-    @settings(max_examples=25, deadline=None)
+    @settings(max_examples=share(25))
     @given(st.lists(case, min_size=1, max_size=4))
     def check(cases: list[Any]) -> None:
         found = ranks.run(size, _against_flat, cases, node_ranks=node_ranks, **HIERARCHICAL)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from launcher import Ranks
 
@@ -27,7 +27,6 @@ def test_blocks_by_hand() -> None:
             few.owner(expert)
 
 
-@settings(deadline=None)
 @given(st.integers(0, 60), st.integers(1, 9))
 def test_every_expert_has_one_owner(experts: int, ranks: int) -> None:
     blocks = ExpertBlocks(experts, ranks)

@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 from itertools import pairwise
 
 import pytest
+from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -161,14 +162,14 @@ def graphs(draw: st.DrawFn) -> list[Operation]:
 WIDTHS = st.dictionaries(st.sampled_from(list(Resource)), st.integers(1, 3))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=share(150))
 @given(graphs(), WIDTHS)
 def test_as_a_loop_over_ticks_has_it(listed: list[Operation], widths: dict[Resource, int]) -> None:
     run = simulate(listed, lasting, widths=widths)
     assert list(run.ended) == ticks(listed, widths, DISCIPLINES)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=share(150))
 @given(graphs())
 def test_bounds(listed: list[Operation]) -> None:
     """Not less than the busiest resource, nor than the longest chain; not more than one after another."""
@@ -180,7 +181,6 @@ def test_bounds(listed: list[Operation]) -> None:
     assert max(*busy.values(), *chain) <= run.seconds <= sum(o.nbytes for o in listed)
 
 
-@settings(deadline=None, max_examples=100)
 @given(graphs())
 def test_the_critical_path_has_no_gap(listed: list[Operation]) -> None:
     """Whatever ended last is reached by operations each of which began when the one before it ended."""
@@ -193,7 +193,6 @@ def test_the_critical_path_has_no_gap(listed: list[Operation]) -> None:
     assert sum(listed[i].nbytes for i in path) == run.seconds
 
 
-@settings(deadline=None, max_examples=100)
 @given(graphs(), st.lists(st.integers(1, 5), min_size=14, max_size=14))
 def test_in_program_order_nothing_shorter_makes_it_longer(listed: list[Operation], caps: list[int]) -> None:
     everywhere = dict.fromkeys(Resource, Discipline.PROGRAM)

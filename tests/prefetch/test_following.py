@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -61,7 +62,7 @@ def test_evaluation_only_goes_forward() -> None:
     assert following([0, 1], F, 0, 3, training=False) == [(F, 1, 0), (F, 0, 1), (F, 1, 1)]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=share(50))
 @given(st.integers(1, 6), st.integers(0, 20), st.data())
 def test_it_is_the_written_out_schedule(layers: int, depth: int, data: st.DataObject) -> None:
     order = [(F, layer) for layer in range(layers)] + [(B, layer) for layer in range(layers - 1, -1, -1)]

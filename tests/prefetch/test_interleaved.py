@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tierstore.cache.access import Need, Phase
@@ -66,7 +66,6 @@ def test_an_order_that_is_none_is_refused(order: list[tuple[Phase, int]], compla
         )
 
 
-@settings(deadline=None)
 @given(
     st.integers(1, 4).flatmap(lambda stages: st.tuples(st.integers(0, stages - 1), st.just(stages))),
     st.integers(1, 6),

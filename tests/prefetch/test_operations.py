@@ -6,6 +6,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
+from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -211,7 +212,7 @@ def test_what_is_evicted_was_stepped() -> None:
     assert follows == [(0, [2]), (1, [3]), (2, [3]), (3, [3]), (0, [2])]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=share(50))
 @given(
     st.lists(st.booleans(), min_size=1, max_size=5),
     st.integers(0, 4),

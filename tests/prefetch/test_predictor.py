@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -52,7 +53,7 @@ def test_no_more_guesses_than_asked_for_the_surest_first() -> None:
     assert predictor.predict(0) == [3, 4]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=share(50))
 @given(st.lists(st.sets(st.integers(0, 4)), max_size=30))
 def test_history_is_an_exponential_average(used: list[set[int]]) -> None:
     predictor = HistoryPredictor(range(5), decay=0.6)

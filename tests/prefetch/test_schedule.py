@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -147,7 +148,7 @@ def test_a_buffer_of_its_own_is_gathered_once_a_step() -> None:
     reshard=st.sampled_from(Reshard),
     micro_batches=st.integers(1, 3),
 )
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=share(60))
 def test_what_is_printed_is_what_is_simulated(
     owned: list[bool], depth: int, timing: StepTiming, reshard: Reshard, micro_batches: int
 ) -> None:
@@ -316,7 +317,6 @@ schedules = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=100)
 @given(schedules)
 def test_every_schedule_gathers_in_time_within_its_budget(schedule: Schedule) -> None:
     """``Slices`` asserts that every unit is whole, and up to date, in its passes, and is gathered once only."""
@@ -341,7 +341,7 @@ def test_every_schedule_gathers_in_time_within_its_budget(schedule: Schedule) ->
         assert set(window.held) <= {window.at(p).unit for p in ahead}
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=share(30))
 @given(schedules, st.data())
 def test_the_order_of_gathers_depends_on_the_sequence_alone(schedule: Schedule, data: st.DataObject) -> None:
     """Two ranks whose gathers, disks and computations take any time at all issue the same operations: nothing that

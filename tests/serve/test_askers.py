@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from served_cases import Served, built_in, drawn
 from served_stores import least_budget, served_store, store_of
@@ -38,7 +38,6 @@ def test_bits_by_hand() -> None:
     assert bits.of([18, 20]) == [2, 8]
 
 
-@settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, 20), unique=True, max_size=7), max_size=12))
 def test_up_to_seven_are_told_apart(batches: list[list[int]]) -> None:
     """The same batches give the same bits, and who stays keeps its own."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_families import make_config, plain_model
@@ -36,7 +37,7 @@ def _probability(logits: torch.Tensor, options: SamplingOptions, prompt: list[in
     return scores.softmax(dim=-1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=share(60))
 @given(
     seed=st.integers(0, 1000),
     temperature=st.sampled_from([0.3, 0.7, 1.0, 1.8]),

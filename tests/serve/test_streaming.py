@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import small_tokenizers
+from effort import share
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from small_tokenizers import MARKS, byte_level
@@ -146,7 +147,7 @@ def test_pieces_are_the_text_of_all_tokens(kind: str) -> None:
     """Also behind a prompt, where its text stays: a blank may go with what comes."""
     tokenizer = _tokenizer(kind)
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=share(60))
     @given(_drawn(tokenizer), _drawn(tokenizer))
     def check(prompt: list[int], tokens: list[int]) -> None:
         assert "".join(_streamed(StreamedText(_pieces(tokenizer)), tokens)) == _decoded(tokenizer, tokens)
@@ -230,7 +231,7 @@ def test_special_tokens_in_stop_strings(stop: list[str], text: str) -> None:
     assert written.stopped == (not text.endswith("!"))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=share(150))
 @given(
     st.lists(st.sampled_from(["a", "b", "<|tool|>", "<|im_end|>"]), max_size=14),
     st.lists(

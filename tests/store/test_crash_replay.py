@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from conftest_store import small_store
 from crash_states import CrashState, Entry, Event, crash_states, read_log, without_syncs
+from effort import share
 
 from tierstore.errors import StoreError
 from tierstore.store import OpenAt, ParameterStore, StoreConfig, StripeConfig
@@ -152,10 +153,10 @@ class Run:
 @pytest.mark.slow
 def test_a_prepared_commit_can_be_undone_until_it_is_acknowledged(fast_path: Path) -> None:
     run = Run(fast_path).record(prepare=True)
-    assert run.violation(run.log, 500)[1] == ""
-    tried, wrong = run.undo_violation(2000)
+    assert run.violation(run.log, share(500))[1] == ""
+    tried, wrong = run.undo_violation(share(2000))
     assert wrong == ""
-    assert tried >= 100
+    assert tried >= share(100)
 
 
 def test_letting_the_previous_commit_go_too_early_fails_the_replay(
@@ -191,9 +192,10 @@ def record(fast_path: Path) -> Callable[[], Run]:
 @pytest.mark.slow
 def test_a_thousand_crash_states(record: Callable[[], Run], record_property: Callable[..., None]) -> None:
     run = record()
-    tried, wrong = run.violation(run.log, 1000)
+    count = share(1000)
+    tried, wrong = run.violation(run.log, count)
     assert wrong == ""
-    assert tried >= 1000
+    assert tried >= count
     assert {state.cut for state in crash_states(run.log, 1000, 0)} >= set(
         range(len(run.log) // 2, len(run.log))
     )
@@ -206,9 +208,10 @@ def test_crash_states_of_two_drives(fast_path: Path) -> None:
     run = Run(fast_path, further=("b",)).record()
     written = {Path(entry.text).parent.parent.name for entry in run.log if entry.event is Event.WRITE_SUBMIT}
     assert written == {"run", "b"}
-    tried, wrong = run.violation(run.log, 700)
+    count = share(700)
+    tried, wrong = run.violation(run.log, count)
     assert wrong == ""
-    assert tried >= 700
+    assert tried >= count
     assert run.violation(without_syncs(run.log, str(fast_path / "b")), 700)[1] != ""
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest_store import small_store, weights
+from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -57,7 +58,7 @@ def test_layout_by_hand() -> None:
     assert schema.record_bytes == 12 * 1500
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=share(60))
 @given(st.dictionaries(st.text(max_size=8), st.binary(max_size=20), max_size=5))
 def test_tables_round_trip(table: dict[str, bytes]) -> None:
     assert unpack_table(pack_table(table), where="here") == table

@@ -1,4 +1,4 @@
-"""Two hundred SIGKILLs of a process that commits in a loop: what was acknowledged is there, whole."""
+"""SIGKILLs of a process that commits in a loop: what was acknowledged is there, whole."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 from conftest_store import small_store
+from effort import share
 
 from tierstore.store import MomentFormat, ParameterStore, StoreConfig
 
-KILLS = 200
+KILLS = share(200)
 SECONDS = 30.0  # one child may take: far more than it needs
 
 

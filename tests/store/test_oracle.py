@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest_store import ArrayModel, small_store, weights
+from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -53,7 +54,7 @@ def weight_of(store: ParameterStore, key: str, split: WeightFormat) -> np.ndarra
         return merged
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=share(40))
 @given(
     program=st.lists(operation, min_size=3, max_size=18),
     frames=st.integers(0, 24),

@@ -10,6 +10,7 @@ import zlib
 
 import numpy as np
 import pytest
+from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -55,7 +56,7 @@ def test_runs_by_hand():
         table[4]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=share(50))
 @given(st.lists(st.sampled_from([SMALL, LARGE]) | records, max_size=20))
 def test_a_table_is_the_sequence_it_was_made_of(sequence):
     table = RecordTable(sequence)
@@ -126,7 +127,7 @@ def test_columns_from_single_values():
         EventColumns.build([2], [1, 2], steps=[1, 2])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=share(60))
 @given(counts=st.lists(st.integers(0, 6), max_size=30), limit=st.integers(1, 12))
 def test_parts_are_the_whole(counts, limit):
     columns = EventColumns.build(counts, np.arange(sum(counts)), steps=np.arange(len(counts)))

@@ -7,6 +7,7 @@ import os
 
 import numpy as np
 import pytest
+from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -74,7 +75,7 @@ SETTINGS = [
 ]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=share(40))
 @given(
     setting=st.sampled_from(SETTINGS),
     seed=st.integers(0, 2**31),

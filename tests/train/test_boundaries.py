@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest_store import small_store
+from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -154,7 +155,7 @@ def steps(draw: st.DrawFn) -> tuple[int, int, int, list[tuple[Sequence[int], int
     return layers, micros, slots, draw(st.lists(st.tuples(order, given_up), min_size=1, max_size=4))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=share(60))
 @given(steps(), st.randoms(use_true_random=False))
 def test_like_a_dictionary(core_of: StoreCore, made: tuple, random) -> None:  # type: ignore[type-arg, no-untyped-def]
     layers, micros, slots, runs = made

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -40,7 +41,7 @@ def test_split_by_hand(tmp_path: Path) -> None:
     assert data.describe() == "1000 B in 1 files (750 B train, 250 B validation)"
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=share(25))
 @given(
     sizes=st.lists(st.integers(0, 200_000), min_size=1, max_size=5),
     fraction=st.floats(0.02, 0.6),
@@ -66,7 +67,7 @@ def test_splits_cover_the_text(
     assert data.train[:head].tobytes() in content
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=share(60))
 @given(st.integers(1, 300), st.integers(0, 2**62))
 def test_permutation(count: int, key: int) -> None:
     assert sorted(permute(i, count, key) for i in range(count)) == list(range(count))

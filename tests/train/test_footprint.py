@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from launcher import Ranks
 from rank_cases import TINY, Settings
@@ -71,7 +71,6 @@ def test_ranks_are_given_what_was_announced(
 units = st.builds(DenseUnit, matrices=st.integers(0, 500), others=st.integers(1, 500))
 
 
-@settings(deadline=None)
 @given(st.lists(units, min_size=3, max_size=6), st.integers(1, 5), st.sampled_from(ComputeDtype))
 def test_slices_hold_every_parameter(units: list[DenseUnit], count: int, compute: ComputeDtype) -> None:
     for unit, layout in zip(units, flat_layouts(units, ranks=count, compute=compute), strict=True):

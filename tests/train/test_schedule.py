@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -45,7 +46,7 @@ def test_against_torch(kind: LearningRateDecay) -> None:
         scheduler.step()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=share(60))
 @given(st.sampled_from(list(LearningRateDecay)), st.integers(0, 20), st.integers(1, 60), st.floats(0, 1))
 def test_it_rises_then_falls(kind: LearningRateDecay, warmup: int, total: int, least: float) -> None:
     config = ScheduleConfig(kind=kind, lr=0.5, warmup_steps=warmup, total_steps=total, min_lr_fraction=least)
@@ -56,7 +57,7 @@ def test_it_rises_then_falls(kind: LearningRateDecay, warmup: int, total: int, l
     assert min(rates[warmup:]) >= 0.5 * least - 1e-15
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=share(60))
 @given(
     st.sampled_from(list(LearningRateDecay)),
     st.integers(0, 20),

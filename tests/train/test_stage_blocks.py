@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import combinations, pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tierstore.errors import ConfigError
@@ -24,7 +24,6 @@ def test_of_equal_cuts_the_later_stages_have_more_blocks() -> None:
     assert balanced_blocks([0, 0, 0], 2) == [range(1), range(1, 3)]
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.data())
 def test_no_other_cut_is_better(costs: list[int], data: st.DataObject) -> None:
     stages = data.draw(st.integers(1, len(costs)))

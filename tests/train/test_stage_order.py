@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tierstore.cache.access import Phase
@@ -32,7 +32,6 @@ def test_a_stage_that_is_not_there_is_refused() -> None:
         one_forward_one_backward(2, 2, 4)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 6), st.integers(1, 12))
 def test_every_pass_finds_what_it_needs_and_the_step_takes_the_time_of_the_paper(
     stages: int, micro_batches: int

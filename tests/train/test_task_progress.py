@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tierstore.model.interface import Batch
@@ -119,7 +119,6 @@ ATTEMPTS = st.tuples(
 )
 
 
-@settings(deadline=None)
 @given(st.lists(ATTEMPTS, min_size=1, max_size=6), st.integers(3, 9))
 def test_every_example_once_an_epoch(
     attempts: list[tuple[dict[str, int], int, int, list[int], int]], size: int

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -73,7 +74,7 @@ def test_one_rank_gathers_nothing_and_says_nothing() -> None:
     assert (alone.describe(), alone.tables) == (None, {})
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=share(30))
 @given(
     st.integers(2, 300_000), st.sampled_from([64, 256, 4096]), st.integers(2, 16), st.integers(1, 64),
     st.integers(1, 8),

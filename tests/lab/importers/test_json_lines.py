@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import pytest
+from effort import share
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -248,7 +249,7 @@ def test_files_of_no_common_log(merged, tmp_path, other, message):
 
 @settings(
     deadline=None,
-    max_examples=60,
+    max_examples=share(60),
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(

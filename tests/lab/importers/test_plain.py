@@ -6,6 +6,7 @@ import io
 import struct
 
 import numpy as np
+from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -43,7 +44,7 @@ def test_a_line_with_blanks_can_be_left_out(imported):
         assert keys == ["1", "2"]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=share(50))
 @given(st.lists(st.integers(0, 9), max_size=6), st.integers(1, 4))
 def test_steps_do_not_depend_on_blocks(cuts, per_step):
     records = np.arange(sum(cuts), dtype=np.uint32)
@@ -62,7 +63,6 @@ def test_steps_do_not_depend_on_blocks(cuts, per_step):
     assert int((~asked).sum()) == len(records) // per_step
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=30).map(lambda data: data.translate(b"ab\r\n" * 64)), st.integers(1, 5))
 def test_lines_do_not_depend_on_blocks(data, block_bytes):
     """Ended by \\n or \\r\\n, wherever a block ends; the last need not be ended."""

@@ -60,7 +60,6 @@ def test_rows_by_hand() -> None:
         table.owner(10)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 300), st.integers(1, 40), st.integers(1, 9))
 def test_every_row_has_one_owner(rows: int, width: int, ranks: int) -> None:
     table = TableRows(rows, width, ranks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from effort import share
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from slotted import make_store, open_slotted
@@ -63,7 +64,7 @@ def passes(draw: st.DrawFn) -> list[tuple[ServingPhase, int, list[tuple[int, lis
 
 
 @settings(
-    max_examples=60,
+    max_examples=share(60),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from conftest_store import small_store
 from crash_states import Event
+from effort import share
 from test_crash_replay import Run
 
 from tierstore import _native
@@ -204,19 +205,20 @@ def give_all_back(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_holes_in_every_crash_state(fast_path: Path, give_all_back: None) -> None:
     run = Run(fast_path).record()
     assert sum(entry.event is Event.PUNCH_SUBMIT for entry in run.log) > 20
-    tried, wrong = run.violation(run.log, 1000)
+    count = share(1000)
+    tried, wrong = run.violation(run.log, count)
     assert wrong == ""
-    assert tried >= 1000
+    assert tried >= count
 
 
 @pytest.mark.slow
 def test_holes_in_prepared_commits(fast_path: Path, give_all_back: None) -> None:
     run = Run(fast_path).record(prepare=True)
     assert any(entry.event is Event.PUNCH_SUBMIT for entry in run.log)
-    assert run.violation(run.log, 150)[1] == ""
-    tried, wrong = run.undo_violation(500)
+    assert run.violation(run.log, share(150))[1] == ""
+    tried, wrong = run.undo_violation(share(500))
     assert wrong == ""
-    assert tried >= 20
+    assert tried >= share(20)
 
 
 def test_a_hole_before_the_commit_is_durable_fails_the_replay(

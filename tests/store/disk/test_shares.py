@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,7 +26,7 @@ def test_equal_drives_take_turns_and_a_full_one_is_passed_over() -> None:
     assert [turns.next((1, 1, 1), (0, 2)) for _ in range(4)] == [0, 2, 0, 2]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=share(60))
 @given(WEIGHTS, st.integers(1, 300))
 def test_any_number_of_turns_is_shared_by_weight(weights: list[float], count: int) -> None:
     turns = WeightedRoundRobin(len(weights))
@@ -34,7 +35,7 @@ def test_any_number_of_turns_is_shared_by_weight(weights: list[float], count: in
         assert abs(taken.count(number) - count * weight / sum(weights)) < len(weights)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=share(60))
 @given(WEIGHTS, st.integers(0, 10**6))
 def test_apportioned_parts_add_up_and_are_off_by_less_than_one(weights: list[float], total: int) -> None:
     parts = apportion(total, weights)

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest_store import ArrayModel, small_store, weights
+from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -47,7 +48,7 @@ def test_by_hand() -> None:
     assert early.reserve(1000, 0) == 0, "credit may be older than the clock"
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=share(60))
 @given(
     st.integers(1, 10**6),
     st.integers(0, 10**7),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from effort import share
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -74,7 +75,7 @@ def test_too_little_is_refused(tmp_path: Path) -> None:
         pack(files, Packing.DOCUMENTS, seq_len=4, fraction=0.05, where="here")
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=share(150))
 @given(
     sizes=st.lists(st.integers(0, 40), min_size=2, max_size=60),
     seq_len=st.integers(1, 17),
@@ -134,7 +135,7 @@ def _check_whole(packed: Packed, sizes: list[int], seq_len: int) -> None:
             assert length == min(seq_len, ends[document + 1] - 1 - start)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=share(80))
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=50), st.integers(12, 30))
 def test_best_fit_decreasing(lengths: list[int], seq_len: int) -> None:
     """The same as the slow way to say it; and no two sequences would fit in one."""

@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from token_cases import write_lines
@@ -52,7 +53,7 @@ def test_a_separator_splits_a_text_file(tmp_path: Path) -> None:
     assert _read(path, separator="<|x|>") == [TextPiece(text) for text in ("one", "two\n", "", "three")]
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=share(80))
 @given(
     text=st.text(alphabet="ab \n#é", max_size=120),
     separator=st.sampled_from(["", "#", "##", "a#"]),

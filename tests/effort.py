@@ -1,0 +1,13 @@
+"""How much the tests try: a bare ``pytest`` a part, ``pytest --hypothesis-profile thorough`` (``.ci/run``) all."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+
+#: Examples of a property in a thorough run, as tests/conftest.py says.
+THOROUGH = 100
+
+
+def share(count: int) -> int:
+    """``count`` in a thorough run; otherwise its part in proportion to the profile's examples, rounded up."""
+    return -(-count * settings.default.max_examples // THOROUGH)
