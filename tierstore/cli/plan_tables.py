@@ -78,10 +78,10 @@ def _show_uses(made: UsesPlan, output: Output) -> None:
     pairs = made.pairs
     output.line(f"frozen experts: {format_bytes(made.frozen)} on disk, one copy")
     output.line(
-        f"pairs of rank {pairs.rank}: {_parameters(pairs.attention)} parameters of attention, "
-        f"{_parameters(pairs.experts)} of experts, whose records take {format_bytes(pairs.records)} of disk; "
-        f"in memory they would take {format_bytes(pairs.resident)}: "
-        f"pairs fit in memory: {'yes' if pairs.in_memory else 'no'}"
+        f"pairs of rank {pairs.rank_count}: {_parameters(pairs.attention_parameters_count)} parameters of attention, "
+        f"{_parameters(pairs.expert_parameters_count)} of experts, whose records take "
+        f"{format_bytes(pairs.record_bytes)} of disk; in memory they would take {format_bytes(pairs.resident_bytes)}: "
+        f"pairs fit in memory: {'yes' if pairs.fits_in_memory else 'no'}"
     )
 
 

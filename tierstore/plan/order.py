@@ -42,14 +42,6 @@ class OrderCost:
     step_s: float
     evidence: Evidence
 
-    def as_json(self) -> dict[str, object]:
-        return {
-            "memory_bytes": self.memory_bytes,
-            "moved_bytes": self.moved_bytes,
-            "step_s": self.step_s,
-            "evidence": self.evidence.value,
-        }
-
 
 def in_order(config: TrainConfig, order: Decision[MicroOrder]) -> TrainConfig:
     """``config`` in the order that was chosen."""
@@ -64,11 +56,7 @@ def order_lines(order: Decision[MicroOrder]) -> list[str]:
 def order_json(order: Decision[MicroOrder]) -> dict[str, object]:
     """The order, why, and what either one takes; None where it was not worked out, or the budgets are too small."""
     costs = {name: order.facts[name] for name in ("micro", "layer", "one_larger")}
-    return {
-        "micro_order": order.value.value,
-        "reason": order.reason,
-        **{name: None if cost is None else cost.as_json() for name, cost in costs.items()},
-    }
+    return {"micro_order": order.value, "reason": order.reason, **costs}
 
 
 def order_advice(order: Decision[MicroOrder]) -> str | None:

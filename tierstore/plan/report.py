@@ -15,6 +15,7 @@ from tierstore.decision import Decision
 from tierstore.hf.manifest import Weights
 from tierstore.hf.spec import HfSpec
 from tierstore.machine_profile import ASSUMED, Profile
+from tierstore.outputs import to_json
 from tierstore.plan.capacity import (
     DEFAULT_RANK,
     TIERS,
@@ -75,10 +76,10 @@ class UsePlan:
         taken = self.verdict.capacity
         return None if taken is None else taken.total(Tier.NVME)
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         """Numbers by keys that say their unit."""
         return {
-            "use": self.use.value,
+            "use": self.use,
             "fits": self.verdict.fits,
             "shortfalls": _shortfalls(self.verdict.shortfalls),
             "memory_bytes": self.memory,
@@ -94,37 +95,24 @@ def _times(made: Prediction | None) -> dict[str, object] | None:
     if made is None:
         return None
     return {
-        "step_s": made.step_s,
-        "tokens_per_s": made.tokens_per_s,
+        **{name: getattr(made, name) for name in ("step_s", "tokens_per_s", "bottleneck", "evidence")},
         "read_bytes": made.traffic.read_bytes,
         "written_bytes": made.traffic.written_bytes,
-        "bottleneck": made.bottleneck.value,
-        "evidence": made.evidence.value,
     }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PairsPlan:
-    """The low-rank pairs of one rank. ``in_memory``: whether all experts' pairs, with gradients and moments, fit in memory
-    beside the least that LoRA needs.
+    """The low-rank pairs of one rank. ``fits_in_memory``: whether all experts' pairs, with gradients and moments, fit in
+    memory beside the least that LoRA needs.
     """
 
-    rank: int
-    attention: int
-    experts: int
-    resident: int
-    records: int
-    in_memory: bool
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "rank_count": self.rank,
-            "attention_parameters_count": self.attention,
-            "expert_parameters_count": self.experts,
-            "resident_bytes": self.resident,
-            "record_bytes": self.records,
-            "fits_in_memory": self.in_memory,
-        }
+    rank_count: int
+    attention_parameters_count: int
+    expert_parameters_count: int
+    resident_bytes: int
+    record_bytes: int
+    fits_in_memory: bool
 
 
 @dataclass(frozen=True)
@@ -137,18 +125,18 @@ class UsesPlan:
     #: One copy of the experts, read only, on one rank's disk.
     frozen: int
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         manifest = self.spec.manifest
         return {
             "model": {
                 "model_type": manifest.model_type,
                 "architecture": manifest.architecture,
-                "compute_dtype": manifest.compute.value,
-                "quantization": manifest.quantization.value,
+                "compute_dtype": manifest.compute,
+                "quantization": manifest.quantization,
                 "expert_ratio": manifest.expert_parameters / manifest.total_parameters,
             },
-            "uses": [use.as_json() for use in self.uses],
-            "pairs": self.pairs.as_json(),
+            "uses": self.uses,
+            "pairs": self.pairs,
             "frozen_experts_bytes": self.frozen,
         }
 
@@ -186,12 +174,12 @@ def _pairs(lora: Setting, limits: Limits) -> PairsPlan:
     taken = capacity(least)
     tiers = (Tier.HOST, Tier.DEVICE) if lora.device is DeviceKind.CPU else (Tier.HOST,)
     return PairsPlan(
-        rank=usage.rank,
-        attention=sum(usage.attention),
-        experts=usage.pairs.numel * lora.model.records,
-        resident=resident,
-        records=extent_bytes(usage.pairs, lora.records, lora.config.retain),
-        in_memory=taken.total(*tiers) + resident <= limits.memory,
+        rank_count=usage.rank,
+        attention_parameters_count=sum(usage.attention),
+        expert_parameters_count=usage.pairs.numel * lora.model.records,
+        resident_bytes=resident,
+        record_bytes=extent_bytes(usage.pairs, lora.records, lora.config.retain),
+        fits_in_memory=taken.total(*tiers) + resident <= limits.memory,
     )
 
 
@@ -229,23 +217,40 @@ class Plan:
         return assignment_of(config, max(1, count // (parallel.stages * parallel.tensor)))
 
     def as_json(self) -> dict[str, Any]:
-        """Numbers by keys that say their unit."""
-        model, config = self.setting.model, self.setting.config
-        return {
+        """Numbers by keys that say their unit, as JSON holds them."""
+        model, config, taken = self.setting.model, self.setting.config, self.verdict.capacity
+        hardware, made = self.hardware, self.prediction
+        found: dict[str, object] = {
             "parameters": model.parameters,
             "dense_parameters_count": model.dense,
             "sparse_parameters_count": model.sparse,
             "active_parameters_count": model.active,
             "experts": model.records,
             "ranks_count": self.setting.ranks.count,
-            "device": self.setting.device.value,
+            "device": self.setting.device,
             "host_budget_bytes": config.host_budget,
             "fits": self.verdict.fits,
             "shortfalls": _shortfalls(self.verdict.shortfalls),
             "remedy": _changes(self.remedy.changes if self.remedy else ()),
-            "hardware": self._hardware(),
-            "terms": self._terms(),
-            "totals": self._totals(),
+            "hardware": hardware
+            and {
+                "changes": _changes(hardware.changes),
+                "shortfalls": _shortfalls(hardware.shortfalls),
+                "memory_bytes": hardware.memory,
+                "disk_bytes": hardware.disk,
+                "device_bytes": hardware.device,
+            },
+            "terms": [
+                {
+                    "tier": term.tier,
+                    "name": term.name,
+                    "term_bytes": term.nbytes,
+                    "formula": term.formula,
+                    "evidence": term.evidence,
+                }
+                for term in (taken.terms if taken else ())
+            ],
+            "totals": {f"{tier.value}_bytes": taken.total(tier) for tier in TIERS} if taken else {},
             "limits": {
                 "memory_bytes": self.limits.memory,
                 "disk_bytes": self.limits.disk,
@@ -257,78 +262,36 @@ class Plan:
                 "cpu_bytes": self.paper.cpu,
                 "ssd_bytes": self.paper.ssd,
             },
-            "preset": None
-            if self.preset is None
-            else {
+            "preset": self.preset
+            and {
                 "source": self.preset.source,
                 "published_parameters_count": self.preset.published,
                 "note": self.preset.note,
             },
-            "prediction": self._prediction(),
-            "order": None if self.order is None else order_json(self.order),
-            "pipeline_degree": self._degrees(),
-            "vocabulary": self.setting.vocabulary.as_json(),
-            "tensor": None if self.tensor is None else self.tensor.as_json(),
-            **({"tasks": self.tasks.as_json()} if self.tasks else {}),
-            **({"use": self.setting.usage.use.value, **self.uses.as_json()} if self.uses else {}),
+            "prediction": made
+            and {
+                **(_times(made) or {}),
+                "busy": [{"resource": r, "busy_ratio": made.busy_ratio[r]} for r in Resource],
+                "path": [{"kind": kind, "path_s": spent} for kind, spent in made.path_s.items()],
+                "traffic_evidence": made.traffic.evidence,
+                "active_ratio": made.traffic.active,
+            },
+            "order": self.order and order_json(self.order),
+            "pipeline_degree": made
+            and made.degrees
+            and {
+                **made.degrees.as_json(),
+                "step_s": made.step_s,
+                "one_chunk_step_s": made.one_chunk_s,
+                "saved_s": made.chunks_save_s,
+            },
+            "vocabulary": self.setting.vocabulary,
+            "tensor": self.tensor,
+            **({"tasks": self.tasks} if self.tasks else {}),
+            **({"use": self.setting.usage.use, **self.uses.as_json()} if self.uses else {}),
         }
-
-    def _hardware(self) -> dict[str, object] | None:
-        made = self.hardware
-        if made is None:
-            return None
-        return {
-            "changes": _changes(made.changes),
-            "shortfalls": _shortfalls(made.shortfalls),
-            "memory_bytes": made.memory,
-            "disk_bytes": made.disk,
-            "device_bytes": made.device,
-        }
-
-    def _terms(self) -> list[dict[str, object]]:
-        taken = self.verdict.capacity
-        return [
-            {
-                "tier": term.tier.value,
-                "name": term.name,
-                "term_bytes": term.nbytes,
-                "formula": term.formula,
-                "evidence": term.evidence.value,
-            }
-            for term in (taken.terms if taken else ())
-        ]
-
-    def _totals(self) -> dict[str, int]:
-        taken = self.verdict.capacity
-        return {f"{tier.value}_bytes": taken.total(tier) for tier in TIERS} if taken else {}
-
-    def _degrees(self) -> dict[str, Any] | None:
-        made = self.prediction
-        if made is None or made.degrees is None:
-            return None
-        return {
-            **made.degrees.as_json(),
-            "step_s": made.step_s,
-            "one_chunk_step_s": made.one_chunk_s,
-            "saved_s": made.chunks_save_s,
-        }
-
-    def _prediction(self) -> dict[str, object] | None:
-        made = self.prediction
-        if made is None:
-            return None
-        return {
-            "evidence": made.evidence.value,
-            "step_s": made.step_s,
-            "tokens_per_s": made.tokens_per_s,
-            "bottleneck": made.bottleneck.value,
-            "busy": [{"resource": r.value, "busy_ratio": made.busy_ratio[r]} for r in Resource],
-            "path": [{"kind": kind.value, "path_s": spent} for kind, spent in made.path_s.items()],
-            "read_bytes": made.traffic.read_bytes,
-            "written_bytes": made.traffic.written_bytes,
-            "traffic_evidence": made.traffic.evidence.value,
-            "active_ratio": made.traffic.active,
-        }
+        plain: Any = to_json(found)
+        return dict(plain)
 
 
 def plan_run(
@@ -424,4 +387,4 @@ def _shortfalls(shortfalls: Iterable[Shortfall]) -> list[dict[str, object]]:
 
 
 def _changes(changes: Iterable[Change]) -> list[dict[str, str]]:
-    return [{"change": change.text, "effect": change.effect.value} for change in changes]
+    return [{"change": change.text, "effect": change.effect} for change in changes]
