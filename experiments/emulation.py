@@ -36,6 +36,8 @@ from tierstore.outputs import to_json
 T = TypeVar("T")
 TIMEOUT_S = 600.0
 _CLONE_NEWNET = 0x40000000
+#: What ranks import is imported once, by the process that they are forked from.
+PRELOADED = ("torch.distributed.pipelining", "tierstore.train.session")
 #: Products with its weights that an expert has in a pass: two either way.
 _PRODUCTS = 2
 
@@ -52,7 +54,8 @@ def run_ranks(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
     ranks = []
     for rank in range(count):
         ours, theirs = context.Pipe(duplex=False)

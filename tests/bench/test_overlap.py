@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -148,20 +149,23 @@ def test_the_picture_is_the_same_file_twice(tmp_path: Path) -> None:
     assert len(slices["compute"]) == 3
 
 
-@pytest.mark.slow
-def test_ranks_meet_through_namespaces_where_there_are_some(tmp_path: Path) -> None:
-    """At 1 MiB/s: 7 messages of 2 KiB a step fit the bucket, so nothing is asserted of their time."""
-    asked = RankRequest(directory=tmp_path / "run", steps=1, warmup=1, shape=TINY)
-    with (
-        rank_namespaces(2, bandwidth=1 << 20) as (resolution, namespaces),
-        RankProcesses(namespaces) as ranks,
-    ):
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankProcesses]:
+    """Two ranks, in network namespaces where there are some. Nothing here fills their buckets."""
+    with rank_namespaces(2, bandwidth=1 << 20) as (resolution, namespaces):
         assert len(namespaces) == (2 if resolution else 0)
-        assert ranks.measure(asked).sent_bytes == 7 * 4 * 32 * 32 / 2
+        with RankProcesses(namespaces) as started:
+            yield started
 
 
 @pytest.mark.slow
-def test_the_trainer_steps_over_limited_links(tmp_path: Path) -> None:
+def test_ranks_meet_through_namespaces_where_there_are_some(tmp_path: Path, ranks: RankProcesses) -> None:
+    asked = RankRequest(directory=tmp_path / "run", steps=1, warmup=1, shape=TINY)
+    assert ranks.measure(asked).sent_bytes == 7 * 4 * 32 * 32 / 2
+
+
+@pytest.mark.slow
+def test_the_trainer_steps_over_limited_links(tmp_path: Path, ranks: RankProcesses) -> None:
     """Two ranks; a transfer of the copy link takes 1 ms, so a step is no shorter than its loads of experts."""
     text = tmp_path / "text"
     text.write_bytes(bytes(range(256)) * 1024)
@@ -180,15 +184,14 @@ def test_the_trainer_steps_over_limited_links(tmp_path: Path) -> None:
     asked = RankRequest(
         directory=tmp_path / "run", steps=1, warmup=1, stack=Stack.TRAINER, train=config, links=config.links
     )
-    with RankProcesses() as ranks:
-        found = ranks.measure(asked)
-        assert not asked.directory.exists()
-        assert found.sent_bytes > 0
-        assert found.step_s >= 0.002  # each layer has experts to load, forward and backward
-        assert {"horizontal: gather", "vertical: copy"} <= set(found.stalls)
-        # It is refused on both ranks, in a line.
-        with pytest.raises(WorkerError, match=r"rank 0: ConfigError: data\.batch_size"):
-            ranks.measure(replace(asked, train=replace(config, data=replace(config.data, batch_size=3))))
+    found = ranks.measure(asked)
+    assert not asked.directory.exists()
+    assert found.sent_bytes > 0
+    assert found.step_s >= 0.002  # each layer has experts to load, forward and backward
+    assert {"horizontal: gather", "vertical: copy"} <= set(found.stalls)
+    # It is refused on both ranks, in a line, which ends them.
+    with pytest.raises(WorkerError, match=r"rank 0: ConfigError: data\.batch_size"):
+        ranks.measure(replace(asked, train=replace(config, data=replace(config.data, batch_size=3))))
 
 
 @pytest.mark.slow
@@ -196,11 +199,11 @@ def test_ranks_whose_messages_the_kernel_limits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where there are namespaces messages go through them; elsewhere one line says why not."""
-    limit = ["overlap", f"--store={tmp_path / 'bench'}", "--namespace-bandwidth=1MiB"]
+    limit = ["overlap", f"--store={tmp_path / 'bench'}", "--namespace-bandwidth=100MiB"]
     small = ["--layers=2", "--forward-ms=1", "--computation=device", "--steps=1", "--warmup=1"]
     if probe_namespaces().available:
         assert bench_status(*limit, *small, "--json") == 0
-        assert json.loads(capsys.readouterr().out)["namespace_bytes_per_s"] == 1 << 20
+        assert json.loads(capsys.readouterr().out)["namespace_bytes_per_s"] == 100 << 20
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert bench_status(*limit) == 2
     assert capsys.readouterr().err == (

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner, Result
 
+from tierstore.cli.main import cli
+
+STEPS = 40
 TINY = """
 steps = {steps}
 host_budget = "4MiB"
@@ -34,26 +40,19 @@ paths = ["{text}"]
 """
 
 
-@pytest.fixture
-def config(tmp_path: Path) -> Path:
-    text = tmp_path / "words.txt"
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("config")
+    text = directory / "words.txt"
     text.write_text(" ".join(f"word{i % 97}" for i in range(8000)))
-    path = tmp_path / "tiny.toml"
-    path.write_text(TINY.format(steps=4, text=text))
+    path = directory / "tiny.toml"
+    path.write_text(TINY.format(steps=STEPS, text=text))
     return path
-
-
-def command(*arguments: str | Path) -> list[str]:
-    return [sys.executable, "-m", "tierstore.cli.main", *map(str, arguments)]
 
 
 def torchrun(*arguments: str | Path, ranks: int = 2, restarts: int = 0) -> list[str]:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     return [*launcher, f"--max-restarts={restarts}", "-m", "tierstore.cli.main", *map(str, arguments)]
-
-
-def run(line: list[str], *, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(line, capture_output=True, text=True, timeout=timeout, check=False)
 
 
 def last_json(text: str) -> dict[str, object]:
@@ -62,48 +61,73 @@ def last_json(text: str) -> dict[str, object]:
     return found
 
 
-@pytest.mark.slow
-def test_two_ranks_reshard_to_one_and_verify(config: Path, tmp_path: Path) -> None:
-    store, one = tmp_path / "two", tmp_path / "one"
-    metrics = tmp_path / "metrics.jsonl"
-    two = run(torchrun("train", config, "--store", store, "--metrics", metrics, "--json"))
-    assert two.returncode == 0, two.stderr
-    alone = run(command("train", config, "--store", tmp_path / "alone", "--json"))
-    found, expected = last_json(two.stdout), last_json(alone.stdout)
-    assert found["ranks"] == 2
-    assert found["train_loss"] == pytest.approx(expected["train_loss"], rel=1e-5)
-    assert found["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-5)
-    assert found["read_bytes"] == expected["read_bytes"] == 0
-    assert "ranks: 2, in 1 expert group of 2" in two.stderr
-    assert two.stderr.count("memory: host budget") == 1, "one rank speaks for all"
-    lines = [
-        [json.loads(line) for line in path.read_text().splitlines()]
-        for path in (metrics, tmp_path / "metrics.rank-0001.jsonl")
-    ]
-    assert [[line["loss"] for line in rank] for rank in lines] == [[line["loss"] for line in lines[0]]] * 2
+def here(*arguments: str | Path | int) -> Result:
+    """The command in this process."""
+    return CliRunner().invoke(cli, [str(argument) for argument in arguments])
 
-    refused = run(command("train", config, "--store", store, "--resume"))
-    assert refused.returncode == 2
+
+@dataclass(frozen=True)
+class TwoRanks:
+    """A run of two ranks to its end: its directory, with ``store`` and ``metrics.jsonl``; its JSON; and what it said."""
+
+    directory: Path
+    found: dict[str, object]
+    said: str
+
+    def losses(self, name: str = "metrics.jsonl") -> dict[int, float]:
+        return losses_of(self.directory / name)
+
+
+def losses_of(metrics: Path) -> dict[int, float]:
+    """By step; of a step that was taken twice, the later one."""
+    return {line["step"]: line["loss"] for line in map(json.loads, metrics.read_text().splitlines())}
+
+
+@pytest.fixture(scope="module")
+def two(config: Path, tmp_path_factory: pytest.TempPathFactory) -> TwoRanks:
+    place = tmp_path_factory.mktemp("two")
+    options = ("--store", place / "store", "--metrics", place / "metrics.jsonl", "--json", "--checksum")
+    line = torchrun("train", config, *options)
+    done = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return TwoRanks(place, last_json(done.stdout), done.stderr)
+
+
+@pytest.mark.slow
+def test_two_ranks_reshard_to_one_and_verify(config: Path, two: TwoRanks, tmp_path: Path) -> None:
+    one, store = tmp_path / "one", tmp_path / "store"
+    shutil.copytree(two.directory / "store", store)
+    expected = last_json(here("train", config, "--store", tmp_path / "alone", "--json").stdout)
+    assert two.found["ranks"] == 2
+    assert two.found["train_loss"] == pytest.approx(expected["train_loss"], rel=1e-5)
+    assert two.found["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-5)
+    assert two.found["read_bytes"] == expected["read_bytes"] == 0
+    assert "ranks: 2, in 1 expert group of 2" in two.said
+    assert two.said.count("memory: host budget") == 1, "one rank speaks for all"
+    assert two.losses("metrics.rank-0001.jsonl") == two.losses()
+
+    refused = here("train", config, "--store", store, "--resume")
+    assert refused.exit_code == 2
     assert "the store of 2 ranks, and this run has 1; tierstore reshard" in refused.stderr
-    made = run(command("reshard", store, "--to", one, "--ranks", 1, "--json"))
-    assert made.returncode == 0, made.stderr
+    made = here("reshard", store, "--to", one, "--ranks", 1, "--json")
+    assert made.exit_code == 0, made.stderr
     assert last_json(made.stdout)["ranks_before"] == 2
     for path in (store, one):
-        checked = run(command("verify", path, "--json"))
-        assert checked.returncode == 0
+        checked = here("verify", path, "--json")
+        assert checked.exit_code == 0
         assert last_json(checked.stdout)["failures"] == []
-    resumed = run(command("train", config, "--store", one, "--resume", "--steps", 6, "--json"))
-    assert resumed.returncode == 0, resumed.stderr
-    again = run(command("reshard", store, "--to", one, "--ranks", 1))
-    assert again.returncode == 2
+    resumed = here("train", config, "--store", one, "--resume", "--steps", STEPS + 2, "--json")
+    assert resumed.exit_code == 0, resumed.stderr
+    again = here("reshard", store, "--to", one, "--ranks", 1)
+    assert again.exit_code == 2
     assert "there is something here already" in again.stderr
     with (store / "rank-0001" / "extents" / "expert.weights").open("r+b") as extent:
         extent.seek(200)
         byte = extent.read(1)
         extent.seek(200)
         extent.write(bytes([byte[0] ^ 1]))
-    damaged = run(command("verify", store))
-    assert damaged.returncode == 1
+    damaged = here("verify", store)
+    assert damaged.exit_code == 1
     assert "rank-0001" in damaged.stdout
 
 
@@ -124,27 +148,11 @@ def wait_for(path: Path, lines: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("restarts", [0, 1])
-def test_a_rank_that_is_killed(config: Path, tmp_path: Path, restarts: int) -> None:
+def test_a_rank_that_is_killed(config: Path, two: TwoRanks, tmp_path: Path, restarts: int) -> None:
     """Without restarts the job ends with the reason; with one it goes on, and ends in the same bits."""
-    steps, store, metrics = 60, tmp_path / "store", tmp_path / "metrics.jsonl"
-    expected = tmp_path / "expected.jsonl"
-    straight = torchrun(
-        "train",
-        config,
-        "--store",
-        tmp_path / "straight",
-        "--steps",
-        steps,
-        "--metrics",
-        expected,
-        "--json",
-        "--checksum",
-    )
-    whole = last_json(run(straight).stdout) if restarts else {}
-    line = torchrun(
-        *("train", config, "--store", store, "--steps", steps, "--metrics", metrics, "--json", "--checksum"),
-        restarts=restarts,
-    )
+    metrics = tmp_path / "metrics.jsonl"
+    options = ("--store", tmp_path / "store", "--metrics", metrics, "--json", "--checksum")
+    line = torchrun("train", config, *options, restarts=restarts)
     process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         wait_for(metrics, 5)
@@ -158,12 +166,10 @@ def test_a_rank_that_is_killed(config: Path, tmp_path: Path, restarts: int) -> N
         return
     assert process.returncode == 0, err
     found = last_json(out)
-    assert (found["steps"], found["train_loss"]) == (steps, whole["train_loss"])
-    assert isinstance(whole["records_crc32c"], int)
-    assert found["records_crc32c"] == whole["records_crc32c"]
-    seen = {entry["step"]: entry["loss"] for entry in map(json.loads, metrics.read_text().splitlines())}
-    want = {entry["step"]: entry["loss"] for entry in map(json.loads, expected.read_text().splitlines())}
-    assert seen == want
+    assert isinstance(found["records_crc32c"], int)
+    for name in ("steps", "train_loss", "records_crc32c"):
+        assert found[name] == two.found[name]
+    assert losses_of(metrics) == two.losses()
 
 
 @pytest.mark.slow
@@ -177,26 +183,20 @@ def test_a_signal_to_one_rank_stops_all_with_a_commit(config: Path, tmp_path: Pa
         out, err = process.communicate(timeout=90)
     finally:
         process.kill()
-    found = last_json(out)
+    stopped = last_json(out)["steps"]
     assert "committed; continue with --resume" in err
-    resumed = run(
-        torchrun(
-            "train", config, "--store", store, "--steps", int(str(found["steps"])) + 1, "--resume", "--json"
-        )
-    )
-    assert resumed.returncode == 0, resumed.stderr
-    assert last_json(resumed.stdout)["steps"] == int(str(found["steps"])) + 1
+    made = here("reshard", store, "--to", tmp_path / "one", "--ranks", 1, "--json")
+    assert last_json(made.stdout)["step"] == stopped, "both ranks committed the step"
+    steps = int(str(stopped)) + 1
+    resumed = here("train", config, "--store", tmp_path / "one", "--resume", "--steps", steps, "--json")
+    assert last_json(resumed.stdout)["steps"] == steps
 
 
-def test_a_world_that_is_half_set_is_refused(config: Path, tmp_path: Path) -> None:
-    environ = {**os.environ, "RANK": "0"}
-    done = subprocess.run(
-        command("train", config, "--store", tmp_path / "s"),
-        capture_output=True,
-        text=True,
-        env=environ,
-        check=False,
-    )
-    assert done.returncode == 2
+def test_a_world_that_is_half_set_is_refused(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    done = here("train", config, "--store", tmp_path / "s")
+    assert done.exit_code == 2
     assert "WORLD_SIZE" in done.stderr
     assert not (tmp_path / "s").exists()

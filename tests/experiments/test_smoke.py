@@ -34,7 +34,7 @@ SMALLEST = {
     "prediction": "--cases 1 --steps 1 --warmup 1 --forward-s 0.001",
     "quant": "--inputs 200 --outputs 40 --rows 1 3 --weight-bytes 100000 --repeats 2",
     "ring": _RING,
-    "stages": "--stages 2 --micro-batches 1 --forward-s 0.001 --backward-s 0.002 --rounds 1",
+    "stages": "--stages 2 --micro-batches 1 --forward-s 0.001 --backward-s 0.002 --rounds 1 --svg picture.svg",
     "tasks": "--time-scale 200 --rounds 1 --steps 1",
 }
 
@@ -161,7 +161,9 @@ def test_an_experiment_at_its_smallest_size(name: str, tmp_path: Path) -> None:
     *table, last = done.stdout.splitlines()
     assert table
     CHECKS[name](json.loads(last))
-    assert not list(tmp_path.iterdir())
+    for picture in tmp_path.iterdir():
+        assert picture.name == "picture.svg"
+        assert bars(picture) == [("4c72b0", 2), ("dd8452", 2)] * 2  # of two stages two passes each way
 
 
 def test_every_experiment_has_its_smallest_size() -> None:
@@ -178,14 +180,16 @@ def test_what_cannot_be_measured_is_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_pictures_of_real_ranks(tmp_path: Path) -> None:
-    """Of two stages two passes each way; of a layer in 1, 2 and 4 chunks as many dispatches, combines and experts."""
-    assert run("stages", f"{SMALLEST['stages']} --svg stages.svg", tmp_path).returncode in (0, 1)
-    drawn = re.findall(r'<path fill="#(\w+)"[^>]* d="([^"]*)"', (tmp_path / "stages.svg").read_text())
-    assert [(colour, path.count("M")) for colour, path in drawn] == [("4c72b0", 2), ("dd8452", 2)] * 2
-    assert run("pipemoe", "--svg chunks.svg --rounds 3", tmp_path).returncode == 0
-    text = (tmp_path / "chunks.svg").read_text()
-    for colours, counts in ((("#55a868", "#8172b3"), [2, 4, 8]), (("#4c72b0", "#dd8452"), [1, 2, 4])):
+def test_a_picture_of_chunks(tmp_path: Path) -> None:
+    """Of a layer in 1, 2 and 4 chunks as many dispatches, combines and experts, forward and backward."""
+    assert run("pipemoe", "--svg chunks.svg --rounds 1", tmp_path).returncode == 0
+    drawn = bars(tmp_path / "chunks.svg")
+    for colours, counts in ((("55a868", "8172b3"), [2, 4, 8]), (("4c72b0", "dd8452"), [1, 2, 4])):
         for colour in colours:
-            bars = re.findall(f'<path fill="{colour}"[^>]* d="([^"]*)"', text)
-            assert [path.count("M") for path in bars] == counts
+            assert [count for name, count in drawn if name == colour] == counts
+
+
+def bars(picture: Path) -> list[tuple[str, int]]:
+    """The bars of a row: their colour, and how many."""
+    drawn = re.findall(r'<path fill="#(\w+)"[^>]* d="([^"]*)"', picture.read_text())
+    return [(colour, path.count("M")) for colour, path in drawn]
