@@ -12,15 +12,24 @@ from tierstore.parallel.hierarchical import ExchangeModel, MessageCost
 from tierstore.parallel.layout import NodeGrid
 
 
+def of_links(grid: NodeGrid, *, within: MessageCost, between: MessageCost) -> ExchangeModel:
+    """From ``within`` for a collective of a node and a byte of it, ``between`` for a message between nodes."""
+    others, each = grid.nodes - 1, grid.each
+    byte_s = others * each * between.byte_s
+    rail = MessageCost(others * between.start_s, byte_s)
+    hierarchical = MessageCost(
+        rail.start_s + within.start_s, byte_s + grid.nodes * (each - 1) * within.byte_s
+    )
+    return ExchangeModel(grid, MessageCost(others * each * between.start_s, byte_s), rail, hierarchical)
+
+
 def test_by_hand() -> None:
     """Two nodes of three ranks; a message between nodes costs 2 ms and 1 us a byte, the step within 1 ms and 0.1 us a byte.
 
     Flat: 3 messages of b bytes. In two steps: one of 3 b bytes, and 2 x 2 b bytes within the node. So 4 ms are gained and
     1 ms + 0.4 us a byte lost: even at 7,500 bytes.
     """
-    model = ExchangeModel.of_links(
-        NodeGrid(2, 3), within=MessageCost(1e-3, 0.1e-6), between=MessageCost(2e-3, 1e-6)
-    )
+    model = of_links(NodeGrid(2, 3), within=MessageCost(1e-3, 0.1e-6), between=MessageCost(2e-3, 1e-6))
     assert model.flat.seconds(1000) == pytest.approx(9e-3)
     assert model.hierarchical.seconds(1000) == pytest.approx(2e-3 + 3e-3 + 1e-3 + 0.4e-3)
     assert model.below_bytes == pytest.approx(7500)
@@ -63,7 +72,7 @@ def test_lines_have_no_negative_part_and_need_two_sizes() -> None:
 def test_the_faster_way_changes_at_the_threshold(
     nodes: int, each: int, step_s: float, message_s: float, step_byte_s: float, byte_s: float
 ) -> None:
-    model = ExchangeModel.of_links(
+    model = of_links(
         NodeGrid(nodes, each), within=MessageCost(step_s, step_byte_s), between=MessageCost(message_s, byte_s)
     )
     below = model.below_bytes

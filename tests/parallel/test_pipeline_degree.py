@@ -38,8 +38,8 @@ def test_times_by_hand() -> None:
 
 def test_cap() -> None:
     found = best_degree(COSTS, forward_pass(100.0, 60.0), most=2)
-    assert (found.degree, found.wanted, found.capped) == (2, 3, True)
-    assert not best_degree(COSTS, forward_pass(100.0, 60.0), most=3).capped
+    assert (found.degree, found.wanted) == (2, 3)
+    assert best_degree(COSTS, forward_pass(100.0, 60.0), most=3).wanted == 3
 
 
 def test_equal_times_give_fewer_chunks() -> None:

@@ -1,4 +1,4 @@
-"""The host arena as equal frames, so that no entry is ever refused for fragmentation: their size, and who has which."""
+"""The host arena in equal frames, so that no entry is ever refused for fragmentation: their size and allocation."""
 
 from __future__ import annotations
 

@@ -89,14 +89,6 @@ class Fetched:
     speculative: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """What records alike have in common: the sections of each group (bytes), and what a transfer of it moves."""
-
-    groups: tuple[tuple[int, ...], ...]
-    charged: tuple[int, ...]
-
-
 @dataclass(slots=True)
 class _Entry:
     """A resident entry's memory. ``ready``: the ticket that wrote it last. ``readers``: tickets reading it since."""
@@ -128,8 +120,8 @@ class HostCache:
         #: Those that are resident.
         self._entries: dict[int, _Entry] = {}
         # Of the records, by number. Where each has an object, a hundred thousand of them would be most of the index.
-        self._kinds: list[_Kind] = []
-        self._kind_of = array("H")
+        self._shapes: list[tuple[tuple[int, ...], ...]] = []  # bytes of the sections of each group
+        self._shape_of = array("H")
         self._backings: dict[int, Backing] = {}
         self._find_backing = find_backing or self._backings.__getitem__
         #: What a commit waits for.
@@ -175,13 +167,13 @@ class HostCache:
         stored: bool,
     ) -> int:
         """``add_record`` for a record of each of ``layers``, alike otherwise; returns the number of the first."""
-        kind = _Kind(tuple(map(tuple, groups)), tuple(charged))
-        if kind not in self._kinds:
-            self._kinds.append(kind)
+        shape = tuple(map(tuple, groups))
+        if shape not in self._shapes:
+            self._shapes.append(shape)
         frames = [self._frames.count(sections) for sections in groups]
         on_disk = sum(1 << group for group in range(_GRADIENTS) if groups[group]) if stored else 0
         first = self.residency.add_records(layers, frames, list(charged), on_disk)
-        self._kind_of.extend([self._kinds.index(kind)] * len(layers))
+        self._shape_of.extend([self._shapes.index(shape)] * len(layers))
         return first
 
     # Accesses -----------------------------------------------------------------------------------------------
@@ -355,8 +347,8 @@ class HostCache:
 
     def _allocate(self, entry: int) -> tuple[_Entry, list[int]]:
         """Memory for a new resident, and the tickets that must finish before it is written."""
-        kind = self._kinds[self._kind_of[entry // GROUP_STRIDE]]
-        sections, guards = self._frames.allocate(kind.groups[entry % GROUP_STRIDE])
+        record, group = divmod(entry, GROUP_STRIDE)
+        sections, guards = self._frames.allocate(self._shapes[self._shape_of[record]][group])
         state = self._entries[entry] = _Entry(sections)
         return state, guards
 

@@ -261,18 +261,7 @@ class RankGroup:
         """``in_splits[r]`` rows go to rank r; ``out_splits[r]`` rows come from it. Zeros are fine."""
         if len(out_splits) != self.size or len(in_splits) != self.size:
             raise ValueError(f"expected {self.size} splits, got {len(out_splits)} and {len(in_splits)}")
-        if out_rows.shape[0] != sum(out_splits) or in_rows.shape[0] != sum(in_splits):
-            raise ValueError(
-                f"splits of {sum(out_splits)} and {sum(in_splits)} rows do not fit tensors of "
-                f"{out_rows.shape[0]} and {in_rows.shape[0]}"
-            )
-        if out_rows.dtype != in_rows.dtype or out_rows.shape[1:] != in_rows.shape[1:]:
-            raise ValueError(
-                f"rows must be alike: {out_rows.dtype} {tuple(out_rows.shape[1:])} and "
-                f"{in_rows.dtype} {tuple(in_rows.shape[1:])}"
-            )
-        if not (out_rows.is_contiguous() and in_rows.is_contiguous()):
-            raise ValueError("expected contiguous tensors")
+        check_rows(out_rows, in_rows, sum(out_splits), sum(in_splits))
         if self.size == 1:
             out_rows.copy_(in_rows)
             return Work()
@@ -475,6 +464,21 @@ def uncounted(*groups: RankGroup) -> Iterator[None]:
     for sent, was in zip(counts, before, strict=True):
         for each in fields(CollectiveTraffic):
             setattr(sent, each.name, getattr(was, each.name))
+
+
+def check_rows(out_rows: Tensor, in_rows: Tensor, came: int, go: int) -> None:
+    """Raises ValueError unless ``came`` rows fit ``out_rows`` and ``go`` rows fit ``in_rows``, and both are alike."""
+    if out_rows.shape[0] != came or in_rows.shape[0] != go:
+        raise ValueError(
+            f"splits of {came} and {go} rows do not fit tensors of {out_rows.shape[0]} and {in_rows.shape[0]}"
+        )
+    if out_rows.dtype != in_rows.dtype or out_rows.shape[1:] != in_rows.shape[1:]:
+        raise ValueError(
+            f"rows must be alike: {out_rows.dtype} {tuple(out_rows.shape[1:])} and "
+            f"{in_rows.dtype} {tuple(in_rows.shape[1:])}"
+        )
+    if not (out_rows.is_contiguous() and in_rows.is_contiguous()):
+        raise ValueError("expected contiguous tensors")
 
 
 def _check_flat(whole: Tensor, piece: Tensor, size: int, *, same_type: bool = True) -> None:

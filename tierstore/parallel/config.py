@@ -91,10 +91,10 @@ class ParallelConfig:
     )
     elastic: Elastic = field(
         default=Elastic.OFF,
-        metadata={"help": "off, or reshard: a resume with other ranks makes the store over for them"},
+        metadata={"help": "off, or reshard: a resume with a different number of ranks reshards the store"},
     )
     timeout_s: float = field(
-        default=600.0, metadata={"help": "seconds after which a collective that no one answers fails"}
+        default=600.0, metadata={"help": "seconds after which a collective without an answer fails"}
     )
     grace_s: float = field(
         default=5.0, metadata={"help": "seconds that a rank has to end by itself once another has died"}
@@ -102,8 +102,8 @@ class ParallelConfig:
 
     def most_chunks(self, *, experts: int, sharing: int) -> int:
         """The most chunks that a pass may go in over ``experts`` of a layer, spread over ``sharing`` ranks: 1 where no rows
-        travel, else what is asked for, or the fewest experts that any rank owns. Raises ConfigError where more are asked for
-        than that.
+        travel, else the configured number, or the fewest experts that any rank owns. Raises ConfigError for a configured
+        number above that.
         """
         if sharing == 1:
             return 1

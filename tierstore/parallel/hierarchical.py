@@ -32,7 +32,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tierstore.parallel.collectives import RankGroup, Work
+from tierstore.parallel.collectives import RankGroup, Work, check_rows
 from tierstore.parallel.layout import NodeGrid
 from tierstore.units import format_bytes, format_seconds
 
@@ -97,7 +97,8 @@ class HierarchicalExchange:
         node, place = self._rail.rank, self._neighbours.rank
         # Rows by node of the source, its place, node of the destination, its place.
         rows_npnp = rows_SS.reshape(self._nodes, self._places, self._nodes, self._places)
-        _check(out_rows, in_rows, int(rows_SS[:, self.rank].sum()), int(rows_SS[self.rank].sum()))
+        # Here, since the second step would be the first to find it.
+        check_rows(out_rows, in_rows, int(rows_SS[:, self.rank].sum()), int(rows_SS[self.rank].sum()))
         by_place = _transposed(in_rows, rows_npnp[node, place])
         gone_pn = rows_npnp[node, :, :, place]  # from each neighbour, to each node
         gathered = in_rows.new_empty((int(gone_pn.sum()), *in_rows.shape[1:]))
@@ -180,21 +181,6 @@ class SizedExchange:
         return chosen.all_to_all(out_rows, in_rows, rows_SS)
 
 
-def _check(out_rows: Tensor, in_rows: Tensor, came: int, go: int) -> None:
-    """Here, since the second step would be the first to find it."""
-    if out_rows.shape[0] != came or in_rows.shape[0] != go:
-        raise ValueError(
-            f"splits of {came} and {go} rows do not fit tensors of {out_rows.shape[0]} and {in_rows.shape[0]}"
-        )
-    if out_rows.dtype != in_rows.dtype or out_rows.shape[1:] != in_rows.shape[1:]:
-        raise ValueError(
-            f"rows must be alike: {out_rows.dtype} {tuple(out_rows.shape[1:])} and "
-            f"{in_rows.dtype} {tuple(in_rows.shape[1:])}"
-        )
-    if not (out_rows.is_contiguous() and in_rows.is_contiguous()):
-        raise ValueError("expected contiguous tensors")
-
-
 def _transposed(rows: Tensor, count_AB: Tensor) -> Tensor:
     """``rows``, which lie in blocks of ``count_AB[a, b]`` by (a, b), by (b, a)."""
     outer, inner = count_AB.shape
@@ -254,22 +240,6 @@ class ExchangeModel:
     rail: MessageCost
     hierarchical: MessageCost
 
-    @classmethod
-    def of_links(cls, grid: NodeGrid, *, within: MessageCost, between: MessageCost) -> ExchangeModel:
-        """From links that are known: ``within`` for a collective of a node and a byte of it, ``between`` for a message
-        between nodes.
-        """
-        others, each = grid.nodes - 1, grid.each
-        byte_s = others * each * between.byte_s
-        rail = MessageCost(others * between.start_s, byte_s)
-        further_s = grid.nodes * (each - 1) * within.byte_s
-        return cls(
-            grid,
-            MessageCost(others * each * between.start_s, byte_s),
-            rail,
-            MessageCost(rail.start_s + within.start_s, rail.byte_s + further_s),
-        )
-
     @property
     def message_s(self) -> float:
         """Of a message between nodes."""
@@ -277,7 +247,7 @@ class ExchangeModel:
 
     @property
     def step_s(self) -> float:
-        """Of the step within the node, but for its bytes."""
+        """Of the step within the node, without its bytes."""
         return self.hierarchical.start_s - self.rail.start_s
 
     @property

@@ -206,7 +206,7 @@ PROBE_ROUNDS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupMaker:
-    """How the groups of a run are made. ``communicators``: all that exist, for whoever must abort them."""
+    """How the groups of a run are made. ``communicators``: all that exist, to be aborted after a failure."""
 
     make: Callable[..., RankGroup]
     blame: Callable[[], Failure | None]
@@ -247,14 +247,14 @@ def expert_grid(config: ParallelConfig, environment: RankEnvironment) -> NodeGri
 
 
 def check_exchange(config: ParallelConfig, environment: RankEnvironment) -> None:
-    """Raises ConfigError where HIERARCHICAL is asked for and cannot be."""
+    """Raises ConfigError where HIERARCHICAL is configured and impossible."""
     grid = expert_grid(config, environment)
     if config.exchange is ExchangeMode.HIERARCHICAL and isinstance(grid, str):
         raise ConfigError(f"parallel.exchange: hierarchical cannot be: {grid}")
 
 
 def with_exchange(config: ParallelConfig, mesh: Mesh, maker: GroupMaker) -> Mesh:
-    """``mesh`` with the exchange that ``config`` asks for. A collective. Raises ConfigError, PeerError."""
+    """``mesh`` with the exchange of ``config``. A collective. Raises ConfigError, PeerError."""
     exchange, choice = _chosen(config, mesh, maker)
     return replace(mesh, exchange=exchange, exchange_choice=choice)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -202,7 +203,8 @@ def node_grid(groups: Sequence[Sequence[int]], node_ranks: int) -> NodeGrid | st
     where that leaves nothing to do in two steps, or is not the same for all nodes.
     """
     size = len(groups[0])
-    spreads = {tuple(_counts([rank // node_ranks for rank in group])) for group in groups}
+    # Of each group, how many of its ranks are on each of its nodes.
+    spreads = {tuple(Counter(rank // node_ranks for rank in group).values()) for group in groups}
     if all(len(counts) == 1 for counts in spreads):
         return f"each expert group of {size} is within one node of {node_ranks} ranks"
     if len(spreads) > 1 or any(len(set(counts)) > 1 for counts in spreads):
@@ -211,10 +213,6 @@ def node_grid(groups: Sequence[Sequence[int]], node_ranks: int) -> NodeGrid | st
     if counts[0] == 1:
         return f"each node has one rank of an expert group of {size}"
     return NodeGrid(len(counts), counts[0])
-
-
-def _counts(nodes: Sequence[int]) -> list[int]:
-    return [nodes.count(node) for node in sorted(set(nodes))]
 
 
 # Parameters divided over tensor-parallel ranks --------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The world as (stage x replica x expert): which ranks compute which layers, which share the experts, and who owns which.
+"""The world as (stage x replica x expert): which ranks compute which layers, which share the experts, and which owns each.
 
 Rank = (stage * R + replica) * E + rank in the expert group, for R replicas of the experts, in groups of E ranks. Without
 tensor parallelism each rank of a stage has a piece of the global batch of its own, so a batch that is cut into contiguous

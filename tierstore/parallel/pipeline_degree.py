@@ -33,7 +33,7 @@ from enum import Enum
 
 #: Times that differ by less than this share are equal: of these the smaller r is better.
 _EQUAL = 1e-12
-#: By what share another number of chunks must be faster to be taken up.
+#: The share by which another number of chunks must be faster to be chosen.
 _WORTH = 0.02
 #: The highest r that is looked at where nothing caps it: no starts cost anything.
 _HIGHEST = 1 << 20
@@ -141,11 +141,6 @@ class Degree:
     degree: int
     seconds: float
     wanted: int
-
-    @property
-    def capped(self) -> bool:
-        """Whether more chunks than may be would be better."""
-        return self.wanted > self.degree
 
 
 def worthwhile_degree(costs: PipelineCosts, work: LayerPass, *, present: int, most: int) -> Degree:

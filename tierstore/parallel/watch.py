@@ -71,12 +71,12 @@ class DeathWatch:
         self._thread.start()
 
     def blame(self, within_s: float = 1.0) -> Failure | None:
-        """Who ended first, if that becomes known within ``within_s``: a broken collective often knows first."""
+        """The rank that ended first, if that becomes known within ``within_s``: a broken collective often knows first."""
         self._found.wait(within_s)
         return self._failure
 
     def leave(self, error: BaseException | None = None) -> None:
-        """This rank's part is over: done, or failed with ``error``, which the others then hear.
+        """This rank's part is over: done, or failed with ``error``, which the other ranks receive.
 
         After a failure of any rank ``on_failure`` has returned, or the process is ended after ``grace_s``.
         """

@@ -240,7 +240,7 @@ class FrozenExperts(ExpertTiers):
         )
 
     def tell_askers(self, askers: Mapping[int, int]) -> None:
-        """Of the forward pass that comes next: the sequences that ask for each expert, a bit each."""
+        """Sets the sequences that request each expert in the next forward pass, a bit each."""
         self.program.tell_askers(askers)
 
     def forward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:

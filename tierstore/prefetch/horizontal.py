@@ -1,7 +1,7 @@
 """The horizontal queue: gathers dense parameters ahead of the passes that need them.
 
-``Window`` decides, ``HorizontalQueue`` carries it out: it hears of passes beginning and ending from the gates
-around the units, and drives the dense parameters.
+``Window`` decides, and ``HorizontalQueue`` carries it out on the dense parameters. Module hooks (gates) around the units
+call ``enter`` and ``leave`` as passes begin and end.
 """
 
 from __future__ import annotations

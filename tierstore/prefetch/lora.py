@@ -68,7 +68,7 @@ class LoraExperts(ExpertTiers):
             each.begin_evaluation()
 
     def tell_askers(self, askers: Mapping[int, int]) -> None:
-        """Of the forward pass that comes next: the sequences that ask for each expert, and its pair, a bit each."""
+        """Sets the sequences that request each expert, and its pair, in the next forward pass, a bit each."""
         for each in (self._pairs, self._base):
             if isinstance(each, FrozenExperts):
                 each.tell_askers(askers)

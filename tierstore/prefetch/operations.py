@@ -124,7 +124,7 @@ def operations(
 
 
 def _bounds(size: PassSizes) -> list[int]:
-    """Where the experts of a pass are cut into chunks of as many as can be, from 0 to the last."""
+    """The bounds of the chunks of a pass's experts, from 0 to the last: chunks are as equal as whole experts allow."""
     chunks = min(size.chunks, size.experts)
     return [size.experts * number // chunks for number in range(chunks + 1)]
 
@@ -202,7 +202,7 @@ class _Writer:
     def _moe(self, position: int, item: Pass, size: PassSizes) -> None:
         begun = self._last
         bounds = _bounds(size)
-        # All rows set off before the first expert is asked for.
+        # All rows are sent before the first expert is requested.
         arrived = [
             self._add(Kind.DISPATCH, position, nbytes, *begun) for nbytes in _parts(size.dispatch, bounds)
         ]
@@ -216,17 +216,21 @@ class _Writer:
         self._run_experts(position, item, size, begun, dict(zip(bounds, arrived, strict=False)))
 
     def _fetch(self, position: int, begun: tuple[int, ...]) -> bool:
-        """The reads of the experts of a pass, unless an earlier one has asked for them; whether they fit."""
+        """Adds the reads of a pass's experts, unless an earlier pass has; returns whether they fit."""
         if position in self._fetched:
             return True
         item = self._window.at(position)
         size = self._sizes(item)
         after, budget = list(begun), self._schedule.vertical.nbytes
         wanted = size.experts * (size.fetch + size.fetch_state)
-        while budget is not None and self._outstanding and self._held() + wanted > budget:
+        while (
+            budget is not None
+            and self._outstanding
+            and sum(nbytes for nbytes, _ in self._outstanding) + wanted > budget
+        ):
             _, freed = self._outstanding[0]
             if freed not in self._computed:
-                return False  # nothing further ahead is asked for either; its own pass will ask again
+                return False  # nothing further ahead is read either; its own pass will try again
             after.append(self._computed[freed])
             self._outstanding.popleft()
         self._outstanding.append((wanted, position))
@@ -245,9 +249,6 @@ class _Writer:
                 for nbytes in (size.fetch, size.fetch_state)
             )
             self._fetched[position].append((weights, state))
-
-    def _held(self) -> int:
-        return sum(nbytes for nbytes, _ in self._outstanding)
 
     def _run_experts(
         self, position: int, item: Pass, size: PassSizes, begun: tuple[int, ...], arrived: Mapping[int, int]

@@ -1,8 +1,8 @@
-"""Which experts a layer will ask for, before its router has said so.
+"""Which experts a layer will request, guessed before its router has chosen.
 
 The exact set is known only after the router; in the backward pass it is what the forward pass used.
 A predictor sees every set that was used and names the experts worth speculating on, in ascending
-order. One of them also hears what the routers of coming layers choose for the hidden states of the present one
+order. One of them also receives what the routers of later layers choose for the present hidden states
 (``tierstore.moe.guessing``); it serves training and decoding alike.
 """
 
@@ -57,7 +57,7 @@ class NoPrediction:
 
 
 class AllExperts:
-    """Every expert of ``experts`` (``most``: the first so many): right when a step has enough tokens to reach nearly
+    """Every expert of ``experts`` (at most ``most``: the first): right when a step has enough tokens to reach nearly
     all of them.
     """
 
@@ -75,7 +75,7 @@ class AllExperts:
 
 
 class HistoryPredictor:
-    """Experts whose decayed activation frequency is at least one half; with ``most``, no more than so many, the
+    """Experts whose decayed activation frequency is at least one half; at most ``most`` of them: the
     most frequent (of equal ones, the first).
 
     After each pass ``frequency = decay * frequency + (1 - decay) * used``, starting from one half: before
@@ -121,7 +121,7 @@ class _Offer:
 
 class RouterPredictor:
     """Experts that a layer's own router chooses for hidden states of an earlier layer, and where it makes more choices than
-    there are experts, those whose decayed activation frequency is at least ``CERTAIN``; with ``most``, no more than so many:
+    there are experts, those whose decayed activation frequency is at least ``CERTAIN``; at most ``most`` of them:
     the most often chosen, of equal ones the most frequent, of these the first. Where no offer was made it predicts what
     ``HistoryPredictor`` does, and where no expert was offered, nothing.
 

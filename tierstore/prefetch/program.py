@@ -3,7 +3,7 @@
 ``TieredExperts`` carries the program out on a store; ``plan.traffic`` runs the same program to count bytes. The program
 knows which gradients wait and where, which experts the present micro-batch used, and what the schedule and the
 predictor say comes next. It asks ``StepCounts`` how far each expert has been stepped. It has no store, no tensors and
-no clock. The program of frozen experts (``FrozenProgram``) asks for weights and for nothing else.
+no clock. The program of frozen experts (``FrozenProgram``) requests weights and nothing else.
 
 ::
 
@@ -118,7 +118,7 @@ class StepCounts(Protocol):
 class PassProgram(ABC):
     """The passes over the MoE layers of ``schedule``: which experts each used, and what comes next.
 
-    Accesses come from iterators: each is carried out before the next one is asked for.
+    Accesses come from iterators: each is carried out before the next one is taken.
     """
 
     def __init__(self, schedule: Schedule, predictor: Predictor) -> None:
@@ -270,7 +270,7 @@ class FrozenProgram(PassProgram):
         self._askers = {}
 
     def tell_askers(self, askers: Mapping[int, int]) -> None:
-        """Of the forward pass that comes next: the sequences that ask for each expert, a bit each (``Need.FIRST_ASKER``)."""
+        """Sets the sequences that request each expert in the next forward pass, a bit each (``Need.FIRST_ASKER``)."""
         self._askers = askers
 
     def forward(self, layer: int, experts: Sequence[int] | Experts) -> Iterator[Access]:
@@ -352,7 +352,7 @@ class AccessProgram(PassProgram):
     # Accesses ----------------------------------------------------------------------------------------------
 
     def forward(self, layer: int, experts: Sequence[int] | Experts) -> Iterator[Access]:
-        """A forward pass, and the steps of pending gradients of experts that it did not ask for."""
+        """A forward pass, and the steps of pending gradients of experts that it did not request."""
         chosen = np.asarray(experts, np.uint32)
         again, ahead = self._forward_pass(layer, chosen)
         flags = self._forward_flags(layer, chosen, later=0)

@@ -133,7 +133,7 @@ class Schedule:
     forward_passes: tuple[Pass, ...] = field(init=False)
     _cycle: tuple[Pass, ...] = field(init=False, repr=False)
     _forward_cycle: tuple[Pass, ...] = field(init=False, repr=False)
-    #: ``following``, which every pass over a layer asks for more than once.
+    #: The results of ``following``, which every pass over a layer reads more than once.
     _following: dict[tuple[Phase, int, int, bool], tuple[Pass, ...]] = field(
         init=False, repr=False, compare=False
     )
@@ -369,7 +369,7 @@ class Window:
         return Movement(before, releases, self._advance(position + 1))
 
     def adopt(self, other: Window) -> tuple[int, ...]:
-        """Starts with what ``other`` holds for its next passes; returns the units that it holds in vain."""
+        """Starts with what ``other`` holds for its next passes; returns the units that this window has no use for."""
         while (unit := self._next_unit()) in other.held and unit not in self._held:
             self._take(unit)
         return tuple(unit for unit in other.held if unit not in self._held)

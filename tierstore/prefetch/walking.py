@@ -95,7 +95,7 @@ class AccessWalk:
         has not ended end with their group.
 
         Left before its end (the computation raised, a read failed), the access of a store that is opened to write stays
-        open: whoever drives this poisons the store, whose last commit stands. In a store opened to read it is ended, and the
+        open: the caller poisons the store, whose last commit stands. In a store opened to read it is ended, and the
         next access finds everything as if this one had been walked.
         """
         layer, records = access.layer, self._records_of(access)
@@ -175,7 +175,10 @@ class AccessWalk:
         coming = staged[0]
         if coming.after:
             try:
-                self._wait_weights(record, coming.after, layer)
+                if all(map(self._store.engine.done, coming.after)):
+                    self._store.wait(coming.after)
+                else:
+                    self.wait(coming.after, layer, *self._reason(record))
             except (StoreError, OSError):
                 if self._store.opened_to is StoreAccess.WRITE:
                     raise
@@ -207,12 +210,6 @@ class AccessWalk:
             if not residency.group_open:
                 self._cache.next_group()
             self._cache.end_group()
-
-    def _wait_weights(self, record: LiveRecord, tickets: Sequence[int], layer: int) -> None:
-        if all(map(self._store.engine.done, tickets)):
-            self._store.wait(tickets)
-        else:
-            self.wait(tickets, layer, *self._reason(record))
 
     def _reason(self, record: LiveRecord) -> tuple[Tier, Cause]:
         """What the weights of ``record`` are still waiting for."""

@@ -79,7 +79,7 @@ class StepHistory:
     """The rows (28 bytes each) of the optimizer steps that some record may still have to replay.
 
     ``applied`` is the last step that the whole model has taken. A step in progress is ``applied + 1``: ``begin`` gives it a
-    row, ``finish`` makes it the last applied one, ``abandon`` forgets it.
+    row, ``finish`` makes it the last applied one, ``abandon`` drops it.
     """
 
     def __init__(self, config: AdamWConfig) -> None:
@@ -113,11 +113,11 @@ class StepHistory:
         return self.applied + 1
 
     def finish(self) -> None:
-        """The open step has been applied: records that got no gradient in it are behind from now on."""
+        """The open step has been applied: records that got no gradient in it have now missed it."""
         self.applied = self.current
 
     def abandon(self) -> None:
-        """Forgets the open step, if there is one."""
+        """Drops the open step, if there is one."""
         del self._rows[self.applied + 1 - self._first :]
 
     @property

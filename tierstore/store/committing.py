@@ -58,7 +58,7 @@ class Failures:
         self.closed = False
 
     def poison(self, reason: str, error: BaseException | None = None) -> None:
-        """From now on every use is refused, with the first reason given (and its ``error``): only the last commit stands."""
+        """Refuses every later use, with the first ``reason`` given (and its ``error``): only the last commit stands."""
         if not self._poison:
             self._poison = reason if error is None else f"{reason}: {str(error) or type(error).__name__}"
 
@@ -90,7 +90,7 @@ class Failures:
             raise StorePoisonedError(f"{self._directory}: {reason}; reopen the store at its last commit")
 
     def check_writable(self, what: str) -> None:
-        """``check``, and raises StoreError where the store was opened to read; ``what`` was to be done."""
+        """``check``; also raises StoreError, naming the operation ``what``, where the store was opened to read."""
         self.check()
         if self._access is StoreAccess.READ:
             raise StoreError(f"{self._directory}: {what}: the store was opened to read (StoreAccess.READ)")
@@ -117,19 +117,19 @@ class Failures:
 
 
 _BUDGET = "write-budget"
-#: What a store itself keeps among the small state.
+#: State that the store itself keeps beside its users'.
 OWN_STATE = frozenset({HISTORY_KEY, _BUDGET})
 
 
 class Keep(Enum):
-    """What becomes of the commit before this one: a *prepared* commit keeps it until ``acknowledge``."""
+    """Whether the commit before this one is kept: a *prepared* commit keeps it until ``acknowledge``."""
 
     NOTHING = "nothing"
     PREVIOUS = "previous"
 
 
 class Committer:
-    """What is durable of one open store, and how more becomes so."""
+    """The durable commits of one open store, and the making of the next."""
 
     def __init__(self, parts: Parts, records: Records, history: StepHistory, failures: Failures) -> None:
         self._parts = parts
@@ -142,7 +142,7 @@ class Committer:
         self._directories: list[int] = []
         self.state: dict[str, bytes] = {}
         self.snapshots: dict[str, Commit] = {}
-        #: A prepared commit has added a snapshot: the one whose place it takes goes when it is acknowledged.
+        #: A prepared commit has added a snapshot: the acknowledgement drops the oldest in its place.
         self._replaces = False
 
     @property
@@ -151,7 +151,7 @@ class Committer:
         return self._parts.live.table
 
     def load(self) -> None:
-        """Takes up the last commit, with its records, and its snapshots. Raises StoreFormatError."""
+        """Loads the last commit with its records, and the snapshots. Raises StoreFormatError."""
         index, live, extents = self._parts.index, self._parts.live, self._parts.extents
         commit, self._parts.commit = self._parts.commit or index.read_commit(None, extents.schemas), None
         live.generation = commit.generation

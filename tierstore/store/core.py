@@ -42,7 +42,7 @@ class StoreCore:
         self.config = parts.config
         #: What this opening may do.
         self.opened_to = parts.access
-        #: The optimizer's hyperparameters, but for the learning rate.
+        #: The optimizer's hyperparameters, except for the learning rate.
         self.adamw = parts.adamw
         self.engine = parts.engine
         self.live = parts.live
@@ -71,7 +71,7 @@ class StoreCore:
     # Space --------------------------------------------------------------------------------------------------
 
     def reserve(self, counts: Mapping[str, int] | None = None) -> None:
-        """As ``ParameterStore.reserve``."""
+        """See ``ParameterStore.reserve``."""
         self.failures.check_writable("reserve")
         retain = max(self.config.retain, len(self.committer.snapshots))
         wanted = self.records.counts() | Counter(counts or {})

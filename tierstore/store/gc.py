@@ -87,7 +87,8 @@ def collect(store: Path, mode: Mode) -> GcReport:
     if partial.is_dir():
         collector.partial(partial)
     ranks = sorted(path for path in store.glob("rank-*") if path.is_dir())
-    if not (partial.is_dir() or ranks or collector.report.garbage) or _looks_like_one(store):
+    looks_like_a_store = any((store / name).exists() for name in (IDENTITY, "lease"))
+    if looks_like_a_store or not (partial.is_dir() or ranks or collector.report.garbage):
         collector.directory(store, {path.name for path in ranks})
     for path in ranks:
         if not any(path.iterdir()):
@@ -98,10 +99,6 @@ def collect(store: Path, mode: Mode) -> GcReport:
         except StoreMissingError as error:
             collector.report.left.append(str(error))
     return collector.report
-
-
-def _looks_like_one(store: Path) -> bool:
-    return any((store / name).exists() for name in (IDENTITY, "lease"))
 
 
 class _Collector:
@@ -244,7 +241,7 @@ class _Collector:
                 os.truncate(path, end)
                 for first, beyond in _gaps(used):
                     file.punch(first * slot_bytes, (beyond - first) * slot_bytes)
-            _fsync(path)
+                os.fsync(file.fileno())
 
         self._found(path, "slots that no commit refers to", max(nbytes, 0), remove)
 
@@ -264,11 +261,3 @@ def _own_bytes(path: Path) -> int:
 
 def _tree_bytes(directory: Path) -> int:
     return _own_bytes(directory) + sum(map(_own_bytes, directory.rglob("*")))
-
-
-def _fsync(path: Path) -> None:
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -354,7 +354,7 @@ def _assemble(
 
 
 def make_residency(config: StoreConfig, frames: int, frame_bytes: int) -> Residency:
-    """The residency core that ``config`` asks for."""
+    """The residency core of ``config``."""
     settings: dict[str, Any] = {
         "policy": config.cache.policy,
         "policy_options": dict(config.cache.options),

@@ -148,17 +148,6 @@ def replay_scratch_bytes(schema: RecordSchema) -> int:
     return _REPLAYS * schema.layout(Group.MOMENTS).slot_bytes
 
 
-def replayed_bytes(schema: RecordSchema) -> int:
-    """Bytes that a read of the weights of a record with missed steps moves: those of all its groups."""
-    return sum(schema.layout(group).slot_bytes for group in schema.groups)
-
-
-def mean_read_bytes(schema: RecordSchema, *, records: int, missed: int) -> float:
-    """Bytes that a read of a record's weights moves, the mean over ``records`` of which ``missed`` have missed steps."""
-    current = schema.layout(Group.WEIGHTS).slot_bytes
-    return current + (replayed_bytes(schema) - current) * (missed / records if records else 0.0)
-
-
 @dataclass(slots=True)
 class _Scratch:
     """Memory for the moments of one record. ``used``: the last ticket that uses it."""

@@ -1,4 +1,4 @@
-"""What a store says of itself while it is closed: schemas, states, directories, a summary. Nothing is written.
+"""Reading the index of a closed store: schemas, states, directories, a summary. Nothing is written.
 
 Every function raises StoreMissingError, StoreInUseError (a process has the store open to write), StoreFormatError or
 OSError. Other processes may read the store at the same time.

@@ -19,7 +19,7 @@ from tierstore.store.disk.store_extents import StoreExtents
 from tierstore.store.format import Group, Placement, RecordSchema
 from tierstore.store.index.live import LiveIndex, LiveRecord
 from tierstore.store.index.table import CommittedRecords
-from tierstore.store.optimizer import replayed_bytes, replays
+from tierstore.store.optimizer import replays
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,8 @@ class Records:
         )
 
     def load(self, table: CommittedRecords, history: StepHistory) -> None:
-        """Takes up the records of the opened commit, in the order of their keys. A reader's are read as ``history`` says:
-        whole where they have missed steps.
+        """Loads the records of the opened commit, in the order of their keys. A reader reads those that have missed steps of
+        ``history`` whole.
         """
         self._live.load(table)
         rows = table.rows
@@ -120,8 +120,8 @@ class Records:
                 schema = schemas[int(rows["schema"][run[0]])]
                 layers = np.ascontiguousarray(rows["layer"][run])
                 sections, charged = _sizes(schema)
-                if missed[run[0]]:
-                    charged = [replayed_bytes(schema), *charged[1:]]
+                if missed[run[0]]:  # a read of the weights reads all groups
+                    charged = [sum(charged[group] for group in schema.groups), *charged[1:]]
                 first = self._cache.add_records(layers, sections, charged, stored=True)
                 self._live.hold(run, first)
 

@@ -93,7 +93,11 @@ class _Reads:
         ):
             self._check(self._queued.popleft())
         spare = self._spare[layout]
-        sections, table = spare.pop() if spare else _memory(layout)
+        if spare:
+            sections, table = spare.pop()
+        else:
+            sections = scratch_buffers(layout)
+            table = CrcTable(layout.first_section + len(sections))
         table.array()[layout.first_section :] = crcs
         try:
             ticket = slot.extent.read(slot.number, sections, table, (), Priority.DEMAND)
@@ -127,8 +131,3 @@ class _Reads:
                     )
         report.sections += len(layout.sections)
         report.bytes_read += layout.slot_bytes
-
-
-def _memory(layout: GroupLayout) -> tuple[list[Buffer], CrcTable]:
-    sections = scratch_buffers(layout)
-    return sections, CrcTable(layout.first_section + len(sections))

@@ -77,7 +77,7 @@ def _try(path: Path) -> None:
         file.punch(0, _PAGE)
 
 
-#: Errors of a drive that is full, or of an owner who may take no more of it.
+#: Errors of a full drive, and of a quota that is used up.
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 #: Between commits a slot that is only read collects tickets; the finished ones are swept at this many.
@@ -166,7 +166,8 @@ class Extent:
         except OSError as error:
             if error.errno not in NO_SPACE:
                 raise
-            self._undo_partial_growth()
+            # A refused fallocate leaves what it got so far, and a later opening would take it for slots.
+            os.ftruncate(self.file.fileno(), self.slots * self.slot_bytes)
             free = os.fstatvfs(self.file.fileno())
             message = (
                 f"{os.strerror(error.errno)}: {len(missing) * self.slot_bytes} more bytes are needed and "
@@ -181,10 +182,6 @@ class Extent:
         if len(grown):
             self.unsynced_directory = True
         self._lengthen(len(grown))
-
-    def _undo_partial_growth(self) -> None:
-        """A refused fallocate leaves what it got so far, and a later opening would take it for slots."""
-        os.ftruncate(self.file.fileno(), self.slots * self.slot_bytes)
 
     def recover(self) -> None:
         """After opening: every slot that no durable table refers to is free."""

@@ -81,7 +81,7 @@ class StripedExtent:
             self.extents[0].discard(needed, self._discard)
             return
         keep = self._targets(needed)
-        # What a full drive could not take on is kept elsewhere: together there are always as many as are needed.
+        # What a full drive could not take is kept elsewhere: together the drives keep all slots that are needed.
         reserved = [extent.reserved_slots for extent in self.extents]
         lacking = sum(max(wish - had, 0) for wish, had in zip(keep, reserved, strict=True))
         for number in self._by_share():

@@ -63,7 +63,9 @@ class CommittedRecords(Mapping[str, RecordEntry]):
         self.schemas = schemas
         self.keys_by_number = KeyTable() if keys is None else keys
         #: By schema: the number of sections of each group.
-        self._shapes = [_shape(schema) for schema in schemas]
+        self._shapes = [
+            tuple(len(schema.layout(group).sections) for group in schema.groups) for schema in schemas
+        ]
         self._rows: Rows = np.zeros(0, _row_dtype(self._shapes))
         self._count = 0
 
@@ -226,10 +228,6 @@ def locations(
             for directory in np.unique(directories).tolist():
                 here = of[directories == directory]
                 yield number, group, directory, here, rows["slot"][here, place]
-
-
-def _shape(schema: RecordSchema) -> tuple[int, ...]:
-    return tuple(len(schema.layout(group).sections) for group in schema.groups)
 
 
 def _packed_dtype(shape: Sequence[int]) -> np.dtype[np.void]:
