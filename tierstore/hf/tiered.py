@@ -47,7 +47,7 @@ from tierstore.timeline import Track
 from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening
 from tierstore.train.session import open_parts
-from tierstore.train.setup import Loop
+from tierstore.train.setup import Loop, set_deterministic
 from tierstore.train.stepping import OpenStep, SessionParts, StepError, StepOutcome, Stepper
 from tierstore.units import parse_size
 
@@ -111,12 +111,11 @@ def _check_settings(settings: Mapping[str, object]) -> None:
 @contextlib.contextmanager
 def _torch_as_before() -> Iterator[None]:
     """Afterwards torch computes as deterministically, and with as many threads, as before."""
-    threads, fixed = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    threads, mode = torch.get_num_threads(), torch.get_deterministic_debug_mode()
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(fixed, warn_only=warns)
+        set_deterministic(mode)
         torch.set_num_threads(threads)
 
 

@@ -6,6 +6,7 @@ A run that is refused here has created and changed nothing.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -210,7 +211,20 @@ def compute_deterministically(device: torch.device) -> None:
     if device.type == "cuda":
         # Without it cuBLAS divides its workspace among streams as they come, and torch refuses every product.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
+    set_deterministic(2)
+
+
+def set_deterministic(mode: int) -> None:
+    """``torch.use_deterministic_algorithms`` by ``torch.get_deterministic_debug_mode`` (0 no, 1 warn, 2 raise).
+
+    Torch's own function imports the compiler to tell it, which takes a second of each start; here the compiler reads the
+    environment, if it is imported later.
+    """
+    if "torch._inductor.config" in sys.modules:
+        torch.use_deterministic_algorithms(mode > 0, warn_only=mode == 1)
+    else:
+        torch.set_deterministic_debug_mode(mode)
+        os.environ["TORCHINDUCTOR_DETERMINISTIC"] = str(int(mode > 0))
 
 
 def stall_spans(sink: TimelineSink) -> Callable[[StallKey, int, int], None]:
