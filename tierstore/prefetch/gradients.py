@@ -157,7 +157,24 @@ class GradientAccumulator(ExpertGradients):
 # Gradients of several micro-batches that share a lease, added up in its gradient slot -----------------------
 
 
-_ALIGNMENT = 16  # fp32 values: a part starts on a multiple of 64 bytes
+_ALIGNMENT = 16  # fp32 values: a tensor starts on a multiple of 64 bytes
+
+
+class FlatTensors:
+    """Memory for flat fp32 tensors of ``numel`` elements: as much as the largest call so far has needed."""
+
+    def __init__(self, numel: int, device: torch.device) -> None:
+        self._numel = numel
+        self._stride = -(-numel // _ALIGNMENT) * _ALIGNMENT
+        self._memory = torch.empty(0, dtype=torch.float32, device=device)
+
+    def of(self, count: int) -> list[Tensor]:
+        """``count`` tensors of undefined content, until the next call."""
+        needed = count * self._stride
+        if self._memory.numel() < needed:
+            self._memory = self._memory.new_empty(0)  # or both would be there at once
+            self._memory = self._memory.new_empty(needed)
+        return [self._memory[start : start + self._numel] for start in range(0, needed, self._stride)]
 
 
 class GradientParts:
@@ -170,12 +187,13 @@ class GradientParts:
     def __init__(self, replicas: RankGroup, *, ledger: StallLedger) -> None:
         self._replicas = replicas
         self._ledger = ledger
-        self._memory: Tensor | None = None
+        self._spare: FlatTensors | None = None
 
     def add_up(self, micros: Sequence[int], total: Tensor, *, layer: int) -> Iterator[tuple[int, Tensor]]:
         """For each of ``micros``, its number and where its part is written; then ``total`` is the sum."""
         alone = self._replicas.size == 1
-        spare = self._spare(1 if alone else len(micros) - 1, total) if len(micros) > 1 else []
+        self._spare = self._spare or FlatTensors(total.numel(), total.device)
+        spare = self._spare.of(min(len(micros) - 1, 1) if alone else len(micros) - 1)
         if alone:
             for place, micro in enumerate(micros):
                 part = spare[0] if place else total
@@ -190,15 +208,6 @@ class GradientParts:
             work.wait()
         for part in parts[1:]:
             total.add_(part)
-
-    def _spare(self, count: int, like: Tensor) -> list[Tensor]:
-        """``count`` tensors as ``like``, of undefined content."""
-        numel = like.numel()
-        stride = -(-numel // _ALIGNMENT) * _ALIGNMENT
-        if self._memory is None or self._memory.numel() < count * stride:
-            self._memory = None  # or both would be there at once
-            self._memory = torch.empty(count * stride, dtype=like.dtype, device=like.device)
-        return [self._memory[place * stride : place * stride + numel] for place in range(count)]
 
 
 # Sums over the replicas of an expert ------------------------------------------------------------------------

@@ -8,9 +8,8 @@ happens in program order, in one host cache, and is in one trace.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,11 +18,9 @@ from tierstore.moe.lora import PairShape
 from tierstore.moe.low_rank import PairLease
 from tierstore.moe.source import ExpertLease, users_of
 from tierstore.prefetch.experts import ExpertTiers, FrozenExperts, TieredExperts
+from tierstore.prefetch.gradients import FlatTensors
 from tierstore.prefetch.predictor import Counts
 from tierstore.prefetch.program import Finals
-
-K = TypeVar("K", bound=Hashable)
-_ALIGNMENT = 16  # fp32 values: a lease starts on a multiple of 64 bytes
 
 
 class LoraExperts(ExpertTiers):
@@ -45,8 +42,8 @@ class LoraExperts(ExpertTiers):
         self._base = base
         self._pairs = pairs
         self._shape = shape
-        self._weights = _Rows(shape.numel, device)
-        self._gradients = _Rows(shape.numel, device)
+        self._weights = FlatTensors(shape.numel, device)
+        self._gradients = FlatTensors(shape.numel, device)
 
     @property
     def late_prefetch_bytes(self) -> int:
@@ -86,7 +83,7 @@ class LoraExperts(ExpertTiers):
     def backward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
         """Leases with gradients of the pairs, which are taken as complete when all experts have been walked."""
         weights = self._read_pairs(layer, experts)
-        gradients = self._gradients.of(experts)
+        gradients = dict(zip(experts, self._gradients.of(len(experts)), strict=True))
         for lease in self._base.backward(layer, experts):
             expert = lease.expert
             yield replace(lease, pair=PairLease(self._shape, weights[expert], gradients[expert]))
@@ -98,9 +95,8 @@ class LoraExperts(ExpertTiers):
         """Each micro-batch has gradients of the pairs of its own until the end."""
         users = users_of(asked)
         weights = self._read_pairs(layer, list(users))
-        gradients = self._gradients.of(
-            [(expert, micro) for expert, micros in users.items() for micro in micros]
-        )
+        keys = [(expert, micro) for expert, micros in users.items() for micro in micros]
+        gradients = dict(zip(keys, self._gradients.of(len(keys)), strict=True))
         for micro, lease in self._base.backward_each(layer, asked):
             expert = lease.expert
             pair = PairLease(self._shape, weights[expert], gradients[expert, micro])
@@ -110,27 +106,7 @@ class LoraExperts(ExpertTiers):
             lease.gradients.copy_(gradients[lease.expert, micro])
 
     def _read_pairs(self, layer: int, experts: Sequence[int]) -> dict[int, Tensor]:
-        weights = self._weights.of(experts)
+        weights = dict(zip(experts, self._weights.of(len(experts)), strict=True))
         for lease in self._pairs.forward(layer, experts):
             weights[lease.expert].copy_(lease.flat)
         return weights
-
-
-class _Rows:
-    """Memory for one flat fp32 tensor of each expert of a pass: as much as the largest pass so far has needed."""
-
-    def __init__(self, numel: int, device: torch.device) -> None:
-        self._numel = numel
-        self._stride = -(-numel // _ALIGNMENT) * _ALIGNMENT
-        self._memory = torch.empty(0, dtype=torch.float32, device=device)
-
-    def of(self, keys: Sequence[K]) -> dict[K, Tensor]:
-        """A tensor for each of ``keys``, of undefined content, until the next call."""
-        needed = len(keys) * self._stride
-        if self._memory.numel() < needed:
-            self._memory = self._memory.new_empty(0)  # or both would be there at once
-            self._memory = self._memory.new_empty(needed)
-        starts = range(0, needed, self._stride)
-        return {
-            key: self._memory[start : start + self._numel] for key, start in zip(keys, starts, strict=True)
-        }
