@@ -27,6 +27,7 @@ import collections.abc
 import contextlib
 import dataclasses
 import difflib
+import functools
 import math
 import re
 import tomllib
@@ -98,8 +99,9 @@ def load(cls: type[T], path: Path | None, overrides: Mapping[str, object] | None
     table, origin = ({}, "") if path is None else (_parsed(path), f"{path}: ")
     values = dict(_read(cls, table, origin=origin))
     given = {name: value for name, value in (overrides or {}).items() if value is not None}
+    leaves = {info.name: info for info in _leaves(cls)} if given else {}
     for name, value in given.items():
-        _override(cls, values, name, value)
+        _override(leaves, values, name, value)
     if given and path is not None:
         # An error that the file alone does not have comes from an override: then the file is not named.
         with contextlib.suppress(ConfigError):
@@ -150,11 +152,16 @@ def _leaves(cls: type[object], base: object = None, prefix: str = "") -> Iterato
         yield from _leaves(info.kind, info.default, f"{info.name}.") if info.nested else (info,)
 
 
+@functools.cache
+def _hints(cls: type[object]) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
 def _fields(cls: type[object], base: object = None, prefix: str = "") -> list[FieldInfo]:
     """The fields of ``cls``; their defaults are those of ``base``, an instance, where there is one."""
     if not dataclasses.is_dataclass(cls):
         raise TypeError(f"{cls.__name__} is not a dataclass")
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)
     infos = []
     for field in dataclasses.fields(cls):
         if not field.init:
@@ -281,9 +288,8 @@ def _table_name(info: FieldInfo, item: str, *, origin: str = "") -> str:
     return f"{info.name}.{item}"
 
 
-def _override(cls: type[object], values: dict[str, object], name: str, value: object) -> None:
-    """Sets ``name`` in ``values``; text is converted to the type of its field."""
-    leaves = {info.name: info for info in _leaves(cls)}
+def _override(leaves: Mapping[str, FieldInfo], values: dict[str, object], name: str, value: object) -> None:
+    """Sets ``name``, one of ``leaves``, in ``values``; text is converted to the type of its field."""
     for info in leaves.values():
         item = name.removeprefix(f"{info.name}.")
         if info.open and item != name:
