@@ -169,7 +169,9 @@ class Ranks:
             }
             for rank in range(size)
         ]
-        self._control.send(("start", environments, config, None if stderr is None else str(stderr)))
+        # Models of transformers are a second and a half of each rank's time, unless the server has imported them.
+        models = [name for name in sys.modules if ".modeling_" in name and name.startswith("transformers.")]
+        self._control.send(("start", environments, config, None if stderr is None else str(stderr), models))
         pids: list[int] = self._control.recv()
         called = [self._accept() for _ in pids]
         by_pid = {connection.recv()[1]: connection for connection in called}

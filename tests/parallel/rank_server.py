@@ -7,6 +7,7 @@ then runs cases, one ``(file, function, arguments)`` after another, until it is 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import os
 import pickle
@@ -20,8 +21,8 @@ from typing import Any
 
 
 def serve(address: str) -> None:
-    """Answers ``("start", environments, config, stderr)`` with pids, ``("wait", pid, seconds)`` with an exit code (None:
-    it has not ended), ``("kill", pids)`` with None. Only it signals ranks: it knows which pids are still theirs.
+    """Answers ``("start", environments, config, stderr, modules)`` with pids, ``("wait", pid, seconds)`` with an exit code
+    (None: it has not ended), ``("kill", pids)`` with None. Only it signals ranks: it knows which pids are still theirs.
     """
     import pytest  # noqa: F401 - cases live in test files, which import it
     import torch
@@ -44,7 +45,9 @@ def serve(address: str) -> None:
             except EOFError:
                 return
             if what == "start":
-                environments, config, stderr = details
+                environments, config, stderr, modules = details
+                for name in modules:
+                    importlib.import_module(name)
                 pids = [_fork(control, address, e, config, stderr) for e in environments]
                 running.update(pids)
                 control.send(pids)
