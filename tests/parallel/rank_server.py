@@ -7,6 +7,7 @@ then runs cases, one ``(file, function, arguments)`` after another, until it is 
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import importlib.util
 import os
@@ -48,6 +49,7 @@ def serve(address: str) -> None:
                 environments, config, stderr, modules = details
                 for name in modules:
                     importlib.import_module(name)
+                gc.freeze()  # or each rank's collections would go through, and so copy, all that was imported
                 pids = [_fork(control, address, e, config, stderr) for e in environments]
                 running.update(pids)
                 control.send(pids)

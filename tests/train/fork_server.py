@@ -6,6 +6,7 @@ the pid, at once, and the wait status when the process has ended.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -17,6 +18,7 @@ def main() -> None:
     import tierstore.train.session  # noqa: F401 - so that a forked process has it
     from tierstore.cli.main import cli
 
+    gc.freeze()  # or each process's collections would go through, and so copy, all that was imported
     print("ready", flush=True)
     for line in iter(sys.stdin.readline, ""):
         job = json.loads(line)
