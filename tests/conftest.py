@@ -64,6 +64,17 @@ def ranks() -> Iterator[Ranks]:
 
 
 @pytest.fixture(scope="session")
+def simulated_ranks() -> Iterator[Ranks]:
+    """As ``ranks``, with simulated devices: see ``tests/simgpu/simulated.py``."""
+    from launcher import Ranks
+    from simulated_build import build
+
+    started = Ranks(build())
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """60 kB of words in an order that is not quite random."""
     import numpy as np  # the environment above comes first

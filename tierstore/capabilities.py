@@ -244,19 +244,6 @@ def chosen_instruction_set() -> str:
         raise CapabilityError(str(exc)) from exc
 
 
-def probe_cuda() -> Finding:
-    """Whether torch finds a CUDA device. Imports torch."""
-    if importlib.util.find_spec("torch") is None:
-        return Finding(False, "torch is not installed")
-    import torch
-
-    if torch.version.cuda is None:
-        return Finding(False, f"torch {torch.__version__} is built without CUDA")
-    if not torch.cuda.is_available():
-        return Finding(False, "torch finds no CUDA device")
-    return Finding(True, torch.cuda.get_device_name(0))
-
-
 def probe_dax(directory: Path, proc: Path = _PROC) -> Finding:
     """Whether ``directory`` is mounted with DAX: loads and stores reach persistent memory without a cache."""
     mount = _mount_of(directory, proc)

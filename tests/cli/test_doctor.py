@@ -12,6 +12,7 @@ import torch.distributed as dist
 from click.testing import CliRunner
 from conftest_store import fingerprint, read_only, small_store
 
+from tierstore.cli import doctor
 from tierstore.cli.doctor import CHECKS, rank_exchanges
 from tierstore.cli.main import cli
 from tierstore.store import ParameterStore, RecordSchema, StoreConfig, StripeConfig
@@ -51,10 +52,9 @@ def test_json(tmp_path: Path) -> None:
 
 def test_what_ranks_exchange_through(monkeypatch: pytest.MonkeyPatch) -> None:
     unmeasured = "times of messages are not measured here, tierstore bench machine does"
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     for devices, nccl in ((1, "NCCL between 1 CUDA device"), (2, "NCCL between 2 CUDA devices")):
-        monkeypatch.setattr(torch.cuda, "device_count", lambda devices=devices: devices)
+        monkeypatch.setattr(doctor, "device_count", lambda devices=devices: devices)
         assert rank_exchanges() == f"Gloo between CPUs, {nccl}; {unmeasured}"
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
     assert rank_exchanges() == f"Gloo between CPUs; {unmeasured}"

@@ -83,16 +83,21 @@ class World:
 
 
 class Ranks:
-    """Starts worlds, and keeps the last few of those whose cases all passed for the next test."""
+    """Starts worlds, and keeps the last few of those whose cases all passed for the next test. ``simulated_device``:
+    where it was built; each rank then has a simulated GPU instead of the CPU.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, simulated_device: Path | None = None) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
         self._address = str(Path(self._directory.name, "socket"))
         self._listener = Listener(self._address, "AF_UNIX", backlog=64)
         program = Path(__file__).with_name("rank_server.py")
         # The server and its ranks import what this process would, from where it would.
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        self._server = subprocess.Popen([sys.executable, str(program), self._address], env=environment)
+        device = [] if simulated_device is None else [str(simulated_device)]
+        self._server = subprocess.Popen(
+            [sys.executable, str(program), self._address, *device], env=environment
+        )
         self._control = self._accept()
         self._control.recv()
         self._worlds: dict[tuple[int, ParallelConfig], World] = {}

@@ -1,7 +1,8 @@
 """Forks ranks from a process that has imported everything once: the program behind ``launcher.Ranks``.
 
-Arguments: the socket of the test process. Each rank calls back there, joins its world through ``launch``, and
-then runs cases, one ``(file, function, arguments)`` after another, until it is sent None.
+Arguments: the socket of the test process; where the simulated device was built, if ranks are to have it. Each rank
+calls back at the socket, joins its world through ``launch``, and then runs cases, one ``(file, function, arguments)``
+after another, until it is sent None.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ import sys
 import time
 import traceback
 from multiprocessing.connection import Client, Connection
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 
-def serve(address: str) -> None:
+def serve(address: str, simulated_device: str | None) -> None:
     """Answers ``("start", environments, config, stderr, modules)`` with pids, ``("wait", pid, seconds)`` with an exit code
     (None: it has not ended), ``("kill", pids)`` with None. Only it signals ranks: it knows which pids are still theirs.
     """
@@ -37,6 +39,11 @@ def serve(address: str) -> None:
     # Its first call imports for seconds.
     checkpoint(torch.square, torch.ones(1, requires_grad=True), use_reentrant=False)
 
+    if simulated_device is not None:
+        import simulated
+
+        simulated.load(Path(simulated_device))
+    device = "cpu" if simulated_device is None else "simgpu"
     with Client(address, "AF_UNIX") as control:
         control.send(("server", os.getpid()))
         running: set[int] = set()
@@ -50,7 +57,7 @@ def serve(address: str) -> None:
                 for name in modules:
                     importlib.import_module(name)
                 gc.freeze()  # or each rank's collections would go through, and so copy, all that was imported
-                pids = [_fork(control, address, e, config, stderr) for e in environments]
+                pids = [_fork(control, address, device, e, config, stderr) for e in environments]
                 running.update(pids)
                 control.send(pids)
             elif what == "wait":
@@ -75,7 +82,9 @@ def _ended(pid: int, seconds: float, running: set[int]) -> int | None:
         time.sleep(0.005)
 
 
-def _fork(control: Connection, address: str, environ: dict[str, str], config: Any, stderr: str | None) -> int:
+def _fork(
+    control: Connection, address: str, device: str, environ: dict[str, str], config: Any, stderr: str | None
+) -> int:
     pid = os.fork()
     if pid:
         return pid
@@ -86,7 +95,7 @@ def _fork(control: Connection, address: str, environ: dict[str, str], config: An
         if stderr is not None:
             target = os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             os.dup2(target, 2)
-        status = _rank(address, config)
+        status = _rank(address, device, config)
     except BaseException:
         traceback.print_exc()
     sys.stdout.flush()
@@ -94,12 +103,12 @@ def _fork(control: Connection, address: str, environ: dict[str, str], config: An
     os._exit(status)
 
 
-def _rank(address: str, config: Any) -> int:
+def _rank(address: str, device: str, config: Any) -> int:
     from tierstore.parallel import launch
 
     with Client(address, "AF_UNIX") as test:
         test.send(("rank", os.getpid()))
-        with contextlib.suppress(EOFError), launch(config, device="cpu") as mesh:
+        with contextlib.suppress(EOFError), launch(config, device=device) as mesh:
             test.send(("joined", mesh.environment.rank))
             modules: dict[str, ModuleType] = {}
             while (case := pickle.loads(test.recv_bytes())) is not None:
@@ -125,4 +134,4 @@ def _module(file: str, loaded: dict[str, ModuleType]) -> ModuleType:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    serve(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None)

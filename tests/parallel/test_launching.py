@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tierstore.errors import CapabilityError, ConfigError, PeerError
-from tierstore.parallel import ParallelConfig, RankEnvironment, launch, rank_device
+from tierstore.parallel import ParallelConfig, RankEnvironment, launch, launching, rank_device
 
 PROGRAM = """
 import os, sys, time
@@ -126,14 +126,14 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ConfigError, match=f"^device: expected auto, cpu, cuda or cuda:N, got '{asked}'"):
             rank_device(asked, alone)
     assert rank_device("cpu", third) == torch.device("cpu")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(launching, "accelerator_type", lambda: None)
     assert rank_device("auto", third) == torch.device("cpu")
     with pytest.raises(
         CapabilityError, match=r"^device: cuda was asked for, and torch .* finds no CUDA device"
     ):
         rank_device("cuda", alone)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(launching, "accelerator_type", lambda: "cuda")
+    monkeypatch.setattr(launching, "device_count", lambda: 2)
     assert rank_device("auto", alone) == torch.device("cuda", 0)
     assert rank_device("cuda:1", alone) == torch.device("cuda", 1)
     assert rank_device("cuda", RankEnvironment(rank=5, world=8, local_rank=1)) == torch.device("cuda", 1)
@@ -145,6 +145,8 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         rank_device("cuda:9", alone)
     with pytest.raises(ConfigError, match=r"^LOCAL_RANK: 2 needs GPU 2; this machine has 2"):
         rank_device("cuda", third)
+    monkeypatch.setattr(launching, "device_count", lambda: 1)  # as launchers do that show each rank its own
+    assert rank_device("cuda", third) == torch.device("cuda", 0)
 
 
 def test_a_process_alone_starts_no_thread_and_imports_no_backend() -> None:

@@ -13,20 +13,20 @@ import pytest
 import torch
 
 from tierstore._native import Arena, Buffer, Engine, File, HugePages
-from tierstore.capabilities import Capability
+from tierstore.capabilities import Capability, Finding
 from tierstore.errors import CapabilityError
 from tierstore.links import LinkConfig
 from tierstore.tiers import (
     DeviceSlots,
     DeviceTier,
     WeightLoads,
-    cuda,
+    accelerated,
     describe_weights,
     open_device_tier,
     weights_in_place,
 )
 
-#: "faked": the tier of a CUDA device, its tickets and threads, over copies that the CPU makes at once.
+#: "faked": the tier of an accelerator, its tickets and threads, over copies that the CPU makes at once.
 DEVICES = ["cpu", "faked", *(["cuda"] if torch.cuda.is_available() else [])]
 NUMEL = 3001  # neither a whole number of pages nor of cache lines
 
@@ -54,17 +54,17 @@ class _Idle:
     def wait_event(self, event: object) -> None: ...
     def record(self, stream: object) -> None: ...
     def synchronize(self) -> None: ...
+    def __enter__(self) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
 
 
 @contextlib.contextmanager
 def _faked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "Stream", _Idle)
-        patch.setattr(torch.cuda, "Event", _Idle)
-        patch.setattr(torch.cuda, "stream", contextlib.nullcontext)
-        patch.setattr(torch.cuda, "current_stream", lambda device: None)
-        patch.setattr(cuda, "pin_arena", lambda arena: None)
-        patch.setattr(cuda, "unpin_arena", lambda arena: None)
+        patch.setattr(torch, "Stream", _Idle)
+        patch.setattr(torch, "Event", _Idle)
+        patch.setattr(torch.accelerator, "current_stream", lambda device: None)
+        patch.setattr(accelerated, "pin_arena", lambda arena, device: Finding(False, "there is no device"))
         yield
 
 
@@ -76,7 +76,7 @@ def bench(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     with Engine() as engine:
         if name == "faked":
             with _faked(monkeypatch):
-                tier = cuda.CudaDeviceTier(engine, slots, torch.device("cpu"), HugePages.OFF)
+                tier = accelerated.AcceleratedTier(engine, slots, torch.device("cpu"), HugePages.OFF)
                 yield Bench(engine, tier, slots)
                 tier.close()
         else:
@@ -125,10 +125,10 @@ def test_a_load_waits_for_what_was_computed_before_its_slot_was_released(
             awaited.append(event.reached)
 
     with Engine() as engine, _faked(monkeypatch), monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "Event", Event)
-        patch.setattr(torch.cuda, "Stream", Stream)
+        patch.setattr(torch, "Event", Event)
+        patch.setattr(torch, "Stream", Stream)
         slots = DeviceSlots(NUMEL, torch.float32, weights=2, gradients=1)
-        tier = cuda.CudaDeviceTier(engine, slots, torch.device("cpu"), HugePages.OFF)
+        tier = accelerated.AcceleratedTier(engine, slots, torch.device("cpu"), HugePages.OFF)
         source = Bench(engine, tier, slots).source(torch.ones(NUMEL))
         for slot in range(2):
             engine.wait_all([tier.load(slot, source, [])])

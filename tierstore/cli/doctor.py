@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from tierstore import __version__, machine
+from tierstore.accelerator import device_count, probe_accelerator
 from tierstore.capabilities import (
     Capability,
     Finding,
@@ -18,7 +19,6 @@ from tierstore.capabilities import (
     chosen_instruction_set,
     probe_avx2,
     probe_avx512,
-    probe_cuda,
     probe_dax,
     probe_direct_io,
     probe_fallocate,
@@ -56,7 +56,7 @@ CHECKS: Mapping[str, Check] = {
     "huge_pages": Check(lambda _: probe_huge_pages(), "huge pages", "4 KiB pages"),
     "avx512": Check(lambda _: probe_avx512(), "AVX-512", "AVX2 or scalar"),
     "avx2": Check(lambda _: probe_avx2(), "AVX2", "scalar"),
-    "cuda": Check(lambda _: probe_cuda(), "CUDA", "CPU as device"),
+    "cuda": Check(lambda _: probe_accelerator(), "CUDA", "CPU as device"),
     "dax": Check(probe_dax, "DAX mapping", "read and write"),
 }
 
@@ -248,12 +248,11 @@ def machine_facts(directory: Path) -> dict[str, object]:
 
 def rank_exchanges() -> str:
     """What several ranks on this machine would exchange through. Imports torch."""
-    import torch
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_gloo_available():
         return "none: this torch has no Gloo, which several ranks need"
-    devices = torch.cuda.device_count() if torch.cuda.is_available() and dist.is_nccl_available() else 0
+    devices = device_count() if dist.is_nccl_available() else 0
     nccl = f", NCCL between {devices} CUDA device{'s' * (devices > 1)}" if devices else ""
     return f"Gloo between CPUs{nccl}; times of messages are not measured here, tierstore bench machine does"
 

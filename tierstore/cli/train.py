@@ -216,7 +216,7 @@ def _fixed_bytes(placed: TrainConfig, mesh: Mesh) -> int:
     from tierstore.tiers.slots import DeviceKind
     from tierstore.train.footprint import fixed_cost, resident_bytes
 
-    device = DeviceKind(mesh.device.type)
+    device = DeviceKind.of(mesh.device.type)
     units = divided_units(placed.spec, mesh.tensor.size)
     return fixed_cost(placed, resident_bytes(), ranks=mesh.data.size, device=device, units=units).nbytes
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from tierstore.accelerator import generator_state, has_own_memory, set_generator_state
 from tierstore.errors import StoreFormatError
 from tierstore.hf.describing import quiet_transformers, unit_of
 from tierstore.hf.experts import (
@@ -329,7 +330,7 @@ class HfModel:
 
     def _devices(self) -> list[torch.device]:
         """Where random numbers are drawn beside the host."""
-        return [self._device] if self._device.type == "cuda" else []
+        return [self._device] if has_own_memory(self._device) else []
 
     # Beside the parameters ----------------------------------------------------------------------------------
 
@@ -438,7 +439,7 @@ _VALUE = 8
 
 def generator_states(devices: Sequence[torch.device]) -> Tensor:
     """The states of the host's generator and of those of ``devices``, as int64 values on the host."""
-    states = [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
+    states = [torch.get_rng_state(), *(generator_state(device) for device in devices)]
     return torch.cat(states).view(torch.int64)
 
 
@@ -452,7 +453,7 @@ def set_generator_states(values: Tensor, devices: Sequence[torch.device]) -> Non
         if device is None:
             torch.set_rng_state(state)
         else:
-            torch.cuda.set_rng_state(state, device)
+            set_generator_state(device, state)
 
 
 def state_values(devices: Sequence[torch.device]) -> int:
@@ -463,5 +464,5 @@ def state_values(devices: Sequence[torch.device]) -> int:
 def _sizes(devices: Sequence[torch.device]) -> list[int]:
     return [
         torch.get_rng_state().numel(),
-        *(torch.cuda.get_rng_state(device).numel() for device in devices),
+        *(generator_state(device).numel() for device in devices),
     ]

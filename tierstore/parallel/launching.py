@@ -22,6 +22,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tierstore.accelerator import (
+    accelerator_type,
+    backends,
+    device_count,
+    has_own_memory,
+    identity,
+    make_current,
+)
 from tierstore.decision import Decision
 from tierstore.errors import CapabilityError, ConfigError, PeerError
 from tierstore.parallel.collectives import Channel, Failure, RankGroup, uncounted
@@ -42,6 +50,7 @@ from tierstore.units import format_bytes
 
 if TYPE_CHECKING:
     import torch
+    from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
 
 
@@ -54,12 +63,13 @@ def rank_device(asked: str, environment: RankEnvironment) -> torch.device:
     import torch
 
     kind, _, index = asked.partition(":")
-    if kind not in ("auto", "cpu", "cuda") or (index and not (kind == "cuda" and index.isdigit())):
+    found = accelerator_type()
+    numbered = ("cuda", found)
+    if kind not in ("auto", "cpu", *numbered) or (index and not (kind in numbered and index.isdigit())):
         raise ConfigError(f"device: expected auto, cpu, cuda or cuda:N, got {asked!r}")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if kind == "cpu" or (kind == "auto" and not count):
+    if kind == "cpu" or (kind == "auto" and found is None):
         return torch.device("cpu")
-    if not count:
+    if found is None or kind not in ("auto", found):
         raise CapabilityError(
             f"device: {asked} was asked for, and torch {torch.__version__} finds no CUDA device"
         )
@@ -68,7 +78,10 @@ def rank_device(asked: str, environment: RankEnvironment) -> torch.device:
             f"device: {asked} is one GPU for {environment.world} ranks; expected auto, cpu or cuda, "
             "and rank LOCAL_RANK of a machine then takes GPU LOCAL_RANK"
         )
+    count = device_count()
     number = int(index) if index else environment.local_rank
+    if not index and count == 1 and environment.world > 1:
+        number = 0  # some launchers show each rank its own GPU alone; ranks that share one are refused when they meet
     if number >= count:
         what = (
             f"LOCAL_RANK: {number} needs GPU {number}"
@@ -76,7 +89,7 @@ def rank_device(asked: str, environment: RankEnvironment) -> torch.device:
             else f"device: no GPU {number}"
         )
         raise ConfigError(f"{what}; this machine has {count}")
-    return torch.device("cuda", number)
+    return torch.device(found, number)
 
 
 @contextlib.contextmanager
@@ -92,6 +105,7 @@ def launch(
     layout_of(config, environment.world)
     check_exchange(config, environment)
     chosen = rank_device(device, environment)
+    make_current(chosen)
     if environment.world == 1:
         with _watched_alone(config, environment):
             yield Mesh.alone(environment, chosen, open_job_store(environment, config.timeout_s))
@@ -166,23 +180,20 @@ def _part(mesh: Mesh | None, communicators: list[ProcessGroup]) -> None:
 
 
 def _join(config: ParallelConfig, environment: RankEnvironment, device: torch.device) -> None:
-    import torch
     import torch.distributed as dist
     from torch._C._distributed_c10d import PrefixStore
 
-    cuda = device.type == "cuda"
-    if cuda:
-        torch.cuda.set_device(device)
     timeout = timedelta(seconds=config.timeout_s)
     try:
         store = meeting_store(environment, config.timeout_s)
+        _check_devices(PrefixStore("devices", store), environment, device)
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            backends(device),
             store=PrefixStore("tierstore", store),
             rank=environment.rank,
             world_size=environment.world,
             timeout=timeout,
-            device_id=device if cuda else None,
+            device_id=device if has_own_memory(device) else None,
         )
     except RuntimeError as error:
         where = f"{environment.address[0]}:{environment.address[1]}"
@@ -190,6 +201,18 @@ def _join(config: ParallelConfig, environment: RankEnvironment, device: torch.de
         raise PeerError(
             "joining", f"rank {environment.rank} of {environment.world} met no one at {where}: {reason}"
         ) from error
+
+
+def _check_devices(store: Store, environment: RankEnvironment, device: torch.device) -> None:
+    """Raises ConfigError where two ranks have one GPU, which NCCL refuses. A collective where they have GPUs."""
+    if not has_own_memory(device):
+        return
+    own = identity(device)
+    store.set(str(environment.rank), own)
+    for rank in range(environment.world):
+        if rank != environment.rank and store.get(str(rank)).decode() == own:
+            first, second = sorted((rank, environment.rank))
+            raise ConfigError(f"device: ranks {first} and {second} have one GPU, and each rank needs its own")
 
 
 # AUTO for the exchange of rows ------------------------------------------------------------------------------
@@ -262,7 +285,7 @@ def with_exchange(config: ParallelConfig, mesh: Mesh, maker: GroupMaker) -> Mesh
 def _chosen(config: ParallelConfig, mesh: Mesh, maker: GroupMaker) -> tuple[Exchange, Decision[str]]:
     flat, mode = FlatExchange(mesh.expert), config.exchange
     grid = expert_grid(config, mesh.environment)
-    if mode is ExchangeMode.AUTO and not isinstance(grid, str) and mesh.device.type == "cuda":
+    if mode is ExchangeMode.AUTO and not isinstance(grid, str) and has_own_memory(mesh.device):
         grid = "NCCL exchanges in two steps by itself (PXN)"
     said = mesh.world.all_gather_object((mode, grid))
     for rank, (other, _) in enumerate(said):

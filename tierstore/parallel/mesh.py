@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tierstore.accelerator import has_own_memory
 from tierstore.decision import Decision
 from tierstore.parallel.collectives import Channel, Collective, CollectiveTraffic, Failure, RankGroup
 from tierstore.parallel.config import ParallelConfig
@@ -189,7 +190,7 @@ class _Groups:
         self._alone = RankGroup.alone(environment.rank)
         self._make_group = partial(
             make_group,
-            native_gather=device.type == "cuda",
+            native_gather=has_own_memory(device),
             node_ranks=ranks_of_a_node(config, environment),
             blame=blame,
         )

@@ -113,7 +113,7 @@ def choose_order(
 
 def agreed_order(config: TrainConfig, mesh: Mesh) -> Decision[MicroOrder]:
     """The order of a run of all ranks of ``mesh``: rank 0's, since ranks may have ``[links]`` of their own. A collective."""
-    own = choose_order(config, ranks=mesh.data.size, device=DeviceKind(mesh.device.type))
+    own = choose_order(config, ranks=mesh.data.size, device=DeviceKind.of(mesh.device.type))
     agreed: Decision[MicroOrder] = mesh.world.all_gather_object(own)[0]
     return agreed
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from tierstore._native import HugePages, StepClock
+from tierstore.accelerator import free_bytes, has_own_memory, make_current
 from tierstore.capabilities import Capability
 from tierstore.errors import ConfigError, StoreError
 from tierstore.hf.spec import recorded_lora, recorded_spec
@@ -177,7 +178,8 @@ def open_served(
         )
     timeline = timeline or NullTimeline()
     device = rank_device(config.device, RankEnvironment())
-    kind = DeviceKind(device.type)
+    make_current(device)
+    kind = DeviceKind.of(device.type)
     with contextlib.ExitStack() as stack:
         read_identity(directory)  # a missing store is one, before its lease is
         # The openings below read the same commit.
@@ -247,8 +249,8 @@ def open_runner(parts: ServedParts) -> BatchRunner:
     times. Raises ConfigError for a context beyond the model's limit, BudgetError for one that does not fit.
     """
     config = parts.config
-    if parts.device.type == "cuda":
-        room = int(torch.cuda.mem_get_info(parts.device)[0])
+    if has_own_memory(parts.device):
+        room = free_bytes(parts.device)
     else:
         dense = sum(parameter.nbytes for parameter in parts.model.module.parameters())
         room = memory().usable_bytes - config.host_budget - dense - _PROCESS_BYTES
@@ -337,7 +339,7 @@ class _ExpertOpening:
     @property
     def copied(self) -> bool:
         """Whether experts are copied to slots of the device."""
-        return copies_weights(self.config, DeviceKind(self.device.type))
+        return copies_weights(self.config, DeviceKind.of(self.device.type))
 
     def cached(self) -> CachedExperts:
         """Experts of the host cache. With pairs that were trained beside them, a pass over a layer copies the pairs that it
@@ -430,7 +432,9 @@ class _ExpertOpening:
 
     def _tier(self, slots: DeviceSlots[torch.dtype]) -> DeviceTier:
         loads = WeightLoads.COPIED if self.copied else WeightLoads.IN_PLACE
-        opened = open_device_tier(self.store.engine, slots, self.device, HugePages.AUTO, loads)
+        opened = open_device_tier(
+            self.store.engine, slots, self.device, HugePages.AUTO, loads, self.config.pinned_memory
+        )
         self.stack.callback(opened.close)
         return limited_tier(opened, self.store.engine, self.config.links.copy)
 

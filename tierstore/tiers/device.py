@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from tierstore._native import Activity, Arena, Buffer, Engine, HugePages, Link, QuantProducts
+from tierstore.accelerator import has_own_memory
 from tierstore.capabilities import Capability, Finding, Resolution, resolve
 from tierstore.links import LinkConfig, limited, open_link
 from tierstore.quant.weights import QuantizedWeights, Weights
@@ -239,14 +240,15 @@ def open_device_tier(
     device: torch.device,
     huge_pages: HugePages,
     loads: WeightLoads = WeightLoads.COPIED,
+    pinning: Capability = Capability.AUTO,
 ) -> DeviceTier:
-    """The tier for ``device``; ``loads`` is for the CPU. Raises OSError or torch's OutOfMemoryError when the slots do not
-    fit.
+    """The tier for ``device``; ``loads`` is for the CPU, ``pinning`` (host buffers registered with the device) for others.
+    Raises OSError or torch's OutOfMemoryError when the slots do not fit, CapabilityError for ON where it is refused.
     """
-    if device.type == "cuda":
-        from tierstore.tiers.cuda import CudaDeviceTier
+    if has_own_memory(device):
+        from tierstore.tiers.accelerated import AcceleratedTier
 
-        return CudaDeviceTier(engine, slots, device, huge_pages)
+        return AcceleratedTier(engine, slots, device, huge_pages, pinning)
     return HostDeviceTier(engine, slots, huge_pages, loads)
 
 
@@ -256,7 +258,7 @@ def weights_in_place(setting: Capability, device: torch.device, link: LinkConfig
     """
 
     def probe() -> Finding:
-        if device.type != "cpu":
+        if has_own_memory(device):
             return Finding(False, f"{device} has memory of its own")
         if link.on:
             return Finding(False, "copies are to take the time of a limited link")

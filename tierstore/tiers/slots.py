@@ -17,6 +17,11 @@ class DeviceKind(Enum):
     CPU = "cpu"
     CUDA = "cuda"
 
+    @classmethod
+    def of(cls, device_type: str) -> DeviceKind:
+        """The kind of a ``torch.device.type``: whatever is not the CPU is sized as CUDA is."""
+        return cls.CPU if device_type == "cpu" else cls.CUDA
+
 
 class ElementType(Protocol):
     """A torch.dtype, or whatever else knows the size of its elements."""

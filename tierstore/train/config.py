@@ -9,6 +9,7 @@ from enum import StrEnum
 from importlib import import_module
 from pathlib import Path
 
+from tierstore.accelerator import accelerator_type
 from tierstore.cache.config import CacheConfig
 from tierstore.capabilities import Capability
 from tierstore.config import as_dict
@@ -161,12 +162,18 @@ class RunConfig:
         default=Capability.AUTO,
         metadata={"help": "on the CPU, compute with experts where they lie in the cache, without a copy"},
     )
+    pinned_memory: Capability = field(
+        default=Capability.AUTO,
+        metadata={"help": "register host buffers of copies with the accelerator"},
+    )
     threads: int = field(default=0, metadata={"help": "torch's threads (0: one for each core)"})
 
     def __post_init__(self) -> None:
         if self.threads < 0:
             raise ConfigError(f"threads: expected at least 0, got {self.threads}")
-        if self.device not in ("auto", "cpu") and not self.device.startswith("cuda"):
+        if self.device not in ("auto", "cpu") and not self.device.startswith(
+            ("cuda", accelerator_type() or "cuda")
+        ):
             raise ConfigError(f"device: expected auto, cpu or cuda, got {self.device!r}")
 
 

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from tierstore._native import HugePages
+from tierstore.accelerator import has_own_memory
 from tierstore.errors import StoreFormatError
 from tierstore.model.store_schema import EXPERT_SCHEMA, expert_key
 from tierstore.moe.computing import ExpertPass, Weighting, compute_experts
@@ -67,17 +68,19 @@ def open_experts(
     host_budget: int | str = "1GiB",
     adamw: AdamWConfig | None = None,
     first_weights: Callable[[int, int], npt.NDArray[np.float32]] | None = None,
+    device: torch.device | str = "cpu",
 ) -> Iterator[ExpertSession]:
     """Opens the experts in ``store`` as they were last committed, or makes them: ``experts`` of ``shape`` in each of
-    ``layers``, with ``first_weights(layer, expert)`` or random ones. On the CPU, in ``host_budget``.
+    ``layers``, with ``first_weights(layer, expert)`` or random ones. ``device`` computes; on the CPU
+    ``host_budget`` holds its slots, too.
 
     Raises StoreFormatError for a store of other experts, BudgetError, StoreError, OSError.
     """
-    store, layers = Path(store), tuple(layers)
+    store, layers, device = Path(store), tuple(layers), torch.device(device)
     adamw = adamw or AdamWConfig()
     schema = RecordSchema(EXPERT_SCHEMA, shape.numel, moments=adamw.moments)
     slots = DeviceSlots(shape.numel, torch.float32, _SLOTS, _SLOTS)
-    budget = parse_size(host_budget, name="host_budget") - slots.nbytes
+    budget = parse_size(host_budget, name="host_budget") - (0 if has_own_memory(device) else slots.nbytes)
     spare = max(0, budget - minimum_host_budget([schema], None, len(layers)))
     config = StoreConfig(host_budget=budget, lookahead=min(int(budget * 0.45), spare), layers=layers)
     described = _description(shape, layers, experts)
@@ -103,7 +106,7 @@ def open_experts(
         core.reserve_scratch(EXPERT_SCHEMA)
         records = _find_records(core, store, layers, experts)
         _check_schema(store, shape, opened.info(expert_key(layers[0], 0)).schema, expected=schema)
-        tier = open_device_tier(core.engine, slots, torch.device("cpu"), HugePages.AUTO, WeightLoads.IN_PLACE)
+        tier = open_device_tier(core.engine, slots, device, HugePages.AUTO, WeightLoads.IN_PLACE)
         stack.callback(tier.close)
         source = TieredExperts(
             core,
@@ -115,7 +118,7 @@ def open_experts(
             schedule=Schedule.of_layers(layers, depth=1),
             ledger=StallLedger(),
         )
-        yield ExpertSession(opened, source, shape, experts, described)
+        yield ExpertSession(opened, source, shape, experts, described, device)
 
 
 def _description(shape: ExpertShape, layers: Sequence[int], experts: int) -> bytes:
@@ -175,8 +178,10 @@ class ExpertSession:
         shape: ExpertShape,
         per_layer: int,
         description: bytes,
+        device: torch.device,
     ) -> None:
         self.store = store
+        self.device = device
         self._experts = experts
         self._shape = shape
         self._per_layer = per_layer
@@ -201,6 +206,10 @@ class ExpertSession:
             self._experts.begin_evaluation()
             self._used.clear()
             self._reached.clear()
+        if x_TD.device.type != self.device.type:
+            raise ValueError(
+                f"layer {layer}: its inputs are on {x_TD.device}, its experts on {self.device} (open_experts: device)"
+            )
         load_E = torch.bincount(expert_TK.reshape(-1), minlength=self._per_layer)
         plan = dispatch(expert_TK, load_E)
         rows = LocalRows(plan, plan.experts)

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from tierstore.accelerator import synchronize
 from tierstore.decision import Decision
 from tierstore.errors import ConfigError, DataError
 from tierstore.links import LinkConfig
@@ -362,7 +363,7 @@ def _exchanges(mesh: Mesh, wanted_bytes: int) -> tuple[float, float, float]:
             work = mesh.exchange.all_to_all(out, rows, rows_SS)
             issued.append(time.perf_counter() - started)
             work.wait()
-            _synchronize(device)
+            synchronize(device)
             times.append(time.perf_counter() - started)
     small, large = (
         (float(nbytes * others), statistics.median(times)) for nbytes, times in zip(each, spent, strict=True)
@@ -395,13 +396,8 @@ def _median_s(call: Callable[[], None], device: torch.device) -> float:
     for _ in range(1 + _ROUNDS):
         started = time.perf_counter()
         call()
-        _synchronize(device)
+        synchronize(device)
         times.append(time.perf_counter() - started)
         if times[0] > _SLOW_S:
             return times[0]
     return statistics.median(times[1:])
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

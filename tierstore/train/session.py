@@ -389,7 +389,7 @@ def _open_experts(
     loads = WeightLoads.IN_PLACE if in_place else WeightLoads.COPIED
 
     def open_tier(slots: DeviceSlots[torch.dtype]) -> DeviceTier:
-        tier = open_device_tier(store.engine, slots, mesh.device, HugePages.AUTO, loads)
+        tier = open_device_tier(store.engine, slots, mesh.device, HugePages.AUTO, loads, config.pinned_memory)
         stack.callback(tier.close)
         return limited_tier(tier, store.engine, link)
 

@@ -13,6 +13,7 @@ from enum import Enum
 
 import torch
 
+from tierstore.accelerator import has_own_memory, make_current
 from tierstore.dense import OptimizerState
 from tierstore.errors import ConfigError
 from tierstore.model.config import ModelConfig
@@ -89,6 +90,7 @@ def prepare(
     ``tokenising``. A collective. Raises what ``open_session`` raises.
     """
     device = rank_device(config.device, RankEnvironment()) if mesh is None else mesh.device
+    make_current(device)
     mesh = mesh or Mesh.alone(RankEnvironment(), device)
     check_combination(config, mesh.layout)
     config.check_length()
@@ -109,7 +111,7 @@ def prepare(
     if config.threads:
         torch.set_num_threads(config.threads)
     compute_deterministically(device)
-    divided = budgets(config, DeviceKind(device.type))
+    divided = budgets(config, DeviceKind.of(device.type))
     boundary_split(config, mesh.data.size, len(config.model.architecture.units) - 2)  # a refusal comes here
     resharded_from = follow_ranks(config, opening, mesh)
     agreed = agree(config.store, opening, mesh)
@@ -126,7 +128,7 @@ def prepare(
     vocabulary = choose_vocabulary(
         whole,
         ranks=mesh.data.size,
-        device=DeviceKind(device.type),
+        device=DeviceKind.of(device.type),
         recorded=table_of(recorded.get("parallel", {})) if recorded else None,
     )
     # Last, because tokenising may take hours.
@@ -208,7 +210,7 @@ def _open_data(config: TrainConfig, mesh: Mesh, progress: Callable[[int, int], N
 
 def compute_deterministically(device: torch.device) -> None:
     """Makes torch compute the same bits each time on ``device``, or raise. Before the first product on it."""
-    if device.type == "cuda":
+    if has_own_memory(device):
         # Without it cuBLAS divides its workspace among streams as they come, and torch refuses every product.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     set_deterministic(2)

@@ -321,14 +321,23 @@ class _Stage(PipelineStage):
     def _receiving(self, phase: Phase, micro: int, ops: list[dist.P2POp]) -> list[dist.P2POp]:
         if not ops:
             return ops
-        beside = self._beside[phase, micro] = torch.zeros(self._values[phase], dtype=torch.long)
+        beside = self._beside[phase, micro] = torch.zeros(
+            self._values[phase], dtype=torch.long, device=self.device
+        )
         return [*ops, dist.P2POp(dist.irecv, beside, ops[0].peer, self.group)]
 
     def _sending(self, phase: Phase, micro: int, ops: list[dist.P2POp]) -> list[dist.P2POp]:
         if not ops:
             return ops
         beside = self._listener.beside(phase, micro, sum(op.tensor.nbytes for op in ops))
+        # NCCL takes one list of messages as one, and no host memory.
+        beside = beside.to(self.device)
         return [*ops, dist.P2POp(dist.isend, beside, ops[0].peer, self.group)]
+
+    def _received(self, phase: Phase, micro: int) -> Tensor | None:
+        """What came beside the message that a pass starts from, on the host."""
+        beside = self._beside.pop((phase, micro), None)
+        return None if beside is None else beside.cpu()
 
     # Passes -------------------------------------------------------------------------------------------------
 
@@ -339,16 +348,14 @@ class _Stage(PipelineStage):
         kwargs: dict[str, Any] | None = None,
         save_forward_output: bool = True,
     ) -> Any:
-        with self._listener.during(
-            Phase.FORWARD, fwd_chunk_id, self._beside.pop((Phase.FORWARD, fwd_chunk_id), None)
-        ):
+        with self._listener.during(Phase.FORWARD, fwd_chunk_id, self._received(Phase.FORWARD, fwd_chunk_id)):
             return super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         with self._listener.during(
-            Phase.BACKWARD, bwd_chunk_id, self._beside.pop((Phase.BACKWARD, bwd_chunk_id), None)
+            Phase.BACKWARD, bwd_chunk_id, self._received(Phase.BACKWARD, bwd_chunk_id)
         ):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         for info in (*self.args_recv_info[bwd_chunk_id], *self.grad_recv_info[bwd_chunk_id]):

@@ -1,7 +1,6 @@
-"""The device tier on a CUDA device: slots in device memory, pinned host buffers, one copy thread a
-direction.
+"""The device tier on an accelerator: slots in device memory, pinned host buffers, one copy thread a direction.
 
-The engine knows nothing of CUDA. A copy that a stream carries out is an *external* ticket: a thread
+The engine knows nothing of devices. A copy that a stream carries out is an *external* ticket: a thread
 waits for the tickets that it follows, puts the copy on its stream, waits for the stream and
 completes the ticket. Both threads spend their time outside the interpreter lock.
 """
@@ -16,6 +15,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from tierstore._native import Arena, Buffer, Engine, HugePages
+from tierstore.accelerator import pin_arena, unpin_arena
+from tierstore.capabilities import Capability, resolve
 from tierstore.quant.weights import QuantizedWeights, Weights
 from tierstore.tiers.device import tensor_of
 from tierstore.tiers.slots import DeviceSlots
@@ -28,7 +29,7 @@ class _CopyThread:
 
     def __init__(self, engine: Engine, device: torch.device, name: str) -> None:
         self._engine = engine
-        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.stream = torch.Stream(device)
         self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -45,7 +46,7 @@ class _CopyThread:
             after, copy, ticket = work
             try:
                 self._engine.wait_all(after)
-                with torch.cuda.stream(self.stream):
+                with self.stream:
                     copy()
                 self.stream.synchronize()
             except Exception as error:  # raised again for those that wait for the ticket
@@ -58,11 +59,16 @@ class _CopyThread:
         self._thread.join()
 
 
-class CudaDeviceTier:
-    """Slots on ``device``. Gradients are copied to pinned host memory, a buffer for each gradient slot."""
+class AcceleratedTier:
+    """Slots on ``device``. Gradients are copied to host memory, pinned if it can be (``pinned``), a buffer for each slot."""
 
     def __init__(
-        self, engine: Engine, slots: DeviceSlots[torch.dtype], device: torch.device, huge_pages: HugePages
+        self,
+        engine: Engine,
+        slots: DeviceSlots[torch.dtype],
+        device: torch.device,
+        huge_pages: HugePages,
+        pinning: Capability = Capability.AUTO,
     ) -> None:
         self.device = device
         self.slots = slots
@@ -71,7 +77,7 @@ class CudaDeviceTier:
         self._gradients = [slot.view(torch.float32) for slot in gradients]
         # Frozen experts have no gradient slots; an arena has at least a page.
         self._host_arena = Arena(max(slots.gradients * slots.gradient_bytes, 4096), huge_pages)
-        pin_arena(self._host_arena)
+        self.pinned = resolve("pinned_memory", pinning, lambda: pin_arena(self._host_arena, device))
         self._host = [
             Buffer(self._host_arena, [(i * slots.gradient_bytes, slots.gradient_bytes)], slots.numel * 4)
             for i in range(slots.gradients)
@@ -107,10 +113,10 @@ class CudaDeviceTier:
     def release_weights(self, slot: int) -> None:
         self._idle[slot] = self._reached()
 
-    def _reached(self) -> torch.cuda.Event:
+    def _reached(self) -> torch.Event:
         """An event that occurs when the compute stream has done all work queued so far."""
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self.device))
+        event = torch.Event(self.device)
+        event.record(torch.accelerator.current_stream(self.device))
         return event
 
     def allocate_gradient(self) -> tuple[int, list[int]]:
@@ -135,7 +141,8 @@ class CudaDeviceTier:
     def close(self) -> None:
         self._up.close()
         self._down.close()
-        unpin_arena(self._host_arena)
+        if self.pinned:
+            unpin_arena(self._host_arena, self.device)
 
 
 def _slots(count: int, stride: int, nbytes: int, device: torch.device) -> list[torch.Tensor]:
@@ -145,17 +152,3 @@ def _slots(count: int, stride: int, nbytes: int, device: torch.device) -> list[t
     memory = torch.empty(count * stride, dtype=torch.uint8, device=device)
     starts = range(0, count * stride, stride)
     return [memory[start : start + nbytes] for start in starts]
-
-
-def pin_arena(arena: Arena) -> None:
-    """Registers an arena with CUDA, so that copies to and from it are asynchronous. Raises RuntimeError."""
-    status = torch.cuda.cudart().cudaHostRegister(arena.address, arena.nbytes, 0)  # type: ignore[no-untyped-call]
-    if int(status) != 0:
-        raise RuntimeError(f"cudaHostRegister of {arena.nbytes} bytes failed with status {int(status)}")
-
-
-def unpin_arena(arena: Arena) -> None:
-    """Takes back ``pin_arena``; once no copy to or from the arena is in flight. Raises RuntimeError."""
-    status = torch.cuda.cudart().cudaHostUnregister(arena.address)  # type: ignore[no-untyped-call]
-    if int(status) != 0:
-        raise RuntimeError(f"cudaHostUnregister failed with status {int(status)}")

@@ -1,0 +1,27 @@
+// What the parts of the simulated device use of each other.
+
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "checker.h"
+
+namespace simgpu {
+
+constexpr int DEVICES = 8;
+
+int current_device();
+void set_device(int device);
+int64_t current_stream(int device);
+int64_t new_stream();
+// Bytes that the device has from now on.
+void set_memory(int device, size_t nbytes);
+void register_hooks();
+
+bool on_device(const at::Tensor& tensor);
+// The bytes between a tensor's first element and its last.
+Span span_of(const at::Tensor& tensor, Mode mode);
+// The memory of a tensor on the device as one on the host.
+at::Tensor as_cpu(const at::Tensor& tensor);
+
+}  // namespace simgpu

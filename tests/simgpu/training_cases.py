@@ -1,0 +1,60 @@
+"""What a rank with a simulated device trains in tests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import simulated
+import torch
+from rank_cases import TINY
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tierstore.accelerator import has_own_memory
+from tierstore.config import load
+from tierstore.parallel import Mesh
+from tierstore.train.config import TrainConfig
+from tierstore.train.ranks import Opening
+from tierstore.train.session import open_session
+
+STEPS = 3
+
+#: Ways to train on one device, each with something of its own to order.
+WAYS: Mapping[str, Mapping[str, Any]] = {
+    "fp32": {},
+    "evictions": {"host_budget": 200_000, "model.experts": 8},
+    "micro-batches": {"data.micro_batches": 2, "data.micro_order": "micro"},
+    "layer order": {"data.micro_batches": 2, "data.micro_order": "layer"},
+    "boundaries": {"data.micro_batches": 4, "data.micro_order": "layer", "boundary_budget": 16384},
+    "recomputed": {"model.checkpoint_activations": "block"},
+    "router guesses": {"prefetch.predictor": "router"},
+    "dense on the host": {"dense.optimizer_state": "host"},
+    "dense on the drive": {"dense.optimizer_state": "nvme"},
+    "jitter": {"model.router_noise": "jitter", "model.router_noise_std": 0.1},
+    "capacity": {"model.capacity_factor": 1.0},
+    "limited link": {"links.copy.bandwidth": 1 << 28},
+    "narrow moments": {"adamw.moments": "int8"},
+}
+
+
+#: Losses, that of an evaluation, the checksum of this rank's records; violations and counts on a simulated device.
+Trained = tuple[tuple[list[float], float, int], dict[str, int], dict[str, int]]
+
+
+def train(mesh: Mesh, store: Path, settings: Mapping[str, Any], text: str) -> Trained:
+    """``STEPS`` steps of a new run, an evaluation and a commit, on the device of ``mesh``."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    simulating = has_own_memory(mesh.device)
+    config = load(TrainConfig, None, {**TINY, "data.paths": (text,), "store": store, **settings})
+    if simulating:
+        simulated.reset()
+    # The CPU's own kernel of attention has other bits, and is no other device's.
+    with sdpa_kernel(SDPBackend.MATH), open_session(config, Opening.CREATE, mesh=mesh) as trainer:
+        losses = [trainer.step().loss for _ in range(STEPS)]
+        counts = simulated.counts() if simulating else {}
+        evaluated = trainer.evaluate()
+        trainer.commit()
+        crc = trainer.store.records_crc32c()
+    return (losses, evaluated, crc), simulated.violations() if simulating else {}, counts

@@ -1,0 +1,122 @@
+"""The device that computes where it is not the CPU: what ``torch.accelerator``, ``torch.Stream`` and ``torch.Event`` lack.
+
+Code that uses a device asks here or there, never ``torch.cuda``: it runs on CUDA, and on the device that the tests
+simulate. Whoever must know asks ``has_own_memory``. Imports torch at first use.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+from typing import TYPE_CHECKING, Any
+
+from tierstore.capabilities import Finding
+
+if TYPE_CHECKING:
+    import torch
+
+    from tierstore._native import Arena
+
+
+def accelerator_type() -> str | None:
+    """What torch calls the accelerator that there is (``cuda``); None where there is none, or none that registers host
+    memory.
+    """
+    import torch
+
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return found.type if found is not None and hasattr(_module(found), "cudart") else None
+
+
+def device_count() -> int:
+    """How many accelerators there are."""
+    import torch
+
+    return 0 if accelerator_type() is None else torch.accelerator.device_count()
+
+
+def has_own_memory(device: torch.device) -> bool:
+    """Whether ``device`` computes with memory of its own, and goes on while the host does: it is not the CPU."""
+    return device.type != "cpu"
+
+
+def identity(device: torch.device) -> str:
+    """What no other accelerator, of this machine or another, is called."""
+    return f"{platform.node()} {_module(device).get_device_properties(device).uuid}"
+
+
+def make_current(device: torch.device) -> None:
+    """What names no device uses ``device`` from now on: without it, the first one would be given a context, too."""
+    import torch
+
+    if has_own_memory(device):
+        torch.accelerator.set_device_index(device)
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until ``device`` has done all that is queued. Nothing on the CPU."""
+    import torch
+
+    if has_own_memory(device):
+        torch.accelerator.synchronize(device)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory of ``device``, which is not the CPU, that is free."""
+    import torch
+
+    return int(torch.accelerator.get_memory_info(device)[0])
+
+
+def backends(device: torch.device) -> str:
+    """The backends of ranks that compute on ``device``, as ``init_process_group`` takes them."""
+    import torch.distributed as dist
+
+    if not has_own_memory(device):
+        return "gloo"
+    return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+
+
+def generator_state(device: torch.device) -> torch.Tensor:
+    """The state of the random numbers of ``device``, as bytes on the host."""
+    state: torch.Tensor = _module(device).get_rng_state(device)
+    return state
+
+
+def set_generator_state(device: torch.device, state: torch.Tensor) -> None:
+    _module(device).set_rng_state(state, device)
+
+
+def pin_arena(arena: Arena, device: torch.device) -> Finding:
+    """Registers ``arena`` with ``device``, if it can be, so that copies to and from it are asynchronous."""
+    status = int(_module(device).cudart().cudaHostRegister(arena.address, arena.nbytes, 0))
+    if status:
+        return Finding(False, f"cudaHostRegister of {arena.nbytes} bytes failed with status {status}")
+    return Finding(True, "registered")
+
+
+def unpin_arena(arena: Arena, device: torch.device) -> None:
+    """Takes back ``pin_arena``; once no copy to or from the arena is in flight. Raises RuntimeError."""
+    status = int(_module(device).cudart().cudaHostUnregister(arena.address))
+    if status:
+        raise RuntimeError(f"cudaHostUnregister failed with status {status}")
+
+
+def probe_accelerator() -> Finding:
+    """Whether torch finds a device that tierstore can use."""
+    if importlib.util.find_spec("torch") is None:
+        return Finding(False, "torch is not installed")
+    import torch
+
+    if accelerator_type() is not None:
+        return Finding(True, str(_module(torch.accelerator.current_accelerator()).get_device_name(0)))
+    if torch.version.cuda is None:
+        return Finding(False, f"torch {torch.__version__} is built without CUDA")
+    return Finding(False, "torch finds no CUDA device")
+
+
+def _module(device: torch.device | None) -> Any:
+    """What torch has for one type of device: ``torch.cuda``, or what a backend registered in its place."""
+    import torch
+
+    return torch.get_device_module(device)
