@@ -53,14 +53,23 @@ def directories_of_torch(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path_factory.mktemp("torchinductor"))
 
 
+_STARTED = pytest.StashKey["Ranks"]()
+
+
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Ranks]:
+def ranks(pytestconfig: pytest.Config) -> Iterator[Ranks]:
     """Worlds of real processes on Gloo: see ``tests/parallel/launcher.py``."""
     from launcher import Ranks
 
-    started = Ranks()
+    started = pytestconfig.stash[_STARTED] = Ranks()
     yield started
     started.close()
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Worlds of ranks poll their sockets as long as they are kept: a directory's end with it."""
+    if nextitem is not None and nextitem.path.parent != item.path.parent and _STARTED in item.config.stash:
+        item.config.stash[_STARTED].rest()
 
 
 @pytest.fixture(scope="session")

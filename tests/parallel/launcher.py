@@ -145,6 +145,11 @@ class Ranks:
         self._control.recv()
         world.end()
 
+    def rest(self) -> None:
+        """Ends the worlds that are kept."""
+        while self._worlds:
+            self.kill(self._worlds.popitem()[1])
+
     def close(self) -> None:
         for world in self._worlds.values():
             world.end()
