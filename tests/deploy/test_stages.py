@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierstore.deploy.stages import BlockBytes, Segment, balanced, cut, fewest
+from tierstore.deploy.stages import Segment, balanced, cut, fewest
 from tierstore.errors import BudgetError, ConfigError
 
 
@@ -48,7 +48,7 @@ def test_a_block_that_does_not_fit_is_named() -> None:
 
 
 def test_given_segments() -> None:
-    blocks = [BlockBytes(1, 10), BlockBytes(2, 20), BlockBytes(3, 30)]
+    blocks = [(1, 10), (2, 20), (3, 30)]
     assert cut(blocks, [0, 2]) == [Segment(0, 1, 3, 30), Segment(2, 2, 3, 30)]
     with pytest.raises(ConfigError, match="below 3"):
         cut(blocks, [0, 3])

@@ -25,7 +25,6 @@ from tierstore.serve.config import BatchConfig
 from tierstore.serve.footprint import batch_bytes, fitted_context, sequence_bytes
 from tierstore.serve.generating import Ending, GeneratedText, TextGenerator
 from tierstore.serve.language import BytePieces, StreamedText
-from tierstore.serve.model import cache_nbytes
 from tierstore.serve.sampling import SamplingOptions, TokenSampler
 from tierstore.trace.replay import replay
 
@@ -115,6 +114,16 @@ def test_a_replay_decides_alike(predictor: PredictorName, tmp_path: Path) -> Non
 # Memory -----------------------------------------------------------------------------------------------------
 
 
+def _nbytes(cache: Any) -> int:
+    """What a cache of keys and values, or of states of linear attention, holds."""
+    held: list[torch.Tensor | None] = []
+    for layer in cache.layers:
+        held += [getattr(layer, "keys", None), getattr(layer, "values", None)]
+        for name in ("conv_states", "recurrent_states"):
+            held += getattr(layer, name, {}).values()
+    return sum(value.nbytes for value in held if value is not None)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_caches_take(family: str, tmp_path: Path) -> None:
     """What is announced beside what transformers' caches hold: equal, but where a window keeps fewer tokens."""
@@ -124,7 +133,7 @@ def test_what_caches_take(family: str, tmp_path: Path) -> None:
     _, served = wrapped(family, torch.bfloat16)
     runner = served.runner(BatchRunner)
     runner.join(drawn((30, 20)))
-    held = cache_nbytes(runner._groups[0].cache)
+    held = _nbytes(runner._groups[0].cache)
     bound = 2 * sequence_bytes(spec, 30)
     assert held == bound if family != "gpt_oss" else held < bound
 
@@ -133,7 +142,7 @@ def test_what_the_built_in_cache_takes() -> None:
     model, served = built_in()
     runner = served.runner(BatchRunner)
     runner.join(drawn((9, 4), vocabulary=61))
-    assert cache_nbytes(runner._groups[0].cache) == 2 * sequence_bytes(model.config, 9)
+    assert _nbytes(runner._groups[0].cache) == 2 * sequence_bytes(model.config, 9)
 
 
 def test_the_context_that_fits() -> None:

@@ -146,7 +146,7 @@ class UnitLayout:
 
     @property
     def exchanged_numel(self) -> int:
-        """Elements of all ranks' slices of what is gathered: so many gradients a rank makes for all of them."""
+        """Elements of all ranks' slices of what is gathered: the gradients that a rank makes for all of them."""
         return sum(region.padded_numel for region in self.regions if region.gathered is Gathered.YES)
 
     def divided(self, index: int) -> bool:
@@ -377,7 +377,7 @@ def gather_copies(ranks: int, device_type: str) -> bool:
 
 
 def blocks_held(layouts: Sequence[UnitLayout], config: DenseConfig) -> int:
-    """The fusion buffers that blocks share: as many as can be gathered at once."""
+    """The fusion buffers that blocks share: one for each that can be gathered at once."""
     blocks = max(len(layouts) - 2, 0)
     return blocks if config.reshard is Reshard.AFTER_BACKWARD else min(config.buffers, blocks)
 

@@ -14,7 +14,7 @@
         norm = math.sqrt(sum(dense.squares()))
         dense.step(lr)
 
-Gradients are sums over ranks, not means: who wants a mean divides the objective. With one rank (fp32, slices on the
+Gradients are sums over ranks, not means: for a mean, divide the objective. With one rank (fp32, slices on the
 device) nothing is gathered or copied: parameters are views of the slices, always.
 
 The bits of a step do not depend on fusion, on the number and size of buffers and buckets, on resharding, on the type in

@@ -52,7 +52,7 @@ _CALIBRATED_WINDOWS = 16
 _STORE, _CHECKPOINT, _TRAINING, _EXPORTED = "store", "checkpoint", "training", "distilled"
 _PLAIN, _QUANTIZED = "plain", "quantized"
 _PROGRESS_NAME = "distillation.json"
-#: The learning rate climbs for so many steps, and falls to this part of its largest value.
+#: The learning rate climbs for 8 steps, and falls to this part of its largest value.
 _WARM_STEPS, _LEAST_RATE = 8, 0.05
 _CLIP_NORM = 1.0
 #: Windows of a pass that measures a loss.

@@ -38,7 +38,6 @@ from tierstore.deploy.records import (
     stage_directory,
 )
 from tierstore.deploy.stages import (
-    BlockBytes,
     assemble,
     cut,
     fuse,
@@ -146,7 +145,7 @@ def _refuse_early(config: DeployConfig) -> None:
     if count is not None:
         check_count(spec.manifest, spec.config, count)
     if placement.segments:
-        cut([BlockBytes(0, 0)] * spec.manifest.layers, placement.segments)
+        cut([(0, 0)] * spec.manifest.layers, placement.segments)
     if how.text:
         read_windows(how.text, spec.tokenizer, length=how.length, held_out=how.held_out)
         if how.length > spec.positions > 0:
@@ -256,7 +255,7 @@ def _clear(directory: Path, wanted: str) -> None:
     """Leaves in ``directory`` only what a run with the fingerprint ``wanted`` had begun."""
     mark = directory / _UNDER_WAY
     if directory.exists() and not (mark.exists() and mark.read_text() == wanted):
-        mark.unlink(missing_ok=True)  # first: what a kill leaves of the rest is nobody's
+        mark.unlink(missing_ok=True)  # first: after a kill, no run takes the rest for its own
         shutil.rmtree(directory)
     directory.mkdir(exist_ok=True)
     if not mark.exists():

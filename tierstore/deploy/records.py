@@ -1,5 +1,5 @@
-"""What a deployment is told; what a stage is given and leaves; the files ``stage.json`` and ``deployment.json``. Imports no
-torch.
+"""The configuration of a deployment; what a stage is given and what it leaves; the files ``stage.json`` and
+``deployment.json``. Imports no torch.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ _STORE, _CHECKPOINT = "store", "checkpoint"
 
 
 def fusion_settings(config: DeployConfig) -> Mapping[str, object]:
-    """The store as it is: another commit of it is another model."""
+    """The store at its last commit: another commit of it is another model."""
     dtype = _export_dtype(config)
     return {"source": source_fingerprint(config.store), "dtype": None if dtype is None else dtype.value}
 
@@ -124,7 +124,7 @@ def fuse(context: StageContext) -> StageOutput:
 def refrozen(
     checkpoint: Path, store: Path, context: StageContext, *, codes: CodeFormat | None = None
 ) -> None:
-    """Imports ``checkpoint`` frozen to ``store``, or goes on with it; asked to stop, it does after the next record.
+    """Imports ``checkpoint`` frozen to ``store``, or resumes that; on a request to stop, it stops after the next record.
 
     ``codes``: how its experts are quantised; None where they are not.
     """
@@ -180,16 +180,8 @@ def _imported(store: Path) -> bool:
     return (store / MODEL_DIRECTORY / MANIFEST_NAME).exists()
 
 
-@dataclass(frozen=True)
-class BlockBytes:
-    """What one decoder block takes in memory, in bytes."""
-
-    dense: int
-    experts: int
-
-    @property
-    def whole(self) -> int:
-        return self.dense + self.experts
+#: What one decoder block takes in memory, in bytes: dense parameters, and experts.
+BlockBytes = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -200,9 +192,6 @@ class Segment:
     last: int
     dense: int
     experts: int
-
-    def as_json(self) -> dict[str, int]:
-        return asdict(self)
 
 
 def block_bytes(manifest: Manifest, expert_bytes: int) -> list[BlockBytes]:
@@ -215,7 +204,7 @@ def block_bytes(manifest: Manifest, expert_bytes: int) -> list[BlockBytes]:
     blocks[0] += embedding
     blocks[-1] += head
     return [
-        BlockBytes(each, manifest.experts.count * expert_bytes * (layer in manifest.experts.layers))
+        (each, manifest.experts.count * expert_bytes * (layer in manifest.experts.layers))
         for layer, each in enumerate(blocks)
     ]
 
@@ -273,17 +262,12 @@ def cut(blocks: Sequence[BlockBytes], firsts: Sequence[int]) -> list[Segment]:
         )
     ends = [*firsts[1:], len(blocks)]
     return [
-        Segment(
-            first,
-            end - 1,
-            sum(block.dense for block in blocks[first:end]),
-            sum(block.experts for block in blocks[first:end]),
-        )
+        Segment(first, end - 1, *map(sum, zip(*blocks[first:end], strict=True)))
         for first, end in zip(firsts, ends, strict=True)
     ]
 
 
-#: Of the memory that is there, what a server leaves to caches of keys and values, activations and the interpreter.
+#: The part of memory that a server uses for weights; the rest is for keys and values, activations and the interpreter.
 _SERVED_PART = 0.75
 
 
@@ -297,13 +281,12 @@ def segment(context: StageContext) -> StageOutput:
     manifest = Manifest.read(store)
     one = _expert_bytes(store)
     blocks = block_bytes(manifest, one)
-    sizes = [block.whole for block in blocks]
+    sizes = [sum(block) for block in blocks]
     available = placement.memory if placement.memory is not None else memory().usable_bytes
     given = int(available * _SERVED_PART)
     firsts = list(placement.segments) or balanced(sizes, min(fewest(sizes, given), len(sizes)))
     segments = cut(blocks, firsts)
-    dense = sum(block.dense for block in blocks)
-    experts = sum(block.experts for block in blocks)
+    dense, experts = map(sum, zip(*blocks, strict=True))
     least = manifest.experts.top_k * one
     host_budget = min(given - dense, experts)
     if host_budget < least:
@@ -322,7 +305,7 @@ def segment(context: StageContext) -> StageOutput:
         figures={
             "ranks": placement.ranks,
             "kind": "pipeline of one rank",
-            "segments": [segment.as_json() for segment in segments],
+            "segments": [asdict(segment) for segment in segments],
             "memory": available,
             "dense_bytes": dense,
             "expert_bytes": experts,
@@ -333,7 +316,7 @@ def segment(context: StageContext) -> StageOutput:
 
 
 def _expert_bytes(store: Path) -> int:
-    """What one expert takes in memory: its record as it is kept. Raises StoreFormatError."""
+    """What one expert takes in memory: its record as stored. Raises StoreFormatError."""
     for schema in read_schemas(store):
         if schema.name == EXPERT_SCHEMA:
             return sum(section.nbytes for section in schema.layout(Group.WEIGHTS).sections)

@@ -63,7 +63,7 @@ def open_teacher(store: Path, *, host_budget: int, threads: int = 0) -> Iterator
         yield Teacher(parts)
 
 
-#: Of so many windows the last is held out.
+#: Of this many windows the last is held out.
 _EVERY = 16
 
 

@@ -2,7 +2,7 @@
 
 ::
 
-    config.py      what a server or ``generate`` is told
+    config.py      how a store is served
     opening.py     a store becomes a model that is served
     footprint.py   memory: budgets for experts, dense parameters, keys and values
     planning.py    what serving takes and how fast it is, predicted

@@ -73,7 +73,7 @@ class GenerationRequest:
         self.stop_tokens = stop_tokens
         #: When it was made, and then when its last token came, by ``time.monotonic``.
         self.last_s = time.monotonic()
-        #: The answer so far: the next step goes on with the last. Of the model's thread.
+        #: The answer so far; its last token is the input of the next step. Owned by the model's thread.
         self.tokens: list[int] = []
         #: Its client wants no more. Written by the event loop, read by the thread that runs the model.
         self.cancelled = False
@@ -87,7 +87,7 @@ class GenerationRequest:
         return len(self.prompt) + self.max_tokens
 
     def settle(self) -> bool:
-        """The request has ended. True for the first who says so: an end is counted once."""
+        """The request has ended. True for the first caller: an end is counted once."""
         return self._settled.acquire(blocking=False)
 
     def put(self, update: Update) -> None:
@@ -100,7 +100,7 @@ class GenerationRequest:
         self._put(AnswerError(message))
 
     def _put(self, found: Update | AnswerError) -> None:
-        # The loop is closed when the process ends at once: nobody reads any more.
+        # The loop is closed when the process ends at once: there is no reader any more.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._updates.put_nowait, found)
 
@@ -122,7 +122,7 @@ class GenerationRequest:
 
 
 class RefusedError(Exception):
-    """There is no room for the request now. The message is one sentence."""
+    """The queue has no room for the request now. The message is one sentence."""
 
     def __init__(self, message: str, *, retry_after_s: int) -> None:
         super().__init__(message)
@@ -198,7 +198,7 @@ class RequestQueue:
             return True
 
     def give_back(self, waiting: list[GenerationRequest]) -> None:
-        """What was taken and found no room: it is first again. Not what nobody waits for any more."""
+        """Puts taken requests that found no room back at the front, without those whose client has left."""
         with self._changed:
             wanted = [one for one in waiting if not one.cancelled]
             self._waiting.extendleft(reversed(wanted))
@@ -225,7 +225,7 @@ class RequestQueue:
             return sum(len(one.prompt) for one in self._waiting)
 
     def wait(self) -> bool:
-        """Waits until a request is there; False where there are none, and none will come."""
+        """Waits for a request; False if the queue is empty and accepts no more."""
         with self._changed:
             while not self._waiting:
                 if self._state is not _State.OPEN:

@@ -74,7 +74,7 @@ class AskerBits:
 
 
 def askers_of(calls: Sequence[ExpertPass], bits: Sequence[Sequence[int]]) -> dict[int, int]:
-    """The sequences that ask for each expert, a bit each; experts that nobody asks for are left out.
+    """The sequences that ask for each expert, a bit each; experts that none asks for are left out.
 
     ``bits[i]``: of the sequences of ``calls[i]``, whose tokens lie there one sequence after another, as many of each. A
     sequence asks with its last token, from which it goes on.
@@ -125,7 +125,7 @@ class MeetingPasses:
                     lane.throw()  # ends it: what it has open is closed
 
     def compute(self, x_TD: Tensor, weight_TK: Tensor, call: ExpertPass) -> Tensor:
-        """The experts' results for the pass that is under way: it stops here until they are there (``Meeting``)."""
+        """The experts' results for the pass in progress, which stops here until they are computed (``Meeting``)."""
         parent = greenlet.getcurrent().parent
         assert parent is not None
         result: Tensor = parent.switch((x_TD, weight_TK, call))

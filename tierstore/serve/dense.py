@@ -153,7 +153,7 @@ def compiled_blocks(
         _environment("TORCHINDUCTOR_CACHE_DIR", config.graphs.cache),
         torch._dynamo.config.patch(recompile_limit=_COMPILATIONS_PER_BLOCK * len(blocks)),
     ):
-        for module in experts:  # where leases come from is no matter of graphs
+        for module in experts:  # graphs do not depend on where leases come from
             module.forward = torch.compiler.disable(module.forward)  # type: ignore[no-untyped-call]
         for block in blocks:
             block.compile(backend=backend, dynamic=True)

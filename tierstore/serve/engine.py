@@ -1,4 +1,4 @@
-"""Continuous batching: requests join when there is room, go on by a token with each step, and leave.
+"""Continuous batching: requests join the batch, get a token with each step, and leave.
 
 One thread opens the model, runs it and closes it; nothing else touches it. Between two steps there is at most one
 prefill, of at most ``limits.prefill_tokens`` tokens, so that answers under way go on while prompts come in.
@@ -210,7 +210,7 @@ class ServingEngine:
             self._batch.clear()
 
     def _turn(self, running: Running) -> None:
-        """A prefill where there is room, and a step."""
+        """A prefill, if the batch has room, and a step."""
         for number, request in list(self._batch.items()):
             if request.cancelled:
                 self._leave(running, number)

@@ -160,7 +160,7 @@ def check_memory(host_budget: int, dense: int, device: DeviceKind, *, usable: in
         )
 
 
-#: A sequence shorter than this serves nobody.
+#: A shorter context is of no use.
 _LEAST_CONTEXT = 128
 #: Columns by which a context is made shorter.
 _ROUND = 64

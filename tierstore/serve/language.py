@@ -20,9 +20,9 @@ from tierstore.serve.sampling import SamplingOptions, generation_defaults
 from tierstore.train.tokens.tokenizing import DocumentTokenizer
 from tierstore.units import is_unicode
 
-#: What decoders put for bytes that are no character, or not yet.
+#: What decoders write for bytes that are not a character, or not yet.
 _REPLACED = "\ufffd"
-#: Tokens after which a text that may still change is given; one that ends in bytes that are no character, four later.
+#: Text that may still change is given after this many tokens; text that ends in bytes of no character, four later.
 _LONGEST_HELD = 16
 #: The end of a text in which transformers' clean-up of blanks changes with what follows: " n" before "'t".
 _CLEANED_LATER = re.compile(r"[ '][ n'vr]*\Z")

@@ -116,7 +116,7 @@ class WrappedModel:
 
 
 def _pad_token(config: Any) -> int:
-    """The model's own; without one in its vocabulary (-1 is none), its end of text, as in ``generate``, or 0."""
+    """The model's own, else its end of text, as in ``generate``, else 0; each within the vocabulary (-1 is not)."""
     for name in ("pad_token_id", "eos_token_id"):
         found = getattr(config, name, None)
         for token in found if isinstance(found, list) else [found]:
@@ -181,16 +181,16 @@ def copied_rows(cache: LayeredCache, rows: Sequence[int]) -> LayeredCache:
 
 
 def drop_columns(cache: LayeredCache, columns: int) -> None:
-    """Takes the first ``columns`` of every sequence away: padding. For caches that ``why_apart`` has nothing against."""
+    """Removes the first ``columns`` of every sequence: padding. For caches that ``why_apart`` allows."""
     for layer in cache.layers:
         layer.keys = layer.keys[:, :, columns:].contiguous()
         layer.values = layer.values[:, :, columns:].contiguous()
 
 
 def move(caches: Sequence[LayeredCache], into: LayeredCache, padding: Sequence[int]) -> None:
-    """Moves all sequences of ``caches`` to ``into``, which is new, those of each behind so many columns of padding.
+    """Moves all sequences of ``caches`` to ``into``, which is new; ``padding``: columns of padding before those of each.
 
-    Layer by layer: what has been moved is freed, so that one layer is there twice.
+    Layer by layer: a layer is freed once it is moved, so that one layer at a time exists twice.
     """
     for number, layer in enumerate(into.layers):
         parts = [cache.layers[number] for cache in caches]
@@ -200,18 +200,6 @@ def move(caches: Sequence[LayeredCache], into: LayeredCache, padding: Sequence[i
         )
         for part in parts:
             part.keys = part.values = None
-
-
-def cache_nbytes(cache: LayeredCache) -> int:
-    """What ``cache`` holds."""
-    total = 0
-    for layer in cache.layers:
-        if getattr(layer, "keys", None) is not None:
-            total += layer.keys.nbytes + layer.values.nbytes
-        total += sum(
-            value.nbytes for states in _states(layer) for value in states.values() if value is not None
-        )
-    return total
 
 
 def _side_by_side(parts_BHSC: Sequence[Tensor], padding: Sequence[int]) -> Tensor:

@@ -242,7 +242,7 @@ def _replayed(trace: Path, cache: _Cache, *, sequences: int, spec: HfSpec) -> tu
         layer_quotas=quotas_by_layer(layers, cache.frames, quotas) if quotas else (),
     )
     asked = counts[:, _HITS] + counts[:, _MISSES]
-    first = int(np.argmax(asked > 0))  # what opening the store asked for is no pass
+    first = int(np.argmax(asked > 0))  # what opening the store asked for is not a pass
     asked, counts = asked[first:], counts[first:]
     decode = asked <= sequences * spec.top_k * len(layers) * kinds
     if len(asked) > 1 and not decode.any():

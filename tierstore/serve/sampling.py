@@ -21,8 +21,8 @@ from tierstore.hf.describing import CONFIG_NAME, read_config, transformers
 from tierstore.hf.spec import HfSpec
 from tierstore.moe.seeds import keyed_generator
 
-#: transformers' processors, in its order, by the key of generation_config.json that asks for them: the class, and what it is
-#: made of. The first are before the temperature, the others behind top-p.
+#: transformers' processors, in its order, by the key of generation_config.json that asks for them: the class and its
+#: arguments. These come before the temperature; the warpers come after top-p.
 _PROCESSORS = {
     "no_repeat_ngram_size": ("NoRepeatNGramLogitsProcessor", "value"),
     "bad_words_ids": ("NoBadWordsLogitsProcessor", "value ends"),
@@ -94,7 +94,7 @@ class TokenSampler:
         self._warpers = _make(_WARPERS, options, len(prompt))
 
     def __call__(self, logits_V: Tensor) -> int:
-        """The next token. Raises ValueError for logits that are no numbers."""
+        """The next token. Raises ValueError for logits that are not numbers."""
         logits_V = logits_V.detach().float().cpu()
         if math.isnan(float(logits_V.max())):
             raise ValueError("the model's logits are not numbers")

@@ -40,7 +40,7 @@ _MOST_STOPS, _LONGEST_STOP = 4, 256
 _MOST_TOKENS = 1 << 31
 _SEEDS = 1 << 63
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-#: What is told of pydantic's errors whose own words name its types.
+#: Messages for those of pydantic's errors that name its types.
 _WORDS = {"extra_forbidden": "unknown field", "missing": "is missing", "model_type": "expected an object"}
 #: Fields whose items have no name of their own.
 _WHOLE = ("stop", "stop_token_ids", "prompt")
@@ -127,7 +127,7 @@ def _refused(message: str) -> PydanticCustomError:
 
 
 def _only(*values: object, why: str = "is not offered by this server") -> PlainValidator:
-    """A field that is not offered: these values change nothing, and are accepted. A boolean is no number."""
+    """A field that is not offered: these values change nothing, and are accepted. A boolean is not a number."""
 
     def checked(value: object) -> object:
         if any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values):

@@ -99,8 +99,9 @@ _LAST_WORDS_S = 5  # for what has been computed, to reach its clients
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens: who connects before the server runs waits for it. Port 0 is any that is free. Raises OSError
-    naming the address.
+    """A socket that listens; clients that connect before the server runs wait for it. Port 0 takes a free one.
+
+    Raises OSError naming the address.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(

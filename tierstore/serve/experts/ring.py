@@ -88,7 +88,7 @@ class Ring:
         return range(first, first + len(self._experts))
 
     def clear(self) -> None:
-        """The slots belong to somebody else from now on: nothing is in the ring."""
+        """Chosen experts use the slots from now on: nothing is in the ring."""
         self._group_of.clear()
         self._free = deque(range(self._count))
         self._draw()

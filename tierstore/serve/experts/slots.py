@@ -106,7 +106,7 @@ class ExpertSlots:
         return self._cache.prefetch(Phase.FORWARD, layer, numbers, _weights(len(numbers)))
 
     def cancel_prefetch(self) -> None:
-        """Gives up what ``prefetch`` has read and nobody has used."""
+        """Gives up what ``prefetch`` has read and no pass has used."""
         self._cache.residency.cancel_prefetch()
 
     def end_step(self) -> None:
@@ -126,7 +126,7 @@ class ExpertSlots:
         return self._arrived[slot] or self._store.engine.done(self._copies[slot])
 
     def weights(self, slot: int, layer: int) -> Weights:
-        """The weights in ``slot``, when they are there; waiting is charged to ``layer``. Until ``release``.
+        """The weights in ``slot``, valid until ``release``; waiting for them is charged to ``layer``.
 
         Raises ChecksumError, OSError: then the slot holds nothing.
         """

@@ -351,7 +351,7 @@ class SlottedExperts:
             self._say(choice.describe())
 
     def tell_askers(self, askers: Mapping[int, int]) -> None:
-        """For the policy of the slots; that of the host cache behind them is not told."""
+        """For the policy of the slots, not for that of the host cache behind them."""
         self._program.tell_askers(askers)
 
     def forward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
