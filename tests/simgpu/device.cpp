@@ -375,6 +375,10 @@ void record_stream(at::Tensor& self, c10::Stream stream) {
     memory().recordStream(self.storage().data_ptr(), stream);
 }
 
+void used_by(const at::Tensor& tensor, int64_t stream) {
+    memory().recordStream(tensor.storage().data_ptr(), Guard::stream(tensor.device().index(), stream));
+}
+
 // Copies -----------------------------------------------------------------------------------------------------
 //
 // As the CUDA runtime documents "API synchronization behavior": a copy from pageable memory has read it when the call

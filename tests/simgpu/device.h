@@ -21,6 +21,8 @@ void register_hooks();
 bool on_device(const at::Tensor& tensor);
 // The bytes between a tensor's first element and its last.
 Span span_of(const at::Tensor& tensor, Mode mode);
+// The tensor's memory is not given again before the host has seen the stream do what is queued there.
+void used_by(const at::Tensor& tensor, int64_t stream);
 // The memory of a tensor on the device as one on the host.
 at::Tensor as_cpu(const at::Tensor& tensor);
 

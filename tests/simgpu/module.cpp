@@ -12,9 +12,17 @@ namespace simgpu {
 class Work final : public c10d::Work {
 public:
     Work(std::vector<c10::intrusive_ptr<c10d::Work>> inner, std::vector<at::Tensor> tensors, Clock done,
-         int device)
-        : inner_(std::move(inner)), tensors_(std::move(tensors)), done_(std::move(done)), device_(device) {}
+         int device, int64_t stream)
+        : inner_(std::move(inner)),
+          tensors_(std::move(tensors)),
+          done_(std::move(done)),
+          device_(device),
+          stream_(stream) {}
 
+    // NCCL's watchdog holds the tensors of a work that is never waited for until it is done.
+    ~Work() override {
+        for (const at::Tensor& each : tensors_) used_by(each, stream_);
+    }
     bool isCompleted() override { return inner_.empty() || inner_.back()->isCompleted(); }
     bool isSuccess() const override { return true; }
     bool wait(std::chrono::milliseconds) override {
@@ -38,6 +46,7 @@ private:
     std::vector<at::Tensor> tensors_;
     Clock done_;
     int device_;
+    int64_t stream_;
 };
 
 class Collectives final : public c10d::Backend {
@@ -113,7 +122,8 @@ private:
         Clock done = checker().launch(device, stream_, what, spans);
         checker().count("collective." + what);
         std::vector<c10::intrusive_ptr<c10d::Work>> inner{call(host_reads, host_writes)};
-        auto work = c10::make_intrusive<Work>(std::move(inner), std::move(tensors), std::move(done), device);
+        auto work =
+            c10::make_intrusive<Work>(std::move(inner), std::move(tensors), std::move(done), device, stream_);
         if (coalescing_) batch_.push_back(work);
         return work;
     }

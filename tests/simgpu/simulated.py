@@ -156,6 +156,9 @@ class _Queue:
         _native.acquire(clock)
         return item
 
+    def get_nowait(self) -> Any:
+        return self.get(False)
+
     def empty(self) -> bool:
         empty: bool = self._items.empty()
         return empty

@@ -8,12 +8,14 @@ from typing import Any
 
 import simulated
 import torch
+from combination_cases import train_features
 from rank_cases import TINY
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tierstore.accelerator import has_own_memory
 from tierstore.config import load
 from tierstore.parallel import Mesh
+from tierstore.train.combinations import Feature
 from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening
 from tierstore.train.session import open_session
@@ -58,3 +60,15 @@ def train(mesh: Mesh, store: Path, settings: Mapping[str, Any], text: str) -> Tr
         trainer.commit()
         crc = trainer.store.records_crc32c()
     return (losses, evaluated, crc), simulated.violations() if simulating else {}, counts
+
+
+def train_with(
+    mesh: Mesh, store: Path, settings: Mapping[str, Any], features: frozenset[Feature], model: Path
+) -> tuple[tuple[list[float], int, str, bool], dict[str, int]]:
+    """What ``combination_cases.train_features`` gives, and the violations on a simulated device."""
+    simulating = has_own_memory(mesh.device)
+    if simulating:
+        simulated.reset()
+    with sdpa_kernel(SDPBackend.MATH):
+        found = train_features(mesh, store, settings, features, model)
+    return found, simulated.violations() if simulating else {}

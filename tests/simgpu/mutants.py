@@ -1,0 +1,256 @@
+"""Bugs in the order of copies, computation, messages and steps that the simulated device must find.
+
+They were listed before the checker saw them. Each replaces the one place where ``old`` stands in ``file``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import training_cases
+
+from tierstore.parallel import Mesh
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """``pinned``: what goes wrong is in host memory that copies use while the host goes on."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    ranks: int = 1
+    parallel: Mapping[str, Any] = field(default_factory=dict)
+    pinned: bool = False
+
+
+_TIER = "tierstore/tiers/accelerated.py"
+_WALK = "tierstore/prefetch/walking.py"
+_GRADIENTS = "tierstore/prefetch/gradients.py"
+_EXPERTS = "tierstore/prefetch/experts.py"
+_CACHE = "tierstore/cache/host_cache.py"
+_MICRO = {"data.micro_batches": 2, "data.micro_order": "micro"}
+_LAYER = {"data.micro_batches": 2, "data.micro_order": "layer"}
+_TIGHT = {"host_budget": 200_000, "model.experts": 8}
+_WAITED = """\
+                if all(map(self._store.engine.done, coming.after)):
+                    self._store.wait(coming.after)
+                else:
+                    self.wait(coming.after, layer, *self._reason(record))
+"""
+_GUARDED = "            self._walk.wait(guards, layer, Tier.HOST, Cause.OPTIMIZER)\n"
+
+MUTANTS = [
+    # Weights: slots of the device.
+    Mutant("a load does not wait for its slot", _TIER, "self._up.stream.wait_event(idle)", "pass"),
+    Mutant(
+        "a released slot keeps its old event",
+        _TIER,
+        "        self._idle[slot] = self._reached()\n",
+        "        pass\n",
+    ),
+    Mutant(
+        "an event of another stream than computes",
+        _TIER,
+        "event.record(torch.accelerator.current_stream(self.device))",
+        "event.record(torch.Stream(self.device))",
+    ),
+    Mutant(
+        "a ticket is done when its copy is queued", _TIER, "                self.stream.synchronize()\n", ""
+    ),
+    Mutant(
+        "a copy does not wait for what it follows",
+        _TIER,
+        "                self._engine.wait_all(after)\n",
+        "",
+    ),
+    Mutant(
+        "a load follows nothing",
+        _WALK,
+        "self._cache.sections(entry)[0], self._cache.ready(entry))\n        self",
+        "self._cache.sections(entry)[0], [])\n        self",
+    ),
+    Mutant("weights are used before they are there", _WALK, _WAITED, "                pass\n"),
+    Mutant(
+        "a slot is free before its expert is computed",
+        _WALK,
+        "                    yield Arrived(unit, weights, unit == units[-1], more)\n"
+        "                    self._release(staged.popleft())\n",
+        "                    self._release(staged.popleft())\n"
+        "                    yield Arrived(unit, weights, unit == units[-1], more)\n",
+    ),
+    # Gradients: slots of the device, and the pinned buffers that they are copied to.
+    Mutant(
+        "a gradient is copied before it is complete",
+        _TIER,
+        "            self._down.stream.wait_event(made)\n",
+        "",
+    ),
+    Mutant(
+        "the copy of a gradient has no ticket",
+        _TIER,
+        "        return self._host[slot], [self._down.submit((), copy)]\n",
+        "        self._down.submit((), copy)\n        return self._host[slot], []\n",
+        pinned=True,
+    ),
+    Mutant(
+        "a gradient slot is free at once",
+        _TIER,
+        "self._free.append((slot, list(after)))",
+        "self._free.append((slot, []))",
+        pinned=True,
+    ),
+    Mutant(
+        "gradients share a host buffer",
+        _TIER,
+        "[(i * slots.gradient_bytes, slots.gradient_bytes)]",
+        "[(0, slots.gradient_bytes)]",
+        pinned=True,
+    ),
+    Mutant(
+        "a copy on another stream than is waited for",
+        _TIER,
+        "                with self.stream:\n",
+        "                with torch.Stream(self.stream.device):\n",
+        pinned=True,
+    ),
+    Mutant(
+        "AdamW does not follow the copy",
+        _GRADIENTS,
+        "number=step, after=after)]",
+        "number=step, after=[])]",
+        pinned=True,
+    ),
+    Mutant(
+        "the norm does not follow the copy",
+        _GRADIENTS,
+        "record.number, after=list(after))",
+        "record.number, after=[])",
+        pinned=True,
+    ),
+    Mutant(
+        "a sum does not follow the copy",
+        _GRADIENTS,
+        "before = [*after, *self._cache.before_write(entry)]",
+        "before = self._cache.before_write(entry)",
+        _MICRO,
+        pinned=True,
+    ),
+    Mutant(
+        "a gradient slot waits for its norm alone",
+        _GRADIENTS,
+        "reading = [square, self._store",
+        "reading = [square]; _ = [self._store",
+        pinned=True,
+    ),
+    Mutant(
+        "a gradient is written before its slot is free",
+        _EXPERTS,
+        _GUARDED + "            gradient = ",
+        "            gradient = ",
+        pinned=True,
+    ),
+    Mutant(
+        "a sum is written before its slot is free",
+        _EXPERTS,
+        _GUARDED + "            expert, total = ",
+        "            expert, total = ",
+        _LAYER,
+        pinned=True,
+    ),
+    # The host cache: memory that the engine reads and writes.
+    Mutant(
+        "a write does not follow the reads of its memory",
+        _CACHE,
+        "return [state.ready, *state.readers] if state.ready else list(state.readers)",
+        "return []",
+        _TIGHT | _MICRO,
+    ),
+    # Messages between ranks.
+    Mutant(
+        "dense parameters are used before they are gathered",
+        "tierstore/dense/fusion.py",
+        "        for work in self._works:\n            work.wait()\n",
+        "",
+        ranks=2,
+    ),
+    Mutant(
+        "dense gradients are used before they are summed",
+        "tierstore/dense/buckets.py",
+        "            work.wait()\n",
+        "",
+        ranks=2,
+    ),
+    Mutant(
+        "rows are used before they have arrived",
+        "tierstore/moe/exchange.py",
+        "            self._work.wait(self._charge)\n",
+        "            pass\n",
+        ranks=2,
+    ),
+    Mutant(
+        "replicas' gradients leave before they are summed",
+        _GRADIENTS,
+        "            work.wait()\n        for step in complete:",
+        "            pass\n        for step in complete:",
+        ranks=2,
+        parallel={"expert": 1},
+    ),
+    Mutant(
+        "replicas' parts are added before they are summed",
+        _GRADIENTS,
+        "            work.wait()\n        for part in parts[1:]:",
+        "            pass\n        for part in parts[1:]:",
+        _LAYER,
+        ranks=2,
+        parallel={"expert": 1},
+    ),
+]
+
+
+def violations_of(
+    mesh: Mesh, store: Path, number: int | None, settings: Mapping[str, Any], text: str
+) -> dict[str, int]:
+    """What a run with mutant ``number`` of ``MUTANTS`` (None: with none) breaks, even if it ends with an error."""
+    import simulated
+
+    if number is not None:
+        apply(MUTANTS[number])
+    try:
+        training_cases.train(mesh, store, settings, text)
+    except Exception as error:
+        return {**simulated.violations(), f"ended with {type(error).__name__}: {error}": 0}
+    return simulated.violations()
+
+
+def apply(mutant: Mutant) -> None:
+    """Puts the mutant's code into the functions of the imported module, wherever they are known already."""
+    module = importlib.import_module(mutant.file.removesuffix(".py").replace("/", "."))
+    source = Path(str(module.__file__)).read_text()
+    if source.count(mutant.old) != 1:
+        raise ValueError(f"{mutant.name}: stands {source.count(mutant.old)} times in {mutant.file}")
+    changed = dict(vars(module))
+    exec(compile(source.replace(mutant.old, mutant.new), str(module.__file__), "exec"), changed)
+    _take_code(vars(module), changed)
+
+
+def _take_code(into: Mapping[str, Any], changed: Mapping[str, Any]) -> None:
+    for name, old in into.items():
+        new = changed.get(name)
+        if isinstance(old, types.FunctionType) and isinstance(new, types.FunctionType):
+            if old.__code__.co_filename == new.__code__.co_filename:
+                old.__code__ = new.__code__
+        elif (
+            isinstance(old, type)
+            and isinstance(new, type)
+            and old.__qualname__ == new.__qualname__
+            and old is not new
+        ):
+            _take_code(vars(old), vars(new))

@@ -1,0 +1,125 @@
+"""What tierstore asks of a device beside computing: host memory that cannot be pinned, the current device, own loops."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import simulated
+import torch
+from launcher import Ranks
+from training_cases import train
+
+from tierstore._native import Arena, Engine, HugePages
+from tierstore.accelerator import identity, make_current, pin_arena, unpin_arena
+from tierstore.capabilities import Capability
+from tierstore.config import load
+from tierstore.errors import CapabilityError, ConfigError
+from tierstore.moe.config import ExpertShape
+from tierstore.parallel import Mesh, RankEnvironment, rank_device
+from tierstore.tiers import DeviceSlots, open_device_tier
+from tierstore.train import open_experts
+from tierstore.train.config import TrainConfig
+
+
+def _refused(mesh: Mesh, store: Path, text: str) -> Any:
+    simulated.registration.refuse = True
+    try:
+        found = train(mesh, store, {}, text)
+        with pytest.raises(
+            CapabilityError, match=r"^pinned_memory is set to on, .*cudaHostRegister of .* status 1"
+        ):
+            train(mesh, store.with_name("on"), {"pinned_memory": "on"}, text)
+    finally:
+        simulated.registration.refuse = False
+    return found
+
+
+def test_memory_that_cannot_be_pinned_is_used_as_it_is(
+    ranks: Ranks, simulated_ranks: Ranks, tmp_path: Path, text: Path
+) -> None:
+    ((expected, _, _),) = ranks.run(1, train, tmp_path / "cpu", {}, str(text))
+    ((found, violations, counts),) = simulated_ranks.run(1, _refused, tmp_path / "device", str(text))
+    assert not violations
+    assert found == expected
+    assert counts["d2h.pageable_bytes"] == counts["d2h.bytes"]
+
+
+def _pinning(mesh: Mesh) -> None:
+    device, arena = mesh.device, Arena(8192, HugePages.OFF)
+    assert pin_arena(arena, device)
+    again = pin_arena(arena, device)
+    assert (again.available, again.reason) == (False, "cudaHostRegister of 8192 bytes failed with status 712")
+    unpin_arena(arena, device)
+    with pytest.raises(RuntimeError, match="cudaHostUnregister failed with status 713"):
+        unpin_arena(arena, device)
+    slots = DeviceSlots(64, torch.float32)
+    with Engine() as engine:
+        tier = open_device_tier(engine, slots, device, HugePages.OFF, pinning=Capability.OFF)
+        tier.close()
+
+
+def test_pinning(simulated_ranks: Ranks) -> None:
+    simulated_ranks.run(1, _pinning)
+
+
+def _choosing(mesh: Mesh) -> None:
+    assert mesh.device == torch.device("simgpu", 0)
+    alone, second = RankEnvironment(), RankEnvironment(rank=1, world=2, local_rank=1)
+    assert rank_device("auto", alone) == rank_device("simgpu", alone) == mesh.device
+    assert rank_device("auto", second) == torch.device("simgpu", 1)
+    assert load(TrainConfig, None, {"device": "simgpu:3"}).device == "simgpu:3"
+    with pytest.raises(ConfigError, match=r"^device: expected auto, cpu or cuda, got 'tpu'"):
+        load(TrainConfig, None, {"device": "tpu"})
+    with pytest.raises(CapabilityError, match=r"^device: cuda was asked for, .* finds no CUDA device"):
+        rank_device("cuda", alone)
+    make_current(rank_device("simgpu:1", alone))
+    assert torch.empty(1, device="simgpu").device.index == 1
+    make_current(torch.device("cpu"))
+    assert identity(mesh.device) != identity(torch.device("simgpu", 1))
+    make_current(mesh.device)
+
+
+def test_the_device_is_chosen_by_name_and_made_current(simulated_ranks: Ranks) -> None:
+    simulated_ranks.run(1, _choosing)
+
+
+def _own_loop(mesh: Mesh, store: Path) -> list[list[float]]:
+    torch.set_num_threads(1)
+    shape = ExpertShape(8, 16)
+    generator = torch.Generator().manual_seed(0)
+    x_TD = torch.randn(6, 8, generator=generator)
+    expert_TK = torch.tensor([[0], [1], [2], [3], [0], [1]])
+
+    def first(layer: int, expert: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+        values: np.ndarray[Any, np.dtype[np.float32]] = (
+            np.random.default_rng(expert).normal(size=shape.numel).astype(np.float32)
+        )
+        return values
+
+    outputs = []
+    with open_experts(
+        store, shape, layers=[0], experts=4, host_budget="1MiB", first_weights=first, device=mesh.device
+    ) as tiered:
+        for _ in range(2):
+            x, weight_TK = (each.to(mesh.device).requires_grad_() for each in (x_TD, torch.ones(6, 1)))
+            with tiered.step(lr=1e-2) as step:
+                y_TD = tiered.compute(0, x, expert_TK.to(mesh.device), weight_TK)
+                y_TD.square().sum().backward()
+                assert step.clip([x], 1e9) > 0
+            outputs.append(y_TD.detach().cpu().reshape(-1).tolist())
+        if mesh.device.type != "cpu":
+            with (
+                torch.no_grad(),
+                pytest.raises(ValueError, match=r"^layer 0: its inputs are on cpu, its experts on simgpu"),
+            ):
+                tiered.compute(0, x_TD, expert_TK, torch.ones(6, 1))
+    if mesh.device.type != "cpu":
+        assert not simulated.violations()
+    return outputs
+
+
+def test_a_loop_of_ones_own_on_the_device(ranks: Ranks, simulated_ranks: Ranks, tmp_path: Path) -> None:
+    assert simulated_ranks.run(1, _own_loop, tmp_path / "device") == ranks.run(1, _own_loop, tmp_path / "cpu")
