@@ -9,7 +9,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from tierstore.errors import PeerError
-from tierstore.parallel import RankEnvironment
+from tierstore.parallel import RankEnvironment, job_store
 from tierstore.parallel.job_store import meeting_store
 
 SHARED = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
@@ -48,8 +48,9 @@ def test_what_an_earlier_attempt_left_is_not_taken(agents: TCPStore) -> None:
     assert not found.check(["address"])
 
 
-def test_a_store_that_is_gone_is_not_waited_for(agents: TCPStore) -> None:
+def test_a_store_that_is_gone_is_not_waited_for(agents: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody listens at its port any more, or another program does."""
+    monkeypatch.setattr(job_store, "_PROBE_S", 1.0)
     other = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=10), wait_for_workers=False)
     other.set("token", "its own")
     for left in ("1 token", f"{other.port} token"):
