@@ -204,12 +204,12 @@ MUTANTS = [
         parallel={"expert": 1},
     ),
     Mutant(
-        "replicas' parts are added before they are summed",
-        _GRADIENTS,
-        "            work.wait()\n        for part in parts[1:]:",
-        "            pass\n        for part in parts[1:]:",
-        _LAYER,
-        ranks=2,
+        "replicas' sums are spread before they have come",
+        "tierstore/parallel/collectives.py",
+        "            gathering.wait()\n",
+        "",
+        {"model.d_ff": 128},
+        ranks=4,
         parallel={"expert": 1},
     ),
 ]

@@ -35,7 +35,7 @@ def test_a_mutant_is_found(simulated_ranks: Ranks, tmp_path: Path, text: Path, n
     assert any(any(each.values()) for each in found), found
 
 
-@pytest.mark.parametrize(("ranks", "parallel"), [(2, {}), (2, {"expert": 1})])
+@pytest.mark.parametrize(("ranks", "parallel"), [(2, {}), (2, {"expert": 1}), (4, {"expert": 1})])
 def test_nothing_is_found_without(
     simulated_ranks: Ranks, tmp_path: Path, text: Path, ranks: int, parallel: dict[str, int]
 ) -> None:
