@@ -8,22 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 JSON = "application/json"
-_ODD = (
-    None,
-    True,
-    -1,
-    0.5,
-    1e308,
-    "",
-    "words",
-    [],
-    {},
-    [[]],
-    [None],
-    {"a": [1, {"b": None}]},
-    "\ud800",
-    1 << 70,
-)
+_ODD = (None, True, -1, 0.5, 1e308, "", "words", [], {}, [[]], [None])
+_ODD += ({"a": [1, {"b": None}]}, "\ud800", 1 << 70)
 
 #: Values of each field that are always wrong.
 _WRONG: dict[str, tuple[object, ...]] = {
@@ -45,21 +31,8 @@ _WRONG: dict[str, tuple[object, ...]] = {
     "beams": (1, "x", [], {}),
     "üñí": (1,),
 }
-_WRONG_PROMPTS = (
-    5,
-    True,
-    {},
-    "",
-    [],
-    ["a", "b"],
-    [-1],
-    [1.5],
-    [True],
-    [1 << 70],
-    [None],
-    "\ud800",
-    "word " * 20_000,
-)
+_WRONG_PROMPTS = (5, True, {}, "", [], ["a", "b"], [-1], [1.5], [True], [1 << 70], [None])
+_WRONG_PROMPTS += ("\ud800", "word " * 20_000)
 _WRONG_COMPLETIONS = {
     "suffix": ("x", 5),
     "echo": (True, 1),

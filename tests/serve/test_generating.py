@@ -168,12 +168,7 @@ def _generate(store: Path, *arguments: str) -> Any:
     base = [
         "generate",
         str(store),
-        "--set",
-        "io.huge_pages=off",
-        "--set",
-        "threads=1",
-        "--host-budget",
-        "4MiB",
+        *["--set", "io.huge_pages=off", "--set", "threads=1", "--host-budget", "4MiB"],
     ]
     return CliRunner().invoke(cli, [*base, *arguments], standalone_mode=False)
 
