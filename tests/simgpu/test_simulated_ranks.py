@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-from combination_cases import LAID_OUT, settings_of
+from combination_cases import settings_of, together
+from effort import THOROUGH, share
 from launcher import Ranks
 from training_cases import train_with
 
-from tierstore.train.combinations import Feature
+from tierstore.train.combinations import Compatibility, Feature, pairs
 
 
 @pytest.fixture(scope="module")
@@ -27,9 +27,42 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_feature(
     ranks: Ranks, simulated_ranks: Ranks, tmp_path: Path, text: Path, model: Path, feature: Feature
 ) -> None:
-    features = frozenset({feature})
-    parallel: dict[str, Any] = dict(LAID_OUT.get(feature, {}))
-    size = 4 if "node_ranks" in parallel else 2
+    _compare(ranks, simulated_ranks, tmp_path, text, model, feature, feature)
+
+
+#: In .ci/run all that the table allows.
+PAIRS = [
+    pytest.param(one, other, id=f"{one.name}-{other.name}".lower())
+    for one, other, pair in pairs()
+    if pair.verdict is not Compatibility.REFUSED
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("one", "other"), PAIRS if share(THOROUGH) == THOROUGH else PAIRS[:1])
+def test_a_pair(
+    ranks: Ranks,
+    simulated_ranks: Ranks,
+    tmp_path: Path,
+    text: Path,
+    model: Path,
+    one: Feature,
+    other: Feature,
+) -> None:
+    _compare(ranks, simulated_ranks, tmp_path, text, model, one, other)
+
+
+def _compare(
+    ranks: Ranks,
+    simulated_ranks: Ranks,
+    tmp_path: Path,
+    text: Path,
+    model: Path,
+    one: Feature,
+    other: Feature,
+) -> None:
+    features = frozenset({one, other})
+    size, parallel = together(one, other)
     settings = settings_of(features, parallel=parallel, text=str(text))
     expected = ranks.run(size, train_with, tmp_path / "cpu", settings, features, model, **parallel)
     found = simulated_ranks.run(size, train_with, tmp_path / "device", settings, features, model, **parallel)

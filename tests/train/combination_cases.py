@@ -103,6 +103,17 @@ def settings_of(features: frozenset[Feature], *, parallel: Mapping[str, Any], te
     return merged | {f"parallel.{name}": value for name, value in parallel.items()}
 
 
+def together(one: Feature, other: Feature) -> tuple[int, dict[str, Any]]:
+    """So many ranks, laid out for both: two data ranks, or two nodes of two, in each of two stages, of two tensor ranks."""
+    parallel: dict[str, Any] = {}
+    for feature in (one, other):
+        parallel |= LAID_OUT.get(feature, {})
+    data = 4 if "node_ranks" in parallel else 2
+    if "node_ranks" in parallel and "tensor" in parallel:
+        return 4, {**parallel, "tensor": 4}  # only to be refused
+    return data * parallel.get("stages", 1) * parallel.get("tensor", 1), parallel
+
+
 def train_features(
     mesh: Mesh, store: Path, settings: Mapping[str, Any], features: frozenset[Feature], model: Path
 ) -> tuple[list[float], int, str, bool]:

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 from combination_cases import (
-    LAID_OUT,
     STEPS,
     WORK,
     Outcome,
     logical,
     settings_of,
+    together,
     train_features,
 )
 from launcher import Ranks
@@ -92,17 +92,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def runs(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory, model: Path, text: Path) -> Iterator[Runs]:
     return Runs(ranks, tmp_path_factory.mktemp("combinations"), model, text)
-
-
-def together(one: Feature, other: Feature) -> tuple[int, dict[str, Any]]:
-    """So many ranks, laid out for both: two data ranks, or two nodes of two, in each of two stages, of two tensor ranks."""
-    parallel: dict[str, Any] = {}
-    for feature in (one, other):
-        parallel |= LAID_OUT.get(feature, {})
-    data = 4 if "node_ranks" in parallel else 2
-    if "node_ranks" in parallel and "tensor" in parallel:
-        return 4, {**parallel, "tensor": 4}  # only to be refused
-    return data * parallel.get("stages", 1) * parallel.get("tensor", 1), parallel
 
 
 def apart(one: Feature, other: Feature) -> tuple[int, dict[str, Any]]:

@@ -1,0 +1,62 @@
+"""Tokens served from a device with memory of its own: the CPU's, and every access is ordered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import simulated
+import torch
+from launcher import Ranks
+from served_stores import make_tiny_store, served_store
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tierstore.parallel import Mesh
+
+#: Ways to keep experts on the device, by the names of ``served_store``.
+WAYS: Mapping[str, Mapping[str, Any]] = {
+    "few slots": {},
+    "router guesses": {"prefetch__predictor": "router"},
+    "a ring": {"device_budget": 1 << 20, "ring__memory": "ring"},
+    "slots": {"device_budget": 1 << 18},
+    "invariant batches": {"batch__invariant": True},
+    "a limited link": {"links__copy__bandwidth": 1 << 28},
+}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_store(tmp_path_factory.mktemp("served") / "store")
+
+
+def _tokens(
+    mesh: Mesh, store: Path, settings: Mapping[str, Any]
+) -> tuple[list[list[int]], dict[str, int], dict[str, int]]:
+    """What two sequences go on with, greedily, and the violations and counts on a simulated device."""
+    simulating = mesh.device.type != "cpu"
+    if simulating:
+        simulated.reset()
+    with (
+        torch.no_grad(),
+        sdpa_kernel(SDPBackend.MATH),
+        served_store(store, device=mesh.device.type, **settings) as (_, runner),
+    ):
+        joined = runner.join([[1, 2, 3, 4], [5, 6, 7]])
+        tokens = [int(each.logits_V.argmax()) for each in joined]
+        found = [tokens]
+        for _ in range(6):
+            out = runner.step({each.number: token for each, token in zip(joined, tokens, strict=True)})
+            tokens = [int(out[each.number].argmax()) for each in joined]
+            found.append(tokens)
+    return (found, simulated.violations(), simulated.counts()) if simulating else (found, {}, {})
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tokens(ranks: Ranks, simulated_ranks: Ranks, store: Path, way: str) -> None:
+    ((expected, _, _),) = ranks.run(1, _tokens, store, WAYS[way])
+    ((found, violations, counts),) = simulated_ranks.run(1, _tokens, store, WAYS[way])
+    assert not violations
+    assert found == expected
+    assert counts["h2d.async"] > 0
