@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ from tierstore.train.ranks import Opening
 from tierstore.train.session import open_session
 
 Settings = Mapping[str, Any]
+#: Makes settings with changes, each with a store of its own.
+Make = Callable[..., dict[str, Any]]
 
 TINY: Settings = {
     "device": "cpu",
@@ -200,11 +202,11 @@ def guessed(
 def check_against_one(
     ranks: Ranks, single: Settings, several: Settings, size: int, sharing: int, **layout: int
 ) -> None:
-    """20 steps of the same global batches on ``size`` ranks, of which ``sharing`` share one copy of the experts: losses,
+    """8 steps of the same global batches on ``size`` ranks, of which ``sharing`` share one copy of the experts: losses,
     norms and experts within fp32 rounding of one process.
     """
-    expected, norms, _ = train(alone(), single, 20, Opening.CREATE)
-    found = ranks.run(size, train, several, 20, Opening.CREATE, **layout)
+    expected, norms, _ = train(alone(), single, 8, Opening.CREATE)
+    found = ranks.run(size, train, several, 8, Opening.CREATE, **layout)
     assert all(rank[:2] == found[0][:2] for rank in found), "losses and norms are the same bits on all ranks"
     np.testing.assert_allclose(found[0][0], expected, rtol=2e-5)
     np.testing.assert_allclose(found[0][1], norms, rtol=2e-3)

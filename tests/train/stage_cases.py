@@ -14,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from rank_cases import TINY, Settings, attempt
+from rank_cases import TINY, Settings
 from stage_runs import StageRun
 
 from tierstore.config import load
@@ -171,20 +171,6 @@ def drawn(mesh: Mesh, settings: Settings, path: Path) -> None:
     ):
         trainer.step()
         trainer.step()
-
-
-def committing(mesh: Mesh, settings: Settings, steps: int) -> StageRun:
-    """An attempt of a job that is killed again and again: it commits after every second step."""
-    torch.set_num_threads(1)
-    run = StageRun()
-    own = attempt(mesh, settings["store"])
-    with open_session(configured(settings), Opening.RESTART, mesh=own) as trainer:
-        while trainer.state.position < steps:
-            _step(trainer, run)
-            if trainer.state.position % 2 == 0:
-                trainer.commit()
-        _ended(trainer, run)
-    return run
 
 
 def dying(mesh: Mesh, settings: Settings, victim: int, passes: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from launcher import RankFailedError, Ranks
-from rank_cases import TINY, Settings, alone, train
+from rank_cases import TINY, Make, Settings, alone, train
 
 from tierstore.config import load
 from tierstore.errors import ConfigError
@@ -170,9 +169,7 @@ def test_nothing_is_read_where_nothing_is_chosen(tmp_path: Path) -> None:
     assert control.chosen is None
 
 
-def test_a_refusal_leaves_nothing_behind(
-    ranks: Ranks, settings: Callable[..., dict[str, Any]], tmp_path: Path
-) -> None:
+def test_a_refusal_leaves_nothing_behind(ranks: Ranks, settings: Make, tmp_path: Path) -> None:
     told = settings({**MODEL, "parallel.profile": str(tmp_path / "none.json")})
     with pytest.raises(RankFailedError, match=r"parallel\.profile: .*none\.json: No such file"):
         ranks.run(2, train, told, 1, Opening.CREATE)
@@ -198,9 +195,7 @@ def _run(
         return losses, crc, again.state.chunks, said, held
 
 
-def test_ranks_choose_by_profiles_and_keep_their_bits(
-    ranks: Ranks, settings: Callable[..., dict[str, Any]], tmp_path: Path
-) -> None:
+def test_ranks_choose_by_profiles_and_keep_their_bits(ranks: Ranks, settings: Make, tmp_path: Path) -> None:
     """Costs with which one chunk is best, and such with which four are; the choice is printed, held and taken up."""
     bits = []
     for name, exchange, chunks in (("quick", QUICK, 4), ("dear", DEAR, 1)):
@@ -222,9 +217,7 @@ def _own_profile(mesh: Mesh, settings: Settings, paths: tuple[Path, ...]) -> str
     return str((found.message, found.byte))
 
 
-def test_ranks_with_files_of_their_own_agree(
-    ranks: Ranks, settings: Callable[..., dict[str, Any]], tmp_path: Path
-) -> None:
+def test_ranks_with_files_of_their_own_agree(ranks: Ranks, settings: Make, tmp_path: Path) -> None:
     """On the largest of each cost."""
     paths = (
         write_profile(tmp_path / "a.json", Cost(0.5, 1e5)),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -90,7 +89,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory, model: Path, text: Path) -> Iterator[Runs]:
+def runs(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory, model: Path, text: Path) -> Runs:
     return Runs(ranks, tmp_path_factory.mktemp("combinations"), model, text)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from launcher import Ranks
-from rank_cases import Settings, alone, attempt, train
+from rank_cases import Make, Settings, alone, attempt, train
 
 from tierstore.errors import ConfigError, StoreError, StoreExistsError, StoreFormatError
 from tierstore.parallel import MemoryJobStore, Mesh
@@ -21,7 +20,6 @@ from tierstore.train import elastic
 from tierstore.train.elastic import before_name, held_state
 from tierstore.train.ranks import Opening
 
-Make = Callable[..., dict[str, Any]]
 ELASTIC = {"parallel.elastic": "reshard"}
 
 

@@ -13,11 +13,10 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 from launcher import Ranks
-from rank_cases import TINY, Settings, alone, train
+from rank_cases import TINY, Make, Settings, alone, train
 
 from tierstore.parallel import ParallelConfig
 from tierstore.parallel.layout import layout_of
@@ -119,9 +118,7 @@ def wait_until(what: Callable[[], bool], said: str, agents: Agents) -> None:
         time.sleep(0.05)
 
 
-def by_hand(
-    ranks: Ranks, settings: Callable[..., dict[str, Any]], worlds: list[tuple[int, int]]
-) -> tuple[list[float], int]:
+def by_hand(ranks: Ranks, settings: Make, worlds: list[tuple[int, int]]) -> tuple[list[float], int]:
     """Losses and the checksum of ``worlds``, so many ranks each, until so many steps in all; resharded in between."""
     job, losses, crc = settings(), list[float](), 0
     opening = Opening.CREATE
@@ -140,7 +137,7 @@ def by_hand(
 
 @pytest.mark.slow
 def test_a_node_joins_loses_its_rank_and_then_itself(
-    ranks: Ranks, settings: Callable[..., dict[str, Any]], tmp_path: Path, agents: Agents
+    ranks: Ranks, settings: Make, tmp_path: Path, agents: Agents
 ) -> None:
     """One rank; two; the second one is killed, and started again; its node is killed, and one rank goes on to the end. The
     losses and records are those of the same numbers of ranks at the same steps, resharded by hand.

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from launcher import Ranks
-from rank_cases import TINY, Settings
+from rank_cases import TINY, Make, Settings
 from slowness import mostly_slow
 
 from tierstore.config import load
@@ -61,7 +59,7 @@ def given_to_dense(mesh: Mesh, settings: Settings) -> DenseBytes:
 @pytest.mark.parametrize("size", mostly_slow([2, 4], 2))
 @pytest.mark.parametrize("changes", [{}, {"model.compute_dtype": "bf16"}], ids=["fp32", "bf16"])
 def test_ranks_are_given_what_was_announced(
-    ranks: Ranks, settings: Callable[..., dict[str, Any]], changes: Settings, size: int
+    ranks: Ranks, settings: Make, changes: Settings, size: int
 ) -> None:
     made = settings(changes)
     announced = fixed_cost(load(TrainConfig, None, {**TINY, **made}), 0, ranks=size)

@@ -17,7 +17,7 @@ from tierstore.train.config import TrainConfig
 
 Make = Callable[[Mapping[str, Any]], TrainConfig]
 
-STEPS = 8
+STEPS = 5
 
 #: Ways to train: what is computed differs from one to the next.
 MODES: dict[str, dict[str, Any]] = {
@@ -93,7 +93,7 @@ def test_every_way_to_hold_it_gives_the_same_bits(
     assert len(set(expected.losses)) > 1
     for name in HOLDS if mode in ("immediate", "micro-clip") else SOME:
         config = held(configure, MODES[mode] | {"steps": STEPS}, HOLDS[name], least)
-        stops = (3,) if name in ("tenth", "least-lru-1") else ()
+        stops = (2,) if name in ("tenth", "least-lru-1") else ()
         found = train(config, stops=stops)
         assert found.bits == expected.bits, f"{mode} held as {name}"
         assert found.norms == expected.norms, f"{mode} held as {name}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from launcher import Ranks
-from rank_cases import TINY, Settings, alone, train
+from rank_cases import TINY, Make, Settings, alone, train
 
 from tierstore.config import load
 from tierstore.errors import ConfigError
@@ -60,7 +59,7 @@ def configured(settings: Settings) -> TrainConfig:
     ],
 )
 def test_the_number_of_chunks_changes_no_bit(
-    ranks: Ranks, settings: Callable[..., dict[str, Any]], size: int, expert: int, mode: str
+    ranks: Ranks, settings: Make, size: int, expert: int, mode: str
 ) -> None:
     """In a cache that holds few experts, with replicas too; AUTO changes its mind at every commit."""
     model = {"model.experts": 16, "host_budget": 300_000, **MODES[mode]}
@@ -263,9 +262,7 @@ def _recorded(mesh: Mesh, settings: Settings, directory: Path) -> dict[str, Any]
     }
 
 
-def test_a_replay_counts_as_the_run_did(
-    ranks: Ranks, settings: Callable[..., dict[str, Any]], tmp_path: Path
-) -> None:
+def test_a_replay_counts_as_the_run_did(ranks: Ranks, settings: Make, tmp_path: Path) -> None:
     told = settings({"host_budget": 120_000, "parallel.pipeline_degree": 2})
     for found in ranks.run(2, _recorded, told, tmp_path):
         assert found["live"]["evictions"] > 0

@@ -1,6 +1,6 @@
 """Ranks that are killed, at random moments and in the middle of an opening: a resume ends in the undisturbed bits.
 
-``TIERSTORE_TEST_KILLS=20`` sets how many kills each storm has.
+``TIERSTORE_TEST_KILLS`` sets how many kills each storm has (10, by default a part).
 """
 
 from __future__ import annotations
@@ -9,17 +9,18 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from effort import share
 from launcher import Ranks, World
-from rank_cases import TINY, Settings, ahead, attempt, steps_note, train
+from rank_cases import TINY, Make, Settings, ahead, attempt, steps_note, train
 
 from tierstore.config import load
 from tierstore.model.store_schema import STATE_KEY
-from tierstore.parallel import Mesh, ParallelConfig
+from tierstore.parallel import ExchangeMode, Mesh, ParallelConfig
 from tierstore.store import OpenAt
 from tierstore.store.committing import Committer
 from tierstore.store.disk.home import rank_directory
@@ -30,7 +31,7 @@ from tierstore.train.ranks import Opening
 from tierstore.train.session import open_session
 
 
-def quick(**layout: int) -> ParallelConfig:
+def quick(**layout: Any) -> ParallelConfig:
     """Of ranks that are to notice a death soon."""
     return ParallelConfig(**layout, timeout_s=300.0, grace_s=2.0)
 
@@ -45,68 +46,71 @@ def end_of(ranks: Ranks, world: World) -> list[int]:
 
 # At random moments ------------------------------------------------------------------------------------------
 
-LAP = 24
-#: What is held where, how two ranks are laid out, and how many kills.
-STORMS: dict[str, tuple[Settings, Mapping[str, int], int]] = {
-    "experts on both ranks": ({"host_budget": 60_000}, {}, 20),
-    "two chunks": ({"host_budget": 60_000, "parallel.pipeline_degree": 2}, {}, 4),
-    "replicas": ({"host_budget": 60_000}, {"expert": 1}, 10),
-    "moments on disk": ({"host_budget": 60_000, "dense.optimizer_state": "nvme"}, {}, 10),
+LAP = 12
+KILLS = int(os.environ.get("TIERSTORE_TEST_KILLS", share(10)))
+TIGHT: Settings = {"host_budget": 60_000}
+STAGES: Settings = {**TIGHT, "parallel.stages": 2, "model.n_layers": 4, "data.micro_batches": 4}
+#: What is held where, and how the ranks (two, or ``size``) are laid out.
+STORMS: dict[str, tuple[Settings, dict[str, Any]]] = {
+    "experts on both ranks": (TIGHT, {}),
+    "two chunks": ({**TIGHT, "parallel.pipeline_degree": 2}, {}),
+    "replicas": (TIGHT, {"expert": 1}),
+    "moments on disk": ({**TIGHT, "dense.optimizer_state": "nvme"}, {}),
     "replicas, moments on disk, clipped": (
         {"host_budget": 120_000, "dense.optimizer_state": "nvme", "clip_norm": 0.5},
         {"expert": 1},
-        10,
     ),
     "partitioned tables, clipped": (
-        {
-            "host_budget": 60_000,
-            "clip_norm": 0.5,
-            "parallel.embedding": "partitioned",
-            "parallel.head": "partitioned",
-        },
+        {**TIGHT, "clip_norm": 0.5, "parallel.embedding": "partitioned", "parallel.head": "partitioned"},
         {},
-        20,
     ),
-    "tensor-parallel, clipped": ({"host_budget": 60_000, "clip_norm": 0.5}, {"tensor": 2}, 20),
+    "tensor-parallel, clipped": ({**TIGHT, "clip_norm": 0.5}, {"tensor": 2}),
+    "stages": (STAGES, {"stages": 2}),
+    "stages, clipped": ({**STAGES, "clip_norm": 0.3}, {"stages": 2}),
+    "hierarchical exchange": ({}, {"size": 4, "exchange": ExchangeMode.HIERARCHICAL, "node_ranks": 2}),
+    "tasks": ({}, {}),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STORMS)
 def test_kills_of_random_ranks_change_no_bit(
-    ranks: Ranks, settings: Callable[..., dict[str, Any]], tmp_path: Path, name: str
+    ranks: Ranks, settings: Make, tasks: Make, tmp_path: Path, name: str
 ) -> None:
-    """Each is followed by a resume; every lap that is completed ends in the bits of an undisturbed run."""
-    mode, layout, wanted = STORMS[name]
-    wanted = int(os.environ.get("TIERSTORE_TEST_KILLS", wanted))
+    """Each is followed by a resume; every lap that is completed ends in the bits of an undisturbed run. (A resume at other
+    positions of the tasks' data would have other losses.)
+    """
+    (mode, layout), make = STORMS[name], tasks if name == "tasks" else settings
+    layout = dict(layout)
+    size = layout.pop("size", 2)
     started = time.monotonic()
-    expected = ranks.run(2, train, settings(mode), LAP, Opening.CREATE, **layout)
+    expected = ranks.run(size, train, make(mode), LAP, Opening.CREATE, **layout)
     # Of an attempt, so long that most die between a commit and the next.
     longest = max(0.5, 0.5 * (time.monotonic() - started))
     random_ = random.Random(11)
     kills, resumed, laps = 0, 0, 0
-    store = settings(mode)
-    while kills < wanted or laps == 0:
-        with ranks.fresh(2, quick(**layout), tmp_path / "stderr") as world:
-            for rank in range(2):
+    store = make(mode)
+    while kills < KILLS or laps == 0:
+        with ranks.fresh(size, quick(**layout), tmp_path / "stderr") as world:
+            for rank in range(size):
                 world.send(rank, _commit_often, store, LAP)
-            if kills == wanted - 1:  # of few kills all could come before the first steps are committed
+            if kills == KILLS - 1:  # of few kills all could come before the first steps are committed
                 committed = steps_note(store["store"])
                 while not committed.exists() and not any(c.poll(0.01) for c in world.connections):
                     pass
             deadline = time.monotonic() + random_.uniform(0.02, longest)
             done = all(c.poll(max(deadline - time.monotonic(), 0)) for c in world.connections)
-            if done or kills >= wanted:
-                found = [world.receive(rank) for rank in range(2)]
-                for rank in range(2):
+            if done or kills >= KILLS:
+                found = [world.receive(rank) for rank in range(size)]
+                for rank in range(size):
                     assert found[rank][2] == expected[rank][2], f"lap {laps}, after {kills} kills"
                     kept = found[rank][0]
                     assert kept == expected[rank][0][LAP - len(kept) :], f"lap {laps}, after {kills} kills"
                 resumed += len(found[0][0]) < LAP
                 laps += 1
-                store = settings(mode)
+                store = make(mode)
                 continue
-            os.kill(world.pids[random_.randrange(2)], signal.SIGKILL)
+            os.kill(world.pids[random_.randrange(size)], signal.SIGKILL)
             assert -signal.SIGKILL in end_of(ranks, world)
             kills += 1
     assert resumed >= 1, "every kill came before the first commit"
@@ -165,7 +169,7 @@ def positions(store: Path) -> list[set[OpenAt]]:
     ("mode", "expert"), [({}, 0), ({"dense.optimizer_state": "nvme"}, 1)], ids=["experts", "replicas"]
 )
 def test_a_kill_while_an_opening_takes_a_commit_back(
-    ranks: Ranks, settings: Callable[..., dict[str, Any]], tmp_path: Path, mode: Settings, expert: int
+    ranks: Ranks, settings: Make, tmp_path: Path, mode: Settings, expert: int
 ) -> None:
     """Rank 1 was a prepared commit ahead. Whenever it dies on the way back, all resume at the step that all have."""
     expected = ranks.run(2, train, settings(mode), 6, Opening.CREATE, expert=expert)

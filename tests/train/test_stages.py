@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from launcher import Ranks
-from rank_cases import Settings, alone
+from rank_cases import Make, Settings, alone
 from stage_cases import configured, drawn, graphs_alive, spoiled, staged
 from stage_runs import StageRun, merged
 
@@ -22,7 +21,6 @@ from tierstore.train.ranks import Opening
 from tierstore.train.session import open_session
 from tierstore.train.stages import one_forward_one_backward, stage_config
 
-MakeSettings = Callable[..., dict[str, Any]]
 TIGHT: Settings = {"host_budget": 60_000}
 #: In what all stages together differ from one process, if in anything: name, settings.
 MODES: dict[str, Settings] = {
@@ -50,7 +48,7 @@ def same(several: list[StageRun], one: StageRun) -> None:
 @pytest.mark.parametrize(
     "mode", ["tight", *(pytest.param(mode, marks=pytest.mark.slow) for mode in [*MODES][1:])]
 )
-def test_two_stages_have_the_bits_of_one_process(ranks: Ranks, settings: MakeSettings, mode: str) -> None:
+def test_two_stages_have_the_bits_of_one_process(ranks: Ranks, settings: Make, mode: str) -> None:
     one = staged(alone(), {**settings(MODES[mode]), "parallel.stage_blocks": ()}, 5)
     two = ranks.run(2, staged, settings({**MODES[mode], "parallel.stages": 2}), 5, stages=2)
     same(two, one)
@@ -69,7 +67,7 @@ def test_two_stages_have_the_bits_of_one_process(ranks: Ranks, settings: MakeSet
     ids=["four stages", "experts shared", "replicas", "kept to the backward pass", "embedding divided"],
 )
 def test_four_ranks_in_stages_have_the_bits_of_their_data_ranks(
-    ranks: Ranks, settings: MakeSettings, stages: int, expert: int, changes: Settings
+    ranks: Ranks, settings: Make, stages: int, expert: int, changes: Settings
 ) -> None:
     """Each stage has 4 / stages ranks, with pieces of the batch and with groups of experts as a run without stages has."""
     each = 4 // stages
@@ -85,7 +83,7 @@ def test_four_ranks_in_stages_have_the_bits_of_their_data_ranks(
 
 
 def test_passes_come_in_the_derived_order_and_activations_are_held_for_no_more(
-    ranks: Ranks, settings: MakeSettings
+    ranks: Ranks, settings: Make
 ) -> None:
     """The log of what torch's schedule called, and the graphs that were alive. Each message has 16 bytes beside it."""
     changes = {"parallel.stages": 2, "data.micro_batches": 5}
@@ -102,7 +100,7 @@ def test_passes_come_in_the_derived_order_and_activations_are_held_for_no_more(
 @pytest.mark.parametrize("where", ["loss", "balance"])
 @pytest.mark.parametrize("clip", [0.0, 0.3])
 def test_a_loss_that_is_not_finite_skips_the_step_in_all_stages(
-    ranks: Ranks, settings: MakeSettings, where: str, clip: float
+    ranks: Ranks, settings: Make, where: str, clip: float
 ) -> None:
     """Whichever stage has it, of the last micro-batch too, and where experts are stepped in their last backward pass."""
     one = spoiled(alone(), settings({"clip_norm": clip}), where, 3)
@@ -115,7 +113,7 @@ def test_a_loss_that_is_not_finite_skips_the_step_in_all_stages(
 
 
 @pytest.mark.slow
-def test_a_resume_goes_on_with_the_same_bits(ranks: Ranks, settings: MakeSettings) -> None:
+def test_a_resume_goes_on_with_the_same_bits(ranks: Ranks, settings: Make) -> None:
     changes = {**TIGHT, "clip_norm": 0.3, "parallel.stages": 2}
     whole = ranks.run(2, staged, settings(changes), 5, stages=2)
     cut = settings(changes)
@@ -126,7 +124,7 @@ def test_a_resume_goes_on_with_the_same_bits(ranks: Ranks, settings: MakeSetting
         assert second[rank].weights == whole[rank].weights
 
 
-def test_stages_that_were_cut_otherwise_are_not_resumed(ranks: Ranks, settings: MakeSettings) -> None:
+def test_stages_that_were_cut_otherwise_are_not_resumed(ranks: Ranks, settings: Make) -> None:
     made = settings({"parallel.stages": 2})
     ranks.run(2, staged, made, 1, stages=2)
     found = ranks.run(2, refused, {**made, "parallel.stage_blocks": (1, 3)}, stages=2)
@@ -143,7 +141,7 @@ def refused(mesh: Any, settings: Settings) -> str:
     return str(error.value)
 
 
-def test_a_timeline_shows_each_pass_of_a_stage(ranks: Ranks, settings: MakeSettings, tmp_path: Path) -> None:
+def test_a_timeline_shows_each_pass_of_a_stage(ranks: Ranks, settings: Make, tmp_path: Path) -> None:
     ranks.run(2, drawn, settings({"parallel.stages": 2}), tmp_path / "line", stages=2)
     for stage in range(2):
         events = json.loads((tmp_path / f"line.{stage}").read_text())
@@ -165,12 +163,12 @@ def test_a_timeline_shows_each_pass_of_a_stage(ranks: Ranks, settings: MakeSetti
         ({"parallel.stage_blocks": (4,)}, "parallel.stage_blocks"),
     ],
 )
-def test_what_stages_cannot_do_is_refused(settings: MakeSettings, changes: Settings, complaint: str) -> None:
+def test_what_stages_cannot_do_is_refused(settings: Make, changes: Settings, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         stage_config(configured({**settings(), "parallel.stages": 2, **changes}), 0, 2)
 
 
-def test_auto_takes_micro_order(settings: MakeSettings) -> None:
+def test_auto_takes_micro_order(settings: Make) -> None:
     asked = {"data.micro_order": "auto", "parallel.stages": 2}
     choice = choose_order(configured({**settings(), **asked}))
     assert choice.value is MicroOrder.MICRO

@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import random
-import signal
-import time
 import warnings
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from launcher import Ranks
-from rank_cases import TINY, Settings, alone, attempt, train
+from rank_cases import TINY, Make, Settings, alone, train
 
 from tierstore.config import load
 from tierstore.errors import ConfigError, DataError
 from tierstore.model.store_schema import TaskProgress
-from tierstore.parallel import Mesh, ParallelConfig
+from tierstore.parallel import Mesh
 from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening
 from tierstore.train.session import open_parts, open_session
 from tierstore.train.setup import Loop
-
-Make = Callable[..., dict[str, Any]]
 
 
 @pytest.mark.parametrize(
@@ -79,47 +71,6 @@ def test_losses_and_validation_by_task(ranks: Ranks, tasks: Make) -> None:
         assert found == pytest.approx(total, rel=1e-5)
         assert {name: one.val_loss for name, one in of_rank.items()} == pytest.approx(by_task, rel=1e-5)
         assert step == pytest.approx(losses, rel=1e-5)
-
-
-# Kills ------------------------------------------------------------------------------------------------------
-
-LAP = 10
-
-
-def _commit_often(mesh: Mesh, settings: Settings, steps: int) -> tuple[list[float], list[float], int]:
-    return train(attempt(mesh, settings["store"]), settings, steps, Opening.RESTART, commit_every=2)
-
-
-@pytest.mark.slow
-def test_kills_of_random_ranks_change_no_bit(ranks: Ranks, tasks: Make, tmp_path: Path) -> None:
-    """Each is followed by a resume, and in the end there are the bits of an undisturbed run. Positions of tasks are part of
-    every step after a resume: another example would be another loss. TIERSTORE_TEST_KILLS: how many (3).
-    """
-    wanted, kills, random_ = int(os.environ.get("TIERSTORE_TEST_KILLS", "3")), 0, random.Random(5)
-    started = time.monotonic()
-    expected = ranks.run(2, train, tasks(), LAP, Opening.CREATE)
-    longest = max(0.5, time.monotonic() - started)
-    store = tasks()
-    config = ParallelConfig(timeout_s=30.0, grace_s=2.0)
-    while True:
-        with ranks.fresh(2, config, tmp_path / "stderr") as world:
-            for rank in range(2):
-                world.send(rank, _commit_often, store, LAP)
-            deadline = time.monotonic() + random_.uniform(0.05, longest)
-            done = all(c.poll(max(deadline - time.monotonic(), 0)) for c in world.connections)
-            if not done and kills < wanted:
-                os.kill(world.pids[random_.randrange(2)], signal.SIGKILL)
-                world.end()
-                assert -signal.SIGKILL in [ranks.exit_code(pid) for pid in world.pids]
-                kills += 1
-                continue
-            found = [world.receive(rank) for rank in range(2)]
-        for got, undisturbed in zip(found, expected, strict=True):
-            assert got[2] == undisturbed[2], f"after {kills} kills"
-            assert got[0] == undisturbed[0][LAP - len(got[0]) :], f"after {kills} kills"
-        if kills >= wanted:
-            return
-        store = tasks()
 
 
 # Tasks that come and go -------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from launcher import Ranks
-from rank_cases import TINY, Settings
+from rank_cases import TINY, Make, Settings
 
 from tierstore.config import load
 from tierstore.parallel import Mesh
@@ -51,7 +50,7 @@ def spans(path: Path) -> dict[str, list[dict[str, Any]]]:
 
 @pytest.mark.parametrize("mode", [{}, {"clip_norm": 0.5, "data.micro_batches": 2}], ids=["immediate", "clip"])
 def test_all_queues_of_two_ranks_are_drawn(
-    ranks: Ranks, settings: Callable[..., dict[str, Any]], tmp_path: Path, mode: Settings
+    ranks: Ranks, settings: Make, tmp_path: Path, mode: Settings
 ) -> None:
     path = tmp_path / "timeline.json"
     made = settings({"host_budget": 60_000, **mode})
@@ -80,7 +79,7 @@ def test_all_queues_of_two_ranks_are_drawn(
         }
 
 
-def test_one_rank_has_no_messages_to_draw(settings: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+def test_one_rank_has_no_messages_to_draw(settings: Make, tmp_path: Path) -> None:
     path = tmp_path / "alone.json"
     config = load(TrainConfig, None, {**TINY, **settings()})
     with Timeline(path) as sink, open_session(config, Opening.CREATE, timeline=sink) as trainer:

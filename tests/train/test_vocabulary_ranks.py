@@ -4,14 +4,13 @@ within rounding of gathered tables elsewhere; resumes, other layouts, and what i
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from launcher import RankFailedError, Ranks
-from rank_cases import alone, train, whole_run
+from rank_cases import Make, alone, train, whole_run
 from vocabulary_train_cases import embedding_gradients
 
 from tierstore.store.adamw import AdamWConfig
@@ -55,9 +54,7 @@ def one_process(found: list[dict[str, Any]], vocab: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_the_table_is_that_of_one_process(
-    ranks: Ranks, settings: Callable[..., dict[str, Any]], size: int
-) -> None:
+def test_the_table_is_that_of_one_process(ranks: Ranks, settings: Make, size: int) -> None:
     """Given the gradients of the embedding's rows, bit for bit, micro-batches too. A gathered table is near it: it is summed
     by rank, and which bits that gives is up to the processor.
     """
@@ -78,29 +75,27 @@ def test_the_table_is_that_of_one_process(
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("size", "expert"), [(2, 0), pytest.param(4, 2, marks=pytest.mark.slow)])
-def test_as_with_gathered_tables(
-    ranks: Ranks, settings: Callable[..., dict[str, Any]], mode: str, size: int, expert: int
-) -> None:
+def test_as_with_gathered_tables(ranks: Ranks, settings: Make, mode: str, size: int, expert: int) -> None:
     """Losses and norms within rounding, of one process too; a resume goes on with the bits."""
     changes = MODES[mode]
     gathered = {name: value for name, value in changes.items() if not name.startswith("parallel")}
-    expected, norms, _ = train(alone(), settings(gathered), 8, Opening.CREATE)
+    expected, norms, _ = train(alone(), settings(gathered), 4, Opening.CREATE)
     made = settings(changes)
-    found = ranks.run(size, train, made, 8, Opening.CREATE, expert=expert)
+    found = ranks.run(size, train, made, 4, Opening.CREATE, expert=expert)
     assert all(rank[:2] == found[0][:2] for rank in found)
     np.testing.assert_allclose(found[0][0], expected, rtol=2e-5)
     np.testing.assert_allclose(found[0][1], norms, rtol=2e-3)
     halves = settings(changes)
-    first = ranks.run(size, train, halves, 4, Opening.CREATE, expert=expert)
+    first = ranks.run(size, train, halves, 2, Opening.CREATE, expert=expert)
     # AUTO goes on with what the store was made with.
     back = {**halves, **{name: "auto" for name in changes if name.startswith("parallel")}}
-    rest = ranks.run(size, train, back, 8, Opening.RESUME, expert=expert)
+    rest = ranks.run(size, train, back, 4, Opening.RESUME, expert=expert)
     for rank in range(size):
         assert first[rank][0] + rest[rank][0] == found[rank][0]
         assert rest[rank][2] == found[rank][2]
 
 
-def test_another_choice_needs_reshard(ranks: Ranks, settings: Callable[..., dict[str, Any]]) -> None:
+def test_another_choice_needs_reshard(ranks: Ranks, settings: Make) -> None:
     made = settings(BOTH)
     ranks.run(2, train, made, 1, Opening.CREATE)
     with pytest.raises(
@@ -110,7 +105,7 @@ def test_another_choice_needs_reshard(ranks: Ranks, settings: Callable[..., dict
 
 
 @pytest.mark.parametrize("changes", [BOTH, {**TIED, "clip_norm": 0.5}], ids=["untied", "tied"])
-def test_layer_order(ranks: Ranks, settings: Callable[..., dict[str, Any]], changes: dict[str, Any]) -> None:
+def test_layer_order(ranks: Ranks, settings: Make, changes: dict[str, Any]) -> None:
     """The bits of micro order."""
     micro = {**changes, "data.micro_batches": 3}
     expected = ranks.run(2, train, settings(micro), 3, Opening.CREATE)
@@ -118,7 +113,7 @@ def test_layer_order(ranks: Ranks, settings: Callable[..., dict[str, Any]], chan
     assert ranks.run(2, train, layered, 3, Opening.CREATE) == expected
 
 
-def test_validation_and_sampling(ranks: Ranks, settings: Callable[..., dict[str, Any]]) -> None:
+def test_validation_and_sampling(ranks: Ranks, settings: Make) -> None:
     """All ranks write the same text, which is that of gathered tables."""
     gathered = ranks.run(2, whole_run, settings({}), 2)
     found = ranks.run(2, whole_run, settings(BOTH), 2)
@@ -137,9 +132,7 @@ def test_validation_and_sampling(ranks: Ranks, settings: Callable[..., dict[str,
         {"model.checkpoint_activations": "block", "adamw.moments": "int8"},
     ],
 )
-def test_however_the_rest_is_held(
-    ranks: Ranks, settings: Callable[..., dict[str, Any]], changes: dict[str, Any]
-) -> None:
+def test_however_the_rest_is_held(ranks: Ranks, settings: Make, changes: dict[str, Any]) -> None:
     """Losses of gathered tables, within the rounding of the type that it computes in."""
     gathered = ranks.run(2, train, settings(changes), 4, Opening.CREATE)
     found = ranks.run(2, train, settings({**BOTH, **changes}), 4, Opening.CREATE)

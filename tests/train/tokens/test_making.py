@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,21 +29,35 @@ from tierstore.train.tokens.tokenizing import DocumentTokenizer
 _OLD_NS = 1_700_000_000_000_000_000
 
 
-def _make(
-    tmp_path: Path, tokenizer: Path, *paths: Path, **options: Any
-) -> tuple[TokenFiles, list[tuple[int, int]]]:
-    config = DataConfig(paths=tuple(map(str, paths)), **options)
-    steps: list[tuple[int, int]] = []
+Make = Callable[..., tuple[TokenFiles, list[tuple[int, int]]]]
 
-    def progress(done: int, total: int) -> None:
-        steps.append((done, total))
 
-    directory = tokenise(
-        tmp_path / "store", text_files(config), config, tokenizer=tokenizer, vocabulary=300, progress=progress
-    )
-    files = TokenFiles(directory)
-    files.verify()
-    return files, steps
+@pytest.fixture
+def make(tmp_path: Path, tokenizer: Path) -> Make:
+    """Tokenises files; returns the tokens, and the progress that was reported."""
+
+    def made(
+        *paths: Path,
+        root: Path = tmp_path,
+        tokenizer: Path = tokenizer,
+        vocabulary: int = 300,
+        **options: Any,
+    ) -> tuple[TokenFiles, list[tuple[int, int]]]:
+        config = DataConfig(paths=tuple(map(str, paths)), **options)
+        steps: list[tuple[int, int]] = []
+        directory = tokenise(
+            root / "store",
+            text_files(config),
+            config,
+            tokenizer=tokenizer,
+            vocabulary=vocabulary,
+            progress=lambda done, total: steps.append((done, total)),
+        )
+        files = TokenFiles(directory)
+        files.verify()
+        return files, steps
+
+    return made
 
 
 def _masked(*turns: str) -> dict[str, Any]:
@@ -64,7 +79,7 @@ def _documents(files: TokenFiles) -> list[list[int]]:
     return [files.tokens[ends[i] : ends[i + 1]].tolist() for i in range(files.index.documents)]
 
 
-def test_mixed_files_are_what_the_tokenizer_says(tmp_path: Path, tokenizer: Path) -> None:
+def test_mixed_files_are_what_the_tokenizer_says(tmp_path: Path, tokenizer: Path, make: Make) -> None:
     """Oracle: every document by itself, in the order of the files."""
     folder = tmp_path / "in"
     _text(folder / "a.txt", "one expert\nin the store")
@@ -75,7 +90,7 @@ def test_mixed_files_are_what_the_tokenizer_says(tmp_path: Path, tokenizer: Path
         [{"text": "three experts"}, chat, {"text": ""}, conversation("only asked"), _masked("two?", "one")],
     )
     pq.write_table(pa.table({"text": ["four", " ", "five"]}), folder / "d.parquet")
-    files, steps = _make(tmp_path, tokenizer, folder)
+    files, steps = make(folder)
 
     from transformers import AutoTokenizer
 
@@ -105,8 +120,8 @@ def test_mixed_files_are_what_the_tokenizer_says(tmp_path: Path, tokenizer: Path
     assert [done for done, _ in steps] == sorted(done for done, _ in steps)
 
 
-def test_without_chats_every_token_counts(tmp_path: Path, tokenizer: Path) -> None:
-    files, _ = _make(tmp_path, tokenizer, _text(tmp_path / "a.txt", "one\n\ntwo\n\n"), separator="\n\n")
+def test_without_chats_every_token_counts(tmp_path: Path, make: Make) -> None:
+    files, _ = make(_text(tmp_path / "a.txt", "one\n\ntwo\n\n"), separator="\n\n")
     assert files.counted is None
     assert files.index.documents == 2
     assert sorted(path.name for path in files.directory.iterdir()) == ["documents", "index.json", "tokens"]
@@ -120,104 +135,96 @@ def test_large_vocabularies_have_wider_tokens(tmp_path: Path) -> None:
     assert TokenFiles(tmp_path / "made").tokens.tolist() == [65_536, 3]
 
 
-def test_long_texts_in_pieces(tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_texts_in_pieces(tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """A document in pieces is one document, with one end; cut at lines, its tokens are those of the whole here."""
     text = "one expert\nin the store\n" * 40
-    whole, _ = _make(tmp_path / "whole", tokenizer, _text(tmp_path / "a.txt", text))
+    whole, _ = make(_text(tmp_path / "a.txt", text), root=tmp_path / "whole")
     monkeypatch.setattr(documents, "PIECE", 64)
-    pieces, _ = _make(tmp_path / "pieces", tokenizer, tmp_path / "a.txt")
+    pieces, _ = make(tmp_path / "a.txt", root=tmp_path / "pieces")
     assert _documents(pieces) == _documents(whole)
 
 
-def test_made_once(tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_made_once(tmp_path: Path, tokenizer: Path, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     first = _text(tmp_path / "a.txt", "one expert")
-    made, steps = _make(tmp_path, tokenizer, first)
+    made, steps = make(first)
     assert steps
     read: list[Path] = []
     monkeypatch.setattr(making, "read_blocks", lambda path: read.append(path) or [path.read_bytes()])
     monkeypatch.setattr(making, "DocumentTokenizer", None)  # nothing may load it
-    again, steps = _make(tmp_path, tokenizer, first)
+    again, steps = make(first)
     assert (again.directory, steps, read) == (made.directory, [], [])
     os.utime(first)  # touched: read, and found the same
-    again, _ = _make(tmp_path, tokenizer, first)
+    again, _ = make(first)
     assert (again.directory, read) == (made.directory, [first])
     moved = first.rename(tmp_path / "b.txt")
-    again, _ = _make(tmp_path, tokenizer, moved)
+    again, _ = make(moved)
     assert again.directory == made.directory
     config = DataConfig(paths=(str(moved),))
     assert find_tokens(tmp_path / "store", [moved], config, tokenizer=tokenizer) == made.directory
 
 
-def test_made_anew(tmp_path: Path, tokenizer: Path) -> None:
+def test_made_anew(tmp_path: Path, tokenizer: Path, make: Make) -> None:
     """By content, tokenizer, and what decides where a document begins; not by the order of batches."""
     path = _text(tmp_path / "a.txt", "one expert")
-    seen = {_make(tmp_path, tokenizer, path)[0].directory}
-    assert _make(tmp_path, tokenizer, path, batch_size=3, seed=9)[0].directory in seen
+    seen = {make(path)[0].directory}
+    assert make(path, batch_size=3, seed=9)[0].directory in seen
     for change in ("content", "tokenizer", "separator", "order"):
         options: dict[str, Any] = {}
         paths = [path]
         if change == "content":
             path.write_text("two expert")  # as long, and changed now
         elif change == "tokenizer":
-            tokenizer = save_tokenizer(tmp_path / "other", size=270)
+            options = {"tokenizer": save_tokenizer(tmp_path / "other", size=270)}
         elif change == "separator":
             options = {"separator": " "}
         else:
             paths = [path, _text(tmp_path / "0.txt", "zero")]
-        made = _make(tmp_path, tokenizer, *paths, **options)[0].directory
+        made = make(*paths, **options)[0].directory
         assert made not in seen
         seen.add(made)
 
 
-def test_a_file_changed_within_the_same_instant_is_seen(tmp_path: Path, tokenizer: Path) -> None:
+def test_a_file_changed_within_the_same_instant_is_seen(tmp_path: Path, make: Make) -> None:
     """What was changed just now may change again without another time: it is not taken by its time."""
     path = _text(tmp_path / "a.txt", "one expert")
     now = time.time_ns()
     os.utime(path, ns=(now, now))
-    before = _make(tmp_path, tokenizer, path)[0].directory
+    before = make(path)[0].directory
     path.write_text("two expert")
     os.utime(path, ns=(now, now))
-    assert _make(tmp_path, tokenizer, path)[0].directory != before
+    assert make(path)[0].directory != before
 
 
 @pytest.mark.parametrize("existing", [False, True], ids=["new store", "store"])
-def test_a_broken_line_leaves_nothing(tmp_path: Path, tokenizer: Path, existing: bool) -> None:
+def test_a_broken_line_leaves_nothing(tmp_path: Path, make: Make, existing: bool) -> None:
     if existing:
-        _make(tmp_path, tokenizer, _text(tmp_path / "a.txt", "one expert"))
+        make(_text(tmp_path / "a.txt", "one expert"))
     before = sorted(tmp_path.rglob("*"))
     path = write_lines(tmp_path / "b.jsonl", [{"text": "x"}] * 3 + ["{oops"])
     with pytest.raises(DataError, match=r"b\.jsonl:4: expected a line of JSON"):
-        _make(tmp_path, tokenizer, path)
+        make(path)
     path.unlink()
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_nothing_to_train_on_is_named(tmp_path: Path, tokenizer: Path) -> None:
+def test_nothing_to_train_on_is_named(tmp_path: Path, make: Make) -> None:
     path = write_lines(tmp_path / "a.jsonl", [{"text": ""}, conversation("asked"), {"text": " \n"}])
     with pytest.raises(
         DataError, match=r"a\.jsonl: expected documents, found none .*2 empty texts.*1 chats without"
     ):
-        _make(tmp_path, tokenizer, path)
+        make(path)
     with pytest.raises(DataError, match=r"b\.txt: expected documents, found none \(1 empty texts\)$"):
-        _make(tmp_path, tokenizer, _text(tmp_path / "b.txt", ""))
+        make(_text(tmp_path / "b.txt", ""))
 
 
-def test_a_larger_vocabulary_is_refused(tmp_path: Path, tokenizer: Path) -> None:
-    path = _text(tmp_path / "a.txt", "one expert")
-    with pytest.raises(DataError, match="the tokenizer has 280 tokens, and the model 279"):
-        tokenise(
-            tmp_path / "store",
-            [path],
-            DataConfig(paths=(str(path),)),
-            tokenizer=tokenizer,
-            vocabulary=279,
-            progress=lambda done, total: None,
-        )
+def test_a_larger_vocabulary_is_refused(tmp_path: Path, make: Make) -> None:
+    with pytest.raises(DataError, match="280 tokens, and the model 279"):
+        make(_text(tmp_path / "a.txt", "one expert"), vocabulary=279)
     assert not (tmp_path / "store").exists()
 
 
 def test_a_file_that_changes_meanwhile_is_named(
-    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = _text(tmp_path / "a.txt", "one expert")
     texts = DocumentTokenizer.texts
@@ -228,34 +235,34 @@ def test_a_file_that_changes_meanwhile_is_named(
 
     monkeypatch.setattr(DocumentTokenizer, "texts", change)
     with pytest.raises(DataError, match=r"a\.txt: it changed while it was tokenised"):
-        _make(tmp_path, tokenizer, path)
+        make(path)
     assert not (tmp_path / "store").exists()
 
 
-def test_one_process_tokenises(tmp_path: Path, tokenizer: Path) -> None:
+def test_one_process_tokenises(tmp_path: Path, make: Make) -> None:
     directory = tmp_path / "store" / "tokens"
     directory.mkdir(parents=True)
     path = _text(tmp_path / "a.txt", "one expert")
     with (directory / "lock").open("wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(StoreInUseError, match="another process is tokenising here"):
-            _make(tmp_path, tokenizer, path)
-    _make(tmp_path, tokenizer, path)
+            make(path)
+    make(path)
 
 
-def test_a_full_disk_leaves_nothing(tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_nothing(tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(self: TokenWriter) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(TokenWriter, "end_document", full)
     with pytest.raises(OSError, match="No space left"):
-        _make(tmp_path, tokenizer, _text(tmp_path / "a.txt", "one expert"))
+        make(_text(tmp_path / "a.txt", "one expert"))
     assert not (tmp_path / "store").exists()
 
 
 @pytest.mark.parametrize("spoil", ["short", "flipped", "missing", "index", "version"])
-def test_damage_is_named(tmp_path: Path, tokenizer: Path, spoil: str) -> None:
-    made, _ = _make(tmp_path, tokenizer, _text(tmp_path / "a.txt", "one expert in the store"))
+def test_damage_is_named(tmp_path: Path, make: Make, spoil: str) -> None:
+    made, _ = make(_text(tmp_path / "a.txt", "one expert in the store"))
     tokens = made.directory / "tokens"
     index = made.directory / "index.json"
     content = tokens.read_bytes()
@@ -273,7 +280,7 @@ def test_damage_is_named(tmp_path: Path, tokenizer: Path, spoil: str) -> None:
     with pytest.raises(
         DataError, match=r"(tokens|index\.json): .*remove its directory, and the next run tokenises"
     ):
-        _make(tmp_path, tokenizer, tmp_path / "a.txt")
+        make(tmp_path / "a.txt")
 
 
 _KILLED = """
@@ -293,7 +300,7 @@ tokenise(root / "store", [root / "a.jsonl"], DataConfig(paths=(str(root / "a.jso
 """
 
 
-def test_a_killed_tokenisation_starts_again(tmp_path: Path, tokenizer: Path) -> None:
+def test_a_killed_tokenisation_starts_again(tmp_path: Path, tokenizer: Path, make: Make) -> None:
     path = write_lines(tmp_path / "a.jsonl", [{"text": f"expert {i} in the store"} for i in range(3000)])
     process = subprocess.Popen(
         [sys.executable, "-c", _KILLED, str(tmp_path), str(tokenizer)],
@@ -307,9 +314,9 @@ def test_a_killed_tokenisation_starts_again(tmp_path: Path, tokenizer: Path) -> 
         process.wait()
     (partial,) = (tmp_path / "store" / "tokens").glob("*.partial")
     assert (partial / "tokens").exists()
-    files, steps = _make(tmp_path, tokenizer, path)
+    files, steps = make(path)
     assert steps[-1][0] == path.stat().st_size
     assert not partial.exists()
     assert files.index.documents == 3000
-    other, _ = _make(tmp_path / "never killed", tokenizer, path)
+    other, _ = make(path, root=tmp_path / "never killed")
     assert other.index == files.index

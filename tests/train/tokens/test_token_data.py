@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import zlib
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,22 @@ from tierstore.train.files import DataConfig, DataFormat, Packing
 from tierstore.train.tokens.data import TokenData, open_data
 from tierstore.train.tokens.tokenizing import DocumentTokenizer
 
+Open = Callable[..., TokenData]
 
-def _open(tmp_path: Path, tokenizer: Path, path: Path, *, seq_len: int = 16, **options: Any) -> TokenData:
-    config = DataConfig(paths=(str(path),), **{"batch_size": 2, **options})
-    data = open_data(config, seq_len=seq_len, vocab_size=300, tokenizer=tokenizer, store=tmp_path / "store")
-    assert isinstance(data, TokenData)
-    return data
+
+@pytest.fixture
+def opened(tmp_path: Path, tokenizer: Path) -> Open:
+    """The tokens of a file, in batches of two sequences of 16 unless options say otherwise."""
+    given = {"seq_len": 16, "vocab_size": 300, "tokenizer": tokenizer, "together": "", "store": "store"}
+
+    def make(path: Path, **options: Any) -> TokenData:
+        arguments = {name: options.pop(name, value) for name, value in given.items()}
+        arguments["store"] = tmp_path / arguments["store"]
+        data = open_data(DataConfig(paths=(str(path),), **{"batch_size": 2, **options}), **arguments)
+        assert isinstance(data, TokenData)
+        return data
+
+    return make
 
 
 def _chats(path: Path, count: int = 60) -> Path:
@@ -41,11 +52,11 @@ def _texts(path: Path, count: int = 60) -> Path:
     return write_lines(path, [{"text": f"expert {i} {'in the store ' * (i % 9)}"} for i in range(count)])
 
 
-def test_a_batch_by_hand(tmp_path: Path, tokenizer: Path) -> None:
+def test_a_batch_by_hand(tmp_path: Path, tokenizer: Path, opened: Open) -> None:
     path = write_lines(
         tmp_path / "a.jsonl", [{"text": "abc"}, conversation("u", "a"), {"text": "d"}, {"text": "e"}]
     )
-    data = _open(tmp_path, tokenizer, path, seq_len=64, batch_size=1, validation_fraction=0.25)
+    data = opened(path, seq_len=64, batch_size=1, validation_fraction=0.25)
     # bytes are tokens by themselves where no merge was learned; held out is the fourth chunk, so all others are packed
     ids = DocumentTokenizer(tokenizer)
     abc, (d,), (e,) = ([*map(int, item)] for item in ids.texts(["abc", "d", "e"]))
@@ -78,10 +89,8 @@ def test_a_batch_by_hand(tmp_path: Path, tokenizer: Path) -> None:
 
 
 @pytest.mark.parametrize("packing", [Packing.DOCUMENTS, Packing.SEPARATE, Packing.CONCATENATE])
-def test_each_sequence_once_an_epoch(tmp_path: Path, tokenizer: Path, packing: Packing) -> None:
-    data = _open(
-        tmp_path,
-        tokenizer,
+def test_each_sequence_once_an_epoch(tmp_path: Path, opened: Open, packing: Packing) -> None:
+    data = opened(
         _texts(tmp_path / "a.jsonl"),
         packing=packing,
         batch_size=3,
@@ -103,15 +112,15 @@ def test_each_sequence_once_an_epoch(tmp_path: Path, tokenizer: Path, packing: P
     assert (data.batch(0).mask_BT is None) == (packing is Packing.CONCATENATE)
 
 
-def test_a_resume_needs_the_step_alone(tmp_path: Path, tokenizer: Path) -> None:
+def test_a_resume_needs_the_step_alone(tmp_path: Path, opened: Open) -> None:
     path = _chats(tmp_path / "a.jsonl")
-    data = _open(tmp_path, tokenizer, path, micro_batches=2)
+    data = opened(path, micro_batches=2)
     before = [data.batch(step, micro) for step in range(12) for micro in (0, 1)]
-    again = _open(tmp_path, tokenizer, path, micro_batches=2)
+    again = opened(path, micro_batches=2)
     for place in (23, 4, 5, 0):
         _assert_equal(again.batch(place // 2, place % 2), before[place])
     assert again.crc32 == data.crc32
-    elsewhere = _open(tmp_path / "other store", tokenizer, path, micro_batches=2)
+    elsewhere = opened(path, store="other store", micro_batches=2)
     _assert_equal(elsewhere.batch(3, 1), before[7])
     assert elsewhere.crc32 == data.crc32
 
@@ -122,22 +131,22 @@ def _assert_equal(one: Batch, other: Batch) -> None:
     assert (one.step_targets, one.parts) == (other.step_targets, other.parts)
 
 
-def test_what_bits_depend_on_is_in_the_checksum(tmp_path: Path, tokenizer: Path) -> None:
+def test_what_bits_depend_on_is_in_the_checksum(tmp_path: Path, opened: Open) -> None:
     path = _chats(tmp_path / "a.jsonl")
-    same = _open(tmp_path, tokenizer, path)
-    assert _open(tmp_path, tokenizer, path, seed=4).crc32 == same.crc32
+    same = opened(path)
+    assert opened(path, seed=4).crc32 == same.crc32
     others: list[dict[str, Any]] = [
         {"seq_len": 24},
         {"packing": Packing.SEPARATE},
         {"validation_fraction": 0.3},
     ]
-    sums = [_open(tmp_path, tokenizer, path, **options).crc32 for options in others]
+    sums = [opened(path, **options).crc32 for options in others]
     assert len({same.crc32, *sums}) == 4
 
 
-def test_shares_add_up(tmp_path: Path, tokenizer: Path) -> None:
+def test_shares_add_up(tmp_path: Path, opened: Open) -> None:
     """The mean over micro-batches and ranks of loss x share is the mean over all counted targets of the step."""
-    data = _open(tmp_path, tokenizer, _chats(tmp_path / "a.jsonl"), batch_size=4, micro_batches=3, seq_len=48)
+    data = opened(_chats(tmp_path / "a.jsonl"), batch_size=4, micro_batches=3, seq_len=48)
     for step in range(5):
         batches = [data.batch(step, micro) for micro in range(3)]
         generator = torch.Generator().manual_seed(step)
@@ -157,24 +166,20 @@ def test_shares_add_up(tmp_path: Path, tokenizer: Path) -> None:
             assert found == pytest.approx(float(expected), rel=1e-12)
 
 
-def test_shares_are_one_where_all_count(tmp_path: Path, tokenizer: Path) -> None:
+def test_shares_are_one_where_all_count(tmp_path: Path, opened: Open) -> None:
     path = _texts(tmp_path / "a.jsonl")
-    joined = _open(tmp_path, tokenizer, path, packing=Packing.CONCATENATE, micro_batches=3)
+    joined = opened(path, packing=Packing.CONCATENATE, micro_batches=3)
     assert joined.batch(2, 1).step_targets == 0
     assert joined.batch(2, 1).share == 1.0
     path.with_name("b.txt").write_text("three experts in the store. " * 60)
-    whole = _open(
-        tmp_path, tokenizer, path.with_name("b.txt"), packing=Packing.DOCUMENTS, micro_batches=3, seq_len=8
-    )
+    whole = opened(path.with_name("b.txt"), packing=Packing.DOCUMENTS, micro_batches=3, seq_len=8)
     full = [whole.batch(0, micro) for micro in range(3)]
     assert all((batch.targets_BT != IGNORED).all() for batch in full)
     assert [batch.of_rank(1, 2).share for batch in full] == [1.0] * 3
 
 
-def test_validation_is_the_same_every_time(tmp_path: Path, tokenizer: Path) -> None:
-    data = _open(
-        tmp_path, tokenizer, _texts(tmp_path / "a.jsonl", 300), batch_size=2, validation_fraction=0.2
-    )
+def test_validation_is_the_same_every_time(tmp_path: Path, opened: Open) -> None:
+    data = opened(_texts(tmp_path / "a.jsonl", 300), batch_size=2, validation_fraction=0.2)
     first, second = list(data.validation_batches(3)), list(data.validation_batches(3))
     assert len(first) == 3
     for one, other in zip(first, second, strict=True):
@@ -184,9 +189,9 @@ def test_validation_is_the_same_every_time(tmp_path: Path, tokenizer: Path) -> N
     assert "(documents held out)" in data.describe()
 
 
-def test_validation_is_of_every_held_out_target_once(tmp_path: Path, tokenizer: Path) -> None:
+def test_validation_is_of_every_held_out_target_once(tmp_path: Path, opened: Open) -> None:
     """More batches than there are: each sequence once, and rows without targets, so that ranks can share the last batch."""
-    data = _open(tmp_path, tokenizer, _chats(tmp_path / "a.jsonl"), batch_size=5, validation_fraction=0.2)
+    data = opened(_chats(tmp_path / "a.jsonl"), batch_size=5, validation_fraction=0.2)
     rows = len(data.packed.validation)
     assert rows % 5
     batches = list(data.validation_batches(2000))
@@ -196,7 +201,7 @@ def test_validation_is_of_every_held_out_target_once(tmp_path: Path, tokenizer: 
     last = batches[-1]
     assert [last.of_rank(rank, 5).counted > 0 for rank in range(5)] == [row < rows % 5 for row in range(5)]
     assert sum(last.of_rank(rank, 5).share for rank in range(5)) == pytest.approx(5)
-    joined = _open(tmp_path, tokenizer, tmp_path / "a.jsonl", batch_size=5, packing=Packing.CONCATENATE)
+    joined = opened(tmp_path / "a.jsonl", batch_size=5, packing=Packing.CONCATENATE)
     assert all(batch.share == 1.0 for batch in joined.validation_batches(2000))
 
 
@@ -213,10 +218,10 @@ def test_only_the_first_rank_tokenises(
         return texts(self, batch)
 
     monkeypatch.setattr(DocumentTokenizer, "texts", noted)
-    barrier, opened = threading.Barrier(3), dict[int, Any]()
+    barrier, found = threading.Barrier(3), dict[int, Any]()
 
     def rank(number: int) -> None:
-        opened[number] = open_data(
+        found[number] = open_data(
             config,
             seq_len=16,
             vocab_size=300,
@@ -232,8 +237,8 @@ def test_only_the_first_rank_tokenises(
     for thread in threads:
         thread.join()
     assert set(made_in) == {"rank 0"}
-    assert {data.crc32 for data in opened.values()} == {opened[0].crc32}
-    _assert_equal(opened[2].batch(1), opened[0].batch(1))
+    assert {data.crc32 for data in found.values()} == {found[0].crc32}
+    _assert_equal(found[2].batch(1), found[0].batch(1))
 
 
 # Which data a configuration means --------------------------------------------------------------------------
@@ -268,66 +273,42 @@ def test_what_needs_a_tokenizer_is_refused_without_one(tmp_path: Path, name: str
     assert asked.crc32 == zlib.crc32(path.read_bytes())
 
 
-def test_a_limit_of_bytes_is_refused_where_documents_are_tokenised(tmp_path: Path, tokenizer: Path) -> None:
-    (tmp_path / "a.txt").write_text("some words")
-    config = DataConfig(paths=(str(tmp_path / "a.txt"),), max_bytes=4)
-    with pytest.raises(ConfigError, match=r"data.max_bytes: documents are tokenised whole"):
-        open_data(config, seq_len=16, vocab_size=300, tokenizer=tokenizer, store=tmp_path / "store")
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"format": DataFormat.JSONL}, "data.format: jsonl needs a tokenizer, and the model has none"),
-        ({"column": "body"}, "data.column: "),
-        ({"separator": "x"}, "data.separator: "),
-        ({"packing": Packing.SEPARATE}, "data.packing: "),
-    ],
-)
-def test_what_bytes_do_not_have_is_refused(tmp_path: Path, options: dict[str, Any], said: str) -> None:
-    config = DataConfig(paths=(str(_texts(tmp_path / "a.jsonl")),), **options)
-    with pytest.raises(ConfigError, match=said):
-        open_data(config, seq_len=16, vocab_size=256, tokenizer=None, store=tmp_path / "store")
-
-
-def test_a_model_that_mixes_documents(tmp_path: Path, tokenizer: Path) -> None:
-    path = _texts(tmp_path / "a.jsonl")
-
-    def opened(packing: Packing) -> TokenData:
-        data = open_data(
-            DataConfig(paths=(str(path),), batch_size=2, packing=packing),
-            seq_len=16,
-            vocab_size=300,
-            tokenizer=tokenizer,
-            store=tmp_path / "store",
-            together="its state is carried on",
-        )
-        assert isinstance(data, TokenData)
-        return data
-
-    data = opened(Packing.AUTO)
+def test_a_model_that_mixes_documents(tmp_path: Path, opened: Open) -> None:
+    path, together = _texts(tmp_path / "a.jsonl"), "its state is carried on"
+    data = opened(path, packing=Packing.AUTO, together=together)
     assert data.packing is Packing.SEPARATE
     assert data.describe().endswith("; not packed: its state is carried on")
-    assert opened(Packing.CONCATENATE).packing is Packing.CONCATENATE
-    with pytest.raises(
-        ConfigError, match=r"data\.packing: documents cannot be packed: its state is carried on"
-    ):
-        opened(Packing.DOCUMENTS)
+    joined = opened(path, packing=Packing.CONCATENATE, together=together)
+    assert joined.packing is Packing.CONCATENATE
 
 
-def test_a_tokenizer_of_another_model_is_refused_also_where_it_was_used(
-    tmp_path: Path, tokenizer: Path
+#: Settings of the data and arguments of ``open_data``, the error, and what it names.
+REFUSED: list[tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = [
+    ({"tokenizer": None, "format": DataFormat.JSONL}, ConfigError, ("data.format: jsonl",)),
+    ({"tokenizer": None, "column": "body"}, ConfigError, ("data.column: ",)),
+    ({"tokenizer": None, "separator": "x"}, ConfigError, ("data.separator: ",)),
+    ({"tokenizer": None, "packing": Packing.SEPARATE}, ConfigError, ("data.packing: ",)),
+    ({"max_bytes": 4}, ConfigError, ("data.max_bytes: ",)),
+    ({"together": "carried on", "packing": Packing.DOCUMENTS}, ConfigError, ("data.packing: ", "carried on")),
+    ({"vocab_size": 100}, DataError, ("280 tokens", "100")),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "named"), REFUSED)
+def test_what_is_refused(
+    tmp_path: Path, opened: Open, options: dict[str, Any], error: type[Exception], named: tuple[str, ...]
 ) -> None:
+    """Also where the tokens have been made before."""
     path = _texts(tmp_path / "a.jsonl")
-    _open(tmp_path, tokenizer, path)
-    config = DataConfig(paths=(str(path),), batch_size=2)
-    with pytest.raises(DataError, match="the tokenizer has 280 tokens, and the model 100"):
-        open_data(config, seq_len=16, vocab_size=100, tokenizer=tokenizer, store=tmp_path / "store")
+    opened(path)
+    with pytest.raises(error) as raised:
+        opened(path, **options)
+    assert all(each in str(raised.value) for each in named)
 
 
-def test_prompts_and_samples(tmp_path: Path) -> None:
+def test_prompts_and_samples(tmp_path: Path, opened: Open) -> None:
     tokenizer = save_tokenizer(tmp_path / "tokenizer", begin="<|start|>")
-    data = _open(tmp_path, tokenizer, _texts(tmp_path / "a.jsonl"))
+    data = opened(_texts(tmp_path / "a.jsonl"), tokenizer=tokenizer)
     tokens = data.encode("the store")
     assert tokens[0] == 1
     assert tokens[-1] != END
