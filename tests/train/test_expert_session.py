@@ -195,7 +195,7 @@ def test_narrow_moments(tmp_path: Path) -> None:
         with open_experts(tmp_path / moments.value, SHAPE, **options) as session:
             assert session.store.info(expert_key(0, 0)).schema.moments is moments
     with (
-        pytest.raises(StoreFormatError, match="keeps moments as int8, and fp32 is asked for"),
+        pytest.raises(StoreFormatError, match="keeps moments as int8, and fp32 is requested"),
         open_experts(tmp_path / "int8", SHAPE, layers=[0], experts=2),
     ):
         pass

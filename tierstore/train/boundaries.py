@@ -54,7 +54,7 @@ class BoundaryStore(ABC):
 
     @abstractmethod
     def keep(self, layer: int, micro: int, tensor: Tensor) -> None:
-        """Keeps the content of ``tensor``, which nobody changes afterwards. It is kept without its graph. Layers ascend.
+        """Keeps ``tensor``, which must not change afterwards, without its graph. Layers ascend.
 
         Raises ValueError where ``(layer, micro)`` is kept already, or a higher layer is; OSError where an earlier one could
         not be written.
@@ -90,7 +90,7 @@ class BoundaryStore(ABC):
 
 
 class BoundaryOrder:
-    """Which boundaries are kept. It holds callers to the order of a step."""
+    """Which boundaries are kept; it enforces the order of a step."""
 
     def __init__(self) -> None:
         self._kept: dict[int, set[int]] = {}  # ascending
@@ -244,7 +244,9 @@ class SpilledBoundaries(BoundaryStore):
     def keep(self, layer: int, micro: int, tensor: Tensor) -> None:
         number = self._numbers.get((layer, micro))
         if number is None:
-            raise ValueError(f"no boundary of layer {layer}, micro-batch {micro} was announced")
+            raise ValueError(
+                f"layer {layer}, micro-batch {micro}: the store was opened without this boundary"
+            )
         if tensor.nbytes > self._split.slot_bytes:
             raise ValueError(
                 f"layer {layer}: a boundary of {tensor.nbytes} bytes, and {self._split.slot_bytes} were announced"

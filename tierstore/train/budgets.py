@@ -87,7 +87,7 @@ def pair_schema(config: TrainConfig) -> RecordSchema | None:
 
 
 def trained_schema(config: TrainConfig) -> RecordSchema | None:
-    """The records that steps take: the experts', or those of their pairs. None where both are none of theirs."""
+    """The records that steps change: the experts', or with LoRA those of their pairs; None where LoRA adapts no experts."""
     return pair_schema(config) if config.lora.enabled else expert_schema(config)
 
 

@@ -1,4 +1,4 @@
-"""What goes with what: the one table of which ways to train can be combined, and the check that refuses the others.
+"""Which ways to train can be combined: one table, and the check that refuses the rest.
 
 Every pair of ``Feature`` has a ``Pairing``: the run has the same bits as one on the plain layout (the same model, tasks
 and moments, ranks that share nothing but data and experts, micro-batch by micro-batch), or differs from it by rounding
@@ -22,7 +22,7 @@ from tierstore.train.config import TrainConfig
 
 
 class Feature(Enum):
-    """A way to train that a run may or may not take. In the order of the table."""
+    """A way to train, in the order of the table."""
 
     LAYER_MAJOR = "layer-major micro-batches"
     CHUNKS = "chunked exchange (r > 1)"
@@ -46,7 +46,7 @@ class Compatibility(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Pairing:
-    """What becomes of two features together, and why. ``tolerance``: of losses, relative, where it is WITHIN."""
+    """The verdict on two features together, and why. ``tolerance``: relative, of losses, where it is WITHIN."""
 
     verdict: Compatibility
     why: str
@@ -144,7 +144,7 @@ _TABLE: Mapping[tuple[Feature, Feature], Pairing] = {
 
 
 def pairing(one: Feature, other: Feature) -> Pairing:
-    """What becomes of ``one`` and ``other`` together. Raises ValueError where they are the same."""
+    """The verdict on ``one`` and ``other`` together. Raises ValueError where they are the same."""
     if one is other:
         raise ValueError(f"a pair is of two features, got {one.value} twice")
     found = _TABLE.get((one, other))
@@ -158,7 +158,7 @@ def pairs() -> Iterator[tuple[Feature, Feature, Pairing]]:
 
 
 def features(config: TrainConfig, layout: Layout) -> dict[Feature, str]:
-    """What a run of ``config`` on ``layout`` takes, and the settings that ask for it."""
+    """The features of a run of ``config`` on ``layout``, and the settings that request them."""
     parallel = config.parallel
     found = {
         Feature.LAYER_MAJOR: ("data.micro_order = layer", config.data.layer_major),

@@ -111,7 +111,7 @@ class FinetuneConfig:
     seq_len: int | None = field(
         default=None,
         metadata={
-            "help": f"tokens of a sequence (none: {_SEQ_LEN}, or as many as the model has positions for)"
+            "help": f"tokens of a sequence (none: {_SEQ_LEN}, or the positions of the model if it has fewer)"
         },
     )
     checkpoint_activations: CheckpointActivations = field(
@@ -201,7 +201,7 @@ class TrainConfig(RunConfig):
     eval_batches: int = field(default=4, metadata={"help": "micro-batches of one validation"})
     max_skipped: int = field(default=10, metadata={"help": "non-finite steps in a row that stop the run"})
     sample_tokens: int = field(default=200, metadata={"help": "tokens of sample text at the end (0: none)"})
-    #: The built-in model, which a file and options describe; or what describes an imported one, or a pipeline stage.
+    #: The built-in model, described by a file and options; or the specification of an imported one, or of a stage.
     model: ModelConfig | ModelSpec = field(default_factory=ModelConfig, metadata={"read_as": ModelConfig})
     finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -209,7 +209,7 @@ class TrainConfig(RunConfig):
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     adamw: AdamWConfig = field(default_factory=AdamWConfig)
     dense: DenseConfig = field(default_factory=DenseConfig)
-    # Training walks a known schedule, and next-use knows it: docs/CACHE_LAB.md. A store by itself knows nothing of its user.
+    # Training follows a known schedule, which next-use reads: docs/CACHE_LAB.md. A plain store has no schedule.
     cache: CacheConfig = field(default_factory=lambda: CacheConfig(policy="next-use"))
     prefetch: PrefetchConfig = field(default_factory=PrefetchConfig)
     io: IoConfig = field(default_factory=IoConfig)
@@ -237,7 +237,7 @@ class TrainConfig(RunConfig):
 
     @property
     def spec(self) -> ModelSpec:
-        """What the run knows of ``model`` before it is built."""
+        """The specification of ``model``, from which it is built."""
         return spec_of(self.model) if isinstance(self.model, ModelConfig) else self.model
 
     def import_code(self) -> None:
@@ -259,12 +259,12 @@ class TrainConfig(RunConfig):
         return self.schedule.over(self.steps).lr_at(step)
 
     def settings(self) -> dict[str, object]:
-        """Everything, as JSON can hold it."""
+        """All settings, as JSON values."""
         return {**as_dict(replace(self, model=ModelConfig())), "model": self.spec.settings()}
 
     @property
     def data_by_task(self) -> dict[str, DataConfig]:
-        """What each task trains on; under the empty name what a run without tasks does."""
+        """The data of each task by its name; without tasks, that of the run under the empty name."""
         return {name: task.data(self.data) for name, task in self.tasks.items()} or {"": self.data}
 
     @property
@@ -280,9 +280,7 @@ class TrainConfig(RunConfig):
 
     @property
     def keeps_activations(self) -> bool:
-        """Whether a forward pass over experts keeps their rows and what feeds their activations, or neither: in layer order
-        blocks are computed again.
-        """
+        """Whether a forward pass over experts saves their rows and activations. In layer order blocks are computed again."""
         return self.model.expert_activations is SaveActivations.SAVE and not self.data.layer_major
 
     @property

@@ -80,7 +80,7 @@ def follow_ranks(config: TrainConfig, opening: Opening, mesh: Mesh) -> Resharded
 
 
 def _reshard_on_first(config: TrainConfig, opening: Opening, mesh: Mesh) -> _Outcome:
-    """What rank 0 did, or why it could not. Raises PeerError."""
+    """What rank 0 did, or the error. Raises PeerError."""
     met_s = time.monotonic()
 
     def progress(done: int, total: int) -> None:
@@ -100,7 +100,7 @@ def _reshard_on_first(config: TrainConfig, opening: Opening, mesh: Mesh) -> _Out
 
 
 def _meet(mesh: Mesh, own: _Outcome) -> _Outcome:
-    """What rank 0 has to say; a collective."""
+    """What rank 0 sends; a collective."""
     found: _Outcome = mesh.world.all_gather_object(own)[0]
     return found
 
@@ -124,8 +124,8 @@ def _check_job(mesh: Mesh, opening: Opening) -> None:
         return
     if isinstance(mesh.job_store, MemoryJobStore):
         raise ConfigError(
-            "parallel.elastic: expected torchrun --rdzv-id JOB: it is how ranks that are started again know their store, "
-            "where torchrun's agents keep none for them"
+            "parallel.elastic: expected torchrun --rdzv-id JOB: restarted ranks recognise their store by it, because these "
+            "agents of torchrun keep no key-value store"
         )
 
 

@@ -1,4 +1,4 @@
-"""Experts of anybody's MoE in a store: an expert source for plain torch modules, whose dense parameters stay their own.
+"""Experts of any MoE model in a store: an expert source for plain torch modules, which keep their dense parameters.
 
 ::
 
@@ -122,7 +122,7 @@ def open_experts(
 
 
 def _description(shape: ExpertShape, layers: Sequence[int], experts: int) -> bytes:
-    """What a store says that it holds: experts of another shape may have as many parameters."""
+    """Describes the store's experts: experts of another shape may have the same number of parameters."""
     named = {key: getattr(value, "value", value) for key, value in asdict(shape).items()}
     return json.dumps({"shape": named, "layers": sorted(layers), "experts": experts}, sort_keys=True).encode()
 
@@ -133,7 +133,7 @@ def _check(store: Path, found: bytes, expected: bytes) -> None:
     for name, value in asked.items():
         if held.get(name) != value:
             raise StoreFormatError(
-                f"{store}: {name}: the store has {held.get(name)}, and {value} is asked for"
+                f"{store}: {name}: the store has {held.get(name)}, and {value} is requested"
             )
 
 
@@ -154,7 +154,7 @@ def _check_schema(store: Path, shape: ExpertShape, held: RecordSchema, *, expect
     """Raises StoreFormatError where ``held``, the records' schema, is not ``expected``, that of experts of ``shape``."""
     if held.moments is not expected.moments:
         raise StoreFormatError(
-            f"{store}: the store keeps moments as {held.moments.value}, and {expected.moments.value} is asked for "
+            f"{store}: the store keeps moments as {held.moments.value}, and {expected.moments.value} is requested "
             "(AdamWConfig.moments)"
         )
     if held != expected:
@@ -169,7 +169,7 @@ def _random(shape: ExpertShape, depth: int, layer: int, expert: int) -> npt.NDAr
 
 
 class ExpertSession:
-    """Open experts, which layers ask for; ``open_experts`` makes it. It is the ``ExpertSource`` of these layers."""
+    """Open experts; ``open_experts`` makes it. It is the ``ExpertSource`` of the model's layers."""
 
     def __init__(
         self,

@@ -196,7 +196,7 @@ def text_bytes(config: DataConfig, tokenizer: Path | None = None) -> int:
 
 def _regular(files: list[Path]) -> list[Path]:
     for path in files:
-        # To open a pipe is to wait for who writes to it.
+        # Opening a pipe would wait for its writer.
         if path.exists() and not path.is_file():
             raise DataError(f"{path}: expected a text file, found a pipe, a socket or a device")
     return files

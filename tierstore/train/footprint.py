@@ -1,4 +1,4 @@
-"""Memory of a training run: what was used, and what its fixed part will be.
+"""The memory of a training run: how much is used, and how large its fixed part will be.
 
 The fixed part is everything outside of the budgets: the interpreter with torch and its libraries, this rank's share of
 the dense parameters and of the batch, the text. It does not depend on how many experts there are.

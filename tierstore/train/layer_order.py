@@ -1,10 +1,10 @@
 """A step in layer order: each layer takes all micro-batches before the next one does, forward and backward.
 
-One lease of an expert then serves all micro-batches, and a dense unit is gathered once for them. The bits are those of
+One lease of an expert then serves all micro-batches, and dense parameters are gathered once for them. The bits are those of
 one micro-batch after another: products have the same shapes, and gradients are added up in the order of micro-batches.
 
 **Forward.** Each micro-batch runs the model's own forward pass in a greenlet of its own, which stops where it enters a
-block, where it calls for experts, and where it leaves the last block; it goes on when all are there. Blocks run without
+block, where it requests experts, and where it leaves the last block; it goes on when all are there. Blocks run without
 a graph; what enters them, their *boundaries*, is kept. What leaves a block is cut off from it: it comes as a leaf.
 
 **Head.** One micro-batch after another computes its loss, and passes it back as far as those leaves.
@@ -50,7 +50,7 @@ class _Entering:
 
 @dataclass(frozen=True, slots=True)
 class _Asking:
-    """It stands in a block, and calls for experts."""
+    """It stands in a block, and requests experts."""
 
     call: ExpertCall
 
@@ -112,7 +112,7 @@ class LayerOrder:
     ) -> list[ModelOutput]:
         """Forward and backward passes of ``batches``, the micro-batches of step ``step``.
 
-        ``accept`` is asked of each output, in order; where it declines, the step ends with the outputs before, and without
+        ``accept`` receives each output, in order; where it returns False, the step ends with the outputs before, and without
         gradients of blocks or experts. The outputs have no graphs any more.
         """
         own = self._model.suspend()
@@ -154,7 +154,7 @@ class LayerOrder:
                     self._go_on(lane)
                 while calls := [lane.stop.call for lane in lanes if isinstance(lane.stop, _Asking)]:
                     if len(calls) < len(lanes):
-                        raise RuntimeError(f"some micro-batches call for no experts in block {block}")
+                        raise RuntimeError(f"some micro-batches request no experts in block {block}")
                     with torch.no_grad():
                         results = forward_together(self._slot, calls)
                     del calls
@@ -293,7 +293,7 @@ class LayerOrder:
         self._model.resume(own)
         pending, self._pending = self._pending, []
         if len(pending) > 1:
-            raise RuntimeError(f"block {number} calls for experts {len(pending)} times")
+            raise RuntimeError(f"block {number} requests experts {len(pending)} times")
         return _Again(boundary, made, pending[0] if pending else None)
 
 
@@ -322,10 +322,10 @@ class _Meeting:
 
 
 class _UnitPasses:
-    """The passes over dense units, each of which takes all micro-batches.
+    """The passes over dense parameter groups, each of which takes all micro-batches.
 
-    A parameter that two units use (a tied embedding) has gradients from both: those that come while another unit is passed
-    wait for those of its own unit, and are added to them, micro-batch by micro-batch.
+    A parameter that two groups use (a tied embedding) has gradients from both: those that come while another group is passed
+    wait for those of its own group, and are added to them, micro-batch by micro-batch.
     """
 
     def __init__(self, dense: DenseSlices, gates: Gates, listener: PassListener) -> None:
@@ -338,7 +338,7 @@ class _UnitPasses:
         self._waiting: dict[tuple[int, int], dict[int, Tensor]] = {}
 
     def driven(self) -> AbstractContextManager[None]:
-        """Meanwhile this says where passes begin and end."""
+        """Within the block this class decides where passes begin and end."""
         self._waiting.clear()
         return self._gates.driven(self._take)
 

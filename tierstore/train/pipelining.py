@@ -1,4 +1,4 @@
-"""In how many chunks the passes over experts go (PipeMoE): as configured, or chosen for the forward and the backward pass.
+"""The number of chunks of passes over experts (PipeMoE): as configured, or chosen for the forward and the backward pass.
 
 AUTO weighs what a further chunk costs against what it hides (``tierstore.parallel.pipeline_degree``). What messages and
 products cost is probed when the session is opened, or read from the profile of the machine (``parallel.profile``); what
@@ -59,16 +59,14 @@ class PassLoads:
 
 
 def most_chunks(config: TrainConfig, mesh: Mesh) -> int:
-    """The most chunks that a run's passes may come to. Raises ConfigError where more are asked for than the fewest experts
-    that any rank owns.
+    """The most chunks that a run's passes may have. Raises ConfigError where the configuration requests more than the fewest
+    experts that any rank owns.
     """
     return config.parallel.most_chunks(experts=config.model.experts, sharing=mesh.expert.size)
 
 
 def check_chunks(config: TrainConfig, mesh: Mesh) -> None:
-    """Raises ConfigError where passes cannot go in as many chunks as are asked for, or the profile that AUTO is to choose by
-    lacks what it needs.
-    """
+    """Raises ConfigError where passes cannot have the requested number of chunks, or AUTO's profile lacks what it needs."""
     most, parallel = most_chunks(config, mesh), config.parallel
     if parallel.profile is not None and parallel.pipeline_degree == AUTO_DEGREE and most > 1:
         read_profile(parallel.profile, mesh.expert.size)
@@ -113,14 +111,14 @@ class PipelineControl:
             self._take(PipelineDegrees(self._most, self._most), reason)
 
     def begin(self, state: TrainState, note: Callable[[str], None]) -> None:
-        """The session begins at ``state``, which may hold an earlier choice. ``note`` is told of each, for the trace."""
+        """The session begins at ``state``, which may hold an earlier choice. ``note`` receives each one, for the trace."""
         self._note = note
         if self._costs is not None and state.chunks is None:
             self._choose("auto: tokens spread evenly")
         elif self._costs is not None and state.chunks is not None:
             forward, backward = (min(max(degree, 1), self._most) for degree in state.chunks)
             self._take(PipelineDegrees(forward, backward), "auto: taken up from the last commit")
-        self._tell(state.position)
+        self._note_choice(state.position)
 
     def at_commit(self, position: int) -> list[int] | None:
         """Chooses again, of what was counted since the last commit; a collective. Returns what this commit, after
@@ -136,7 +134,7 @@ class PipelineControl:
         if means[1] > 0:
             self._loads = PassLoads(*means.tolist())
             self._choose("auto: rows since the last commit")
-            self._tell(position)
+            self._note_choice(position)
         degrees = self._pipelining.degrees
         return [degrees.forward, degrees.backward]
 
@@ -203,7 +201,7 @@ class PipelineControl:
             return replace(forward, dispatch=Share(0, 0)), replace(backward, dispatch=Share(0, 0))
         return forward, backward
 
-    def _tell(self, position: int) -> None:
+    def _note_choice(self, position: int) -> None:
         degrees = self._pipelining.degrees
         if self.chosen is not None and degrees != self._noted:
             self._noted = degrees

@@ -1,5 +1,5 @@
-"""What the ranks of a run agree on: where each keeps its store, at which commit all take up, and when a commit
-is everybody's.
+"""What the ranks of a run agree on: where each keeps its store, from which commit all resume, and when a commit is
+acknowledged.
 
 A rank's own commit is a prepare. It is acknowledged when all ranks have theirs; only then is the commit before it
 dropped. So at any instant there is a step that every rank has, whenever each of them was killed, and a resume takes
@@ -32,12 +32,12 @@ from tierstore.train.state import differences
 
 #: Settings that each rank may have of its own.
 _OWN = ("store", "stripe", "io", "device", "links", "wear")
-#: What a job notes for its later attempts: its ranks agreed to make stores, or to take them up; a step was everybody's.
+#: Keys of the job's key-value store, for later attempts: the ranks have agreed how to open stores; a step was acknowledged.
 _BEGUN, _ACKNOWLEDGED = "begun", "acknowledged"
 
 
 class Opening(Enum):
-    """Whether a run starts a store or goes on with one; a restarted job does whichever its ranks were at."""
+    """Whether a run creates a store or resumes one. RESTART: whichever an earlier attempt of the job had begun."""
 
     CREATE = "create"
     RESUME = "resume"
@@ -60,7 +60,7 @@ class _Found:
 
     steps: dict[OpenAt, int]
     ranks: int
-    #: Whether no run has taken it up yet: an import made it.
+    #: Whether an import made it and no run has resumed it yet.
     fresh: bool
     #: The job that committed last, where its ranks may come and go.
     job: str = ""
@@ -72,8 +72,8 @@ class _Found:
 
 
 def rank_file(path: Path | None, rank: int) -> Path | None:
-    """The file that rank ``rank`` writes where all were given ``path``: rank 0 that one, others one beside it. A pipe or a
-    device is everybody's.
+    """The file that rank ``rank`` writes where all were given ``path``: rank 0 writes it, others a file beside it. A pipe or
+    a device is shared.
     """
     if path is None or rank == 0 or (path.exists() and not path.is_file()):
         return path
@@ -81,8 +81,8 @@ def rank_file(path: Path | None, rank: int) -> Path | None:
 
 
 def own_store(mesh: Mesh, job: str) -> bool:
-    """Whether an earlier attempt of this job began the store whose last commit is that of ``job``. What the job noted is
-    gone when the node that kept the notes is.
+    """Whether an earlier attempt of this job began the store whose last commit is that of ``job``. The job's
+    key-value store is lost with the node that kept it.
     """
     return mesh.job_store.has(_BEGUN) or _same_job(mesh, job)
 
@@ -99,7 +99,7 @@ def agree(store: Path, wanted: Opening, mesh: Mesh) -> Agreed:
     is a CREATE. Raises StoreExistsError, StoreMissingError, StoreInUseError, StoreFormatError, StoreError.
     """
     rank, world = mesh.world.rank, mesh.world.size
-    begun = mesh.job_store.has(_BEGUN)  # before the ranks meet: rank 0 sets it behind that
+    begun = mesh.job_store.has(_BEGUN)  # before the ranks meet: afterwards rank 0 sets it
     directory = rank_directory(store, rank, world)
     _refuse_other_layout(store, world)
     found: list[_Found] = mesh.world.all_gather_object(_look(directory))
@@ -148,7 +148,7 @@ def check_alike(config: TrainConfig, conditions: Mapping[str, object], mesh: Mes
     for number, other in enumerate(ranks):
         different = differences(ranks[0], other)
         if different:
-            raise ConfigError(f"rank {number} was told otherwise than rank 0: {different[0]}")
+            raise ConfigError(f"rank {number} was given another configuration than rank 0: {different[0]}")
 
 
 def _text(conditions: Mapping[str, object]) -> object:
@@ -234,7 +234,7 @@ def _look(directory: Path) -> _Found:
 
 
 def _discard(directory: Path) -> None:
-    """Takes the identity of a store that was never acknowledged: a creation clears the rest away."""
+    """Removes the identity of a store that was never acknowledged; creating a store clears the rest."""
     (directory / IDENTITY).unlink()
 
 

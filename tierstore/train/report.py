@@ -1,4 +1,4 @@
-"""What a run says of itself: the JSON object, the table by tier, the line of metrics of each step."""
+"""The report of a run: the JSON object, the table by tier, and the metrics line of each step."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Makes the store of a training run over for another layout of ranks, from which ``--resume`` goes on.
+"""Reshards the store of a training run for another layout of ranks; ``--resume`` continues from the new store.
 
-Between any two layouts of stages, copies of the experts, expert groups and tensor parallelism: the logical model, each
-unit's whole parameters with both moments and each expert's record, is read from the old ranks' stores and cut into the
-new ones', bit for bit. One unit at a time is in memory, and a few experts. The old store stays as it is, but for a
-commit that was never acknowledged. The new one is built beside its final name, and takes that name when it is whole.
-Contents are those of the newest step that every old rank has, caught up with the optimizer, so training goes on as if
-it had always had this layout (up to the rounding of other shapes of computation).
+Between any two layouts of stages, copies of the experts, expert groups and tensor parallelism: the logical model (the
+whole dense parameters with both moments, and each expert's record) is read from the old ranks' stores and cut for the
+new ranks, bit for bit. One group of dense parameters at a time is in memory, and a few experts. The old store does not
+change, but for a commit that was never acknowledged. The new store is built beside its final name, and renamed when it
+is whole. Its contents are those of the newest step that every old rank has, caught up with the optimizer: training
+continues as if it had always had this layout (up to the rounding of other shapes of computation).
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class VocabularyPlacement:
-    """How the rows of embedding and head lie in the new stores, GATHERED or PARTITIONED; None: as in the old ones. A tied
-    head is the embedding.
+    """How the new stores hold the rows of embedding and head, GATHERED or PARTITIONED; None: as the old ones. A tied head is
+    the embedding.
     """
 
     embedding: RowPlacement | None = None
@@ -73,7 +73,7 @@ AS_THEY_ARE = VocabularyPlacement()
 
 @dataclass(frozen=True)
 class Resharded:
-    """What was done: ``step`` is where training stands, ``nbytes`` what was written."""
+    """The result of ``reshard``: training stands at ``step``; ``nbytes`` were written."""
 
     before: Layout
     after: Layout
@@ -94,12 +94,12 @@ def reshard(
     model: ModelSpec | None = None,
     stage_blocks: Sequence[int] = (),
 ) -> Resharded:
-    """Makes at ``target`` the store of ``source`` for ``layout`` (None: as it is). ``progress`` is called with records done
-    and in all. ``placement``: whether tables over the vocabulary are gathered there. ``moments``: how experts' moments are
-    kept there (None: as they are); a narrower format rounds them once.
+    """Writes the store of ``source`` to ``target``, divided for ``layout`` (None: the same). ``progress`` is called with
+    records done and in all. ``placement``: whether tables over the vocabulary are gathered. ``moments``: the format of
+    experts' moments (None: the same); a narrower format rounds them once.
 
-    ``model``: what the store holds, where that is not the built-in model, which its state describes. ``stage_blocks``: how
-    many blocks each stage gets (none: as many as before, or balanced by cost).
+    ``model``: the specification of an imported model (None: the built-in model, which the store's state describes).
+    ``stage_blocks``: how many blocks each stage gets (none: the same as before, or balanced by cost).
 
     Raises StoreMissingError, StoreInUseError, StoreExistsError, StoreFormatError, ConfigError, OSError; on a failure
     there is nothing at ``target``.
@@ -133,7 +133,7 @@ def reshard(
 
 
 def _new_blocks(old: StoredModel, layout: Layout, given: Sequence[int]) -> list[range]:
-    """The blocks of each stage of ``layout``, ``given`` many. Raises ConfigError where the model cannot be divided so."""
+    """The blocks of each stage of ``layout``. Raises ConfigError where the model cannot be divided so."""
     if layout.tensor > 1 and isinstance(old.model, BuiltInSpec):
         check_divisible(old.model.config, layout.tensor)
     if layout.stages == 1:
@@ -145,7 +145,7 @@ def _new_blocks(old: StoredModel, layout: Layout, given: Sequence[int]) -> list[
 
 
 def _conditions(old: StoredModel, layout: Layout, placement: VocabularyPlacement) -> dict[str, object]:
-    """What the new ranks record of their layout, but for what is a rank's own. Raises ConfigError."""
+    """What all new ranks record of their layout. Raises ConfigError."""
     embedding, head = recorded_placements(old.conditions)
     embedding, head = placement.embedding or embedding, placement.head or head
     if isinstance(old.model, BuiltInSpec) and old.model.config.tie_embeddings is TieEmbeddings.TIED:
@@ -243,7 +243,7 @@ class _Writer:
         self._wrote(sections)
 
     def _write_unit(self, store: ParameterStore, number: int, rank: int) -> None:
-        """Writes a rank's record of a unit, and waits until it is written: its memory is free then."""
+        """Writes a rank's record of dense parameters, and waits until it is written: then its memory is free."""
         schema = self._unit_schema(number)
         groups = {group: scratch_buffers(schema.layout(group)) for group in schema.groups}
         buffers = [buffer for group in schema.groups for buffer in groups[group]]
@@ -254,7 +254,7 @@ class _Writer:
         self._wrote([buffer.array() for buffer in buffers])
 
     def _unit_schema(self, number: int) -> RecordSchema:
-        """That of the old record, for slices of another size."""
+        """The schema of the old record, for slices of another size."""
         old, size = self._old.unit_schema(number), self._cut.record(number).slice_numel
         return replace(old, name=f"{old.name.rpartition('-')[0]}-{size}", numel=size)
 
@@ -265,7 +265,7 @@ class _Writer:
 
 
 def _copy_model(source: Path, target: Path) -> None:
-    """Copies what an import says of its model, if ``source`` is an import's, durably."""
+    """Copies the files of an imported model, if ``source`` has them, durably."""
     if not (source / MODEL_DIRECTORY).is_dir():
         return
     shutil.copytree(source / MODEL_DIRECTORY, target / MODEL_DIRECTORY)

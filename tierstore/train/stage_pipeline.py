@@ -2,17 +2,17 @@
 
 ``Schedule1F1B`` sends, receives and calls; ``_Stage`` stands between it and the stage's own passes. Traps, of torch 2.13:
 
-* Without static ``input_args`` and ``output_args`` the first step begins with passes that nobody asked for, which a
-  source of experts would count.
+* Without static ``input_args`` and ``output_args`` the first step begins with extra passes, which a source of experts
+  would count.
 * ``scale_grads`` divides what is in ``.grad``, so it would miss experts: the micro-batch's share is in the objective.
-* It makes buffers for all micro-batches. Here each is made when its message is due, and dropped behind the backward pass,
-  so that no more are held than micro-batches are.
+* It makes buffers for all micro-batches. Here each is made when its message is due, and dropped after the backward pass,
+  so that there are no more buffers than micro-batches under way.
 * It wraps what a pass raises in a RuntimeError; it is unwrapped here, and what is left is a message that failed.
 
 Each message has a small one beside it: when it will have travelled, where the link is limited, and whether the losses up to
-there are finite. On its way back the latter is the last stage's verdict. So every stage knows before its last backward
-pass, where experts may be stepped, whether there will be a step. Behind these lie what the model itself has to tell the
-next stage, and on the way back what its last stage tells all others.
+there are finite. On the way back the latter is the last stage's verdict. So every stage knows before its last backward
+pass, in which experts may be stepped, whether the step is taken. After these come values of the model itself: forward for
+the next stage, backward from the last stage for all others.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class StagePipeline:
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
-        """A step: what is not within a pass is waiting for another stage."""
+        """A step: the time outside of passes is waiting for another stage."""
         passes = self._open
         assert passes is not None
         try:

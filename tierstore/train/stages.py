@@ -25,14 +25,14 @@ from tierstore.train.config import TrainConfig
 
 
 def micro_batches_held(stage: int, stages: int, micro_batches: int) -> int:
-    """Of how many micro-batches stage ``stage`` of ``stages`` holds activations at most."""
+    """The most micro-batches whose activations stage ``stage`` of ``stages`` holds at a time."""
     return min(micro_batches, stages - stage)
 
 
 def one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> tuple[MicroPass, ...]:
     """The passes of stage ``stage`` (from 0) of ``stages`` in a step of ``micro_batches``, in order.
 
-    Raises ValueError for a stage that there is not.
+    Raises ValueError for a stage outside of the range.
     """
     if not 0 <= stage < stages:
         raise ValueError(f"expected a stage of 0 to {stages - 1}, got {stage}")
@@ -46,8 +46,8 @@ def one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> tup
 
 
 def block_costs(architecture: Architecture) -> list[int]:
-    """What each block costs of a stage's time, in parameters that a token passes; the first one pays for the embedding's
-    rows (nothing), the last one for norm and head.
+    """The cost of each block, in parameters that a token passes. Norm and head count for the last block; the rows of the
+    embedding cost nothing.
     """
     of = architecture
     costs = [
@@ -89,7 +89,7 @@ def balanced_blocks(costs: Sequence[int], stages: int) -> list[range]:
 
 
 def stage_blocks(architecture: Architecture, stages: int, given: Sequence[int] = ()) -> list[range]:
-    """The blocks of each of ``stages`` stages: ``given`` many (empty: balanced by cost).
+    """The blocks of each of ``stages`` stages; ``given``: how many each gets (empty: balanced by cost).
 
     Raises ConfigError naming the setting where they do not fit, or a stage would have no MoE layer.
     """

@@ -35,8 +35,8 @@ def conditions(
     mesh: Mesh,
     vocabulary: VocabularyTables,
 ) -> dict[str, object]:
-    """Everything that the bits of a run depend on. ``data_crc32``: None where a loop brings its own data, learning rates
-    and clipping, of which nothing is known.
+    """Everything that the bits of a run depend on. ``data_crc32``: None where an external loop brings its
+    own data, learning rates and clipping, which are not known.
     """
     settings = config.settings()
     own = data_crc32 is not None
@@ -75,21 +75,21 @@ def _layers(config: TrainConfig) -> dict[str, object]:
 
 
 def _task(config: TrainConfig, name: str) -> dict[str, object]:
-    """What the bits of a run depend on of a task; its files may have moved."""
+    """The settings of a task that bits depend on; its files may have moved."""
     task = config.tasks[name]
     settings = {key: value for key, value in as_dict(task).items() if key not in ("paths", "rows", "share")}
     return {**settings, "rows": rows_of_tasks(config.tasks, config.data.batch_size)[name]}
 
 
 def _adamw(config: TrainConfig) -> dict[str, object]:
-    """The optimizer's settings; fp32 moments are not mentioned, so that stores that have them stay as they were."""
+    """The optimizer's settings. fp32 moments are left out, so that the state of stores that have them does not change."""
     settings = as_dict(config.adamw)
     if config.adamw.moments is MomentFormat.FP32:
         del settings["moments"]
     return settings
 
 
-#: What a condition is that is not recorded.
+#: The value of a condition that a store has not recorded.
 _IMPLIED: Mapping[str, object] = {
     "adamw.moments": MomentFormat.FP32.value,
     "parallel.tensor_ranks": 1,
@@ -100,7 +100,7 @@ _IMPLIED: Mapping[str, object] = {
 
 
 def differences(recorded: Mapping[str, object], present: Mapping[str, object], prefix: str = "") -> list[str]:
-    """One line for each condition that is not what it was."""
+    """One line for each condition that has changed."""
     lines = []
     for name in sorted(set(recorded) | set(present)):
         implied = _IMPLIED.get(prefix + name)
@@ -116,8 +116,8 @@ def differences(recorded: Mapping[str, object], present: Mapping[str, object], p
 
 
 def check_records(config: TrainConfig, schemas: Sequence[RecordSchema]) -> None:
-    """Raises ConfigError where frozen experts were to be trained, or others to be adapted, or by pairs of another rank, or
-    where the store keeps other moments.
+    """Raises ConfigError where the store's records do not fit the run: frozen experts to be trained, trainable ones to be
+    adapted, pairs of another rank, moments in another format.
     """
     held = {schema.name: schema for schema in schemas}
     found, pairs = held.get(EXPERT_SCHEMA), pair_schema(config)
@@ -156,12 +156,12 @@ def check_records(config: TrainConfig, schemas: Sequence[RecordSchema]) -> None:
 
 def resumed_state(config: TrainConfig, store: StoreCore, present: dict[str, object]) -> TrainState:
     """The state of ``store`` under the conditions of the ``present``. Warns of those that change bits; raises
-    StoreFormatError for another model, or for ranks that are laid out otherwise.
+    StoreFormatError for another model, or another layout of ranks.
     """
     state = TrainState.unpack(store.committer.state, where=str(config.store))
     recorded, own = dict(state.conditions), dict(present)
     tasks = table_of(recorded.pop("tasks", {})), table_of(own.pop("tasks", {}))
-    # What the files are read as shows in the checksum of what was read.
+    # The format of the files shows in the checksum of what was read.
     changed = [line for line in differences(recorded, own) if not line.startswith("data.format")]
     if any(tasks):  # the text is that of all tasks
         changed = [line for line in changed if not line.startswith("data.crc32")] + [
@@ -178,7 +178,7 @@ def resumed_state(config: TrainConfig, store: StoreCore, present: dict[str, obje
     layout = [line for line in changed if line.startswith("parallel.")]
     if layout:
         raise StoreFormatError(
-            f"{config.store}: made by ranks that were laid out otherwise ({'; '.join(layout)}); tierstore reshard "
+            f"{config.store}: made for another layout of ranks ({'; '.join(layout)}); tierstore reshard "
             "makes a store for this layout"
         )
     if changed and state.begun:

@@ -1,4 +1,4 @@
-"""One optimizer step of a model whose experts are leased from a store, whoever drives its passes.
+"""One optimizer step of a model whose experts are leased from a store, for any loop that drives its passes.
 
 ::
 
@@ -81,7 +81,7 @@ class StepOutcome(Enum):
     OPEN = "open"
     TAKEN = "taken"
     SKIPPED = "skipped"  # a loss or a gradient was not finite
-    ABANDONED = "abandoned"  # whoever drives it said so
+    ABANDONED = "abandoned"  # by its loop
 
 
 class Stepper:
@@ -199,7 +199,7 @@ class OpenStep:
         self.outcome = StepOutcome.SKIPPED
 
     def abandon(self) -> None:
-        """The step is not taken, because whoever drives it says so."""
+        """The step is not taken; its loop has decided so."""
         self.outcome = StepOutcome.ABANDONED
 
     # The end ------------------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ class OpenStep:
         parts, config = self._parts, self._parts.config
         every = config.cache.write_back_every
         if every and (self._position + 1) % every == 0:
-            # Now, while the disk would rest: dense parameters are stepped, and the next pass has yet to ask.
+            # Now, while the disk is idle: dense parameters are stepped, and the next pass has requested nothing yet.
             parts.store.cache.clean()
         finite_losses = self.outcome is StepOutcome.OPEN
         if finite_losses:
@@ -278,7 +278,7 @@ class OpenStep:
 
 
 def clip_scale(norm: float, max_norm: float) -> float:
-    """What gradients of norm ``norm`` are multiplied with: torch.nn.utils.clip_grad_norm_'s formula."""
+    """The factor of gradients of norm ``norm``: the formula of torch.nn.utils.clip_grad_norm_."""
     return min(1.0, max_norm / (norm + 1e-6))
 
 

@@ -1,4 +1,4 @@
-"""Tokenising a run's files once: found again by what they hold, made anew when that has changed.
+"""Tokenises a run's files once: the tokens are found again by the files' contents, and made anew when these change.
 
 ``STORE/tokens/KEY`` is named by a hash over the content of every file in order, the tokenizer's files and the options that
 decide what a document is. Paths are not part of it: files that were moved are found again. Content is hashed anew when a
@@ -249,7 +249,7 @@ def _note(store: Path, inputs: Sequence[Input]) -> None:
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Keeps other processes from tokenising in ``directory``, which is made. Whoever dies lets go of it."""
+    """Locks ``directory``, which is made, against other processes; the lock ends with its process."""
     created = [path for path in (directory, *directory.parents) if not path.exists()]
     directory.mkdir(parents=True, exist_ok=True)
     lock = directory / "lock"
