@@ -154,7 +154,7 @@ def agree(process: Process, expected: Expected) -> None:
 def test_killed_at_random_moments(
     changes: Mapping[str, Any], configure: Make, start: Start, undisturbed: Undisturbed
 ) -> None:
-    """After a random number of steps and a random part of one, so also inside commits. TIERSTORE_TEST_KILLS: how often (10)."""
+    """After a random number of steps and a random part of one, inside commits too. TIERSTORE_TEST_KILLS: how often (10)."""
     chance = random.Random(20)
     config = configure(TIGHT | {"commit_every": 2} | changes)
     expected = undisturbed(config)

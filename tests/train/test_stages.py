@@ -1,180 +1,198 @@
-"""Pipeline stages: the bits of a run without them, whatever they hold and however they are laid out."""
+"""Pipeline stages: which blocks each has, its specification, and the order of its passes."""
 
 from __future__ import annotations
 
-import json
-import math
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from itertools import combinations, pairwise
 
 import pytest
-from launcher import Ranks
-from rank_cases import Make, Settings, alone
-from stage_cases import configured, drawn, graphs_alive, spoiled, staged
-from stage_runs import StageRun, merged
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tierstore.errors import ConfigError, StoreFormatError
-from tierstore.parallel import ParallelConfig
-from tierstore.plan.order import choose_order
-from tierstore.train.files import MicroOrder
-from tierstore.train.ranks import Opening
-from tierstore.train.session import open_session
-from tierstore.train.stages import one_forward_one_backward, stage_config
-
-TIGHT: Settings = {"host_budget": 60_000}
-#: In what all stages together differ from one process, if in anything: name, settings.
-MODES: dict[str, Settings] = {
-    "tight": {**TIGHT, "prefetch.depth": 3},
-    "clipped": {**TIGHT, "clip_norm": 0.3, "model.compute_dtype": "bf16"},
-    "computed again": {
-        "model.checkpoint_activations": "block",
-        "model.shared_expert_d_ff": 16,
-        "data.micro_batches": 3,
-        "model.router_noise": "jitter",
-        "model.router_noise_std": 0.1,
-    },
-    "moments on disk": {**TIGHT, "dense.optimizer_state": "nvme", "parallel.stage_blocks": (1, 3)},
-}
-
-
-def same(several: list[StageRun], one: StageRun) -> None:
-    """Every rank has the losses, norms, validation and sample of ``one``, and together they have its weights."""
-    for rank in several:
-        for name in ("losses", "norms", "active", "validation", "sample", "skipped"):
-            assert getattr(rank, name) == getattr(one, name), name
-    assert merged(several) == one.weights
-
-
-@pytest.mark.parametrize(
-    "mode", ["tight", *(pytest.param(mode, marks=pytest.mark.slow) for mode in [*MODES][1:])]
+from tierstore.cache.access import Phase
+from tierstore.errors import ConfigError
+from tierstore.model import ModelConfig
+from tierstore.model.spec import spec_of
+from tierstore.train.stages import (
+    balanced_blocks,
+    block_costs,
+    micro_batches_held,
+    one_forward_one_backward,
+    stage_blocks,
 )
-def test_two_stages_have_the_bits_of_one_process(ranks: Ranks, settings: Make, mode: str) -> None:
-    one = staged(alone(), {**settings(MODES[mode]), "parallel.stage_blocks": ()}, 5)
-    two = ranks.run(2, staged, settings({**MODES[mode], "parallel.stages": 2}), 5, stages=2)
-    same(two, one)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("stages", "expert", "changes"),
-    [
-        (4, 0, {"clip_norm": 0.3}),
-        (2, 0, TIGHT),
-        (2, 1, {**TIGHT, "clip_norm": 0.3}),
-        (2, 0, {"dense.reshard": "after-backward", "prefetch.gather_depth": 3}),
-        (2, 0, {"parallel.embedding": "partitioned"}),
-    ],
-    ids=["four stages", "experts shared", "replicas", "kept to the backward pass", "embedding divided"],
-)
-def test_four_ranks_in_stages_have_the_bits_of_their_data_ranks(
-    ranks: Ranks, settings: Make, stages: int, expert: int, changes: Settings
-) -> None:
-    """Each stage has 4 / stages ranks, with pieces of the batch and with groups of experts as a run without stages has."""
-    each = 4 // stages
-    if each == 1:
-        one = staged(alone(), settings(changes), 4)
-    else:
-        one, other = ranks.run(each, staged, settings(changes), 4, expert=expert)
-        one.weights = dict(merged([one, other]))
-    several = ranks.run(
-        4, staged, settings({**changes, "parallel.stages": stages}), 4, expert=expert, stages=stages
+def test_blocks_are_cut_where_the_most_expensive_stage_costs_least() -> None:
+    """3 + 1 + 1 against 1 + 4: 5 at most; any other cut has 6 or more."""
+    assert balanced_blocks([3, 1, 1, 1, 4], 2) == [range(3), range(3, 5)]
+
+
+def test_of_equal_cuts_the_later_stages_have_more_blocks() -> None:
+    assert balanced_blocks([2, 1, 1], 2) == [range(1), range(1, 3)]
+    assert balanced_blocks([0, 0, 0], 2) == [range(1), range(1, 3)]
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.data())
+def test_no_other_cut_is_better(costs: list[int], data: st.DataObject) -> None:
+    stages = data.draw(st.integers(1, len(costs)))
+    found = balanced_blocks(costs, stages)
+    assert [block for blocks in found for block in blocks] == list(range(len(costs)))
+    assert all(found)
+
+    def worst(cuts: Sequence[int]) -> int:
+        return max(sum(costs[start:stop]) for start, stop in pairwise((0, *cuts, len(costs))))
+
+    best = min(worst(cuts) for cuts in combinations(range(1, len(costs)), stages - 1))
+    assert worst([blocks.stop for blocks in found[:-1]]) == best
+
+
+def test_a_block_costs_what_a_token_passes() -> None:
+    """Two norms, attention and either a router with top-k experts or a dense network; the head falls to the last block."""
+    model = ModelConfig(
+        d_model=8, n_layers=2, n_heads=1, d_ff=4, experts=3, top_k=2, moe_every=2, vocab_size=10
     )
-    same(several, one)
+    dense = 4 * 64 + 2 * 8 + 3 * 8 * 32
+    mixture = 4 * 64 + 2 * 8 + 3 * 8 + 2 * (3 * 8 * 4)
+    assert block_costs(model.architecture) == [dense, mixture + 8 + 80]
 
 
-def test_passes_come_in_the_derived_order_and_activations_are_held_for_no_more(
-    ranks: Ranks, settings: Make
-) -> None:
-    """The log of what torch's schedule called, and the graphs that were alive. Each message has 16 bytes beside it."""
-    changes = {"parallel.stages": 2, "data.micro_batches": 5}
-    runs = ranks.run(2, staged, settings(changes), 2, stages=2)
-    for stage, run in enumerate(runs):
-        assert tuple(run.log) == one_forward_one_backward(stage, 2, 5)
-        assert run.most_held == min(5, 2 - stage)
-        stream = 4 * 8 * 16 * 4  # 4 sequences of 8 positions, 16 wide, fp32
-        assert run.sends == (2 * 5, 2 * 5 * (stream + 16))
-    assert ranks.run(2, graphs_alive, settings(changes), stages=2) == [2, 1]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("where", ["loss", "balance"])
-@pytest.mark.parametrize("clip", [0.0, 0.3])
-def test_a_loss_that_is_not_finite_skips_the_step_in_all_stages(
-    ranks: Ranks, settings: Make, where: str, clip: float
-) -> None:
-    """Whichever stage has it, of the last micro-batch too, and where experts are stepped in their last backward pass."""
-    one = spoiled(alone(), settings({"clip_norm": clip}), where, 3)
-    two = ranks.run(2, spoiled, settings({"clip_norm": clip, "parallel.stages": 2}), where, 3, stages=2)
-    assert one.skipped == 1
-    assert math.isnan(one.losses[1])
-    for run in (one, *two):
-        run.losses[1] = run.norms[1] = 0.0  # NaN is not equal to itself
-    same(two, one)
-
-
-@pytest.mark.slow
-def test_a_resume_goes_on_with_the_same_bits(ranks: Ranks, settings: Make) -> None:
-    changes = {**TIGHT, "clip_norm": 0.3, "parallel.stages": 2}
-    whole = ranks.run(2, staged, settings(changes), 5, stages=2)
-    cut = settings(changes)
-    first = ranks.run(2, staged, cut, 2, stages=2)
-    second = ranks.run(2, staged, cut, 5, Opening.RESUME, stages=2)
-    for rank in range(2):
-        assert first[rank].losses + second[rank].losses == whole[rank].losses
-        assert second[rank].weights == whole[rank].weights
-
-
-def test_stages_that_were_cut_otherwise_are_not_resumed(ranks: Ranks, settings: Make) -> None:
-    made = settings({"parallel.stages": 2})
-    ranks.run(2, staged, made, 1, stages=2)
-    found = ranks.run(2, refused, {**made, "parallel.stage_blocks": (1, 3)}, stages=2)
-    assert all("parallel.layers: was [0, 2], is [0, 1]" in message for message in found[:1])
-    assert all("reshard" in message for message in found)
-
-
-def refused(mesh: Any, settings: Settings) -> str:
-    with (
-        pytest.raises(StoreFormatError) as error,
-        open_session(configured(settings), Opening.RESUME, mesh=mesh),
-    ):
-        pass
-    return str(error.value)
-
-
-def test_a_timeline_shows_each_pass_of_a_stage(ranks: Ranks, settings: Make, tmp_path: Path) -> None:
-    ranks.run(2, drawn, settings({"parallel.stages": 2}), tmp_path / "line", stages=2)
-    for stage in range(2):
-        events = json.loads((tmp_path / f"line.{stage}").read_text())
-        spans = [event for event in events if event["ph"] in "XB" and " 1." in event["name"]]
-        order = [
-            f"{turn.phase.name.lower()} 1.{turn.micro}" for turn in one_forward_one_backward(stage, 2, 4)
-        ]
-        assert [event["name"] for event in spans] == order
-
-
-# What is refused --------------------------------------------------------------------------------------------
+def test_given_numbers_of_blocks_are_taken() -> None:
+    model = ModelConfig(n_layers=4)
+    assert stage_blocks(model.architecture, 2, (1, 3)) == [range(1), range(1, 4)]
 
 
 @pytest.mark.parametrize(
-    ("changes", "complaint"),
+    ("stages", "given_", "moe_every", "complaint"),
     [
-        ({"data.micro_batches": 1}, "data.micro_batches: expected at least parallel.stages = 2, got 1"),
-        ({"model.tie_embeddings": "tied"}, "expected 1 with model.tie_embeddings = tied"),
-        ({"parallel.stage_blocks": (4,)}, "parallel.stage_blocks"),
+        (5, (), 1, "parallel.stages: expected 1 to 4 stages of 4 blocks, got 5"),
+        (2, (1, 2), 1, "parallel.stage_blocks: expected 2 numbers .* 4 blocks"),
+        (2, (4,), 1, "parallel.stage_blocks: expected 2 numbers"),
+        (2, (0, 4), 1, "parallel.stage_blocks: expected 2 numbers of at least 1"),
+        (4, (), 2, "stage 0 would have blocks 0 to 0, none of them with experts"),
     ],
 )
-def test_what_stages_cannot_do_is_refused(settings: Make, changes: Settings, complaint: str) -> None:
+def test_what_cannot_be_cut_is_refused(
+    stages: int, given_: tuple[int, ...], moe_every: int, complaint: str
+) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        stage_config(configured({**settings(), "parallel.stages": 2, **changes}), 0, 2)
+        stage_blocks(ModelConfig(n_layers=4, moe_every=moe_every).architecture, stages, given_)
 
 
-def test_auto_takes_micro_order(settings: Make) -> None:
-    asked = {"data.micro_order": "auto", "parallel.stages": 2}
-    choice = choose_order(configured({**settings(), **asked}))
-    assert choice.value is MicroOrder.MICRO
-    assert "1F1B" in choice.reason
+# The order of passes ----------------------------------------------------------------------------------------
 
 
-def test_blocks_must_be_numbers() -> None:
-    with pytest.raises(ConfigError, match="stage_blocks"):
-        ParallelConfig(stage_blocks=(0, 2))
+def said(stage: int, stages: int, micro_batches: int) -> str:
+    order = one_forward_one_backward(stage, stages, micro_batches)
+    return " ".join(f"{turn.phase.name[0]}{turn.micro}" for turn in order)
+
+
+def test_four_micro_batches_through_three_stages() -> None:
+    """Stage 0 has three on their way before the first comes back, the last stage one."""
+    assert said(0, 3, 4) == "F0 F1 F2 B0 F3 B1 B2 B3"
+    assert said(1, 3, 4) == "F0 F1 B0 F2 B1 F3 B2 B3"
+    assert said(2, 3, 4) == "F0 B0 F1 B1 F2 B2 F3 B3"
+
+
+def test_fewer_micro_batches_than_stages_are_all_held() -> None:
+    assert said(0, 4, 2) == "F0 F1 B0 B1"
+    assert [micro_batches_held(stage, 4, 2) for stage in range(4)] == [2, 2, 2, 1]
+
+
+def test_a_stage_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ValueError, match="stage of 0 to 1, got 2"):
+        one_forward_one_backward(2, 2, 4)
+
+
+@given(st.integers(1, 6), st.integers(1, 12))
+def test_every_pass_finds_what_it_needs_and_the_step_takes_the_time_of_the_paper(
+    stages: int, micro_batches: int
+) -> None:
+    """Stages that take their passes in order, each when its message is there, neither block nor hold too many; with forward
+    passes of 1 and backward passes of 2 the last ends after (M + p - 1) * 3.
+    """
+    orders = [list(one_forward_one_backward(stage, stages, micro_batches)) for stage in range(stages)]
+    ended: dict[tuple[Phase, int, int], int] = {}
+    clock, held = [0] * stages, [0] * stages
+    while any(orders):
+        moved = False
+        for stage, order in enumerate(orders):
+            while order:
+                phase, micro = order[0].phase, order[0].micro
+                needs = stage - 1 if phase is Phase.FORWARD else stage + 1
+                own = (Phase.FORWARD, stage, micro)
+                if 0 <= needs < stages and (phase, needs, micro) not in ended:
+                    break
+                assert phase is Phase.FORWARD or own in ended
+                there = ended.get((phase, needs, micro), 0)
+                took = 1 if phase is Phase.FORWARD else 2
+                clock[stage] = ended[phase, stage, micro] = max(clock[stage], there) + took
+                held[stage] += 1 if phase is Phase.FORWARD else -1
+                assert held[stage] <= min(micro_batches, stages - stage)
+                order.pop(0)
+                moved = True
+        assert moved, "the stages wait for one another"
+    assert max(clock) == (micro_batches + stages - 1) * 3
+
+
+# The specification of a stage -------------------------------------------------------------------------------
+
+
+WHOLE = spec_of(
+    ModelConfig(d_model=16, n_layers=4, n_heads=2, seq_len=8, d_ff=8, experts=4, vocab_size=32, moe_every=2)
+)
+FIRST = WHOLE.stage(range(3), held=2)
+LAST = WHOLE.stage(range(3, 4), held=1)
+
+
+def test_values_are_those_of_the_whole_model() -> None:
+    for name in (
+        "seq_len",
+        "vocab_size",
+        "d_model",
+        "compute_dtype",
+        "expert_codes",
+        "experts",
+        "expert_shape",
+    ):
+        assert getattr(FIRST, name) == getattr(WHOLE, name), name
+    assert FIRST.settings() == WHOLE.settings()
+    assert FIRST.whole is WHOLE
+    assert WHOLE.whole is None
+
+
+def test_every_parameter_is_in_one_stage() -> None:
+    """Blocks 1 and 3 have experts. The first stage has the embedding, the last one norm and head."""
+    whole = WHOLE.architecture
+    assert [unit.numel for unit in FIRST.architecture.units] == [
+        *(unit.numel for unit in whole.units[:4]),
+        0,
+    ]
+    assert [unit.numel for unit in LAST.architecture.units] == [0, whole.units[4].numel, whole.units[5].numel]
+    assert (FIRST.moe_layers, LAST.moe_layers) == ((1,), (3,))
+    assert FIRST.architecture.parameters + LAST.architecture.parameters == whole.parameters
+    assert (WHOLE.begins, WHOLE.ends, FIRST.ends, LAST.begins) == (True, True, False, False)
+
+
+def test_units_of_a_model_without_any_stay_none() -> None:
+    assert FIRST.adapter_units == ()
+    assert WHOLE.own((1, 2, 3, 4, 5, 6), 0) == (1, 2, 3, 4, 5, 6)
+    assert FIRST.own((1, 2, 3, 4, 5, 6), 0) == (1, 2, 3, 4, 0)
+    assert LAST.own((1, 2, 3, 4, 5, 6), 0) == (0, 5, 6)
+
+
+def test_a_stage_holds_activations_of_several_micro_batches() -> None:
+    once = WHOLE.pass_bytes(8, range(3))
+    assert FIRST.activation_bytes(8) == 2 * once + 4 * 8 * 16 * 4
+    assert once < WHOLE.pass_bytes(8, range(4))
+
+
+def test_what_is_a_stage_is_not_cut_again() -> None:
+    with pytest.raises(ConfigError, match=r"parallel\.stages.*a stage"):
+        FIRST.check_stages()
+    with pytest.raises(ConfigError, match=r"data\.micro_order.*stage"):
+        FIRST.layer_order_bytes(8, 2)
+
+
+def test_another_value_is_another_stage_of_the_same_blocks() -> None:
+    varied = FIRST.vary("seq_len", 4)
+    assert (varied.seq_len, varied.layers, varied.held) == (4, range(3), 2)

@@ -165,5 +165,5 @@ def other_weights(mesh: Mesh, settings: Settings) -> str:
 
 def test_ranks_that_were_told_otherwise(ranks: Ranks, tasks: Make) -> None:
     for message in ranks.run(2, other_weights, tasks()):
-        assert message.startswith("rank 1 was told otherwise than rank 0:")
+        assert message.startswith("rank 1 was given another configuration than rank 0:")
         assert message.endswith("tasks.a.weight: was 1.0, is 2.0")
