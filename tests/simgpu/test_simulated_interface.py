@@ -19,6 +19,7 @@ from tierstore.config import load
 from tierstore.errors import CapabilityError, ConfigError
 from tierstore.moe.config import ExpertShape
 from tierstore.parallel import Mesh, RankEnvironment, rank_device
+from tierstore.parallel.launching import check_devices
 from tierstore.tiers import DeviceSlots, open_device_tier
 from tierstore.train import open_experts
 from tierstore.train.config import TrainConfig
@@ -84,6 +85,27 @@ def _choosing(mesh: Mesh) -> None:
 
 def test_the_device_is_chosen_by_name_and_made_current(simulated_ranks: Ranks) -> None:
     simulated_ranks.run(1, _choosing)
+
+
+def _sharing(mesh: Mesh) -> None:
+    import torch.distributed as dist
+
+    def check(ranks: list[tuple[int, str]]) -> None:
+        store = dist.HashStore()
+        for rank, name in ranks:
+            store.set(str(rank), name)
+        check_devices(store, RankEnvironment(rank=1, world=3, local_rank=1), mesh.device)
+
+    own = identity(mesh.device)
+    check([(0, "another"), (2, "a third")])
+    with pytest.raises(
+        ConfigError, match=r"^device: ranks 1 and 2 have one GPU, and each rank needs its own"
+    ):
+        check([(0, "another"), (2, own)])
+
+
+def test_ranks_that_share_a_device_are_refused(simulated_ranks: Ranks) -> None:
+    simulated_ranks.run(1, _sharing)
 
 
 def _own_loop(mesh: Mesh, store: Path) -> list[list[float]]:

@@ -186,7 +186,7 @@ def _join(config: ParallelConfig, environment: RankEnvironment, device: torch.de
     timeout = timedelta(seconds=config.timeout_s)
     try:
         store = meeting_store(environment, config.timeout_s)
-        _check_devices(PrefixStore("devices", store), environment, device)
+        check_devices(PrefixStore("devices", store), environment, device)
         dist.init_process_group(
             backends(device),
             store=PrefixStore("tierstore", store),
@@ -203,7 +203,7 @@ def _join(config: ParallelConfig, environment: RankEnvironment, device: torch.de
         ) from error
 
 
-def _check_devices(store: Store, environment: RankEnvironment, device: torch.device) -> None:
+def check_devices(store: Store, environment: RankEnvironment, device: torch.device) -> None:
     """Raises ConfigError where two ranks have one GPU, which NCCL refuses. A collective where they have GPUs."""
     if not has_own_memory(device):
         return
