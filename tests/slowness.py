@@ -1,4 +1,4 @@
-"""Parameters of which a few are quick."""
+"""Parameters of which a few are quick, or not all are tried each time."""
 
 from __future__ import annotations
 
@@ -6,8 +6,22 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 
 def mostly_slow(cases: Iterable[Any], *quick: Any) -> list[Any]:
     """``cases`` as parameters, all but ``quick`` marked slow."""
-    return [case if case in quick else pytest.param(case, marks=pytest.mark.slow) for case in cases]
+    return [
+        case
+        if case in quick
+        else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
+        for case in cases
+    ]
+
+
+def in_turns(cases: Iterable[Any], kinds: Iterable[Any]) -> list[Any]:
+    """Each of ``cases`` with one of ``kinds``, which take turns; in the profile `thorough` with each of them."""
+    cases, kinds = list(cases), list(kinds)
+    if settings().max_examples > 25:
+        return [(case, kind) for case in cases for kind in kinds]
+    return [(case, kinds[number % len(kinds)]) for number, case in enumerate(cases)]

@@ -21,7 +21,7 @@ import torch
 import transformers
 from checkpoints import imported
 from launcher import Ranks
-from slowness import mostly_slow
+from slowness import in_turns, mostly_slow
 from stored_runs import attempt, configuration, train
 from tiny_families import FAMILIES, make_config, plain_model
 from token_cases import conversation, save_tokenizer, write_lines
@@ -188,11 +188,11 @@ _BF16 = {"qwen3_next": 2e-2, "phimoe": 5e-3}
 
 @pytest.mark.parametrize("dtype", list(ComputeDtype))
 @pytest.mark.parametrize("family", mostly_slow(FAMILIES, "qwen3_moe", "gpt_oss"))
-def test_fifty_steps_beside_plain_transformers(
+def test_steps_beside_plain_transformers(
     family: str, dtype: ComputeDtype, checkpoint: Callable[[str], Path], configure: Make
 ) -> None:
     # No bias is moved: transformers' own loop has no such step, and it is tested by itself.
-    changes = {"steps": 50, "finetune.bias_update_speed": 0.0, "clip_norm": 1.0, "data.micro_batches": 2}
+    changes = {"steps": 20, "finetune.bias_update_speed": 0.0, "clip_norm": 1.0, "data.micro_batches": 2}
     config = _held(configure, family, dtype, changes | {"share": 0.25})
     plain = _Plain(checkpoint(family), config, dtype)
     data = TextData(config.data, seq_len=config.model.seq_len)
@@ -206,7 +206,7 @@ def test_fifty_steps_beside_plain_transformers(
     bound = 1e-3 if fp32 else _BF16.get(family, _BF16_ANY)
     np.testing.assert_allclose(ours[:10], theirs[:10], rtol=1e-5 if fp32 else bound)
     np.testing.assert_allclose(ours, theirs, rtol=bound)
-    assert min(ours[-5:]) < ours[0] - 0.3
+    assert min(ours[-5:]) < ours[0] - 0.1, (ours[0], ours[-5:])
 
 
 # The same bits ----------------------------------------------------------------------------------------------
@@ -239,13 +239,20 @@ def _held(make: Make, family: str, dtype: ComputeDtype, settings: Mapping[str, A
     return replace(config, host_budget=max(least, int(share * config.model.architecture.sparse * 12)))
 
 
-@pytest.mark.parametrize("mode", mostly_slow(MODES, "micro-clip"))
-@pytest.mark.parametrize("dtype", list(ComputeDtype))
+#: With each mode families compute in turns in fp32 and bf16, so that every two of the three meet.
+_HELD = [
+    (family, mode, dtype)
+    for number, family in enumerate(["qwen3_moe", "deepseek_v3", "gpt_oss", "mixtral"])
+    for mode, dtype in in_turns(MODES, [*ComputeDtype, *ComputeDtype][number % 2 :][:2])
+]
+
+
 @pytest.mark.parametrize(
-    "family", mostly_slow(["qwen3_moe", "deepseek_v3", "gpt_oss", "mixtral"], "deepseek_v3")
+    ("family", "mode", "dtype"),
+    mostly_slow(_HELD, *(case for case in _HELD if case[:2] == ("deepseek_v3", "micro-clip"))),
 )
 def test_every_way_to_hold_it_gives_the_same_bits(
-    family: str, dtype: ComputeDtype, mode: str, configure: Make
+    family: str, mode: str, dtype: ComputeDtype, configure: Make
 ) -> None:
     base = MODES[mode] | {"steps": 6}
     expected = train(configure(family, dtype, base))
@@ -261,14 +268,14 @@ def test_every_way_to_hold_it_gives_the_same_bits(
 def test_kills_at_random_moments_change_no_bit(configure: Make, text: Path) -> None:
     import torch.multiprocessing as multiprocessing
 
-    steps = 40
+    steps = 24
     expected = train(configure("qwen3_moe", ComputeDtype.BF16, {"steps": steps}))
     changes = {"steps": steps, "host_budget": "200KiB", "commit_every": 2}
     config = configure("qwen3_moe", ComputeDtype.BF16, changes)
     settings = {**changes, "store": config.store, "data.paths": (str(text),)}
     context = multiprocessing.get_context("spawn")
     random_, kills = random.Random(3), 0
-    while kills < 10:
+    while kills < 5:
         ready = context.Event()
         process = context.Process(target=attempt, args=(settings, ready))
         process.start()
@@ -360,10 +367,14 @@ def test_bf16_parameters_travel_in_bf16(configure: Make) -> None:
         pass
 
 
-@pytest.mark.parametrize("dtype", list(ComputeDtype))
-@pytest.mark.parametrize("family", mostly_slow(FAMILIES, "mixtral", "deepseek_v3", "gpt_oss"))
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    mostly_slow(
+        in_turns(FAMILIES, ComputeDtype), *itertools.product(("mixtral", "deepseek_v3"), ComputeDtype)
+    ),
+)
 def test_layer_order_has_the_bits_of_micro_order(family: str, dtype: ComputeDtype, configure: Make) -> None:
-    base = {"steps": 3, "data.micro_batches": 3}
+    base = {"steps": 2, "data.micro_batches": 3}
     expected = train(configure(family, dtype, base))
     found = train(configure(family, dtype, {**base, "data.micro_order": "layer"}))
     assert found[:2] == expected[:2]
