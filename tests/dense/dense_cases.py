@@ -14,14 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tierstore.cache.access import Phase
 from tierstore.config import load
 from tierstore.dense import (
     DenseConfig,
     DenseSlices,
     DenseTraffic,
+    GatherOnDemand,
     PassListener,
-    Reshard,
     unit_layouts,
 )
 from tierstore.dense.layout import DenseBytes
@@ -60,25 +59,6 @@ def piece(config: ModelConfig, step: int, number: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1000 * step + number)
     tokens = torch.randint(config.vocab_size, (2, config.seq_len + 1), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]
-
-
-class GatherOnDemand:
-    """The listener without lookahead: gathers a unit when its pass begins, releases it when the pass ends. With
-    ``Reshard.AFTER_BACKWARD`` blocks stay from their forward to their backward pass.
-    """
-
-    def __init__(self, dense: DenseSlices, reshard: Reshard) -> None:
-        self._dense = dense
-        self._reshard = reshard
-
-    def enter(self, unit: int, phase: Phase) -> None:
-        self._dense.gather(unit)
-        self._dense.use(unit)
-
-    def leave(self, unit: int, phase: Phase) -> None:
-        stays = phase is Phase.FORWARD and torch.is_grad_enabled()
-        if not (stays and self._reshard is Reshard.AFTER_BACKWARD):
-            self._dense.release(unit)
 
 
 def since(traffic: DenseTraffic, before: DenseTraffic) -> DenseTraffic:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from dense_cases import (
     LR,
-    GatherOnDemand,
     Outcome,
     Setting,
     backward,
@@ -21,7 +20,7 @@ from dense_cases import (
 from dense_ranks import on_ranks
 
 from tierstore.cache.access import Phase
-from tierstore.dense import DenseSlices, Reshard
+from tierstore.dense import DenseSlices, GatherOnDemand, Reshard
 from tierstore.parallel import Mesh, RankGroup
 from tierstore.prefetch import HorizontalQueue, Schedule
 from tierstore.prefetch.plan import StepTiming

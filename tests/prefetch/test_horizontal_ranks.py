@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from dense_cases import GatherOnDemand, make_model
+from dense_cases import make_model
 
 from tierstore.cache.access import Phase
-from tierstore.dense import DenseConfig, DenseSlices, unit_layouts
+from tierstore.dense import DenseConfig, DenseSlices, GatherOnDemand, unit_layouts
 from tierstore.parallel import Mesh
 from tierstore.prefetch import HorizontalQueue, PrefetchConfig, Schedule, StepTiming, unit_schedule
 from tierstore.prefetch.schedule import Window

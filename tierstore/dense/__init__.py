@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from tierstore.dense.fusion import DenseTraffic
     from tierstore.dense.gates import Gates, PassListener
     from tierstore.dense.layout import DenseBytes, Move, UnitLayout, dense_bytes, moves, recut, unit_layouts
-    from tierstore.dense.parameters import DenseSlices
+    from tierstore.dense.parameters import DenseSlices, GatherOnDemand
     from tierstore.dense.slices import dense_schemas
 else:
     __getattr__, __dir__ = exports(__name__, __file__)

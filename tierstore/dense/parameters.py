@@ -34,8 +34,9 @@ import torch
 from torch import Tensor, nn
 
 from tierstore._native import Arena, Buffer, HugePages
+from tierstore.cache.access import Phase
 from tierstore.dense.buckets import GradientExchange
-from tierstore.dense.config import DenseConfig, GatherDtype, OptimizerState
+from tierstore.dense.config import DenseConfig, GatherDtype, OptimizerState, Reshard
 from tierstore.dense.fusion import DenseMessages, FusionBuffer, FusionPool, GatheredUnit, saved_by_place
 from tierstore.dense.gates import Gates, PassListener
 from tierstore.dense.layout import DenseBytes, UnitLayout, blocks_held, needs_exchange, needs_gather
@@ -375,3 +376,22 @@ def load_frozen(
                 dtype = compute if id(parameter) in cast else parameter.dtype
                 parameter.data = values.to(device=device, dtype=dtype, copy=True)
                 parameter.requires_grad_(False)
+
+
+class GatherOnDemand:
+    """The listener without lookahead: gathers a unit when its pass begins, releases it when the pass ends. With
+    ``Reshard.AFTER_BACKWARD`` blocks stay from their forward to their backward pass.
+    """
+
+    def __init__(self, dense: DenseSlices, reshard: Reshard) -> None:
+        self._dense = dense
+        self._reshard = reshard
+
+    def enter(self, unit: int, phase: Phase) -> None:
+        self._dense.gather(unit)
+        self._dense.use(unit)
+
+    def leave(self, unit: int, phase: Phase) -> None:
+        stays = phase is Phase.FORWARD and torch.is_grad_enabled()
+        if not (stays and self._reshard is Reshard.AFTER_BACKWARD):
+            self._dense.release(unit)
