@@ -14,7 +14,7 @@ from tierstore.bench.comparing import Comparison
 from tierstore.bench.comparing import table as comparison_rows
 from tierstore.bench.documents import Document, Measurement, Origin, shown
 from tierstore.outputs import OutputKind, write_output
-from tierstore.reports.page import Cell, Column, Section, Table, check_report, named_values, render_page
+from tierstore.reports.page import Cell, Column, PageSection, Table, check_report, named_values, render_page
 from tierstore.units import format_bytes
 
 _MARKS = {
@@ -41,13 +41,13 @@ def render_report(documents: Sequence[Document], *, comparisons: Sequence[Compar
     check_report()
     return render_page(
         "tierstore bench: " + ", ".join(dict.fromkeys(one.bench for one in documents)),
-        [Section(tables=[_targets(documents)]), *map(_compared, comparisons), *map(_section, documents)],
+        [PageSection(tables=[_targets(documents)]), *map(_compared, comparisons), *map(_section, documents)],
         marks=_MARKS.items(),
-        foot=Section(texts=[_FOOT]),
+        foot=PageSection(texts=[_FOOT]),
     )
 
 
-def _section(document: Document) -> Section:
+def _section(document: Document) -> PageSection:
     from tierstore.bench.plots import plots_of  # matplotlib: an extra, and half a second to import
 
     plots = plots_of(document.measurements)
@@ -61,7 +61,7 @@ def _section(document: Document) -> Section:
         named_values("Options", document.options.items(), summary="Options"),
     ]
     said = f"{document.started} to {document.ended}, by tierstore {document.tool_version}."
-    return Section(title=document.bench, texts=[said], plots=plots, tables=tables)
+    return PageSection(title=document.bench, texts=[said], plots=plots, tables=tables)
 
 
 def _rows(document: Document, folded: bool) -> Table:
@@ -109,7 +109,7 @@ def _targets(documents: Sequence[Document]) -> Table:
     return Table(caption="Targets", columns=columns, rows=rows)
 
 
-def _compared(comparison: Comparison) -> Section:
+def _compared(comparison: Comparison) -> PageSection:
     columns, rows = comparison_rows(comparison)
     styles = {row.word: row.change.value for row in comparison.rows}
     only = (("earlier", comparison.only_old), ("later", comparison.only_new))
@@ -118,7 +118,7 @@ def _compared(comparison: Comparison) -> Section:
         columns=[Column(name, style="text" if name == "verdict" else "") for name in columns],
         rows=[[Cell(row[0]), Cell(row[1], f"text {styles[row[1]]}"), *map(Cell, row[2:])] for row in rows],
     )
-    return Section(
+    return PageSection(
         title=f"{comparison.bench}: against an earlier run",
         texts=[f"Only in the {run} run: {'; '.join(labels)}." for run, labels in only if labels],
         notes=comparison.warnings,

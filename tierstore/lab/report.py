@@ -17,8 +17,8 @@ from tierstore.outputs import OutputKind, write_output
 from tierstore.reports.page import (
     Cell,
     Column,
+    PageSection,
     Plot,
-    Section,
     Table,
     check_report,
     named_values,
@@ -52,11 +52,11 @@ def render_report(study: Study) -> str:
     return render_page(
         study.title,
         [
-            Section(tables=[_summaries(regimes)]),
+            PageSection(tables=[_summaries(regimes)]),
             *(_section(regime, anchor, study.source) for regime, anchor in regimes),
         ],
         marks=_MARKS.items(),
-        foot=Section(
+        foot=PageSection(
             texts=[f"{_CONTRACTS} Made by tierstore {study.version or __version__}."],
             tables=[
                 named_values("What estimates rest on", study.assumptions.items()),
@@ -101,7 +101,7 @@ def _summary(outcomes: Sequence[Outcome], tuned: TuneResult | None) -> Iterator[
     yield "-" if tuned is None else tuned.verdict.value
 
 
-def _section(regime: RegimeStudy, anchor: str, source: str) -> Section:
+def _section(regime: RegimeStudy, anchor: str, source: str) -> PageSection:
     outcomes = regime.focused()
     trace = regime.trace
     texts = [
@@ -120,7 +120,7 @@ def _section(regime: RegimeStudy, anchor: str, source: str) -> Section:
     tables += [_tuned_table("The tuner's choice", tuned) for tuned in regime.tunings]
     if regime.against_lru is not None:
         tables.append(_tuned_table("LFU-decay alone, against LRU", regime.against_lru))
-    return Section(
+    return PageSection(
         title=regime.name,
         anchor=anchor,
         texts=texts,

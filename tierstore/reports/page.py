@@ -68,7 +68,7 @@ class Plot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Section:
+class PageSection:
     """Shown in the order of the fields; ``notes`` stand out."""
 
     title: str = ""
@@ -89,7 +89,7 @@ def check_report() -> None:
 
 
 def render_page(
-    title: str, sections: Sequence[Section], *, marks: Iterable[tuple[enum.Enum, str]], foot: Section
+    title: str, sections: Sequence[PageSection], *, marks: Iterable[tuple[enum.Enum, str]], foot: PageSection
 ) -> str:
     """The page. ``marks``: each with its meaning. The extra must be there (``check_report``)."""
     import jinja2  # an extra, like matplotlib in tierstore.reports.drawing
