@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -74,7 +75,8 @@ def rank_namespaces(
     if not resolution:
         yield resolution, []
         return
-    with _network(f"tierstore-{os.getpid()}", ranks, bandwidth) as made:
+    # A process may have several networks at a time.
+    with _network(f"tierstore-{os.getpid()}-{secrets.token_hex(4)}", ranks, bandwidth) as made:
         yield resolution, made
 
 
