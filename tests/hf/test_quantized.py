@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from hypothesis import strategies as st
 
 from tierstore.errors import ConfigError, DataError
 from tierstore.hf.manifest import Manifest, Quantization
+from tierstore.hf.matching import copy_companions
 from tierstore.hf.weights import fp8_to_bf16, mxfp4_to_bf16, round_bf16, scale_shape
 from tierstore.model.config import ComputeDtype
 
@@ -181,3 +183,14 @@ def test_other_quantisations_are_refused(tmp_path: Path) -> None:
         change_config(tmp_path / "m", quantization_config=method)
         with pytest.raises(ConfigError, match=message):
             imported(tmp_path / "m", tmp_path / "s")
+
+
+def test_a_stored_configuration_escapes_what_is_not_ascii(tmp_path: Path) -> None:
+    """As earlier stores have it."""
+    source, target = tmp_path / "m", tmp_path / "s"
+    source.mkdir()
+    target.mkdir()
+    config = {"quantization_config": {"quant_method": "fp8"}, "_name_or_path": "Modèle"}
+    (source / "config.json").write_text(json.dumps(config, ensure_ascii=False), encoding="utf-8")
+    copy_companions(source, target, ["config.json"], Quantization.FP8_BLOCKS)
+    assert (target / "config.json").read_bytes() == b'{\n  "_name_or_path": "Mod\\u00e8le"\n}\n'

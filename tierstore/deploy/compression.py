@@ -31,6 +31,7 @@ from tierstore.hf.manifest import Manifest, ParameterEntry
 from tierstore.hf.spec import stored_spec
 from tierstore.hf.stored_weights import StoredWeights, open_weights
 from tierstore.hf.weights import Bits, Floats, round_bf16
+from tierstore.hf.writing import json_bytes
 from tierstore.model.spec import ModelSpec
 from tierstore.model.store_schema import BUFFERS_KEY, pack_arrays, unpack_arrays
 from tierstore.moe.config import ExpertShape
@@ -271,7 +272,7 @@ def write_student(
         files = dict(outline.files)
         config = json.loads(files["config.json"])
         config.update(dict.fromkeys(_counts(config, manifest.experts.count), count))
-        files["config.json"] = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+        files["config.json"] = json_bytes(config)
         write_outline(replace(outline, files=files), merged, checkpoint)
 
 

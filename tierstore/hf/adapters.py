@@ -148,7 +148,8 @@ def export_adapter(
         parts = dict(_tensors(adapter))
         shard = Shard(ADAPTER_FILE, tuple(parts))
         base = base_of(adapter.spec.manifest)
-        files = {CONFIG_FILE: json_bytes(_config(adapter)), BASE_FILE: json_bytes(base)}
+        described = {CONFIG_FILE: _config(adapter), BASE_FILE: base}
+        files = {name: json_bytes(value, ensure_ascii=True) for name, value in described.items()}
         write_model(target, [shard], files, lambda tensor: parts[tensor](), progress)
         return ExportedAdapter(len(parts), shard.data_bytes, weights.state.position)
 

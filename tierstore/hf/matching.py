@@ -255,7 +255,7 @@ def copy_companions(source: Path, target: Path, names: Sequence[str], quantizati
         if name == CONFIG_NAME and quantization is not Quantization.NONE:
             config = json.loads(content)
             config.pop("quantization_config", None)
-            content = json_bytes(config)
+            content = json_bytes(config, ensure_ascii=True)  # the bytes of earlier stores
         path = target / name
         if path.parent != target:
             path.parent.mkdir(exist_ok=True)

@@ -236,12 +236,12 @@ def write_checkpoint(
                 progress(done, total)
             file.finish()
     if len(shards) > 1:
-        write_file(directory / INDEX_NAME, json_bytes(index_of(shards)))
+        write_file(directory / INDEX_NAME, json_bytes(index_of(shards), ensure_ascii=True))
 
 
-def json_bytes(value: object) -> bytes:
+def json_bytes(value: object, *, ensure_ascii: bool = False) -> bytes:
     """``value`` as a JSON file of a model directory."""
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+    return (json.dumps(value, indent=2, ensure_ascii=ensure_ascii) + "\n").encode()
 
 
 class StreamFile:
