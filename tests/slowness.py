@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from effort import share
 
 
 def mostly_slow(cases: Iterable[Any], *quick: Any) -> list[Any]:
@@ -22,6 +22,6 @@ def mostly_slow(cases: Iterable[Any], *quick: Any) -> list[Any]:
 def in_turns(cases: Iterable[Any], kinds: Iterable[Any]) -> list[Any]:
     """Each of ``cases`` with one of ``kinds``, which take turns; in the profile `thorough` with each of them."""
     cases, kinds = list(cases), list(kinds)
-    if settings().max_examples > 25:
+    if share(len(kinds)) == len(kinds):
         return [(case, kind) for case in cases for kind in kinds]
     return [(case, kinds[number % len(kinds)]) for number, case in enumerate(cases)]
