@@ -122,7 +122,7 @@ MUTATIONS = [
     Mutation(
         "extents are not synced",
         "tierstore/store/committing.py",
-        "        self._syncs += extents.syncs(self._unfinished(self.writes))\n",
+        "            self._syncs += extents.syncs(self._unfinished(self.writes))\n",
         "",
         POWER + "test_power_cuts[plain]",
         (CRASH + "test_a_thousand_crash_states",),
@@ -277,7 +277,7 @@ MUTATIONS = [
     Mutation(
         "files of a store are not compared with their names before a commit",
         "tierstore/store/committing.py",
-        "        parts.drives.check()  # what was written to a file without a name is lost\n",
+        "        parts.drives.check()",
         "",
         LEASE + "test_no_commit_is_acknowledged_once_a_file_of_the_store_has_gone[False]",
         (LEASE + "test_where_directories_cannot_be_locked_the_lease_is_compared",),

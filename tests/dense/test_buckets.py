@@ -140,7 +140,7 @@ def test_misuse() -> None:
     exchange.begin()
     exchange.begin()  # nothing has arrived: a loss that was not finite
     exchange.flush(3)
-    with pytest.raises(RuntimeError, match="behind its unit's backward pass"):
+    with pytest.raises(RuntimeError, match="after its group's backward pass"):
         exchange.arrive(4, 0, gradient(0, 0, 4, 0))
     exchange.arrive(2, 0, gradient(0, 0, 2, 0))
     with pytest.raises(RuntimeError, match="before their backward pass has ended"):

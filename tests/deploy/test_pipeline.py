@@ -170,7 +170,7 @@ def test_a_directory_of_somebody_else_is_left_alone(config: DeployConfig, stages
     (other / "mine").touch()
     with pytest.raises(FileExistsError, match="something else is there"):
         deploy(config, stages=stages)
-    with pytest.raises(StoreMissingError, match="no deployment here"):
+    with pytest.raises(StoreMissingError, match="no deployment found"):
         stage_records(config.target)
     assert [path.name for path in other.iterdir()] == ["mine"]
 

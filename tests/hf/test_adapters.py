@@ -69,7 +69,7 @@ def test_an_adapter_merges_where_it_was_not_trained(made: Path, tmp_path: Path) 
     assert any(".w1." in name for name in changed)
     assert any(".q_proj." in name for name in changed)
     assert not any("norm" in name or "gate" in name or "embed" in name for name in changed)
-    with pytest.raises(ConfigError, match="no other can be merged"):
+    with pytest.raises(ConfigError, match="no other adapter can be merged"):
         export(made / "store", tmp_path / "twice", adjustment=load_adapter(made / "adapter", made / "store"))
 
 
@@ -136,7 +136,7 @@ def test_layers_that_cannot_be_merged(made: Path, tmp_path: Path, target: str) -
         )
         model.save_pretrained(tmp_path / "theirs", save_embedding_layers=True)
     with pytest.raises(
-        DataError, match="only pairs of attention's linear layers and of experts can be merged"
+        DataError, match="only pairs on attention's linear layers and on experts can be merged"
     ):
         load_adapter(tmp_path / "theirs", made / "store")
 

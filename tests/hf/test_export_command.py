@@ -114,7 +114,7 @@ def test_what_came_quantised_is_said_to_leave_in_bf16(tmp_path: Path) -> None:
     imported(tmp_path / "m", tmp_path / "s")
     found = object_of(call("export", tmp_path / "s", "--to", tmp_path / "out", "--json"))
     assert found["notes"] == [
-        "the model came as FP8 and leaves as bf16; quantization_config is taken out of config.json"
+        "the model came as FP8 and leaves as bf16; quantization_config is removed from config.json"
     ]
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
     made = tensors_of(tmp_path / "out")

@@ -359,11 +359,11 @@ def test_text_ends_where_the_model_ends_it() -> None:
     ("values", "message"),
     [
         ({"model_type": "llama"}, "llama: the model has no experts"),
-        ({"model_type": "dbrx"}, "dbrx: transformers computes its experts in code of its own"),
-        ({"model_type": "jetmoe"}, "jetmoe: transformers computes its experts in code of its own"),
+        ({"model_type": "dbrx"}, "dbrx: transformers computes its experts in family code"),
+        ({"model_type": "jetmoe"}, "jetmoe: transformers computes its experts in family code"),
         ({"model_type": "vit"}, "vit: transformers has no causal language model"),
-        ({"model_type": "nothing_known"}, "transformers knows no 'nothing_known'"),
-        ({}, "transformers knows no None"),
+        ({"model_type": "nothing_known"}, "'nothing_known' is unknown to transformers"),
+        ({}, "None is unknown to transformers"),
         ({"model_type": "mixtral", "hidden_act": "gelu_new"}, "hidden_act: expected one of"),
         (
             {"model_type": "qwen3_moe", "mlp_only_layers": [0, 1], "num_hidden_layers": 2},

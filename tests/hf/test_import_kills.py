@@ -182,7 +182,7 @@ def test_a_store_that_no_import_made_is_left_alone(source: Path, tmp_path: Path)
         tmp_path / "s", [RecordSchema("x", 4)], StoreConfig(host_budget=1 << 20)
     ) as store:
         store.commit()
-    with pytest.raises(StoreExistsError, match="no import made it"):
+    with pytest.raises(StoreExistsError, match="a store that no import made"):
         imported(source, tmp_path / "s")
 
 
@@ -196,7 +196,7 @@ def test_ranks_import_side_by_side(world: int, source: Path, tmp_path: Path, ran
     alone, together = dense_of(tmp_path / "one"), dense_of(tmp_path / "many")
     assert all(torch.equal(alone[name], together[name]) for name in alone)
     assert sum(reports) == len(one) + world * len(Manifest.read(tmp_path / "many").units)
-    with pytest.raises(StoreFormatError, match=f"a store of {world} ranks is here, and this import has 1"):
+    with pytest.raises(StoreFormatError, match=f"holds a store of {world} ranks, but this import has 1"):
         imported(source, tmp_path / "many")
 
 

@@ -222,7 +222,7 @@ def test_a_model_that_was_trained_is_not_imported_again(tmp_path: Path) -> None:
     imported(tmp_path / "m", tmp_path / "s")
     with open_store(tmp_path / "s") as store:
         store.commit({STATE_KEY: TrainState(position=3).pack()})
-    with pytest.raises(StoreExistsError, match="a model was imported before, and has been trained since"):
+    with pytest.raises(StoreExistsError, match="holds an imported model that has been trained since"):
         imported(tmp_path / "m", tmp_path / "s")
 
 

@@ -85,8 +85,8 @@ def test_a_spec_may_be_trained_otherwise_but_not_be_another_model() -> None:
         (None, "missing; expected a model directory or its config.json"),
         ("{", "not JSON"),
         ("[]", "expected a JSON object"),
-        ('{"model_type": "dbrx"}', "model_type 'dbrx' is none of the families"),
-        ("{}", "model_type None is none of the families"),
+        ('{"model_type": "dbrx"}', "model_type 'dbrx' is not supported"),
+        ("{}", "model_type None is not supported"),
     ],
 )
 def test_a_bad_configuration_is_named_in_one_line(tmp_path: Path, content: str | None, message: str) -> None:

@@ -177,7 +177,7 @@ def test_an_mxfp4_checkpoint_is_imported(compute: ComputeDtype, tmp_path: Path) 
 def test_other_quantisations_are_refused(tmp_path: Path) -> None:
     save(tmp_path / "m", "qwen3_moe")
     for method, message in (
-        ({"quant_method": "gptq"}, "got 'gptq'; import the model that it was made of"),
+        ({"quant_method": "gptq"}, "got 'gptq'; import the unquantised model that it was made from"),
         ({**_FP8, "weight_block_size": [1, 32]}, r"weight_block_size: expected \[128, 128\], got \[1, 32\]"),
     ):
         change_config(tmp_path / "m", quantization_config=method)

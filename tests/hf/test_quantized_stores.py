@@ -54,7 +54,7 @@ def test_records_are_the_checkpoints_quantised(
     assert verify_store(tmp_path / "s").failures == []
     again = imported(tmp_path / "m", tmp_path / "s", weights=Weights.FROZEN, codes=codes)
     assert again.records == 0
-    with pytest.raises(StoreFormatError, match=f"frozen as {codes.value}, .* and now .* frozen, moments"):
+    with pytest.raises(StoreFormatError, match=f"frozen as {codes.value}, .*; now .* frozen, moments"):
         imported(tmp_path / "m", tmp_path / "s", weights=Weights.FROZEN)
 
 

@@ -43,7 +43,7 @@ def test_split_by_hand():
     assert greedy_split([first, second, []], 5) == (2, 3, 0)
     # What nobody gains by is shared out: 91 frames.
     assert greedy_split([first, second, []], 99) == (4 + 46, 4 + 45, 0)
-    with pytest.raises(ValueError, match="1 frames for layers that need 2"):
+    with pytest.raises(ValueError, match="1 frames are too few: the layers need at least 2"):
         greedy_split([first, second], 1)
 
 

@@ -116,7 +116,7 @@ def test_a_gain_says_its_unit_and_what_it_is(objective, said, mark):
     tuned = replace(whole.regimes[0].tuned, objective=objective, gain=2.0**20, **none)
     text = render_report(replace(whole, regimes=(replace(whole.regimes[0], tuned=tuned),)))
     (paragraph,) = re.findall(r"<p>Against the baseline:.*?;", text, re.DOTALL)
-    assert f"{said}, no interval: too few steps" in paragraph
+    assert f"{said}, no interval: too few independent steps" in paragraph
     assert f'<span class="mark {mark}">' in paragraph
     assert "inf" not in paragraph
     head = re.search(r"tuned, against the default<br>.*?</th>", text).group()

@@ -140,7 +140,7 @@ def test_traces_that_cannot_be(tmp_path):
     with pytest.raises(DataError, match="records up to 3, found 9"):
         load_requests(write(tmp_path / "unknown", [access(0, [9], [W])]))
     bare = TraceRecord(0, (1, 0, 0), (4096, 0, 0), 1)
-    with pytest.raises(DataError, match="record 2: group 1 is asked for and has no frames"):
+    with pytest.raises(DataError, match="record 2: group 1 is requested but has no frames"):
         load_requests(write(tmp_path / "bare", [access(0, [2], [W | M])], record=bare))
     with pytest.raises(ValueError, match="other lengths"):
         Requests.of_columns([0, 1], [0], layers=[0, 0])
@@ -199,7 +199,7 @@ def test_pinned_requests_have_no_one_pass_and_no_tuning():
     assert pinned.table.pins == "2 records of 2 frames pinned"
     (curve,) = curves(pinned, ["lru"], ["3f"])
     assert curve.points[0].misses == 3
-    with pytest.raises(ConfigError, match="2 records of 2 frames pinned: a live cache pins nothing"):
+    with pytest.raises(ConfigError, match="2 records of 2 frames pinned: a live cache cannot pin records"):
         tune(pinned, 0.5)
     with pytest.raises(BudgetError, match="too small"):
         simulate(pinned, ["lru"], ["1f"])
@@ -212,7 +212,7 @@ def test_records_are_named_by_layer_and_place(tmp_path):
     requests = load_requests(tmp_path / "run.trace")
     pinned = pin(requests, [(1, 5), (2, 0)])
     assert sorted(set(pinned.table.records[pinned.table.pinned > 0].tolist())) == [8 + 5, 16]
-    with pytest.raises(ConfigError, match=r"pins: run.trace asks for no record 3:0"):
+    with pytest.raises(ConfigError, match=r"pins: run.trace does not request record 3:0"):
         pin(requests, [(3, 0)])
 
 
@@ -235,7 +235,7 @@ def test_the_commands_name_what_is_pinned(tmp_path):
         assert json.loads(ran.stdout)["contract"].endswith("pinned")
     ran = CliRunner().invoke(cli, ["cache", "simulate", str(trace), "--pin", "9:9"])
     assert ran.exit_code == 2
-    assert "--pin: run.trace asks for no record 9:9" in ran.stderr
+    assert "--pin: run.trace does not request record 9:9" in ran.stderr
     ran = CliRunner().invoke(cli, ["cache", "simulate", str(trace), "--pin", "all"])
     assert ran.exit_code == 2
     assert "--pin: expected LAYER:EXPERT,..., got 'all'" in ran.stderr

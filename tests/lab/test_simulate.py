@@ -159,7 +159,7 @@ def test_what_cannot_be():
         PolicySpec.parse("lfu-decay:half_life")
     with pytest.raises(ConfigError, match="half_life is given twice"):
         PolicySpec.parse("lfu-decay:half_life=1,half_life=2")
-    with pytest.raises(ConfigError, match="what knows the future has no options"):
+    with pytest.raises(ConfigError, match="a clairvoyant choice has no options"):
         PolicySpec.parse("belady:half_life=1")
     wide = requests_of([[0], [1]], sizes=[1, 5])
     with pytest.raises(BudgetError, match="capacity: 4 frames"):

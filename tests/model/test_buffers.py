@@ -34,5 +34,5 @@ def test_a_stage_or_a_model_may_have_none() -> None:
 
 
 def test_stages_that_differ_are_damaged() -> None:
-    with pytest.raises(StoreFormatError, match="here: one: two pipeline stages have other values"):
+    with pytest.raises(StoreFormatError, match="here: one: two pipeline stages have different values"):
         with_all_buffers([state(one=[1.0]), state(one=[2.0])], where="here")

@@ -104,7 +104,7 @@ def test_ranks_that_were_told_otherwise(ranks: Ranks) -> None:
     )
     with pytest.raises(RankFailedError) as failed:
         ranks.run(4, _told, [2] * 4, ["flat", "flat", "auto", "flat"])
-    assert str(failed.value).count("parallel.exchange: rank 2 was told auto, rank 0 flat") == 4
+    assert str(failed.value).count("parallel.exchange: rank 2 was given auto, rank 0 flat") == 4
 
 
 class _Recorded:

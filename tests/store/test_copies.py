@@ -51,7 +51,7 @@ def test_a_copy_of_the_own_directory_alone_is_refused(tmp_path: Path, store: Pat
     """It would write over slots that the original's last commit refers to."""
     before = content(store)
     shutil.copytree(store, tmp_path / "copy")
-    message = f"{tmp_path}/b: belongs to the store in {store}, and the one in {tmp_path}/copy is a copy"
+    message = f"{tmp_path}/b: belongs to the store in {store}, but the one in {tmp_path}/copy is a copy"
     with pytest.raises(StoreFormatError, match=message):
         ParameterStore.open(tmp_path / "copy", CONFIG)
     with pytest.raises(StoreFormatError, match=message):

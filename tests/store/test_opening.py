@@ -83,7 +83,7 @@ def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_built_in_without_a_profile(profile: Path, tmp_path: Path) -> None:
     found = tune(IoConfig(), tmp_path)
     assert (found.chunk_bytes, found.queue_depth) == (1 << 20, 32)
-    assert str(found).startswith("1 MiB, 32 in flight (built in, for ")
+    assert str(found).startswith("1 MiB, 32 in flight (built in, because ")
     assert "has not measured this disk" in str(found)
     assert str(tune(IoConfig(), None)) == "1 MiB, 32 in flight (built in)"
 

@@ -115,7 +115,7 @@ def test_named_snapshots_and_the_previous_commit_do_not_count_each_other(tmp_pat
             ]
             store.core.committer.acknowledge()
             assert store.last_commit.snapshots == [f"named-{number}"]
-        with pytest.raises(ValueError, match="keeps its own"):
+        with pytest.raises(ValueError, match="is reserved"):
             store.commit(snapshot=".previous")
     with ParameterStore.open(tmp_path / "s", StoreConfig(host_budget=1 << 20, retain=1)) as store:
         assert list(store.last_commit.snapshots) == ["named-2"]

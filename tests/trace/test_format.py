@@ -233,7 +233,7 @@ def test_a_header_says_how_accesses_were_split():
     older = json.loads(TraceHeader(9).to_json())
     del older["group_order"]
     assert TraceHeader.from_json(json.dumps(older), header.table) == header
-    with pytest.raises(ValueError, match="group_order 'any': expected resident-first or key"):
+    with pytest.raises(ValueError, match="group_order 'any': expected resident-first, key or given"):
         TraceHeader.from_json(json.dumps(older | {"group_order": "any"}), header.table)
 
 

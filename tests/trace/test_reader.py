@@ -117,7 +117,7 @@ def test_descriptions_that_are_none(small, tmp_path):
     good = json.loads(TraceHeader(4).to_json())
     for text in ("[]", "{", "{}", json.dumps({**good, "colour": 1}), json.dumps({**good, "layer_quotas": 1})):
         bad.write_bytes(described(whole, text.encode()))
-        with pytest.raises(DataError, match="expected a header, found JSON that is none"):
+        with pytest.raises(DataError, match="expected a header, found malformed JSON"):
             load_trace(bad)
     bad.write_bytes(described(whole, json.dumps(good).encode(), b"\x01"))
     with pytest.raises(DataError, match="expected a table of records"):

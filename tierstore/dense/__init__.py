@@ -1,4 +1,4 @@
-"""ZeRO-3 slices of dense parameters: fusion buffers, gradient buckets, and the gates around layers."""
+"""ZeRO-3 slices of dense parameters: fusion buffers, gradient buckets, and the module hooks around layers."""
 
 from __future__ import annotations
 

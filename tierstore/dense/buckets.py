@@ -1,13 +1,13 @@
-"""Gradient buckets: gradients are gathered in flat memory made ahead, and reduced a bucket at a time.
+"""Gradient buckets: gradients are collected in preallocated flat memory, and reduced a bucket at a time.
 
-A unit's gradients have one flat buffer, laid out as its parameters are; a *bucket* is a run of whole parameters in it.
-Once all gradients of a bucket have arrived, each rank is sent the part of it that lies in its slice, and adds what
-came from all ranks in rank order, in fp32. So bits depend neither on arrival nor on how the unit is cut into
-buckets. Buckets are sent in one order on all ranks, whatever order their gradients arrive in: units from the last to
-the first, parameters from the last to the first. A parameter that the backward pass did not reach sends zeros.
+A parameter group's gradients have one flat buffer, laid out like its parameters; a *bucket* is a run of whole parameters
+in it. Once all gradients of a bucket have arrived, each rank receives the part of the bucket in its slice from all ranks,
+and adds the parts in rank order, in fp32. So bits depend neither on the order of arrival nor on the cut into buckets. All
+ranks send buckets in the same order, whatever order their gradients arrive in: parameter groups from the last to the
+first, parameters from the last to the first. A parameter that the backward pass did not reach sends zeros.
 
-Blocks share ``buffers`` of these; the first and the last unit share one more. When all are in use the oldest reduction is
-waited for, so the peak does not depend on how many blocks there are.
+Blocks share ``buffers`` flat buffers; the first and the last group share one more. If all are in use, the exchange waits
+for the oldest reduction, so the peak does not depend on the number of blocks.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from tierstore.parallel import Channel, RankGroup, Work
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Elements ``[begin, end)`` of a region: ``spans`` and, behind the last of the region, padding.
+    """Elements ``[begin, end)`` of a region: ``spans`` and, after the last of the region, padding.
 
-    ``base``: where the region starts in the unit's flat gradients; ``slice_base``: in a rank's slices.
+    ``base``: the start of the region in the group's flat gradients; ``slice_base``: in a rank's slices.
     """
 
     region: Region
@@ -41,15 +41,15 @@ class Bucket:
     spans: tuple[Span, ...]
 
     def part(self, rank: int) -> tuple[int, int]:
-        """What lies in the slice of ``rank``: begin and end in the region, equal where nothing does."""
+        """The part in the slice of ``rank``: begin and end in the region, equal if it is empty."""
         low = max(self.begin, rank * self.region.slice_numel)
         high = min(self.end, (rank + 1) * self.region.slice_numel)
         return low, max(low, high)
 
 
 def buckets_of(layout: UnitLayout, bucket_bytes: int) -> list[Bucket]:
-    """The unit's buckets in the order in which they are sent, each closed once it has ``bucket_bytes`` of fp32. Gradients of
-    tables arrive where their rows are, and are in none.
+    """The group's buckets in sending order, each closed once it has ``bucket_bytes`` of fp32. Gradients of divided tables
+    are in no bucket: they arrive on the ranks that own the rows.
     """
     found: list[Bucket] = []
     base = slice_base = 0
@@ -65,7 +65,7 @@ def buckets_of(layout: UnitLayout, bucket_bytes: int) -> list[Bucket]:
                 mine.append(Bucket(region, base, slice_base, span.offset, end, tuple(spans)))
                 end = span.offset
                 spans.clear()
-        found = mine + found  # narrow regions, which are the large ones, first
+        found = mine + found  # narrow (large) regions first
         base += region.padded_numel
         slice_base += region.slice_numel
     return found
@@ -73,7 +73,7 @@ def buckets_of(layout: UnitLayout, bucket_bytes: int) -> list[Bucket]:
 
 @dataclass(slots=True, eq=False)
 class _Slot:
-    """Flat fp32 memory for one unit's gradients, and for what the other ranks send of them."""
+    """Flat fp32 memory for one group's gradients, and for the parts from other ranks."""
 
     sent: Tensor
     received: Tensor
@@ -82,7 +82,7 @@ class _Slot:
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """A unit whose gradients arrive, or are being reduced."""
+    """A parameter group whose gradients are arriving or being reduced."""
 
     unit: int
     slot: _Slot
@@ -91,7 +91,8 @@ class _Flight:
 
 
 class GradientExchange:
-    """Takes the gradients of units as they are made, and adds their sums over ranks to the slices' gradients."""
+    """Takes the gradients of parameter groups as they are computed, and adds their sums over ranks to the slices'
+    gradients."""
 
     def __init__(
         self,
@@ -114,20 +115,20 @@ class GradientExchange:
         self._free = [_slot(max(sizes[unit] for unit in self._ends), device, ends=True)]
         self._free += [_slot(max(between), device, ends=False) for _ in range(min(buffers, len(between)))]
         self.nbytes = sum((slot.sent.numel() + slot.received.numel()) * 4 for slot in self._free)
-        self._filling: dict[int, _Flight] = {}  # units with buckets that have not been sent
-        self._under_way: deque[_Flight] = deque()  # units whose buckets all have, oldest first
-        self._due = -1  # the unit whose buckets are sent next; all above it have been
+        self._filling: dict[int, _Flight] = {}  # groups with unsent buckets
+        self._under_way: deque[_Flight] = deque()  # groups with all buckets sent, oldest first
+        self._due = -1  # the group whose buckets are sent next; all above it are sent
 
     def begin(self) -> None:
-        """A backward pass may follow. Raises RuntimeError when the last one was left in the middle."""
+        """Prepares for a backward pass. Raises RuntimeError if the last one was left in the middle."""
         last = len(self._slices) - 1
         if self._filling or 0 <= self._due < last:
             raise RuntimeError("a backward pass begins before the last one has ended")
         self._due = last
 
     def again(self, unit: int) -> None:
-        """Gradients of ``unit`` follow, though they have been sent for another micro-batch. Raises RuntimeError where those
-        of another unit are due.
+        """Prepares for gradients of ``unit`` from another micro-batch. Raises RuntimeError if those of another group are
+        due.
         """
         if self._filling or self._due not in (unit, unit - 1):
             raise RuntimeError(f"gradients of {self._slices[unit].layout.name} are not due")
@@ -137,7 +138,7 @@ class GradientExchange:
         """The gradient of parameter ``index`` of ``unit`` is complete for this backward pass."""
         if unit > self._due:
             raise RuntimeError(
-                f"a gradient of {self._slices[unit].layout.name} arrives behind its unit's backward pass"
+                f"a gradient of {self._slices[unit].layout.name} arrives after its group's backward pass"
             )
         flight = self._filling.get(unit) or self._open(unit)
         offset, span = self._places[unit][index]
@@ -147,7 +148,7 @@ class GradientExchange:
             self._sent(self._due)
 
     def flush(self, unit: int) -> None:
-        """The backward passes of ``unit`` and of all units above it are over: what has not arrived is zero."""
+        """Ends the backward passes of ``unit`` and of all groups above it: missing gradients are zero."""
         while self._due >= unit:
             flight = self._filling.get(self._due) or self._open(self._due)
             for index, (offset, span) in self._places[self._due].items():
@@ -158,13 +159,13 @@ class GradientExchange:
             self._sent(self._due)
 
     def finish(self, unit: int | None = None) -> None:
-        """Waits until the gradient of ``unit`` (None: of all units) is in its slices. Their passes are over."""
+        """Waits until the gradient of ``unit`` (None: of all groups) is in its slices. Their passes must be over."""
         if self._filling and self._due >= (unit or 0):
-            raise RuntimeError("gradients are asked for before their backward pass has ended")
+            raise RuntimeError("gradients are requested before their backward pass has ended")
         for flight in [f for f in self._under_way if unit is None or f.unit == unit]:
             self._complete(flight)
 
-    # One unit -----------------------------------------------------------------------------------------------
+    # One parameter group ------------------------------------------------------------------------------------
 
     def _open(self, unit: int) -> _Flight:
         ends = unit in self._ends
@@ -172,8 +173,8 @@ class GradientExchange:
             oldest = next((flight for flight in self._under_way if flight.slot.ends is ends), None)
             if oldest is None:
                 raise BudgetError(
-                    f"dense.gradient_buffers: gradients of {self._slices[unit].layout.name} arrive while those of "
-                    "as many units as there are buffers are incomplete; one more is needed"
+                    f"dense.gradient_buffers: gradients of {self._slices[unit].layout.name} arrive while all buffers "
+                    "hold incomplete gradients of other parameter groups; one more is needed"
                 )
             self._complete(oldest)
         self._free.remove(slot)
@@ -185,7 +186,7 @@ class GradientExchange:
         self._due = unit - 1
 
     def _send_complete(self, flight: _Flight) -> bool:
-        """Sends the next buckets as far as they are complete; whether all have been sent."""
+        """Sends the next complete buckets; returns whether all have been sent."""
         buckets = self._buckets[flight.unit]
         while len(flight.works) < len(buckets):
             bucket = buckets[len(flight.works)]
@@ -235,7 +236,7 @@ def _slot(numel: int, device: torch.device, *, ends: bool) -> _Slot:
 
 
 def _placed(layout: UnitLayout) -> Iterator[tuple[int, tuple[int, Span]]]:
-    """Of each parameter that is gathered: where its gradient lies in the unit's flat gradients, and its span."""
+    """For each gathered parameter: the offset of its gradient in the group's flat gradients, and its span."""
     base = 0
     for region in layout.regions:
         if region.gathered is Gathered.NO:

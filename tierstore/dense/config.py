@@ -9,57 +9,60 @@ from tierstore.errors import ConfigError
 
 
 class OptimizerState(StrEnum):
-    """Where a rank's slices live, fp32 weights and moments, and are stepped: in host memory unless on the device."""
+    """The location of a rank's slices (fp32 weights and moments) and of their steps: host memory, or the device."""
 
     DEVICE = "device"
     HOST = "host"  # the device holds gathered parameters only
-    NVME = "nvme"  # as HOST, with moments in the store's records: two units of them in memory at a time
+    NVME = "nvme"  # as HOST, with moments in the store's records: those of two parameter groups in memory at a time
 
 
 class GatherDtype(StrEnum):
-    """In which type weights travel that the model casts to its compute type. The same bits either way."""
+    """The type in which ranks send weights that the model casts to its compute type. The same bits either way."""
 
     COMPUTE = "compute"
     FP32 = "fp32"
 
 
 class Fusion(StrEnum):
-    """What one message carries."""
+    """The content of one message."""
 
-    UNIT = "unit"  # the slices of a unit's parameters, gathered at once; gradients in buckets
-    PARAMETER = "parameter"  # one parameter, gathered and reduced alone: what fusion is measured against
+    UNIT = "unit"  # the slices of a parameter group, gathered at once; gradients in buckets
+    PARAMETER = "parameter"  # one parameter, gathered and reduced alone: the baseline for fusion
 
 
 class Reshard(StrEnum):
-    """When gathered parameters are released."""
+    """The time at which gathered parameters are released."""
 
     AFTER_FORWARD = "after-forward"  # and gathered again for the backward pass
-    AFTER_BACKWARD = "after-backward"  # one gather a micro-batch; every unit is held at once
+    AFTER_BACKWARD = "after-backward"  # one gather a micro-batch; all parameter groups are held at once
 
 
 @dataclass(frozen=True, kw_only=True)
 class DenseConfig:
-    """How dense parameters are sliced, gathered and reduced. Changes memory and time, never what is computed."""
+    """Settings for slicing, gathering and reducing dense parameters. They change memory and time, never results."""
 
     optimizer_state: OptimizerState = field(
-        default=OptimizerState.DEVICE, metadata={"help": "where slices live and are stepped"}
+        default=OptimizerState.DEVICE, metadata={"help": "location of slices and their optimizer steps"}
     )
     gather: GatherDtype = field(
         default=GatherDtype.COMPUTE, metadata={"help": "type in which matrices are gathered"}
     )
-    fusion: Fusion = field(default=Fusion.UNIT, metadata={"help": "what one message carries"})
+    fusion: Fusion = field(
+        default=Fusion.UNIT, metadata={"help": "content of one message: a parameter group, or one parameter"}
+    )
     reshard: Reshard = field(
-        default=Reshard.AFTER_FORWARD, metadata={"help": "when gathered parameters are let go"}
+        default=Reshard.AFTER_FORWARD, metadata={"help": "when gathered parameters are released"}
     )
     buffers: int = field(
-        default=3, metadata={"help": "fusion buffers: blocks gathered at once (after-backward: all blocks)"}
+        default=3,
+        metadata={"help": "fusion buffers: most blocks gathered at once (after-backward: all blocks)"},
     )
     bucket_bytes: int = field(
         default=32 << 20,
-        metadata={"size": True, "help": "gradients reduced in one message (at most a block's)"},
+        metadata={"size": True, "help": "bytes of gradients reduced in one message (at most a block's)"},
     )
     gradient_buffers: int = field(
-        default=2, metadata={"help": "blocks whose gradients are made or reduced at once"}
+        default=2, metadata={"help": "blocks whose gradients are computed or reduced at once"}
     )
 
     def __post_init__(self) -> None:

@@ -1,8 +1,8 @@
-"""Fusion buffers: what a unit's slices are gathered into, and what its parameters are views of meanwhile.
+"""Fusion buffers: a parameter group's slices are gathered into one, and its parameters are views of it meanwhile.
 
-All are made at the start. Blocks share a pool of equal buffers, each as large as the largest block; the first and the
-last unit (embedding and head) have one each. So the peak does not depend on how many blocks there are, and a schedule
-that wants more blocks at once than there are buffers is an error, not more memory.
+All are allocated at the start. Blocks share a pool of equal buffers, each as large as the largest block; the first and
+the last group (embedding and head) have one each. So the peak does not depend on the number of blocks, and a schedule
+that needs more blocks at once than there are buffers is an error, not more memory.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from tierstore.timeline import NullTimeline, TimelineSink, Track
 
 
 class FusionBuffer:
-    """``nbytes`` of device memory that one unit at a time is gathered into."""
+    """``nbytes`` of device memory for gathering one parameter group at a time."""
 
     def __init__(self, nbytes: int, device: torch.device, *, scratch: int) -> None:
         self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        #: What the group's gather needs beside its result.
+        #: Memory that the process group's gather needs beside its result.
         self.scratch = torch.empty(scratch, dtype=torch.uint8, device=device)
         self.unit: int | None = None
 
@@ -41,7 +41,7 @@ class FusionBuffer:
 
 
 class FusionPool:
-    """The buffers of ``layouts``; ``blocks`` of them for all units but the first and the last."""
+    """The buffers of ``layouts``; ``blocks`` of them are shared by all parameter groups but the first and the last."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class FusionPool:
         self._own = {unit: make(sizes[unit]) for unit in sorted(ends)}
         self._shared = [make(max(between)) for _ in range(blocks)]
         self._free = list(reversed(self._shared))
-        # Buffers of units of which nothing is trained have no memory, and all the same address.
+        # Buffers of groups without trained parameters have no memory, and all the same address.
         held = [buffer for buffer in (*self._own.values(), *self._shared) if buffer.nbytes]
         self._by_address = {buffer.address: buffer for buffer in held}
         self._names = [layout.name for layout in layouts]
@@ -73,11 +73,11 @@ class FusionPool:
         return sum(buffer.nbytes for buffer in self._by_address.values())
 
     def owns(self, unit: int) -> bool:
-        """Whether the unit has a buffer of its own."""
+        """Whether parameter group ``unit`` has a buffer of its own."""
         return unit in self._own
 
     def allocate(self, unit: int) -> FusionBuffer:
-        """A buffer for ``unit``. Raises BudgetError when all are in use."""
+        """A buffer for ``unit``. Raises BudgetError if all are in use."""
         if unit in self._own:
             buffer = self._own[unit]
         elif self._free:
@@ -114,11 +114,11 @@ def _gathered_dtype(region: Region, narrow: torch.dtype) -> torch.dtype:
 
 
 class GatheredUnit:
-    """The parameters of one unit, which are whole between ``use`` and ``release`` and NaN otherwise; but for divided tables,
-    of which they are this rank's rows, in its slices.
+    """The parameters of one group: whole between ``use`` and ``release``, NaN otherwise; except divided tables, which are
+    always this rank's rows, in its slices.
 
-    ``slices`` may be gathered from another device than ``device``, on which the parameters are. Without a pool (one
-    rank, slices on the device, no narrowing) parameters are views of the slices themselves, always.
+    ``slices`` may be on another device than the parameters' ``device``. Without a pool (one rank, slices on the device,
+    no narrowing) parameters are always views of the slices themselves.
     """
 
     def __init__(
@@ -163,11 +163,11 @@ class GatheredUnit:
 
     @property
     def held(self) -> bool:
-        """Whether it is gathered, or on its way."""
+        """Whether it is gathered, or being gathered."""
         return self._state is not _State.SLICED
 
     def gather(self) -> None:
-        """Issues the gather, without waiting for it; nothing where it is gathered. Raises BudgetError."""
+        """Issues the gather, without waiting for it; a no-op if it is gathered. Raises BudgetError."""
         if self.held:
             return
         assert self._pool is not None
@@ -189,7 +189,7 @@ class GatheredUnit:
         self._state = _State.GATHERING
 
     def use(self) -> None:
-        """Waits for the gather; afterwards the parameters are whole. Raises RuntimeError if none was issued."""
+        """Waits for the gather: then the parameters are whole. Raises RuntimeError if none was issued."""
         if self._state is _State.WHOLE:
             return
         if self._state is _State.SLICED:
@@ -210,18 +210,18 @@ class GatheredUnit:
         self._state = _State.WHOLE
 
     def release(self) -> None:
-        """The parameters are not needed until the next ``gather``.
+        """Releases the parameters until the next ``gather``.
 
-        A unit with a buffer of its own keeps them there until its slices change (``free``): the next gather is free.
+        A group with a buffer of its own keeps them there until its slices change (``free``): the next gather costs nothing.
         """
         if self._pool is not None and not self._pool.owns(self.number):
             self.free()
 
     def free(self) -> None:
-        """Frees the buffer; nothing where there is none."""
+        """Frees the buffer, if there is one."""
         if self.buffer is None or self._pool is None:
             return
-        for work in self._works:  # a buffer that messages still arrive in cannot be used again
+        for work in self._works:  # a buffer with messages in flight cannot be reused
             work.wait()
         self._works.clear()
         self._put_away()
@@ -230,7 +230,7 @@ class GatheredUnit:
         self._state = _State.SLICED
 
     def _put_away(self) -> None:
-        """Parameters become NaN of their shape, without memory, so that a read of one that is not gathered shows."""
+        """Replaces parameters by NaN of their shape, without memory, so that use without a gather is noticed."""
         for region, _ in self._gathered:
             dtype = _gathered_dtype(region, self._narrow)
             nothing = torch.full((), float("nan"), dtype=dtype, device=self._device)
@@ -238,16 +238,16 @@ class GatheredUnit:
                 self._parameters[span.index].data = nothing.expand(span.shape)
 
 
-# What autograd saves ----------------------------------------------------------------------------------------
+# Tensors that autograd saves --------------------------------------------------------------------------------
 #
-# It must not point into a buffer that another unit will be gathered into. Inside the context of ``saved_by_place``
-# every tensor that autograd saves and whose memory lies in a fusion buffer (a parameter, a transposed view of one) is
-# kept as its place in the unit, and comes back as a view of the buffer that the unit is gathered in by then.
+# They must not point into a buffer that another group will be gathered into. In the context of ``saved_by_place``, a
+# tensor that autograd saves and whose memory lies in a fusion buffer (a parameter, a transposed view of one) is saved as
+# its offset in the group, and restored as a view of the buffer that then holds the group.
 
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    """A view of a gathered unit: ``offset`` and ``strides`` in elements of ``dtype``."""
+    """A view of a gathered group: ``offset`` and ``strides`` in elements of ``dtype``."""
 
     unit: int
     dtype: torch.dtype
@@ -259,7 +259,7 @@ class _Saved:
 def saved_by_place(
     pool: FusionPool, present: Callable[[int], FusionBuffer]
 ) -> torch.autograd.graph.saved_tensors_hooks:
-    """A context. ``present(unit)`` gives the buffer in which the unit is whole, gathering it if it must."""
+    """A context. ``present(unit)`` returns the buffer in which the group is whole, gathering it if necessary."""
 
     def pack(tensor: torch.Tensor) -> torch.Tensor | _Saved:
         if not tensor.numel():
@@ -294,8 +294,8 @@ class DenseTraffic:
 
 
 class DenseMessages:
-    """Counts each collective that sends something. On ``timeline`` it is drawn from its issue to the end of the wait
-    for it, so one that was not waited for yet is not there.
+    """Counts each collective that sends something. The ``timeline`` shows it from its issue to the end of the wait for
+    it, and omits those not waited for yet.
     """
 
     def __init__(self, timeline: TimelineSink | None = None) -> None:
@@ -309,7 +309,7 @@ class DenseMessages:
         self._draw(work, Track.GATHERS, f"gather {unit}", sent_bytes)
 
     def reduced(self, work: Work, unit: str, sent_bytes: int) -> None:
-        """The same of a reduction of gradients."""
+        """The same for a reduction of gradients."""
         self.traffic.reductions += 1
         self.traffic.reduction_bytes += sent_bytes
         self._draw(work, Track.REDUCTIONS, f"scatter {unit}", sent_bytes)

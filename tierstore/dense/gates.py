@@ -1,9 +1,9 @@
-"""Gates: where passes over the units begin and end, seen from outside of the model.
+"""Module hooks that detect, from outside of the model, where passes over the parameter groups begin and end.
 
-Units are passed in order, each in one pass forward and one backward: 0 (embedding), the blocks, U - 1 (norm and head).
-Forward passes are seen by hooks on modules. A block's backward pass begins when the gradient of its output is there,
-and ends when the gradients of all of its parameters are; at the latest when the pass before it in the model begins.
-A block that is computed again in its backward pass (activation checkpointing) is part of that pass.
+The U groups are passed in order, each in one pass forward and one backward: 0 (embedding), the blocks, U - 1 (norm and
+head). Hooks on modules detect forward passes. A block's backward pass begins when the gradient of its output exists, and
+ends when the gradients of all its parameters do; at the latest when that of the block before it in the model begins. The
+recomputation of a block (activation checkpointing) is part of its backward pass.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from tierstore.model.interface import DenseModel
 
 
 class PassListener(Protocol):
-    """Is told of passes, one after another: each ``enter`` is followed by its ``leave``."""
+    """Receives passes, one after another: each ``enter`` is followed by its ``leave``."""
 
     def enter(self, unit: int, phase: Phase) -> None:
-        """The pass begins: returns when the unit's parameters are whole."""
+        """A pass begins: returns when the group's parameters are whole."""
         ...
 
     def leave(self, unit: int, phase: Phase) -> None:
-        """The pass has ended."""
+        """A pass has ended."""
         ...
 
 
 class Gates:
     """Hooks on ``model`` until ``remove``.
 
-    ``arrive(unit, index, gradient)`` takes each gradient; ``flush(unit)`` is called when a unit's backward pass ends,
+    ``arrive(unit, index, gradient)`` takes each gradient; ``flush(unit)`` is called when a group's backward pass ends,
     before ``leave``. ``saving`` makes the context in which forward passes run. One thread at a time.
 
     While a caller drives the passes (``driven``), hooks on modules do nothing.
@@ -63,10 +63,10 @@ class Gates:
         self._counts = [len(unit) for unit in parameters]
         self._arrived: list[set[int]] = [set() for _ in parameters]
         self._last = len(parameters) - 1
-        self._next = -1  # the unit whose backward pass comes next
+        self._next = -1  # the group whose backward pass comes next
         self._handles: list[RemovableHandle] = [
             model.module.register_forward_pre_hook(self._begin_forward),
-            # Called whatever was raised: the context must be left.
+            # Called even after an exception: the context must be left.
             model.module.register_forward_hook(self._end_forward, always_call=True),
         ]
         for unit, block in enumerate(model.blocks, start=1):
@@ -79,14 +79,15 @@ class Gates:
                 self._handles.append(handle)
 
     def remove(self) -> None:
-        """Takes the hooks off the model."""
+        """Removes the hooks from the model."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     @contextmanager
     def driven(self, take: Callable[[int, int, Tensor], None]) -> Iterator[None]:
-        """Meanwhile the caller says where passes begin and end, and ``take(unit, index, gradient)`` gets the gradients."""
+        """In this context the caller decides where passes begin and end, and ``take(unit, index, gradient)`` gets the
+        gradients."""
         self._driver = take
         try:
             yield
@@ -94,19 +95,19 @@ class Gates:
             self._driver = None
 
     def resume(self) -> None:
-        """The backward pass of an earlier forward pass follows: other passes may have come between."""
+        """Prepares for the backward pass of an earlier forward pass, after possible other passes."""
         self._next = self._last
         for arrived in self._arrived:
             arrived.clear()
 
     def close(self) -> None:
-        """The backward pass has returned: ends the passes that are left, which no gradient has reached."""
+        """Called when the backward pass has returned: ends the remaining passes, which no gradient has reached."""
         self.begin_backward(0)
         if self._open is not None:
             self._leave()
 
     def begin_backward(self, unit: int) -> None:
-        """The unit's backward pass begins, if it has not; those before it have ended."""
+        """Begins the group's backward pass, if it has not begun; ends those of later groups."""
         while self._next >= unit:
             self._enter(self._next, Phase.BACKWARD)
             self._next -= 1
@@ -174,7 +175,7 @@ class Gates:
         return self._open is not None and self._open[1] is Phase.BACKWARD
 
     def _watch(self, made: Tensor | None, unit: int) -> None:
-        """When the gradient of ``made`` is there, the unit's backward pass begins."""
+        """Begins the group's backward pass when the gradient of ``made`` exists."""
         if made is not None and made.requires_grad and torch.is_grad_enabled():
 
             def begin(gradient: Tensor) -> None:
@@ -191,7 +192,7 @@ class Gates:
         if index in self._arrived[unit]:
             parameter.grad = None
             raise RuntimeError(
-                "a second backward pass through one forward pass: add the losses up before the first"
+                "a second backward pass through one forward pass: add up the losses and call backward once"
             )
         self.begin_backward(unit)
         self._arrive(unit, index, parameter.grad)

@@ -1,17 +1,17 @@
-"""How a unit's parameters lie in flat memory, and which part of it is whose: the slice index.
+"""The layout of parameter groups in flat memory, and of each rank's slices of it.
 
-A *unit* is the parameters that are needed together. Each of its *regions* is one flat array of parameters of one
-gathered type, padded so that every rank has an equal *slice* of it: rank r holds elements ``[r * n, (r + 1) * n)``.
-A unit of which nothing is trained (LoRA leaves an embedding as it is) has no region, no slices and no record.
-Gathering a region is one all-gather of slices, and the result is the flat array, of which parameters are views. A
-unit has one region; two where some of its parameters are gathered in a narrower type (norms and routers stay fp32);
-one for each parameter without fusion.
+A *parameter group* (``unit``) is the parameters that are needed together. Each of its *regions* is one flat array of
+parameters of one gathered type, padded so that every rank has an equal *slice*: rank r holds elements ``[r * n, (r + 1) *
+n)``. A group without trained parameters (an embedding with LoRA) has no region, no slices and no record. Gathering a
+region is one all-gather of slices, and the result is the flat array, of which parameters are views. A group has one
+region; two if some of its parameters are gathered in a narrower type (norms and routers stay fp32); one for each
+parameter without fusion.
 
-A table whose rows are divided over ranks (``Gathered.NO``) is a region of its own, cut between rows: each rank's slice is
-the part of the parameter that it has, and it is not gathered.
+A table whose rows are divided over ranks (``Gathered.NO``) is a region of its own, cut between rows, and never gathered:
+each rank's slice is its part of the parameter.
 
-A rank's state of a unit is its slices of the regions, one after another: one record of its store. Parameters that may
-come and go from one run to the next (a task's own head) have a region and a record each, behind the unit's own.
+A rank's state of a group is its slices of the regions, one after another: one record of its store. Parameters that a run
+may add or drop (a task's own head) have a region and a record each, after the group's own.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-#: A parameter by the name of its unit and its number in it.
+#: A parameter: the name of its group, and its index in it.
 ParameterPlace = tuple[str, int]
 
 
 class Narrow(Enum):
-    """Whether a region's parameters may travel in the compute type."""
+    """Whether a region's parameters may be sent in the compute type."""
 
     NO = "no"
-    YES = "yes"  # the model casts them there before their only use
+    YES = "yes"  # the model casts them to it before their only use
 
 
 class Gathered(Enum):
     """Whether a region's slices are gathered for a pass."""
 
     YES = "yes"
-    NO = "no"  # a table: each rank has the rows of its slice
+    NO = "no"  # a divided table: each rank has the rows of its slice
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Parameter ``index`` of the unit, at ``offset`` (elements) in its region."""
+    """Parameter ``index`` of the group, at ``offset`` (elements) in its region."""
 
     index: int
     offset: int
@@ -70,12 +70,12 @@ class Region:
     ranks: int
     narrow: Narrow
     gathered: Gathered = Gathered.YES
-    #: The name of the record that keeps it, where that is not the unit's.
+    #: The name of its record, if not the group's.
     record: str = ""
 
     @property
     def table(self) -> TableRows:
-        """How the rows of a region that is not gathered are divided."""
+        """The division of the rows of a region that is not gathered."""
         rows, width = self.spans[0].shape
         return TableRows(rows, width, self.ranks)
 
@@ -100,24 +100,24 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class UnitLayout:
-    """One unit: its name and its regions, in the order in which a rank's slices of them are kept."""
+    """One parameter group: its name and its regions, in the order of a rank's slices."""
 
     name: str
     regions: tuple[Region, ...]
 
     @property
     def key(self) -> str:
-        """The key of its record."""
+        """The key of the group's record."""
         return f"dense.{self.name}"
 
     @property
     def empty(self) -> bool:
-        """Whether nothing of the unit is trained: it has no record."""
+        """Whether the group has no trained parameter, and so no record."""
         return not self.regions
 
     @property
     def parameters(self) -> int:
-        """How many parameters (tensors) it has."""
+        """The number of parameters (tensors)."""
         return sum(len(region.spans) for region in self.regions)
 
     @property
@@ -131,8 +131,8 @@ class UnitLayout:
         return sum(region.padded_numel for region in self.regions)
 
     def records(self) -> list[tuple[UnitLayout, slice]]:
-        """What each of its records keeps, as a unit of its own (its indices stay), and where that lies among a rank's
-        slices. None where nothing of the unit is trained.
+        """Each record's content, as a layout of its own (with the same indices), and its offset among a rank's slices.
+        Empty if no parameter of the group is trained.
         """
         found: list[tuple[UnitLayout, slice]] = []
         for region, kept in self.slices():
@@ -146,7 +146,7 @@ class UnitLayout:
 
     @property
     def exchanged_numel(self) -> int:
-        """Elements of all ranks' slices of what is gathered: the gradients that a rank makes for all of them."""
+        """Elements of all ranks' slices of gathered regions: the gradients that a rank computes for all ranks."""
         return sum(region.padded_numel for region in self.regions if region.gathered is Gathered.YES)
 
     def divided(self, index: int) -> bool:
@@ -157,14 +157,14 @@ class UnitLayout:
         )
 
     def slices(self) -> Iterator[tuple[Region, slice]]:
-        """The regions, and where a rank's slice of each lies among its slices."""
+        """The regions, and the offset of each one's slice among a rank's slices."""
         start = 0
         for region in self.regions:
             yield region, slice(start, start + region.slice_numel)
             start += region.slice_numel
 
     def gathered_bytes(self, narrow: ElementType) -> int:
-        """Bytes of the gathered unit, with its narrow regions in ``narrow``, the others in fp32."""
+        """Bytes of the gathered group, with narrow regions in ``narrow``, the others in fp32."""
         return sum(
             region.padded_numel * (narrow.itemsize if region.narrow is Narrow.YES else 4)
             for region in self.regions
@@ -181,9 +181,9 @@ def unit_layouts(
     tables: Mapping[ParameterPlace, TableRows] | None = None,
     apart: Mapping[str, nn.Parameter] | None = None,
 ) -> list[UnitLayout]:
-    """How ``units`` are cut for ``ranks`` ranks. ``narrow``: parameters that the model casts before their only use.
-    ``tables``: those of which each rank has some of the rows, so that a parameter may be a rank's own. ``apart``: those that
-    have records of their own, by name; the last ones of their units.
+    """The layouts of ``units`` for ``ranks`` ranks. ``narrow``: parameters that the model casts before their only use.
+    ``tables``: parameters whose rows are divided over ranks, so that each rank may have its own part. ``apart``:
+    parameters with records of their own, by name; the last ones of their groups.
     """
     cast = {id(parameter) for parameter in narrow}
     tables = tables or {}
@@ -216,7 +216,7 @@ def layouts_of_shapes(
     fusion: Fusion = Fusion.UNIT,
     tables: Collection[ParameterPlace] = (),
 ) -> list[UnitLayout]:
-    """``unit_layouts`` of parameters that are not there: of each, whether it may travel narrow, and its whole shape."""
+    """``unit_layouts`` from shapes alone: for each parameter, whether it may be sent narrow, and its whole shape."""
     found = []
     for name, parameters in units:
         divided = [index for index in range(len(parameters)) if (name, index) in tables]
@@ -260,9 +260,9 @@ class Move:
 
 
 def moves(old: UnitLayout, new: UnitLayout, rank: int) -> Iterator[Move]:
-    """What the slices of ``rank`` in ``new`` are made of, in ascending order; what is not covered is padding: zero.
+    """The sources of the slices of ``rank`` in ``new``, in ascending order; uncovered elements are padding: zero.
 
-    Both must be layouts of one unit; ranks, fusion and what is gathered may differ. Raises ValueError.
+    Both must be layouts of one group; ranks, fusion and gathered regions may differ. Raises ValueError.
     """
     held = {span.index: (region, kept, span) for region, kept in old.slices() for span in region.spans}
     wanted = {span.index: span.shape for region in new.regions for span in region.spans}
@@ -285,7 +285,7 @@ def moves(old: UnitLayout, new: UnitLayout, rank: int) -> Iterator[Move]:
 def recut(
     old: UnitLayout, new: UnitLayout, rank: int, read: Callable[[int, int, int], torch.Tensor]
 ) -> torch.Tensor:
-    """The slices of ``rank`` in ``new``, fp32 [slice_numel], of what ``read(old rank, offset, count)`` gives."""
+    """The slices of ``rank`` in ``new``, fp32 [slice_numel], read by ``read(old rank, offset, count)``."""
     import torch
 
     slices = torch.zeros(new.slice_numel)
@@ -296,17 +296,17 @@ def recut(
 
 # Bytes of one rank ------------------------------------------------------------------------------------------
 #
-# By formula, from the layout and the configuration alone. Of S parameters on N ranks: 16 S / N bytes of state (fp32
-# weight, gradient, two moments), and buffers that do not depend on how many blocks there are.
+# By formula, from layout and configuration. For S parameters on N ranks: 16 S / N bytes of state (fp32 weight, gradient,
+# two moments), and buffers that do not depend on the number of blocks.
 
 
-#: Units whose moments are in memory at once when they live on disk: one is stepped, one write drains.
+#: Parameter groups whose moments are in memory at once, if moments live on disk: one is stepped, one is being written.
 MOMENT_PLACES = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Width:
-    """A type by its size alone."""
+    """A type, known only by its size."""
 
     itemsize: int
 
@@ -316,11 +316,11 @@ FP32 = Width(4)
 
 @dataclass(frozen=True, slots=True)
 class DenseBytes:
-    """Bytes of dense parameters on one rank, by what they are for."""
+    """Bytes of dense parameters on one rank, by purpose."""
 
-    slices: int  # weights, gradients and moments that are in memory: the host's unless OptimizerState.DEVICE
-    fusion: int  # fusion buffers, with what the backend's gather needs beside them
-    gradients: int  # gradient buffers: a unit's own gradients, and what the other ranks send
+    slices: int  # weights, gradients and moments in memory: the host's unless OptimizerState.DEVICE
+    fusion: int  # fusion buffers, with the memory of the backend's gather
+    gradients: int  # gradient buffers: a group's own gradients, and those from other ranks
 
     @property
     def total(self) -> int:
@@ -335,7 +335,7 @@ def dense_bytes(
     compute: ElementType = FP32,
     device_type: str = "cpu",
 ) -> DenseBytes:
-    """What a DenseSlices of ``layouts``, cut for ``ranks``, allocates. The first and the last unit are the ends."""
+    """The memory of a DenseSlices of ``layouts``, cut for ``ranks``. The first and the last group are the ends."""
     narrow = gather_width(config, compute)
     ends = {0, len(layouts) - 1}
     gathered = [layout.gathered_bytes(narrow) for layout in layouts]
@@ -362,28 +362,29 @@ def dense_bytes(
 
 
 def gather_width(config: DenseConfig, compute: ElementType) -> ElementType:
-    """The type in which narrow regions are gathered, by its size."""
+    """The size of the type in which narrow regions are gathered."""
     return compute if config.gather is GatherDtype.COMPUTE else FP32
 
 
 def moment_bytes(largest: int) -> int:
-    """Memory through which moments on disk pass: two arrays of ``largest`` elements at each place."""
+    """Staging memory for moments on disk: two arrays of ``largest`` elements for each staging buffer."""
     return MOMENT_PLACES * 2 * (-(-largest * 4 // SECTION_ALIGNMENT) * SECTION_ALIGNMENT)
 
 
 def gather_copies(ranks: int, device_type: str) -> bool:
-    """Whether a gather needs as much again: Gloo's is an all-to-all, which for three ranks and more sends a copy."""
+    """Whether a gather needs the same memory again: Gloo's is an all-to-all, which sends from a copy on three or more
+    ranks."""
     return ranks > 2 and device_type == "cpu"
 
 
 def blocks_held(layouts: Sequence[UnitLayout], config: DenseConfig) -> int:
-    """The fusion buffers that blocks share: one for each that can be gathered at once."""
+    """The number of fusion buffers shared by blocks: one for each block that can be gathered at once."""
     blocks = max(len(layouts) - 2, 0)
     return blocks if config.reshard is Reshard.AFTER_BACKWARD else min(config.buffers, blocks)
 
 
 def needs_gather(layouts: Sequence[UnitLayout], config: DenseConfig, ranks: int, narrow: ElementType) -> bool:
-    """Whether parameters are anything but views of the slices."""
+    """Whether parameters need buffers, instead of being views of the slices."""
     narrows = narrow.itemsize != FP32.itemsize and any(
         region.narrow is Narrow.YES for layout in layouts for region in layout.regions
     )
@@ -391,5 +392,5 @@ def needs_gather(layouts: Sequence[UnitLayout], config: DenseConfig, ranks: int,
 
 
 def needs_exchange(config: DenseConfig, ranks: int) -> bool:
-    """Whether gradients go anywhere but straight to the slices."""
+    """Whether gradients need an exchange, instead of going straight to the slices."""
     return ranks > 1 or config.optimizer_state is not OptimizerState.DEVICE

@@ -1,10 +1,10 @@
-"""ZeRO-3 dense parameters (SE-MoE section 2.2; Rajbhandari et al. 2020): each rank keeps 1/N of every unit.
+"""ZeRO-3 dense parameters (SE-MoE section 2.2; Rajbhandari et al. 2020): each rank keeps 1/N of every parameter group.
 
 ::
 
     layouts = unit_layouts(units, ranks=group.size, narrow=model.cast_parameters())
     dense = DenseSlices(units, layouts, group=group, device=device, adamw=adamw, config=config)
-    gates = dense.attach(model, listener)  # gathers and releases units as their passes begin and end
+    gates = dense.attach(model, listener)  # gathers and releases groups as their passes begin and end
     for each step:
         dense.zero_grad()
         for each micro-batch:
@@ -14,11 +14,12 @@
         norm = math.sqrt(sum(dense.squares()))
         dense.step(lr)
 
-Gradients are sums over ranks, not means: for a mean, divide the objective. With one rank (fp32, slices on the
-device) nothing is gathered or copied: parameters are views of the slices, always.
+Gradients are sums over ranks, not means: for a mean, divide the objective. With one rank (fp32, slices on the device)
+nothing is gathered or copied: parameters are always views of the slices.
 
 The bits of a step do not depend on fusion, on the number and size of buffers and buckets, on resharding, on the type in
-which weights travel or on where the optimizer state lives (on CPUs; an accelerator's AdamW kernel rounds otherwise).
+which weights are sent or on the location of the optimizer state (on CPUs; an accelerator's AdamW kernel rounds
+differently).
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ Units = Sequence[tuple[str, Sequence[nn.Parameter]]]
 
 @dataclass(frozen=True, slots=True)
 class DividedParameters:
-    """Which parameters are parts, of which each rank of ``group`` has another one: ``indices[u]`` of unit u. The rest is the
-    same on all of them.
+    """The parameters divided over the ranks of ``group``: ``indices[u]`` of parameter group u. The others are the same on
+    all of its ranks.
     """
 
     group: RankGroup
@@ -65,11 +66,11 @@ class DividedParameters:
 
 
 class DenseSlices:
-    """Takes over the parameters of ``units``: embedding, blocks, head, in the order of their forward passes.
+    """Owns the parameters of ``units``: embedding, blocks, head, in the order of their forward passes.
 
     Every rank constructs it with the same values, cut by ``layouts``; from then on a parameter is whole only while its
-    unit is gathered. Of a table whose rows are divided over ranks, the parameter is this rank's rows, always.
-    ``gather``, ``use`` and ``release`` are for the queue that drives units by number. One thread.
+    group is gathered. The parameter of a divided table is always this rank's rows. ``gather``, ``use`` and ``release``
+    are for the queue that drives groups by number. One thread.
     """
 
     def __init__(
@@ -85,10 +86,10 @@ class DenseSlices:
         timeline: TimelineSink | None = None,
         divided: DividedParameters | None = None,
     ) -> None:
-        """``compute``: in which type what the layouts call narrow is gathered, unless ``config.gather`` is fp32.
-        ``divided``: which parameters are parts of larger ones; None where all are whole.
+        """``compute``: the type in which narrow regions are gathered, unless ``config.gather`` is fp32. ``divided``: the
+        parameters that are parts of larger ones; None if all are whole.
 
-        On ``timeline`` gathers and reductions are drawn.
+        ``timeline`` shows gathers and reductions.
         """
         self.layouts = tuple(layouts)
         self._messages = DenseMessages(timeline)
@@ -134,7 +135,7 @@ class DenseSlices:
         self._gates: Gates | None = None
 
     def attach(self, model: DenseModel, listener: PassListener) -> Gates:
-        """Puts gates around the units of ``model``, which report to ``listener``, until they are removed."""
+        """Hooks the parameter groups of ``model``, reporting to ``listener``, until the hooks are removed."""
         saving: Callable[[], AbstractContextManager[Any]] = nullcontext
         if self._pool is not None:
             saving = partial(saved_by_place, self._pool, self._present)
@@ -145,7 +146,7 @@ class DenseSlices:
 
     @property
     def nbytes(self) -> DenseBytes:
-        """What is allocated for as long as this lives."""
+        """The bytes allocated for the lifetime of this object."""
         return DenseBytes(
             slices=sum(unit.nbytes for unit in self.slices)
             + (self._moments.nbytes if self._moments is not None else 0),
@@ -156,23 +157,23 @@ class DenseSlices:
     # Gathering ----------------------------------------------------------------------------------------------
 
     def gather(self, unit: int) -> None:
-        """Issues the gather of a unit that is not gathered. A collective. Raises BudgetError: no buffer is free."""
+        """Issues the gather of a group that is not gathered. A collective. Raises BudgetError if no buffer is free."""
         self._units[unit].gather()
 
     def use(self, unit: int) -> None:
-        """Waits for the gather: the unit's parameters are whole. Raises RuntimeError if none was issued, PeerError."""
+        """Waits for the gather: then the group's parameters are whole. Raises RuntimeError if none was issued, PeerError."""
         self._units[unit].use()
 
     def release(self, unit: int) -> None:
-        """The unit's parameters are not needed until its next gather.
+        """Releases the group's parameters until its next gather.
 
-        The first and the last unit stay in buffers of their own until they are stepped: their next gather is free, and
-        a tied head finds the embedding.
+        The first and the last group stay in buffers of their own until they are stepped: their next gather costs nothing,
+        and a tied head finds the embedding.
         """
         self._units[unit].release()
 
     def whole(self, unit: int) -> list[Tensor]:
-        """Copies of the unit's parameters, fp32, on the CPU. A collective."""
+        """Copies of the group's parameters, fp32, on the CPU. A collective."""
         layout, slices = self.layouts[unit], self.slices[unit]
         found: dict[int, Tensor] = {}
         for region, kept in layout.slices():
@@ -188,39 +189,39 @@ class DenseSlices:
         if not gathered.whole and self._gates is not None:
             self._gates.begin_backward(unit)
         if not gathered.whole or gathered.buffer is None:
-            raise RuntimeError(f"{self.layouts[unit].name} is read behind its backward pass")
+            raise RuntimeError(f"{self.layouts[unit].name} is read after its backward pass")
         return gathered.buffer
 
     # Gradients ----------------------------------------------------------------------------------------------
 
     def zero_grad(self) -> None:
-        """Before the first micro-batch of a step."""
+        """Zeroes the gradients. Call it before the first micro-batch of a step."""
         if self._exchange is not None:
             self._exchange.finish()
         for unit in self.slices:
             unit.gradient.zero_()
 
     def begin_micro(self) -> None:
-        """A forward pass with a backward pass follows. Raises RuntimeError if the last one was left in the middle."""
+        """Prepares for a forward and a backward pass. Raises RuntimeError if the last one was left in the middle."""
         if self._exchange is not None:
             self._exchange.begin()
 
     def resume_micro(self) -> None:
-        """The backward pass of an earlier forward pass follows, where passes of micro-batches interleave."""
+        """Prepares for the backward pass of an earlier forward pass, for interleaved micro-batches."""
         if self._gates is not None:
             self._gates.resume()
         self.begin_micro()
 
     def end_micro(self) -> None:
-        """The backward pass has returned. A collective; gradients may still be on their way."""
+        """Called when the backward pass has returned. A collective; gradients may still be in flight."""
         if self._gates is not None:
             self._gates.close()
         self._flush(0)
 
     @contextmanager
     def micro_batch(self, unit: int) -> Iterator[Callable[[int, Tensor], None]]:
-        """Where passes take all micro-batches unit by unit: the gradients of ``unit`` from one of them, each given to what
-        this yields as (index, gradient); those that are not given are zero. A collective at the end.
+        """For layer order: takes the gradients of ``unit`` from one micro-batch. Yields a function (index, gradient) to
+        pass each to; missing ones are zero. A collective at the end.
         """
         if self._exchange is not None:
             self._exchange.again(unit)
@@ -228,7 +229,7 @@ class DenseSlices:
         self._flush(unit)
 
     def finish(self, unit: int | None = None) -> None:
-        """Waits until the gradients of ``unit`` (None: of all units) are summed over ranks and added up."""
+        """Waits until the gradients of ``unit`` (None: of all groups) are summed over ranks and added up."""
         if self._exchange is not None:
             self._exchange.finish(unit)
 
@@ -243,7 +244,7 @@ class DenseSlices:
             self._exchange.flush(unit)
 
     def squares(self) -> list[float]:
-        """The sums of squares of each unit's gradients on all ranks, in double precision: the same bits on every rank.
+        """The sums of squares of each group's gradients over all ranks, in double precision: the same bits on every rank.
         A collective.
 
         Not finite where any gradient of any rank is not.
@@ -270,14 +271,14 @@ class DenseSlices:
             unit.gradient.mul_(scale)
 
     def step(self, lr: float) -> None:
-        """One AdamW step of every unit."""
+        """One AdamW step of every parameter group."""
         for unit in range(len(self.slices)):
             self.step_unit(unit, lr)
 
     def step_unit(self, unit: int, lr: float) -> None:
-        """One AdamW step of one unit, whose parameters must be gathered again before they are used.
+        """One AdamW step of one group, whose parameters must be gathered again before use.
 
-        Raises RuntimeError where they are held for a pass to come, which would see those of before.
+        Raises RuntimeError if they are held for a later pass, which would see the old values.
         """
         self.finish(unit)
         self._stale(unit)
@@ -296,36 +297,34 @@ class DenseSlices:
 
     @property
     def _kept(self) -> list[UnitLayout]:
-        """What each record keeps."""
+        """The content of each record."""
         return [record for layout in self.layouts for record, _ in layout.records()]
 
     def record_counts(self, keys: Collection[str] | None = None) -> dict[str, int]:
-        """Records of each schema: of ``keys`` (None: all)."""
+        """The number of records by schema, of ``keys`` (None: all)."""
         return dict(
             Counter(schema_name(layout) for layout in self._kept if keys is None or layout.key in keys)
         )
 
     def missing(self, store: StoreCore) -> list[str]:
-        """The keys that ``store`` has no record of."""
+        """The keys without a record in ``store``."""
         return [layout.key for layout in self._kept if layout.key not in store.records]
 
     def register(self, store: StoreCore, keys: Collection[str] | None = None) -> None:
-        """Adds the records (of ``keys``, if they are given) to ``store``, which a commit needs, and without which NVME
-        cannot step.
-        """
+        """Adds the records (of ``keys``, if given) to ``store``. Required before a commit, and before a step with NVME."""
         wanted = [layout for layout in self._kept if keys is None or layout.key in keys]
         register_many(store, [NewRecord(layout.key, schema_name(layout)) for layout in wanted])
         if self._moments is not None:
             self._moments.attach(store, written=set())
 
     def save(self, store: StoreCore, step: int) -> None:
-        """Queues the write of this rank's slices; nothing may change until the commit has returned."""
+        """Queues the write of this rank's slices, which must not change until the commit has returned."""
         for unit in self.slices:
             unit.save(store, step)
 
     def load(self, store: StoreCore, step: int, *, fresh: Collection[str] = ()) -> None:
-        """Reads this rank's slices as of the last commit, which had ``step`` optimizer steps. Records of the keys ``fresh``
-        are as they were made.
+        """Reads this rank's slices as of the last commit, which had ``step`` optimizer steps. Slices of the keys
+        ``fresh`` keep their first values.
         """
         for number, unit in enumerate(self.slices):
             self._stale(number)
@@ -347,12 +346,11 @@ def load_frozen(
     narrow: Collection[nn.Parameter] = (),
     compute: torch.dtype = torch.float32,
 ) -> None:
-    """Gives the parameters of ``units`` memory of their own on ``device``, in their own types, with what the last commit
-    holds of them; each rank's store has its slices, as ``layouts`` say. They get no gradients. A collective.
+    """Loads the parameters of ``units`` from the last commit into memory of their own on ``device``, in their own types;
+    each rank's store has its slices, laid out by ``layouts``. They get no gradients. A collective.
 
-    Those of ``narrow`` become ``compute``: the model casts them before their only use. Beside what stays, one unit is in
-    memory at a time, in fp32 (on several ranks also its slice). Raises StoreError for a record that is missing,
-    ChecksumError, OSError.
+    Those of ``narrow`` become ``compute``: the model casts them before their only use. Temporary memory is one group in
+    fp32 (on several ranks also its slice). Raises StoreError for a missing record, ChecksumError, OSError.
     """
     cast = {id(parameter) for parameter in narrow}
     for (_, parameters), layout in zip(units, layouts, strict=True):
@@ -379,8 +377,8 @@ def load_frozen(
 
 
 class GatherOnDemand:
-    """The listener without lookahead: gathers a unit when its pass begins, releases it when the pass ends. With
-    ``Reshard.AFTER_BACKWARD`` blocks stay from their forward to their backward pass.
+    """The listener without lookahead: gathers a group when its pass begins, releases it when the pass ends. With
+    ``Reshard.AFTER_BACKWARD`` blocks stay gathered from their forward to their backward pass.
     """
 
     def __init__(self, dense: DenseSlices, reshard: Reshard) -> None:

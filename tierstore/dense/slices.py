@@ -1,7 +1,7 @@
-"""One rank's slices of a unit: fp32 weights, moments and gradients; AdamW on them; a record of the store.
+"""One rank's slices of a parameter group: fp32 weights, moments and gradients; AdamW on them; a record of the store.
 
-They lie in page-aligned host memory, so a commit writes them without a copy; with slices on an accelerator that memory
-is where they pass through.
+They lie in page-aligned host memory, so a commit writes them without a copy; slices on an accelerator are staged through
+that memory.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _ARRAYS = ("weight", "exp_avg", "exp_avg_sq")
 
 
 def schema_name(layout: UnitLayout, training: Training = Training.TRAINED) -> str:
-    """The schema of the unit's record: units with slices of one size share it."""
+    """The schema of the group's record: groups with slices of one size share it."""
     return f"{'dense' if training is Training.TRAINED else 'frozen'}-{layout.slice_numel}"
 
 
 def dense_schemas(layouts: Sequence[UnitLayout], training: Training = Training.TRAINED) -> list[RecordSchema]:
-    """One schema for each size that a unit's slices have."""
+    """One schema for each slice size."""
     records = [record for layout in layouts for record, _ in layout.records()]
     sizes = {record.slice_numel: schema_name(record, training) for record in records}
     return [
@@ -40,7 +40,7 @@ def dense_schemas(layouts: Sequence[UnitLayout], training: Training = Training.T
 
 
 class UnitSlices:
-    """The slices that ``rank`` holds of one unit, on ``home``. Arrays are flat, fp32 [slice_numel]."""
+    """The slices of ``rank`` of one parameter group, on ``home``. Arrays are flat, fp32 [slice_numel]."""
 
     def __init__(
         self,
@@ -50,14 +50,14 @@ class UnitSlices:
         config: AdamWConfig,
         moments: DiskMoments | None = None,
     ) -> None:
-        """``moments``: where they live; None is with the weights."""
+        """``moments``: the store of the moments; None: with the weights."""
         self.layout = layout
         self._moments = moments
         self._rank = rank
         self._config = config
         kept = _ARRAYS if moments is None else _ARRAYS[:1]
         self._records = [_StagedRecord(record, place, kept) for record, place in layout.records()]
-        #: ``weight``, and ``exp_avg`` and ``exp_avg_sq`` unless they live on disk, as a commit or a load passes them.
+        #: ``weight``, and ``exp_avg`` and ``exp_avg_sq`` unless they live on disk: the memory of commits and loads.
         self.host = {a: torch.empty(0) for a in kept}
         if len(self._records) == 1:
             self.host = self._records[0].arrays
@@ -71,11 +71,11 @@ class UnitSlices:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of weights and gradients, and of the moments that are kept with them."""
+        """Bytes of weights and gradients, and of moments kept with them."""
         return self.layout.slice_numel * 4 * (1 + len(self._own))
 
     def fill(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Takes this rank's part of ``parameters``, which are whole but for tables, of which they are this rank's rows."""
+        """Copies this rank's part of ``parameters``, which are whole, except divided tables, which are this rank's rows."""
         for region, kept in self.layout.slices():
             if region.gathered is Gathered.NO:
                 self.weight[kept].copy_(parameters[region.spans[0].index].detach().reshape(-1))
@@ -90,8 +90,8 @@ class UnitSlices:
                     target.copy_(whole[low - span.offset : high - span.offset])
 
     def add_gradient(self, index: int, gradient: torch.Tensor) -> None:
-        """Adds the gradient of a parameter all of which this rank has: its rows of a table, or any parameter where it is the
-        only rank.
+        """Adds the gradient of a parameter that this rank has completely: its rows of a table, or, on a single rank, any
+        parameter.
         """
         for region, kept in self.layout.slices():
             for span in region.spans:
@@ -101,11 +101,11 @@ class UnitSlices:
                     own.view(gradient.shape).add_(gradient)
 
     def sum_of_squares(self) -> float:
-        """Of the gradient, in double precision."""
+        """The sum of squares of the gradient, in double precision."""
         return float(torch.linalg.vector_norm(self.gradient, dtype=torch.float64)) ** 2
 
     def sum_of_squares_in(self, indices: Container[int]) -> tuple[float, float]:
-        """The same of the parameters in ``indices``, and of the others."""
+        """The same for the parameters in ``indices``, and for the others."""
         inside = outside = 0.0
         for region, kept in self.layout.slices():
             begin = self._rank * region.slice_numel
@@ -125,7 +125,7 @@ class UnitSlices:
     def step(self, lr: float) -> None:
         """One AdamW step with torch's fused kernel.
 
-        It is called without ``torch.optim``, whose classes import the whole of the compiler: 80 MiB and a second.
+        Called without ``torch.optim``, whose classes import the whole compiler: 80 MiB and a second.
         """
         self._steps += 1
         if self.layout.empty:
@@ -156,7 +156,7 @@ class UnitSlices:
     # Records ------------------------------------------------------------------------------------------------
 
     def save(self, store: StoreCore, step: int) -> None:
-        """Queues the write of its records; nothing may change until the commit has returned."""
+        """Queues the write of its records; the slices must not change until the commit has returned."""
         if self.layout.empty:
             return
         for name, own in self._own.items():
@@ -169,8 +169,8 @@ class UnitSlices:
             store.write_through(record.layout.key, record.groups(), step=step)
 
     def load(self, store: StoreCore, step: int, *, fresh: Collection[str] = ()) -> None:
-        """Reads the records as of the last commit, which had ``step`` optimizer steps; those of the keys ``fresh`` have
-        none, and stay as they are.
+        """Reads the records as of the last commit, which had ``step`` optimizer steps; slices of the keys ``fresh`` have
+        none, and do not change.
         """
         for record in self._records:
             if record.layout.key not in fresh:
@@ -179,7 +179,7 @@ class UnitSlices:
         self.loaded(step)
 
     def loaded(self, step: int) -> None:
-        """The arrays of ``host`` have been filled with the state after ``step`` optimizer steps."""
+        """Called when the arrays of ``host`` have been filled with the state after ``step`` optimizer steps."""
         for name, own in self._own.items():
             if own is not self.host[name]:
                 own.copy_(self.host[name])
@@ -187,7 +187,7 @@ class UnitSlices:
 
 
 class _StagedRecord:
-    """Page-aligned memory of one record's sections: ``layout``'s slices, which lie at ``place`` among the unit's."""
+    """Page-aligned memory of one record's sections: ``layout``'s slices, at offset ``place`` among the group's."""
 
     def __init__(self, layout: UnitLayout, place: slice, kept: Sequence[str]) -> None:
         self.layout = layout
@@ -199,13 +199,13 @@ class _StagedRecord:
         self.arrays = {a: tensor_of(self._buffers[a], torch.float32) for a in kept}
 
     def stage(self, unit: Mapping[str, torch.Tensor]) -> None:
-        """Takes what ``unit`` has of it, unless these are the same memory."""
+        """Copies the record's part from ``unit``, unless they share memory."""
         for name, own in self.arrays.items():
             if own is not unit[name]:
                 own.copy_(unit[name][self._place])
 
     def take(self, unit: Mapping[str, torch.Tensor]) -> None:
-        """The other way."""
+        """Copies the record's part back to ``unit``."""
         for name, own in self.arrays.items():
             if own is not unit[name]:
                 unit[name][self._place].copy_(own)
@@ -219,21 +219,22 @@ class _StagedRecord:
 
 # Moments on disk --------------------------------------------------------------------------------------------
 #
-# They pass through memory one unit at a time. A step reads a unit's moments, steps it, and queues their write; there
-# are two places, so that a write drains while the next unit is read and stepped. Between commits a record's moments
-# are overwritten where no commit refers to them, so what is durable is what the last commit held.
+# They pass through memory one group at a time. A step reads a group's moments, steps it, and queues their write; there
+# are two staging buffers, so that one is written while the next group is read and stepped. Between commits moments are
+# overwritten only in slots to which no commit refers, so the last commit stays durable.
 
 
 @dataclass(slots=True)
 class _Place:
-    """Memory for two arrays of the largest slices, from ``offset`` of the arena; ``writes`` drain out of it."""
+    """A staging buffer for two arrays of the largest slices, at ``offset`` of the arena; ``writes`` are in flight from
+    it."""
 
     offset: int
     writes: list[int] = field(default_factory=list)
 
 
 class DiskMoments:
-    """The moments of all units of a rank, of slices of at most ``largest`` elements."""
+    """The moments of all parameter groups of a rank, of slices of at most ``largest`` elements."""
 
     def __init__(self, largest: int) -> None:
         self.nbytes = moment_bytes(largest)
@@ -244,13 +245,13 @@ class DiskMoments:
         self._written: set[str] = set()
 
     def attach(self, store: StoreCore, *, written: set[str]) -> None:
-        """The records are in ``store``; those of the keys ``written`` have moments there, the others zeros."""
+        """Sets the ``store`` of the records; those of the keys ``written`` have moments there, the others zeros."""
         self._store = store
         self._written = written
 
     @contextlib.contextmanager
     def borrow(self, layout: UnitLayout, step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """``exp_avg`` and ``exp_avg_sq`` of a unit, to be changed inside; written at the end, as those of ``step``.
+        """Lends ``exp_avg`` and ``exp_avg_sq`` of a group for changes in the block; then queues their write, as of ``step``.
 
         Waits for the read. Raises RuntimeError without a store, ChecksumError, OSError.
         """
@@ -276,7 +277,7 @@ class DiskMoments:
             self._places.append(place)
 
     def ensure(self, layout: UnitLayout, step: int) -> None:
-        """Before a commit: a unit that was never stepped has moments, too."""
+        """Gives a group that was never stepped its moments before a commit."""
         if layout.key not in self._written:
             with self.borrow(layout, step):
                 pass

@@ -1,1 +1,1 @@
-"""From a training run to something to serve, in six steps (SE-MoE section 3.1)."""
+"""Makes a served model of a training run, in six stages (SE-MoE section 3.1)."""

@@ -1,4 +1,4 @@
-"""Fewer experts: how a text uses them, which belong together, what becomes of their weights, and the model that has them.
+"""Reduces the number of experts: measures their use on a text, groups them, merges their weights, and writes the model.
 
 Shapes: N tokens, D width of the model, F width of an expert, W values of one column, E experts of a layer, K experts of a
 token.
@@ -42,10 +42,10 @@ from tierstore.serve.experts import ServingPhase
 
 @dataclass(frozen=True)
 class LayerUse:
-    """What a calibration text showed of a layer of E experts.
+    """Measurements of a layer of E experts on a calibration text.
 
-    ``uses``: the routers' weights that each expert got, as a share of all; they add up to 1. ``alike``: E x E, how alike the
-    outputs of two experts are for the same tokens (mean cosine).
+    ``uses``: each expert's share of the routers' weights; the shares add up to 1. ``alike``: E x E, the similarity of two
+    experts' outputs for the same tokens (mean cosine).
     """
 
     uses: tuple[float, ...]
@@ -62,8 +62,8 @@ Groups = tuple[tuple[int, ...], ...]
 def groups_of(layer: LayerUse, count: int, method: Method) -> Groups:
     """``count`` groups of experts, each of which becomes one; in the order of their first expert, ascending within.
 
-    Pruning: groups of one, the most used. Merging: again and again the two groups that lose the least by it become one;
-    of equals, the first.
+    Pruning keeps the most used experts, each a group of its own. Merging repeatedly joins the two groups that lose the least
+    by it; among equals, the first.
     """
     experts = range(len(layer.uses))
     if method is Method.PRUNE:
@@ -78,20 +78,20 @@ def groups_of(layer: LayerUse, count: int, method: Method) -> Groups:
 
 
 def _loss(layer: LayerUse, one: Sequence[int], other: Sequence[int]) -> float:
-    """What is lost when two groups become one: how much their outputs differ, times the use of the less used."""
+    """The loss of joining two groups: the difference of their outputs, times the use of the less used."""
     pairs = [layer.alike[a][b] for a in one for b in other]
     differs = 1.0 - sum(pairs) / len(pairs)
     use = min(sum(layer.uses[a] for a in one), sum(layer.uses[b] for b in other))
     return differs * use
 
 
-#: Columns less alike than this are not averaged: the mean of two that do different things does neither.
+#: Columns less similar than this are not averaged: the mean of two different functions approximates neither.
 LEAST_ALIKE = 0.5
 
 
 def columns_of(shape: ExpertShape, flat: Tensor) -> tuple[Tensor, Tensor]:
-    """The columns (F, W) of an expert: what feeds the activation, its biases, and what leaves it; and the bias behind them,
-    which belongs to none (empty without one).
+    """The columns (F, W) of an expert: the weights into the activation, its biases, and the weights out of it; and the
+    output bias, which belongs to no column (empty without one).
     """
     views = shape.views(flat)
     gates = shape.inner_rows // shape.d_ff
@@ -101,7 +101,7 @@ def columns_of(shape: ExpertShape, flat: Tensor) -> tuple[Tensor, Tensor]:
     bias, end = views.inner_bias, views.down_bias
     assert bias is not None
     assert end is not None
-    inner = views.inner.T.reshape(shape.d_ff, gates * shape.d_model)  # gate and up take turns
+    inner = views.inner.T.reshape(shape.d_ff, gates * shape.d_model)  # gate and up are interleaved
     return torch.cat([inner, bias.view(shape.d_ff, gates), views.down], 1), end
 
 
@@ -125,8 +125,8 @@ def expert_of(shape: ExpertShape, columns_FW: Tensor, bias: Tensor) -> Tensor:
 
 
 def partners(base_FW: Tensor, other_FW: Tensor) -> tuple[Tensor, Tensor]:
-    """For each column of ``base``, the column of ``other`` it goes with, each with one (int64 (F,)), and how alike they are
-    (cosine, (F,)): greedily, the most alike first, ties by position.
+    """A one-to-one matching: for each column of ``base`` its column of ``other`` (int64 (F,)), and their similarity (cosine,
+    (F,)). Greedy, the most similar first, ties by position.
     """
     alike_FF = functional.normalize(base_FW, dim=1) @ functional.normalize(other_FW, dim=1).T
     count = len(base_FW)
@@ -146,8 +146,8 @@ def partners(base_FW: Tensor, other_FW: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def merge(shape: ExpertShape, experts: list[Tensor], uses: list[float]) -> Tensor:
-    """One expert of several (flat, fp32): columns that go together become their mean, weighted by use. A column without a
-    counterpart stays that of the expert that is used most, which is the first of equals.
+    """Merges several experts (flat, fp32) into one: matched columns become their mean, weighted by use. A column without a
+    counterpart is taken from the most used expert, among equals the first.
     """
     first = max(range(len(experts)), key=lambda index: uses[index])
     base_FW, bias = columns_of(shape, experts[first])
@@ -166,17 +166,17 @@ def merge(shape: ExpertShape, experts: list[Tensor], uses: list[float]) -> Tenso
     return expert_of(shape, sum_FW / weight_F, bias_sum / bias_weight)
 
 
-#: Tokens of each window whose outputs of all experts are compared.
+#: Tokens of each window for which the outputs of all experts are compared.
 SAMPLED = 64
 
 
 def calibrate(
     teacher: Teacher, windows: Iterable[Tensor], *, passed: Callable[[], None] = lambda: None
 ) -> dict[int, LayerUse]:
-    """By layer, what ``teacher`` does with ``windows`` (each (T,)); ``passed`` is called after each.
+    """Measures ``teacher`` on ``windows`` (each (T,)), by layer; ``passed`` is called after each window.
 
-    Use is the sum of the routers' weights. Outputs are compared on some tokens of each window, of all experts, whether they
-    were routed there or not. Raises ChecksumError, OSError.
+    Use is the sum of the routers' weights. The outputs of all experts are compared on some tokens of each window, whether
+    or not the tokens are routed to them. Raises ChecksumError, OSError.
     """
     spec, experts = teacher.parts.spec, teacher.parts.experts
     weight_LE = {layer: torch.zeros(spec.experts, dtype=torch.float64) for layer in spec.moe_layers}
@@ -213,7 +213,7 @@ def calibrate(
 
 @torch.no_grad()
 def _cosines(spec: ModelSpec, leases: Iterable[ExpertLease], x_ND: Tensor) -> Tensor:
-    """How alike the outputs of all experts for ``x`` are: cosines (E, E), summed over its tokens."""
+    """The similarity of all experts' outputs for ``x``: cosines (E, E), summed over its tokens."""
     work = Workspace(spec.expert_shape, len(x_ND), x_ND)
     out_END = x_ND.new_empty(spec.experts, *x_ND.shape)
     for lease in leases:
@@ -223,18 +223,16 @@ def _cosines(spec: ModelSpec, leases: Iterable[ExpertLease], x_ND: Tensor) -> Te
     return torch.einsum("and,bnd->ab", unit_END, unit_END).double()
 
 
-#: Under which names configurations count the experts of a layer.
+#: Configuration keys that give the number of experts of a layer.
 COUNTED = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _ROUTER = re.compile(r"^model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.(?:gate|router)\.")
 
 
 def check_count(manifest: Manifest, config: Mapping[str, Any], count: int) -> None:
-    """Raises ConfigError where no model of this kind has ``count`` experts a layer."""
+    """Raises ConfigError if this kind of model cannot have ``count`` experts a layer."""
     experts = manifest.experts
     if count > experts.count:
-        raise ConfigError(
-            f"--experts: expected at most the {experts.count} experts that there are, got {count}"
-        )
+        raise ConfigError(f"--experts: expected at most {experts.count}, the model's own number, got {count}")
     if count < experts.top_k:
         raise ConfigError(
             f"--experts: expected at least {experts.top_k}, since each token is sent to {experts.top_k} experts "
@@ -247,7 +245,7 @@ def check_count(manifest: Manifest, config: Mapping[str, Any], count: int) -> No
         )
     if not _counts(config, experts.count):
         raise ConfigError(
-            f"config.json: none of {', '.join(COUNTED)} says {experts.count}, the number of experts"
+            f"config.json: expected one of {', '.join(COUNTED)} to be {experts.count}, the number of experts"
         )
 
 
@@ -257,7 +255,7 @@ def write_student(
     """Writes the model of the frozen ``store``, with the experts of ``groups`` in each layer, to the new directory
     ``checkpoint``, in the type of the store.
 
-    Raises ConfigError, StoreError, OSError; on a failure there is nothing at ``checkpoint``.
+    Raises ConfigError, StoreError, OSError; after a failure nothing exists at ``checkpoint``.
     """
     spec = stored_spec(store)
     if spec is None:
@@ -307,8 +305,8 @@ def is_router(manifest: Manifest, entry: ParameterEntry) -> bool:
 
 
 class MergedWeights:
-    """``weights`` with the experts of ``groups`` (``ModelWeights``): each expert, and each row of a router, is that of its
-    group, weighted by ``uses``.
+    """``weights`` with one expert for each of ``groups`` (``ModelWeights``): experts and router rows are the means of their
+    groups, weighted by ``uses``.
     """
 
     def __init__(
@@ -348,7 +346,7 @@ class MergedWeights:
         return {**self._weights.small, BUFFERS_KEY: pack_arrays(arrays)}
 
     def expert_fp32(self, layer: int, expert: int, experts: int) -> Floats:
-        """Of the group ``expert``; valid until the next one is read."""
+        """Weights of the group ``expert``; valid until the next one is read."""
         if self._last is not None and self._last[0] == (layer, expert):
             return self._last[1]
         members = self._groups[layer][expert]

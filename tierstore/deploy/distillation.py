@@ -1,15 +1,15 @@
-"""Stage 2: fewer experts, distilled from the model that they were made of; and their weights in fewer bits.
+"""Stage 2: reduces the experts, distils the smaller model from the original, and quantises its experts.
 
 Shapes: B windows, T tokens of each, V vocabulary.
 
-What is durable, in order: ``calibration.json``, the student's checkpoint, its store for training with the steps that it
-has committed, the checkpoint of what was distilled, the frozen store. Each is whole when it has its name, and what comes
-before it is not made again.
+Durable results, in order: ``calibration.json``, the student's checkpoint, its training store with the committed steps, the
+checkpoint of the distilled student, the frozen store. Each gets its name only when it is complete, and its predecessors are
+then not made again.
 
 The student learns from its teacher's logits. The objective is the divergence of the student's distribution of the next token
-from the teacher's, at temperature 1, plus the loss of the text's own next token. A run that was cut short goes on from its
-last commit: the windows of a step depend on its number, and the learning rate on what is done of the steps or, without a
-number of them, of the time.
+from the teacher's, at temperature 1, plus the loss of the text's own next token. An interrupted run resumes from its
+last commit: the windows of a step depend on its number, and the learning rate on the finished share of the steps or, if
+their number is not set, of the time.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ _CALIBRATED_WINDOWS = 16
 _STORE, _CHECKPOINT, _TRAINING, _EXPORTED = "store", "checkpoint", "training", "distilled"
 _PLAIN, _QUANTIZED = "plain", "quantized"
 _PROGRESS_NAME = "distillation.json"
-#: The learning rate climbs for 8 steps, and falls to this part of its largest value.
+#: The learning rate rises for 8 steps, then falls to this fraction of its largest value.
 _WARM_STEPS, _LEAST_RATE = 8, 0.05
 _CLIP_NORM = 1.0
-#: Windows of a pass that measures a loss.
+#: Windows in one pass of a loss measurement.
 _JUDGED_ROWS = 2
 
 
@@ -100,7 +100,7 @@ def _as_it_is(context: StageContext) -> StageOutput:
 
 
 def _quantized(context: StageContext, made: StageOutput, codes: CodeFormat) -> StageOutput:
-    """The experts of ``made`` in fewer bits, and the loss with them."""
+    """Quantises the experts of ``made``, and measures the loss with them."""
     source, store = context.directory / _PLAIN, context.directory / _QUANTIZED
     if not _imported(store):
         if not source.exists():
@@ -121,7 +121,7 @@ def _quantized(context: StageContext, made: StageOutput, codes: CodeFormat) -> S
 def _compressed(context: StageContext, count: int) -> StageOutput:
     config, directory, store = context.config, context.directory, context.directory / _STORE
     windows = _windows(context)
-    assert windows is not None  # a configuration with fewer experts names a text
+    assert windows is not None  # a configuration that reduces experts names a text
     with open_teacher(context.input_store, host_budget=config.host_budget) as teacher:
         found = _calibrated(context, teacher, windows)
     progress = None
@@ -160,13 +160,13 @@ def _compressed(context: StageContext, count: int) -> StageOutput:
 
 
 def _distilled(context: StageContext, count: int, found: Calibration, windows: Windows) -> DistillProgress:
-    """Leaves the checkpoint of the distilled student."""
+    """Writes the checkpoint of the distilled student."""
     config, directory = context.config, context.directory
     training, exported = directory / _TRAINING, directory / _EXPORTED
     if exported.exists():
         progress = DistillProgress.read(directory)
         if progress is None:
-            raise StoreFormatError(f"{exported}: there is no progress of the distillation it came of")
+            raise StoreFormatError(f"{exported}: the progress record of its distillation is missing")
         return progress
     if not _imported(training):
         if not (directory / _CHECKPOINT).exists():
@@ -185,7 +185,7 @@ def _distilled(context: StageContext, count: int, found: Calibration, windows: W
 
 
 def recovered_fraction(teacher: float, before: float, after: float) -> float | None:
-    """Of the loss that compression added to that of the ``teacher``; None where it added nothing."""
+    """The recovered share of the loss that compression added to the ``teacher``'s; None if it added none."""
     return (before - after) / (before - teacher) if before > teacher else None
 
 
@@ -194,7 +194,7 @@ def recovered_fraction(teacher: float, before: float, after: float) -> float | N
 
 @dataclass(frozen=True)
 class Calibration:
-    """What the text showed of the teacher: its held-out ``loss``, in nats, and by layer how its experts are used."""
+    """Measurements of the teacher on the text: its held-out ``loss``, in nats, and the use of its experts by layer."""
 
     loss: float
     uses: dict[int, LayerUse]
@@ -205,7 +205,7 @@ class Calibration:
 
     @classmethod
     def read(cls, path: Path) -> Calibration | None:
-        """None where there is none. Raises StoreFormatError."""
+        """None if there is no calibration. Raises StoreFormatError."""
 
         def parse(table: Any) -> Calibration:
             uses = {
@@ -251,7 +251,7 @@ def _windows(context: StageContext) -> Windows | None:
 
 
 def _spec(store: Path) -> HfSpec:
-    """The model that fusion has left in ``store``."""
+    """The model that fusion wrote to ``store``."""
     spec = stored_spec(store)
     if spec is None:
         raise StoreFormatError(f"{store}: no imported model")
@@ -259,7 +259,7 @@ def _spec(store: Path) -> HfSpec:
 
 
 def _imported(store: Path) -> bool:
-    """Whether an import to ``store`` has ended."""
+    """Whether an import to ``store`` is complete."""
     if not (store / IDENTITY).exists():
         return False
     state = read_states(store, IMPORT_KEY).get(OpenAt.LAST)
@@ -270,8 +270,8 @@ def _imported(store: Path) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class DistillProgress:
-    """How far a distillation has come. ``before``: the student's loss on held-out text before the first step, in nats.
-    ``trained_s`` counts the seconds of steps, in all runs; ``ended``: whether no further step is taken.
+    """The progress of a distillation. ``before``: the student's held-out loss before the first step, in nats.
+    ``trained_s``: seconds of steps in all runs; ``ended``: whether no further steps follow.
     """
 
     before: float
@@ -284,7 +284,7 @@ class DistillProgress:
 
     @classmethod
     def read(cls, directory: Path) -> DistillProgress | None:
-        """None where no step was prepared. Raises StoreFormatError."""
+        """None if no step was prepared. Raises StoreFormatError."""
         path = directory / _PROGRESS_NAME
         return read_json(path, "the progress of a distillation", lambda value: cls(**value))
 
@@ -312,7 +312,7 @@ def held_out_loss(logits: Callable[[Tensor], Tensor], held: Tensor) -> float:
 
 
 def learning_rate(config: DistillationConfig, step: int, trained_s: float) -> float:
-    """Of step ``step``: climbing first, then falling in a straight line to the end of the steps, or of the time."""
+    """The learning rate of step ``step``: rises first, then falls linearly until the end of the steps, or of the time."""
     done = step / config.steps if config.steps else trained_s / (60 * config.minutes)
     return config.rate * min(1.0, (step + 1) / _WARM_STEPS) * max(_LEAST_RATE, 1.0 - done)
 

@@ -1,11 +1,11 @@
-"""Stages 3 and 5: dense segments as graphs, and how the model is served fastest here: measured, not assumed.
+"""Stages 3 and 5: dense segments as graphs, and the fastest way to serve the model here, by measurement.
 
-**Conversion**: a graph is compiled by the process that runs it, for the processor that it runs on, so nothing of it lies in
-the directory: this stage leaves the decision, and what it found. It compiles every block once and compares the logits with
-the eager model's: graphs round in other places, which is why they are not taken unless they are requested.
+**Conversion**: a graph is compiled by the process that runs it, for its processor, so the directory contains no graph, only
+the decision and the measurements. The stage compiles every block once and compares the logits with the eager model's.
+Graphs round at other points, so they are used only on request.
 
-**Optimisation**: each way gives the same bits, so the fastest is taken: threads, and whether experts are guessed. Which
-kernels compute is decided by how the weights are kept, and is stated with it.
+**Optimisation**: all settings give the same bits, so the fastest is chosen: the number of threads, and whether experts are
+predicted. The format of the weights decides the kernels, which the record states.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ def conversion_settings(config: DeployConfig) -> Mapping[str, object]:
 def convert(context: StageContext, *, compile_graph: Callable[..., Any] | None = None) -> StageOutput:
     """``compile_graph``: makes a function of a graph and its example inputs; None for torch's compiler.
 
-    Raises CapabilityError where nothing can be compiled.
+    Raises CapabilityError if this machine cannot compile.
     """
     before, store, config = context.before[-1], context.input_store, context.config
     blocks = Manifest.read(store).layers
     if config.graphs is not Capability.ON:
         off = config.graphs is Capability.OFF
-        why = "--graphs off" if off else "graphs give other bits: --graphs on requests them"
+        why = "--graphs off" if off else "graphs give other bits: pass --graphs on to use them"
         return StageOutput(
             store=store,
             checks=before.checks,
@@ -83,19 +83,19 @@ def convert(context: StageContext, *, compile_graph: Callable[..., Any] | None =
     )
 
 
-#: A sequence: tokens of its prompt, and tokens that are decoded behind it. The first round is not counted.
+#: Prompt tokens and decoded tokens of the measured sequence. The first round is not counted.
 PROMPT_TOKENS, DECODED_TOKENS, ROUNDS = 64, 16, 3
-#: The least budget of a server, whatever memory was given.
+#: The smallest budget of a server, whatever memory was given.
 _LEAST_BUDGET = 64 << 20
 
 
 def measure(store: Path, settings: Mapping[str, object]) -> dict[str, Any]:
     """Serves one sequence of the model at ``store`` a few times, with the keys of ``ServeConfig`` in ``settings``; returns
-    medians over the rounds. ``load``: processes that ran, on average, in the minute before.
+    medians over the rounds. ``load``: the machine's load average over the minute before.
 
     Raises StoreError, BudgetError, OSError.
     """
-    gc.collect()  # models of earlier stages lie in cycles: their memory is not this one's
+    gc.collect()  # frees models of earlier stages, which are in reference cycles: their memory must not count here
     context = PROMPT_TOKENS + DECODED_TOKENS + 1
     beside = {"store": store, "device": "cpu", "batch.sequences": 1, "batch.context": context}
     with open_served(load(ServeConfig, None, {**beside, **settings})) as parts:
@@ -136,7 +136,7 @@ def optimisation_settings(config: DeployConfig) -> Mapping[str, object]:
 
 
 def optimise(context: StageContext) -> StageOutput:
-    """Takes the way that decodes fastest; of equals, the first."""
+    """Chooses the settings that decode fastest; among equals, the first."""
     before, store, config = context.before[-1], context.input_store, context.config
     placed: Any = before.figures["host_budget"]
     found: list[tuple[dict[str, object], dict[str, Any]]] = []
@@ -145,7 +145,7 @@ def optimise(context: StageContext) -> StageOutput:
             settings: dict[str, object] = {
                 "threads": threads,
                 "prefetch.predictor": predictor.value,
-                # More than all experts hold nothing more; a small budget would be all slots and no cache.
+                # A budget beyond all experts brings nothing; a small one would be all slots and no cache.
                 "host_budget": max(int(placed) + _LEAST_BUDGET, _LEAST_BUDGET),
                 "graphs.compile": _graphs(config).value,
             }
@@ -172,5 +172,5 @@ def optimise(context: StageContext) -> StageOutput:
 
 
 def _graphs(config: DeployConfig) -> Capability:
-    """Graphs change bits: they are taken only where they are requested."""
+    """Whether to use graphs: only on request, since they change bits."""
     return Capability.ON if config.graphs is Capability.ON else Capability.OFF

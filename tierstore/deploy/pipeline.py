@@ -1,8 +1,8 @@
-"""The stages one after another, from a store to a directory that is served; stopped and gone on with at any moment.
+"""Runs the stages in order, from a store to a directory that can be served; they can be stopped and resumed at any moment.
 
-They work below ``DIR.partial``, each in a directory of its own. A stage has ended when its ``stage.json`` is there. A later
-run passes over the stages that have ended with the same settings, looks whether their output is still what they
-recorded, and goes on in the one that was under way. When all have ended, the last one's directory takes the name ``DIR``.
+Each stage works in its own directory below ``DIR.partial``. It is complete once its ``stage.json`` exists. A later run skips
+stages that completed with the same settings, verifies that their output still matches its record, and resumes the stage
+that was interrupted. When all are complete, the last one's directory is renamed to ``DIR``.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ from tierstore.units import format_seconds
 
 @dataclass(frozen=True, kw_only=True)
 class DeployStage:
-    """One of the six. Its directory is its own: what a run before left there, it goes on from.
+    """One of the six stages. It resumes from the files that an earlier run left in its directory.
 
-    ``settings``: what of a configuration it depends on, as JSON has it: other settings make another output. ``run`` does
-    the work, or the rest of it; it raises DeployInterrupted at a durable point, TierstoreError, OSError. ``verify`` finds
-    the store as the checks of its record have it, or raises ChecksumError naming what differs.
+    ``settings``: the JSON form of the configuration that its output depends on. ``run`` does the work, or the rest of it;
+    it raises DeployInterrupted at a durable point, TierstoreError, OSError. ``verify`` compares the store with the checks
+    of its record, and raises ChecksumError naming the first difference.
     """
 
     name: StageName
@@ -76,13 +76,13 @@ STAGES = (
     DeployStage(name=StageName.OPTIMISATION, settings=optimisation_settings, run=optimise),
     DeployStage(name=StageName.DEPLOYMENT, settings=lambda config: {}, run=assemble),
 )
-#: What the directory of all stages is known by: no other of that name is touched.
+#: Marks the directory of all stages: a directory of that name without it is not touched.
 MARKER = ".tierstore-deploy"
 
 
 @dataclass(frozen=True)
 class Deployed:
-    """What a run leaves: the stages' records in order, and ``directory``: the result, or that of the stages."""
+    """The outcome of a run: the stages' records in order, and ``directory``: the result, or the stages' directory."""
 
     directory: Path
     records: tuple[StageRecord, ...]
@@ -100,10 +100,10 @@ def deploy(
     asked_to_stop: Callable[[], bool] = lambda: False,
     stages: Sequence[DeployStage] = STAGES,
 ) -> Deployed:
-    """Runs the stages up to ``until``, or the rest of them, and makes ``config.target`` of the last.
+    """Runs the stages up to ``until``, or all that remain; the last one's output becomes ``config.target``.
 
     Raises ConfigError, DataError, StoreError, StoreExistsError for a target that exists, StoreInUseError where another
-    process deploys to it, DeployInterrupted, OSError. A target that the same stages have made is found, and left as it is.
+    process deploys to it, DeployInterrupted, OSError. A target that the same stages have made is left as it is.
     """
     target, root = config.target, building_directory(config.target)
     if os.path.lexists(target):
@@ -133,7 +133,7 @@ def deploy(
 
 
 def _refuse_early(config: DeployConfig) -> None:
-    """Nothing for a built-in model: it is known once it is fused, and the stages refuse the same.
+    """Checks ``config`` against an imported model; a built-in one is known only after fusion, and the stages check it.
 
     Raises ConfigError for numbers of experts, blocks and positions that the model does not have, DataError for a text that
     is too short or cannot be read, StoreFormatError, OSError.
@@ -155,9 +155,9 @@ def _refuse_early(config: DeployConfig) -> None:
 
 
 def _found(config: DeployConfig, stages: Sequence[DeployStage], root: Path) -> Deployed:
-    """The target, where it is what these stages make of ``config``: a run that was killed may have left the stages behind.
+    """The target, if these stages made it of ``config``; a killed run may have left their directory beside it.
 
-    Raises StoreExistsError for anything else.
+    Raises StoreExistsError for any other target.
     """
     deployment = read_deployment(config.target)
     wanted = ""
@@ -172,7 +172,7 @@ def _found(config: DeployConfig, stages: Sequence[DeployStage], root: Path) -> D
 
 
 def _remove(root: Path) -> None:
-    """Removes the stages; the marker last, so that a run which is killed here leaves what the next one knows."""
+    """Removes the stages; the marker last, so that the next run recognises the remains if this one is killed."""
     for child in list(root.iterdir()):
         if child.is_dir():
             shutil.rmtree(child)
@@ -180,7 +180,7 @@ def _remove(root: Path) -> None:
 
 
 def stage_records(directory: Path) -> tuple[StageRecord, ...]:
-    """The stages of the deployment at ``directory`` that have ended, finished or under way, in order.
+    """The completed stages of the deployment at ``directory``, in order, whether or not it is finished.
 
     Raises StoreMissingError, StoreFormatError.
     """
@@ -191,12 +191,12 @@ def stage_records(directory: Path) -> tuple[StageRecord, ...]:
         if (root / MARKER).exists():
             found = (StageRecord.read(stage_directory(root, stage)) for stage in StageName)
             return tuple(record for record in found if record is not None)
-    raise StoreMissingError(f"{directory}: no deployment here, finished or under way")
+    raise StoreMissingError(f"{directory}: no deployment found, finished or unfinished")
 
 
 @contextlib.contextmanager
 def _working(root: Path) -> Iterator[None]:
-    """The directory of all stages, held against other processes. Raises OSError, StoreInUseError."""
+    """Locks the directory of all stages against other processes. Raises OSError, StoreInUseError."""
     if root.exists() and not (root / MARKER).exists() and any(root.iterdir()):
         raise OSError(errno.EEXIST, "needed for the stages, and something else is there", str(root))
     root.mkdir(parents=True, exist_ok=True)
@@ -214,23 +214,21 @@ def _stage(
     say: Callable[[str], None],
     asked_to_stop: Callable[[], bool],
 ) -> tuple[StageRecord, bool]:
-    """Runs ``stage``, or finds that it has ended and verifies it; and whether it ran."""
+    """Runs ``stage``, or verifies it if it is complete. Returns its record and whether it ran."""
     settings = stage.settings(config)
     wanted = fingerprint(stage.name, settings, before[-1].fingerprint if before else "")
     directory = stage_directory(root, stage.name)
     found = StageRecord.read(directory)
     if found is not None and found.fingerprint == wanted:
         stage.verify(root / found.store, found.checks)
-        say(f"{stage.name.value}: ended before, verified")
+        say(f"{stage.name.value}: complete, verified")
         return found, False
     _clear(directory, wanted)
     context = StageContext(
         config=config, root=root, stage=stage.name, before=before, say=say, asked_to_stop=asked_to_stop
     )
     if asked_to_stop():
-        raise DeployInterrupted(
-            f"stopped before stage {stage.name.value}; the same command goes on from here"
-        )
+        raise DeployInterrupted(f"stopped before stage {stage.name.value}; the same command resumes here")
     began = time.monotonic()
     output = stage.run(context)
     record = StageRecord(
@@ -252,10 +250,10 @@ _UNDER_WAY = "under-way"
 
 
 def _clear(directory: Path, wanted: str) -> None:
-    """Leaves in ``directory`` only what a run with the fingerprint ``wanted`` had begun."""
+    """Empties ``directory`` unless a run with the fingerprint ``wanted`` began it."""
     mark = directory / _UNDER_WAY
     if directory.exists() and not (mark.exists() and mark.read_text() == wanted):
-        mark.unlink(missing_ok=True)  # first: after a kill, no run takes the rest for its own
+        mark.unlink(missing_ok=True)  # removed first: after a kill, no run takes the rest for its own
         shutil.rmtree(directory)
     directory.mkdir(exist_ok=True)
     if not mark.exists():

@@ -1,16 +1,16 @@
-"""Stages 1, 4 and 6: fusion, segmentation and deployment; and what each stage checks of the store that another has left.
+"""Stages 1, 4 and 6: fusion, segmentation and deployment; and the checks of a store that another stage wrote.
 
-**Fusion**: the records and slices of all ranks, and the pairs of an adapter, become one logical model. The weights leave the
-training store as an export does it: ranks put together, missed steps replayed, low-rank pairs merged. They come back as a
-frozen store of one rank. Moments, spare slots for copy on write, and the copies of replicas stay behind. A built-in model
-leaves as the Mixtral that it is, and is one from here on.
+**Fusion**: the records and slices of all ranks, and the pairs of an adapter, become one logical model. The weights are
+exported from the training store: ranks are combined, missed steps replayed, low-rank pairs merged. The export is imported
+as a frozen store of one rank, without moments, spare slots for copy on write, and copies of replicas. A built-in model is
+exported as a Mixtral and remains one from here on.
 
-**Segmentation**: where the model will lie, by the memory that there is. Its blocks are in as few segments as the memory
-holds one at a time, balanced by bytes, or as they were given. All of the dense parameters and the experts that the rest of
-the memory holds stay resident; a segment is what the tiers bring in turn where that is not the whole model.
+**Segmentation**: divides the model to fit the memory. Its blocks form the fewest segments that fit the memory one at a time,
+balanced by bytes, or the segments given. All dense parameters, and as many experts as the remaining memory holds, stay
+resident; if that is not the whole model, the tiers load one segment after another.
 
-**Deployment**: the directory that is served. Its files are links to those of the stages before, so that it takes no space
-and the stages stay whole until it has its name.
+**Deployment**: the directory that is served. Its files are hard links to those of earlier stages, so that it takes no space
+and the stages stay complete until it has its final name.
 """
 
 from __future__ import annotations
@@ -43,11 +43,13 @@ from tierstore.units import format_bytes
 def store_checks(store: Path) -> dict[str, object]:
     """Counts, shapes and checksums over all records of the frozen store at ``store``, of one rank or several.
 
-    Everything is read and checked. Raises ChecksumError, StoreFormatError, OSError.
+    Reads and verifies every record. Raises ChecksumError, StoreFormatError, OSError.
     """
     manifest = Manifest.read(store)
     if manifest.weights is not Weights.FROZEN:
-        raise StoreFormatError(f"{store}: expected a store of weights alone, found {manifest.weights.value}")
+        raise StoreFormatError(
+            f"{store}: expected a frozen store (weights only), found {manifest.weights.value}"
+        )
     directories = rank_directories(store) or [store]
     records, sums = 0, []
     for directory in directories:
@@ -69,15 +71,17 @@ def store_checks(store: Path) -> dict[str, object]:
 
 
 def verify_checks(store: Path, wanted: Mapping[str, object]) -> None:
-    """Compares ``store_checks`` with those that were recorded. Raises ChecksumError naming the first that differs."""
+    """Compares ``store_checks`` with the recorded ones. Raises ChecksumError naming the first difference."""
     found = store_checks(store)
     for name, value in wanted.items():
         if name in found and found[name] != value:
-            raise ChecksumError(f"{store}: {name}: {found[name]}, and its stage recorded {value}")
+            raise ChecksumError(
+                f"{store}: {name}: expected {value}, as its stage recorded, found {found[name]}"
+            )
 
 
 def bytes_on_disk(directory: Path) -> int:
-    """Bytes that the files below ``directory`` take."""
+    """Disk space of the files below ``directory``, in bytes."""
     return sum(path.stat().st_blocks * 512 for path in directory.rglob("*") if path.is_file())
 
 
@@ -85,7 +89,7 @@ _STORE, _CHECKPOINT = "store", "checkpoint"
 
 
 def fusion_settings(config: DeployConfig) -> Mapping[str, object]:
-    """The store at its last commit: another commit of it is another model."""
+    """Identifies the store at its last commit: each commit is another model."""
     dtype = _export_dtype(config)
     return {"source": source_fingerprint(config.store), "dtype": None if dtype is None else dtype.value}
 
@@ -124,9 +128,9 @@ def fuse(context: StageContext) -> StageOutput:
 def refrozen(
     checkpoint: Path, store: Path, context: StageContext, *, codes: CodeFormat | None = None
 ) -> None:
-    """Imports ``checkpoint`` frozen to ``store``, or resumes that; on a request to stop, it stops after the next record.
+    """Imports ``checkpoint`` as a frozen ``store``, or resumes the import; a request to stop waits for the next record.
 
-    ``codes``: how its experts are quantised; None where they are not.
+    ``codes``: the quantisation of its experts; None for none.
     """
     import_model(
         checkpoint,
@@ -137,13 +141,13 @@ def refrozen(
 
 
 def source_fingerprint(store: Path) -> str:
-    """Tells a job's stores at their last commits from all others. Raises StoreMissingError, StoreFormatError."""
+    """Identifies a job's stores at their last commits. Raises StoreMissingError, StoreFormatError."""
     directories = rank_directories(store) or [store]
     digest = hashlib.sha256()
     for directory in directories:
         identity = directory / IDENTITY
         if not identity.exists():
-            raise StoreMissingError(f"{directory}: no store here")
+            raise StoreMissingError(f"{directory}: no store found")
         digest.update(identity.read_bytes())
         state = read_states(directory, STATE_KEY).get(OpenAt.LAST)
         position = -1
@@ -154,14 +158,14 @@ def source_fingerprint(store: Path) -> str:
 
 
 def _codes_of(config: DeployConfig) -> CodeFormat | None:
-    """Experts that came quantised stay so, unless other weights are asked for."""
+    """The quantisation of experts: that of the source, unless other weights are requested."""
     if config.compression.weights is not None or not _imported(config.store):
         return None
     return Manifest.read(config.store).codes
 
 
 def _export_dtype(config: DeployConfig) -> ExportDtype | None:
-    """The type that was asked for, or that products have; None for a built-in model, whose export knows it."""
+    """The requested type, or the compute type; None for a built-in model, whose export determines it."""
     weights = config.compression.weights
     if weights is not None and not weights.quantized:
         return ExportDtype(weights.value)
@@ -180,13 +184,13 @@ def _imported(store: Path) -> bool:
     return (store / MODEL_DIRECTORY / MANIFEST_NAME).exists()
 
 
-#: What one decoder block takes in memory, in bytes: dense parameters, and experts.
+#: Memory of one decoder block, in bytes: dense parameters, and experts.
 BlockBytes = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Blocks ``first`` to ``last``, and what they take, in bytes."""
+    """Blocks ``first`` to ``last``, and their memory in bytes."""
 
     first: int
     last: int
@@ -195,7 +199,7 @@ class Segment:
 
 
 def block_bytes(manifest: Manifest, expert_bytes: int) -> list[BlockBytes]:
-    """Of each decoder block; the embedding counts with the first, the head with the last. ``expert_bytes``: of one."""
+    """Memory of each decoder block; the embedding counts with the first, the head with the last. ``expert_bytes``: one's."""
     dense = []
     for unit in manifest.units:
         narrow = sum(p.numel for p in unit.parameters if manifest.narrow(p) is Narrow.YES)
@@ -210,7 +214,7 @@ def block_bytes(manifest: Manifest, expert_bytes: int) -> list[BlockBytes]:
 
 
 def balanced(sizes: Sequence[int], count: int) -> list[int]:
-    """The first block of each of ``count`` segments, so that the largest is as small as can be; of equals, the first cut.
+    """The first block of each of ``count`` segments, so that the largest is as small as possible; of equals, the first cut.
 
     Raises ConfigError for more segments than blocks.
     """
@@ -240,10 +244,10 @@ def balanced(sizes: Sequence[int], count: int) -> list[int]:
 
 
 def fewest(sizes: Sequence[int], memory: int) -> int:
-    """How many segments there are at least, where each fits ``memory``. Raises BudgetError for a block that does not."""
+    """The fewest segments that each fit ``memory``. Raises BudgetError for a block that does not fit."""
     if max(sizes) > memory:
         raise BudgetError(
-            f"--memory: {format_bytes(memory)} do not hold one block; the minimum is {max(sizes)} bytes "
+            f"--memory: {format_bytes(memory)} are too little for one block; the minimum is {max(sizes)} bytes "
             f"({format_bytes(max(sizes))})"
         )
     count, filled = 1, 0
@@ -255,7 +259,7 @@ def fewest(sizes: Sequence[int], memory: int) -> int:
 
 
 def cut(blocks: Sequence[BlockBytes], firsts: Sequence[int]) -> list[Segment]:
-    """The segments that begin with the blocks ``firsts``. Raises ConfigError for one that is not there."""
+    """The segments that begin with the blocks ``firsts``. Raises ConfigError for a block that does not exist."""
     if list(firsts) != sorted(set(firsts)) or not firsts or firsts[0] != 0 or firsts[-1] >= len(blocks):
         raise ConfigError(
             f"--segments: expected first blocks ascending from 0, below {len(blocks)}, got {tuple(firsts)}"
@@ -316,7 +320,7 @@ def segment(context: StageContext) -> StageOutput:
 
 
 def _expert_bytes(store: Path) -> int:
-    """What one expert takes in memory: its record as stored. Raises StoreFormatError."""
+    """Memory of one expert in bytes: its record as stored. Raises StoreFormatError."""
     for schema in read_schemas(store):
         if schema.name == EXPERT_SCHEMA:
             return sum(section.nbytes for section in schema.layout(Group.WEIGHTS).sections)
@@ -329,13 +333,13 @@ def assemble(context: StageContext) -> StageOutput:
         shutil.rmtree(store)
     link_tree(context.input_store, store)
     verify_checks(store, before.checks)
-    profile = before.figures.get("profile")  # what the optimisation measured of the way that it chose
+    profile = before.figures.get("profile")  # the optimisation's measurements of the settings that it chose
     figures = {"bytes_on_disk": bytes_on_disk(store), **(profile if isinstance(profile, dict) else {})}
     return StageOutput(store=store, checks=before.checks, figures=figures)
 
 
 def link_tree(source: Path, target: Path) -> None:
-    """``target`` with the files of ``source``, each a link to the same bytes; on disk when this returns. Raises OSError."""
+    """Makes ``target`` with hard links to the files of ``source``, durably. Raises OSError."""
     target.mkdir()
     for child in sorted(source.iterdir()):
         if child.is_dir():

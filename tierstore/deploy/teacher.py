@@ -1,8 +1,8 @@
-"""A stored model that only answers, and windows of tokens for it.
+"""A stored model for inference only, and windows of tokens for it.
 
 Shapes: B or W windows, T tokens of each, V vocabulary.
 
-It is served as ``tierstore serve`` serves it: its experts come from their tiers, within a budget.
+As under ``tierstore serve``, its experts are read from their tiers within a budget.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Teacher:
 
     @torch.no_grad()
     def logits(self, tokens_BT: Tensor) -> Tensor:
-        """(B, T, V), in the type that the model computes in. Raises ChecksumError, OSError."""
+        """Logits (B, T, V), in the compute type. Raises ChecksumError, OSError."""
         self.parts.experts.begin(ServingPhase.PREFILL, tokens_BT.numel())
         self.model.begin_forward()
         logits: Tensor = self.model.module(input_ids=tokens_BT, use_cache=False).logits
@@ -63,7 +63,7 @@ def open_teacher(store: Path, *, host_budget: int, threads: int = 0) -> Iterator
         yield Teacher(parts)
 
 
-#: Of this many windows the last is held out.
+#: One window in this many, the last, is held out.
 _EVERY = 16
 
 
@@ -88,7 +88,7 @@ class Windows:
 def read_windows(paths: Sequence[Path], tokenizer: Path | None, *, length: int, held_out: int) -> Windows:
     """The windows of ``length`` tokens of the files ``paths`` one after another, at most ``held_out`` of them held out.
 
-    ``tokenizer``: the directory of the model's, with which files are read as training reads them; None reads bytes. Raises
+    ``tokenizer``: the directory of the model's tokenizer, used as in training; None reads bytes. Raises
     DataError naming the file, ConfigError, OSError.
     """
     for path in paths:
@@ -113,7 +113,7 @@ def read_windows(paths: Sequence[Path], tokenizer: Path | None, *, length: int, 
 
 
 def _tokens(config: DataConfig, tokenizer: DocumentTokenizer) -> Tensor:
-    """Of all documents, with an empty line between them."""
+    """The tokens of all documents, with an empty line between them."""
     texts: list[str] = []
     for path in text_files(config):
         for one in documents(path, config, lambda nbytes: None):

@@ -1,4 +1,4 @@
-"""Models of transformers: import, training in somebody else's loop, export. Needs the extra ``[hf]``."""
+"""Hugging Face models: import, training in the caller's own loop, export. Needs the extra ``[hf]``."""
 
 from __future__ import annotations
 

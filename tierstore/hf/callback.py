@@ -36,7 +36,7 @@ class TieredCallback(TrainerCallback):
         tiered.model.save_pretrained = self._save
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Refuses arguments under which ``Trainer`` would do something else than it says."""
+        """Raises StepError for another optimizer, and for arguments that ``Trainer`` cannot carry out over a store."""
         held = others.get("optimizer")
         if getattr(held, "optimizer", held) is not self._optimizer:
             raise StepError(
@@ -44,24 +44,24 @@ class TieredCallback(TrainerCallback):
             )
         if (args.max_grad_norm or 0.0) != (self._optimizer.max_grad_norm or 0.0):
             raise StepError(
-                f"max_grad_norm: {args.max_grad_norm} in the training arguments, and {self._optimizer.max_grad_norm} in the "
-                "optimizer, which clips; say the same in both (0 and None clip nothing)"
+                f"max_grad_norm: {args.max_grad_norm} in the training arguments, but {self._optimizer.max_grad_norm} in the "
+                "optimizer, which does the clipping; set both to the same value (0 and None clip nothing)"
             )
         if args.load_best_model_at_end:
             raise StepError(
-                "load_best_model_at_end: a store goes on from its last commit, and has no other to load"
+                "load_best_model_at_end: a store keeps only its last commit, so no earlier model can be loaded"
             )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Behind this event ``Trainer`` may make a checkpoint."""
+        """``Trainer`` may write a checkpoint after this event."""
         self._control = control
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """A pass has ended: ends it for the store too, and finds what it left out."""
+        """A pass has ended: ends it for the store too, and checks that the pass was complete."""
         self._tiered.watch.settle()
         if not self._optimizer.is_open:
             raise StepError(
-                "Trainer: a substep ended in no step: its forward pass was no pass of the tiered model"
+                "Trainer: a substep ended with no step open: its forward pass did not go through the tiered model"
             )
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **others: Any) -> None:
@@ -69,7 +69,7 @@ class TieredCallback(TrainerCallback):
         self.on_substep_end(args, state, control)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """``optimizer.step()`` was called, or a scaler has skipped it: then the step is given up."""
+        """``optimizer.step()`` was called, or a scaler skipped it; a skipped step is abandoned."""
         self._optimizer.abandon()
 
     def on_log(

@@ -27,7 +27,7 @@ from tierstore.errors import DataError, TierstoreError
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
-#: As safetensors itself has it.
+#: The same limit as in the package safetensors.
 MAX_HEADER_BYTES = 100_000_000
 #: Direct reads begin and end at multiples of this, in the file and in memory.
 ALIGNMENT = 4096
@@ -78,13 +78,13 @@ class TensorInfo:
 
 
 def refuse_pointer(path: Path, start: bytes) -> None:
-    """Raises DataError where ``start``, the first bytes of ``path``, are those of a git-lfs pointer."""
+    """Raises DataError if ``start``, the first bytes of ``path``, begins a git-lfs pointer."""
     if start.startswith(b"version "):
-        raise DataError(f"{path}: a git-lfs pointer, not the file itself: git lfs pull fetches it")
+        raise DataError(f"{path}: a git-lfs pointer, not the file itself; git lfs pull fetches the file")
 
 
 def read_object(path: Path, wrong: type[TierstoreError]) -> dict[str, Any]:
-    """The JSON object in ``path``. Raises ``wrong`` where there is none, DataError for a git-lfs pointer, OSError."""
+    """The JSON object in ``path``. Raises ``wrong`` if the file holds none, DataError for a git-lfs pointer, OSError."""
     content = path.read_bytes()
     refuse_pointer(path, content)
     try:
@@ -120,7 +120,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     table = _parse(path, raw)
     metadata = table.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise DataError(f"{path}: __metadata__: expected an object of texts")
+        raise DataError(f"{path}: __metadata__: expected an object whose values are strings")
     infos = [_info(path, name, value, 8 + length) for name, value in table.items()]
     infos.sort(key=lambda info: (info.offset, info.nbytes))
     at = 8 + length
@@ -245,8 +245,8 @@ class Checkpoint:
         return sorted(path.name for path in self.directory.glob("*.safetensors") if path.name not in own)
 
     def fingerprint(self) -> str:
-        """SHA-256 over the configuration, all headers and samples of the values: tells this checkpoint from others
-        without reading it. It does not depend on where it lies.
+        """SHA-256 over the configuration, all headers and samples of the values: identifies the checkpoint without reading
+        all of it. The path of the checkpoint has no influence.
         """
         digest = hashlib.sha256()
         config = self.directory / "config.json"
@@ -289,35 +289,35 @@ def _no_checkpoint(directory: Path) -> str:
     pickled = next((name for name in names if name.endswith(_PICKLES)), None)
     if pickled is not None:
         return (
-            f"{directory / pickled}: pickled weights run code when they are read, so they are refused; convert them "
-            f"where you trust them: AutoModelForCausalLM.from_pretrained({str(directory)!r}).save_pretrained(OUT) "
+            f"{directory / pickled}: pickled weights can run code when they are loaded, so they are refused; convert them "
+            f"if you trust them: AutoModelForCausalLM.from_pretrained({str(directory)!r}).save_pretrained(OUT) "
             "writes safetensors"
         )
     loose = next((name for name in names if name.endswith(".safetensors")), None)
     if loose is not None:
-        return f"{directory}: {INDEX_NAME} is missing, which says what {loose} and the other files hold"
-    return f"{directory}: neither {SINGLE_NAME} nor {INDEX_NAME} here"
+        return f"{directory}: {INDEX_NAME} is missing; it lists the tensors of {loose} and of the other files"
+    return f"{directory}: expected {SINGLE_NAME} or {INDEX_NAME}, found neither"
 
 
 # Reading ----------------------------------------------------------------------------------------------------
 
 
 class ReadWindow:
-    """Page-aligned memory that reads go through; one for each thread that reads. It grows to the largest read."""
+    """Page-aligned read buffer; each reading thread has its own. It grows to the largest read."""
 
     def __init__(self) -> None:
         self._memory: mmap.mmap | None = None
 
     def take(self, nbytes: int) -> memoryview:
-        """At least ``nbytes`` of it. What was taken before is overwritten."""
+        """At least ``nbytes`` of the buffer. Views returned earlier are overwritten."""
         if self._memory is None or len(self._memory) < nbytes:
             self._memory = mmap.mmap(-1, -(-nbytes // ALIGNMENT) * ALIGNMENT)
         return memoryview(self._memory)
 
 
 class TensorReader:
-    """Reads bytes of tensors past the page cache: with O_DIRECT, or where the file system has none, dropping the pages
-    behind it. Any number of threads may read, each through a ``ReadWindow`` of its own. A context manager.
+    """Reads bytes of tensors past the page cache: with O_DIRECT or, if the file system does not support it, by dropping the
+    pages after each read. Any number of threads may read, each through a ``ReadWindow`` of its own. A context manager.
     """
 
     def __init__(self) -> None:
@@ -369,7 +369,7 @@ class TensorReader:
         return got
 
     def _fill_buffered(self, path: Path, memory: memoryview, offset: int, wanted: int) -> int:
-        """From now on: the file was opened for direct reads, and does not take them."""
+        """Fills ``memory`` through the page cache, as all later reads of the file do: direct reads of it have failed."""
         with self._lock:
             fd, direct = self._files[path]
             if direct:

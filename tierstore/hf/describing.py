@@ -1,5 +1,5 @@
-"""What a configuration says of a model: every parameter, by building it in transformers without any memory; how long its
-texts may be. The package transformers is imported when it is first needed, or there is one clear error.
+"""The model that a configuration describes: all parameters, found by building it in transformers on the meta device, and
+the longest text that it takes. The package transformers is imported on first use; if it is missing, one error says so.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TRANSFORMERS = ((5, 7), (6, 0))
 
 
 def transformers(purpose: str = "a model of Hugging Face") -> Any:
-    """The package transformers. Raises CapabilityError when it is missing, or of a release that does not fit."""
+    """The package transformers. Raises CapabilityError if it is missing or its release is not supported."""
     module = require_package("transformers", purpose)
     found = tuple(int(part) for part in module.__version__.split(".")[:2] if part.isdigit())
     low, high = TRANSFORMERS
@@ -50,7 +50,7 @@ def transformers(purpose: str = "a model of Hugging Face") -> Any:
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Keeps what transformers would log from stderr, but errors."""
+    """Hides transformers' log messages below the level of errors."""
     logging = transformers().utils.logging
     before = logging.get_verbosity()
     logging.set_verbosity_error()
@@ -61,9 +61,9 @@ def quiet_transformers() -> Iterator[None]:
 
 
 CONFIG_NAME = "config.json"
-#: Keys of a config.json that tell of files: how weights lie in them, and where code is.
+#: Keys of a config.json about files: how weights are stored, and where code is.
 FILE_KEYS = ("quantization_config", "auto_map")
-#: Keys that tell what a forward pass returns. Ours ask for what they use, and so leave these out.
+#: Keys that choose what a forward pass returns. Passes here request their outputs themselves, so these keys are dropped.
 OUTPUT_KEYS = (
     "output_attentions",
     "output_cross_attentions",
@@ -74,7 +74,7 @@ OUTPUT_KEYS = (
     "use_cache",
     "use_return_dict",
 )
-#: Counts of a configuration, and the most of each: there is no model without one, and all layers and experts are walked.
+#: Counts in a configuration, and the upper bound of each (the lower is 1); loops run over all layers and experts.
 _COUNTS = {
     "num_hidden_layers": 10_000,
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 1 << 16),
@@ -89,7 +89,7 @@ _COUNTS = {
         1 << 31,
     ),
 }
-#: What transformers raises for a configuration that describes no model.
+#: The exceptions that transformers raises for a configuration that describes no model.
 _UNBUILDABLE = (
     *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, MemoryError),
     *(RuntimeError, TypeError, ValueError),
@@ -126,7 +126,7 @@ def describe_config(
     modules = dict(experts_modules(model))
     layers = int(parsed.num_hidden_layers)
     owned = {id(parameter) for module in modules.values() for parameter in module.parameters()}
-    #: What transformers keeps in fp32 when it loads the model in bf16.
+    #: The parameters that transformers keeps in fp32 when it loads the model in bf16.
     wide: tuple[str, ...] = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
 
     def entry(name: str, value: torch.Tensor) -> ParameterEntry:
@@ -167,13 +167,13 @@ def describe_config(
 
 
 def quantization_of(config: Mapping[str, Any], *, where: str) -> Quantization:
-    """How the weights of this configuration are kept. Raises ConfigError for a way that is not known."""
+    """How the checkpoint of this configuration stores weights. Raises ConfigError for an unknown quantisation."""
     settings = config.get("quantization_config")
     method = settings.get("quant_method", "unnamed") if isinstance(settings, Mapping) else None
     if method not in _QUANTIZED:
         raise ConfigError(
-            f"{where}: quantization_config: expected weights that are not quantised, fp8 by blocks or mxfp4, got "
-            f"{method!r}; import the model that it was made of"
+            f"{where}: quantization_config: expected unquantised weights, fp8 by blocks or mxfp4, got "
+            f"{method!r}; import the unquantised model that it was made from"
         )
     found = _QUANTIZED[method]
     if found is Quantization.FP8_BLOCKS and settings is not None:
@@ -203,7 +203,7 @@ def _build(config: Mapping[str, Any], compute: ComputeDtype, where: str) -> tupl
     except ConfigError:
         raise
     except Exception as error:
-        # huggingface_hub checks the types of fields with errors of its own.
+        # huggingface_hub checks the types of fields and raises its own errors.
         theirs = type(error).__module__.split(".")[0] in ("huggingface_hub", "transformers")
         if not (theirs or isinstance(error, _UNBUILDABLE)):
             raise
@@ -215,7 +215,7 @@ def _build(config: Mapping[str, Any], compute: ComputeDtype, where: str) -> tupl
 
 
 def _check_counts(config: Mapping[str, Any], where: str) -> None:
-    """Raises ConfigError for numbers that transformers fails at, or loops over without end."""
+    """Raises ConfigError for numbers at which transformers fails or loops without end."""
     for name, most in _COUNTS.items():
         value = config.get(name)
         if isinstance(value, int) and not 1 <= value <= most:
@@ -226,7 +226,7 @@ def _check_counts(config: Mapping[str, Any], where: str) -> None:
 
 
 def ignored_attention(cls: Any, parsed: Any) -> str | None:
-    """What attention ``parsed`` asks for that ``cls`` cannot compute here: it is then left to transformers. Else None."""
+    """The attention that ``parsed`` requests and ``cls`` lacks here (transformers then chooses another), or None."""
     asked = parsed._attn_implementation
     if asked in (None, "eager") or (asked == "sdpa" and cls._supports_sdpa):
         return None
@@ -271,7 +271,7 @@ def unit_of(name: str) -> str:
 
 
 def text_positions(config: Mapping[str, Any]) -> int:
-    """The most positions of a text by ``config``, the values of a config.json; 0 where they do not say it.
+    """The most positions of a text by ``config``, the values of a config.json; 0 if it states none.
 
     A kind of rotary embedding that stretches positions gives its factor times the original ones, whether
     ``max_position_embeddings`` has been multiplied (DeepSeek) or not (Qwen's recipe); those that name no original positions
@@ -287,11 +287,10 @@ def text_positions(config: Mapping[str, Any]) -> int:
 
 
 def cached_positions(config: Mapping[str, Any]) -> int:
-    """The same of a text that is continued from a cache of its keys.
+    """The most positions of a text that is continued from a key-value cache.
 
-    Where frequencies depend on a text's length beyond its original positions (longrope, dynamic), all of its keys are
-    computed with those of its length: a cache cannot go from one to the other, so that the original positions are what
-    there is.
+    With longrope and dynamic scaling, frequencies change once a text exceeds the original positions, and all its keys must
+    be computed with the new frequencies. Cached keys have the old ones, so the original positions are the limit.
     """
     most = int(config.get("max_position_embeddings") or 0)
     original = [

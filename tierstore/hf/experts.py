@@ -1,10 +1,10 @@
-"""Experts of a transformers module: computed where they are leased, and balanced as the family has it.
+"""Experts of a transformers module: computed from leased weights, and balanced by the family's own method.
 
 Shapes: T tokens, K experts a token, E experts of a layer, D width of the model, F width of an expert.
 
 transformers keeps a layer's experts in one module, called with the tokens, the experts that each was routed to and
-their weights, and lets a third party compute it. Ours has no parameters: an :class:`ExpertLayer` that is bound to the
-module leases each expert from an :class:`~tierstore.moe.source.ExpertSource`. The results, and the gradients, have the
+their weights, and lets other packages compute it. Here the module has no parameters: an :class:`ExpertLayer` bound to it
+leases each expert from an :class:`~tierstore.moe.source.ExpertSource`. The results, and the gradients, have the
 bits of transformers' own ``grouped_mm`` on a CPU.
 
 An auxiliary loss or a bias on the choice balances them; families with neither (DeepSeek-V2) are not balanced. Padding
@@ -62,11 +62,11 @@ class ExpertLoads:
         self.under_way = ForwardLoads()
 
     def begin(self, mask_BT: Tensor | None = None) -> None:
-        """A forward pass begins; its tokens lie as those of ``mask_BT``."""
+        """A forward pass begins; its tokens are laid out as in ``mask_BT``."""
         self.under_way = ForwardLoads(mask_T=None if mask_BT is None else mask_BT.flatten())
 
     def counted(self, expert_TK: Tensor) -> Tensor:
-        """Those of ``expert_TK`` that tokens were routed to, and not padding."""
+        """The entries of ``expert_TK`` that belong to tokens, not to padding."""
         mask_T = self.under_way.mask_T
         return expert_TK if mask_T is None else expert_TK[mask_T]
 
@@ -74,7 +74,7 @@ class ExpertLoads:
         self.under_way.by_layer[layer] = load_E
 
     def of(self, layer: int) -> Tensor | None:
-        """None: no forward pass has reached the layer."""
+        """None if no forward pass has reached the layer."""
         return self.under_way.by_layer.get(layer)
 
     def all(self) -> tuple[Tensor, ...]:
@@ -84,7 +84,7 @@ class ExpertLoads:
 
 
 class ExpertLayer:
-    """What computes the experts of decoder layer ``layer``."""
+    """Computes the experts of decoder layer ``layer``."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class ExpertLayer:
             counted_E = torch.bincount(counted_TK.reshape(-1), minlength=self.experts)
         if own_E.numel() > self.experts:
             raise ValueError(f"layer {self.layer}: routed to expert {own_E.numel() - 1} of {self.experts}")
-        # Tensor-parallel ranks have the tokens of one process, and sort them alike.
+        # Tensor-parallel ranks have the same tokens and sort them in the same order.
         together = self._mesh is not None and self._mesh.data.size > 1
         plan = dispatch(expert_TK, own_E, RowOrder.TOKENS if together else RowOrder.SORTED)
         rows, load_E = self._rows(plan, own_E, counted_E)
@@ -144,7 +144,7 @@ class ExpertLayer:
         """The way of the rows, and the sum of ``counted_E`` over data ranks. Rows of padding are computed as others are."""
         if self._mesh is None or self._all_here:
             return LocalRows(plan, plan.experts), counted_E
-        # Together: whether there is padding on another rank is not known here.
+        # A collective on every rank, with or without padding: this rank cannot know whether another has any.
         both_RN = gather_counts(torch.cat([own_E, counted_E]), self._mesh.data, self._charge)
         load_RE, counted_RE = both_RN[:, : self.experts], both_RN[:, self.experts :]
         training = in_training(self.source)
@@ -165,7 +165,7 @@ def compute_bound(
 
 
 def register() -> None:
-    """Makes the implementation known to transformers. Once is enough; more does no harm."""
+    """Registers the implementation with transformers. Repeated calls have no further effect."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     if IMPLEMENTATION not in ALL_EXPERTS_FUNCTIONS.valid_keys():
@@ -173,12 +173,12 @@ def register() -> None:
 
 
 def bind(module: nn.Module, layer: ExpertLayer) -> None:
-    """From now on ``layer`` computes ``module``, which must have no parameters."""
+    """Binds ``layer`` to ``module``, which must have no parameters: ``layer`` computes it from now on."""
     setattr(module, _BOUND, layer)
 
 
 def bound(module: nn.Module) -> ExpertLayer | None:
-    """The layer that computes ``module``, if one does."""
+    """The layer bound to ``module``; None if none is."""
     return getattr(module, _BOUND, None)
 
 
@@ -224,13 +224,13 @@ def experts_modules(model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
 def expert_shape_of(module: Any) -> ExpertShape:
     """The shape of one expert of an experts module, which still has its parameters (on any device).
 
-    Raises ConfigError saying which of its features is not covered.
+    Raises ConfigError naming the feature that is not supported.
     """
     name = type(module).__name__
     if not module.has_gate:
         raise ConfigError(f"{name}: experts without a gate are not supported")
     if module.has_post_expert_norm:
-        raise ConfigError(f"{name}: a norm behind each expert is not supported")
+        raise ConfigError(f"{name}: a norm after each expert is not supported")
     fused = dict(module.named_parameters())
     if module.has_bias or module.is_transposed or not module.is_concatenated:
         # gpt-oss: all three at once, and a gate of its own.
@@ -272,9 +272,9 @@ def _activation_of(module: Any) -> Activation:
 
 
 class _RecordedPass:
-    """What routers give in a forward pass, by layer; None where nothing is recorded.
+    """The outputs of routers in a forward pass, by layer; None if nothing is recorded.
 
-    The hooks on a model hold this and not the model: a cycle would keep its memory until a collection of garbage.
+    The hooks on a model refer to this object, not to the model: a cycle would keep its memory until a collection.
     """
 
     def __init__(self) -> None:
@@ -288,7 +288,7 @@ class _RecordedPass:
 
 @dataclass(frozen=True, slots=True)
 class RouterSums:
-    """What routers give to the auxiliary loss. ``counts``: int64 (E + 1), assignments of each expert and rows, of all
+    """The routers' share of the auxiliary loss. ``counts``: int64 (E + 1), assignments of each expert and rows, of all
     layers and data ranks; ``probability_E``: fp32, the sum of this rank's probabilities, with its graph.
     """
 
@@ -318,7 +318,7 @@ class AuxLoss:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Takes what the routers give in the forward pass within, for ``value``."""
-        # Not transformers' output_router_logits: with masks for packed documents its loss fails.
+        # transformers' own output_router_logits is not used: its loss fails with masks for packed documents.
         logits: dict[int, Tensor] = {}
         self._pass.logits = logits
         try:
@@ -329,7 +329,7 @@ class AuxLoss:
 
     @property
     def under_way(self) -> dict[int, Tensor] | None:
-        """What has been recorded of the forward pass that is under way, by layer; None where none is recorded."""
+        """The recorded router outputs of the current forward pass, by layer; None if it is not recorded."""
         return self._pass.logits
 
     @under_way.setter
@@ -353,7 +353,7 @@ class AuxLoss:
         return int(self._module.num_experts)
 
     def sums(self, mask_BT: Tensor | None) -> RouterSums:
-        """What the layers here give to the loss, of the last forward pass that was recorded. A collective."""
+        """The contribution of this stage's layers to the loss, from the last recorded forward pass. A collective."""
         experts, top_k, logits = self.experts, self._module.num_experts_per_tok, self._recorded
         mask_T = None if mask_BT is None else mask_BT.flatten()
         rows = logits[0].shape[0] if mask_T is None else int(mask_T.sum())
@@ -367,7 +367,7 @@ class AuxLoss:
                 chosen_TK, wide_TE = chosen_TK[mask_T], wide_TE * mask_T.float().unsqueeze(-1)
             count_E += torch.bincount(chosen_TK.flatten(), minlength=experts)
             probability_E = probability_E + wide_TE.sum(dim=0)
-        # Pieces of a batch of tasks may differ in rows.
+        # Parts of a batch of tasks may have different numbers of rows.
         rows_1 = count_E.new_tensor([rows * len(logits)])
         counts = torch.cat([count_E, rows_1])
         if self._ranks.size > 1:
@@ -379,8 +379,8 @@ def balance_loss(counts: Tensor, probability_E: Tensor) -> Tensor:
     """The auxiliary loss, or a share of it, with the operations of transformers' own.
 
     It is ``E * sum_e f_e * m_e`` over all layers and ranks, with ``f_e`` the part of the tokens that e got, which carries
-    no gradient, and ``m_e`` its mean probability, which is linear in tokens and layers: whoever has some of them gives the
-    sum of their probabilities, beside the ``counts`` of all (``RouterSums``).
+    no gradient, and ``m_e`` its mean probability. ``m_e`` is linear in tokens and layers, so each rank or stage
+    contributes the sum of its own probabilities, beside the ``counts`` of all (``RouterSums``).
     """
     rows = int(counts[-1])
     part_E = counts[:-1].to(probability_E) / rows
@@ -440,11 +440,11 @@ class BiasBalance:
         self._loads: list[Tensor] | None = None
 
     def begin_step(self) -> None:
-        """Forgets what was counted."""
+        """Clears the counts."""
         self._loads = None
 
     def count(self, loads: Sequence[Tensor]) -> None:
-        """Takes the loads of a forward pass, one for each layer of experts."""
+        """Adds the loads of a forward pass, one for each layer of experts."""
         if self._biases and self._speed:
             if len(loads) != len(self._biases):
                 raise RuntimeError(f"{len(loads)} layers of experts were reached, of {len(self._biases)}")
@@ -453,10 +453,10 @@ class BiasBalance:
 
     @torch.no_grad()
     def update(self) -> None:
-        """An optimizer step has been taken."""
+        """Updates the biases after an optimizer step."""
         if self._loads is not None:
             for bias, load in zip(self._biases, self._loads, strict=True):
-                # In whole numbers: the mean load and the load, times the number of experts.
+                # Integer arithmetic: both the mean load and the load are multiplied by the number of experts.
                 direction = torch.sign(load.sum() - load * load.numel())
                 bias.add_(direction.to(bias), alpha=self._speed)
         self._loads = None

@@ -1,8 +1,8 @@
-"""The families of MoE models that can be imported: what their tensors are called on disk, and in memory.
+"""The MoE model families that can be imported: the names of their tensors on disk and in memory.
 
 transformers keeps the experts of a layer in fused parameters (``ExpertLayout`` of the manifest) and renames some dense
-parameters when it loads a checkpoint; on disk, most families have three matrices an expert. This is the same table in
-both directions, for one expert at a time. Imports neither torch nor transformers.
+parameters when it loads a checkpoint; on disk, most families have three matrices an expert. This module maps the names
+in both directions, one expert at a time. Imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class OnDisk(Enum):
     SEPARATE = "separate"
     #: Two for all experts of a layer, (E, 2F, D) and (E, D, F).
     FUSED = "fused"
-    #: Those and their biases, transposed: (E, D, 2F), (E, 2F), (E, F, D), (E, D).
+    #: The same two with their biases, transposed: (E, D, 2F), (E, 2F), (E, F, D), (E, D).
     FUSED_BIASED = "fused-biased"
 
 
@@ -71,7 +71,7 @@ class Family:
     """
 
     model_type: str
-    #: Which module of a layer has the experts, in memory.
+    #: The module of a layer that has the experts, in memory.
     module: str
     on_disk: OnDisk
     experts: tuple[str, ...]
@@ -172,11 +172,11 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def family_of(model_type: object, *, where: str) -> Family:
-    """The family of ``model_type``. Raises ConfigError saying which there are, and what a new one would need."""
+    """The family of ``model_type``. Raises ConfigError listing the known families and what a new one would need."""
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
         raise ConfigError(
-            f"{where}: model_type {model_type!r} is none of the families whose experts tierstore knows "
-            f"({', '.join(FAMILIES)}); it lacks how the experts of this one lie on disk and are computed"
+            f"{where}: model_type {model_type!r} is not supported; expected one of the known families "
+            f"({', '.join(FAMILIES)}); a new family needs a description of how its experts are stored and computed"
         )
     return family

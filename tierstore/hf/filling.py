@@ -1,8 +1,8 @@
-"""Records of a checkpoint, written to a store: experts and dense slices, read ahead while earlier ones are written.
+"""Fills a store with the records of a checkpoint: experts and dense slices are read ahead while earlier ones are written.
 
 Reader threads read single tensors, check them and bring them into the form of the record; the calling thread adds records
-and queues their writes, in one order, so that memory, commits and the slot of every record are the same each time. What
-is held at once: a ring of experts within a budget, and one rank's slices of one dense unit.
+and queues their writes, in one order, so that memory, commits and the slot of every record are the same each time.
+Memory holds a ring of experts within a budget, and one rank's slices of one dense unit.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tierstore.quant.layout import quantize
 from tierstore.store.format import SECTION_ALIGNMENT, RecordSchema, WeightFormat
 from tierstore.store.registering import RecordLoader
 
-#: Threads that read, and experts in memory beyond those that they work on.
+#: Number of reader threads, and of experts in memory beyond those being read.
 READERS = 4
 _AHEAD = 4
 #: Values of a dense parameter that one thread reads at once.
@@ -118,7 +118,7 @@ class _ExpertBuffers:
                     _native.split_bf16(bits, self._remainder(begin + low, begin + high), wide)
 
     def _remainder(self, begin: int, end: int) -> npt.NDArray[np.int16]:
-        """Where what bf16 leaves of those weights is kept; a frozen record has no place for it."""
+        """Memory for the remainders that bf16 loses; a frozen record does not keep them."""
         if len(self._buffers) == 1:
             return np.empty(end - begin, np.int16)
         return self._buffers[1].array().view(np.int16)[begin:end]

@@ -1,8 +1,8 @@
-"""A checkpoint of transformers becomes a store: ``tierstore import``.
+"""``tierstore import``: makes a store of a transformers checkpoint.
 
 Names, shapes, types and space are checked before the first write. Then the records are written a part at a time, each
-part a commit, so that an import that was killed goes on where it was: what a commit holds is skipped. Until the last
-commit the store says that it is partial, and training refuses it.
+part a commit, so that a killed import resumes where it stopped and skips the records that are committed. Until the last
+commit the store is marked partial, and training refuses it.
 
 With several ranks each imports its own experts and its own slices of the dense units, side by side.
 """
@@ -79,7 +79,7 @@ from tierstore.store.reading import OpenAt, read_states
 from tierstore.store.registering import RecordLoader
 from tierstore.units import format_bytes
 
-#: (records of this rank that are there, in all, fields to show).
+#: Called with (records of this rank that are stored, their total, fields to show).
 ProgressCallback = Callable[[int, int, dict[str, object]], None]
 
 
@@ -87,9 +87,9 @@ ProgressCallback = Callable[[int, int, dict[str, object]], None]
 class ImportOptions:
     """How a checkpoint is imported.
 
-    ``compute`` None: fp32 for a checkpoint in fp32, else bf16. ``moments``: how those of trained experts will be kept.
-    ``codes``: in what the weights of frozen experts are kept; None: in the compute type. ``host_budget`` (bytes) is for
-    experts on their way; two at least are held. A commit follows every ``commit_bytes`` of the source.
+    ``compute`` None: fp32 for a checkpoint in fp32, else bf16. ``moments``: the format of trained experts' moments.
+    ``codes``: the format of frozen experts' weights; None: the compute type. ``host_budget`` (bytes) limits the memory
+    for experts being imported, which holds at least two. A commit follows every ``commit_bytes`` of the source.
     """
 
     compute: ComputeDtype | None = None
@@ -102,19 +102,19 @@ class ImportOptions:
     def __post_init__(self) -> None:
         if self.weights is Weights.FROZEN and self.moments is not MomentFormat.FP32:
             raise ConfigError(
-                "moments: frozen experts have none; those of the pairs beside them are chosen when they are trained "
+                "moments: frozen experts have none; the moments of LoRA pairs are chosen when the pairs are trained "
                 "(adamw.moments)"
             )
         if self.codes is not None and self.weights is not Weights.FROZEN:
             raise ConfigError(
-                f"codes: weights in {self.codes.value} cannot be trained: they are for frozen experts alone"
+                f"codes: weights in {self.codes.value} cannot be trained; only frozen experts may have them"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImportPlan:
-    """What an import will do, on one rank: found out without writing anything. ``carried``: tensors that the family ignores;
-    ``notes``: what of the model directory is ignored, a line each.
+    """What an import will do on one rank, determined without writing anything. ``carried``: tensors that the family ignores;
+    ``notes``: one line for each ignored part of the model directory.
     """
 
     manifest: Manifest
@@ -129,7 +129,7 @@ class ImportPlan:
 
     @property
     def disk_bytes(self) -> int:
-        """Space that the store reserves for its records: with copy on write, two copies of what is trained."""
+        """Space that the store reserves for its records; copy on write needs two copies of trained records."""
         return sum(extent_bytes(schema, self.counts[schema.name], 0) for schema in self.schemas)
 
     @property
@@ -167,10 +167,10 @@ def import_model(
     planned: Callable[[ImportPlan], None] = lambda plan: None,
     progress: ProgressCallback = lambda done, total, fields: None,
 ) -> ImportReport:
-    """Imports the model directory ``source`` into ``store``, or goes on with an import of the same that was cut short.
+    """Imports the model directory ``source`` into ``store``, or resumes an interrupted import of the same directory.
 
     On several ranks (``mesh``) a collective. ``planned`` is called before the first write. Raises DataError and ConfigError
-    for a checkpoint that is not what its configuration says, StoreExistsError, StoreFormatError for another source,
+    for a checkpoint that does not match its configuration, StoreExistsError, StoreFormatError for another source,
     OSError (ENOSPC) before anything is written.
     """
     options = options or ImportOptions()
@@ -185,12 +185,12 @@ def import_model(
         job = _Import(opened, plan, state, options, progress)
         job.begin()
         if mesh.world.rank == 0:
-            if not opened.keys:  # files that are there were left beside its ranks' stores by another import
+            if not opened.keys:  # such files were left beside the ranks' stores by another import
                 shutil.rmtree(store / MODEL_DIRECTORY, ignore_errors=True)
             _write_model_files(store, source, plan, reader)
         weights = WeightReader(plan.checkpoint.tensors, reader)
         job.run(weights)
-        mesh.world.barrier()  # the files are there before any rank calls itself complete
+        mesh.world.barrier()  # the files exist before any rank calls itself complete
         job.complete(_read_buffers(plan.manifest, weights))
         job.report.direct_reason = reader.direct_reason
     job.report.elapsed_s = time.monotonic() - start
@@ -204,7 +204,7 @@ def plan_import(source: Path, options: ImportOptions, mesh: Mesh) -> ImportPlan:
     """Reads the configuration and all headers, compares them, and divides the work. Raises as ``import_model``."""
     if mesh.stages > 1:
         raise ConfigError(
-            "parallel.stages: expected 1: an import is for ranks without stages; tierstore reshard makes a store for stages "
+            "parallel.stages: expected 1: an import makes no pipeline stages; tierstore reshard makes a store for stages "
             "of it"
         )
     config = read_config(source)
@@ -225,7 +225,7 @@ def plan_import(source: Path, options: ImportOptions, mesh: Mesh) -> ImportPlan:
     )
     check_tokenizer(source, manifest.vocab_size)
     _check_tied(manifest, checkpoint.tensors)
-    # Tensor-parallel ranks share the experts alone: of a model that comes from elsewhere nothing else is divided.
+    # Tensor-parallel ranks divide only the experts of an imported model, nothing else.
     layouts = manifest.unit_layouts(mesh.data.size)
     owned = mesh.blocks(manifest.experts.count).owned(mesh.expert.rank)
     jobs = tuple(_jobs(manifest, checkpoint.tensors, layouts, mesh.data.rank, owned))
@@ -256,7 +256,7 @@ def _notes(source: Path, config: Mapping[str, Any]) -> Iterator[str]:
     parsed = parse_config(config)
     asked = ignored_attention(class_of(parsed), parsed)
     if asked is not None:
-        yield f"{source / CONFIG_NAME}: _attn_implementation = {asked!r} is ignored: it is not to be had here"
+        yield f"{source / CONFIG_NAME}: _attn_implementation = {asked!r} is ignored: it is not available here"
     yield from companion_notes(source)
 
 
@@ -274,7 +274,7 @@ def _jobs(
     rank: int,
     owned: range,
 ) -> Iterator[Job]:
-    """The dense units in order, each block followed by its experts: as training will ask for them."""
+    """The dense units in order, each block followed by its experts: the order in which training reads them."""
     family, experts = FAMILIES[manifest.model_type], manifest.experts
     for layout, unit in zip(layouts, manifest.units, strict=True):
         whole = sum(tensors[entry.source].nbytes for entry in unit.parameters)
@@ -297,7 +297,7 @@ def _part_bytes(tensors: Mapping[str, TensorInfo], part: Part) -> int:
 
 
 def _check_tied(manifest: Manifest, tensors: Mapping[str, TensorInfo]) -> None:
-    """Raises DataError where a tied tensor that is there under both names differs."""
+    """Raises DataError if a tied tensor is stored under both names with different values."""
     sources = {entry.name: entry.source for entry in manifest.parameters()}
     with TensorReader() as reader:
         for alias in manifest.tied:
@@ -308,7 +308,7 @@ def _check_tied(manifest: Manifest, tensors: Mapping[str, TensorInfo]) -> None:
             same = one.dtype == other.dtype and all(map(np.array_equal, *chunks))
             if not same:
                 raise DataError(
-                    f"{other.file}: tensor {alias.source!r} differs from {one.name!r}, and the configuration ties them "
+                    f"{other.file}: tensor {alias.source!r} differs from {one.name!r}, but the configuration ties them "
                     "(tie_word_embeddings)"
                 )
 
@@ -332,7 +332,7 @@ def _state(plan: ImportPlan, mesh: Mesh) -> ImportState:
 
 
 def _check_ranks(state: ImportState, mesh: Mesh) -> None:
-    """Raises StoreError on all ranks unless all were given the same."""
+    """Raises StoreError on all ranks unless all have the same checkpoint and options."""
     found = mesh.world.all_gather_object(replace(state, rank=0))
     for rank, other in enumerate(found):
         if other != found[0]:
@@ -359,17 +359,15 @@ def _check_stores(store: Path, state: ImportState, mesh: Mesh) -> None:
 
 
 def _check_target(store: Path, ranks: int) -> None:
-    """Raises StoreFormatError for the store of another number of ranks."""
+    """Raises StoreFormatError for a store of another number of ranks."""
     several = len(rank_directories(store))
     if several > ranks or (ranks == 1 and several) or (ranks > 1 and (store / IDENTITY).exists()):
-        raise StoreFormatError(
-            f"{store}: a store of {several or 1} ranks is here, and this import has {ranks}"
-        )
+        raise StoreFormatError(f"{store}: holds a store of {several or 1} ranks, but this import has {ranks}")
 
 
 @contextlib.contextmanager
 def _open_store(store: Path, plan: ImportPlan, mesh: Mesh) -> Iterator[ParameterStore]:
-    """The rank's store: a new one, or that of the same import."""
+    """The rank's store: a new one, or the one that the same import began."""
     directory = rank_directory(store, mesh.world.rank, mesh.world.size)
     schemas = list(plan.schemas)
     config = StoreConfig(host_budget=minimum_host_budget(schemas), layers=plan.manifest.experts.layers)
@@ -389,30 +387,30 @@ def _open_store(store: Path, plan: ImportPlan, mesh: Mesh) -> Iterator[Parameter
 
 
 def _remove(directory: Path) -> None:
-    """Removes a store; without an identity it is none, whatever a crash leaves of it."""
+    """Removes a store, its identity first: after a crash the rest is no longer taken for a store."""
     (directory / IDENTITY).unlink(missing_ok=True)
     fsync_directory(directory)
     remove_unfinished(directory)
-    with contextlib.suppress(OSError):  # it was there before, or holds something else
+    with contextlib.suppress(OSError):  # it existed before, or holds other files
         directory.rmdir()
 
 
 def _check_same(directory: Path, state: ImportState) -> None:
-    """Raises StoreExistsError, StoreFormatError unless the store is of this import, and nobody has trained it."""
+    """Raises StoreExistsError, StoreFormatError unless this import made the store and no step has trained it."""
     imports = read_states(directory, IMPORT_KEY).get(OpenAt.LAST)
     if imports is None:
-        raise StoreExistsError(f"{directory}: there is a store here already, and no import made it")
+        raise StoreExistsError(f"{directory}: a store that no import made exists here already")
     trained = read_states(directory, STATE_KEY).get(OpenAt.LAST)
     if trained is not None and TrainState.unpack({STATE_KEY: trained}, where=str(directory)).begun:
         raise StoreExistsError(
-            f"{directory}: a model was imported before, and has been trained since; give another --store"
+            f"{directory}: holds an imported model that has been trained since; give another --store"
         )
     found = ImportState.unpack(imports, where=str(directory))
     if found.fingerprint != state.fingerprint:
         raise StoreFormatError(f"{directory}: holds the import of another checkpoint; give another --store")
     if replace(found, progress=state.progress) != state:
         raise StoreFormatError(
-            f"{directory}: holds an import of this checkpoint with other options: {_options(found)}, and now "
+            f"{directory}: holds an import of this checkpoint with other options: {_options(found)}; now "
             f"{_options(state)}"
         )
 
@@ -453,7 +451,7 @@ class _Import:
         )
 
     def begin(self) -> None:
-        """Reserves the space, and makes the store one that says what it will be. Raises OSError (ENOSPC)."""
+        """Reserves the space and commits the partial import's description. Raises OSError (ENOSPC)."""
         self._began_s = time.monotonic()
         if not self._complete:
             self._loader = RecordLoader(self._core)

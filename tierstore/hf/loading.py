@@ -1,12 +1,13 @@
-"""transformers modules without expert parameters, and their adaptation by low-rank pairs.
+"""transformers modules without expert parameters, and their adaptation with low-rank pairs.
 
-:func:`build_module` makes one: its dense parameters take no memory until a store gives them theirs, and nothing of the
-experts is allocated. Their parameters are taken away, not left on the meta device: otherwise ``.to``, ``save_pretrained``
+:func:`build_module` makes one: its dense parameters take no memory until a store provides it, and no memory is allocated
+for the experts. Experts' parameters are removed rather than left on the meta device: otherwise ``.to``, ``save_pretrained``
 and the wrappers for several devices fail.
 
 For LoRA, peft puts its layers around linear layers of attention (:func:`adapt`); their pairs are the only dense
-parameters that train. peft cannot reach experts that are no parameters, and would adapt nothing where it is told to adapt
-them: that is refused. First values are functions of the seed and of a parameter's name, so that every rank has the same.
+parameters that train. peft cannot reach leased experts, which are no parameters, and would silently adapt nothing; a peft
+configuration that names them is refused. Initial values depend only on the seed and the parameter's name, so that all
+ranks have the same.
 """
 
 from __future__ import annotations
@@ -45,17 +46,17 @@ from tierstore.moe.config import ExpertShape
 from tierstore.moe.lora import LoraConfig
 from tierstore.moe.seeds import keyed_generator
 
-#: Families whose experts are computed in code of their own, out of reach of the experts interface.
+#: Families whose experts are computed by their own code, not through the experts interface.
 _OWN_CODE = ("dbrx", "jetmoe", "llama4", "llama4_text", "longcat_flash", "switch_transformers", "nllb-moe")
 
 
 def parse_config(values: Mapping[str, Any], *, where: str = CONFIG_NAME) -> Any:
-    """transformers' configuration of the values of a config.json. Raises ConfigError."""
+    """transformers' configuration object for the values of a config.json. Raises ConfigError."""
     plain = {key: value for key, value in values.items() if key not in (*FILE_KEYS, *OUTPUT_KEYS)}
     family = plain.get("model_type")
     known = transformers().CONFIG_MAPPING
     if not isinstance(family, str) or family not in known:
-        raise ConfigError(f"{where}: model_type: transformers knows no {family!r}")
+        raise ConfigError(f"{where}: model_type: {family!r} is unknown to transformers")
     try:
         return known[family].from_dict(plain)
     except (TypeError, ValueError, AttributeError) as error:
@@ -65,12 +66,12 @@ def parse_config(values: Mapping[str, Any], *, where: str = CONFIG_NAME) -> Any:
 def build_module(config: Any, dtype: torch.dtype) -> LoadedModule:
     """The module of ``config``, computing in ``dtype``; nothing is read, and no weight is allocated.
 
-    Dense parameters have their shape and type and one element of memory, NaN, until they are given other data; what the
-    family keeps in fp32 is fp32. Buffers are what they are in a new model. Raises ConfigError.
+    Dense parameters have their shape and type and one element of memory, NaN, until they are given other data. Those that
+    the family keeps in fp32 are fp32. Buffers have the values of a new model. Raises ConfigError.
     """
     register()
     kind = class_of(config)
-    config = copy.deepcopy(config)  # transformers notes in it what the module is made with
+    config = copy.deepcopy(config)  # transformers records in it how the module is made
     ignored_attention(kind, config)
     with torch.device("meta"):
         module = kind._from_config(config, dtype=dtype, experts_implementation=IMPLEMENTATION)
@@ -85,10 +86,11 @@ def build_module(config: Any, dtype: torch.dtype) -> LoadedModule:
 
 
 def cut_module(loaded: LoadedModule, layers: range) -> LoadedModule:
-    """What a pipeline stage with the decoder layers ``layers`` has of ``loaded``, which is changed: the first one starts
-    from tokens, others from ``inputs_embeds``; all but the last leave the stream as their ``last_hidden_state``.
+    """Reduces ``loaded``, in place, to the pipeline stage with the decoder layers ``layers``. The first stage starts from
+    tokens, the others from ``inputs_embeds``; all but the last return the stream as their ``last_hidden_state``.
 
-    Layers keep their places, by which a family's forward pass chooses masks: the others pass the stream on.
+    Layers keep their positions, by which a family's forward pass chooses masks; layers of other stages only pass the
+    stream on.
     """
     base = loaded.module.base_model
     for number in loaded.layers:
@@ -98,7 +100,9 @@ def cut_module(loaded: LoadedModule, layers: range) -> LoadedModule:
     cut = replace(loaded, experts_at=at, layers=layers)
     if not cut.begins:
         base.embed_tokens = _Elsewhere()
-        if hasattr(base, "embedding_multiplier"):  # Granite scales whatever it starts from
+        if hasattr(
+            base, "embedding_multiplier"
+        ):  # Granite scales its input embeddings, and would scale the stream
             base.embedding_multiplier = 1.0
     if not cut.ends:
         base.norm = nn.Identity()
@@ -107,15 +111,16 @@ def cut_module(loaded: LoadedModule, layers: range) -> LoadedModule:
 
 
 class _Elsewhere(nn.Module):
-    """A decoder layer, or the embedding, that another stage has."""
+    """Stands for a decoder layer, or the embedding, of another stage."""
 
     def forward(self, hidden_states: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
         return hidden_states
 
 
 def checkpoint_activations(module: Any) -> None:
-    """Has each decoder layer computed again in its backward pass, from its input, with the same random numbers."""
-    # transformers 5.23 renames it; with reentrant checkpoints a layer's own inputs would get no gradients.
+    """Turns gradient checkpointing on: each decoder layer is recomputed in its backward pass, from its input, with the same
+    random numbers."""
+    # transformers 5.23 renames the attribute; with reentrant checkpoints a layer's own inputs would get no gradients.
     enable = getattr(module, "activation_checkpointing_enable", None) or module.gradient_checkpointing_enable
     enable({"use_reentrant": False})
 
@@ -124,15 +129,15 @@ def checkpoint_activations(module: Any) -> None:
 
 
 def class_of(config: Any) -> Any:
-    """The class of causal language models. Raises ConfigError where its experts cannot be leased."""
+    """The family's causal language model class. Raises ConfigError if its experts cannot be leased."""
     family = config.model_type
     kind = transformers().MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if kind is None:
-        raise ConfigError(f"model_type {family}: transformers has no causal language model of it")
+        raise ConfigError(f"model_type {family}: transformers has no causal language model of this family")
     code = vars(import_module(kind.__module__)).values()
     if not any(isinstance(value, type) and is_experts(value) for value in code):
         raise ConfigError(
-            f"model_type {family}: transformers computes its experts in code of its own, not under its experts interface"
+            f"model_type {family}: transformers computes its experts in family code, not through its experts interface"
             if family in _OWN_CODE
             else f"model_type {family}: the model has no experts under transformers' experts interface"
         )
@@ -140,7 +145,7 @@ def class_of(config: Any) -> Any:
 
 
 def _without_experts(module: Any) -> LoadedModule:
-    """``module`` with all its decoder layers, after taking the parameters of its experts away."""
+    """``module`` with all its decoder layers; its experts' parameters are removed."""
     family = f"model_type {module.config.model_type}"
     experts_at: dict[int, nn.Module] = {}
     kinds: set[tuple[ExpertShape, int]] = set()
@@ -167,12 +172,12 @@ def _without_experts(module: Any) -> LoadedModule:
 def _set_parameter(module: nn.Module, name: str, data: torch.Tensor) -> None:
     prefix, _, last = name.rpartition(".")
     parameter = nn.Parameter(data)
-    parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers fills no parameter of ours
+    parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers initialises no parameter of this module
     module.get_submodule(prefix)._parameters[last] = parameter
 
 
 def _make_buffers(module: Any, wide: list[re.Pattern[str]]) -> None:
-    """Gives every buffer memory, and has transformers fill it as it does behind a checkpoint without it."""
+    """Gives every buffer memory, and has transformers fill it as for a checkpoint that lacks the buffer."""
     for prefix, part in module.named_modules():
         part._is_hf_initialized = True
         for name, buffer in list(part._buffers.items()):
@@ -198,9 +203,9 @@ def peft() -> Any:
 
 
 def target_modules(module: nn.Module, config: LoraConfig) -> list[str]:
-    """What peft calls the linear layers that get pairs (``self_attn.q_proj``), sorted.
+    """peft's names of the linear layers that get pairs (``self_attn.q_proj``), sorted.
 
-    Raises ConfigError naming those that there are, where ``config.modules`` has one that there is not.
+    Raises ConfigError listing the known names if ``config.modules`` has an unknown one.
     """
     linears = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
     found = (re.search(rf"(?:^|\.)layers\.\d+\.((?:{'|'.join(MIXERS)})\..*)", name) for name in linears)
@@ -216,18 +221,18 @@ def target_modules(module: nn.Module, config: LoraConfig) -> list[str]:
 
 def refuse_adapters(module: Any, arguments: object) -> None:
     """A hook before a forward pass: raises ConfigError where a configuration of peft in ``module`` names
-    ``target_parameters``. Leased experts are no parameters, and peft would adapt nothing without a word.
+    ``target_parameters``. Leased experts are no parameters, and peft would silently adapt nothing.
     """
     for config in getattr(module, "peft_config", {}).values():
         if named := getattr(config, "target_parameters", None):
             raise ConfigError(
-                f"target_parameters: {', '.join(named)}: experts that are leased are no parameters, and peft would adapt "
+                f"target_parameters: {', '.join(named)}: leased experts are no parameters, and peft would adapt "
                 "nothing; lora.targets = experts adapts them"
             )
 
 
 def adapt(module: nn.Module, config: LoraConfig) -> None:
-    """Freezes every parameter of ``module``; where ``config`` wants it, puts pairs on its attention, which train.
+    """Freezes every parameter of ``module``; if ``config`` asks for it, adds trainable pairs to its attention.
 
     Raises ConfigError, CapabilityError.
     """
@@ -254,7 +259,7 @@ def adapt(module: nn.Module, config: LoraConfig) -> None:
 
 
 def _first_values(name: str, shape: torch.Size, seed: int) -> torch.Tensor:
-    """First values of a parameter of a pair, fp32: B is zero, A uniform within 1 / sqrt(inputs), as peft's."""
+    """Initial values of a pair's parameter, fp32, as peft's: B is zero, A uniform within 1 / sqrt(inputs)."""
     if ".lora_B." in name:
         return torch.zeros(shape)
     bound = 1 / math.sqrt(shape[1])

@@ -1,9 +1,9 @@
 """The built-in model as a Mixtral of transformers, where its options allow it.
 
 The two compute the same: RMSNorm before attention and mixture, rotary positions that turn ``(x[i], x[i + C/2])``, causal
-attention without biases, a softmax over all experts whose ``top_k`` largest are made to sum to one, SwiGLU experts. Queries,
-keys and values lie in one matrix here and in three there; so do gate and up. A tied head scales the embedding by
-``sqrt(d_model)`` on its way in: there the two are untied, and the scale is a part of the embedding.
+attention without biases, a softmax over all experts whose ``top_k`` largest are made to sum to one, SwiGLU experts. The
+built-in model has one matrix for queries, keys and values, and one for gate and up; Mixtral has separate ones. With a tied
+head the built-in model scales embeddings by ``sqrt(d_model)``: the export unties the two and scales the embedding itself.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _Parameter = tuple[Narrow, tuple[int, ...]]
 
 
 def refusals(model: ModelConfig) -> list[str]:
-    """The options of ``model`` that a Mixtral does not have, each with what it would have to be."""
+    """The options of ``model`` that a Mixtral does not have, each with the value that it needs."""
     found = []
     if model.activation is not Activation.SWIGLU:
         found.append(f"model.activation = {model.activation.value} (expected swiglu)")
@@ -55,7 +55,7 @@ def mixtral(
     dtype: ExportDtype | None,
     tables: Collection[ParameterPlace] = (),
 ) -> Outline:
-    """The export of the built-in ``model``; ``dtype`` None is the type that it computes in. ``tables``: the parameters whose
+    """The export of the built-in ``model``; ``dtype`` None: its compute type. ``tables``: the parameters whose
     rows are divided over ``ranks``.
 
     Raises ConfigError naming every option that a Mixtral does not have.
@@ -72,10 +72,10 @@ def mixtral(
     notes = []
     if model.tie_embeddings is TieEmbeddings.TIED:
         notes.append(
-            "the head is tied to the embedding, which is scaled on its way in: the two leave as tensors of their own"
+            "the head is tied to the embedding, whose output is scaled: the two are exported as separate tensors"
         )
     if model.router_noise is not RouterNoise.NONE:
-        notes.append("router_noise is of training only, and is left out")
+        notes.append("router_noise applies only in training and is left out")
     if model.vocab_size == _BYTES:
         files["tokenizer.json"] = json_bytes(byte_tokenizer())
         files["tokenizer_config.json"] = json_bytes(
@@ -86,7 +86,9 @@ def mixtral(
             }
         )
     else:
-        notes.append(f"no tokenizer is written: the vocabulary of {model.vocab_size} is not that of bytes")
+        notes.append(
+            f"no tokenizer is written: the vocabulary has {model.vocab_size} tokens, not one for each byte"
+        )
     tensors = [
         (TensorSpec(name, dtype.safetensors, shape), origin) for name, shape, origin in _tensors(model)
     ]
@@ -101,7 +103,7 @@ def mixtral(
 
 
 def _units(model: ModelConfig) -> list[tuple[str, list[_Parameter]]]:
-    """The dense units of the built-in model, as it has them."""
+    """The dense units of the built-in model."""
     d, no = model.d_model, Narrow.NO
     cast = Narrow.NO if model.compute_dtype is ComputeDtype.FP32 else Narrow.YES
     block: list[_Parameter] = [
@@ -119,7 +121,7 @@ def _units(model: ModelConfig) -> list[tuple[str, list[_Parameter]]]:
 
 
 def _tensors(model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...], Origin]]:
-    """Mixtral's tensors: name, shape and where the values are."""
+    """Mixtral's tensors: name, shape and the origin of the values."""
     d, table = model.d_model, (model.vocab_size, model.d_model)
     tied = model.tie_embeddings is TieEmbeddings.TIED
     scale = math.sqrt(d) if tied else 1.0
@@ -166,7 +168,7 @@ def config_of(model: ModelConfig, dtype: ExportDtype) -> dict[str, object]:
         "hidden_act": "silu",
         "max_position_embeddings": model.seq_len,
         "rms_norm_eps": model.norm_eps,
-        "rope_theta": model.rope_theta,  # transformers 5 reads both, its predecessors and others this one
+        "rope_theta": model.rope_theta,  # transformers 5 reads both keys, earlier releases and other programs only this one
         "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
         "sliding_window": None,
         "attention_dropout": 0.0,
@@ -183,8 +185,8 @@ def config_of(model: ModelConfig, dtype: ExportDtype) -> dict[str, object]:
 
 
 def byte_tokenizer() -> dict[str, object]:
-    """tokenizer.json of a model that reads bytes: each is a token, and its number the token's."""
-    # Byte-level tokenizers write bytes as characters: those that print as themselves, others as those from 256 on.
+    """tokenizer.json of a model that reads bytes: each byte is a token whose id is the byte's value."""
+    # Byte-level tokenizers write bytes as characters: printable bytes as themselves, others as characters from 256 on.
     printed = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     vocabulary, more = {}, 0
     for byte in range(_BYTES):

@@ -2,11 +2,11 @@
 
 Shapes: B sequences, T positions, E experts of a layer.
 
-The forward pass, the loss and ``generate`` are transformers' own. What balances the experts is what the family has
+The forward pass, the loss and ``generate`` are transformers' own. The experts are balanced by the family's own method
 (``tierstore.hf.experts``).
 
-On several ranks each has a part of the global batch, all parts alike in shape. ``objective`` is then this rank's share of
-the global one: the shares, and their gradients, add up to it.
+Each of several ranks has a part of the global batch; all parts have the same shape. ``objective`` is then this rank's
+share of the global objective: the shares, and their gradients, add up to the global ones.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def import_family(spec: HfSpec) -> None:
 def build_model(
     spec: HfSpec, source: ExpertSource, *, mesh: Mesh | None = None, ledger: StallLedger | None = None
 ) -> HfModel:
-    """The model, or the stage, that ``spec`` is; its dense parameters have no memory yet.
+    """The model, or the pipeline stage, that ``spec`` describes; its dense parameters have no memory yet.
 
     Raises ConfigError, CapabilityError; ValueError for a stage without a mesh.
     """
@@ -97,7 +97,7 @@ def build_model(
 
 @dataclass(frozen=True, slots=True)
 class _UnderWay:
-    """What a forward pass under way keeps in the model, and the states of the generators that it draws from."""
+    """The model's state of the current forward pass, and the states of its random generators."""
 
     seed: tuple[int, int]
     loads: ForwardLoads
@@ -119,12 +119,12 @@ class HfModel:
         mesh: Mesh | None = None,
         ledger: StallLedger | None = None,
     ) -> None:
-        """``lora``: where it is on, pairs are put on attention, and they alone are dense parameters that train. Waiting for
-        other ranks is charged to ``ledger``.
+        """``lora``: if it is on, attention gets pairs, the only dense parameters that train. Waiting for other ranks is
+        charged to ``ledger``.
         """
         finetune, lora = finetune or FinetuneConfig(), lora or LoraConfig()
         self._module = loaded.module
-        #: The decoder layers that are here.
+        #: The decoder layers of this stage.
         self.layers = loaded.layers
         self._experts = loaded.experts
         self._routers = dict(routers_of(loaded))
@@ -142,7 +142,7 @@ class HfModel:
                 ledger=ledger,
             )
             bind(experts, layer)
-        #: Dense parameters that are read and not trained, as their records hold them.
+        #: Frozen dense parameters, as their records hold them.
         self._frozen: list[tuple[str, list[nn.Parameter]]] = []
         if lora.enabled:
             self._frozen = self._units()
@@ -177,7 +177,7 @@ class HfModel:
         ]
 
     def unit_divisions(self) -> list[list[Division | None]]:
-        """None is divided: tensor-parallel ranks share the experts alone, and compute all else alike."""
+        """No dense parameter is divided: tensor-parallel ranks divide only the experts, and all compute the rest."""
         return [[None] * len(parameters) for _, parameters in self.dense_units()]
 
     def frozen_units(self) -> list[tuple[str, list[nn.Parameter]]]:
@@ -221,11 +221,11 @@ class HfModel:
             self._balance.begin_step()
 
     def begin_forward(self, mask_BT: Tensor | None = None) -> None:
-        """The module is about to be called, by ``run`` or by somebody else. ``mask_BT``: bool, False for padding."""
+        """The module is about to be called, by ``run`` or by the user's loop. ``mask_BT``: bool, False for padding."""
         self.loads.begin(mask_BT)
 
     def end_forward(self) -> None:
-        """A forward pass that a backward pass belongs to has returned."""
+        """A forward pass that a backward pass will follow has returned."""
         self._balance.count(self.loads.all())
 
     def suspend(self) -> _UnderWay:
@@ -262,7 +262,7 @@ class HfModel:
         return self._is_training and self._aux_loss.weight > 0
 
     def _called(self, entering: Mapping[str, Tensor], batch: Batch) -> Any:
-        """What ``module`` returns of ``entering``, tokens or their stream, in a pass of ``batch``."""
+        """The output of ``module`` for ``entering``, tokens or their stream, in a pass of ``batch``."""
         self.begin_forward(batch.mask_BT)
         with self._drawing(), self._aux_loss.recording() if self._is_balanced else nullcontext():
             output = self.module(
@@ -276,7 +276,7 @@ class HfModel:
         return output
 
     def _ended(self, logits: Tensor, batch: Batch, aux_loss: Tensor | None) -> ModelOutput:
-        """The losses of ``logits``; ``aux_loss``: this rank's share, where it is trained on."""
+        """The losses of ``logits``; ``aux_loss``: this rank's share, if training uses it."""
         segments = segment_losses(batch, partial(self._segment_loss, logits, batch))
         nothing = logits.float().sum() * 0.0
         loss = joint_loss(batch, segments, nothing) if batch.segments else self._loss(logits, batch)
@@ -290,7 +290,7 @@ class HfModel:
 
     @contextmanager
     def _drawing(self) -> Iterator[None]:
-        """Noise of routers and dropout: what a training pass draws depends on its step and on nothing before it."""
+        """Seeds the noise of routers and dropout: the numbers of a training pass depend only on its step."""
         with torch.random.fork_rng(devices=self._devices(), enabled=self._is_training):
             if self._is_training:
                 self._begin_drawing()
@@ -302,7 +302,7 @@ class HfModel:
         torch.manual_seed(derive_seed("step", *self._seed, self._rank))
 
     def _end_drawing(self) -> None:
-        """The forward pass has drawn what it needs."""
+        """The forward pass has drawn all its random numbers."""
 
     def _loss(self, logits: Tensor, batch: Batch) -> Tensor:
         if batch.counted == 0:
@@ -329,7 +329,7 @@ class HfModel:
         return device
 
     def _devices(self) -> list[torch.device]:
-        """Where random numbers are drawn beside the host."""
+        """The devices, beside the host, whose generators are used."""
         return [self._device] if has_own_memory(self._device) else []
 
     # Beside the parameters ----------------------------------------------------------------------------------
@@ -359,7 +359,7 @@ class HfModel:
             value.copy_(torch.from_numpy(arrays[name]))
 
     def _state_buffers(self) -> dict[str, Tensor]:
-        """The buffers that a checkpoint has."""
+        """The persistent buffers, which a checkpoint has."""
         return {
             f"{prefix}.{name}": value
             for prefix, part in self._module.named_modules()
@@ -394,7 +394,7 @@ class HfModel:
 
 
 def _chosen(router: nn.Module, x_TD: Tensor) -> Tensor:
-    """What every family's router gives: logits, weights, experts."""
+    """The output of every family's router: logits, weights, experts."""
     chosen: Tensor = router(x_TD)[2]
     return chosen
 
@@ -403,13 +403,13 @@ def _chosen(router: nn.Module, x_TD: Tensor) -> Tensor:
 
 
 # Most families build a block-diagonal mask from positions that begin again, if they are called with ``position_ids``,
-# without ``attention_mask`` and with ``use_cache=False``: beside a cache, which is on by default, they ignore the same
-# positions without a word. gpt-oss does not hand positions to its masks, and takes masks made for it.
+# without ``attention_mask`` and with ``use_cache=False``: with a cache, which is on by default, they silently
+# ignore these positions. gpt-oss does not pass positions to its masks, so it is given finished masks.
 _BY_MASKS = ("gpt_oss",)
 
 
 def attention_masks(config: Any, positions_BT: Tensor | None, dtype: torch.dtype) -> dict[str, Any] | None:
-    """What to give a model of ``config`` as ``attention_mask`` beside ``positions_BT``: None, but for gpt-oss.
+    """The ``attention_mask`` that a model of ``config`` needs beside ``positions_BT``: None for all families but gpt-oss.
 
     ``dtype``: of the hidden states.
     """
@@ -444,10 +444,10 @@ def generator_states(devices: Sequence[torch.device]) -> Tensor:
 
 
 def set_generator_states(values: Tensor, devices: Sequence[torch.device]) -> None:
-    """Takes up what ``generator_states`` gave."""
+    """Restores states that ``generator_states`` returned."""
     states, begin = values.contiguous().view(torch.uint8), 0
     for device, size in zip([None, *devices], _sizes(devices), strict=True):
-        # In memory of its own: torch 2.13 reads a state as a struct, and crashes where it is not aligned as one.
+        # Copied: torch 2.13 reads a state as a struct and crashes if its memory is not aligned for one.
         state = states[begin : begin + size].clone()
         begin += size
         if device is None:
@@ -457,7 +457,7 @@ def set_generator_states(values: Tensor, devices: Sequence[torch.device]) -> Non
 
 
 def state_values(devices: Sequence[torch.device]) -> int:
-    """How many values ``generator_states`` gives."""
+    """The number of values that ``generator_states`` returns."""
     return sum(_sizes(devices)) // _VALUE
 
 

@@ -1,8 +1,8 @@
-"""The specification of a model of transformers, made of its manifest, and the memory that it takes, by the shapes of its
-dense parameters; and which model a store or a directory holds.
+"""The specification of a transformers model, made of its manifest; the memory that it takes, estimated from its dense
+parameters' shapes; and the model of a store or a directory.
 
-Parameters are known by their names in memory, which transformers' decoders share. Imports neither torch nor transformers;
-only ``build`` and the description of a bare configuration do.
+Parameters are recognised by their names in memory, which transformers' decoders share. Imports neither torch nor
+transformers; only ``build`` and the description of a bare configuration do.
 """
 
 from __future__ import annotations
@@ -73,17 +73,17 @@ def attention_pairs(manifest: Manifest, lora: LoraConfig) -> list[AttentionPair]
     return found
 
 
-#: Families with layers of linear attention, whose state knows no positions.
+#: Families with linear attention layers, whose state does not restart at a new document.
 _LINEAR = ("qwen3_next",)
 _TOKENIZER_FILES = ("tokenizer", "vocab.", "merges.", "spiece.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class HfSpec(ModelSpec):
-    """A model of transformers as a run is configured with it; ``hf_spec`` makes it of the model's ``manifest``.
+    """A transformers model as a run configures it; ``hf_spec`` makes it of the model's ``manifest``.
 
-    ``config``: the values of its config.json. ``directory``: where config.json and the tokenizer's files are; None where
-    nothing but the configuration is known, which is enough for a plan.
+    ``config``: the values of its config.json. ``directory``: where config.json and the tokenizer's files are; None if only
+    the configuration is known, which is enough for a plan.
     """
 
     manifest: Manifest
@@ -97,8 +97,8 @@ class HfSpec(ModelSpec):
         return self.manifest.experts.top_k
 
     def pass_bytes(self, tokens: int, blocks: range | None) -> int:
-        """An upper estimate of what one training pass of ``tokens`` keeps and needs at its peak, in bytes, through all
-        decoder layers, or through ``blocks`` with what comes after them.
+        """An upper estimate of the peak memory of one training pass of ``tokens``, in bytes: of all decoder layers, or of
+        ``blocks``, and of the head if they end with the last layer.
         """
         units = self.manifest.units[1:-1]
         numbers = range(len(units)) if blocks is None else blocks
@@ -117,7 +117,7 @@ class HfSpec(ModelSpec):
         return micro_batches * stream + max(head, micro_batches * _widest(self, tokens))
 
     def forward_bytes(self, tokens: int) -> int:
-        """As ``pass_bytes``, of a forward pass that keeps nothing for a backward pass."""
+        """As ``pass_bytes``, for a forward pass that keeps nothing for a backward pass."""
         logits = tokens * self.vocab_size * (self.compute_dtype.itemsize + 4)
         return max(logits, _widest(self, tokens))
 
@@ -127,7 +127,7 @@ class HfSpec(ModelSpec):
         return tokens * cached * self.compute_dtype.itemsize
 
     def vary(self, name: str, value: object) -> HfSpec | None:
-        """The same model trained otherwise; None for what its store has decided."""
+        """The same model with ``value`` for the fine-tuning option ``name``; None if ``name`` is no such option."""
         if name not in FinetuneConfig.__dataclass_fields__:
             return None
         finetune = replace(self.finetune, **{name: value})  # type: ignore[arg-type]
@@ -135,7 +135,7 @@ class HfSpec(ModelSpec):
         return varied if self.whole is None else varied.stage(self.layers, held=self.held)
 
     def settings(self) -> dict[str, object]:
-        """The model's identity, and under ``tuning`` what a run chooses of it."""
+        """The model's identity and, under ``tuning``, the choices of a run."""
         manifest, experts = self.manifest, self.manifest.experts
         return {
             "model_type": manifest.model_type,
@@ -176,7 +176,7 @@ class HfSpec(ModelSpec):
     ) -> Model:
         if vocabulary not in (None, VocabularyPartition()):
             raise ConfigError(
-                "parallel.embedding, parallel.head: expected gathered: an imported model's stay whole"
+                "parallel.embedding, parallel.head: expected gathered: an imported model cannot divide them"
             )
         model: Model = import_module("tierstore.hf.model").build_model(self, source, mesh=mesh, ledger=ledger)
         return model
@@ -196,7 +196,7 @@ def hf_spec(
     directory: Path | None = None,
 ) -> HfSpec:
     """The specification of the model of ``manifest`` and of ``config``, the values of its config.json. ``directory``: see
-    ``HfSpec``. Raises ConfigError for experts with an activation that is not known.
+    ``HfSpec``. Raises ConfigError for experts with an unknown activation.
     """
     finetune, lora, experts = finetune or FinetuneConfig(), lora or LoraConfig(), manifest.experts
     positions = text_positions(config)
@@ -227,7 +227,7 @@ def hf_spec(
         ),
         adapter_units=pair_parameters(manifest, lora) if lora.enabled else (),
         tokenizer=directory if has_tokenizer else None,
-        mixes_documents=f"linear attention ({manifest.model_type}) takes its state over documents"
+        mixes_documents=f"the state of linear attention ({manifest.model_type}) would carry over from document to document"
         if manifest.model_type in _LINEAR
         else "",
         no_stages="expected 1: the head of this model is its embedding; the first and the last stage would both have the "
@@ -266,17 +266,17 @@ def pair_parameters(manifest: Manifest, lora: LoraConfig) -> tuple[int, ...]:
 
 # Memory -----------------------------------------------------------------------------------------------------
 #
-# What autograd keeps of a decoder layer, a token, with D the model's width, F an expert's, P what feeds its activation,
+# Memory that autograd keeps per token of a decoder layer, with D the model's width, F an expert's, P its activation's input,
 # and w the bytes of the compute type: norms in fp32 and their results; queries, keys and values of all heads,
 # attention's result twice; the inputs of the experts' activations and their results, of each of K experts; four values
 # for each of a dense network's. Attention without a fused kernel (attention sinks; latent attention, whose values are
-# narrower than its keys) keeps its probabilities too. tests/hf holds the estimate against what torch allocates.
+# narrower than its keys) keeps its probabilities too. tests/hf compares the estimate with torch's allocations.
 
 _QUERY = ("q_proj", "q_b_proj")
 
 
 #: Linear attention without its kernel (Qwen3-Next): fp32 values for each value of its input projections, and for each
-#: head and each of 64 tokens of a chunk; both as measured.
+#: head and each of a chunk's 64 tokens; both were measured.
 _LINEAR_COPIES, _CHUNK_COPIES, _CHUNK = 7, 4, 64
 
 
@@ -297,7 +297,7 @@ class AttentionSizes:
 
 
 def attention_sizes(spec: HfSpec, unit: UnitEntry) -> AttentionSizes:
-    """Of the softmax attention in ``unit``; zeros where it has none, but linear attention."""
+    """Widths of the softmax attention in ``unit``; zeros if it has only linear attention."""
     found = {
         parameter.name.removesuffix(".weight").rpartition(".")[2]: parameter.shape
         for parameter in unit.parameters
@@ -310,7 +310,7 @@ def attention_sizes(spec: HfSpec, unit: UnitEntry) -> AttentionSizes:
     if "k_proj" in found:
         # A gate on the output (Qwen3-Next) makes the query projection twice as wide as its heads.
         return AttentionSizes(min(queries, values), values, found["k_proj"][0] + found["v_proj"][0])
-    # Latent attention: transformers caches what heads are made of, and the part of keys that has positions.
+    # Latent attention: transformers caches the heads' common latent vector, and the part of keys that has positions.
     return AttentionSizes(queries, values, found["kv_a_proj_with_mqa"][0])
 
 
@@ -329,7 +329,7 @@ def _widest(spec: HfSpec, tokens: int) -> int:
 
 
 def _head(spec: HfSpec, tokens: int) -> int:
-    """The last norm, logits and their loss."""
+    """Bytes of the last norm, the logits and their loss."""
     width = spec.compute_dtype.itemsize
     return _norm(width, spec.d_model, tokens) + tokens * spec.vocab_size * (12 if width == 4 else 14)
 
@@ -349,7 +349,7 @@ def _layer(spec: HfSpec, index: int, unit: UnitEntry, tokens: int) -> _Layer:
     scratch = tokens * 4 * d * 4
     for name, shape in names.items():
         part = name.split(".")
-        if "q_norm" in part:  # of one head or of all
+        if "q_norm" in part:  # the norm of one head or of all heads
             kept += _norm(width, attention.queries, tokens)
         elif "k_norm" in part:
             kept += _norm(width, attention.cached // 2, tokens)
@@ -390,10 +390,10 @@ def _layer(spec: HfSpec, index: int, unit: UnitEntry, tokens: int) -> _Layer:
 def stored_spec(
     store: Path, finetune: FinetuneConfig | None = None, lora: LoraConfig | None = None
 ) -> HfSpec | None:
-    """The model that was imported into ``store``, trained as ``finetune`` and ``lora`` say; None where none was.
+    """The model that was imported into ``store``, trained as ``finetune`` and ``lora`` say; None if it holds no import.
 
-    Raises StoreFormatError for a damaged manifest, and ConfigError for a damaged config.json, and where weights that are
-    trained were to be adapted.
+    Raises StoreFormatError for a damaged manifest, and ConfigError for a damaged config.json, or for LoRA on a store whose
+    own weights are trained.
     """
     directory = store / MODEL_DIRECTORY
     if not (directory / MANIFEST_NAME).exists():
@@ -401,14 +401,14 @@ def stored_spec(
     manifest = Manifest.read(store)
     if lora is not None and lora.enabled and manifest.weights is not Weights.FROZEN:
         raise ConfigError(
-            f"lora.rank: {store} was imported to train all of the model; tierstore import --frozen makes one for LoRA"
+            f"lora.rank: {store} was imported to train the whole model; tierstore import --frozen makes a store for LoRA"
         )
     return hf_spec(manifest, read_config(directory / CONFIG_NAME), finetune, lora, directory)
 
 
 def recorded_spec(store: Path, state: TrainState) -> ModelSpec:
-    """The model in ``store``, whose training stands at ``state``: the imported one, with the pairs that were trained beside
-    it, or the built-in one. Raises StoreFormatError where the conditions are damaged.
+    """The model in ``store`` at training state ``state``: the imported model, with its LoRA pairs, or the built-in one.
+    Raises StoreFormatError if the recorded conditions of the run are damaged.
     """
     return stored_spec(store, lora=recorded_lora(store, state)) or spec_of(
         recorded_model(state, where=str(store))
@@ -416,20 +416,20 @@ def recorded_spec(store: Path, state: TrainState) -> ModelSpec:
 
 
 def recorded_lora(store: Path, state: TrainState) -> LoraConfig:
-    """How the pairs in ``store`` are configured; without any its rank is 0. Raises StoreFormatError."""
+    """The configuration of the pairs in ``store``; its rank is 0 if there are none. Raises StoreFormatError."""
     model = state.conditions.get("model")
     given = model.get("lora") if isinstance(model, Mapping) else None
     return LoraConfig() if given is None else from_conditions(LoraConfig, given, where=str(store))
 
 
 def model_of(path: Path, finetune: FinetuneConfig | None = None) -> HfSpec:
-    """The model of a directory of transformers, of its config.json, or of a store that it was imported into.
+    """The model of a transformers model directory, of a config.json, or of a store with an imported model.
 
     Its weights are not looked at. A directory or file needs transformers, a store does not. Raises ConfigError,
     CapabilityError, StoreFormatError, OSError.
     """
     for directory in (path, path.parent):
-        # The directory in a store that the import left; elsewhere a file of that name is not tierstore's.
+        # The model directory of an imported store; elsewhere a file of that name is not tierstore's.
         if directory.absolute().name == MODEL_DIRECTORY and (directory / MANIFEST_NAME).exists():
             path = directory.parent
     spec = stored_spec(path, finetune)

@@ -1,14 +1,14 @@
-"""The part of a transformers model that one pipeline stage has: some of its decoder layers, with the embedding or the head.
+"""One pipeline stage of a transformers model: some of its decoder layers, with the embedding or the head.
 
 Shapes: B sequences, T positions, V vocabulary, D width, E experts of a layer.
 
-The forward pass is the family's own over the layers that are here; each stage makes masks and rotary tables of positions
-by itself. What stages must agree on goes beside their messages:
+The forward pass is the family's own over the stage's layers; each stage computes masks and rotary tables from positions
+itself. Two things that stages must agree on travel with their messages:
 
 * The auxiliary loss is one function of all layers: its gradient for a layer depends on how often the experts of all layers
-  were chosen. Each stage adds its counts to those that came with the stream; the last one knows the sums, and tells them
-  to all others with the gradients. So a stage has the gradients of one process, bit for bit, and what it has of the loss
-  before its backward pass is a zero.
+  were chosen. Each stage adds its counts to those that came with the stream; the last stage has the sums and
+  sends them back with the gradients. So a stage's gradients equal those of a single process, bit for bit; until its
+  backward pass, its share of the loss is zero.
 * Noise of routers and dropout is drawn from one generator through all layers: its state goes with the stream.
 """
 
@@ -43,7 +43,7 @@ class HfStage(HfModel):
 
     @property
     def module(self) -> nn.Module:
-        """What a forward pass of the stage is a call of: without a head, the decoder alone."""
+        """The module that a forward pass of the stage calls: without a head, the decoder alone."""
         whole = super().module
         decoder: nn.Module = self._module.base_model
         return whole if self._ends else decoder
@@ -67,8 +67,8 @@ class HfStage(HfModel):
     # Passes -------------------------------------------------------------------------------------------------
 
     def run_stage(self, batch: Batch, given: Tensor, values: Tensor) -> StagePass:
-        """One training pass. Beside a stream go the counts of experts, where they are balanced by a loss, and the states of
-        generators; back go the counts.
+        """One training pass. The stream is sent with the states of generators and, if a loss balances the experts, their
+        counts; the counts come back with the gradients.
         """
         own = self.border.backward_values
         counts, self._drawn = values[:own], values[own:]
@@ -87,7 +87,7 @@ class HfStage(HfModel):
         return StagePass(stream, self._before_the_last(aux_loss), torch.cat([counts, self._drawn]), told)
 
     def _before_the_last(self, aux_loss: Tensor) -> ModelOutput:
-        """The part of a stage without a head: its objective is ``aux_loss`` by its weight."""
+        """The losses of a stage without a head: its objective is ``aux_loss`` times its weight."""
         zero = torch.zeros_like(aux_loss)
         return ModelOutput(None, aux_loss, zero, self._aux_loss.weight * aux_loss, self.loads.all(), None)
 
@@ -104,7 +104,7 @@ class HfStage(HfModel):
         self._drawn = generator_states(self._devices())
 
     def run(self, batch: Batch) -> ModelOutput:
-        """A forward pass through all stages, without a graph; all of them get the loss. Raises PeerError."""
+        """A forward pass through all stages, without a graph; every stage returns the loss. Raises PeerError."""
 
         def forward(given: Tensor) -> StagePass:
             output = self._entered(given, batch)
@@ -128,8 +128,8 @@ class HfStage(HfModel):
         self, prompt: Sequence[int], count: int, *, temperature: float = 0.8, seed: int = 0
     ) -> list[int]:
         """At most ``count`` tokens that follow ``prompt``: the model's own end of text ends them. A collective of all
-        stages: every token passes through them, behind all that are there, without a cache of keys. It is sampled from all
-        tokens, where transformers would leave out the least probable.
+        stages: for each new token the whole text passes through them, without a key-value cache. Tokens are sampled from the
+        full distribution, where transformers would leave out the least probable.
         """
         ends = self._module.generation_config.eos_token_id
         module = self.module

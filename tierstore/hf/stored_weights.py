@@ -1,6 +1,6 @@
-"""The weights of a job's stores at rest, those of all ranks together, caught up to the newest step that all have.
+"""Reads the weights of a job that is not running from the stores of all its ranks, at the newest step that all have.
 
-Reading changes nothing: no record, no file. What an expert missed is replayed on a copy, which is then dropped.
+Reading changes no record and no file. Steps that an expert missed are replayed on a copy, which is then dropped.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from tierstore.train.stored_model import stored_layout
 
 
 class Adjustment(Protocol):
-    """Changes weights on their way out: an adapter that is merged, say. Arrays are fp32 and flat, changed in place."""
+    """Changes exported weights, for example to merge an adapter. Arrays are fp32 and flat, changed in place."""
 
     def expert(self, layer: int, expert: int, weights: Floats) -> None: ...
     def dense(self, name: str, weights: Floats) -> None: ...
 
 
 class ModelWeights(Protocol):
-    """The weights of a model, as an export asks for them; ``StoredWeights`` says of what shapes."""
+    """The weights of a model as an export reads them; see ``StoredWeights`` for shapes."""
 
     @property
     def small(self) -> Mapping[str, bytes]: ...
@@ -50,11 +50,11 @@ class ModelWeights(Protocol):
 
 @dataclass
 class StoredWeights:
-    """The stores of a job, open at one step: of each of ``stages`` pipeline stages as many."""
+    """The stores of a job, open at one step; each of the ``stages`` pipeline stages has equally many."""
 
     stores: list[StoreCore]
     state: TrainState
-    #: What the commit of the first rank holds beside the records, with the buffers of all stages.
+    #: The state in the first rank's commit, with the buffers of all stages.
     small: Mapping[str, bytes]
     expert_ranks: int
     stages: int = 1
@@ -63,11 +63,11 @@ class StoredWeights:
 
     @property
     def data_ranks(self) -> int:
-        """Ranks of a stage: each has a slice of its dense units."""
+        """The number of ranks of a stage; each has a slice of its dense units."""
         return len(self.stores) // self.stages
 
     def _stage_of(self, key: str) -> list[StoreCore]:
-        """The stores of the stage that has record ``key``; of the first one where none has it."""
+        """The stores of the stage that has record ``key``; those of the first stage if none has it."""
         count = self.data_ranks
         stages = [self.stores[begin : begin + count] for begin in range(0, len(self.stores), count)]
         return next((stage for stage in stages if any(key in core.records for core in stage)), stages[0])
@@ -76,7 +76,7 @@ class StoredWeights:
 
     def expert_fp32(self, layer: int, expert: int, experts: int) -> Floats:
         """All weights of an expert (of ``experts`` in its layer), flat, valid until the next one is read: the masters, or
-        what a frozen record has. Raises ChecksumError, StoreFormatError, OSError.
+        a frozen record's weights. Raises ChecksumError, StoreFormatError, OSError.
         """
         return self.record_fp32(expert_key(layer, expert), expert, experts)
 
@@ -95,7 +95,7 @@ class StoredWeights:
         return wide
 
     def expert_bf16(self, layer: int, expert: int, experts: int) -> Bits:
-        """The same as bf16's bits: what a forward pass computes with, or the masters rounded to nearest even."""
+        """As bf16 bits: the weights that a forward pass uses, or the masters rounded to nearest even."""
         schema, sections = self._record(expert_key(layer, expert), expert, experts, masters=False)
         weight = sections[0].array()
         if schema.quantized is not None:
@@ -106,7 +106,7 @@ class StoredWeights:
     def _record(
         self, key: str, expert: int, experts: int, *, masters: bool
     ) -> tuple[RecordSchema, list[Buffer]]:
-        """The sections of the weights, of moments too where the masters or missed steps need them."""
+        """The sections of the weights, and of the moments if the masters or missed steps need them."""
         core = self._stage_of(key)[ExpertBlocks(experts, self.expert_ranks).owner(expert)]
         live = _live(core, key)
         schema, behind = live.schema, core.optimizer.behind(live) > 0
@@ -129,7 +129,7 @@ class StoredWeights:
     # Dense parameters ---------------------------------------------------------------------------------------
 
     def dense(self, layout: UnitLayout, index: int) -> Iterator[Floats]:
-        """Parameter ``index`` of a unit, flat, in pieces; the unit is kept in memory until another is asked for.
+        """Parameter ``index`` of a unit, flat, in pieces; the unit stays in memory until another is read.
 
         Raises ChecksumError, StoreFormatError, OSError.
         """
@@ -147,7 +147,7 @@ class StoredWeights:
 
     def _slices(self, layout: UnitLayout) -> list[Floats]:
         if self._unit[0] != layout.key:
-            self._unit = ("", [])  # its memory first
+            self._unit = ("", [])  # frees its memory first
             self._unit = (layout.key, [self._slice(core, layout) for core in self._stage_of(layout.key)])
         return self._unit[1]
 
@@ -197,7 +197,7 @@ def open_weights(source: Path) -> Iterator[StoredWeights]:
             )
         if layout.world != len(stores):
             raise StoreFormatError(
-                f"{source}: made by {layout.world} ranks, and there are {len(stores)} stores"
+                f"{source}: made by {layout.world} ranks, but {len(stores)} stores were found"
             )
         states = [core.committer.state for core in stores[:: len(stores) // layout.stages]]
         small = with_all_buffers(states, where=str(source))

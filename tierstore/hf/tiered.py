@@ -1,4 +1,4 @@
-"""A model of transformers over its store, in somebody else's loop::
+"""A transformers model over its store, in the caller's own loop::
 
     with open_model("runs/q", host_budget="4GiB") as tiered:
         model = tiered.model  # transformers' own class
@@ -9,13 +9,14 @@
                     step.backward(model(**micro).loss / len(batch))
         tiered.commit()
 
-A step opens, with its learning rate, before its first forward pass, and has any number of passes. Nothing moves before
-its end: then the norm is taken over dense parameters and experts together, and either all of them are stepped or, where
-a loss or a gradient is not finite, none. Gradient checkpointing, evaluation and ``generate`` are the model's own.
+A step opens, with its learning rate, before its first forward pass, and has any number of passes. No parameter changes
+before the step ends: then the gradient norm is taken over dense parameters and experts together, and either all of them
+are stepped or, if a loss or a gradient is not finite, none. Gradient checkpointing, evaluation and ``generate`` are the
+model's own.
 
 ``TieredOptimizer`` does the same for ``Trainer``, accelerate and schedulers: a step opens with the first training forward
-pass after the last one, with the learning rate that the optimizer has then, and ends with ``step()``. ``zero_grad()``
-between the two, once there was a backward pass, gives it up.
+pass after the last one, with the optimizer's learning rate at that moment, and ends with ``step()``. ``zero_grad()``
+between the two abandons the step if it has had a backward pass.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def open_model(
     options: ImportOptions | None = None,
     settings: Mapping[str, object] | None = None,
 ) -> Iterator[TieredModel]:
-    """The model that was imported into ``store``, as it was last committed; closed at exit. What was not committed is gone.
+    """The model that was imported into ``store``, as it was last committed; closed at exit. Uncommitted steps are lost.
 
     ``source``: a model directory, imported first (with ``options``) if there is no such store or its import was cut short.
     ``host_budget``: memory for experts, as bytes or as text. ``settings``: keys of ``TrainConfig`` by dotted name
@@ -72,7 +73,7 @@ def open_model(
     """
     store = Path(store)
     if RankEnvironment.from_environment().world > 1:
-        raise ConfigError("open_model: a loop of one's own runs on one rank; tierstore train runs on several")
+        raise ConfigError("open_model: your own loop runs on one rank only; tierstore train runs on several")
     _check_settings(settings or {})
     config = load(TrainConfig, None, {"store": store, **(settings or {})})
     if source is not None:
@@ -92,7 +93,7 @@ def open_model(
             tiered.close()
 
 
-#: What a run of one's own has instead: the store argument and so on, the loop itself, ``tiered.step``.
+#: Settings that do nothing here: arguments of ``open_model``, the loop, or ``tiered.step`` take their place.
 _NOT_OWN = frozenset(
     {
         *("store", "host_budget", "steps", "clip_norm", "commit_every", "snapshot_every", "eval_every"),
@@ -105,12 +106,12 @@ def _check_settings(settings: Mapping[str, object]) -> None:
     """Raises ConfigError for a key that would do nothing here."""
     for name in settings:
         if name in _NOT_OWN or name.startswith(("data.", "schedule.", "model.")):
-            raise ConfigError(f"{name}: a loop of one's own decides it, and this setting would do nothing")
+            raise ConfigError(f"{name}: your own loop decides this, so the setting would do nothing")
 
 
 @contextlib.contextmanager
 def _torch_as_before() -> Iterator[None]:
-    """Afterwards torch computes as deterministically, and with as many threads, as before."""
+    """Restores torch's determinism and thread count at exit."""
     threads, mode = torch.get_num_threads(), torch.get_deterministic_debug_mode()
     try:
         yield
@@ -120,8 +121,8 @@ def _torch_as_before() -> Iterator[None]:
 
 
 def _import(source: Path, store: Path, options: ImportOptions) -> None:
-    """Imports ``source``, unless ``store`` holds an import that has ended. Raises ConfigError for that of another model;
-    ``source`` may be gone by then.
+    """Imports ``source``, unless ``store`` holds a complete import. Raises ConfigError if that is of another model.
+    ``source`` need not exist once the import is complete.
     """
     if not (store / IDENTITY).exists() or not read_states(store, STATE_KEY):
         import_model(source, store, options)
@@ -130,7 +131,7 @@ def _import(source: Path, store: Path, options: ImportOptions) -> None:
     if options.compute not in (None, manifest.compute):
         raise ConfigError(f"{store}: the model was imported to compute in {manifest.compute.value}")
     if source.exists() and Checkpoint.open(source).fingerprint() != manifest.fingerprint:
-        raise ConfigError(f"{store}: holds the import of another checkpoint than {source}")
+        raise ConfigError(f"{store}: holds an import of another checkpoint, not of {source}")
 
 
 class TieredModel:
@@ -141,12 +142,12 @@ class TieredModel:
         self._watch = watch
         self._stepper = Stepper(parts)
         self._stack = contextlib.ExitStack()
-        #: Where the store stands, for checkpoints of loops.
+        #: The store's identity and step, for a loop's checkpoints.
         self.mark = StoreMark(parts.config.store, parts.state)
         model = cast(HfModel, parts.model)
-        #: The model: a class of transformers, whose experts are no parameters.
+        #: The model: an instance of the transformers class, whose experts are no parameters.
         self.model: Any = model.module
-        self.model.eval()  # as from_pretrained gives it
+        self.model.eval()  # as from_pretrained returns it
         watch.attach(model, parts, self._stepper)
 
     @property
@@ -165,12 +166,12 @@ class TieredModel:
     def step(
         self, lr: float, *, max_grad_norm: float | None = None, backward_passes: int | None = None
     ) -> Iterator[TieredStep]:
-        """One optimizer step; at the end of the block it is taken.
+        """One optimizer step, taken at the end of the block.
 
         ``max_grad_norm``: clips the gradients of the whole model, experts included, as ``clip_grad_norm_`` does.
-        ``backward_passes``: how many there will be; where experts' gradients do not fit in memory, a step that knows it
-        reads each of them once less. Raises StepError where the block did not do what a step needs; if the block raises,
-        the step is not taken.
+        ``backward_passes``: their number in this step; if experts' gradients do not fit in memory, a step that knows the
+        number reads each of them once less. Raises StepError if the block lacks a part of a step; if the block raises, the
+        step is not taken.
         """
         step = self.open_step(lr, max_grad_norm=max_grad_norm, backward_passes=backward_passes)
         try:
@@ -183,7 +184,7 @@ class TieredModel:
     def optimizer(
         self, lr: float, *, max_grad_norm: float | None = None, backward_passes: int | None = None
     ) -> TieredOptimizer:
-        """A ``torch.optim.Optimizer`` for loops that want one: its step opens with the first training forward pass."""
+        """A ``torch.optim.Optimizer`` for loops that need one: its step opens with the first training forward pass."""
         return TieredOptimizer(self, lr, max_grad_norm=max_grad_norm, backward_passes=backward_passes)
 
     def commit(self, *, snapshot: str | None = None) -> int:
@@ -193,15 +194,18 @@ class TieredModel:
         return self._stepper.commit(snapshot=snapshot)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Commits, and says where the store stands: for ``Accelerator.register_for_checkpointing``. Raises as ``commit``."""
+        """Commits, and returns the store's identity and step, for ``Accelerator.register_for_checkpointing``.
+
+        Raises as ``commit``.
+        """
         self.commit()
         return self.mark.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Compares. Raises StepError where ``state`` is of another store or another step than this one stands at."""
+        """Loads nothing. Raises StepError if ``state`` is of another store or another step than this one."""
         self.mark.load_state_dict(state)
 
-    # For what drives steps ----------------------------------------------------------------------------------
+    # For the drivers of steps -------------------------------------------------------------------------------
 
     @property
     def watch(self) -> PassWatch:
@@ -220,7 +224,7 @@ class TieredModel:
         return TieredStep(self._parts, self._watch, opened)
 
     def close_step(self) -> None:
-        """Takes the open step, or raises StepError and gives it up."""
+        """Takes the open step; raises StepError, and abandons the step, if it is not complete."""
         step, problem = self._watch.step, None
         assert step is not None
         try:
@@ -240,7 +244,7 @@ class TieredModel:
             raise StepError(problem)
 
     def abort_step(self, error: BaseException) -> None:
-        """Gives the open step up: cleanly between passes; else the store is poisoned, and its last commit stands."""
+        """Abandons the open step. Within a pass this poisons the store, which then only has its last commit."""
         step = self._watch.step
         assert step is not None
         try:
@@ -256,7 +260,7 @@ class TieredModel:
             self._watch.end_step()
 
     def close(self) -> None:
-        """Stops watching. Raises StepError, and gives the step up, if one is open."""
+        """Stops watching. If a step is open, abandons it and raises StepError."""
         self._watch.detach()
         if self._watch.step is not None:
             problem = StepError(self._open_message())
@@ -267,7 +271,7 @@ class TieredModel:
         if self._watch.is_due():
             return "the step ends before the backward pass of its last forward pass"
         if not self._watch.passes:
-            return "the step ends without a backward pass; step.abandon() says that it shall"
+            return "the step ends without a backward pass; call step.abandon() to end it without one"
         if step.passes not in (None, self._watch.passes):
             return f"the step ends after {self._watch.passes} of {step.passes} backward passes"
         return None
@@ -280,19 +284,19 @@ class TieredModel:
 
 
 class TieredStep:
-    """A step in progress. What is known when it has ended: ``loss``, ``grad_norm``, ``skipped``."""
+    """A step in progress. ``loss``, ``grad_norm`` and ``skipped`` are known once it has ended."""
 
     def __init__(self, parts: SessionParts, watch: PassWatch, step: OpenStep) -> None:
         self._parts = parts
         self._watch = watch
         self._step = step
         self.lr = step.lr
-        #: The sum of what ``backward`` was called with.
+        #: The sum of the losses passed to ``backward``.
         self.loss = 0.0
 
     @property
     def grad_norm(self) -> float:
-        """Of all gradients, before clipping; not finite where the step was not taken."""
+        """Norm of all gradients, before clipping; not finite if the step was not taken."""
         return self._step.grad_norm
 
     @property
@@ -301,9 +305,9 @@ class TieredStep:
         return self._step.outcome not in (StepOutcome.OPEN, StepOutcome.TAKEN)
 
     def backward(self, loss: Tensor) -> None:
-        """The backward pass of the last forward pass from ``loss``, a scalar. One that is not finite skips the step.
+        """The backward pass of the last forward pass from ``loss``, a scalar. A loss that is not finite skips the step.
 
-        ``loss.backward()`` does as well; then a loss that is not finite is noticed by its gradients.
+        ``loss.backward()`` also works; a loss that is not finite is then noticed by its gradients.
         """
         if self._watch.step is not self._step:
             raise StepError("backward: the step has ended")
@@ -314,7 +318,7 @@ class TieredStep:
         if not math.isfinite(value):
             self._step.skip()
         if self._step.outcome is not StepOutcome.OPEN:
-            self._watch.drop_pass()  # what it would add is not wanted
+            self._watch.drop_pass()  # its gradients are not wanted
             return
         with self._parts.timeline.span(Track.COMPUTE, f"backward {self._parts.state.position}"):
             torch.autograd.backward(loss)
@@ -325,7 +329,7 @@ class TieredStep:
         self._parts.state.train_loss = self.loss
 
     def abandon(self) -> None:
-        """The step shall not be taken: gradients so far are forgotten."""
+        """Marks the step as not to be taken; its gradients so far are dropped."""
         if self._watch.step is not self._step:
             raise StepError("abandon: the step has ended")
         self._watch.settle()
@@ -336,7 +340,7 @@ class TieredStep:
 class TieredOptimizer(Optimizer):
     """AdamW over dense parameters and experts. Its moments are in the store, so ``state`` is empty.
 
-    Only ``lr`` may change from step to step; the others are those that the model was opened with (``adamw``).
+    Only ``lr`` may change from step to step; the others stay as the model was opened with (``adamw``).
     """
 
     def __init__(
@@ -357,7 +361,7 @@ class TieredOptimizer(Optimizer):
         self._backward_passes = backward_passes
         self._step: TieredStep | None = None
         self.max_grad_norm = max_grad_norm
-        #: Of the last step's gradients, before clipping; not finite where it was not taken.
+        #: Norm of the last step's gradients, before clipping; not finite if the step was not taken.
         self.grad_norm = float("nan")
 
     @property
@@ -366,7 +370,7 @@ class TieredOptimizer(Optimizer):
         return self._step is not None
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Takes the step. Raises StepError where there was no backward pass, or ``lr`` has changed since it opened."""
+        """Takes the step. Raises StepError if there was no backward pass, or ``lr`` has changed since the step opened."""
         if closure is not None:
             raise StepError("optimizer.step: closures are not supported")
         step = self._step
@@ -374,27 +378,27 @@ class TieredOptimizer(Optimizer):
             raise StepError("optimizer.step: no training forward pass has run since the last step")
         if (lr := self._lr()) != step.lr:
             raise StepError(
-                f"lr: the step was opened with {step.lr} by its first forward pass, and it is {lr} now: set it before"
+                f"lr: the step was opened with {step.lr} by its first forward pass, but lr is {lr} now; set it before"
             )
         self._step = None
         self._tiered.close_step()
         self.grad_norm = step.grad_norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Gives up the open step, if there were backward passes in it."""
+        """Abandons the open step if it has had backward passes."""
         self._tiered.watch.settle()
         if self._step is not None and self._tiered.watch.passes:
             self.abandon()
 
     def abandon(self) -> None:
-        """Gives up the open step."""
+        """Abandons the open step."""
         step, self._step = self._step, None
         if step is not None:
             step.abandon()
             self._tiered.close_step()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only its own, once. Raises StepError for another."""
+        """Adds the optimizer's own group, once. Raises StepError for another group."""
         if self.param_groups:
             raise StepError("add_param_group: the parameters of a tiered model are one group")
         super().add_param_group(param_group)
@@ -409,7 +413,5 @@ class TieredOptimizer(Optimizer):
         for name, value in self._fixed.items():
             found = tuple(group[name]) if name == "betas" else group[name]
             if found != value:
-                raise StepError(
-                    f"{name}: {value} since the model was opened, and a step cannot change it to {found}"
-                )
+                raise StepError(f"{name}: {value} since the model was opened; it cannot change to {found}")
         return float(group["lr"])

@@ -1,18 +1,17 @@
-"""The passes of somebody else's loop, seen from inside, and what may not be done with a model without its experts.
+"""Watches the passes of the caller's own loop, and refuses uses of a model that would leave out its experts.
 
-A training pass is a forward pass with gradients inside of an open step, and the backward pass that follows it. Every
-other forward pass is an evaluation: it may come at any time but between the two. What does not fit raises StepError
-before anything is computed, so that a loop that leaves something out gets an error and no other results. The end of a
-backward pass has no hook of a module: it is taken up when the loop does the next thing, and autograd says then whether
-the pass came to it.
+A training pass is a forward pass with gradients in an open step, and the backward pass that follows it. Every other
+forward pass is an evaluation, allowed at any time except between the two. A call out of order raises StepError before
+anything is computed, so that a faulty loop gets an error rather than wrong results. Modules have no hook for the end of a
+backward pass: it is handled at the loop's next call, when autograd has recorded whether the pass was complete.
 
 What would leave the experts out, or step parameters twice, raises too, and goes on to when the store is closed:
 
-* ``save_pretrained``, ``push_to_hub`` and ``state_dict``, of the model or a part of it, would give the dense part alone, as
-  it lies in memory at that moment. They are refused, before a file is opened.
-* ``load_state_dict`` takes what says where the store stands (``StoreMark``), and nothing else, and compares. So the
+* ``save_pretrained``, ``push_to_hub`` and ``state_dict``, of the model or a part of it, would give only the dense part, as
+  it is in memory at that moment. They are refused before a file is opened.
+* ``load_state_dict`` accepts only the store's identity and step (``StoreMark``), and compares them. So the
   checkpoints of ``Trainer`` and accelerate hold no weights, and belong to one commit.
-* Another optimizer that holds parameters of the model would find no gradients. Its step is refused.
+* Another optimizer over parameters of the model would find no gradients. Its step is refused.
 """
 
 from __future__ import annotations
@@ -46,18 +45,18 @@ class Autocast(Enum):
 
 
 class LoopState(Enum):
-    """Where the loop stands."""
+    """The loop's position between and within passes."""
 
     IDLE = "idle"
-    FORWARD = "forward"  # inside of a forward pass
+    FORWARD = "forward"  # within a forward pass
     READY = "ready"  # a training forward pass has returned; its backward pass is due
-    BACKWARD = "backward"  # that has begun, and may have returned
+    BACKWARD = "backward"  # the backward pass has begun, and may have returned
 
 
 class PassWatch:
     """Watches the passes of one model (a ``SessionWatch``, its ``PassListener`` and its ``ExpertSource``).
 
-    ``opener`` opens a step where a training forward pass finds none: an optimizer-like object's.
+    ``opener`` opens a step if a training forward pass finds none open: ``TieredOptimizer`` sets it.
     """
 
     def __init__(self, autocast: Autocast) -> None:
@@ -74,15 +73,15 @@ class PassWatch:
         self._reached: set[int] = set()
         self._handles: list[RemovableHandle] = []
 
-    # What it stands between ---------------------------------------------------------------------------------
+    # Wrapped interfaces -------------------------------------------------------------------------------------
 
     def listener(self, queue: PassListener) -> PassListener:
-        """Hears of passes before ``queue`` does."""
+        """Receives the events of passes before ``queue`` does."""
         self._queue = queue
         return self
 
     def source(self, experts: ExpertSource) -> ExpertSource:
-        """Is asked for ``experts``."""
+        """Receives the requests for ``experts``."""
         self._experts = experts
         return self
 
@@ -110,7 +109,7 @@ class PassWatch:
         self.step, self.passes = step, 0
 
     def end_step(self) -> None:
-        """They belong to none."""
+        """Training passes belong to no step from now on."""
         self.step, self.state = None, LoopState.IDLE
 
     def is_due(self) -> bool:
@@ -132,12 +131,12 @@ class PassWatch:
         self.passes += 1
 
     def drop_pass(self) -> None:
-        """The backward pass that is due will not come."""
+        """Drops the backward pass that is due."""
         if self.state is LoopState.READY:
             self.state = LoopState.IDLE
 
     def poison(self, reason: str) -> None:
-        """The store takes nothing more: its last commit stands."""
+        """The store accepts no further steps or commits; its last commit remains."""
         self._parts.store.failures.poison(reason)
 
     # Dense units (PassListener) -----------------------------------------------------------------------------
@@ -150,7 +149,7 @@ class PassWatch:
                 self._check_autocast()
         elif self.state is LoopState.READY:
             self.state, self._returned = LoopState.BACKWARD, False
-            # Called when the pass has come to its end, not when it raised.
+            # autograd calls it when the pass is complete, not when the pass raised.
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._note_return)
         elif phase is Phase.BACKWARD and self.state is not LoopState.BACKWARD:
@@ -169,7 +168,7 @@ class PassWatch:
         if self.state not in (
             LoopState.FORWARD,
             LoopState.BACKWARD,
-        ):  # BACKWARD: computed again, by checkpointing
+        ):  # BACKWARD: recomputed by gradient checkpointing
             raise StepError("a part of the model was called by itself: call the whole model")
         self._used.add(layer)
         self._leasing = True
@@ -242,8 +241,8 @@ class PassWatch:
         changed += [name for name in self._parameters if name not in found]
         if changed:
             raise StepError(
-                f"{changed[0]}: what is trained has changed since the model was opened: parameters were added, replaced, "
-                "frozen or thawed, and the store does not step them so; for adapters open it with settings lora.rank"
+                f"{changed[0]}: the trained parameters have changed since the model was opened: some were added, replaced, "
+                "frozen or thawed, which the store cannot follow; for adapters open the model with settings lora.rank"
             )
         for name, dtype in _types(module).items():
             if self._types.get(name, dtype) != dtype:
@@ -263,7 +262,7 @@ class PassWatch:
 
 
 def _token_mask(arguments: tuple[Any, ...], options: dict[str, Any]) -> torch.Tensor | None:
-    """Of a call of a causal language model: bool (B, T), False for padding; None without an attention mask of tokens."""
+    """The token mask of a causal language model's call: bool (B, T), False for padding; None without one."""
     given = dict(zip(("input_ids", "attention_mask"), arguments, strict=False)) | options
     tokens = given.get("input_ids")
     tokens = given.get("inputs_embeds") if tokens is None else tokens
@@ -272,12 +271,12 @@ def _token_mask(arguments: tuple[Any, ...], options: dict[str, Any]) -> torch.Te
         return None
     rows, length = tokens.shape[:2]
     if mask.shape[0] != rows or mask.shape[1] < length:
-        return None  # the model itself refuses it
-    return mask[:, -length:] != 0  # before these come those of a cache
+        return None  # the model itself refuses such a mask
+    return mask[:, -length:] != 0  # the entries before these belong to cached tokens
 
 
 def _types(module: nn.Module) -> dict[str, torch.dtype]:
-    """What ``module.to(dtype)`` would change: buffers, too, which some families keep in fp32."""
+    """Types that ``module.to(dtype)`` would change: also those of buffers, which some families keep in fp32."""
     found = {name: value.dtype for name, value in module.named_parameters()}
     found.update((name, value.dtype) for name, value in module.named_buffers())
     return found
@@ -318,7 +317,7 @@ def guarded(model: Any, mark: StoreMark) -> Iterator[None]:
 
 
 class StoreMark:
-    """Where training stands, as the one entry of a ``state_dict``: the identity of ``store``, and the step of ``state``."""
+    """The store's mark, the one entry of a ``state_dict``: the identity of ``store``, and the step of ``state``."""
 
     def __init__(self, store: Path, state: TrainState) -> None:
         self.store = store.resolve()
@@ -333,20 +332,20 @@ class StoreMark:
         """Raises StepError unless ``given`` says that training stands where it stands."""
         if set(given) != {_ENTRY}:
             raise StepError(
-                f"load_state_dict: the weights of this model are in {self.store}; others enter by tierstore import"
+                f"load_state_dict: the weights of this model are in {self.store}; tierstore import loads others"
             )
         said = json.loads(bytes(given[_ENTRY].tolist()))
         if said["store"] != self._uuid:
             raise StepError(f"the checkpoint is of another store than {self.store}")
         if said["position"] != self._state.position:
             raise StepError(
-                f"the checkpoint is of step {said['position']}, and {self.store} stands at step {self._state.position}: "
+                f"the checkpoint is of step {said['position']}, but {self.store} is at step {self._state.position}: "
                 "resume from the checkpoint of the store's last commit"
             )
 
     def write(self, directory: Path) -> None:
-        """Writes it where a checkpoint of ``Trainer`` has its weights. No program takes it for a model, for there is no
-        configuration beside it. Raises StepError where a model is.
+        """Writes the mark to the file in which a checkpoint of ``Trainer`` has its weights. Without a config.json beside it
+        no program takes the file for a model. Raises StepError if ``directory`` holds a model.
         """
         from safetensors import safe_open
         from safetensors.torch import save_file
@@ -356,9 +355,7 @@ class StoreMark:
             with safe_open(target, "pt") as file:
                 taken = list(file.keys()) != [_ENTRY]
         if taken:
-            raise StepError(
-                f"{directory}: holds a model, and no checkpoint of {self.store} may take its place"
-            )
+            raise StepError(f"{directory}: holds a model, which a checkpoint of {self.store} may not replace")
         directory.mkdir(parents=True, exist_ok=True)
         save_file(self.state_dict(), target, {"format": "pt"})
 
@@ -388,7 +385,7 @@ class _Guards:
         keys.unexpected_keys.clear()
 
     def before_optimizer(self, optimizer: Any, arguments: Any, options: Any) -> None:
-        """Raises StepError for another's optimizer with parameters of the model."""
+        """Raises StepError for another optimizer that has parameters of the model."""
         from tierstore.hf.tiered import TieredOptimizer
 
         if isinstance(optimizer, TieredOptimizer):

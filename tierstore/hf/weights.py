@@ -1,10 +1,10 @@
-"""Weights of a checkpoint as a record holds them: fp32, or bf16 where the checkpoint has no more. NaN is refused.
+"""Reads the weights of a checkpoint in a record's form: fp32, or bf16 if the checkpoint is no more precise. Refuses NaN.
 
-Quantised weights (DeepSeek-V3's FP8 by blocks, gpt-oss's MXFP4) become bf16: both ways compute in fp32 and round once, to
-nearest even, as the models' own code does; the bits are the same. bf16 values are uint16 arrays of their bits.
+Quantised weights (DeepSeek-V3's FP8 by blocks, gpt-oss's MXFP4) become bf16: both conversions compute in fp32 and round
+once, to nearest even, as the models' own code does, with the same bits. bf16 values are uint16 arrays of their bits.
 
-A *part* is a tensor, or one row of a tensor that has all experts of a layer. Parts are read in chunks, through memory
-of the thread that reads; nothing larger than a chunk is held but what the caller gave.
+A *part* is a tensor, or one row of a tensor that has all experts of a layer. Parts are read in chunks, through the
+reading thread's own memory; beside the caller's arrays, no more than a chunk is held.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tierstore.hf.families import Part
 # Quantised weights ------------------------------------------------------------------------------------------
 
 
-#: One scale of an FP8 matrix is for so many rows and columns.
+#: Rows and columns that share one scale of an FP8 matrix.
 FP8_BLOCK = 128
 #: Values that share one scale of MXFP4.
 MXFP4_GROUP = 32
@@ -54,14 +54,14 @@ def widen_bf16(bits: Bits) -> Floats:
 
 @cache
 def _e4m3() -> Floats:
-    """What each byte means as F8_E4M3."""
+    """The value of each byte as F8_E4M3."""
     values: Floats = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float32).numpy()
     return values
 
 
 @cache
 def _mxfp4_pairs() -> npt.NDArray[np.uint32]:
-    """What a scale and a byte make of its two nibbles, the low one first: two bf16 values, by ``scale << 8 | byte``."""
+    """The two bf16 values of a byte's nibbles under a scale, low nibble first, at index ``scale << 8 | byte``."""
     nibbles = np.arange(256)[:, None] >> np.array([0, 4]) & 15
     values = np.where(nibbles & 8, -1.0, 1.0) * np.array(_E2M1)[nibbles & 7]
     # 2 ** 128 is infinite: weights that have it are refused when they are checked.
@@ -94,7 +94,7 @@ def mxfp4_to_bf16(blocks: Bytes, scales: Bytes, out: Bits) -> None:
     """
     rows, groups, _ = blocks.shape
     pairs, target = _mxfp4_pairs(), torch.from_numpy(out.view(np.int16))
-    # Rows at once: what is made of them stays in the cache.
+    # Rows converted at once, so that the result stays in the cache.
     step = max((1 << 20) // (groups * MXFP4_GROUP), 1)
     for first in range(0, rows, step):
         part = slice(first, first + step)
@@ -106,13 +106,13 @@ def mxfp4_to_bf16(blocks: Bytes, scales: Bytes, out: Bits) -> None:
 # Reading ----------------------------------------------------------------------------------------------------
 
 
-#: The types of weights that are no quantisation, and what they are in numpy (bf16 as its bits).
+#: The unquantised types of weights, with their numpy types (bf16 as its bits).
 PLAIN: Mapping[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 SCALE_SUFFIX = "_scale_inv"
 BLOCKS_SUFFIX, SCALES_SUFFIX = "_blocks", "_scales"
 
 _CHUNK_BYTES = 8 << 20
-_CHECKED = 1 << 17  # values that are checked at once: they stay in the core's cache
+_CHECKED = 1 << 17  # values that are checked at once, few enough for the core's cache
 _BF16_INFINITY = 0x7F80
 
 
@@ -124,7 +124,7 @@ class WeightReader:
         self._reader = reader
 
     def is_bf16(self, source: str) -> bool:
-        """Whether ``source`` loses nothing as bf16: it is bf16, or made of fewer bits."""
+        """Whether ``source`` is exact as bf16: it is bf16 itself, or quantised to fewer bits."""
         info = self._tensors.get(source)
         return info is None or info.dtype in ("BF16", "F8_E4M3")
 
@@ -162,7 +162,7 @@ class WeightReader:
             raise not_finite(piece.source, int(np.argmin(np.isfinite(out))))
 
     def _chunks(self, info: TensorInfo, piece: Part, begin: int, end: int, window: ReadWindow) -> Any:
-        """(low, high, values): what chunk holds, counted from ``begin``."""
+        """(low, high, values) of each chunk, counted from ``begin``."""
         kind = np.dtype(PLAIN[info.dtype])
         first = (piece.index or 0) * piece.numel
         step = _CHUNK_BYTES // kind.itemsize
@@ -203,7 +203,7 @@ class WeightReader:
 
     def _read_mxfp4(self, piece: Part, begin: int, end: int, out: Bits, window: ReadWindow) -> None:
         if (begin, end) != (0, piece.numel) or piece.index is None:
-            raise ValueError(f"{piece.source}: MXFP4 is read by whole experts")
+            raise ValueError(f"{piece.source}: MXFP4 must be read by whole experts")
         blocks, scales = (self._tensors[piece.source + suffix] for suffix in (BLOCKS_SUFFIX, SCALES_SUFFIX))
         one = [info.nbytes // info.shape[0] for info in (blocks, scales)]
         at = piece.index

@@ -1,8 +1,8 @@
 """Confidence in a difference between two replays of one trace, by the moving-block bootstrap over steps.
 
-Neighbouring steps are alike (the same tokens, the same experts), so single steps are no independent sample:
-blocks of consecutive steps are drawn instead (Kunsch 1989), longer than the differences stay correlated.
-Few blocks make a resample vary too little: its deviation is that of b - 1 blocks in b. So the interval is
+Neighbouring steps are correlated (the same tokens, the same experts), so single steps are no independent sample.
+Blocks of consecutive steps are drawn instead (Kunsch 1989), longer than the correlation of the differences.
+With few blocks a resample varies too little: its deviation is that of b - 1 blocks in b. So the interval is
 widened by sqrt(b / (b - 1)), and by Student's quantile of b - 1 degrees of freedom in place of the normal one.
 The two replays see the same requests, so their difference is taken step by step (paired).
 """
@@ -16,14 +16,14 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-_LEAST_BLOCKS = 8  # below, no interval says anything
+_LEAST_BLOCKS = 8  # with fewer, an interval is meaningless
 _MOST_BINS = 4096  # longer series are summed in bins of consecutive steps first
 _RESAMPLES = 2000
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """An estimate with its confidence interval. ``blocks``: independent pieces that it rests on."""
+    """An estimate with its confidence interval. ``blocks``: the number of independent blocks behind it."""
 
     estimate: float
     low: float
@@ -46,8 +46,8 @@ def paired_interval(
 ) -> Interval:
     """``sum(differences) / sum(weights)`` over steps, with a percentile interval, widened for few blocks.
 
-    ``differences`` and ``weights`` [steps] are one replay's cost less the other's, and what it is measured
-    against (requests for a miss ratio). Fewer than 8 blocks give an interval without ends: nothing is known.
+    ``differences`` [steps] are one replay's cost less the other's; ``weights`` [steps] are the denominators (requests
+    for a miss ratio). With fewer than 8 blocks the interval is infinite.
     Raises ValueError for arrays of different lengths, no steps, or a confidence outside (0, 1).
     """
     values, scale = np.asarray(differences, np.float64), np.asarray(weights, np.float64)
@@ -75,7 +75,7 @@ def paired_interval(
 
 
 def _widening(confidence: float, blocks: int) -> float:
-    """What a percentile interval of ``blocks`` blocks is widened by."""
+    """The factor by which a percentile interval of ``blocks`` blocks is widened."""
     normal = NormalDist().inv_cdf((1 + confidence) / 2)
     return student_quantile((1 + confidence) / 2, blocks - 1) / normal * math.sqrt(blocks / (blocks - 1))
 
@@ -94,7 +94,7 @@ def student_quantile(probability: float, freedom: int) -> float:
 
 
 def block_length(values: ArrayLike) -> int:
-    """Steps of a block: the cube root of their number, or three times that they stay correlated for.
+    """Steps of a block: the cube root of their number, or three times their correlation time.
 
     That time is ``1 + 2 * sum(autocorrelations)``, summed until they fall below the noise of white noise.
     At least four blocks remain.

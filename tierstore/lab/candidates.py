@@ -1,5 +1,5 @@
-"""What a tuner tries: settings of the cache that ``tierstore train`` has, how they are written there, and how a capacity
-is split between layers.
+"""The candidates of the tuner: cache settings of ``tierstore train``, their form in a configuration, and the split of a
+capacity between layers.
 
 Of LFU-decay's K and beta only the half-life matters (they act through it alone), so the half-life is searched: whole
 half-lives as ``decay = 0.5`` every N steps, shorter ones as a decay at every step.
@@ -7,7 +7,7 @@ half-lives as ``decay = 0.5`` every N steps, shorter ones as a decay at every st
 The capacity is split by marginal gain. With layer scope each layer's misses depend on its own quota alone, so one replay
 at a common fraction of every layer's footprint gives a point on every layer's curve. Frames then go, piece by piece, to
 the layer whose misses (or other cost) fall most for a frame. Each curve is replaced by its lower convex hull: a quota
-between two points can be had no worse than by mixing them, and greedy choice on convex curves is optimal (Fox 1966).
+between two points costs no more than a mixture of the two, and greedy choice on convex curves is optimal (Fox 1966).
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ SIMPLEST_FIRST = (
     *("fifo", "clock", "sieve", "lru", "lfu", "slru", "s3-fifo", "2q", "w-tinylfu", "arc", "lirs"),
     *("lfu-decay", "next-use", "learned-use"),
 )
-"""Policies by their cost to run and to understand: among equals the tuner takes the first. A policy that is not listed
-comes last. Then one cache comes before a quota for each layer, equal quotas before tuned ones, and fewer options before
+"""Policies by their cost to run and to understand: among equals the tuner takes the first; unlisted policies come
+last. For one policy, one cache comes before a quota for each layer, equal quotas before tuned ones, and fewer options before
 more."""
 
 _COARSE = 4.0  # between half-lives of the grid
@@ -68,7 +68,7 @@ class Candidate:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal for candidates that do the same."""
+        """A key that is equal for equivalent candidates."""
         return (self.policy.name, tuple(sorted(self.policy.options.items())), self.scope, self.layer_quotas)
 
     @property
@@ -88,7 +88,7 @@ def _rank(policy: str) -> int:
 
 
 def lfu_decay(half_life: float, threshold: float = 0.0) -> PolicySpec:
-    """LFU-decay (corrected) with a half-life in steps; infinite: hits count for ever."""
+    """LFU-decay (corrected) with a half-life in steps; infinite: hits never decay."""
     options: dict[str, float | str] = {}
     if math.isinf(half_life):
         options = {"beta": 1.0, "interval": 1.0}
@@ -100,17 +100,17 @@ def lfu_decay(half_life: float, threshold: float = 0.0) -> PolicySpec:
 
 
 def default_candidate(requests: Requests) -> Candidate:
-    """The default of ``tierstore train``; on plain keys, which no training requests, the default of a store."""
+    """The default of ``tierstore train``, or that of a store for plain keys, which training never requests."""
     config = TrainConfig().cache
     if not suits(requests, config.policy):
         config = CacheConfig()
-    if config.half_life is not None:  # as the grid writes it, so that it is not tried twice
+    if config.half_life is not None:  # in the grid's form, so that it is not tried twice
         return Candidate(lfu_decay(config.half_life), config.scope)
     return Candidate(PolicySpec(config.policy, config.options), config.scope)
 
 
 def half_lives(steps: int) -> list[float]:
-    """The grid: from a step up to the length of the trace, and never."""
+    """The half-lives of the grid: from one step up to the length of the trace, and infinity."""
     grid = [1.0]
     while grid[-1] * _COARSE <= max(steps, 1):
         grid.append(grid[-1] * _COARSE)
@@ -122,7 +122,7 @@ def starting_grid(
 ) -> list[Candidate]:
     """Every policy with its defaults, LFU-decay and next-use over half-lives.
 
-    Layer scope comes only where each layer's share holds the largest record.
+    Layer scope is tried only if each layer's share holds the largest record.
     """
     specs: list[PolicySpec] = []
     for name in policies:
@@ -139,7 +139,7 @@ def starting_grid(
 
 
 def neighbours(candidate: Candidate) -> Iterator[Candidate]:
-    """Settings around ``candidate`` that the grid skipped: half-lives between its points, thresholds."""
+    """Settings near ``candidate`` that the grid lacks: half-lives between its points, thresholds."""
     policy, half_life = candidate.policy.name, float(candidate.policy.options.get("half_life", _NEVER))
     if policy == "next-use" and math.isfinite(half_life):
         for factor in _BETWEEN:
@@ -153,7 +153,7 @@ def neighbours(candidate: Candidate) -> Iterator[Candidate]:
 
 
 def cache_configuration(candidate: Candidate) -> CacheConfig | None:
-    """The candidate as ``tierstore train`` takes it; None if that runs no such policy."""
+    """The candidate as ``tierstore train`` accepts it; None if its policy cannot run there."""
     if not candidate.policy.runs:
         return None
     return CacheConfig(
@@ -168,7 +168,7 @@ def configuration_text(requests: Requests, candidate: Candidate, capacity_frames
     """The ``[cache]`` table to paste into a configuration of ``tierstore train``."""
     capacity = format_bytes(capacity_frames * requests.table.frame_bytes)
     share = capacity_frames / requests.table.total_frames
-    head = f"# for a cache of {capacity}, {share:.1%} of what {requests.name} asks for\n"
+    head = f"# for a cache of {capacity}, {share:.1%} of the footprint of {requests.name}\n"
     config = cache_configuration(candidate)
     if config is None:
         return head + f"# {candidate.policy.name} is not a policy of tierstore train: nothing to configure\n"
@@ -226,7 +226,7 @@ def layer_curves(
 
 
 def lower_hull(curve: Curve) -> list[tuple[int, float]]:
-    """The points of ``curve`` on its lower convex hull, as far as the cost still falls."""
+    """The points of ``curve`` on its lower convex hull, up to its minimum."""
     hull: list[tuple[int, float]] = []
     for x, y in curve:
         if hull and y >= hull[-1][1]:
@@ -241,16 +241,16 @@ def lower_hull(curve: Curve) -> list[tuple[int, float]]:
 
 
 def greedy_split(curves: Sequence[Curve], capacity_frames: int) -> tuple[int, ...]:
-    """Frames of each layer, ``capacity_frames`` in all: frames that no curve gains by are shared equally.
+    """Frames of each layer, ``capacity_frames`` in all; frames that improve no curve are shared equally.
 
-    A layer without points gets nothing, one with points at least its first. Raises ValueError if the first
+    A layer without points gets none; one with points gets at least its first point. Raises ValueError if the first
     points alone are more than the capacity.
     """
     hulls = [lower_hull(curve) for curve in curves]
     quotas = [hull[0][0] if hull else 0 for hull in hulls]
     left = capacity_frames - sum(quotas)
     if left < 0:
-        raise ValueError(f"{capacity_frames} frames for layers that need {sum(quotas)} at least")
+        raise ValueError(f"{capacity_frames} frames are too few: the layers need at least {sum(quotas)}")
     pieces = [
         ((after[1] - before[1]) / (after[0] - before[0]), layer, after[0] - before[0])
         for layer, hull in enumerate(hulls)

@@ -6,7 +6,7 @@ pass (one event) takes
 
     fetch = entries read x latency + bytes read / bandwidth + the same of what is written
 
-on the tier below or, where the pass both reads and writes and a cost of mixed traffic is known, all bytes by that.
+on the tier below. If the pass both reads and writes and a cost of mixed traffic is known, that cost applies to all bytes.
 The computation of a step is given, or predicted by ``plan`` from a run's configuration. It is split over the step's
 passes, a backward pass counting twice a forward one. A pass waits for
 
@@ -37,7 +37,7 @@ from tierstore.lab.simulate import Replayed, ReplaySetting, replay_one
 from tierstore.machine_profile import ASSUMED, Cost, Evidence, Profile
 from tierstore.units import DAY_S, drive_life_s, format_seconds
 
-if TYPE_CHECKING:  # a run's configuration, where one is asked about
+if TYPE_CHECKING:  # a run's configuration, if given
     from tierstore.train.config import TrainConfig
 
 _YEAR_S = 365.25 * DAY_S
@@ -47,14 +47,14 @@ _GIVEN = "given"
 
 
 class Overlap(enum.Enum):
-    """Whether a pass is fetched while the one before it computes."""
+    """Whether a pass's entries are fetched while the previous pass computes."""
 
     LOOKAHEAD = "lookahead"
     SERIAL = "serial"
 
 
 class Objective(enum.Enum):
-    """What a choice minimises."""
+    """The cost that a choice minimises."""
 
     MISSES = "misses"
     BYTES = "bytes"  # read and written
@@ -63,9 +63,9 @@ class Objective(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What estimates rest on. Bandwidths in bytes/s, endurance and drive size in bytes, times in seconds.
+    """The machine that estimates assume. Bandwidths in bytes/s, endurance and drive size in bytes, times in seconds.
 
-    None takes the profile's figure, or the assumed one. A given bandwidth has no latency; where the bandwidth of reads or
+    None takes the profile's figure, or the assumed one. A given bandwidth has no latency; if that of reads or
     writes is given and that of mixed traffic is not, a pass reads and writes in turn. ``plan`` predicts the computation
     of the configuration ``run``. Raises ConfigError for impossible numbers, BudgetError for an impossible run.
     """
@@ -77,7 +77,7 @@ class Machine:
     mixed_bytes_per_s: float | None = None
     compute_s_per_step: float | None = None  # None: the one of ``run``, or 0
     overlap: Overlap = Overlap.LOOKAHEAD
-    endurance_bytes: float | None = None  # bytes written that the maker warrants (TBW)
+    endurance_bytes: float | None = None  # bytes that may be written under the maker's warranty (TBW)
     drive_bytes: float | None = None
     steps_per_s: float | None = None  # None: from computation and stalls
     compute_s: float = field(init=False)  # of a step: given or predicted
@@ -119,7 +119,7 @@ class Machine:
 
     @property
     def _origins(self) -> tuple[str, str, str, str]:
-        """Where the costs of reads, writes and mixed traffic, and the computation come from."""
+        """The sources of the costs of reads, writes and mixed traffic, and of the computation."""
         profile = self.profile
         measured = profile.evidence is Evidence.MEASURED
         origin = f"measured profile: {profile.machine}" if measured else Evidence.ASSUMED.value
@@ -130,13 +130,13 @@ class Machine:
 
     @property
     def source(self) -> str:
-        """Where the numbers come from, in a few words: for the head of a table."""
+        """The sources of the numbers, in short: for the head of a table."""
         *disk, compute = self._origins
         return f"disk {' and '.join(dict.fromkeys(disk))}, computation {compute}"
 
     @property
     def assumptions(self) -> dict[str, str]:
-        """Each number and where it comes from, for the foot of a report."""
+        """Each number with its source, for the foot of a report."""
         read, write, mixed, compute = self._origins
         assumptions = {
             "read bandwidth": f"{_shown(self.read)} ({read})",
@@ -146,7 +146,7 @@ class Machine:
             else f"{_shown(self.mixed)} ({mixed})",
             "computation": f"{format_seconds(self.compute_s)} a step ({compute})",
             "overlap": {
-                Overlap.LOOKAHEAD: "a pass is fetched while the one before it computes",
+                Overlap.LOOKAHEAD: "a pass is fetched while the previous pass computes",
                 Overlap.SERIAL: "none: a pass is fetched when it is needed",
             }[self.overlap],
             "endurance": f"{_decimal(self._endurance)} written ({_origin(self.endurance_bytes)})",
@@ -188,7 +188,7 @@ class Machine:
 
 
 def _seconds(each: Cost, entries: NDArray[np.uint32], nbytes: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Of ``entries`` transfers of ``nbytes`` in all [events]."""
+    """Seconds for ``entries`` transfers of ``nbytes`` in all [events]."""
     return each.latency_s * entries + nbytes / each.per_s
 
 
@@ -197,7 +197,7 @@ def _origin(given: float | None) -> str:
 
 
 def _predicted_compute_s(config: TrainConfig, profile: Profile) -> float:
-    """Seconds that one rank's step computes, as ``tierstore plan`` predicts."""
+    """Computing time of one rank's step in seconds, as ``tierstore plan`` predicts it."""
     from tierstore.plan.capacity import Ranks, Setting
     from tierstore.plan.predict import predict
     from tierstore.prefetch.operations import Resource
@@ -255,7 +255,7 @@ def _cost_by_event(
 def policy_time(
     requests: Requests, settings: Sequence[ReplaySetting], *, repeats: int = 3
 ) -> list[list[float]]:
-    """CPU seconds per request of each setting in each of ``repeats`` replays, in turns on one thread."""
+    """CPU seconds per request of each setting in each of ``repeats`` replays; the settings take turns on one thread."""
     rounds = [
         [replay_one(requests, setting, 0, Detail.STEPS).outcome.policy_s or 0.0 for setting in settings]
         for _ in range(repeats)

@@ -1,4 +1,4 @@
-"""Synthetic traces with seeds, and with distributions that are exactly what is written here.
+"""Synthetic traces with seeds, and with exactly the distributions stated here.
 
 Streams of keys (``Zipf``, ``Scan``, ``Tenants``) become traces as a ``KeyWorkload``; ``RoutingWorkload`` is a
 router whose tokens choose experts, decoded or trained. Every workload has ``table()`` and ``chunks()``, the
@@ -37,11 +37,11 @@ class Workload(Protocol):
         """Its records."""
 
     def chunks(self) -> Iterator[EventColumns]:
-        """Its events; the same every time."""
+        """Its events, the same at every call."""
 
 
 class KeySource(Protocol):
-    """A stream of keys from 0 to ``keys - 1``, without an end."""
+    """An endless stream of keys from 0 to ``keys - 1``."""
 
     keys: int
 
@@ -98,7 +98,9 @@ class _ZipfStream:
         phases = positions // length if length else np.zeros(count, np.int64)
         keys = np.empty(count, np.int64)
         for phase in range(int(phases[0]), int(phases[-1]) + 1) if count else ():
-            if phase != self._phase:  # phases come in order, so their permutations can be drawn as they come
+            if (
+                phase != self._phase
+            ):  # phases come in order, so each permutation can be drawn when its phase begins
                 self._phase = phase
                 seed = self._permutations.spawn(1)[0]
                 self._permutation = np.random.default_rng(seed).permutation(self._source.keys)
@@ -110,7 +112,7 @@ class _ZipfStream:
 
 @dataclass(frozen=True, kw_only=True)
 class Scan:
-    """Keys 0 to ``keys - 1`` in turn, again and again."""
+    """Cycles through the keys 0 to ``keys - 1``."""
 
     keys: int
 
@@ -205,11 +207,11 @@ class KeyWorkload:
 class RoutingWorkload:
     """Tokens through ``layers`` routers, each token choosing ``k`` of ``experts`` in each.
 
-    In each layer experts have weights proportional to ``rank ** -skew``, the ranks being a random permutation
-    of the layer's own. A token draws k experts one after another by weight, without replacement (by the k
+    In each layer experts have weights proportional to ``rank ** -skew``; each layer has its own random permutation of
+    ranks. A token draws k experts one after another by weight, without replacement (by the k
     largest of ``log(weight) + Gumbel noise``, which is the same). With probability ``persistence``,
-    independently in each layer, it takes the choice of the token before instead; so each token's choice is
-    distributed alike, and choices n tokens apart are equal with probability ``persistence ** n`` beyond chance.
+    independently in each layer, it takes the previous token's choice instead. So all tokens' choices have the same
+    distribution, and choices n tokens apart are equal with probability ``persistence ** n`` beyond chance.
     ``passes``: decoding (forward), or training (forward, then backward: a palindrome of layers).
     """
 
@@ -239,7 +241,7 @@ class RoutingWorkload:
         return expert_table(layers, sections=self.sections, weight_bytes=self.weight_bytes)
 
     def topk(self) -> Iterator[NDArray[np.int64]]:
-        """What the tokens chose, steps at a time: [tokens, layers, k], the experts of a token in any order."""
+        """The tokens' choices, in blocks of steps: [tokens, layers, k], the experts of a token in any order."""
         ranks, noise, keeps = (np.random.default_rng(s) for s in np.random.SeedSequence(self.seed).spawn(3))
         rank = np.stack([ranks.permutation(self.experts) for _ in range(self.layers)])
         log_weight = -self.skew * np.log1p(rank)
@@ -247,7 +249,7 @@ class RoutingWorkload:
         at_once = max(1, _CHUNK_CELLS // (self.tokens_per_step * self.layers * self.experts))
         for first in range(0, self.steps, at_once):
             tokens = min(at_once, self.steps - first) * self.tokens_per_step
-            # -log of an exponential is a Gumbel; what it is added to only needs the order.
+            # -log of an exponential variable is a Gumbel variable; only the order of the sums matters.
             scores = log_weight - np.log(noise.standard_exponential((tokens, self.layers, self.experts)))
             drawn = np.argpartition(scores, -self.k, axis=2)[:, :, -self.k :].astype(np.int64)
             fresh = keeps.random((tokens, self.layers)) >= self.persistence

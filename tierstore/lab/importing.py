@@ -52,7 +52,7 @@ class SourceKind(enum.Enum):
 
 _NAMES = ", ".join(kind.value for kind in SourceKind)
 _ROUTING_LOGS = (SourceKind.VLLM, SourceKind.MEGATRON)
-#: The options of each kind, and what makes an importer of its paths and them.
+#: The options of each kind, and the function that makes an importer of paths and options.
 _IMPORTERS: Mapping[SourceKind, tuple[type[Any], Callable[[Sequence[Path], Any], Importer]]] = {
     SourceKind.NPZ: (TopkOptions, lambda paths, options: TopkImporter(paths[0], options)),
     SourceKind.VLLM: (JsonOptions, lambda paths, options: RoutingLog(paths, "vllm", options)),
@@ -68,7 +68,7 @@ _IMPORTERS: Mapping[SourceKind, tuple[type[Any], Callable[[Sequence[Path], Any],
 
 @dataclass(frozen=True, slots=True)
 class ImportSummary:
-    """What was written. ``total_bytes`` are those of all records."""
+    """Summary of an import. ``total_bytes`` counts all records."""
 
     kind: SourceKind
     events: int
@@ -78,8 +78,8 @@ class ImportSummary:
     layers: int
     total_bytes: int
     sha256: str
-    resized: int = 0  # requests whose size was not that of their key's first request, which counts
-    columns: Mapping[str, str] = field(default_factory=dict)  # where each value was found, in words
+    resized: int = 0  # requests whose size differs from that of their key's first request, which is used
+    columns: Mapping[str, str] = field(default_factory=dict)  # the source of each value, in words
 
 
 def options_of(kind: SourceKind) -> type[Any]:
@@ -154,7 +154,7 @@ async def import_trace_async(
 ) -> ImportSummary:
     """``import_trace`` of a stream of bytes, such as an upload, for a program that may not block its event loop.
 
-    aiofiles collects the stream in a temporary file beside ``target``, since importers look at a source more than once;
+    aiofiles collects the stream in a temporary file beside ``target``, since importers read a source more than once;
     a thread imports it. ``name``: what errors and the header call the source. ``settings``: the keyword arguments of
     ``import_trace``. An import whose task is cancelled still runs to its end.
     """
@@ -215,12 +215,12 @@ def _json_kind(path: Path, head: bytes) -> SourceKind:
                     return kind
             break
     raise DataError(
-        f"{path}: JSON lines of no known routing log; name the kind ({_NAMES}) and its fields as options"
+        f"{path}: JSON lines of an unknown routing log; give the kind ({_NAMES}) and its fields as options"
     )
 
 
 def _is_oracle_general(head: bytes) -> bool:
-    """Whether the head reads as oracleGeneral records: next accesses lie ahead, and times do not fall."""
+    """Whether the head looks like oracleGeneral records: next accesses lie ahead, and times never decrease."""
     rows = np.frombuffer(head[: len(head) // ORACLE_RECORD.itemsize * ORACLE_RECORD.itemsize], ORACLE_RECORD)
     if b"\0" not in head or not len(rows):
         return False

@@ -15,7 +15,7 @@ from tierstore.reports.drawing import INK, SETTINGS, PlotStyle, line, new_figure
 
 
 def styles_of(labels: Sequence[tuple[str, Role]]) -> dict[str, PlotStyle]:
-    """A style for each label, in the order given; what knows the future in the page's ink, without a marker."""
+    """A style for each label, in the order given; clairvoyant choices in the page's ink, without a marker."""
     numbers = count()
     return {
         label: style(next(numbers)) if role is Role.POLICY else PlotStyle(INK, "", "-", 2.0)
@@ -32,18 +32,16 @@ def curves_plot(curves: Sequence[Curve], styles: dict[str, PlotStyle]) -> str:
             ys = [point.miss_ratio for point in curve.points]
             line(axes, xs, ys, marked(curve.label, curve.role), styles[curve.label])
         axes.plot([0, 1], [1, 0], color="#888888", linestyle=(0, (2, 2)), linewidth=1.2, label="1 - C/N")
-        axes.set(
-            xlim=(0, 1), ylim=(0, 1.03), xlabel="capacity (of all that is asked for)", ylabel="miss ratio"
-        )
+        axes.set(xlim=(0, 1), ylim=(0, 1.03), xlabel="capacity (of the footprint)", ylabel="miss ratio")
         axes.xaxis.set_major_formatter(PercentFormatter(1))
         set_legend(figure, axes)
         return svg_of(figure)
 
 
 def pareto_plot(outcomes: Sequence[Outcome], styles: dict[str, PlotStyle]) -> str:
-    """Stalled time a step (or bytes read, where none is estimated) against bytes written a step.
+    """Stalled time a step (or bytes read, if no stall is estimated) against bytes written a step.
 
-    The front joins what nothing else beats in both.
+    The front joins the points that no other beats in both.
     """
     timed = all(one.stall_s_per_step is not None for one in outcomes)
     points = [
@@ -89,7 +87,7 @@ def pareto_plot(outcomes: Sequence[Outcome], styles: dict[str, PlotStyle]) -> st
 
 
 def _front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The points that no other is at least as low as in both, by the first."""
+    """The Pareto front: points that no other equals or beats in both, sorted by the first."""
     front: list[tuple[float, float]] = []
     for x, y in sorted(set(points)):
         if not front or y < front[-1][1]:
@@ -98,7 +96,7 @@ def _front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def _zoom(axes: Axes, points: Sequence[tuple[float, float]]) -> None:
-    """Axes around the points; at least 2% wide, so that what is equal looks equal."""
+    """Axes around the points; at least 2% wide, so that equal values look equal."""
     for values, set_limits in (
         ([x for x, _ in points], axes.set_xlim),
         ([y for _, y in points], axes.set_ylim),

@@ -1,7 +1,7 @@
-"""A study as one HTML file: plots and tables in themselves, no network, no script.
+"""A study as one HTML file with its plots and tables, without network or script.
 
-Every number is marked measured, simulated or estimated; the foot has hashes, contracts and what estimates
-rest on. Needs matplotlib and Jinja2 (``pip install tierstore[report]``).
+Every number is marked measured, simulated or estimated; the foot has hashes, contracts and the
+assumptions of estimates. Needs matplotlib and Jinja2 (``pip install tierstore[report]``).
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _LAYER_COLUMNS = 6  # policies of the table by layer
 _MARKS = {
     OutcomeEvidence.MEASURED: "by a clock or in a live run",
     OutcomeEvidence.SIMULATED: "counted by replaying the trace through the policy",
-    OutcomeEvidence.ESTIMATED: "from a model whose assumptions stand at the foot",
+    OutcomeEvidence.ESTIMATED: "from a model whose assumptions are listed at the foot",
 }
 _CONTRACTS = (
-    "Event-atomic: what a layer needs at one moment is one set, none of it evicts another. "
+    "Event-atomic: the entries that a layer needs at one moment are one set, and none evicts another. "
     "Sequential: one request after another."
 )
 
@@ -59,7 +59,7 @@ def render_report(study: Study) -> str:
         foot=PageSection(
             texts=[f"{_CONTRACTS} Made by tierstore {study.version or __version__}."],
             tables=[
-                named_values("What estimates rest on", study.assumptions.items()),
+                named_values("Assumptions of the estimates", study.assumptions.items()),
                 named_values("Traces, by the SHA-256 of their records and events", traces),
             ],
         ),
@@ -75,7 +75,7 @@ def _capacity(first: Outcome) -> str:
 
 
 def _summaries(regimes: Sequence[tuple[RegimeStudy, str]]) -> Table:
-    """A row a regime, which leads to its section."""
+    """A row for each regime, with a link to its section."""
     first = regimes[0][0]
     counted = first.focused()[0].evidence
     columns = [
@@ -106,11 +106,11 @@ def _section(regime: RegimeStudy, anchor: str, source: str) -> PageSection:
     trace = regime.trace
     texts = [
         f"{trace.requests:,} requests in {trace.steps:,} steps for {trace.records:,} records in {trace.layers} "
-        f"layer{'' if trace.layers == 1 else 's'}; an access asks for {regime.active_per_layer:.1f} of "
+        f"layer{'' if trace.layers == 1 else 's'}; an access requests {regime.active_per_layer:.1f} of "
         f"{regime.records_per_layer:.0f} in its layer. {_replayed(regime)}."
     ]
     if not _writes(outcomes):
-        texts.append("Nothing is written in this regime: there is no trade between stalls and writes.")
+        texts.append("Nothing is written in this regime, so there is no trade-off between stalls and writes.")
     at = f"at a capacity of {_capacity(outcomes[0])}"
     estimates = f"; estimates: {source}" if source else ""
     tables = [_outcome_table(f"All policies {at}{estimates}", outcomes)]
@@ -154,7 +154,7 @@ def _plots(regime: RegimeStudy, outcomes: Sequence[Outcome], at: str) -> Iterato
 
 
 def _readable(outcomes: Sequence[Outcome], most: int = 7) -> list[Outcome]:
-    """What knows the future, LRU, LFU-decay and the best of the others: more lines than that hide each other."""
+    """The clairvoyant choices, LRU, LFU-decay and the best of the others: more lines would hide each other."""
     kept = [one for one in outcomes if one.role is not Role.POLICY or one.policy in ("lru", "lfu-decay")]
     others = sorted((one for one in outcomes if one not in kept), key=lambda one: one.miss_ratio)
     shown = [*kept, *others[: max(0, most - len(kept))]]
@@ -201,14 +201,14 @@ def _outcome_table(caption: str, outcomes: Sequence[Outcome]) -> Table:
 
 
 def _without_empty(table: Table) -> Table:
-    """Without columns that have no value in any row."""
+    """The table without empty columns."""
     kept = [n for n in range(len(table.columns)) if any(row[n].text != "-" for row in table.rows)]
     columns = [table.columns[n] for n in kept]
     return replace(table, columns=columns, rows=[[row[n] for n in kept] for row in table.rows])
 
 
 def _layer_tables(caption: str, outcomes: Sequence[Outcome]) -> Iterator[Table]:
-    """One folded table, where there are layers to compare."""
+    """One folded table, if there are layers to compare."""
     shown = [one for one in _readable(outcomes, _LAYER_COLUMNS) if one.layers]
     if not shown or len(shown[0].layers) < 2:
         return

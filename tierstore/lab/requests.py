@@ -1,12 +1,12 @@
-"""The requests of a trace as columns for the simulator: the program's own, without how a cache held them.
+"""The program's requests in a trace, as columns for the simulator, without the recorded cache's decisions.
 
-Only accesses count. Prefetches, cancellations, pins, write-backs requested from outside (CLEAN) and DROP depend on
-how the recorded run was configured, so they are left out; ``tierstore.trace.replay`` repeats all of them exactly.
+Only accesses count. Prefetches, cancellations, pins, explicit write-backs (CLEAN) and DROP depend on the
+configuration of the recorded run, so they are left out; ``tierstore.trace.replay`` repeats all of them exactly.
 Entries that a run discards (gradients, made and dropped within a step) are never read again and are left out too.
 ``Requests.left_out`` counts each.
 
-Records can be pinned: a pinned record stays in the simulated cache once it has come. Pins show what a part of the
-capacity, set aside for known records, would be worth; a live cache has no such setting.
+Records can be pinned: a pinned record stays in the simulated cache after its first request. Pins show the value of
+reserving a part of the capacity for known records; a live cache has no such setting.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class EntryTable:
 
     @property
     def pins(self) -> str:
-        """What is pinned, in words: empty for nothing."""
+        """A description of the pins; empty without any."""
         entries = self.pinned > 0
         if not entries.any():
             return ""
@@ -127,7 +127,7 @@ class EntryTable:
         return f"{records} record{'' if records == 1 else 's'} of {frames} frame{'' if frames == 1 else 's'} pinned"
 
     def frames_of(self, capacity: Capacity, *, name: str = "capacity") -> int:
-        """``capacity`` in frames, at least 1. Raises ConfigError, which calls it ``name``."""
+        """``capacity`` in frames, at least 1. Raises ConfigError with ``name`` for the option."""
         if isinstance(capacity, float):
             if not 0 < capacity <= 1:
                 raise ConfigError(f"{name}: expected a fraction of the footprint in (0, 1], got {capacity:g}")
@@ -145,7 +145,7 @@ class EntryTable:
         if frames < 1:
             raise ConfigError(
                 f"{name}: {capacity!r} is less than a frame of {self.frame_bytes} bytes "
-                f"(the trace asks for {self.total_frames} frames in all)"
+                f"(the footprint of the trace is {self.total_frames} frames)"
             )
         return frames
 
@@ -158,7 +158,7 @@ class Creations:
     entries: NDArray[np.uint32]
 
     def since(self, event: int) -> Creations:
-        """Those of ``event`` and later."""
+        """The first requests in ``event`` and later ones."""
         first = int(np.searchsorted(self.events, event))
         return Creations(self.events[first:], self.entries[first:])
 
@@ -181,11 +181,11 @@ class Requests:
     steps: NDArray[np.uint32]  # [events]
     table: EntryTable
     left_out: Mapping[str, int] = field(default_factory=dict)
-    #: [requests]: the sequences of a batch that ask, a bit each; empty where the trace does not say.
+    #: [requests]: the requesting sequences of a batch, a bit each; empty if the trace has none.
     askers: NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))
-    #: What becomes of an entry that a cache cannot hold. A live store refuses it, and so does a replay of its trace.
+    #: The treatment of an entry larger than the cache. A live store, and a replay of its trace, refuse it.
     oversized: Oversized = Oversized.REFUSE
-    #: What a step was to the policy of the run (``tierstore.trace.format.TraceHeader``).
+    #: The policy's notion of a step in the run (``tierstore.trace.format.TraceHeader``).
     clock: str = "steps"
 
     def __post_init__(self) -> None:
@@ -274,7 +274,7 @@ class Requests:
 
     @cached_property
     def creations(self) -> Creations:
-        """The requests that make their entry."""
+        """The requests that create their entry."""
         positions = np.flatnonzero(~self.table.stored[self.entries])
         entries, first = np.unique(self.entries[positions], return_index=True)
         order = np.argsort(first, kind="stable")
@@ -284,7 +284,7 @@ class Requests:
 
     @property
     def info(self) -> TraceInfo:
-        """What is replayed, for a report."""
+        """A description of the trace, for a report."""
         return TraceInfo(
             name=self.name,
             sha256=self.sha256,
@@ -308,18 +308,18 @@ class Requests:
         return float(new.sum()) / max(self.events, 1)
 
     def events_before(self, step: int) -> int:
-        """How many events come before ``step`` (counted from 0)."""
+        """The number of events before ``step`` (counted from 0)."""
         return int(np.searchsorted(self.steps, step))
 
     def head(self, most_requests: int) -> Requests:
-        """The first steps that have at most ``most_requests`` together; one at least."""
+        """The first steps with at most ``most_requests`` requests together, at least one step."""
         if len(self.entries) <= most_requests:
             return self
         events = int(np.searchsorted(self.offsets, most_requests, side="right")) - 1
         return self.between(0, max(1, int(self.steps[min(events, self.events - 1)])))
 
     def tail(self, most_requests: int) -> Requests:
-        """The last steps that have at most ``most_requests`` together; one at least."""
+        """The last steps with at most ``most_requests`` requests together, at least one step."""
         if len(self.entries) <= most_requests:
             return self
         skipped = len(self.entries) - most_requests
@@ -359,7 +359,7 @@ def parse_pins(texts: Iterable[str], *, name: str = "pins") -> list[tuple[int, i
 
 
 def pin(requests: Requests, records: Sequence[tuple[int, int]], *, name: str = "pins") -> Requests:
-    """``requests`` with ``records`` pinned, all groups of each, beside what is pinned already.
+    """``requests`` with ``records`` pinned, all groups of each, in addition to existing pins.
 
     ``records`` are (layer, index) pairs; the index counts the records of a layer from 0 in the order of the trace.
     Raises ConfigError, naming ``name``, for a record that the trace does not request.
@@ -369,7 +369,7 @@ def pin(requests: Requests, records: Sequence[tuple[int, int]], *, name: str = "
     for layer, index in records:
         entries = (table.layers == layer) & (table.record_indices == index)
         if not entries.any():
-            raise ConfigError(f"{name}: {requests.name} asks for no record {layer}:{index}")
+            raise ConfigError(f"{name}: {requests.name} does not request record {layer}:{index}")
         pinned[entries] = 1
     return replace(requests, table=replace(table, pinned=pinned))
 
@@ -442,7 +442,7 @@ class _Columns:
             self._parts[name].append(column)
 
     def _steps_before(self, chunk: Trace) -> NDArray[np.uint32]:
-        """How many accesses were steps before each event of ``chunk`` [events]."""
+        """The number of accesses that counted as steps before each event of ``chunk`` [events]."""
         counted = (chunk.kinds == TraceKind.ACCESS) & (chunk.counts > 0) & self._counting
         counted &= ~np.isin(chunk.phases, (Phase.INIT, Phase.OPTIMIZER))
         ends = chunk.kinds == TraceKind.END_STEP
@@ -461,8 +461,8 @@ class _Columns:
         return before
 
     def requests(self, *, name: str, sha256: str, path: str) -> Requests:
-        """The whole, with entries numbered densely. Raises DataError if the trace has no requests."""
-        # One column at a time, so that parts and whole are never all in memory.
+        """All requests, with entries numbered densely. Raises DataError if the trace has none."""
+        # One column at a time, so that memory never holds the parts and the whole of all columns.
         whole = {column: np.concatenate(self._parts.pop(column)) for column in list(self._parts)}
         keys, writes, askers, counts = (
             whole.pop(column) for column in ("keys", "writes", "askers", "counts")
@@ -486,7 +486,7 @@ class _Columns:
         if (sizes == 0).any():
             empty = int(np.argmin(sizes))
             raise DataError(
-                f"{path}: record {records[empty]}: group {groups[empty]} is asked for and has no frames"
+                f"{path}: record {records[empty]}: group {groups[empty]} is requested but has no frames"
             )
         np.take(number, keys, out=keys)
         keep_events = counts > 0

@@ -1,11 +1,11 @@
-"""What the lab finds: plain values that commands print, studies compare and the report draws.
+"""The lab's results: plain values that commands print, studies compare and the report draws.
 
 ::
 
-    Study                 one report: where it comes from, and its regimes
+    Study                 one report: its source and its regimes
     └── RegimeStudy       one trace under one replay contract and scope
-        ├── TraceInfo     what was replayed, by hash
-        ├── Curve         one policy (or what knows the future) over capacities
+        ├── TraceInfo     the replayed trace, by hash
+        ├── Curve         one policy (or clairvoyant choice) over capacities
         │   └── Outcome   one replay: counts, traffic, costs, by layer, over time
         ├── HalfLifeMap   miss ratios of LFU-decay over half-life and capacity
         └── TuneResult    a choice on a prefix, scored on the rest
@@ -33,7 +33,7 @@ class OutcomeEvidence(enum.Enum):
 
 
 class Role(enum.Enum):
-    """A policy that could run, or what knows the future: a bound, if no policy can miss less."""
+    """A policy that could run, or a clairvoyant choice, which is a bound if no policy can miss less."""
 
     POLICY = "policy"
     BOUND = "bound"
@@ -43,7 +43,7 @@ class Role(enum.Enum):
 
 
 class TuneVerdict(enum.Enum):
-    """What tuning gained over its baseline on the held-out rest; a tie when the interval holds zero."""
+    """Whether tuning beat its baseline on the held-out rest; a tie if the interval contains zero."""
 
     BETTER = "better"
     TIE = "tie"
@@ -90,7 +90,7 @@ class Outcome:
     misses: int
     creates: int = 0
     evictions: int = 0
-    starved: int = 0  # evictions for which the policy had no victim, and the fallback's was taken
+    starved: int = 0  # evictions for which the policy had no victim and the fallback chose one
     not_admitted: int = 0  # requests that did not hit, for entries larger than the cache
     write_backs: int = 0
     read_bytes: int = 0
@@ -126,7 +126,7 @@ class Outcome:
 
 
 def marked(label: str, role: Role) -> str:
-    """``label``, and what it is where it is no policy: ``belady (bound)``."""
+    """``label``, with the role of a clairvoyant choice: ``belady (bound)``."""
     return label if role is Role.POLICY else f"{label} ({role.value})"
 
 
@@ -151,13 +151,13 @@ class Curve:
 
     @property
     def label(self) -> str:
-        """The policy with its options, where they are the same at all capacities."""
+        """The policy, with its options if they are the same at all capacities."""
         labels = {point.label for point in self.points}
         return labels.pop() if len(labels) == 1 else self.policy
 
     @property
     def role(self) -> Role:
-        """A bound, if it is one at all capacities."""
+        """The curve's role: a bound only if it is one at all capacities."""
         roles = {point.role for point in self.points}
         return roles.pop() if len(roles) == 1 else Role.CLAIRVOYANT
 
@@ -189,23 +189,25 @@ class TuneResult:
     confidence: float  # of the interval, such as 0.95
     verdict: TuneVerdict
     tuned_steps: int
-    advice: str  # whether tuning is worth anything in this regime, in a sentence
+    advice: str  # a sentence on whether tuning can gain anything in this regime
     configuration: str  # to paste into a configuration of ``tierstore train``
     objective: str = "misses"  # or "bytes" (read and written), or "stall"
-    hindsight: str = "finalists"  # what ``best`` is the best of: "finalists", or "all" that was tried
+    hindsight: str = (
+        "finalists"  # the candidates among which ``best`` is the best: "finalists", or "all" that were tried
+    )
     warning: str | None = None  # what the configuration may do to a full cache
     scored: str = "no lookahead"  # or with the recorded prefetches, and how many frames they may hold
 
     @property
     def best_of(self) -> str:
-        """What ``best`` is, in words."""
+        """A description of ``best``."""
         return f"the best {'tried' if self.hindsight == 'all' else 'of the finalists'} in hindsight"
 
     @property
     def gain_text(self) -> str:
         """The gain and its interval, with their unit."""
         if math.isinf(self.gain_low) or math.isinf(self.gain_high):
-            interval = "no interval: too few steps that are unlike their neighbours"
+            interval = "no interval: too few independent steps"
         else:
             ends = f"{self._gained(self.gain_low)} to {self._gained(self.gain_high)}"
             interval = f"{self.confidence:.0%} interval {ends}"
@@ -220,7 +222,7 @@ class TuneResult:
 
     @property
     def gain_evidence(self) -> OutcomeEvidence:
-        """What the gain, the verdict and the regret are."""
+        """The evidence of the gain, the verdict and the regret."""
         return OutcomeEvidence.ESTIMATED if self.objective == "stall" else self.chosen.evidence
 
     @property
@@ -232,7 +234,7 @@ class TuneResult:
         return chosen / best - 1.0
 
     def cost(self, outcome: Outcome) -> float:
-        """What the objective counts of ``outcome``, over all of its steps (stall: a step)."""
+        """The objective's cost of ``outcome``, over all of its steps (stall: per step)."""
         if self.objective == "bytes":
             return float(outcome.read_bytes + outcome.written_bytes)
         if self.objective == "stall":
@@ -242,7 +244,7 @@ class TuneResult:
 
 @dataclass(frozen=True, slots=True)
 class TraceInfo:
-    """What was replayed. ``sha256`` is of the events (see docs/TRACES.md), whatever file they came from."""
+    """The replayed trace. ``sha256`` is the hash of its content (see docs/TRACES.md), whatever its file."""
 
     name: str
     sha256: str
@@ -253,7 +255,7 @@ class TraceInfo:
     layers: int
     total_frames: int  # of all entries that the trace requests
     total_bytes: int
-    clock: str = "steps"  # what a step was to the policy of the run, see docs/TRACES.md
+    clock: str = "steps"  # the policy's notion of a step in the run, see docs/TRACES.md
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,7 +266,7 @@ class RegimeStudy:
     trace: TraceInfo
     contract: str
     scope: str
-    active_per_layer: float  # records that one access requests, the mean
+    active_per_layer: float  # mean number of records that one access requests
     records_per_layer: float
     curves: tuple[Curve, ...]
     half_lives: HalfLifeMap | None = None
@@ -292,8 +294,8 @@ class RegimeStudy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
-    """Everything that one report shows. ``assumptions`` are what estimates rest on: bandwidth, endurance;
-    ``source`` says in a few words whether they were measured, given or assumed.
+    """The content of one report. ``assumptions`` of the estimates: bandwidth, endurance; ``source`` states in a few words
+    whether they were measured, given or assumed.
     """
 
     title: str

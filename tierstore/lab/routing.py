@@ -2,7 +2,7 @@
 
 A record is one expert of one layer, number ``layer * experts + expert``. A step of *decoding* is one access a
 layer, forward. A step of *training* is layers 0 to L-1 forward, then L-1 to 0 backward, where each expert
-that took part is needed again and is dirty when the access is over (its optimizer step).
+that took part is needed again, and is dirty after the access (its optimizer step).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Passes(enum.Enum):
 
 
 class Sections(enum.Enum):
-    """What a record is made of: one group, or weights and (twice as large) moments that move separately."""
+    """The groups of a record: one, or weights and (twice as large) moments, which move separately."""
 
     WHOLE = "whole"
     SPLIT = "split"
@@ -56,7 +56,7 @@ def expert_unit_flags(phases: NDArray[np.uint8], sections: Sections) -> NDArray[
 
 
 def expert_masks(topk: NDArray[np.integer], tokens: NDArray[np.int64], experts: int) -> NDArray[np.bool_]:
-    """Which experts any token of a step chose: [steps, layers, experts].
+    """Masks of the experts that any token of a step chose: [steps, layers, experts].
 
     ``topk`` [all tokens, layers, k] are expert ids, ``tokens`` [steps, tokens a step] indices into it.
     """
@@ -70,7 +70,7 @@ def expert_masks(topk: NDArray[np.integer], tokens: NDArray[np.int64], experts: 
 def expert_askers(
     topk: NDArray[np.integer], tokens: NDArray[np.int64], numbers: NDArray[np.uint8], experts: int
 ) -> NDArray[np.uint8]:
-    """Which sequences chose an expert, a bit each: [steps, layers, experts].
+    """The sequences that chose an expert, a bit each: [steps, layers, experts].
 
     ``numbers`` [steps, sequences] are those of the sequences that ``tokens`` [steps, sequences] belong to, 0 to 6.
     """
@@ -126,9 +126,9 @@ def routing_events(
 def step_blocks(
     tokens: NDArray[np.int64], layers: int, experts: int, k: int
 ) -> Iterator[tuple[int, NDArray[np.int64]]]:
-    """``tokens`` [steps, tokens a step] in blocks of steps whose masks are of a moderate size, with their first.
+    """Yields ``tokens`` [steps, tokens a step] in blocks of steps, each with its first step.
 
-    So are the ids that they are made of, ``k`` for each token and layer, at eight bytes each.
+    Blocks bound the memory of the masks, and of the ids behind them: ``k`` for each token and layer, eight bytes each.
     """
     cells = max(1, 2 * layers * experts, 8 * tokens.shape[1] * layers * k)
     at_once = max(1, _STEPS_AT_ONCE_CELLS // cells)
@@ -137,7 +137,7 @@ def step_blocks(
 
 
 def decode_tokens(prompt_len: NDArray[np.integer], sequences: int) -> NDArray[np.int64]:
-    """Which token each of ``sequences`` slots decodes at each step: [steps, sequences], indices.
+    """The token that each of ``sequences`` slots decodes at each step: [steps, sequences], indices.
 
     Prompts are taken in order, each by the slot that is free first (of equals the lowest), and decoded one
     token a step. It ends when a slot is free and no prompt is left, so that every step has all sequences.
@@ -150,10 +150,10 @@ def decode_tokens(prompt_len: NDArray[np.integer], sequences: int) -> NDArray[np
 
 
 def sequence_numbers(prompt_len: NDArray[np.integer], sequences: int) -> NDArray[np.uint8]:
-    """What an access calls each of the sequences that ``decode_tokens`` takes: [steps, sequences], 0 to 6.
+    """The numbers by which accesses identify the sequences of ``decode_tokens``: [steps, sequences], 0 to 6.
 
-    A prompt gets the number that has been free for longest (of equals the lowest), so that a new one is not taken for
-    the one before it; of seven sequences and more, its slot's modulo 7.
+    A prompt gets the number that has been free for longest (among equals the lowest), so that it is not mistaken for the
+    previous prompt; with seven sequences or more, its slot's number modulo 7.
     """
     placed, steps = _placed(prompt_len, sequences)
     numbers = np.zeros((steps, sequences), np.uint8)
@@ -178,7 +178,7 @@ class _Placed(NamedTuple):
 
 
 def _placed(prompt_len: NDArray[np.integer], sequences: int) -> tuple[list[_Placed], int]:
-    """Where each prompt goes, those alone that have a step, and how many steps there are."""
+    """The slot and steps of each prompt that has a step, and the number of steps."""
     free_at = np.zeros(sequences, np.int64)
     found, token = [], 0
     for length in prompt_len.tolist():

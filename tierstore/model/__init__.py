@@ -1,4 +1,4 @@
-"""What a model is, and the built-in one: a decoder transformer with MoE layers."""
+"""The model interface, and the built-in model: a decoder transformer with MoE layers."""
 
 from __future__ import annotations
 

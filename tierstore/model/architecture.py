@@ -1,4 +1,4 @@
-"""How many parameters a model has, and where they are: what a plan needs to know of it.
+"""The number and location of a model's parameters, for plans.
 
 ``Architecture`` counts any decoder with MoE layers; a model's specification has one. ``gpt`` counts the GPT-2/3 blocks that
 the papers scale (biases, learned positions, GELU, tied embedding), ``gated`` the blocks of today's open models
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseUnit:
-    """Parameters outside of the experts that are needed together. ``matrices``: how many are cast to the compute type
-    before their only use; ``others`` are used in fp32.
+    """A group of non-expert parameters that are needed together. ``matrices``: the number cast to the compute type before
+    their only use; ``others`` are used in fp32.
     """
 
     matrices: int
@@ -26,9 +26,9 @@ class DenseUnit:
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """``units``: dense parameters that are gathered together: embedding, the blocks in order, norm and head.
+    """``units``: groups of dense parameters that are gathered together: embedding, the blocks in order, norm and head.
 
-    ``moe_layers``: which blocks hold ``experts`` networks of ``expert_numel`` parameters, ``top_k`` of them a token.
+    ``moe_layers``: the blocks with ``experts`` networks of ``expert_numel`` parameters, ``top_k`` of them a token.
     """
 
     units: tuple[DenseUnit, ...]
@@ -75,7 +75,7 @@ class Architecture:
         moe = tuple(range(moe_every - 1, layers, moe_every)) if experts > 1 else ()
         units = [DenseUnit(matrices=0, others=(vocab + positions) * d)]
         for layer in range(layers):
-            # Biases and norms stay as they are; so does the router.
+            # Biases, norms and the router stay in fp32.
             own = (0, experts * d) if layer in moe else (8 * d * d, 5 * d)
             units.append(DenseUnit(matrices=4 * d * d + own[0], others=8 * d + own[1]))
         return cls(

@@ -1,4 +1,4 @@
-"""RMSNorm, rotary positions, causal attention, and the keys and values that decoding keeps.
+"""RMSNorm, rotary positions, causal attention, and the key-value cache of decoding.
 
 Shapes: B sequences, S positions, H heads, C width of a head, D = H * C; with T tensor-parallel ranks H / T heads each. In
 decoding T tokens follow those in the cache, S tokens with them.
@@ -20,13 +20,13 @@ from tierstore.parallel import TensorRanks
 
 @dataclass(slots=True, eq=False)
 class LayerKeyValues:
-    """Of one block: ``keys`` and ``values`` (B, H, S, C), None before the first token."""
+    """``keys`` and ``values`` (B, H, S, C) of one block, None before the first token."""
 
     keys: Tensor | None = None
     values: Tensor | None = None
 
     def update(self, keys_BHTC: Tensor, values_BHTC: Tensor) -> tuple[Tensor, Tensor]:
-        """Appends those of this pass; returns all."""
+        """Appends the keys and values of this pass; returns all."""
         if self.keys is None or self.values is None:
             self.keys, self.values = keys_BHTC.contiguous(), values_BHTC.contiguous()
         else:
@@ -37,20 +37,20 @@ class LayerKeyValues:
 
 @dataclass(slots=True, eq=False)
 class KeyValueCache:
-    """Of all blocks, in order."""
+    """The keys and values of all blocks, in order."""
 
     layers: list[LayerKeyValues] = field(default_factory=list)
 
     @classmethod
     def of(cls, blocks: int) -> KeyValueCache:
-        """A cache without tokens for a model of ``blocks`` blocks."""
+        """An empty cache for a model of ``blocks`` blocks."""
         return cls([LayerKeyValues() for _ in range(blocks)])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Following:
-    """Where the tokens of a pass lie behind those of one block's cache: ``visible_BTS`` says which tokens each sees (None:
-    every token sees all that are there), ``held`` is what the block keeps.
+    """The tokens of a pass that follow one block's cache ``held``: ``visible_BTS`` tells which tokens each sees (None:
+    every token sees all).
     """
 
     held: LayerKeyValues
@@ -58,10 +58,10 @@ class Following:
 
 
 def visible_tokens(mask_BS: Tensor, tokens: int) -> Tensor | None:
-    """Which of S tokens each of the last ``tokens`` sees, as (B, T, S): those up to itself that are no padding.
+    """Which of S tokens each of the last ``tokens`` sees, as (B, T, S): those up to itself, without padding.
 
-    ``mask_BS``: 1 for a token, 0 for padding before the first. A row of padding sees itself, so that it stays a number.
-    None where a single token sees all.
+    ``mask_BS``: 1 for a token, 0 for padding before the first. A padding token sees itself, to avoid NaN. None if a
+    single token sees all.
     """
     batch, length = mask_BS.shape
     present_BS = mask_BS.bool()
@@ -90,7 +90,7 @@ class RMSNorm(nn.Module):
 def rotary_tables(positions: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
     """Cosines and sines, (S, C / 2) each in fp32, of ``s * theta**(-2i / C)`` (Su et al. 2021, equation 15).
 
-    The angles are computed in fp64: at long positions fp32 angles lose what tells neighbours apart.
+    The angles are computed in fp64: fp32 angles of late positions cannot tell neighbours apart.
     """
     frequency = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     angle = torch.outer(torch.arange(positions, dtype=torch.float64), frequency)
@@ -98,7 +98,7 @@ def rotary_tables(positions: int, head_dim: int, theta: float) -> tuple[Tensor, 
 
 
 def rotate(x_BHSC: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs ``(x[i], x[i + C/2])`` of each head by their position's angles, in fp32 or wider."""
+    """Rotates the pairs ``(x[i], x[i + C/2])`` of each head by their position's angles, in fp32 or wider."""
     wide = torch.promote_types(x_BHSC.dtype, torch.float32)
     first, second = x_BHSC.to(wide).chunk(2, dim=-1)
     cos, sin = cos.to(wide), sin.to(wide)
@@ -128,7 +128,7 @@ class Attention(nn.Module):
         self.out = self._tensor.parameter(out, of_out)
 
     def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, following: Following | None = None) -> Tensor:
-        """``cos`` and ``sin``: of positions from 0 on; of each token, (B, 1, S, C / 2), where it is ``following`` others."""
+        """``cos`` and ``sin``: of positions from 0 on; for tokens ``following`` others, of each token, (B, 1, S, C / 2)."""
         batch, positions, _ = x_BSD.shape
         qkv = F.linear(self._tensor.enter(x_BSD), self.qkv.to(x_BSD.dtype))
         width = qkv.shape[-1] // 3  # not -1 below: a rank may have no sequence

@@ -1,9 +1,9 @@
-"""What the built-in model is: one frozen, checked record; and which of its dense parameters tensor parallelism divides.
+"""The configuration of the built-in model, and the division of its dense parameters by tensor parallelism.
 
 Attention and feed-forward networks are divided as in Megatron-LM (Shoeybi et al. 2019, section 3; Pipeline MoE, section
 3.1.3): the first product of each pair by its outputs (dimension 0 of the parameter), the second by its inputs (dimension
-1), so that one sum over ranks a pair is enough. Embedding, head, norms and routers are not divided: every rank has them
-whole. Imports no torch.
+1), so that one sum over ranks is enough for each pair. Embedding, head, norms and routers are not divided: every rank has
+them whole. Imports no torch.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ class ComputeDtype(StrEnum):
 
     @property
     def torch(self) -> torch.dtype:
-        """The same, for torch."""
-        import torch  # a plan reads configurations without it
+        """The torch dtype."""
+        import torch  # plans read configurations without torch
 
         return torch.float32 if self is ComputeDtype.FP32 else torch.bfloat16
 
 
 class CheckpointActivations(StrEnum):
-    """What the backward pass computes again."""
+    """What the backward pass recomputes."""
 
     OFF = "off"
-    BLOCK = "block"  # each block whole, from its input; its experts are asked for a third time
+    BLOCK = "block"  # each whole block, from its input; its experts are requested a third time
 
 
 class TieEmbeddings(StrEnum):
@@ -71,9 +71,7 @@ class ModelConfig:
     ``d_ff``; the others a dense one of width ``d_ff_dense`` (0: ``4 * d_model``).
     """
 
-    vocab_size: int = field(
-        default=256, metadata={"help": "tokens of the vocabulary (text is read as bytes)"}
-    )
+    vocab_size: int = field(default=256, metadata={"help": "size of the vocabulary (text is read as bytes)"})
     d_model: int = field(default=256, metadata={"help": "width"})
     n_layers: int = field(default=2, metadata={"help": "blocks"})
     n_heads: int = field(default=4, metadata={"help": "attention heads"})
@@ -82,46 +80,48 @@ class ModelConfig:
     d_ff_dense: int = field(
         default=0, metadata={"help": "inner width of blocks without experts (0: 4 x d_model)"}
     )
-    experts: int = field(default=64, metadata={"help": "experts of a layer"})
-    top_k: int = field(default=2, metadata={"help": "experts that a token goes to"})
-    moe_every: int = field(default=1, metadata={"help": "every so many blocks one has experts"})
+    experts: int = field(default=64, metadata={"help": "experts in each MoE layer"})
+    top_k: int = field(default=2, metadata={"help": "experts for each token"})
+    moe_every: int = field(default=1, metadata={"help": "use an MoE block every N blocks"})
     activation: Activation = field(
-        default=Activation.SWIGLU, metadata={"help": "of experts and dense networks"}
+        default=Activation.SWIGLU, metadata={"help": "activation of experts and dense networks"}
     )
     tie_embeddings: TieEmbeddings = field(
         default=TieEmbeddings.UNTIED, metadata={"help": "whether the head is the embedding"}
     )
     shared_expert_d_ff: int = field(
-        default=0, metadata={"help": "inner width of an expert that every token goes to (0: none)"}
+        default=0, metadata={"help": "inner width of a shared expert for all tokens (0: none)"}
     )
     aux_loss_weight: float = field(default=0.01, metadata={"help": "weight of the balance loss"})
     z_loss_weight: float = field(default=1e-3, metadata={"help": "weight of the router's z-loss"})
     router_noise: RouterNoise = field(
-        default=RouterNoise.NONE, metadata={"help": "noise of the router while it trains"}
+        default=RouterNoise.NONE, metadata={"help": "noise of the router in training"}
     )
     router_noise_std: float = field(default=0.0, metadata={"help": "strength of that noise"})
     capacity_factor: float | None = field(
         default=None,
-        metadata={"help": "most tokens of an expert, in times of an equal share (none: no token is dropped)"},
+        metadata={
+            "help": "most tokens of an expert, as a multiple of an equal share (none: no token is dropped)"
+        },
     )
     normalize_topk: bool | None = field(
         default=None,
         metadata={
-            "help": "whether the weights of the chosen experts sum to one (none: if top_k is more than one)"
+            "help": "normalise the weights of the chosen experts to sum to one (none: if top_k is more than one)"
         },
     )
-    rope_theta: float = field(default=10_000.0, metadata={"help": "base of rotary positions"})
-    norm_eps: float = field(default=1e-5, metadata={"help": "added under the root of norms"})
+    rope_theta: float = field(default=10_000.0, metadata={"help": "base of the rotary position angles"})
+    norm_eps: float = field(default=1e-5, metadata={"help": "epsilon under the root of norms"})
     checkpoint_activations: CheckpointActivations = field(
-        default=CheckpointActivations.OFF, metadata={"help": "what the backward pass computes again"}
+        default=CheckpointActivations.OFF, metadata={"help": "what the backward pass recomputes"}
     )
     expert_activations: SaveActivations = field(
-        default=SaveActivations.SAVE, metadata={"help": "keep what experts computed, or compute it again"}
+        default=SaveActivations.SAVE, metadata={"help": "keep the activations of experts, or recompute them"}
     )
     compute_dtype: ComputeDtype = field(
         default=ComputeDtype.FP32, metadata={"help": "type in which blocks compute; masters are fp32"}
     )
-    seed: int = field(default=0, metadata={"help": "of initial weights and router noise"})
+    seed: int = field(default=0, metadata={"help": "seed of initial weights and router noise"})
 
     def __post_init__(self) -> None:
         for name in ("d_model", "n_layers", "n_heads", "seq_len", "d_ff", "moe_every"):
@@ -154,7 +154,7 @@ class ModelConfig:
             if getattr(self, name) not in tuple(kind):
                 choices = ", ".join(kind)
                 raise ConfigError(f"{name}: expected one of {choices}, got {getattr(self, name)!r}")
-            object.__setattr__(self, name, kind(getattr(self, name)))  # plain strings, as TOML gives them
+            object.__setattr__(self, name, kind(getattr(self, name)))  # plain strings, from TOML
         try:
             _ = self.router, self.expert_shape
         except ConfigError as error:
@@ -192,12 +192,12 @@ class ModelConfig:
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
-        """The blocks that hold experts: these numbers are the layers that a source is asked for."""
+        """The blocks with experts: the layer numbers in requests to an expert source."""
         return tuple(range(self.moe_every - 1, self.n_layers, self.moe_every))
 
     @property
     def architecture(self) -> Architecture:
-        """How many parameters it has, and where."""
+        """The number and location of its parameters."""
         d = self.d_model
         shared = 0
         if self.shared_expert_d_ff:
@@ -219,7 +219,7 @@ class ModelConfig:
         )
 
     def vary(self, name: str, value: object) -> ModelConfig:
-        """The same with another value of the field ``name``. Raises ConfigError."""
+        """A copy with another value of the field ``name``. Raises ConfigError."""
         return replace(self, **{name: value})  # type: ignore[arg-type]
 
 
@@ -231,7 +231,7 @@ def _at_least(name: str, value: int, least: int) -> None:
 # Tensor parallelism -----------------------------------------------------------------------------------------
 
 
-#: Queries, keys and values; what comes behind attention.
+#: The products of queries, keys and values; the output product of attention.
 ATTENTION = Division(0, blocks=3), Division(1)
 
 
@@ -255,7 +255,7 @@ def _network(name: str, shape: ExpertShape) -> dict[str, Division]:
 
 
 def check_divisible(config: ModelConfig, ranks: int) -> None:
-    """Raises ConfigError naming the setting, unless ``ranks`` tensor-parallel ranks can divide the model's layers."""
+    """Raises ConfigError naming the setting if ``ranks`` tensor-parallel ranks cannot divide the model's layers."""
     asked = f"expected a multiple of parallel.tensor = {ranks}"
     if config.n_heads % ranks:
         raise ConfigError(f"model.n_heads: {asked}, which divides attention by heads, got {config.n_heads}")

@@ -1,4 +1,4 @@
-"""What the trainer, the ZeRO-3 slices and the gather queue need of a model, whoever wrote it.
+"""The interface of a model for the trainer, the ZeRO-3 slices and the gather queue.
 
 Shapes: B sequences, T positions, E experts of a layer.
 """
@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from tierstore.moe.router import LayerRouter
 from tierstore.parallel.layout import Division
 
-#: A target that does not count.
+#: The value of a target excluded from the loss.
 IGNORED = -100
 
 
 @dataclass(frozen=True, slots=True)
 class TaskSegment:
-    """``rows`` of a batch that are one task's. Its part of the objective is ``weight`` times the mean over the
-    ``step_targets`` targets that the task has in the whole step.
+    """The ``rows`` of one task in a batch. Its part of the objective is ``weight`` times the mean over the task's
+    ``step_targets`` targets in the whole step.
     """
 
     task: str
@@ -31,7 +31,7 @@ class TaskSegment:
     step_targets: int
 
     def moved(self, start: int, stop: int) -> TaskSegment:
-        """What the rows from ``start`` to ``stop`` have of it, counted from ``start``."""
+        """The part within the rows from ``start`` to ``stop``, counted from ``start``."""
         first, last = max(self.rows.start, start), min(self.rows.stop, stop)
         return replace(self, rows=range(first - start, max(first, last) - start))
 
@@ -40,11 +40,11 @@ class TaskSegment:
 class Batch:
     """A micro-batch: ``tokens_BT`` and the ``targets_BT`` that follow them, int64; a target of ``IGNORED`` does not count.
 
-    ``positions_BT``: positions, which begin again with each document (None: 0 to T - 1). ``step_targets``: how many
-    targets of the whole step count, of all micro-batches and ranks (0: every one does), and ``parts``: in how many
-    batches they lie. ``segments``: the tasks whose rows these are, in order; none where there are no tasks. A rank may
-    have no row of such a batch. ``mask_BT``: bool, False for padding (None: there is none), which takes no part in what
-    balances experts.
+    ``positions_BT``: positions, which restart with each document (None: 0 to T - 1). ``step_targets``: the number of
+    counted targets in the whole step, of all micro-batches and ranks (0: all count), and ``parts``: the number of batches
+    that contain them. ``segments``: the tasks of the rows, in order; empty without tasks. A rank may have no row of a
+    batch of tasks. ``mask_BT``: bool, False for padding (None: no padding), which does not count in the balance of
+    experts.
     """
 
     tokens_BT: Tensor
@@ -57,23 +57,23 @@ class Batch:
 
     @property
     def counted(self) -> int:
-        """How many targets of this batch count."""
+        """The number of counted targets in this batch."""
         return int((self.targets_BT != IGNORED).sum()) if self.step_targets else self.targets_BT.numel()
 
     def counted_of(self, segment: TaskSegment) -> int:
-        """How many targets of ``segment`` count."""
+        """The number of counted targets in ``segment``."""
         return int((self.targets_BT[segment.rows.start : segment.rows.stop] != IGNORED).sum())
 
     @property
     def share(self) -> float:
-        """By what the mean loss of this batch is multiplied, so that the mean over all parts of the step is that of its
-        targets. 1 where all parts count as many.
+        """The weight of this batch's mean loss that makes the mean over all parts of the step the mean over all of the
+        step's counted targets. 1 if all parts have equally many.
         """
         return self.parts * self.counted / self.step_targets if self.step_targets else 1.0
 
     def of_rank(self, rank: int, world: int) -> Batch:
-        """The rows of rank ``rank``. What cannot be shared evenly is left out, but of tasks; where there are fewer rows than
-        ranks, every rank takes all of them.
+        """The rows of rank ``rank``. Rows that cannot be shared evenly are left out, except with tasks; if there are
+        fewer rows than ranks, every rank takes all of them.
         """
         count = self.tokens_BT.shape[0]
         rows = count // world
@@ -84,7 +84,7 @@ class Batch:
         return self.piece(range(rank * rows, (rank + 1) * rows), world)
 
     def piece(self, rows: range, world: int) -> Batch:
-        """Its ``rows`` alone, as one of ``world`` pieces."""
+        """The batch of only ``rows``, one of ``world`` pieces."""
         part = slice(rows.start, rows.stop)
         moved = [segment.moved(rows.start, rows.stop) for segment in self.segments]
         return replace(
@@ -98,7 +98,7 @@ class Batch:
         )
 
     def to(self, device: torch.device) -> Batch:
-        """The same on ``device``."""
+        """A copy on ``device``."""
         return replace(
             self,
             tokens_BT=self.tokens_BT.to(device),
@@ -118,13 +118,13 @@ class SegmentLoss:
 
 
 def segment_losses(batch: Batch, mean: Callable[[TaskSegment], Tensor]) -> tuple[SegmentLoss, ...]:
-    """The loss of each segment of ``batch`` that has targets, of which ``mean`` gives the mean cross entropy."""
+    """The loss of each segment of ``batch`` with targets; ``mean`` computes its mean cross entropy."""
     counted = [(segment, batch.counted_of(segment)) for segment in batch.segments]
     return tuple(SegmentLoss(segment.task, count, mean(segment)) for segment, count in counted if count)
 
 
 def joint_loss(batch: Batch, losses: Sequence[SegmentLoss], nothing: Tensor) -> Tensor:
-    """What ``ModelOutput.loss`` is of a batch of tasks: the mean over all parts of the step is the sum over tasks of their
+    """``ModelOutput.loss`` of a batch of tasks: its mean over all parts of the step is the sum over tasks of their
     weights times their mean losses. ``nothing``: a zero with a graph, for a rank without a target.
     """
     of = {segment.task: segment for segment in batch.segments}
@@ -141,10 +141,10 @@ class ModelOutput:
     """One forward pass.
 
     ``loss``: mean cross entropy of this rank's tokens in nats, fp32, times the batch's share. ``aux_loss``, ``z_loss``:
-    unweighted, summed over the MoE layers, this rank's shares. ``objective``: what to differentiate, this rank's share of
-    ``loss`` (its W-th part on W ranks) plus both by their weights. ``loads``: assignments per expert from the global
-    batch, one int64 (E,) for each MoE layer. ``logits``: fp32 (B, T, V) if no targets were given. ``segments``: this rank's
-    losses by task, of a batch of tasks. Padding counts in none of them.
+    unweighted, summed over the MoE layers, this rank's shares. ``objective``: the value to differentiate: this rank's
+    share of ``loss`` (its W-th part on W ranks) plus the weighted auxiliary losses. ``loads``: assignments per expert
+    from the global batch, one int64 (E,) for each MoE layer. ``logits``: fp32 (B, T, V) if no targets were given.
+    ``segments``: this rank's losses by task, for a batch of tasks. Padding counts in none of these.
     """
 
     loss: Tensor | None
@@ -157,58 +157,57 @@ class ModelOutput:
 
 
 class DenseModel(Protocol):
-    """A model as its dense parameters see it: the units, and where passes over them begin and end."""
+    """A model's dense parameters: the parameter groups, and where passes over them begin and end."""
 
     @property
     def module(self) -> nn.Module:
-        """What holds the parameters; a forward pass of the model is a call of it."""
+        """The module with the parameters; a forward pass of the model calls it."""
         ...
 
     @property
     def blocks(self) -> Iterable[nn.Module]:
-        """The modules of units 1 to U - 2. Each is called once in a forward pass, its input stream the first argument."""
+        """The modules of parameter groups 1 to U - 2. A forward pass calls each once, with its input stream first."""
         ...
 
     def dense_units(self) -> list[tuple[str, list[nn.Parameter]]]:
-        """Every dense parameter, in the order of the forward pass: embedding, a unit for each block, norm and head.
+        """All dense parameters, in the order of the forward pass: embedding, a group for each block, norm and head.
 
-        A tied head is the first unit's embedding.
+        A tied head is the first group's embedding.
         """
         ...
 
     def unit_divisions(self) -> list[list[Division | None]]:
-        """How tensor parallelism divides each parameter of each of ``dense_units``, however many ranks there are; None for
+        """The tensor-parallel division of each parameter of each of ``dense_units``, for any number of ranks; None for
         those that every rank has whole.
         """
         ...
 
     def frozen_units(self) -> list[tuple[str, list[nn.Parameter]]]:
-        """Units of dense parameters that are not trained: they are read from records, whole, and stay. None where all
-        are trained.
-        """
+        """Groups of frozen dense parameters: read whole from records, and kept. None if all are trained."""
         ...
 
     def cast_parameters(self) -> list[nn.Parameter]:
-        """Parameters that a pass needs in the compute type alone: they may be gathered in it."""
+        """Parameters that a pass needs only in the compute type, so that they may be gathered in it."""
         ...
 
     def stream(self, output: Any) -> Tensor:
-        """The residual stream in what a block returned."""
+        """The residual stream in the output of a block."""
         ...
 
     def made(self, output: Any) -> Tensor | None:
-        """What the last unit made, in what the module returned: when its gradient is there, the backward pass begins."""
+        """The tensor in the module's output that the last group computed: its gradient marks the start of the backward
+        pass."""
         ...
 
 
 class Model(DenseModel, Protocol):
-    """A model that the trainer can step. Its experts come from a source; all its parameters are dense.
+    """A model that the trainer can step. Its experts come from a source; all of its parameters are dense.
 
     Not thread safe; a backward pass belongs to the last forward pass or to none.
     """
 
     def set_step(self, step: int, micro: int = 0) -> None:
-        """Where training stands. Call before each training forward pass."""
+        """Sets the position of training. Call before each training forward pass."""
         ...
 
     def run(self, batch: Batch) -> ModelOutput:
@@ -220,33 +219,33 @@ class Model(DenseModel, Protocol):
         ...
 
     def suspend(self) -> object:
-        """What the forward pass under way has to find again when another one has gone on meanwhile, for ``resume``."""
+        """The state of the forward pass in progress, for ``resume`` after another pass has run."""
         ...
 
     def resume(self, state: object) -> None:
-        """The forward pass that ``suspend`` gave ``state`` for goes on, or one of its blocks is computed again."""
+        """Restores the ``state`` of ``suspend``, to continue its forward pass or to recompute one of its blocks."""
         ...
 
     def leaving(self, block: int, output: Any) -> list[Tensor]:
-        """Of what block number ``block`` has just computed, what the objective may depend on: the residual stream, and
-        what balances its experts. Taken out of the model where it is kept there.
+        """The results of block number ``block`` that the objective may depend on: the residual stream, and its balance
+        terms. Removes them from the model if it keeps them.
         """
         ...
 
     def replaced(self, block: int, output: Any, tensors: Sequence[Tensor]) -> Any:
-        """``output`` with ``tensors`` in the place of those that ``leaving`` gave."""
+        """``output`` with ``tensors`` in place of those from ``leaving``."""
         ...
 
     def end_step(self) -> None:
-        """An optimizer step has been taken: what is not learned by gradients is adjusted."""
+        """Called after an optimizer step: adjusts values not learned by gradients."""
         ...
 
     def state(self) -> dict[str, bytes]:
-        """What a commit must keep beside the parameters."""
+        """The state for a commit beside the parameters."""
         ...
 
     def load_state(self, state: Mapping[str, bytes]) -> None:
-        """Takes up what ``state`` gave. Raises StoreFormatError."""
+        """Restores the result of ``state``. Raises StoreFormatError."""
         ...
 
     def generate(

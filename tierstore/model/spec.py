@@ -1,7 +1,7 @@
-"""What a run knows of its model before it is built: ``ModelSpec``, by which budgets, schedules and plans are reckoned.
+"""Model specifications (``ModelSpec``), from which budgets, schedules and plans are computed before a model is built.
 
-The built-in model's is made of its ``ModelConfig`` (``spec_of``); a model of transformers has an ``HfSpec``. A pipeline
-stage of either is the same specification with fewer blocks (``ModelSpec.stage``). Imports no torch.
+That of the built-in model is made from its ``ModelConfig`` (``spec_of``); a model of transformers has an ``HfSpec``. A
+pipeline stage of either is the same specification with fewer blocks (``ModelSpec.stage``). Imports no torch.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ Unit = TypeVar("Unit")
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec(ABC):
-    """A decoder with MoE layers, or the pipeline stage of one that has some of its blocks.
+    """A decoder with MoE layers, or a pipeline stage with some of its blocks.
 
-    ``seq_len``: tokens of a sequence in training; ``positions``: the most that it can tell apart, 0 where that is not
-    known. ``compute_dtype``: of the experts' products; ``expert_codes``: how the experts' weights are quantised, None
-    where they are kept in that type. ``moe_layers``: the blocks that hold ``experts`` networks of ``expert_shape``.
-    ``adapter_units``: with LoRA, the parameters of attention's pairs in each dense unit, which alone are trained of it;
-    empty where all are. ``tokenizer``: the directory of its files; None for a model that reads bytes.
-    ``mixes_documents``: why documents that share a sequence would see one another; ``no_stages``: why its blocks cannot
-    be divided into pipeline stages; both empty where they can.
+    ``seq_len``: tokens of a sequence in training; ``positions``: its most positions, 0 if unknown. ``compute_dtype``: of
+    the experts' products; ``expert_codes``: the codes of quantised expert weights, None if they are kept in that type.
+    ``moe_layers``: the blocks with ``experts`` networks of ``expert_shape``. ``adapter_units``: with LoRA, the number of
+    parameters of attention's pairs in each dense group, the only trained ones; empty if all are trained. ``tokenizer``:
+    the directory of its files; None for a model that reads bytes. ``mixes_documents``: why documents in one sequence
+    would see each other; ``no_stages``: why its blocks cannot be divided into pipeline stages; both are empty if there is
+    no obstacle.
 
-    ``layers``: its blocks, which a stage numbers as the ``whole`` model does. ``held``: the micro-batches whose
+    ``layers``: its blocks, by their numbers in the ``whole`` model. ``held``: the number of micro-batches whose
     activations a stage keeps at a time.
     """
 
@@ -83,15 +83,15 @@ class ModelSpec(ABC):
         return self.layers.stop == (self.whole or self).layers.stop
 
     def check_stages(self) -> None:
-        """Raises ConfigError where its blocks cannot be divided into pipeline stages."""
+        """Raises ConfigError if its blocks cannot be divided into pipeline stages."""
         if self.whole is not None:
             raise ConfigError("parallel.stages: expected a whole model, got a stage of one")
         if self.no_stages:
             raise ConfigError(f"parallel.stages: {self.no_stages}")
 
     def stage(self, layers: range, *, held: int) -> Self:
-        """The stage that has the blocks ``layers`` of this whole model; see ``held``. The ends of the model that a stage
-        does not have are units without parameters.
+        """The stage with the blocks ``layers`` of this whole model; see ``held``. If a stage lacks an end of the model,
+        the group of that end has no parameters.
         """
         moe_layers = tuple(layer for layer in self.moe_layers if layer in layers)
         part = replace(self, layers=layers, moe_layers=moe_layers, whole=self, held=held)
@@ -103,7 +103,7 @@ class ModelSpec(ABC):
         )
 
     def own(self, units: Sequence[Unit], nothing: Unit) -> tuple[Unit, ...]:
-        """What it has of ``units``, one for each dense unit of the whole model (or none at all)."""
+        """Its part of ``units``, which has one item for each dense group of the whole model (or none at all)."""
         if not units:
             return ()
         first = units[0] if self.begins else nothing
@@ -113,8 +113,8 @@ class ModelSpec(ABC):
     # Memory -------------------------------------------------------------------------------------------------
 
     def activation_bytes(self, tokens: int) -> int:
-        """An upper estimate of what training passes of ``tokens`` keep and need at their peak, in bytes. A stage has the
-        passes of several micro-batches, and the gradients and streams that come and go.
+        """An upper estimate of the peak memory of training passes of ``tokens``, in bytes. A stage holds the passes of
+        several micro-batches, and the gradients and streams that it exchanges.
         """
         if self.whole is None:
             return self.pass_bytes(tokens, None)
@@ -123,31 +123,31 @@ class ModelSpec(ABC):
 
     @abstractmethod
     def pass_bytes(self, tokens: int, blocks: range | None) -> int:
-        """The same of one pass through ``blocks`` (None: through all of the model)."""
+        """The same for one pass through ``blocks`` (None: the whole model)."""
 
     @abstractmethod
     def layer_order_bytes(self, tokens: int, micro_batches: int) -> int:
-        """The same of a step in layer order, of ``micro_batches`` of ``tokens`` each, beside the block inputs that it
-        keeps. Raises ConfigError for a stage.
+        """The same for a step in layer order, of ``micro_batches`` of ``tokens`` each, without the kept block inputs.
+        Raises ConfigError for a stage.
         """
 
     def _refuse_stage(self) -> None:
         if self.whole is not None:
-            raise ConfigError("data.micro_order: a pipeline stage takes micro-batches in 1F1B order alone")
+            raise ConfigError("data.micro_order: a pipeline stage takes micro-batches only in 1F1B order")
 
-    # What it becomes ----------------------------------------------------------------------------------------
+    # Building the model -------------------------------------------------------------------------------------
 
     @abstractmethod
     def vary(self, name: str, value: object) -> ModelSpec | None:
-        """The same model, or one of its kind, with another value of ``name``; None where that is not for a run to choose."""
+        """A variant of the model with another value of ``name``; None if a run cannot choose it."""
 
     @abstractmethod
     def settings(self) -> dict[str, object]:
-        """What the bits of a run depend on, of the whole model, as JSON can hold it; a store's state records it."""
+        """The settings of the whole model that the bits of a run depend on, as JSON, for a store's state."""
 
     @abstractmethod
     def import_code(self) -> None:
-        """Imports what ``build`` and the model need: from here on it counts as the process's own memory. Raises
+        """Imports the code that ``build`` and the model need, so that it counts as the process's own memory. Raises
         ConfigError, CapabilityError.
         """
 
@@ -160,25 +160,25 @@ class ModelSpec(ABC):
         ledger: StallLedger | None = None,
         vocabulary: VocabularyPartition | None = None,
     ) -> Model:
-        """The model, whose experts come from ``source``; of a stage, a ``StageModule`` of ``mesh``. Waiting for other ranks
-        is charged to ``ledger``. ``vocabulary``: the tables of which each data rank has some of the rows. Raises
-        ConfigError; ValueError for a stage without a mesh.
+        """The model, with experts from ``source``; for a stage, a ``StageModule`` of ``mesh``. Waits for other ranks are
+        charged to ``ledger``. ``vocabulary``: the tables whose rows are divided over the data ranks. Raises ConfigError;
+        ValueError for a stage without a mesh.
         """
 
     @abstractmethod
     def first_weights(self, layer: int, expert: int) -> npt.NDArray[np.float32]:
-        """The weights of an expert that was never trained, flat. Raises StoreError for a model that is imported."""
+        """The initial weights of an expert, flat. Raises StoreError for an imported model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltInSpec(ModelSpec):
-    """The built-in model's, as ``config`` describes it; ``spec_of`` makes it."""
+    """The specification of the built-in model of ``config``; made by ``spec_of``."""
 
     config: ModelConfig
 
     def pass_bytes(self, tokens: int, blocks: range | None) -> int:
-        """All of ``blocks`` are reckoned as blocks with experts. Counts what autograd saves per block, the experts'
-        activations, and the scratch of one layer's backward pass with every assignment at one expert.
+        """Counts all of ``blocks`` as MoE blocks: what autograd saves per block, the experts' activations, and the
+        scratch of one layer's backward pass with every assignment at one expert.
         """
         if blocks is not None:
             config = replace(self.config, n_layers=len(blocks), moe_every=1)
@@ -194,8 +194,8 @@ class BuiltInSpec(ModelSpec):
         return kept + of.rows + of.workspace + of.head
 
     def layer_order_bytes(self, tokens: int, micro_batches: int) -> int:
-        """The graphs of one block are alive for all micro-batches at once, with the rows of its experts and the stream's
-        values (or their gradients) before and after it; experts work for one micro-batch at a time.
+        """Counts the graphs of one block for all micro-batches, with the rows of its experts and the stream's values (or
+        their gradients) before and after it; experts compute one micro-batch at a time.
         """
         self._refuse_stage()
         of = self._activations(tokens)
@@ -226,7 +226,7 @@ class BuiltInSpec(ModelSpec):
         return varied if self.whole is None else varied.stage(self.layers, held=self.held)
 
     def settings(self) -> dict[str, object]:
-        """Every field of its configuration."""
+        """All fields of its configuration."""
         return as_dict(self.config)
 
     def import_code(self) -> None:
@@ -255,7 +255,7 @@ class BuiltInSpec(ModelSpec):
         )
 
     def first_weights(self, layer: int, expert: int) -> npt.NDArray[np.float32]:
-        """A function of the configuration alone."""
+        """The initial weights depend only on the configuration."""
         from tierstore.moe.experts import initial_expert
 
         shape, layers = self.expert_shape, self.config.n_layers
@@ -266,8 +266,8 @@ class BuiltInSpec(ModelSpec):
 
 @dataclass(frozen=True, slots=True)
 class _Activations:
-    """Bytes of one pass: what one block keeps of attention, router, experts (``inner``: what feeds their activations) or
-    dense network; the rows of experts; the scratch of one expert that got every token; the head.
+    """Bytes of one pass: saved by one block for attention, router, experts (``inner``: the inputs of their activations)
+    or dense network; the rows of experts; the scratch of one expert that got every token; the head.
     """
 
     attention: int
@@ -306,8 +306,8 @@ def spec_of(config: ModelConfig) -> BuiltInSpec:
 
 
 def divided_units(model: ModelSpec, ranks: int) -> tuple[DenseUnit, ...]:
-    """What one of ``ranks`` tensor-parallel ranks holds of the dense units of ``model``: its part of the matrices, and the
-    others whole. Of an imported model nothing is divided.
+    """The dense groups of ``model`` on one of ``ranks`` tensor-parallel ranks: its part of the matrices, the others
+    whole. Nothing of an imported model is divided.
     """
     parts = ranks if isinstance(model, BuiltInSpec) and model.whole is None else 1
     units = model.architecture.units

@@ -1,10 +1,10 @@
-"""What a pipeline stage takes and gives, whatever model it is cut of, and the part of the built-in one that a stage has.
+"""The interface of a pipeline stage of any model, and the stages of the built-in model.
 
 Shapes: B sequences, T positions, V vocabulary, D width.
 
-A stage starts from tokens or from the stream that the stage before left, and leaves the stream or the loss. What balances
-its own experts is part of its own objective: the shares of all stages add up to the model's. First weights are functions
-of the seed and of what they are for, so a stage makes its own and no others.
+A stage starts from tokens or from the previous stage's stream, and returns the stream or the loss. Its objective includes
+the balance terms of its own experts: the objectives of all stages add up to the model's. First weights are functions of
+the seed and of their purpose, so a stage makes only its own.
 
 Outside of training, all stages together pass a batch from the first to the last (``StageLine``).
 """
@@ -28,15 +28,15 @@ from tierstore.stats import StallLedger
 
 
 def no_values() -> Tensor:
-    """What is beside a message where a model has nothing to tell."""
+    """The values of a message's companion, if a model has none."""
     return torch.empty(0, dtype=torch.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class StageBorder:
-    """What passes the borders of a stage. ``begins``: it starts from tokens; ``ends``: it makes the loss; elsewhere a stream
-    (B, T, ``width``) of ``dtype`` comes and goes. Beside each stream ``forward_values`` int64 values go to the next stage,
-    beside its gradient ``backward_values`` to the one before.
+    """The messages of a stage. ``begins``: it starts from tokens; ``ends``: it computes the loss; otherwise it receives
+    and sends a stream (B, T, ``width``) of ``dtype``. With each stream, ``forward_values`` int64 values go to the next
+    stage; with its gradient, ``backward_values`` go to the previous one.
     """
 
     begins: bool
@@ -49,11 +49,11 @@ class StageBorder:
 
 @dataclass(frozen=True, slots=True)
 class StagePass:
-    """One forward pass through a stage: the ``stream`` that it leaves for the next one (None: it is the last), and its
-    part of the model's output. Without a head that has no loss, and an objective of what balances experts alone.
+    """One forward pass through a stage: the ``stream`` for the next stage (None on the last one), and its part of the
+    model's output: without a head it has no loss, and only the balance terms as objective.
 
-    ``values``: what goes to the next stage beside the stream; of the last stage, what goes back through all others. There
-    it is put into ``told`` before the backward pass.
+    ``values``: sent to the next stage beside the stream; those of the last stage go back through all others, which get
+    them in ``told`` before the backward pass.
     """
 
     stream: Tensor | None
@@ -63,20 +63,20 @@ class StagePass:
 
 
 class StageModule(Protocol):
-    """A stage as its pipeline drives it."""
+    """The interface of a stage for its pipeline."""
 
     @property
     def border(self) -> StageBorder: ...
 
     def run_stage(self, batch: Batch, given: Tensor, values: Tensor) -> StagePass:
-        """One forward pass of ``batch`` from ``given``, its tokens or the stream; ``values`` came beside that (the first
-        stage gets zeros).
+        """One forward pass of ``batch`` from ``given``, its tokens or the stream; ``values`` came with the stream (the
+        first stage gets zeros).
         """
         ...
 
 
 class StageLine:
-    """All stages of a pipeline, of which this rank has one: a batch passes through one after another, without a graph.
+    """Passes a batch through all stages of a pipeline, of which this rank has one, without a graph.
 
     Each call is a collective of all of them. Raises PeerError.
     """
@@ -88,8 +88,8 @@ class StageLine:
 
     @torch.no_grad()
     def through(self, tokens_BT: Tensor, forward: Callable[[Tensor], StagePass]) -> ModelOutput:
-        """This stage's part of a forward pass of ``tokens_BT``: ``forward`` gets the tokens, or the stream when the stages
-        before have made it.
+        """This stage's part of a forward pass of ``tokens_BT``: ``forward`` gets the tokens, or the stream from the
+        previous stage.
         """
         group, shape = self._group, (*tokens_BT.shape, self._width)
         given = tokens_BT
@@ -106,7 +106,7 @@ class StageLine:
         return output.part
 
     def from_last(self, own: Tensor | None, numel: int = 1) -> Tensor:
-        """The ``numel`` values of ``own`` in the last stage, which alone has it, on all of them: fp32, on the host."""
+        """Sends the ``numel`` values of ``own``, which only the last stage has, to all stages: fp32, on the host."""
         told = torch.zeros(numel)
         if own is not None:
             told.copy_(own.detach().reshape(-1))
@@ -115,7 +115,7 @@ class StageLine:
 
 
 class StageTransformer(Transformer):
-    """The blocks ``layers`` of the model of ``config``, and what comes before the first or after the last of all.
+    """The blocks ``layers`` of the model of ``config``, with the embedding or the head, if it has that end.
 
     A call takes int64 ``tokens_BT`` or the stream (B, T, D), and in the last stage ``targets_BT``.
     """
@@ -147,7 +147,7 @@ class StageTransformer(Transformer):
         return StagePass(x, ModelOutput(None, aux_loss, z_loss, objective, loads, None))
 
     def run_stage(self, batch: Batch, given: Tensor, values: Tensor) -> StagePass:
-        """One pass of ``batch``; nothing goes beside its stream."""
+        """One pass of ``batch``; no values go beside its stream."""
         output: StagePass = self(given, batch.targets_BT if self.ends else None)
         return output
 
@@ -164,7 +164,7 @@ class StageTransformer(Transformer):
 
 
 def _hand_on(group: RankGroup, sender: int, out_rows: Tensor, in_rows: Tensor) -> None:
-    """Stage ``sender`` sends ``in_rows`` to the stage behind it, where they are ``out_rows``. A collective of all."""
+    """Stage ``sender`` sends ``in_rows`` to the next stage, which receives ``out_rows``. A collective of all stages."""
     out_splits, in_splits = [0] * group.size, [0] * group.size
     out_splits[sender] = out_rows.shape[0]
     in_splits[sender + 1] = in_rows.shape[0]

@@ -1,6 +1,6 @@
-"""What the store of a model holds, by name: keys and schemas of the experts' records, and the named states of a commit.
+"""The names in a model's store: keys and schemas of the experts' records, and the named states of a commit.
 
-Import, training, resharding, export and serving all name records as it is done here. Dense records are named by
+Import, training, resharding, export and serving all use these names. Dense records are named by
 ``tierstore.dense.slices``. Imports no torch.
 """
 
@@ -25,10 +25,10 @@ from tierstore.store.format import MomentFormat, RecordSchema, Training, WeightF
 
 T = TypeVar("T")
 
-#: Schemas: of experts, and of the low-rank pairs that train beside frozen ones.
+#: Schemas of experts, and of low-rank pairs trained beside frozen experts.
 EXPERT_SCHEMA = "expert"
 PAIR_SCHEMA = "lora"
-#: States: where training is, and how far an import has come. Until an import is complete there is no STATE_KEY.
+#: States: the progress of training, and that of an import. Until an import is complete there is no STATE_KEY.
 STATE_KEY = "train"
 IMPORT_KEY = "import"
 
@@ -52,7 +52,7 @@ def expert_record(
     quantized: QuantizedLayout | None = None,
 ) -> RecordSchema:
     """The schema of experts of ``numel`` parameters that compute in ``compute``; ``moments`` are those of trained experts.
-    ``quantized``: the layout of the weights of frozen experts that are kept as codes.
+    ``quantized``: the layout of quantised weights of frozen experts.
     """
     if quantized is not None:
         kept = WeightFormat(quantized.codes.value)
@@ -65,20 +65,20 @@ def expert_record(
 
 
 def quantized_layout(model: ModelSpec) -> QuantizedLayout | None:
-    """The layout of the experts' weights where they are codes, otherwise None."""
+    """The layout of quantised expert weights, otherwise None."""
     return None if model.expert_codes is None else model.expert_shape.quantized(model.expert_codes)
 
 
 def expert_weight_bytes(model: ModelSpec) -> int:
-    """Bytes of one expert's weights as a forward pass reads them."""
+    """Bytes that a forward pass reads of one expert's weights."""
     layout = quantized_layout(model)
     return model.expert_shape.numel * model.compute_dtype.itemsize if layout is None else layout.nbytes
 
 
 @dataclass(frozen=True, slots=True)
 class TaskProgress:
-    """What is known of a task, of this run or an earlier one. ``position``: examples taken; ``tokens``: counted targets that
-    it was trained on; ``head`` is the value of a ``tierstore.train.tasks.TaskHead``.
+    """The progress of a task, of this run or an earlier one. ``position``: examples taken; ``tokens``: counted targets
+    trained on; ``head`` is the value of a ``tierstore.train.tasks.TaskHead``.
     """
 
     position: int = 0
@@ -90,11 +90,11 @@ class TaskProgress:
 
 @dataclass
 class TrainState:
-    """Where training is, as ``STATE_KEY`` holds it.
+    """The state of training under ``STATE_KEY``.
 
     ``position``: steps taken from the data, skipped ones included; ``skipped``: the non-finite ones among them. ``begun``
     is False after an import, until a first run. ``job``: the elastic job of ``torchrun`` that writes the store.
-    ``conditions``: what the bits of the run depend on (``tierstore.train.state.conditions``).
+    ``conditions``: the settings that the bits of the run depend on (``tierstore.train.state.conditions``).
     """
 
     position: int = 0
@@ -102,17 +102,17 @@ class TrainState:
     skipped_in_a_row: int = 0
     train_loss: float | None = None
     val_loss: float | None = None
-    #: The number of chunks of forward and of backward passes over experts, where the run chooses it.
+    #: The numbers of chunks of forward and backward passes over experts, if the run chooses them.
     chunks: list[int] | None = None
     begun: bool = True
     job: str = ""
     conditions: dict[str, object] = field(default_factory=dict)
-    #: Every task that was ever trained here.
+    #: All tasks ever trained in this store.
     tasks: dict[str, TaskProgress] = field(default_factory=dict)
 
     @property
     def ranks(self) -> int:
-        """The number of ranks that the store was made for; 0 when it does not say."""
+        """The number of ranks that the store was made for; 0 if not recorded."""
         parallel = self.conditions.get("parallel")
         count = parallel.get("ranks") if isinstance(parallel, dict) else None
         return count if isinstance(count, int) else 0
@@ -127,7 +127,7 @@ class TrainState:
 
     @classmethod
     def unpack(cls, state: Mapping[str, bytes], *, where: str) -> TrainState:
-        """Raises StoreFormatError naming ``where`` when training did not make the store."""
+        """The inverse of ``pack``. Raises StoreFormatError naming ``where`` if training did not make the store."""
         if STATE_KEY not in state:
             if IMPORT_KEY in state:
                 raise StoreFormatError(
@@ -145,13 +145,13 @@ class TrainState:
 
 
 def table_of(value: object) -> dict[str, object]:
-    """``value``, a table of settings as ``as_dict`` gives them."""
+    """``value``, checked to be a table of settings."""
     assert isinstance(value, dict)
     return value
 
 
 def from_conditions(cls: type[T], table: object, *, where: str) -> T:
-    """``cls`` of its settings in the conditions of the store at ``where``. Raises StoreFormatError."""
+    """A ``cls`` from its settings in the conditions of the store at ``where``. Raises StoreFormatError."""
     try:
         return from_dict(cls, table_of(table), origin=where)
     except (AssertionError, TypeError, ValueError) as error:
@@ -159,19 +159,19 @@ def from_conditions(cls: type[T], table: object, *, where: str) -> T:
 
 
 def recorded_model(state: TrainState, *, where: str) -> ModelConfig:
-    """The built-in model that the store at ``where`` has recorded. Raises StoreFormatError."""
+    """The built-in model recorded in the store at ``where``. Raises StoreFormatError."""
     return from_conditions(ModelConfig, state.conditions.get("model"), where=where)
 
 
 # Buffers ----------------------------------------------------------------------------------------------------
 
 
-#: Under which name a commit holds the model's buffers.
+#: The name of the model's buffers in a commit.
 BUFFERS_KEY = "buffers"
 
 
 def pack_arrays(arrays: Mapping[str, npt.NDArray[np.generic]]) -> bytes:
-    """Small named arrays as bytes, for a commit's state: a JSON header with its length before it, then the values."""
+    """Packs small named arrays for a commit's state: the length of a JSON header, the header, then the values."""
     header = {name: [array.dtype.str, list(array.shape)] for name, array in arrays.items()}
     head = json.dumps(header).encode()
     values = b"".join(np.ascontiguousarray(array).tobytes() for array in arrays.values())
@@ -179,7 +179,7 @@ def pack_arrays(arrays: Mapping[str, npt.NDArray[np.generic]]) -> bytes:
 
 
 def unpack_arrays(data: bytes, *, where: str) -> dict[str, npt.NDArray[np.generic]]:
-    """What ``pack_arrays`` packed. Raises StoreFormatError naming ``where``."""
+    """The inverse of ``pack_arrays``. Raises StoreFormatError naming ``where``."""
     arrays: dict[str, npt.NDArray[np.generic]] = {}
     try:
         (length,) = struct.unpack_from("<Q", data)
@@ -195,8 +195,8 @@ def unpack_arrays(data: bytes, *, where: str) -> dict[str, npt.NDArray[np.generi
 
 
 def with_all_buffers(states: Sequence[Mapping[str, bytes]], *, where: str) -> dict[str, bytes]:
-    """What the first of ``states`` holds, the small states of commits of pipeline stages, with the buffers of all stages.
-    Those that two have are the same. Raises StoreFormatError naming ``where``.
+    """The first of ``states``, the small states of commits of pipeline stages, with the buffers of all stages. Shared
+    buffers must be equal. Raises StoreFormatError naming ``where``.
     """
     packed = [state[BUFFERS_KEY] for state in states if BUFFERS_KEY in state]
     if len(states) == 1 or not packed:
@@ -205,5 +205,5 @@ def with_all_buffers(states: Sequence[Mapping[str, bytes]], *, where: str) -> di
     for data in packed:
         for name, array in unpack_arrays(data, where=where).items():
             if not np.array_equal(found.setdefault(name, array), array):
-                raise StoreFormatError(f"{where}: {name}: two pipeline stages have other values of it")
+                raise StoreFormatError(f"{where}: {name}: two pipeline stages have different values of it")
     return {**states[0], BUFFERS_KEY: pack_arrays(found)}

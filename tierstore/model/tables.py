@@ -1,22 +1,21 @@
-"""Tables over the vocabulary: the embedding and the head with its loss, whole or with their rows divided over data ranks.
+"""Vocabulary tables: the embedding and the head with its loss, whole or with their rows divided over data ranks.
 
 Shapes: T tokens of this rank (in the loss the same number on every rank), C of them in a chunk, A tokens of all N ranks (in
 rank order), V vocabulary, D width, R rows of this rank with padding, M tokens of all ranks whose rows are here.
 
 **The embedding** (SE-MoE section 4.3, figure 9) takes three all-to-alls, of ids, of rows and of gradients. No table is
-gathered, and no gradient of one is reduced. Ids go to every rank, as int32, behind one number from each that says how
-many: so all know who sends how much. An owner adds gradients up in the order of the global batch, which is that of ranks
-and of tokens within each, by the function that one process uses: the gradient of a row has the bits of one process with
-the whole batch.
+gathered, and no gradient of one is reduced. Ids go to every rank, as int32, after each rank's count, so that all know the
+sizes of the messages. An owner adds gradients in the order of the global batch (by rank, then by token), with the
+function that a single process uses: the gradient of a row has the bits of one process with the whole batch.
 
-**The loss**: each rank computes the logits of its part of the vocabulary, for the tokens of all ranks. Of each chunk,
+**The loss**: each rank computes the logits of its part of the vocabulary, for the tokens of all ranks. For each chunk,
 hidden states go to all ranks; largest logit, sum of exponentials and the target's logit come back from each and are
-combined in rank order; the logarithm of the whole sum goes out again, and with it each rank makes the gradients of its
-logits, of its rows, and its part of the hidden states' gradients, which their owner adds up in rank order. Gradients are
-made in the forward pass, while the logits are there: they are neither kept nor computed again, and hidden states travel
-once. So the backward pass sends one number, and multiplies. The same bits in every run. Against one process the sums over
-the vocabulary, and those over tokens of products of other shapes, round otherwise: see docs/PARALLEL.md for the
-tolerance.
+combined in rank order; then the logarithm of the whole sum goes to all ranks, with which each computes the gradients of
+its logits, of its rows, and its part of the hidden states' gradients, which their owner adds up in rank order. Gradients
+are computed in the forward pass, while the logits are in memory: logits are neither kept nor recomputed, and hidden
+states are sent once. So the backward pass sends one number, and multiplies. The bits are the same in every run. Compared
+with one process, sums over the vocabulary, and sums over tokens in products of other shapes, round differently: see
+docs/PARALLEL.md for the tolerance.
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ from tierstore.moe.exchange import Charge, gather_counts
 from tierstore.parallel import Channel, RankGroup
 from tierstore.parallel.layout import SLICE_ALIGNMENT, TableRows
 
-# 16 Mi logits are 64 MiB in fp32. A constant: were it taken from a budget, the budget would change the sum.
+# 16 Mi logits are 64 MiB in fp32. A constant: if it depended on a budget, the budget would change the sum.
 CHUNK_LOGITS = 1 << 24
 
 
 def cross_entropy(x_TD: Tensor, head_VD: Tensor, targets_T: Tensor) -> Tensor:
     """Mean over T of ``-log softmax(x head^T)[target]``, fp32, in nats.
 
-    Tokens go in chunks of at most CHUNK_LOGITS logits (whatever the vocabulary, at least one token). With
-    more than one chunk, each computes its logits again in the backward pass.
+    Tokens are processed in chunks of at most CHUNK_LOGITS logits (but at least one token). With more than one chunk, the
+    backward pass recomputes the logits of each.
     """
     tokens = x_TD.shape[0]
     rows = max(1, CHUNK_LOGITS // head_VD.shape[0])
@@ -67,9 +66,9 @@ def _summed(x_TD: Tensor, head_VD: Tensor, targets_T: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class RowExchange:
-    """How the rows of the present tokens travel. ``local_M``: which of this rank's rows, by source rank and then in token
-    order; ``leaving`` of them go to each rank. ``order_T``: where the rows that come, by owner, lie among this rank's
-    tokens; ``coming`` of them from each.
+    """The exchange of rows for the present tokens. ``local_M``: the indices of this rank's rows to send, by destination
+    rank and then in token order; ``leaving``: their number for each rank. ``order_T``: the tokens of the received rows,
+    which come by owner; ``coming``: their number from each rank.
     """
 
     local_M: Tensor
@@ -81,7 +80,7 @@ class RowExchange:
 def exchange_ids(
     ids_T: Tensor, table: TableRows, group: RankGroup, charge: Charge | None = None
 ) -> RowExchange:
-    """Tells every rank the ids of all. A collective. Raises ValueError on all ranks for an id that is no row of the table,
+    """Sends the ids of every rank to all. A collective. Raises ValueError on all ranks for an id outside of the table,
     PeerError.
     """
     all_A, counts = gather_tokens(ids_T, table, group, charge)
@@ -97,10 +96,10 @@ def exchange_ids(
 def gather_tokens(
     ids_T: Tensor, table: TableRows, group: RankGroup, charge: Charge | None = None
 ) -> tuple[Tensor, list[int]]:
-    """The ids of every rank, (A,) int64, and how many of each. A collective. Raises ValueError as ``exchange_ids``."""
+    """The ids of every rank, (A,) int64, and their number by rank. A collective. Raises ValueError as ``exchange_ids``."""
     tokens = ids_T.numel()
     counts: list[int] = gather_counts(torch.tensor([tokens]), group, charge).flatten().tolist()
-    # Clamped, an id that does not fit an int32 is still none of the table.
+    # Clamped, an id that does not fit an int32 is still outside of the table.
     sent = ids_T.clamp(-1, table.rows).to(torch.int32).repeat(group.size)
     all_A = sent.new_empty(sum(counts))
     group.all_to_all(all_A, sent, counts, [tokens] * group.size).wait(charge)
@@ -117,7 +116,7 @@ def gather_tokens(
 
 
 class _Lookup(torch.autograd.Function):
-    """(R, D) rows to (T, D), scaled and rounded to the compute type where they are, so that they travel in it."""
+    """(R, D) rows to (T, D), scaled and rounded to the compute type by their owner, so that they are sent in it."""
 
     @staticmethod
     def forward(
@@ -159,8 +158,8 @@ def divided_embedding(
     dtype: torch.dtype,
     charge: Charge | None = None,
 ) -> Tensor:
-    """``(embedding[ids_T] * scale).to(dtype)``, (T, D), of a table of which this rank has ``rows_RD``. A collective, as its
-    backward pass is. Raises ValueError on all ranks for an id that is no row of the table, PeerError.
+    """``(embedding[ids_T] * scale).to(dtype)``, (T, D), of a table of which this rank has ``rows_RD``. A collective, and
+    so is its backward pass. Raises ValueError on all ranks for an id outside of the table, PeerError.
     """
     exchange = exchange_ids(ids_T, table, group, charge)
     x_TD: Tensor = _Lookup.apply(rows_RD, exchange, group, scale, dtype, charge)  # type: ignore[no-untyped-call]
@@ -172,7 +171,7 @@ def divided_embedding(
 
 @dataclass(frozen=True)
 class _Head:
-    """This rank's rows of the head, and where the others are. ``rows_VD``: without padding, in the compute type."""
+    """This rank's rows of the head, and the division of the table. ``rows_VD``: without padding, in the compute type."""
 
     rows_VD: Tensor
     table: TableRows
@@ -187,7 +186,7 @@ class _Head:
         return whole
 
     def scatter(self, parts: Tensor) -> Tensor:
-        """(N, C, ...) of what every rank has for this one, of ``parts`` (N * C, ...) for each. A collective."""
+        """(N, C, ...): every rank's part for this one, from ``parts`` (N * C, ...). A collective."""
         size = self.group.size
         count = parts.shape[0] // size
         came = torch.empty_like(parts)
@@ -196,7 +195,7 @@ class _Head:
 
 
 class _Summed(torch.autograd.Function):
-    """The sum over T of the losses, with what they will send back."""
+    """The sum over T of the losses, with their gradients, computed in the forward pass."""
 
     @staticmethod
     def forward(
@@ -215,7 +214,7 @@ class _Summed(torch.autograd.Function):
         head = _Head(rows_RD[:owned].to(x_TD.dtype), table, group, charge)
         targets_A, counts = gather_tokens(targets_T, table, group, charge)
         if len(set(counts)) > 1:
-            raise ValueError(f"the ranks have {counts} tokens: a divided head needs as many on each")
+            raise ValueError(f"the ranks have {counts} tokens: a divided head needs equally many on each")
         targets_NT = targets_A.view(group.size, tokens)
         total = x_TD.new_zeros((), dtype=wide)
         rows_grad = torch.zeros_like(rows_RD) if training else None
@@ -234,7 +233,7 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (factor,) = gradients
-        # What the rows of this rank get from tokens of other ranks was made with their factor, which is one for all.
+        # Gradients of this rank's rows from other ranks' tokens assume one factor on all ranks.
         both = torch.stack([factor, -factor]).double()
         ctx.group.max(both)
         if both[0] != -both[1] and not both.isnan().any():
@@ -247,8 +246,8 @@ class _Summed(torch.autograd.Function):
 
 
 def _chunk(x_CD: Tensor, targets_NC: Tensor, head: _Head, rows_grad: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The losses of a chunk's own tokens, summed, and the gradient of ``x_CD``; ``rows_grad`` (R, D) gets what the tokens of
-    all ranks send this one's rows. Where that is None, nothing has a gradient.
+    """The summed losses of a chunk's own tokens, and the gradient of ``x_CD``; adds the gradients of this rank's rows
+    from the tokens of all ranks to ``rows_grad`` (R, D). If that is None, computes no gradients.
     """
     group, count = head.group, x_CD.shape[0]
     own = head.table.owned(group.rank)
@@ -270,7 +269,7 @@ def _chunk(x_CD: Tensor, targets_NC: Tensor, head: _Head, rows_grad: Tensor | No
     target_C = torch.zeros_like(largest_C)
     for most, summed, target in zip(most_NC, sum_NC, target_NC, strict=True):
         whole_C += summed * (most - largest_C).exp()
-        target_C += target  # zeros but from the owner
+        target_C += target  # zeros except from the owner
     log_C = largest_C + whole_C.log()
     lost = (log_C - target_C).sum()
     if rows_grad is None:
@@ -298,10 +297,10 @@ def divided_cross_entropy(
     charge: Charge | None = None,
 ) -> Tensor:
     """Mean over this rank's T of ``-log softmax(x head^T)[target]``, fp32, in nats, where this rank has ``rows_RD`` of the
-    head. A collective, as its backward pass is, in which all ranks must multiply it by the same factor: the gradient of
-    ``rows_RD`` is that of the sum of all ranks' means.
+    head. A collective, and so is its backward pass, in which all ranks must multiply it by the same factor: the gradient
+    of ``rows_RD`` is that of the sum of all ranks' means.
 
-    Raises ValueError on all ranks for a target that is no row of the table, or numbers of tokens that differ, PeerError,
+    Raises ValueError on all ranks for a target outside of the table, or different numbers of tokens; PeerError;
     RuntimeError in the backward pass.
     """
     training = torch.is_grad_enabled() and (x_TD.requires_grad or rows_RD.requires_grad)
@@ -324,15 +323,15 @@ def divided_logits(
 # Divided: a table -------------------------------------------------------------------------------------------
 
 
-#: About so many elements are drawn at once.
+#: The approximate number of elements drawn at once.
 _DRAWN = 1 << 22
 
 
 @dataclass(frozen=True)
 class DividedTable:
-    """``table``, whose rows are divided over the ranks of ``group``. Waiting for them is charged to ``charge``.
+    """``table``, with rows divided over the ranks of ``group``. Waits for them are charged to ``charge``.
 
-    Its methods but ``first_rows`` are collectives: see ``divided_embedding``, ``divided_cross_entropy`` and
+    All methods except ``first_rows`` are collectives: see ``divided_embedding``, ``divided_cross_entropy`` and
     ``divided_logits``.
     """
 
@@ -341,12 +340,12 @@ class DividedTable:
     charge: Charge | None = None
 
     def first_rows(self, *, std: float, generator: torch.Generator) -> Tensor:
-        """This rank's rows (R, D) of ``nn.init.normal_`` of the whole table, which is never there; padding is zero."""
+        """This rank's rows (R, D) of ``nn.init.normal_`` for the whole table, which is never in memory; padding is zero."""
         rows, width = self.table.rows, self.table.width
         own = self.table.owned(self.group.rank)
         kept = torch.zeros(self.table.each, width)
-        # torch draws normal values in blocks of 16, the last of which may begin anywhere: so chunks are whole blocks, and
-        # the last one has a whole block at least.
+        # torch draws normal values in blocks of 16, of which the last may begin anywhere: so chunks are whole blocks, and
+        # the last chunk has at least one whole block.
         step = SLICE_ALIGNMENT // math.gcd(SLICE_ALIGNMENT, width)
         chunk = max(_DRAWN // (width * step), 1) * step
         least = -(-SLICE_ALIGNMENT // (width * step)) * step

@@ -3,14 +3,14 @@
 Shapes: B sequences, T positions, V vocabulary, D width.
 
 Pre-norm blocks: ``x += attention(norm(x))``, ``x += mixture(norm(x))``. In bf16 the residual stream and the
-products are bf16, through explicit casts of fp32 masters; autocast would choose for us, and differently
-from one release to the next. Norms, softmax, router and loss are fp32. First weights are a function of the
-seed and of what they are for, so that changing one layer changes nothing else.
+products are bf16, through explicit casts of fp32 masters; autocast chooses differently from one release to the next.
+Norms, softmax, router and loss are fp32. First weights are a function of the seed and of their purpose, so that changing
+one layer changes no other.
 
 On several data ranks (``mesh``) each has a part of the global batch; only parts of a batch of tasks may differ in rows.
-``objective`` is then this rank's share of the global one: the shares, and their gradients, add up to it. Tensor-parallel
-ranks have the same tokens and parts of the parameters (``tierstore.model.config``); of what none divides, all of them
-find the same gradients.
+``objective`` is then this rank's share of the global one: the shares, and their gradients, add up. Tensor-parallel ranks
+have the same tokens and parts of the parameters (``tierstore.model.config``); they compute the same gradients of
+undivided parameters.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from tierstore.parallel.layout import Division, TableRows
 from tierstore.stats import Cause, StallLedger, Tier
 
 MixtureFactory = Callable[[int], nn.Module]
-"""Makes the mixture of block ``layer``: a module ``(x_TD, NoiseKey) -> (y_TD, Routing)``."""
+"""Makes the MoE layer of block ``layer``: a module ``(x_TD, NoiseKey) -> (y_TD, Routing)``."""
 
 
 class Block(nn.Module):
@@ -86,7 +86,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The model of ``config`` over ``source``. Parameters of this module are the dense ones only.
+    """The model of ``config`` over ``source``. This module has only the dense parameters.
 
     Not thread safe; a backward pass belongs to the last forward pass or to none.
     """
@@ -102,10 +102,10 @@ class Transformer(nn.Module):
         layers: range | None = None,
         vocabulary: VocabularyPartition | None = None,
     ) -> None:
-        """``mixture`` replaces the MoE layer (the plain reference does so); ``source`` is then not used. ``layers``: the
-        blocks that a pipeline stage has, of all; the first one has the embedding as well, the last one norm and head.
+        """``mixture`` replaces the MoE layer (as in the plain reference); ``source`` is then unused. ``layers``: the
+        blocks of a pipeline stage; the first stage also has the embedding, the last one norm and head.
 
-        Of the tables in ``vocabulary`` this rank's rows alone are parameters. Waiting for other ranks is charged to
+        For tables in ``vocabulary``, the parameters are only this rank's rows. Waits for other ranks are charged to
         ``ledger``.
         """
         super().__init__()
@@ -113,7 +113,7 @@ class Transformer(nn.Module):
             raise ValueError("a Transformer needs an expert source, or a factory of mixtures")
         self.config = config
         check_divisible(config, 1 if mesh is None else mesh.tensor.size)
-        #: The numbers of the blocks that are here.
+        #: The numbers of this stage's blocks.
         self.layers = range(config.n_layers) if layers is None else layers
         self._key = NoiseKey()
         self._ranks = 1 if mesh is None else mesh.data.size
@@ -121,9 +121,9 @@ class Transformer(nn.Module):
         make = mixture or partial(_moe_layer, config, cast(ExpertSource, source), mesh, ledger)
         embedding, head = _divided_tables(vocabulary or VocabularyPartition(), mesh, ledger)
         self._divided_embedding, self._divided_head = embedding, head
-        # The stream must start well above what the blocks add to it, or tokens are drowned and learning
-        # crawls. A tied embedding cannot (its logits would be as large): it is scaled by sqrt(D) on its way
-        # in instead (Vaswani et al. 2017, section 3.4).
+        # The stream must start well above what the blocks add to it, or the tokens' signal is lost and learning is slow.
+        # A tied embedding cannot be large (nor can its logits), so its output is scaled by sqrt(D) instead (Vaswani et
+        # al. 2017, section 3.4).
         tied = config.tie_embeddings is TieEmbeddings.TIED
         self._embedding_scale = math.sqrt(config.d_model) if tied else 1.0
         self.embedding: nn.Parameter
@@ -137,7 +137,7 @@ class Transformer(nn.Module):
         self.head: nn.Parameter | None = None
         if self.ends and not tied:
             self.head = _table(config, head, std=0.02, generator=keyed_generator(config.seed, "head"))
-        #: Output heads that only one task trains, by its name.
+        #: Tasks' own output heads, by task name.
         self.heads = nn.ParameterDict()
         _shrink_residual_weights(self, config.n_layers)
         cos, sin = rotary_tables(config.seq_len, config.head_dim, config.rope_theta)
@@ -155,7 +155,7 @@ class Transformer(nn.Module):
         return self.layers.stop == self.config.n_layers
 
     def set_step(self, step: int, micro: int = 0) -> None:
-        """Where training stands, for the router's noise. Call before each training forward pass."""
+        """Sets the position of training, for the router's noise. Call before each training forward pass."""
         self._key = NoiseKey(step, micro)
 
     @property
@@ -188,8 +188,8 @@ class Transformer(nn.Module):
         return tensors[0], routing
 
     def run(self, batch: Batch) -> ModelOutput:
-        """A forward pass with its loss. Raises ValueError for a batch whose targets do not all count, or whose positions
-        begin again: the built-in model is trained on text without ends.
+        """A forward pass with its loss. Raises ValueError for a batch with ignored targets, or whose positions restart:
+        the built-in model is trained on text without document boundaries.
         """
         if batch.step_targets or batch.positions_BT is not None:
             raise ValueError("the built-in model takes batches of plain text: no masks, no documents")
@@ -209,13 +209,13 @@ class Transformer(nn.Module):
         return found
 
     def end_step(self) -> None:
-        """Nothing: gradients alone teach it."""
+        """Does nothing: the model has only gradient updates."""
 
     def state(self) -> dict[str, bytes]:
         return {}
 
     def load_state(self, state: Mapping[str, bytes]) -> None:
-        """Nothing: it keeps no state beside its parameters."""
+        """Does nothing: the model has no state beside its parameters."""
 
     def dense_units(self) -> list[tuple[str, list[nn.Parameter]]]:
         named = zip(self.layers, self.blocks, strict=True)
@@ -227,7 +227,7 @@ class Transformer(nn.Module):
         return [*units, ("head", [*head, *self.heads.values()])]
 
     def add_heads(self, tasks: Iterable[str]) -> dict[str, nn.Parameter]:
-        """Gives each of ``tasks`` an output head of its own, before the units are taken; by the names of their records."""
+        """Gives each of ``tasks`` its own output head; call it before ``dense_units``. Returns them by record name."""
         for task in tasks:
             head = torch.empty(self.config.vocab_size, self.config.d_model)
             nn.init.normal_(head, std=0.02, generator=keyed_generator(self.config.seed, "head", task))
@@ -243,7 +243,7 @@ class Transformer(nn.Module):
         return []
 
     def cast_parameters(self) -> list[nn.Parameter]:
-        """Parameters whose only use in a pass is a cast to the compute type: a narrower copy serves as well.
+        """Parameters whose only use in a pass is a cast to the compute type, so that a narrower copy is enough.
 
         The matrices of blocks. Norms and routers are used in fp32; the embedding is scaled before it is cast; the head
         may be cast once for each chunk of the loss, whose gradients are then added in fp32.
@@ -256,8 +256,8 @@ class Transformer(nn.Module):
     def forward(
         self, tokens_BT: Tensor, targets_BT: Tensor | None = None, tasks: Batch | None = None
     ) -> ModelOutput:
-        """Run the model on int64 ``tokens_BT`` (T at most ``seq_len``), with ``targets_BT`` alike or None. ``tasks``: the
-        batch that these are of, where its segments are tasks.
+        """Runs the model on int64 ``tokens_BT`` (T at most ``seq_len``), with ``targets_BT`` of the same shape or None.
+        ``tasks``: their batch, if its segments are tasks.
         """
         return self._ended(*self._through(self._embedded(tokens_BT)), targets_BT, tasks)
 
@@ -269,7 +269,7 @@ class Transformer(nn.Module):
         loads: list[Tensor] = []
         again = config.checkpoint_activations is CheckpointActivations.BLOCK and torch.is_grad_enabled()
         for block in self.blocks:
-            # The key is an argument, so that a recomputed block sees the noise of its own step.
+            # The key is an argument, so that a recomputed block uses the noise of its own step.
             arguments: tuple[Any, ...] = (x, cos, sin, self._key)
             if again:
                 x, routing = checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False)
@@ -290,7 +290,7 @@ class Transformer(nn.Module):
         targets_BT: Tensor | None,
         tasks: Batch | None = None,
     ) -> ModelOutput:
-        """Norm, head and loss, or logits, of what left the last block."""
+        """Norm, head and loss, or logits, of the last block's output."""
         config = self.config
         head = self.embedding if self.head is None else self.head
         divided = self._divided_head
@@ -305,7 +305,7 @@ class Transformer(nn.Module):
         else:
             segments = segment_losses(tasks, partial(self._segment_loss, x, targets_BT, head))
             zero = aux_loss.new_zeros(())
-            # A rank without a row takes part in the backward pass, too.
+            # A rank without rows takes part in the backward pass, too.
             loss = joint_loss(tasks, segments, x.sum().to(zero.dtype) * 0.0 if not segments else zero)
         share = loss if self._ranks == 1 else loss / self._ranks
         objective = share + config.aux_loss_weight * aux_loss + config.z_loss_weight * z_loss
@@ -330,10 +330,10 @@ class Transformer(nn.Module):
     def follow(
         self, tokens_BT: Tensor, cache: KeyValueCache, mask_BS: Tensor, positions_BT: Tensor
     ) -> Tensor:
-        """Logits (B, V), fp32, of what follows ``tokens_BT``, which come behind those in ``cache``, and are kept there.
+        """Logits (B, V), fp32, of the tokens after ``tokens_BT``, which follow those in ``cache`` and are added to it.
 
-        ``mask_BS``: 1 for each token of the cache and of these, 0 for padding before the first. ``positions_BT``: of
-        these, at most ``seq_len - 1``. In evaluation only.
+        ``mask_BS``: 1 for each token of the cache and of ``tokens_BT``, 0 for padding before the first. ``positions_BT``:
+        of ``tokens_BT``, at most ``seq_len - 1``. Only for evaluation.
         """
         x = self._embedded(tokens_BT)
         cos, sin = (cast(Tensor, table)[positions_BT].unsqueeze(1) for table in (self.cos, self.sin))
@@ -345,7 +345,7 @@ class Transformer(nn.Module):
         return F.linear(x, head.to(x.dtype)).to(torch.promote_types(x.dtype, torch.float32))
 
     def _last_logits(self, window_BT: Tensor) -> Tensor:
-        """Logits (V,), fp32, of what follows the one sequence of ``window_BT``, on the host."""
+        """Logits (V,), fp32, of the token after the single sequence of ``window_BT``, on the host."""
         logits: Tensor = self(window_BT).logits[0, -1].float().cpu()
         return logits
 
@@ -356,7 +356,7 @@ class Transformer(nn.Module):
         """``count`` tokens that follow ``prompt`` (at least one token), sampled at ``temperature`` (0:
         greedy).
 
-        The whole window of at most ``seq_len`` last tokens runs again for each token: no cache of keys.
+        The whole window of at most ``seq_len`` last tokens is recomputed for each token, without a key-value cache.
         """
 
         def last_logits(tokens: Sequence[int]) -> Tensor:
@@ -374,7 +374,7 @@ class Transformer(nn.Module):
 def _block(
     config: ModelConfig, layer: int, make: MixtureFactory, mesh: Mesh | None, ledger: StallLedger | None
 ) -> Block:
-    """Block ``layer`` over the tensor ranks of ``mesh``, with a mixture where the model has one."""
+    """Block ``layer`` over the tensor ranks of ``mesh``, with an MoE layer if the model has one there."""
     mixture = make(layer) if layer in config.moe_layers else None
     tensor = None if mesh is None else mesh.tensor
     return Block(config, layer, mixture, TensorRanks(tensor, layer=layer, ledger=ledger))
@@ -383,7 +383,7 @@ def _block(
 def _moe_layer(
     config: ModelConfig, source: ExpertSource, mesh: Mesh | None, ledger: StallLedger | None, layer: int
 ) -> MoELayer:
-    """The mixture of block ``layer``, whose experts come from ``source``."""
+    """The MoE layer of block ``layer``, with experts from ``source``."""
     return MoELayer(
         config.router,
         config.expert_shape,
@@ -399,7 +399,7 @@ def _moe_layer(
 
 @torch.no_grad()
 def _shrink_residual_weights(model: nn.Module, layers: int) -> None:
-    """What adds to the residual stream starts smaller, as GPT-2 has it."""
+    """Scales down the initial weights that add to the residual stream, as in GPT-2."""
     for name, parameter in model.named_parameters():
         if name.endswith(("attention.out", "ffn.down", "shared.down")):
             parameter.mul_(1.0 / math.sqrt(2.0 * layers))
@@ -408,7 +408,7 @@ def _shrink_residual_weights(model: nn.Module, layers: int) -> None:
 def _divided_tables(
     partition: VocabularyPartition, mesh: Mesh | None, ledger: StallLedger | None
 ) -> tuple[DividedTable | None, DividedTable | None]:
-    """Embedding and head, as far as their rows are divided over the data ranks of ``mesh``."""
+    """Embedding and head, if their rows are divided over the data ranks of ``mesh``."""
     charge: Charge | None = None
     if ledger is not None:
         charge = partial(ledger.stall, layer=None, tier=Tier.RANKS, cause=Cause.ALL_TO_ALL)
@@ -425,7 +425,7 @@ def _divided_tables(
 def _table(
     config: ModelConfig, divided: DividedTable | None, *, std: float, generator: torch.Generator
 ) -> nn.Parameter:
-    """The first values of embedding or head, or of this rank's rows of it."""
+    """The initial values of embedding or head, or of this rank's rows of it."""
     if divided is not None:
         return nn.Parameter(divided.first_rows(std=std, generator=generator))
     whole = nn.Parameter(torch.empty(config.vocab_size, config.d_model))
@@ -452,8 +452,8 @@ def sample_tokens(
 ) -> list[int]:
     """At most ``count`` tokens that follow ``prompt``, sampled at ``temperature`` (0: greedy); one of ``ends`` is the last.
 
-    ``last_logits`` gives logits (V,), fp32 and on the host, of what follows the tokens so far. Raises ValueError for a
-    prompt without a token.
+    ``last_logits`` returns logits (V,), fp32 and on the host, of the token after those so far. Raises ValueError for an
+    empty prompt.
     """
     tokens = list(prompt)
     if not tokens:

@@ -7,9 +7,9 @@ router's choice among it is known before the present layer's experts have been c
 inference of mixture-of-experts language models with offloading", section 3.2). The stream goes through the coming layer's
 own norm: that guesses better than the present one's does.
 
-The coming router's parameters may lie in slices when they are needed. So a copy of each router and its norm is kept, taken
-when the layer itself is passed: in each training pass, and in the first pass without gradients behind one. A guess in the
-first micro-batch of a step is thus one step old, and in the first pass of all there is none. Of parameters that never
+The coming router's parameters may lie in slices when they are needed. So a copy of each router and its norm is kept. It is
+taken when the layer itself is passed: in every training pass, and in the first evaluation pass after training. A guess in
+the first micro-batch of a step is thus one step old, and in the first pass of all there is none. Of parameters that never
 change the copy is taken at once, and is one matrix, where that chooses as they do (``LayerRouter.folded``): one call instead
 of a dozen small operations (a third of a millisecond on two cores). Routers choose as they do in evaluation: noise and
 jitter are not guessed. The guess is computed on the calling thread, depends on the passes alone, and no result depends on

@@ -290,7 +290,7 @@ def _chosen(config: ParallelConfig, mesh: Mesh, maker: GroupMaker) -> tuple[Exch
     said = mesh.world.all_gather_object((mode, grid))
     for rank, (other, _) in enumerate(said):
         if other is not said[0][0]:
-            raise ConfigError(f"parallel.exchange: rank {rank} was told {other}, rank 0 {said[0][0]}")
+            raise ConfigError(f"parallel.exchange: rank {rank} was given {other}, rank 0 {said[0][0]}")
     # torchrun may have started other numbers of ranks on other nodes.
     if any(other != said[0][1] for _, other in said):
         grid = "nodes have different numbers of ranks"

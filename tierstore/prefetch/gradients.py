@@ -213,7 +213,7 @@ class GradientParts:
 # Sums over the replicas of an expert ------------------------------------------------------------------------
 #
 # A gradient stays in its device slot, and its record pinned, until the sum has come back: so half of the slots may be
-# computed into while the other half travel. Small gradients travel together; how many do has no say in any bit, and
+# computed into while the other half travel. Small gradients travel together. How many do changes no result; it
 # depends on the number of slots alone, so all replicas cut alike.
 
 

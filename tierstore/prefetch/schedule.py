@@ -73,8 +73,8 @@ class StickyGathers:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One unit's turn. ``later``: how many micro-batches (in ``Schedule.following``, where one comes after another) or
-    steps (elsewhere) after the present one. ``micro``: of which micro-batch, where their passes interleave.
+    """One unit's turn. ``later``: how many cycles after the present one; a cycle is a micro-batch where one comes after
+    another (``Schedule.following``), and a step elsewhere. ``micro``: of which micro-batch, where their passes interleave.
     """
 
     phase: Phase

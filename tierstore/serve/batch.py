@@ -48,8 +48,8 @@ class Joined:
 class AskerBits:
     """A bit for each sequence of a batch, of the ``ASKERS`` that there are.
 
-    A sequence that joins gets the one that fewest have, of those the one that was given back longest ago: a policy that has
-    learned what a sequence uses then seldom takes another one for it. The same joins and leaves give the same bits.
+    A sequence that joins gets the bit that the fewest sequences share, and of equals the one unused for longest, so that a
+    policy rarely takes it for an earlier sequence. The same joins and leaves give the same bits.
     """
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ def askers_of(calls: Sequence[ExpertPass], bits: Sequence[Sequence[int]]) -> dic
 
 
 ExpertCall = tuple[Tensor, Tensor, ExpertPass]
-#: Is told of the calls of a layer, one of each pass, before its experts are leased.
+#: Receives the calls of a layer, one of each pass, before its experts are leased.
 Called = Callable[[Sequence[ExpertPass]], None]
 
 
@@ -208,8 +208,8 @@ class BatchRunner:
         device: torch.device | None = None,
         askers: AskerBits | None = None,
     ) -> None:
-        """With ``askers``, ``experts`` are told which sequences ask for which. A prompt asks for most of a layer; what its
-        last token asks for says what comes next.
+        """With ``askers``, ``experts`` receives the sequences that request each expert. A prompt requests most of a
+        layer; the requests of its last token predict the next ones.
         """
         self.model = model
         self.sequences = sequences

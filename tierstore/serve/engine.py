@@ -55,7 +55,7 @@ class Running:
 
 
 class Watcher(Protocol):
-    """Is told of passes and requests, by the thread that runs the model unless it says otherwise."""
+    """Receives passes and requests, from the thread that runs the model unless a method says otherwise."""
 
     def joined(self, *, sequences: int, tokens: int, seconds: float) -> None:
         """A prefill of ``tokens`` tokens of ``sequences`` prompts."""

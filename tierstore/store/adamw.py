@@ -1,4 +1,4 @@
-"""AdamW on records: hyperparameters, the history of steps, and the replay of those that a record missed.
+"""AdamW on records: hyperparameters, the history of steps, and the replay of missed steps.
 
 Dense AdamW moves a parameter even when its gradient is zero (momentum and decoupled weight decay), so an
 expert that no token reached must still move. ``Inactive.EXACT`` replays the steps it missed, with each step's
@@ -22,14 +22,14 @@ from tierstore._native import Moment
 from tierstore.errors import ConfigError, StoreError, StoreFormatError
 from tierstore.store.format import MOMENT_BLOCK, MomentFormat, RecordSchema, moment_sections
 
-#: The state of a commit that holds the history of steps.
+#: The name of the commit's state with the history of steps.
 HISTORY_KEY = "adamw-history"
 Row = npt.NDArray[np.float32]
 ROW_COLUMNS = 7
 
 
 class Inactive(Enum):
-    """What an optimizer step does to a record that got no gradient in it."""
+    """The effect of an optimizer step on a record without a gradient."""
 
     EXACT = "exact"
     SKIP = "skip"
@@ -37,20 +37,24 @@ class Inactive(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class AdamWConfig:
-    """Torch's names and formula: decoupled decay, bias correction. The learning rate comes with each step."""
+    """AdamW with torch's names and formula: decoupled decay, bias correction. The learning rate comes with each step."""
 
-    betas: tuple[float, float] = field(default=(0.9, 0.95), metadata={"help": "decay of the two moments"})
+    betas: tuple[float, float] = field(
+        default=(0.9, 0.95), metadata={"help": "decay rates of the two moments"}
+    )
     eps: float = field(default=1e-8, metadata={"help": "added to the root of the second moment"})
     weight_decay: float = field(default=0.1, metadata={"help": "decoupled decay"})
     inactive: Inactive = field(
         default=Inactive.EXACT,
-        metadata={"help": "experts that no token reached: as if stepped without a gradient, or not at all"},
+        metadata={
+            "help": "experts that no token reached: exact steps them with a zero gradient, skip does not"
+        },
     )
     moments: MomentFormat = field(
         default=MomentFormat.FP32,
         metadata={
-            "help": "how experts' moments are kept: records of 12, 8 or 6 bytes a parameter (a store keeps the one "
-            "it was made with)"
+            "help": "format of experts' moments: records of 12, 8 or 6 bytes a parameter (fixed when the store "
+            "is created)"
         },
     )
 
@@ -63,7 +67,7 @@ class AdamWConfig:
             raise ConfigError(f"weight_decay: expected at least 0, got {self.weight_decay}")
 
     def row(self, lr: float, step: int) -> Row:
-        """The hyperparameters of optimizer step ``step`` (from 1) as the kernels take them, float32 [7].
+        """The hyperparameters of optimizer step ``step`` (from 1) for the kernels, float32 [7].
 
         lr, beta1, beta2, eps, weight_decay, 1 - beta1**step, sqrt(1 - beta2**step); computed in double
         precision and rounded once.
@@ -87,15 +91,13 @@ class StepHistory:
         self.applied = 0
         self._first = 1  # the step of _rows[0]
         self._rows: list[Row] = []
-        #: How many records have taken the open step.
+        #: The number of records that have taken the open step.
         self.taken = 0
 
     def begin(self, lr: float) -> int:
         """Opens step ``applied + 1`` with learning rate ``lr``; returns its number. Raises StoreError if one is open."""
         if self.is_open:
-            raise StoreError(
-                f"optimizer step {self.current} is open already: a step is finished or abandoned first"
-            )
+            raise StoreError(f"optimizer step {self.current} is open already: finish or abandon it first")
         self._rows.append(self.config.row(lr, self.applied + 1))
         self.taken = 0
         return self.current
@@ -113,7 +115,7 @@ class StepHistory:
         return self.applied + 1
 
     def finish(self) -> None:
-        """The open step has been applied: records that got no gradient in it have now missed it."""
+        """Marks the open step as applied: records without a gradient in it have now missed it."""
         self.applied = self.current
 
     def abandon(self) -> None:
@@ -126,7 +128,7 @@ class StepHistory:
         return self.config.inactive is Inactive.EXACT
 
     def missed(self, reached: int) -> int:
-        """How many applied steps a record that has ``reached`` must replay before it is used."""
+        """The number of applied steps that a record at step ``reached`` must replay before it is used."""
         return self.applied - reached if self.replays else 0
 
     def rows(self, reached: int, through: int) -> Row:
@@ -134,15 +136,15 @@ class StepHistory:
         begin, end = reached + 1 - self._first, through + 1 - self._first
         if begin < 0 or end > len(self._rows):
             raise ValueError(f"steps {reached + 1}..{through} are not in the history")
-        if end == begin + 1:  # most of all: no step was missed
+        if end == begin + 1:  # the most frequent case: no step was missed
             return self._rows[begin][None]
         return np.stack(self._rows[begin:end]) if end > begin else np.empty((0, ROW_COLUMNS), np.float32)
 
     def step_rows(self, reached: int, step: int) -> tuple[Row, int]:
-        """The rows that take a record with a gradient through step ``step``, and the record's step after it.
+        """The rows for stepping a record with a gradient to step ``step``, and the record's step afterwards.
 
-        EXACT: the steps that it missed, then that step. SKIP: one row, bias-corrected by the record's own count. Raises
-        StoreError for a record that has taken the step already.
+        EXACT: the missed steps, then that step. SKIP: one row, bias-corrected by the record's own count. Raises
+        StoreError if the record has taken the step already.
         """
         if self.replays:
             if reached >= step:
@@ -155,12 +157,12 @@ class StepHistory:
         return rows, reached
 
     def forget_before(self, reached: int) -> None:
-        """Drops the rows that no record needs: the least advanced one has ``reached``."""
+        """Drops the rows that no record needs: the least advanced record is at step ``reached``."""
         unneeded = max(min(reached, self.applied) + 1 - self._first, 0)
         del self._rows[:unneeded]
         self._first += unneeded
 
-    _HEAD = struct.Struct("<qqd")  # applied, first step, and a number that is no longer read
+    _HEAD = struct.Struct("<qqd")  # applied, first step, and an unused number
 
     def pack(self) -> bytes:
         """The applied steps (an open one is not part of a commit), rows as float32 [n, 7]."""
@@ -169,7 +171,7 @@ class StepHistory:
         return self._HEAD.pack(self.applied, self._first, 0.0) + rows.astype("<f4").tobytes()
 
     def unpack(self, data: bytes) -> None:
-        """Restores what ``pack`` gave. Raises StoreFormatError."""
+        """Restores the output of ``pack``. Raises StoreFormatError."""
         try:
             self.applied, self._first, _ = self._HEAD.unpack_from(data)
             rows = np.frombuffer(data, "<f4", offset=self._HEAD.size).reshape(-1, ROW_COLUMNS)
@@ -194,8 +196,8 @@ _MOMENTS = (Moment.EXP_AVG, Moment.EXP_AVG_SQ)
 def convert_moments(schema: RecordSchema, sections: Sequence[Array], moments: MomentFormat) -> list[Array]:
     """All ``sections`` of a record of ``schema``, with its moments converted to ``moments`` (to fp32 exactly).
 
-    A conversion rounds to nearest, once; steps round by a hash instead (``native/optim/moments.hpp``), so that their errors
-    have a mean of zero.
+    A conversion rounds to nearest, once; steps round by a hash instead (``native/optim/moments.hpp``), so that their
+    rounding errors have a mean of zero.
     """
     if schema.moments is moments:
         return list(sections)

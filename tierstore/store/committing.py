@@ -1,20 +1,19 @@
 """Commits: write back, sync, one index transaction; and the snapshots that keep older commits alive.
 
-The order is what makes a commit whole: every write-back has finished, every extent is synced, new names are
-synced by their directories, and only then the index transaction says where things are. Slots that the
-transaction leaves behind are free once it is durable, and not before: until then a crash reopens at the
-commit that refers to them.
+The order makes a commit atomic: every write-back finishes, every extent is synced, directories with new names are synced,
+and only then the index transaction records the new locations. Slots that the transaction no longer refers to are freed
+only when it is durable: until then a crash reopens at the commit that refers to them.
 
-``begin`` queues the write-backs and, behind them, the syncs; ``commit`` does so too, waits for all of them, and writes the
-index. A caller may await the tickets of ``begin`` first; the next call finds what changed meanwhile. The transaction stays
-on the caller's thread: it holds the live state of that moment.
+``begin`` queues the write-backs and, after them, the syncs; ``commit`` does so too, waits for all of them, and writes the
+index. A caller may await the tickets of ``begin`` first; the next call picks up later changes. The transaction stays on
+the caller's thread: it captures the live state of that moment.
 
-A commit of several ranks has two phases. A rank's local commit is a *prepare*: it keeps the commit before it under a name
-of its own, so that the rank can go back if another rank never got as far. ``acknowledge`` releases that one when all ranks
-have theirs.
+A commit of several ranks has two phases. A rank's local commit is a *prepare*: it keeps the previous commit under a
+separate name, so that the rank can go back if another rank fails. ``acknowledge`` releases the previous commit when all
+ranks have prepared theirs.
 
-In a log of I/O events the marks ``index G`` and ``commit G`` stand before and after the transaction of
-generation G, and ``acknowledge G`` after the one that drops the commit before it.
+In a log of I/O events the marks ``index G`` and ``commit G`` enclose the transaction of generation G, and ``acknowledge
+G`` follows the one that drops the previous commit.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from tierstore.store.records import Records
 
 
 class Failures:
-    """Whether the store may still be used, and waiting that raises its errors."""
+    """Tracks whether the store may still be used, and translates errors of waits."""
 
     def __init__(
         self,
@@ -58,7 +57,7 @@ class Failures:
         self.closed = False
 
     def poison(self, reason: str, error: BaseException | None = None) -> None:
-        """Refuses every later use, with the first ``reason`` given (and its ``error``): only the last commit stands."""
+        """Refuses every later use, with the first ``reason`` (and its ``error``): only the last commit stands."""
         if not self._poison:
             self._poison = reason if error is None else f"{reason}: {str(error) or type(error).__name__}"
 
@@ -73,7 +72,7 @@ class Failures:
 
     @property
     def forked(self) -> bool:
-        """Whether this is a child of the process that opened the store: the engine's threads are not here."""
+        """Whether this is a child of the process that opened the store, without the engine's threads."""
         return os.getpid() != self._owner
 
     def check(self) -> None:
@@ -82,22 +81,23 @@ class Failures:
             raise StoreError(f"{self._directory}: the store is closed")
         if self.forked:
             raise StoreError(
-                f"{self._directory}: the store was opened by process {self._owner}, of which this one is a "
-                "fork: only the process that opened it can use it"
+                f"{self._directory}: the store was opened by process {self._owner}, and this is a "
+                "fork of it: only the process that opened the store can use it"
             )
         reason = self._poison or self._cache.engine.poisoned or self._cache.broken
         if reason:
             raise StorePoisonedError(f"{self._directory}: {reason}; reopen the store at its last commit")
 
     def check_writable(self, what: str) -> None:
-        """``check``; also raises StoreError, naming the operation ``what``, where the store was opened to read."""
+        """``check``; also raises StoreError, naming the operation ``what``, if the store was opened to read."""
         self.check()
         if self._access is StoreAccess.READ:
             raise StoreError(f"{self._directory}: {what}: the store was opened to read (StoreAccess.READ)")
 
     @contextlib.contextmanager
     def translated(self) -> Iterator[None]:
-        """Failures of the engine, naming key, section and file: ChecksumError, and OSError of transfers."""
+        """Translates failures of the engine to errors naming key, section and file: ChecksumError, and OSError of
+        transfers."""
         try:
             yield
         except _native.ChecksumMismatch as error:
@@ -117,32 +117,32 @@ class Failures:
 
 
 _BUDGET = "write-budget"
-#: State that the store itself keeps beside its users'.
+#: Names of the store's own state, beside its users'.
 OWN_STATE = frozenset({HISTORY_KEY, _BUDGET})
 
 
 class Keep(Enum):
-    """Whether the commit before this one is kept: a *prepared* commit keeps it until ``acknowledge``."""
+    """Whether the previous commit is kept: a *prepared* commit keeps it until ``acknowledge``."""
 
     NOTHING = "nothing"
     PREVIOUS = "previous"
 
 
 class Committer:
-    """The durable commits of one open store, and the making of the next."""
+    """The durable commits of one open store, and the preparation of the next."""
 
     def __init__(self, parts: Parts, records: Records, history: StepHistory, failures: Failures) -> None:
         self._parts = parts
         self._records = records
         self._history = history
         self._failures = failures
-        #: Writes, syncs and names of files that the next commit waits for, besides what the host cache has queued.
+        #: Writes, syncs and file names that the next commit waits for, besides those queued by the host cache.
         self.writes: list[int] = []
         self._syncs: list[int] = []
         self._directories: list[int] = []
         self.state: dict[str, bytes] = {}
         self.snapshots: dict[str, Commit] = {}
-        #: A prepared commit has added a snapshot: the acknowledgement drops the oldest in its place.
+        #: Whether a prepared commit has added a snapshot: its acknowledgement drops the oldest.
         self._replaces = False
 
     @property
@@ -169,13 +169,13 @@ class Committer:
         self._parts.cache.residency.start_at(self._history.applied)
         self._records.load(commit.records, self._history)
         if self._parts.access is StoreAccess.READ:
-            index.close()  # nothing else is read of it, and LMDB opens one environment once in a process
+            index.close()  # nothing else needs it, and a process may open an LMDB environment only once
 
     def _release(self, snapshot: str) -> None:
         self._parts.live.release(self.snapshots.pop(snapshot).records.rows)
 
     def tables(self) -> list[tuple[str, CommittedRecords]]:
-        """The index tables that are durable: the last commit's, then each snapshot's, oldest first."""
+        """The durable index tables: the last commit's, then each snapshot's, oldest first."""
         return self._named(self.table)
 
     def _named(self, last: CommittedRecords) -> list[tuple[str, CommittedRecords]]:
@@ -187,7 +187,7 @@ class Committer:
         for name in state:
             check_name("state", name)
             if name in OWN_STATE:
-                raise ValueError(f"state {name!r}: the store keeps its own under that name")
+                raise ValueError(f"state {name!r}: the name is reserved for the store's own state")
         if self._parts.cache.residency.access_open:
             raise StoreError("commit: an access is open; end it first")
         if self._history.is_open:
@@ -202,7 +202,7 @@ class Committer:
         if snapshot is not None:
             check_name("snapshot", snapshot)
             if snapshot == PREVIOUS:
-                raise ValueError(f"snapshot {snapshot!r}: the store keeps its own under that name")
+                raise ValueError(f"snapshot {snapshot!r}: the name is reserved for the store's own snapshots")
             if self._parts.config.retain < 1:
                 raise StoreError(
                     "snapshot: the store was opened with retain = 0, so no space is reserved for snapshots"
@@ -211,8 +211,8 @@ class Committer:
                 raise StoreError(f"snapshot {snapshot!r} exists already")
 
     def begin(self, state: Mapping[str, bytes] | None = None, *, snapshot: str | None = None) -> list[int]:
-        """Queues what a commit waits for: the write-back of everything dirty and, behind all writes, the syncs. Returns the
-        tickets that have not finished. Raises StoreError or ValueError, with nothing lost, for a commit that cannot be.
+        """Queues the work of a commit: the write-back of everything dirty and, after all writes, the syncs. Returns the
+        unfinished tickets. Raises StoreError or ValueError, with nothing lost, if a commit is not possible.
         """
         self._check(state or {}, snapshot)
         with self._failures.poisoning(
@@ -227,7 +227,8 @@ class Committer:
         return self._unfinished([*self.writes, *self._syncs])
 
     def _queue(self) -> list[str]:
-        """Returns the keys of the records that a lease keeps from being written back; for those, nothing is synced."""
+        """Returns the keys of records that cannot be written back because they are leased; if there are any, queues no
+        syncs."""
         cache, extents = self._parts.cache, self._parts.extents
         cache.clean()
         held = sorted({backing.key for backing in cache.unclean()})
@@ -249,11 +250,11 @@ class Committer:
     ) -> int:
         """Makes everything so far durable; returns the generation.
 
-        ``Keep.PREVIOUS`` prepares a commit of several ranks: until ``acknowledge``, ``OpenAt.PREVIOUS`` opens the commit
-        before. It takes no more space than another, for nothing may be written before the acknowledgement.
+        ``Keep.PREVIOUS`` prepares a commit of several ranks: until ``acknowledge``, ``OpenAt.PREVIOUS`` opens the
+        previous commit. It needs no extra space, since nothing may be written before the acknowledgement.
         """
         if keep is Keep.PREVIOUS and PREVIOUS in self.snapshots:
-            raise StoreError("prepare: the prepared commit before this one was not acknowledged")
+            raise StoreError("prepare: the previous prepared commit was not acknowledged")
         self.begin(state, snapshot=snapshot)
         extents = self._parts.extents
         with self._failures.poisoning("a commit failed"):
@@ -262,7 +263,7 @@ class Committer:
             for number in dict.fromkeys(self._directories):
                 fsync_directory(self._parts.drives[number].path / "extents")
             self._directories = []
-            # A frozen record replays nothing, so it keeps no steps alive.
+            # Frozen records replay nothing, so they keep no steps alive.
             self._history.forget_before(self._history.oldest(self._records.trained_steps()))
             own = {HISTORY_KEY: self._history.pack()}
             if extents.budget is not None:
@@ -271,7 +272,8 @@ class Committer:
         return self._parts.live.generation
 
     def acknowledge(self) -> None:
-        """Every rank has its prepared commit: durably releases the commit before it. Without one, nothing."""
+        """Durably releases the previous commit, because every rank has its prepared one. Without a prepared commit, a
+        no-op."""
         self._failures.check_writable("acknowledge")
         dropped = self._superseded(0)
         if not dropped:
@@ -286,7 +288,7 @@ class Committer:
         self._discard()
 
     def _counted(self) -> contextlib.AbstractContextManager[None]:
-        """What the index writes counts against the write budget, if there is one."""
+        """Counts the index's writes against the write budget, if there is one."""
         budget = self._parts.extents.budget
         return contextlib.nullcontext() if budget is None else budget.counting()
 
@@ -296,7 +298,7 @@ class Committer:
         self._parts.extents.discard(kept, self._parts.live.counts())
 
     def _superseded(self, adding: int) -> list[str]:
-        """The snapshots that a final commit drops when it adds ``adding`` of them."""
+        """The snapshots that a final commit drops when it adds ``adding`` snapshots."""
         named = [name for name in self.snapshots if name != PREVIOUS]
         excess = max(len(named) + adding - self._parts.config.retain, 0) if adding or self._replaces else 0
         return named[:excess] + ([PREVIOUS] if PREVIOUS in self.snapshots else [])
@@ -313,13 +315,13 @@ class Committer:
             table.merge(changed)
             added[snapshot] = Commit(generation, table, merged)
         if keep is Keep.PREVIOUS and live.generation:
-            # Older snapshots stay as well: if this commit is undone, so is the one that takes their place.
+            # Older snapshots stay, too: if this commit is undone, so is the snapshot that replaces them.
             self._replaces = bool(added)
             added[PREVIOUS] = Commit(live.generation, live.table.copy(), self.state)
         else:
             dropped = self._superseded(len(added))
-        parts.drives.check()  # what was written to a file without a name is lost
-        # What it may refer to comes first; the weights of what comes after it are part of it.
+        parts.drives.check()  # writes to a file without a name would be lost
+        # Directories that it may refer to come first; it includes the shares for later slots.
         parts.drives.publish()
         parts.drives.reweigh()
         parts.engine.log_mark(f"index {generation}")
@@ -336,7 +338,7 @@ class Committer:
             parts.home.publish(len(parts.drives))
         parts.drives.committed()
         parts.engine.log_mark(f"commit {generation}")
-        # The transaction is durable: only now may the slots that it left behind be used again.
+        # The transaction is durable: only now may its old slots be reused.
         for name, commit in added.items():
             live.retain(commit.records.rows)
             self.snapshots[name] = commit

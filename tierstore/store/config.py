@@ -24,15 +24,15 @@ class IoBackendName(Enum):
 
 
 class StoreAccess(Enum):
-    """What an opening of a store may do. Several processes may read a store at once, while none writes."""
+    """The access of an open store. Several processes may read a store at once, while none writes."""
 
     WRITE = "write"
-    READ = "read"  # not one byte of the store's directories is written
+    READ = "read"  # writes no byte to the store's directories
 
 
 @dataclass(frozen=True, kw_only=True)
 class IoConfig:
-    """How the engine moves bytes."""
+    """Settings of the I/O engine."""
 
     backend: IoBackendName = field(
         default=IoBackendName.AUTO,
@@ -43,16 +43,16 @@ class IoConfig:
         default=Capability.AUTO, metadata={"help": "MAP_SYNC, with backend pmem (else msync)"}
     )
     huge_pages: Capability = field(default=Capability.AUTO, metadata={"help": "2 MiB pages for arenas"})
-    threads: int = field(default=4, metadata={"help": "threads of the backends threads and pmem"})
+    threads: int = field(default=4, metadata={"help": "threads for the backends threads and pmem"})
     queue_depth: int = field(
         default=0,
-        metadata={"help": "transfers in flight at once (0: as `tierstore bench io` found best, else 32)"},
+        metadata={"help": "transfers in flight at once (0: the best of `tierstore bench io`, else 32)"},
     )
     chunk_bytes: int = field(
         default=0,
         metadata={
             "size": True,
-            "help": "size of one transfer (0: as `tierstore bench io` found best, else 1 MiB)",
+            "help": "size of one transfer (0: the best of `tierstore bench io`, else 1 MiB)",
         },
     )
     compute_threads: int = field(
@@ -71,17 +71,18 @@ class IoConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class WearConfig:
-    """How much a store may write to its drive, and whether it discards free blocks."""
+    """The write budget of a store, and whether it discards free blocks."""
 
     daily_write_budget: int = field(
-        default=0, metadata={"size": True, "help": "bytes written a day, then writes wait (0: no limit)"}
+        default=0, metadata={"size": True, "help": "bytes written per day; further writes wait (0: no limit)"}
     )
     endurance: int = field(
-        default=0, metadata={"size": True, "help": "bytes that the drive is warranted for (TBW; 0: unknown)"}
+        default=0,
+        metadata={"size": True, "help": "rated endurance of the drive in bytes written (TBW; 0: unknown)"},
     )
     discard: Capability = field(
         default=Capability.AUTO,
-        metadata={"help": "give space that is not needed any more back (hole punching)"},
+        metadata={"help": "return unused space to the file system (hole punching)"},
     )
 
     def __post_init__(self) -> None:
@@ -92,20 +93,20 @@ class WearConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StripeConfig:
-    """Further directories, each on a drive of its own, that a store spreads its records over.
+    """Stripe directories, each on a drive of its own, over which a store spreads its records.
 
-    A store remembers its directories: naming them again is only needed when they have moved, or to add more. The other
-    lists have one item for each directory, the store's own first, or none.
+    A store remembers its directories: name them again only if they have moved, or to add more. The other lists are empty
+    or have one item for each directory, the store's own first.
     """
 
     directories: tuple[Path, ...] = field(
-        default=(), metadata={"help": "directories on further drives (a store knows those it has)"}
+        default=(), metadata={"help": "directories on further drives (a store remembers those it has)"}
     )
     limits: tuple[int, ...] = field(
         default=(),
         metadata={
             "size": True,
-            "help": "most bytes of records in each directory, the store's first (0: any)",
+            "help": "most bytes of records in each directory, the store's own first (0: no limit)",
         },
     )
     weights: tuple[float, ...] = field(
@@ -114,7 +115,7 @@ class StripeConfig:
     )
     bandwidths: tuple[int, ...] = field(
         default=(),
-        metadata={"size": True, "help": "limits the speed of each directory, bytes a second (0: no limit)"},
+        metadata={"size": True, "help": "speed limit of each directory, bytes per second (0: no limit)"},
     )
 
     def __post_init__(self) -> None:
@@ -127,15 +128,15 @@ class StripeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StoreConfig:
-    """Budgets and policies of one open store. None of them changes what is computed, or what is stored.
+    """Budgets and policies of one open store. They change neither results nor stored content.
 
-    ``host_budget`` (bytes) is allocated up front, whole. ``lookahead`` (bytes) is what speculation may hold
-    of it. ``retain`` is how many snapshots are kept. ``layers`` are the layers that have cached records: with
-    ``Scope.LAYER`` the budget is divided equally among them (a store that is opened knows its own).
-    ``disk`` limits the speed of reads and write-backs (not of syncs). ``group_order``: how an access that does not
-    fit is cut into groups; ``KEY`` where several ranks must work on the same experts in the same order.
-    ``stripe`` spreads records over more drives; ``wear`` bounds what is written to them. ``clock``: what a step is to the
-    cache's policy; in a store that is opened to read ``ACCESSES`` take the place of ``LATE_ACCESSES``.
+    ``host_budget`` (bytes) is allocated up front. ``lookahead`` (bytes) is the part of it that speculation may hold.
+    ``retain`` is the number of snapshots kept. ``layers`` are the layers with cached records: with ``Scope.LAYER`` the
+    budget is divided equally among them (an existing store knows its own). ``disk`` limits the speed of reads and
+    write-backs (not of syncs). ``group_order``: the order in which an access that does not fit is cut into groups;
+    ``KEY`` if several ranks must work on the same experts in the same order. ``stripe`` spreads records over more drives;
+    ``wear`` limits the bytes written to them. ``clock``: the unit of time of the cache's policy; in a store opened to
+    read, ``ACCESSES`` replaces ``LATE_ACCESSES``.
     """
 
     host_budget: int = 256 << 20
@@ -167,7 +168,7 @@ DEFAULT_QUEUE_DEPTH = 32
 
 @dataclass(frozen=True, kw_only=True)
 class TransferTuning:
-    """What an engine is made with, and why each is what it is."""
+    """The tuning parameters of an engine, and the reason for each."""
 
     chunk_bytes: int
     queue_depth: int
@@ -182,20 +183,20 @@ class TransferTuning:
 
 
 def tune(io: IoConfig, directory: Path | None) -> TransferTuning:
-    """The tuning of an engine for files in ``directory`` (None: anywhere). Raises OSError without such a directory."""
+    """The tuning of an engine for files in ``directory`` (None: anywhere). Raises OSError if it does not exist."""
     chunk, depth, reason = DEFAULT_CHUNK_BYTES, DEFAULT_QUEUE_DEPTH, "built in"
     if directory is not None and not (io.chunk_bytes and io.queue_depth):
         try:
             point = load_io_point(directory)
         except (DataError, OSError) as error:
-            # A store opens all the same: a profile makes it faster, no more.
-            reason = f"built in, for the profile cannot be read: {error}"
+            # A store opens all the same: a profile only makes it faster.
+            reason = f"built in, because the profile cannot be read: {error}"
         else:
             if point is not None:
                 chunk, depth = point.chunk_bytes, point.queue_depth
                 reason = f"measured {point.measured}"
             else:
-                reason = "built in, for `tierstore bench io` has not measured this disk"
+                reason = "built in, because `tierstore bench io` has not measured this disk"
     return TransferTuning(
         chunk_bytes=io.chunk_bytes or chunk,
         queue_depth=io.queue_depth or depth,

@@ -1,4 +1,4 @@
-"""The on-disk format: what a store directory holds, and how the slots of records are laid out.
+"""The on-disk format: the files of a store directory, and the layout of record slots.
 
 ``docs/FORMAT.md`` is the same in prose; ``index.entries`` packs the index values. Everything is little-endian.
 
@@ -29,10 +29,10 @@ from tierstore.errors import ConfigError, StoreFormatError
 from tierstore.quant.layout import CodeFormat, QuantizedLayout
 
 FORMAT_VERSION = 2
-#: The index of a store that has records with narrow moments says this version instead. Versions of tierstore that know
-#: only FORMAT_VERSION refuse such a store; all others stay as they were, byte for byte.
+#: The index of a store that has records with narrow moments has this version instead. Versions of tierstore that know
+#: only FORMAT_VERSION refuse such a store; other stores do not change, byte for byte.
 NARROW_MOMENTS_VERSION = 3
-#: The same of a store with quantised weights.
+#: The same for a store with quantised weights.
 QUANTIZED_WEIGHTS_VERSION = 4
 #: Sections start at multiples of this many bytes, in files and in memory: enough for direct I/O everywhere.
 SECTION_ALIGNMENT = 4096
@@ -50,16 +50,16 @@ class Group(IntEnum):
         return self.name.lower()
 
 
-#: Groups that a commit holds; of frozen records only the weights (``RecordSchema.groups``).
+#: The groups in a commit; of frozen records only the weights (``RecordSchema.groups``).
 COMMITTED_GROUPS = (Group.WEIGHTS, Group.MOMENTS)
 
 
 class WeightFormat(Enum):
-    """How the weight is kept.
+    """The storage format of weights.
 
     ``SPLIT_BF16`` keeps the bf16 rounding of an fp32 master weight (``weight_hi``, all that a forward pass reads) apart
-    from a 16-bit remainder (``weight_lo``); merging them is exact. The others are for frozen records alone, since AdamW
-    steps an fp32 master weight: ``BF16`` keeps nothing but the rounding; ``INT8`` and ``INT4`` keep codes with fp32 scales
+    from a 16-bit remainder (``weight_lo``); merging them is exact. The others are only for frozen records, since AdamW
+    steps an fp32 master weight: ``BF16`` keeps only the rounding; ``INT8`` and ``INT4`` keep codes with fp32 scales
     (``QuantizedLayout``).
     """
 
@@ -71,12 +71,12 @@ class WeightFormat(Enum):
 
     @property
     def codes(self) -> CodeFormat | None:
-        """How quantised weights are kept; None for the others."""
+        """The codes of quantised weights; None for other formats."""
         return CodeFormat(self.value) if self in (WeightFormat.INT8, WeightFormat.INT4) else None
 
 
 class MomentFormat(Enum):
-    """How AdamW's two moments are kept on disk and in the host cache; steps compute in fp32.
+    """The storage format of AdamW's two moments on disk and in the host cache; steps compute in fp32.
 
     ``BF16`` rounds each to bf16. ``INT8`` quantises blocks of ``MOMENT_BLOCK`` elements to 8 bits, each with an fp32
     scale. Both round by a hash of the record's key, the section, the step and the element, so that every layout, kill
@@ -93,8 +93,8 @@ MOMENT_BLOCK = 256
 
 
 class Training(Enum):
-    """Whether a class of records is trained. A frozen record has weights and nothing else: it is written once, when it is
-    registered, and read from then on; no optimizer step takes it or counts for it.
+    """Whether a class of records is trained. A frozen record has only weights: it is written once, when it is registered,
+    and only read afterwards; optimizer steps do not affect or count it.
     """
 
     TRAINED = "trained"
@@ -102,13 +102,13 @@ class Training(Enum):
 
 
 class Placement(Enum):
-    """Who holds a record in memory: the host cache, or its owner, who writes it through at commits."""
+    """The holder of a record in memory: the host cache, or its owner, which writes it through at commits."""
 
     CACHED = "cached"
     DIRECT = "direct"
 
 
-#: How weights that are trained, and those that are frozen, may be kept.
+#: The allowed formats of trained and of frozen weights.
 TRAINED_FORMATS = (WeightFormat.FP32, WeightFormat.SPLIT_BF16)
 FROZEN_FORMATS = (WeightFormat.BF16, WeightFormat.FP32, WeightFormat.INT8, WeightFormat.INT4)
 
@@ -159,7 +159,7 @@ class RecordSchema:
     """The shape of a class of records: AdamW state of ``numel`` parameters, on disk 12 bytes a parameter (8 with moments in
     bf16, 6.03 in int8); or, frozen, their weights alone, 2 bytes (BF16), 4 (FP32), 1.06 (INT8) or 0.63 (INT4).
 
-    ``quantized`` says how INT8's and INT4's lie; others have none.
+    ``quantized`` is the layout of INT8 and INT4; other formats have none.
     ``name`` names the extent files, so it is limited to letters, digits, ``-`` and ``_``.
     """
 
@@ -180,7 +180,7 @@ class RecordSchema:
         if self.weight_format not in allowed:
             expected = " or ".join(weight_format.value for weight_format in allowed)
             raise ConfigError(
-                f"schema {self.name}: {self.training.value} records are kept as {expected}, "
+                f"schema {self.name}: {self.training.value} records are stored as {expected}, "
                 f"got {self.weight_format.value}"
             )
         if self.frozen and self.moments is not MomentFormat.FP32:
@@ -188,7 +188,7 @@ class RecordSchema:
         layout = self.quantized
         if (None if layout is None else layout.codes) is not self.weight_format.codes:
             raise ConfigError(
-                f"schema {self.name}: weights kept as {self.weight_format.value}, with a layout of "
+                f"schema {self.name}: weights in {self.weight_format.value}, with a layout of "
                 f"{'none' if layout is None else layout.codes.value}"
             )
         if layout is not None and layout.numel != self.numel:
@@ -201,11 +201,11 @@ class RecordSchema:
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """The groups of a record that a commit holds."""
+        """The groups of a record in a commit."""
         return COMMITTED_GROUPS[:1] if self.frozen else COMMITTED_GROUPS
 
     def layout(self, group: Group) -> GroupLayout:
-        """The sections of ``group``; of a frozen record only the weights have any."""
+        """The sections of ``group``; a frozen record has only those of the weights."""
         return self._layouts[group]
 
     @cached_property
@@ -231,7 +231,7 @@ class RecordSchema:
 
     @cached_property
     def sections(self) -> int:
-        """How many sections a record has, in all groups."""
+        """The number of sections of a record, in all groups."""
         return sum(len(self.layout(group).sections) for group in Group)
 
     @property
@@ -245,7 +245,7 @@ class RecordSchema:
             "numel": self.numel,
             "weight_format": self.weight_format.value,
             "placement": self.placement.value,
-            # Stores without what came later stay as they have always been, byte for byte.
+            # Stores without later features do not change, byte for byte.
             **({"training": self.training.value} if self.frozen else {}),
             **({} if self.moments is MomentFormat.FP32 else {"moments": self.moments.value}),
             **({} if self.quantized is None else self.quantized.as_json()),
@@ -253,7 +253,7 @@ class RecordSchema:
 
     @classmethod
     def from_json(cls, value: dict[str, object]) -> RecordSchema:
-        """Raises StoreFormatError for what ``as_json`` would not have written."""
+        """The inverse of ``as_json``. Raises StoreFormatError for other values."""
         try:
             weight_format = WeightFormat(value["weight_format"])
             codes = weight_format.codes
@@ -271,7 +271,7 @@ class RecordSchema:
 
 
 def moment_sections(moments: MomentFormat, numel: int) -> tuple[Section, ...]:
-    """The sections that keep the two moments of ``numel`` parameters. All zeros is the state before the first step."""
+    """The sections of the two moments of ``numel`` parameters. All zeros is the state before the first step."""
     if moments is MomentFormat.INT8:
         blocks = -(-numel // MOMENT_BLOCK)
         return (
@@ -285,7 +285,7 @@ def moment_sections(moments: MomentFormat, numel: int) -> tuple[Section, ...]:
 
 
 def format_version(schemas: Iterable[RecordSchema]) -> int:
-    """The version that the index of a store with ``schemas`` says."""
+    """The format version in the index of a store with ``schemas``."""
     schemas = list(schemas)
     if any(schema.quantized is not None for schema in schemas):
         return QUANTIZED_WEIGHTS_VERSION

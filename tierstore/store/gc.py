@@ -1,15 +1,15 @@
-"""What a crash can leave behind, found and removed.
+"""Finds and removes the leftovers of a crash.
 
-- Space of slots that neither the last commit nor a snapshot refers to: written for a commit that never came, grown for
-  records that never were, or reserved for the next run, which reserves it again. The ends of extent files are cut off,
-  free slots inside them become holes.
-- Files in ``scratch/``, and an identity that was not put in its place.
+- Space of slots that neither the last commit nor a snapshot refers to: written for a commit that did not complete,
+  grown for records that were not committed, or reserved for the next run, which reserves it again. The ends of extent
+  files are cut off, free slots inside them become holes.
+- Files in ``scratch/``, and an identity that was never published.
 - Directories of a creation that was killed before its first commit: they have a lease and no identity.
 - The directory beside a store in which ``reshard`` was building it (``NAME.partial``).
 
-Whatever else is found is named and left alone. A prepared commit that not every rank may have stays too: which of two
-commits counts is for the ranks to say. Everything is looked at and changed under the leases of the store's directories;
-no step depends on an earlier one, so that a collection that is killed is finished by the next.
+Other files are named and left alone. A prepared commit that not every rank may have stays, too: the ranks decide which of
+two commits counts. All reads and changes happen under the leases of the store's directories; no step depends on an
+earlier one, so the next collection finishes one that was killed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _BLOCK = 512  # of st_blocks
 
 
 class Mode(Enum):
-    """Whether garbage is removed, or only shown."""
+    """Whether garbage is removed, or only listed."""
 
     REMOVE = "remove"
     DRY_RUN = "dry run"
@@ -53,7 +53,7 @@ class Mode(Enum):
 
 @dataclass(frozen=True)
 class Garbage:
-    """Something that no commit needs; ``nbytes`` is what it takes of the disk."""
+    """Something that no commit needs, and the ``nbytes`` that it occupies on disk."""
 
     path: Path
     what: str
@@ -62,7 +62,7 @@ class Garbage:
 
 @dataclass
 class GcReport:
-    """What was found, and (not in a dry run) removed; and what was left alone, and why."""
+    """The garbage found (and removed, except in a dry run); and the files left alone, and why."""
 
     garbage: list[Garbage] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
@@ -72,14 +72,14 @@ class GcReport:
         return sum(item.nbytes for item in self.garbage)
 
 
-#: By schema's place, group and directory: the slots that are in use.
+#: By schema number, group and directory: the slots in use.
 _Used = Mapping[tuple[int, Group, int], set[int]]
 
 
 def collect(store: Path, mode: Mode) -> GcReport:
-    """Collects the garbage of ``store``, of all ranks if it has several, and of an interrupted reshard to that name.
+    """Collects the garbage of ``store``, of all its ranks, and of an interrupted reshard to that name.
 
-    Nothing is written before there is something to remove: a disk may be full, and a dry run's read-only. Raises
+    Nothing is written unless there is something to remove: a disk may be full, and in a dry run read-only. Raises
     StoreMissingError, StoreInUseError, StoreFormatError (a truncated extent, say), OSError.
     """
     collector = _Collector(mode)
@@ -113,14 +113,14 @@ class _Collector:
             remove()
 
     def partial(self, directory: Path) -> None:
-        """A store that ``reshard`` was building."""
+        """The partial store of an interrupted ``reshard``."""
         foreign = [
             child.name
             for child in directory.iterdir()
             if child.name not in {*OWN_NAMES, IDENTITY} and not child.match("rank-[0-9]*")
         ]
         if foreign:
-            self.report.left.append(f"{directory}: {foreign[0]!r} is not of a reshard")
+            self.report.left.append(f"{directory}: {foreign[0]!r} does not belong to a reshard")
             return
         with building(directory):
             self._found(
@@ -128,7 +128,7 @@ class _Collector:
             )
 
     def directory(self, directory: Path, ranks: set[str]) -> None:
-        """The store in ``directory``, or what is left of its creation. Raises StoreMissingError for neither."""
+        """The store in ``directory``, or the remains of its creation. Raises StoreMissingError for neither."""
         names = {child.name for child in directory.iterdir()} if directory.is_dir() else set()
         if IDENTITY in names:
             self._store(directory, ranks)
@@ -140,14 +140,14 @@ class _Collector:
             raise StoreMissingError(f"{directory}: no store here ({IDENTITY} is missing)")
 
     def empty(self, directory: Path) -> None:
-        """What a creation makes first, and its removal leaves to the last."""
+        """The directories that a creation makes first, and its removal removes last."""
         self._found(directory, "an interrupted creation", _own_bytes(directory), directory.rmdir)
 
     def _creation(self, directory: Path) -> None:
-        with contextlib.suppress(StoreFormatError):  # cut short: it had not got far
+        with contextlib.suppress(StoreFormatError):  # cut short at an early point
             begun = read_directory_identity(directory, f"{IDENTITY}.new")
             if begun is not None and begun.directories > 1:
-                # It alone names the owner of the others, which a creation with the same directories reuses.
+                # Only it names the owner of the others, which a creation with the same directories reuses.
                 self.report.left.append(
                     f"{directory}: an interrupted creation in {begun.directories} directories; create it again, or remove "
                     "them all"
@@ -158,10 +158,10 @@ class _Collector:
             for name in sorted(OWN_NAMES - {"lease"}):
                 path = directory / name
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-            # The last of all: it marks the rest as debris of a creation.
+            # Removed last: it marks the rest as debris of a creation.
             fsync_directory(directory)
             (directory / "lease").unlink()
-            with contextlib.suppress(OSError):  # ranks' directories are in it
+            with contextlib.suppress(OSError):  # it contains the directories of ranks
                 directory.rmdir()
 
         self._found(directory, "an interrupted creation", _tree_bytes(directory), remove)
@@ -187,7 +187,7 @@ class _Collector:
                     )
                     continue
                 try:
-                    # Of a copy's index the original's slots are garbage.
+                    # By the index of a copy, the original's slots would be garbage.
                     refuse_shared(home, stripe, identity)
                 except StoreFormatError as error:
                     self.report.left.append(str(error))
@@ -200,7 +200,7 @@ class _Collector:
     ) -> None:
         for child in sorted(directory.iterdir()):
             if child.name == f"{IDENTITY}.new":
-                self._file(child, "an identity that was not put in its place")
+                self._file(child, "an identity that was never published")
             elif child.name not in known | {"lease", "extents", "scratch"}:
                 self.report.left.append(f"{child}: not the store's")
         scratch = directory / "scratch"
@@ -231,7 +231,7 @@ class _Collector:
             raise StoreFormatError(
                 f"{path}: truncated: it has {status.st_size} bytes, and {end} of them are in use"
             )
-        # What slots in use hold is theirs; a file system's own blocks (its tree of extents) are not worth a visit.
+        # Blocks of slots in use are not garbage; a file system's own blocks (its tree of extents) are not worth counting.
         nbytes = status.st_blocks * _BLOCK - len(used) * slot_bytes
         if nbytes < slot_bytes and status.st_size == end:
             return
@@ -247,7 +247,7 @@ class _Collector:
 
 
 def _gaps(used: set[int]) -> Iterator[tuple[int, int]]:
-    """(first, beyond) of each run of slots below the last one in use that are free."""
+    """(first, beyond) of each run of free slots below the last one in use."""
     free_from = 0
     for slot in sorted(used):
         if slot > free_from:

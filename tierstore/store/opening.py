@@ -1,4 +1,4 @@
-"""Opening and creating a store: its parts are built in order, and torn down in the reverse order."""
+"""Opens and creates stores: builds the parts in order, and closes them in reverse order."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ from tierstore.trace.writer import TraceRecorder
 
 @dataclass
 class Parts:
-    """The parts of an open store, in the order in which they were made."""
+    """The parts of an open store, in the order of their construction."""
 
     home: Home
     drives: Drives
@@ -71,15 +71,15 @@ class Parts:
     cache: HostCache
     recording: TraceRecorder | None
     tuning: TransferTuning
-    #: Closes the parts in the reverse order, but the engine first: when it has stopped, nothing moves any more.
+    #: Closes the parts in reverse order, but the engine first: once it has stopped, nothing moves any more.
     resources: contextlib.ExitStack
-    #: Of a store that is opened to read.
+    #: Only in a store opened to read.
     caught_up: CaughtUpRecords | None = None
-    #: The last commit, where it has been read already; ``Committer.load`` takes it.
+    #: The last commit, if it has been read already; ``Committer.load`` takes it.
     commit: Commit | None = None
 
     def meta(self) -> dict[str, object]:
-        """What the index says of the store itself."""
+        """The index's entry for the store itself."""
         return {
             "format": format_version(self.extents.schemas),
             "uuid": self.home.uuid,
@@ -97,7 +97,7 @@ def create(
     trace: Path | None,
     io_log: Path | None,
 ) -> Parts:
-    """A directory with everything but an identity, which the first commit adds. On failure nothing is left."""
+    """Makes a store's directory without an identity, which the first commit adds. On failure nothing is left."""
     refuse_foreign(directory)
     names = [schema.name for schema in schemas]
     if not names or len(set(names)) != len(names):
@@ -115,7 +115,7 @@ def create(
         if not abandoned:
             stack.callback(home.remove_unpublished)
         drives = Drives.create(home, config.stripe, abandoned)
-        if abandoned:  # what tells whose the directories of that one are stays until they are taken over
+        if abandoned:  # the record of the abandoned store's directories stays until they are taken over
             stack.callback(home.remove_unpublished)
         stack.callback(drives.close)
         remove_content(directory)
@@ -137,9 +137,7 @@ def open_existing(
 ) -> Parts:
     """As ``ParameterStore.open``."""
     if access is StoreAccess.READ and further:
-        raise StoreError(
-            f"{directory}: a store that is opened to read is opened as it is, with no new schema"
-        )
+        raise StoreError(f"{directory}: a store opened to read cannot get new schemas")
     home = Home(directory, read_identity(directory), published=True)
     with contextlib.ExitStack() as stack:
         home.lease = lease = stack.enter_context(DirectoryLease(directory, access=access))
@@ -174,8 +172,8 @@ def open_existing(
 def _added(
     directory: Path, own: Sequence[RecordSchema], further: Sequence[RecordSchema]
 ) -> list[RecordSchema]:
-    """Those of ``further`` that a store with the schemas ``own`` does not have. Raises StoreError where it has another of
-    that name.
+    """The schemas of ``further`` that a store with the schemas ``own`` lacks. Raises StoreError if it has another one of
+    the same name.
     """
     known = {schema.name: schema for schema in own}
     for schema in further:
@@ -190,7 +188,7 @@ def _added(
 
 
 def _cached_sections(schemas: Sequence[RecordSchema], access: StoreAccess) -> list[list[Section]]:
-    """Per cached schema, the sections of the groups that a store opened with ``access`` works on: a reader's are weights."""
+    """Per cached schema, the sections of the groups that a store opened with ``access`` caches: for a reader, weights."""
     cached = [schema for schema in schemas if schema.placement is Placement.CACHED]
     groups = [Group.WEIGHTS] if access is StoreAccess.READ else list(Group)
     return [[s for group in groups for s in schema.layout(group).sections] for schema in cached]
@@ -206,7 +204,7 @@ def record_frame_bytes(schemas: Sequence[RecordSchema], access: StoreAccess = St
 
 
 def cache_frames(nbytes: int, schemas: Sequence[RecordSchema], access: StoreAccess) -> tuple[int, int]:
-    """How many frames a host cache of ``nbytes`` has for records of ``schemas``, and the bytes of each."""
+    """The number of frames of a host cache of ``nbytes`` for records of ``schemas``, and the bytes of each."""
     frame = record_frame_bytes(schemas, access)
     return max(nbytes // frame, 1), frame
 
@@ -217,8 +215,8 @@ def minimum_host_budget(
     layers: int = 1,
     access: StoreAccess = StoreAccess.WRITE,
 ) -> int:
-    """The least bytes of host cache in which one record of each schema fits: all its groups, or with ``StoreAccess.READ``
-    its weights. With quotas for ``layers`` layers, the smallest quota holds that much.
+    """The smallest host cache, in bytes, for one record of each schema: all its groups, or with ``StoreAccess.READ`` its
+    weights. With quotas for ``layers`` layers, the smallest quota must hold that much.
     """
     sizes = [[section.nbytes for section in record] for record in _cached_sections(schemas, access)]
     frame = record_frame_bytes(schemas, access)
@@ -227,7 +225,7 @@ def minimum_host_budget(
         frames += cache.headroom_frames
         if cache.layer_shares:
             smallest = min(cache.layer_shares) / sum(cache.layer_shares)
-            # Shares that were rounded still hold what they came from, as in quotas_by_layer.
+            # Rounded shares still hold the original amount, as in quotas_by_layer.
             frames = math.ceil(frames / smallest * (1 - 1e-8))
         elif cache.scope is Scope.LAYER:
             frames *= max(layers, 1)
@@ -235,7 +233,7 @@ def minimum_host_budget(
 
 
 def minimum_reading_budget(schemas: Sequence[RecordSchema]) -> int:
-    """Fewest bytes of host cache in which a store of ``schemas`` can be opened to read, whatever steps were missed."""
+    """The smallest host cache, in bytes, for opening a store of ``schemas`` to read, whatever steps were missed."""
     scratch = sum(replay_scratch_bytes(schema) for schema in schemas if replays(schema))
     return minimum_host_budget(schemas, access=StoreAccess.READ) + scratch
 
@@ -247,7 +245,7 @@ def check_budget(
     access: StoreAccess = StoreAccess.WRITE,
     missed: Sequence[RecordSchema] = (),
 ) -> None:
-    """Raises BudgetError naming the minimum, ConfigError for quotas of layers that are not known."""
+    """Raises BudgetError naming the minimum, ConfigError for quotas of unknown layers."""
     by_layer = config.cache.scope is Scope.LAYER
     if by_layer and not layers:
         raise ConfigError(
@@ -296,7 +294,7 @@ def _assemble(
     access: StoreAccess = StoreAccess.WRITE,
     missed: Sequence[RecordSchema] = (),
 ) -> Parts:
-    """Makes the rest of the parts; ``stack`` closes what was made if one fails, and otherwise goes to the parts."""
+    """Builds the remaining parts; ``stack`` closes them if one fails, and otherwise becomes part of them."""
     tuning = tune(config.io, drives.home.directory)
     fds = [fd for drive in drives if drive.lease is not None for fd in drive.lease.fds]
     engine = make_engine(config.io, tuning, lease_fds=fds, log_path=io_log)
@@ -371,7 +369,7 @@ def make_residency(config: StoreConfig, frames: int, frame_bytes: int) -> Reside
 def make_engine(
     io: IoConfig, tuning: TransferTuning, *, lease_fds: Sequence[int] = (), log_path: Path | None = None
 ) -> Engine:
-    """An engine as ``io`` and ``tuning`` say. Raises OSError when a backend that is ON is refused."""
+    """An engine with the settings ``io`` and ``tuning``. Raises OSError if a backend that is ON is refused."""
     return Engine(
         backend=IoBackend[io.backend.name],
         io_threads=io.threads,

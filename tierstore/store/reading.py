@@ -32,7 +32,7 @@ from tierstore.store.optimizer import replays
 
 
 class OpenAt(Enum):
-    """Which commit to open."""
+    """The commit to open."""
 
     LAST = "last"
     PREVIOUS = "previous"
@@ -56,7 +56,7 @@ def read_schemas(directory: Path) -> list[RecordSchema]:
 
 
 def read_states(directory: Path, name: str) -> dict[OpenAt, bytes]:
-    """State ``name`` at each commit that the store in ``directory`` can be opened at."""
+    """State ``name`` at each commit at which the store in ``directory`` can be opened."""
     with reading(directory) as (home, index):
         read_meta(home, index)
         states = {OpenAt.LAST: index.read_state(name)}
@@ -66,7 +66,7 @@ def read_states(directory: Path, name: str) -> dict[OpenAt, bytes]:
 
 
 def read_drives(store: Path) -> list[DriveReport]:
-    """The directories of the store in ``store`` as of its last commit; a missing stripe directory is no error."""
+    """The directories of the store in ``store`` as of its last commit; a missing stripe directory is not an error."""
     with reading(store) as (home, index):
         schemas, _, known = read_meta(home, index)
         used = used_slots(index, schemas)
@@ -99,7 +99,7 @@ def used_slots(index: Index, schemas: Sequence[RecordSchema]) -> dict[tuple[int,
 
 
 def read_meta(home: Home, index: Index) -> tuple[list[RecordSchema], Inactive, list[dict[str, object]]]:
-    """Schemas, what a step does to a record without a gradient, and the directories, if there are several."""
+    """Schemas, the ``inactive`` setting, and the directories, if there are several."""
     meta = index.read_meta()
     versions = (FORMAT_VERSION, NARROW_MOMENTS_VERSION, QUANTIZED_WEIGHTS_VERSION)
     if meta.get("uuid") != home.uuid or meta.get("format") not in versions:
@@ -113,13 +113,13 @@ def read_meta(home: Home, index: Index) -> tuple[list[RecordSchema], Inactive, l
     if not isinstance(known, list) or not all(
         isinstance(item, dict) and item.keys() >= keys for item in known
     ):
-        raise StoreFormatError(f"{home.directory}: the index does not say what the store's directories are")
+        raise StoreFormatError(f"{home.directory}: the index has no valid list of the store's directories")
     return index.read_schemas(), inactive, known
 
 
 def missed_records(schemas: Sequence[RecordSchema], commit: Commit, inactive: Inactive) -> Mapping[int, int]:
-    """The number of records that have missed steps, by schema number, where there are any. Raises StoreFormatError for a
-    damaged history.
+    """The number of records with missed steps, by schema number, without zeros. Raises StoreFormatError for a damaged
+    history.
     """
     history = StepHistory(AdamWConfig(inactive=inactive))
     history.unpack(commit.state.get(HISTORY_KEY, b""))
@@ -131,8 +131,8 @@ def missed_records(schemas: Sequence[RecordSchema], commit: Commit, inactive: In
 
 @dataclass(frozen=True, kw_only=True)
 class StoreSummary:
-    """The last commit of a store. By schema name: the number of ``records``, and of those that have ``missed`` optimizer
-    steps, which reading them replays.
+    """The last commit of a store. By schema name: the number of ``records``, and of those with ``missed`` optimizer
+    steps, which reads replay.
     """
 
     schemas: tuple[RecordSchema, ...]
@@ -141,7 +141,7 @@ class StoreSummary:
     missed: Mapping[str, int]
 
     def schema(self, name: str) -> RecordSchema | None:
-        """The schema called ``name``; None where there is none."""
+        """The schema ``name``, or None."""
         return next((schema for schema in self.schemas if schema.name == name), None)
 
 
@@ -161,5 +161,5 @@ def read_summary(directory: Path) -> StoreSummary:
 
 
 def drives_of(store: Path) -> list[DriveReport]:
-    """The directories of a store, or of those of all its ranks, as of their last commits; see ``read_drives``."""
+    """The directories of a store, or of the stores of all its ranks, as of their last commits; see ``read_drives``."""
     return [drive for directory in rank_directories(store) or [store] for drive in read_drives(directory)]

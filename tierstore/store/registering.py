@@ -1,4 +1,4 @@
-"""Adding records: what can be refused is refused before anything changes, then one record after another is made whole."""
+"""Adds records: all checks come before any change; then the records are completed one after another."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tierstore.store.format import (
 from tierstore.store.index.live import LiveRecord
 from tierstore.store.index.table import check_name
 
-#: New records are written back an eighth of the host budget at a time, when it is nearly full.
+#: When the host budget is nearly full, new records are written back an eighth of it at a time.
 _PARTS = 8
 Array = npt.NDArray[np.float32]
 
@@ -36,8 +36,8 @@ Array = npt.NDArray[np.float32]
 class NewRecord:
     """A record to register. ``weight``: initial weights (float32 [numel], None for zeros), or a callable that makes them.
 
-    A record of another store has ``sections`` instead: a callable that makes all of them, in the schema's order, as they
-    were after ``step`` optimizer steps.
+    A record copied from another store has ``sections`` instead: a callable that makes all of them, in the schema's order,
+    as of ``step`` optimizer steps.
     """
 
     key: str
@@ -49,17 +49,17 @@ class NewRecord:
 
 
 def register_many(core: StoreCore, records: Iterable[NewRecord]) -> None:
-    """Adds ``records``; each has its content before the next one is added.
+    """Adds ``records``; each gets its content before the next one is added.
 
-    Raises StoreError, ValueError and OSError (ENOSPC) with nothing changed. Where a callable that makes content
-    raises, the records before that one are registered; that one and the rest are not.
+    Raises StoreError, ValueError and OSError (ENOSPC) with nothing changed. If a callable that makes content raises, the
+    records before that one are registered; that one and the rest are not.
     """
     core.failures.check_writable("register")
     records = list(records)
     schemas = _check(core, records)
     promised = core.extents.promised
     core.reserve(core.records.counts(schemas))
-    # A new record is up to date; where missed steps are dropped each counts its own, from nothing.
+    # A new record is up to date; if missed steps are dropped, each record counts its own steps, from 0.
     fresh = core.history.applied if core.history.replays else 0
     unwritten: list[int] = []
     nbytes = 0
@@ -75,11 +75,11 @@ def register_many(core: StoreCore, records: Iterable[NewRecord]) -> None:
             unwritten.append(record.number)
             nbytes += sum(shape.layout(group).slot_bytes for group in shape.groups)
             if nbytes * _PARTS > core.config.host_budget and core.cache.filled > 1 - 2 / _PARTS:
-                # Ahead of their eviction: the next owners of their memory would wait for one write after another.
+                # Before their eviction: otherwise the next users of their memory would wait for one write after another.
                 core.cache.clean(unwritten)
                 unwritten, nbytes = [], 0
     except BaseException:
-        core.extents.promised = promised  # those that were added count by themselves
+        core.extents.promised = promised  # added records are counted already
         raise
 
 
@@ -106,7 +106,7 @@ def _check(core: StoreCore, records: Sequence[NewRecord]) -> list[int]:
 
 
 def _content(new: NewRecord, shape: RecordSchema) -> list[npt.NDArray[np.generic]]:
-    """The leading sections of a new record; those that are not there begin as zeros."""
+    """The leading sections of a new record; missing ones begin as zeros."""
     if new.sections is not None:
         parts = [np.ascontiguousarray(part) for part in new.sections()]
         layout = [section for group in shape.groups for section in shape.layout(group).sections]
@@ -152,7 +152,7 @@ def _fill(core: StoreCore, record: LiveRecord, content: Sequence[npt.NDArray[np.
     except BaseException as error:
         if begun:
             core.failures.poison(f"registering {record.key!r} was cut short", error)
-        else:  # it does not fit beside what is leased
+        else:  # it does not fit beside the leased records
             core.records.remove(record.key)
         raise
 
@@ -161,7 +161,7 @@ _CHUNK = 1 << 20
 
 
 class RecordLoader:
-    """Adds records to an open store; space for them must have been reserved. Between commits, one caller."""
+    """Adds records to an open store, in space reserved before. One caller, between commits."""
 
     def __init__(self, core: StoreCore) -> None:
         self._core = core
@@ -172,10 +172,10 @@ class RecordLoader:
                     extent.clear_holes()
 
     def add(self, key: str, schema: str, layer: int, sections: Sequence[Buffer | None]) -> list[int]:
-        """Adds record ``key`` and queues its writes; ``sections`` are all that a commit holds of it, None for zeros.
+        """Adds record ``key`` and queues its writes; ``sections`` are all of its committed sections, None for zeros.
 
-        Their memory must not change until the tickets that are returned have finished. The record is up to date with the
-        store's steps. Raises StoreError, with nothing changed.
+        Their memory must not change until the returned tickets have finished. The record is up to date with the store's
+        steps. Raises StoreError, with nothing changed.
         """
         core = self._core
         core.failures.check()

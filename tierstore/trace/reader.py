@@ -1,4 +1,4 @@
-"""Reads traces, whole or a chunk at a time. What is malformed is refused with file and byte."""
+"""Reads traces, whole or a chunk at a time. An error for malformed data names file and byte."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tierstore.trace.format import (
 
 @dataclass(frozen=True, slots=True)
 class TraceSummary:
-    """What a trace says of itself, read without its events. ``sha256`` is hexadecimal."""
+    """A trace's description, read without its events. ``sha256`` is hexadecimal."""
 
     header: TraceHeader
     events: int
@@ -65,7 +65,7 @@ def _read_preamble(file: BinaryIO) -> tuple[int, int]:
 
 
 def read_summary(file: BinaryIO) -> TraceSummary:
-    """The description of the trace that ``file`` (at its start) holds; leaves it at the first chunk.
+    """Reads the description of the trace in ``file``, from its start; leaves ``file`` at the first chunk.
 
     Raises DataError.
     """
@@ -88,7 +88,7 @@ def read_summary(file: BinaryIO) -> TraceSummary:
     try:
         header = TraceHeader.from_json(text.decode(), records)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise _refuse(file, start + DESCRIPTION.size, "a header", f"JSON that is none ({error})") from error
+        raise _refuse(file, start + DESCRIPTION.size, "a header", f"malformed JSON ({error})") from error
     if header.version != version:
         raise _refuse(
             file, 8, f"version {header.version} (by its clock, notes and the records added late)", version
@@ -103,9 +103,9 @@ def read_header(file: BinaryIO) -> TraceHeader:
 
 
 def read_chunks(file: BinaryIO, summary: TraceSummary) -> Iterator[Trace]:
-    """The chunks, of a file that is at the first of them, each as columns of its own.
+    """Yields the chunks of ``file``, which is at the first of them, each as columns.
 
-    At the last it is known whether they are the events that ``summary`` counts and hashes. Raises DataError.
+    After the last it checks that they are the events that ``summary`` counts and hashes. Raises DataError.
     """
     digest = EventDigest()
     while True:
@@ -132,7 +132,7 @@ def read_chunks(file: BinaryIO, summary: TraceSummary) -> Iterator[Trace]:
 
 
 def _verify(file: BinaryIO, start: int, digest: EventDigest, summary: TraceSummary) -> None:
-    """Refuses chunks that are not those described: one is missing, or twice there, or of another trace."""
+    """Raises DataError if chunks do not match the description: one is missing, repeated, or of another trace."""
     if (digest.events, digest.units) != (summary.events, summary.units):
         raise _refuse(
             file,

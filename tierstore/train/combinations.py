@@ -1,9 +1,9 @@
-"""Which ways to train can be combined: one table, and the check that refuses the rest.
+"""The ways to train that can be combined: one table, and the check that refuses the rest.
 
 Every pair of ``Feature`` has a ``Pairing``: the run has the same bits as one on the plain layout (the same model, tasks
-and moments, ranks that share nothing but data and experts, micro-batch by micro-batch), or differs from it by rounding
-within a stated tolerance, or is refused with a reason. ``docs/PARALLEL.md`` shows this table,
-``tests/train/test_combinations.py`` runs every pair. Imports no torch.
+and moments; data and expert parallelism only; micro order), or differs from it by rounding within a stated tolerance, or
+is refused with a reason. ``docs/PARALLEL.md`` shows this table, ``tests/train/test_combinations.py`` runs every pair.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Feature(Enum):
 
 
 class Compatibility(Enum):
-    """What a pair of features is to a run."""
+    """How a pair of features affects a run."""
 
     BIT_EQUAL = "bit-equal"
     WITHIN = "within a tolerance"
@@ -46,14 +46,14 @@ class Compatibility(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Pairing:
-    """The verdict on two features together, and why. ``tolerance``: relative, of losses, where it is WITHIN."""
+    """The verdict on two features together, and why. ``tolerance``: relative, of losses, for WITHIN."""
 
     verdict: Compatibility
     why: str
     tolerance: float = 0.0
 
 
-#: Losses of a few steps whose sums are taken in another order; weights differ by at most ten times as much.
+#: For losses of a few steps whose sums are taken in another order; weights differ by at most ten times as much.
 _ROUNDING = 2e-5
 
 
@@ -70,9 +70,9 @@ def _refused(why: str) -> Pairing:
 
 
 _SUMS = "a layer's output is a sum of the ranks' parts, which rounds otherwise than one product"
-_ROWS = "rows of the table are summed by their owner in the order of tokens, not rank by rank"
-_ASSIGNED = "which rank computes which rows decides the order in which gradients are summed"
-_PIECES = "a rank's rows are cut into the same pieces either way"
+_ROWS = "the owner of a table row sums its gradients in the order of tokens, not rank by rank"
+_ASSIGNED = "the assignment of rows to ranks decides the order in which gradients are summed"
+_PIECES = "a rank's rows are cut into the same pieces with and without"
 
 _L, _C, _S, _T = Feature.LAYER_MAJOR, Feature.CHUNKS, Feature.STAGES, Feature.TENSOR
 _H, _E, _K = Feature.HIERARCHICAL, Feature.EMBEDDING, Feature.TASKS
@@ -81,7 +81,7 @@ _A, _N, _W = Feature.LORA, Feature.NARROW, Feature.WRAPPED
 _TABLE: Mapping[tuple[Feature, Feature], Pairing] = {
     (_L, _C): _equal("a chunk is a group of whole experts, each leased once for all micro-batches"),
     (_L, _S): _refused(
-        "1F1B begins a micro-batch's backward pass before the next one's forward pass has begun, and layer order takes "
+        "1F1B begins a micro-batch's backward pass before the next one's forward pass, and layer order takes "
         "all micro-batches of a layer at once"
     ),
     (_L, _T): _within(_SUMS),
@@ -90,10 +90,10 @@ _TABLE: Mapping[tuple[Feature, Feature], Pairing] = {
     (_L, _K): _equal(_PIECES),
     (_L, _A): _equal("gradients of a pair are summed in the order of micro-batches"),
     (_L, _N): _equal("rounding depends on a record's key and step alone"),
-    (_L, _W): _equal("blocks are computed again from their inputs"),
+    (_L, _W): _equal("blocks are recomputed from their inputs"),
     (_C, _S): _equal("a chunk is a group of whole experts"),
     (_C, _T): _within(_SUMS),
-    (_C, _H): _equal("each chunk is exchanged in two steps, and delivers the same rows"),
+    (_C, _H): _equal("each chunk is exchanged in two steps, which deliver the same rows"),
     (_C, _E): _within(_ROWS),
     (_C, _K): _equal(_PIECES),
     (_C, _A): _equal("a chunk is a group of whole experts with their pairs"),
@@ -103,15 +103,15 @@ _TABLE: Mapping[tuple[Feature, Feature], Pairing] = {
     (_S, _H): _equal("the exchange is within a stage, and delivers the same rows in the same order"),
     (_S, _E): _within(_ROWS),
     (_S, _K): _refused(
-        "the last stage's loss is one mean over a micro-batch, and tasks have weights of their own"
+        "the last stage's loss is one mean over a micro-batch, but each task has a weight of its own"
     ),
     (_S, _A): _equal("a stage has the pairs of its own blocks"),
     (_S, _N): _equal("rounding depends on a record's key and step alone"),
     (_S, _W): _equal(
-        "each stage runs the family's own code over its layers, and is told what the others' routers chose"
+        "each stage runs the family's own code over its layers, and receives the router choices of the other stages"
     ),
     (_T, _H): _refused(
-        "the rows of a tensor-parallel group's experts come back to all of its ranks: there is no all-to-all to be done in "
+        "expert results return to all ranks of a tensor-parallel group, so there is no all-to-all to be done in "
         "two steps"
     ),
     (_T, _E): _within(_SUMS),
@@ -129,7 +129,7 @@ _TABLE: Mapping[tuple[Feature, Feature], Pairing] = {
     (_H, _N): _equal("the exchange delivers the same rows in the same order"),
     (_H, _W): _equal("the exchange delivers the same rows in the same order"),
     (_E, _K): _refused(
-        "ranks' pieces differ in tokens, and a divided table takes as many from each, at one weight"
+        "ranks' pieces differ in tokens, but a divided table takes equally many from each, at one weight"
     ),
     (_E, _A): _refused("with LoRA the embedding is frozen and stays whole on each rank"),
     (_E, _N): _within(_ROWS),
@@ -144,7 +144,7 @@ _TABLE: Mapping[tuple[Feature, Feature], Pairing] = {
 
 
 def pairing(one: Feature, other: Feature) -> Pairing:
-    """The verdict on ``one`` and ``other`` together. Raises ValueError where they are the same."""
+    """The verdict on ``one`` and ``other`` together. Raises ValueError if they are the same."""
     if one is other:
         raise ValueError(f"a pair is of two features, got {one.value} twice")
     found = _TABLE.get((one, other))
@@ -158,7 +158,7 @@ def pairs() -> Iterator[tuple[Feature, Feature, Pairing]]:
 
 
 def features(config: TrainConfig, layout: Layout) -> dict[Feature, str]:
-    """The features of a run of ``config`` on ``layout``, and the settings that request them."""
+    """The features of a run of ``config`` on ``layout``, and the setting that requests each."""
     parallel = config.parallel
     found = {
         Feature.LAYER_MAJOR: ("data.micro_order = layer", config.data.layer_major),
@@ -182,7 +182,7 @@ def features(config: TrainConfig, layout: Layout) -> dict[Feature, str]:
 
 
 def refusal(taken: Mapping[Feature, str], wanted: Feature) -> str | None:
-    """Why ``wanted`` cannot be added to what is ``taken``; None where it can. For settings that are ``auto``."""
+    """Why ``wanted`` cannot be combined with the features ``taken``; None if it can. For settings that are ``auto``."""
     for feature, setting in taken.items():
         if feature is not wanted and pairing(feature, wanted).verdict is Compatibility.REFUSED:
             return f"not with {setting} ({feature.value}): {pairing(feature, wanted).why}"
@@ -190,7 +190,7 @@ def refusal(taken: Mapping[Feature, str], wanted: Feature) -> str | None:
 
 
 def check_combination(config: TrainConfig, layout: Layout) -> None:
-    """Raises ConfigError naming two settings that cannot go together."""
+    """Raises ConfigError naming two settings that cannot be combined."""
     taken = features(config, layout)
     for feature, setting in taken.items():
         why = refusal(taken, feature)
@@ -199,7 +199,7 @@ def check_combination(config: TrainConfig, layout: Layout) -> None:
 
 
 def as_markdown() -> str:
-    """The table for the documentation, and another one of the reasons."""
+    """The table of verdicts and the table of reasons, for the documentation."""
     columns = list(Feature)[1:]
     lines = ["| | " + " | ".join(feature.value for feature in columns) + " |"]
     lines.append("|---" * (len(columns) + 1) + "|")

@@ -27,12 +27,12 @@ from tierstore.store.config import IoConfig, StripeConfig, WearConfig
 from tierstore.train.files import DataConfig
 from tierstore.train.tasks import Assignment, TaskConfig, TaskRows, assign, check_tasks, rows_of_tasks
 
-#: Steps of a run that names no others.
+#: Default number of steps of a run.
 RUN_STEPS = 60
 
 
 class LearningRateDecay(StrEnum):
-    """How the learning rate falls after the warm-up."""
+    """The decay of the learning rate after the warm-up."""
 
     COSINE = "cosine"
     LINEAR = "linear"
@@ -41,24 +41,25 @@ class LearningRateDecay(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleConfig:
-    """A learning rate for each step, from 0. Raises ConfigError naming the field. Rates are computed in double precision and
-    rounded to float32 once, at the end: a resumed run and a replay of missed steps see the numbers of the first run.
+    """A learning rate for each step, from 0. Raises ConfigError naming the field. Rates are computed in double precision
+    and rounded to float32 once, at the end: a resumed run and a replay of missed steps get the same numbers as the first
+    run.
 
     Warm-up: ``lr * (step + 1) / warmup_steps`` for the first ``warmup_steps`` steps. Then from ``lr`` at step
-    ``warmup_steps`` to ``lr * min_lr_fraction`` at step ``total_steps`` and ever after. ``total_steps`` None: those with
-    which a run begins (``over``), and ``RUN_STEPS`` where there is none.
+    ``warmup_steps`` to ``lr * min_lr_fraction`` at step ``total_steps`` and after. ``total_steps`` None: the ``steps``
+    with which the run began (``over``), or ``RUN_STEPS`` without a run.
     """
 
     kind: LearningRateDecay = field(
-        default=LearningRateDecay.COSINE, metadata={"help": "how the learning rate falls"}
+        default=LearningRateDecay.COSINE, metadata={"help": "decay of the learning rate"}
     )
     lr: float = field(default=2e-3, metadata={"help": "highest learning rate"})
-    warmup_steps: int = field(default=10, metadata={"help": "steps in which it rises"})
+    warmup_steps: int = field(default=10, metadata={"help": "steps of linear warm-up"})
     total_steps: int | None = field(
         default=None,
-        metadata={"help": "step at which it has fallen (none: the steps with which the run began)"},
+        metadata={"help": "step at which the decay ends (none: the steps with which the run began)"},
     )
-    min_lr_fraction: float = field(default=0.1, metadata={"help": "what is left of it then"})
+    min_lr_fraction: float = field(default=0.1, metadata={"help": "fraction of lr left after the decay"})
 
     def __post_init__(self) -> None:
         if self.kind not in tuple(LearningRateDecay):
@@ -74,19 +75,19 @@ class ScheduleConfig:
             raise ConfigError(f"min_lr_fraction: expected 0 to 1, got {self.min_lr_fraction}")
 
     def over(self, steps: int) -> ScheduleConfig:
-        """This schedule, with ``total_steps`` of ``steps`` where it names none."""
+        """This schedule; its ``total_steps``, if None, becomes ``steps``."""
         return self if self.total_steps is not None else replace(self, total_steps=steps)
 
     @property
     def lowest_from(self) -> int | None:
-        """The first step (from 0) of those that have the lowest rate; None where it never falls."""
+        """The first step (from 0) at the lowest rate; None if the rate never decays."""
         if self.kind == LearningRateDecay.CONSTANT or self.min_lr_fraction == 1:
             return None
         return self.warmup_steps + self._span
 
     @property
     def _span(self) -> int:
-        """Steps in which the rate falls."""
+        """The number of steps of the decay."""
         total = RUN_STEPS if self.total_steps is None else self.total_steps
         return max(1, total - self.warmup_steps)
 
@@ -106,7 +107,7 @@ _SEQ_LEN = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneConfig:
-    """How an imported model is trained. Raises ConfigError naming the field."""
+    """Settings for training an imported model. Raises ConfigError naming the field."""
 
     seq_len: int | None = field(
         default=None,
@@ -115,24 +116,22 @@ class FinetuneConfig:
         },
     )
     checkpoint_activations: CheckpointActivations = field(
-        default=CheckpointActivations.OFF, metadata={"help": "what the backward pass computes again"}
+        default=CheckpointActivations.OFF, metadata={"help": "what the backward pass recomputes"}
     )
     expert_activations: SaveActivations = field(
-        default=SaveActivations.SAVE, metadata={"help": "keep what experts computed, or compute it again"}
+        default=SaveActivations.SAVE, metadata={"help": "keep the activations of experts, or recompute them"}
     )
     aux_loss_weight: float | None = field(
         default=None,
-        metadata={"help": "weight of the balance loss (none: as the model's configuration has it)"},
+        metadata={"help": "weight of the balance loss (none: that of the model's configuration)"},
     )
     bias_update_speed: float = field(
         default=0.001,
-        metadata={
-            "help": "change of a router's bias in one step, where a bias balances its experts (0: none)"
-        },
+        metadata={"help": "change per step of a router's balancing bias, if the model has one (0: none)"},
     )
 
     def length(self, positions: int) -> int:
-        """``seq_len`` of a model with ``positions`` (0: not known)."""
+        """The sequence length for a model with ``positions`` (0: not known)."""
         return min(_SEQ_LEN, positions or _SEQ_LEN) if self.seq_len is None else self.seq_len
 
     def __post_init__(self) -> None:
@@ -146,8 +145,8 @@ class FinetuneConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """What training and serving share: the store, the memory for experts, and the device. Raises ConfigError naming the
-    field.
+    """Settings shared by training and serving: the store, the memory for experts, and the device. Raises ConfigError
+    naming the field.
     """
 
     store: Path = field(default=Path("tierstore-store"), metadata={"help": "store directory"})
@@ -155,18 +154,22 @@ class RunConfig:
         default=1 << 30, metadata={"size": True, "help": "memory for experts: cache and CPU device tier"}
     )
     device_budget: int = field(
-        default=0, metadata={"size": True, "help": "memory for experts on the device (0: a few slots)"}
+        default=0,
+        metadata={
+            "size": True,
+            "help": "memory for experts on the device (0: all that is free; on a CPU a few slots)",
+        },
     )
     device: str = field(default="auto", metadata={"help": "cpu, cuda, or auto"})
     weights_in_place: Capability = field(
         default=Capability.AUTO,
-        metadata={"help": "on the CPU, compute with experts where they lie in the cache, without a copy"},
+        metadata={"help": "on the CPU, compute with experts in place in the cache, without a copy"},
     )
     pinned_memory: Capability = field(
         default=Capability.AUTO,
-        metadata={"help": "register host buffers of copies with the accelerator"},
+        metadata={"help": "pin the host buffers of copies for the accelerator"},
     )
-    threads: int = field(default=0, metadata={"help": "torch's threads (0: one for each core)"})
+    threads: int = field(default=0, metadata={"help": "torch threads (0: one for each core)"})
 
     def __post_init__(self) -> None:
         if self.threads < 0:
@@ -179,9 +182,9 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(RunConfig):
-    """What ``tierstore train`` does. The defaults are the main job."""
+    """The configuration of ``tierstore train``. The defaults are the main job."""
 
-    steps: int = field(default=RUN_STEPS, metadata={"help": "optimizer steps in all"})
+    steps: int = field(default=RUN_STEPS, metadata={"help": "total number of optimizer steps"})
     clip_norm: float = field(default=0.0, metadata={"help": "largest global gradient norm (0: no clipping)"})
     host_budget: int = field(
         default=256 << 20,
@@ -191,15 +194,17 @@ class TrainConfig(RunConfig):
         default=0,
         metadata={
             "size": True,
-            "help": "memory for block inputs in layer order; what it cannot hold is spilled (0: all)",
+            "help": "memory for block inputs in layer order; the rest is spilled (0: no limit)",
         },
     )
     commit_every: int = field(default=20, metadata={"help": "steps between commits (0: only at the end)"})
     snapshot_every: int = field(default=0, metadata={"help": "steps between named snapshots (0: none)"})
     retain: int = field(default=0, metadata={"help": "snapshots kept"})
     eval_every: int = field(default=20, metadata={"help": "steps between validations (0: only at the end)"})
-    eval_batches: int = field(default=4, metadata={"help": "micro-batches of one validation"})
-    max_skipped: int = field(default=10, metadata={"help": "non-finite steps in a row that stop the run"})
+    eval_batches: int = field(default=4, metadata={"help": "micro-batches in each validation"})
+    max_skipped: int = field(
+        default=10, metadata={"help": "stop the run after N consecutive non-finite steps"}
+    )
     sample_tokens: int = field(default=200, metadata={"help": "tokens of sample text at the end (0: none)"})
     #: The built-in model, described by a file and options; or the specification of an imported one, or of a stage.
     model: ModelConfig | ModelSpec = field(default_factory=ModelConfig, metadata={"read_as": ModelConfig})
@@ -209,13 +214,13 @@ class TrainConfig(RunConfig):
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     adamw: AdamWConfig = field(default_factory=AdamWConfig)
     dense: DenseConfig = field(default_factory=DenseConfig)
-    # Training follows a known schedule, which next-use reads: docs/CACHE_LAB.md. A plain store has no schedule.
+    # next-use reads the known schedule of training (docs/CACHE_LAB.md). A plain store has no schedule.
     cache: CacheConfig = field(default_factory=lambda: CacheConfig(policy="next-use"))
     prefetch: PrefetchConfig = field(default_factory=PrefetchConfig)
     io: IoConfig = field(default_factory=IoConfig)
     stripe: StripeConfig = field(default_factory=StripeConfig)
     tasks: Mapping[str, TaskConfig] = field(
-        default_factory=dict, metadata={"help": "several tasks in one batch, each with data of its own"}
+        default_factory=dict, metadata={"help": "several tasks in one batch, each with its own data"}
     )
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     links: LinksConfig = field(default_factory=LinksConfig)
@@ -237,17 +242,17 @@ class TrainConfig(RunConfig):
 
     @property
     def spec(self) -> ModelSpec:
-        """The specification of ``model``, from which it is built."""
+        """The specification from which ``model`` is built."""
         return spec_of(self.model) if isinstance(self.model, ModelConfig) else self.model
 
     def import_code(self) -> None:
-        """Imports what the model and its steps need. Raises ConfigError, CapabilityError."""
+        """Imports the code that the model and its steps need. Raises ConfigError, CapabilityError."""
         self.spec.import_code()
         if self.spec.whole is not None:
             import_module("tierstore.train.stage_pipeline")
 
     def check_length(self) -> None:
-        """Raises ConfigError for sequences that are longer than the positions of an imported model."""
+        """Raises ConfigError for sequences longer than the positions of an imported model."""
         seq_len, positions = self.spec.seq_len, self.spec.positions
         if seq_len > positions > 0:
             raise ConfigError(
@@ -255,7 +260,7 @@ class TrainConfig(RunConfig):
             )
 
     def lr_at(self, step: int) -> float:
-        """The learning rate of ``step`` (from 0) of a run that begins with this configuration."""
+        """The learning rate at ``step`` (from 0) in a run that begins with this configuration."""
         return self.schedule.over(self.steps).lr_at(step)
 
     def settings(self) -> dict[str, object]:
@@ -264,7 +269,7 @@ class TrainConfig(RunConfig):
 
     @property
     def data_by_task(self) -> dict[str, DataConfig]:
-        """The data of each task by its name; without tasks, that of the run under the empty name."""
+        """The data of each task by name; without tasks, the run's data under the empty name."""
         return {name: task.data(self.data) for name, task in self.tasks.items()} or {"": self.data}
 
     @property
@@ -280,7 +285,7 @@ class TrainConfig(RunConfig):
 
     @property
     def keeps_activations(self) -> bool:
-        """Whether a forward pass over experts saves their rows and activations. In layer order blocks are computed again."""
+        """Whether a forward pass over experts saves their rows and activations. In layer order blocks are recomputed."""
         return self.model.expert_activations is SaveActivations.SAVE and not self.data.layer_major
 
     @property
@@ -293,7 +298,7 @@ class TrainConfig(RunConfig):
 
 
 def assignment_of(config: TrainConfig, ranks: int) -> Assignment:
-    """Which of ``ranks`` data ranks computes which rows of a micro-batch of the tasks of ``config``."""
+    """The assignment of the rows of a micro-batch of ``config``'s tasks to ``ranks`` data ranks."""
     rows = rows_of_tasks(config.tasks, config.data.batch_size)
     tasks = [
         TaskRows(name, count, config.tasks[name].cost or config.model.seq_len) for name, count in rows.items()

@@ -1,16 +1,16 @@
-"""Text as bytes: which file, which bytes, in which order, all a function of the configuration.
+"""Text as bytes: files, bytes and their order, all a function of the configuration.
 
 Shapes: B sequences of S positions a micro-batch; L bytes in the training split.
 
 **Split.** The files are one long string, in the order of ``paths`` (a directory is walked in the order of its
 sorted relative paths). It is cut into blocks of at most 64 KiB; evenly spread blocks,
-``validation_fraction`` of them, are the validation split, and the rest the training split. Both are held
-in memory, so ``max_bytes`` bounds what is read; what lies past it is left out, and ``describe()`` says so.
+``validation_fraction`` of them, are the validation split, and the rest the training split. Both are held in memory, so
+``max_bytes`` limits the bytes read; the rest is left out, and ``describe()`` says so.
 
-**Order.** The training split holds ``N = (L - S) // S`` windows. An epoch visits each of them once, in the
-order of a permutation keyed by (seed, epoch), shifted by a phase in [0, S) keyed alike so that the cuts
-fall elsewhere each time. The permutation is a Feistel network over a counter (Luby and Rackoff 1988):
-sequence i is found without the ones before it, so that resuming needs the step and nothing else.
+**Order.** The training split holds ``N = (L - S) // S`` windows. An epoch visits each of them once, in the order of a
+permutation keyed by (seed, epoch). A phase in [0, S), keyed likewise, shifts the windows so that the cuts differ from
+epoch to epoch. The permutation is a Feistel network over a counter (Luby and Rackoff 1988): sequence i is computed
+without the ones before it, so a resume needs only the step.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class TrainingData(Protocol):
-    """What a run is trained on and validated with: batches that are a function of the configuration and the step."""
+    """Data for training and validation: batches that are a function of the configuration and the step."""
 
-    #: Covers everything that was read, in order.
+    #: Checksum of everything read, in order.
     crc32: int
 
     def batch(self, step: int, micro: int = 0) -> Batch:
@@ -49,7 +49,7 @@ class TrainingData(Protocol):
         ...
 
     def validation_batches(self, count: int) -> Iterator[Batch]:
-        """At most ``count`` batches that are not trained on: the same ones every time."""
+        """At most ``count`` batches that training never sees: the same ones every time."""
         ...
 
     def describe(self) -> str:
@@ -66,10 +66,10 @@ class TrainingData(Protocol):
 
 
 class TextData:
-    """The two splits, and batches out of them. ``crc32`` covers every byte read, in order."""
+    """The two splits and their batches. ``crc32`` covers every byte read, in order."""
 
     def __init__(self, config: DataConfig, *, seq_len: int) -> None:
-        """Read everything once. Raises DataError naming the file that cannot be read or is empty."""
+        """Reads all files once. Raises DataError naming the file that cannot be read or is empty."""
         if seq_len < 1:
             raise ConfigError(f"seq_len: expected at least 1, got {seq_len}")
         self.config = config
@@ -129,15 +129,15 @@ class TextData:
 
     @property
     def examples(self) -> int:
-        """How many windows an epoch visits."""
+        """Windows in an epoch."""
         return self.windows
 
     def take(self, numbers: Sequence[int]) -> Batch:
-        """The windows that come at ``numbers`` in the order of all epochs, one a row."""
+        """The windows at positions ``numbers`` in the order of all epochs, one a row."""
         return _cut(self.train, [self._start(index) for index in numbers], self.seq_len)
 
     def targets(self, numbers: Sequence[int]) -> int:
-        """How many of their targets count: all do."""
+        """The number of counted targets of the windows at ``numbers``: all of them."""
         return len(numbers) * self.seq_len
 
     def _start(self, index: int) -> int:
@@ -179,7 +179,7 @@ class TextData:
 
 
 def permute(index: int, count: int, key: int) -> int:
-    """Where a keyed permutation of ``range(count)`` sends ``index``.
+    """The image of ``index`` under a keyed permutation of ``range(count)``.
 
     A balanced Feistel network on the next even number of bits, walked until it falls inside the range: the
     domain is less than four times ``count``, so fewer than four rounds of walking are expected.
@@ -212,7 +212,7 @@ def _cut(split: Bytes, starts: list[int], seq_len: int) -> Batch:
 
 
 def _validation_blocks(total: int, block: int, fraction: float) -> list[tuple[int, int]]:
-    """Byte ranges of the validation blocks: block i is one where ``i * fraction`` crosses a whole number."""
+    """Byte ranges of the validation blocks: block i is one if ``i * fraction`` crosses a whole number there."""
     blocks = -(-total // block)
     return [
         (i * block, min((i + 1) * block, total))

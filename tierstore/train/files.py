@@ -1,4 +1,4 @@
-"""Which files a run trains on. Imports no torch."""
+"""The files that a run trains on. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from tierstore.config import as_dict
 from tierstore.errors import ConfigError, DataError
 from tierstore.units import is_unicode
 
-#: Settings of tokenised documents, which a run's conditions name only where they are set.
+#: Settings of tokenised documents, recorded in a run's conditions only if they are set.
 _DOCUMENTS = frozenset({"format", "column", "separator", "packing"})
-#: Settings that no bit depends on.
+#: Settings that do not affect any bit.
 _UNCONDITIONAL = frozenset({"micro_order"})
 _SKIPPED = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 
 
 class DataFormat(Enum):
-    """What the files hold. BYTES takes every byte as a token; the others are tokenised with the model's tokenizer.
+    """The format of the files. BYTES takes every byte as a token; the others are tokenised with the model's tokenizer.
 
-    AUTO: BYTES for a model without a tokenizer, which refuses files that need one; with a tokenizer by ``FORMATS``,
-    file by file.
+    AUTO: for a model without a tokenizer BYTES, refusing files that need a tokenizer; otherwise by ``FORMATS``, file by
+    file.
     """
 
     AUTO = "auto"
@@ -33,16 +33,16 @@ class DataFormat(Enum):
     PARQUET = "parquet"
 
 
-#: What AUTO reads files as by their names' ends; TEXT all others, but for ``.json``, which leaves two.
+#: AUTO's format by file extension. Other files are TEXT, except ``.json``, which is ambiguous.
 FORMATS = {".jsonl": DataFormat.JSONL, ".ndjson": DataFormat.JSONL, ".parquet": DataFormat.PARQUET}
 
 
 class Packing(Enum):
-    """How documents are laid into sequences (``tierstore.train.tokens.data``).
+    """How documents fill sequences (``tierstore.train.tokens.data``).
 
-    DOCUMENTS: several a sequence, no token sees another document. CONCATENATE: one long string, cut evenly; tokens
-    see the documents before theirs. SEPARATE: one document a sequence, the rest padding. AUTO: DOCUMENTS where the
-    model keeps documents apart, otherwise SEPARATE.
+    DOCUMENTS: several a sequence; no token sees another document. CONCATENATE: one long string, cut evenly; tokens see
+    the documents before theirs. SEPARATE: one document a sequence, the rest padding. AUTO: DOCUMENTS if the model can
+    keep documents apart, otherwise SEPARATE.
     """
 
     AUTO = "auto"
@@ -52,12 +52,12 @@ class Packing(Enum):
 
 
 class MicroOrder(Enum):
-    """In which order a step of several micro-batches passes the layers. The bits are the same.
+    """The order in which a step's micro-batches pass the layers. The bits are the same.
 
     MICRO: each micro-batch passes all layers, forward and backward, before the next one begins. LAYER: each layer takes
     all micro-batches before the next layer does, so one fetch of an expert serves all of them; block inputs are kept
-    meanwhile, and blocks are computed again in the backward pass. AUTO: what ``tierstore.plan.choose_order`` makes of it
-    before a run; a session that is opened with AUTO takes MICRO.
+    meanwhile, and the backward pass recomputes blocks. AUTO: the choice of ``tierstore.plan.choose_order`` before a run;
+    a session opened with AUTO uses MICRO.
     """
 
     AUTO = "auto"
@@ -67,9 +67,9 @@ class MicroOrder(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class SourceConfig:
-    """Which files, and how they are read: of a run's data, or of one task's. Raises ConfigError naming the field.
+    """Files and how to read them: a run's data, or one task's. Raises ConfigError naming the field.
 
-    A file is taken whatever its name; a directory gives the files whose names end in one of ``suffixes`` (empty: all).
+    A file is taken whatever its name; of a directory, the files whose names end in one of ``suffixes`` (empty: all).
     """
 
     paths: tuple[str, ...] = field(
@@ -80,20 +80,21 @@ class SourceConfig:
     )
     format: DataFormat = field(
         default=DataFormat.AUTO,
-        metadata={"help": "auto, bytes, or what is tokenised: text, jsonl, parquet"},
+        metadata={"help": "auto, bytes, or a format to tokenise: text, jsonl, parquet"},
     )
     column: str = field(
         default="",
         metadata={
-            "help": "field of JSONL, column of Parquet: a text or a chat (empty: messages, or else text)"
+            "help": "JSONL field or Parquet column that holds a text or a chat (empty: messages, else text)"
         },
     )
     separator: str = field(
-        default="", metadata={"help": "what separates the documents of a text file (empty: a file is one)"}
+        default="",
+        metadata={"help": "separator between documents in a text file (empty: one document a file)"},
     )
     packing: Packing = field(
         default=Packing.AUTO,
-        metadata={"help": "auto, documents, concatenate or separate: how documents share a sequence"},
+        metadata={"help": "how documents share a sequence: auto, documents, concatenate or separate"},
     )
 
     def __post_init__(self) -> None:
@@ -109,20 +110,22 @@ class DataConfig(SourceConfig):
     """
 
     validation_fraction: float = field(
-        default=0.05, metadata={"help": "part of the text that is not trained on"}
+        default=0.05, metadata={"help": "fraction of the text held out for validation"}
     )
     max_bytes: int = field(
-        default=64 << 20, metadata={"help": "most bytes of text that are read, where bytes are the tokens"}
+        default=64 << 20, metadata={"help": "most bytes of text to read, if bytes are the tokens"}
     )
-    batch_size: int = field(default=16, metadata={"help": "sequences of a step, of all ranks"})
-    micro_batches: int = field(default=1, metadata={"help": "parts that a step's gradient is added up from"})
+    batch_size: int = field(default=16, metadata={"help": "sequences in a step, over all ranks"})
+    micro_batches: int = field(
+        default=1, metadata={"help": "micro-batches whose gradients a step accumulates"}
+    )
     micro_order: MicroOrder = field(
         default=MicroOrder.AUTO,
         metadata={
             "help": "auto, micro (each micro-batch passes all layers) or layer (each layer takes all micro-batches)"
         },
     )
-    seed: int = field(default=0, metadata={"help": "of the order of the text"})
+    seed: int = field(default=0, metadata={"help": "seed of the order of the text"})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -136,16 +139,17 @@ class DataConfig(SourceConfig):
 
     @property
     def layer_major(self) -> bool:
-        """Whether each layer takes all micro-batches of a step at once; with one micro-batch both orders are the same."""
+        """Whether each layer takes all micro-batches of a step at once; False for a single micro-batch, where the orders
+        agree."""
         return self.micro_order is MicroOrder.LAYER and self.micro_batches > 1
 
     @property
     def passes(self) -> int:
-        """How often a step passes the layers."""
+        """The number of passes through the layers in a step."""
         return 1 if self.layer_major else self.micro_batches
 
     def conditions(self) -> dict[str, object]:
-        """What the bits of a run depend on, as JSON can hold it; what only tokenised documents have, where it is set."""
+        """The settings that the bits of a run depend on, as JSON; those of tokenised documents only if they are set."""
         settings, defaults = as_dict(self), as_dict(DataConfig())
         return {
             name: value
@@ -155,7 +159,7 @@ class DataConfig(SourceConfig):
 
 
 def text_files(config: DataConfig) -> list[Path]:
-    """The files of ``config``, in order. Raises DataError naming what is missing or empty of files."""
+    """The files of ``config``, in order. Raises DataError naming a path that is missing or contains no files."""
     if not config.paths:
         root = Path(sysconfig.get_path("stdlib"))
         return _regular(_walk(root, (".py",), skipped=_SKIPPED))
@@ -172,8 +176,8 @@ def text_files(config: DataConfig) -> list[Path]:
 
 
 def byte_files(config: DataConfig) -> list[Path]:
-    """The files of ``config`` where every byte is a token. Raises DataError naming one that only a tokenizer makes sense of,
-    unless the configuration says bytes.
+    """The files of ``config`` for bytes as tokens. Raises DataError naming a file that needs a tokenizer, unless the
+    configuration says bytes.
     """
     files = text_files(config)
     for path in files:
@@ -186,9 +190,7 @@ def byte_files(config: DataConfig) -> list[Path]:
 
 
 def text_bytes(config: DataConfig, tokenizer: Path | None = None) -> int:
-    """Bytes of text that a run holds in memory: none where documents are tokenised, whose tokens are mapped. Raises
-    DataError.
-    """
+    """Bytes of text that a run holds in memory: 0 for tokenised documents, whose tokens are mapped. Raises DataError."""
     if tokenizer is not None and config.format is not DataFormat.BYTES:
         return 0
     return min(config.max_bytes, sum(path.stat().st_size for path in text_files(config)))

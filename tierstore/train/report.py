@@ -43,7 +43,7 @@ def counters(trainer: Trainer) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Instant:
-    """The clock (monotonic, seconds) and what this rank's engine had written (bytes), read at the same time."""
+    """The clock (monotonic, seconds) and the bytes written by this rank's engine, read at the same time."""
 
     at_s: float
     drive_written_bytes: int
@@ -55,11 +55,11 @@ class Instant:
 
 @dataclass(frozen=True)
 class Totals:
-    """What all ranks did together: sums of ``counts``; ``peaks`` of resident bytes in rank order. ``stalls`` are those of
-    the rank that stalled longest, ``stalled_rank``, for ``stall_s`` seconds; ``step_time`` is where its steps' time went
-    (None without steps).
+    """Totals over all ranks: sums of ``counts``; ``peaks`` of resident bytes in rank order. ``stalls`` are those of the
+    rank that stalled longest, ``stalled_rank``, for ``stall_s`` seconds; ``step_time`` is the breakdown of its steps'
+    time (None without steps).
 
-    ``drives`` are the directories of all ranks, in rank order. ``seconds`` is what the run took on this rank.
+    ``drives`` are the directories of all ranks, in rank order. ``seconds`` is the duration of the run on this rank.
     """
 
     seconds: float
@@ -69,10 +69,10 @@ class Totals:
     stall_s: float
     stalls: list[dict[str, object]]
     step_time: StepTime | None
-    #: What the engine of the rank that wrote most wrote in ``seconds``, padding and spills included (not the index).
+    #: Bytes written in ``seconds`` by the engine of the rank that wrote most, padding and spills included (not the index).
     drive_written_bytes: int
     drives: list[DriveReport] = field(default_factory=list)
-    #: What ranks sent to each other, from the time when they joined.
+    #: Traffic between ranks since they joined.
     sent: CollectiveTraffic = field(default_factory=CollectiveTraffic)
 
 
@@ -111,7 +111,7 @@ def totals(trainer: Trainer, begun: Instant) -> Totals:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """The result of ``tierstore train``. ``records_crc32c`` is None where it was not asked for."""
+    """The result of ``tierstore train``. ``records_crc32c`` is None if not requested."""
 
     config: TrainConfig
     steps: int
@@ -121,18 +121,18 @@ class RunSummary:
     fixed_resident_bytes: int
     totals: Totals
     records_crc32c: int | None = None
-    #: Where each task stands that was ever trained in the store.
+    #: The progress of each task that was ever trained in the store.
     tasks: Mapping[str, TaskProgress] = field(default_factory=dict)
-    #: Why the micro-batches passed the layers in the order that they did.
+    #: Why the run used its micro order.
     micro_order_reason: str = ""
-    #: In how many chunks passes over experts went at last; None where no rows travel.
+    #: The last numbers of chunks of passes over experts; None if no rows are exchanged.
     chunks: Decision[PipelineDegrees] | None = None
-    #: How rows went between ranks, and why; None in a single process.
+    #: The exchange of rows between ranks, and why; None in a single process.
     exchange: str | None = None
 
     @property
     def drive_life_days(self) -> float | None:
-        """Days that a drive of the stated endurance bears writing at this run's rate; None where none is stated."""
+        """Days that a drive of the stated endurance lasts at this run's write rate; None if no endurance is stated."""
         endurance = self.config.wear.endurance
         if not endurance:
             return None
@@ -178,7 +178,7 @@ class RunSummary:
             "forward": degrees.forward,
             "backward": degrees.backward,
             "most": facts["most"],
-            "reason": facts["reason"],  # without what a cap costs, which the line for people says
+            "reason": facts["reason"],  # without the cost of a cap, which the printed line states
             "costs": facts["costs"],
         }
 
@@ -199,7 +199,7 @@ class RunSummary:
 
 
 def task_rows_of(summary: RunSummary) -> list[tuple[str, ...]]:
-    """One row a task: its part of the batch, what it has been trained on, and its losses in nats a token."""
+    """One row a task: its part of the batch, the amount trained on, and its losses in nats a token."""
 
     def loss(value: float | None) -> str:
         return "-" if value is None else f"{value:.4f}"
@@ -213,7 +213,7 @@ def task_rows_of(summary: RunSummary) -> list[tuple[str, ...]]:
 
 
 def _between_nodes(sent: CollectiveTraffic) -> dict[str, int]:
-    """What ranks sent, where some of it went to other nodes."""
+    """The traffic between ranks, with that between nodes, if any."""
     if not sent.node_messages:
         return {}
     return {
@@ -225,7 +225,7 @@ def _between_nodes(sent: CollectiveTraffic) -> dict[str, int]:
 
 
 def tier_rows(summary: RunSummary) -> list[tuple[str, str]]:
-    """The final table: what and how much."""
+    """The rows of the final table: quantity and amount."""
     counts = summary.totals.counts
     asked = counts["hits"] + counts["misses"]
     several = len(summary.totals.peaks) > 1
@@ -256,7 +256,7 @@ def tier_rows(summary: RunSummary) -> list[tuple[str, str]]:
             if sent.node_messages
         ),
         (f"host budget{each}", format_bytes(summary.config.host_budget)),
-        (f"fixed memory, as announced{each}", format_bytes(summary.fixed_resident_bytes)),
+        (f"fixed memory, as estimated{each}", format_bytes(summary.fixed_resident_bytes)),
         (
             "peak resident memory, the largest rank" if several else "peak resident memory",
             format_bytes(max(summary.totals.peaks)),
@@ -274,7 +274,7 @@ def tier_rows(summary: RunSummary) -> list[tuple[str, str]]:
 
 
 def step_rows(total: StepTime) -> list[tuple[str, str, str]]:
-    """Where the time of the steps went: each part, and its share."""
+    """The time of the steps: each part, and its share."""
     parts = [
         ("computing", total.computing_s),
         ("slowed: in the run queue", total.run_queue_s),
@@ -291,7 +291,7 @@ def step_rows(total: StepTime) -> list[tuple[str, str, str]]:
 
 
 def drive_rows(summary: RunSummary) -> list[tuple[str, ...]]:
-    """One row a directory: what lies there, what was moved, how fast while anything was, and its share of new records."""
+    """One row a directory: bytes stored, bytes moved, the rate while anything was moving, and its share of new records."""
     return [
         (
             str(drive.path),
@@ -306,7 +306,7 @@ def drive_rows(summary: RunSummary) -> list[tuple[str, ...]]:
 
 
 def _losses(trainer: Trainer, result: StepResult, val_loss: float | None) -> dict[str, object]:
-    """By task: the loss of the step, and of a validation behind it, if there was one."""
+    """By task: the loss of the step, and of the validation after it, if any."""
     known = trainer.state.tasks
     return {
         name: {
@@ -318,14 +318,14 @@ def _losses(trainer: Trainer, result: StepResult, val_loss: float | None) -> dic
 
 
 class MetricsLog:
-    """One JSON line a step, with the counters of that step; a context manager over ``path`` (None: nothing).
+    """Writes one JSON line a step, with the counters of that step; a context manager over ``path`` (None: writes nothing).
 
-    A run that is refused before it starts leaves no file behind that was not there.
+    A run that is refused before it starts leaves no new file behind.
     """
 
     def __init__(self, path: Path | None) -> None:
         path = None if path is None else check_output(path, OutputKind.METRICS)
-        # To be removed, unless the run starts.
+        # Removed again, unless the run starts.
         self._refused = None if path is None or path.exists() else path
         self._file = None if path is None else path.open("ab", buffering=0)
         self._before: dict[str, int] = {}
@@ -360,7 +360,7 @@ class MetricsLog:
                 while data:
                     data = data[self._file.write(data) :]
         except OSError:
-            with suppress(OSError):  # of a device, which has no length
+            with suppress(OSError):  # a device has no length
                 self._file.truncate(whole_bytes)
             raise
 

@@ -1,18 +1,18 @@
-"""Steps through pipeline stages: 1F1B by ``torch.distributed.pipelining``, over layers whose experts come and go.
+"""Steps through pipeline stages: 1F1B by ``torch.distributed.pipelining``, over layers with leased experts.
 
-``Schedule1F1B`` sends, receives and calls; ``_Stage`` stands between it and the stage's own passes. Traps, of torch 2.13:
+``Schedule1F1B`` sends, receives and calls; ``_Stage`` connects it to the stage's own passes. Pitfalls of torch 2.13:
 
-* Without static ``input_args`` and ``output_args`` the first step begins with extra passes, which a source of experts
-  would count.
-* ``scale_grads`` divides what is in ``.grad``, so it would miss experts: the micro-batch's share is in the objective.
-* It makes buffers for all micro-batches. Here each is made when its message is due, and dropped after the backward pass,
-  so that there are no more buffers than micro-batches under way.
-* It wraps what a pass raises in a RuntimeError; it is unwrapped here, and what is left is a message that failed.
+* Without static ``input_args`` and ``output_args`` the first step begins with extra passes, which an expert source would
+  count.
+* ``scale_grads`` divides ``.grad``, so it would miss experts: the objective includes the micro-batch's share instead.
+* It allocates buffers for all micro-batches. Here each is allocated when its message is due, and dropped after the
+  backward pass, so that there are no more buffers than micro-batches in flight.
+* It wraps a pass's exception in a RuntimeError, which is unwrapped here; any other RuntimeError is a failed message.
 
-Each message has a small one beside it: when it will have travelled, where the link is limited, and whether the losses up to
-there are finite. On the way back the latter is the last stage's verdict. So every stage knows before its last backward
-pass, in which experts may be stepped, whether the step is taken. After these come values of the model itself: forward for
-the next stage, backward from the last stage for all others.
+Each message has a small companion: its arrival time, if the link is limited, and whether the losses up to there are
+finite. On the way back the latter is the last stage's verdict. So every stage knows whether the step is taken before its
+last backward pass, which may step experts. Then come values of the model itself: forward for the next stage, backward
+from the last stage for all others.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from tierstore.stats import Cause, StallLedger, Tier
 from tierstore.timeline import TimelineSink, Track
 from tierstore.train.stepping import OpenStep
 
-#: What a message has beside it, int64, before what the model adds: when it will have travelled, and whether all losses so
-#: far are finite.
+#: The companion of a message, int64, before the model's values: its arrival time, and whether all losses so far are
+#: finite.
 _BESIDE = 2
 
 
 class StagePipeline:
-    """Takes the micro-batches of steps through this rank's stage. It owns nothing. One thread.
+    """Takes the micro-batches of steps through this rank's stage. Owns nothing. One thread.
 
-    ``agree`` gives the loss of the last stage's output over all data ranks, None where it is not finite; a collective of
+    ``agree`` returns the loss of the last stage's output over all data ranks, None if it is not finite; a collective of
     the stage.
     """
 
@@ -72,7 +72,7 @@ class StagePipeline:
         self._agree = agree
         self._driver: tuple[tuple[int, ...], _Stage, Schedule1F1B] | None = None
         self._open: _OpenPasses | None = None
-        #: The most micro-batches whose activations have been held at a time, and the passes of the last step.
+        #: The most micro-batches whose activations were held at a time, and the passes of the last step.
         self.most_held = 0
         self.log: list[MicroPass] = []
 
@@ -81,8 +81,8 @@ class StagePipeline:
     ) -> tuple[Sequence[float] | None, int]:
         """Forward and backward passes of ``batches``, the micro-batches of step ``position``. A collective of all stages.
 
-        Returns the losses of the micro-batches, means over data ranks (None where one is not finite), and the number of
-        experts that got tokens, of all layers; all stages get the same. Raises PeerError, and what a pass raises.
+        Returns the losses of the micro-batches, means over data ranks (None if one is not finite), and the number of
+        experts that got tokens, over all layers; the same on all stages. Raises PeerError, and the exceptions of passes.
         """
         self._open = passes = _OpenPasses(step, position, batches)
         self.log = []
@@ -120,7 +120,7 @@ class StagePipeline:
         return losses if finite else None, int(active)
 
     def _schedule(self, batches: Sequence[Batch]) -> tuple[_Stage, Schedule1F1B]:
-        """The engine for micro-batches of this shape; all have the same."""
+        """The schedule for micro-batches of this shape, which all share."""
         shape = (len(batches), *batches[0].tokens_BT.shape)
         if self._driver is not None and self._driver[0] == shape:
             return self._driver[1:]
@@ -146,7 +146,7 @@ class StagePipeline:
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
-        """A step: the time outside of passes is waiting for another stage."""
+        """A step: time outside of passes is spent waiting for another stage."""
         passes = self._open
         assert passes is not None
         try:
@@ -160,11 +160,11 @@ class StagePipeline:
         assert self._open is not None
         self._open.stall.enter_context(self._ledger.stall(layer=None, tier=Tier.RANKS, cause=Cause.PIPELINE))
 
-    # What the engine calls ---------------------------------------------------------------------------------
+    # Called by the schedule --------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def during(self, phase: Phase, micro: int, beside: Tensor | None) -> Iterator[None]:
-        """A pass of micro-batch ``micro``; ``beside`` came with what it starts from."""
+        """A pass of micro-batch ``micro``; ``beside`` is the companion of the message it starts from."""
         passes = self._open
         assert passes is not None
         if beside is not None:
@@ -193,7 +193,7 @@ class StagePipeline:
         self._wait()
 
     def beside(self, phase: Phase, micro: int, nbytes: int) -> Tensor:
-        """What goes beside a message of ``nbytes`` that is about to be sent, behind the pass ``phase`` of ``micro``."""
+        """The companion of a message of ``nbytes`` that is about to be sent, after the pass ``phase`` of ``micro``."""
         assert self._open is not None
         values = self._open.outgoing.pop((phase, micro))
         arrives_ns = self._group.sending(nbytes + (_BESIDE + values.numel()) * 8)
@@ -230,26 +230,26 @@ class StagePipeline:
 
 @dataclass(eq=False)
 class _OpenPasses:
-    """The passes of a step under way."""
+    """The passes of the step in progress."""
 
     step: OpenStep
     position: int
     batches: Sequence[Batch]
-    #: Whether all losses are finite that this stage knows of.
+    #: Whether all losses known to this stage are finite.
     finite: bool = True
     held: int = 0
     losses: list[float] = field(default_factory=list)
     reached: list[Tensor] = field(default_factory=list)
     failure: BaseException | None = None
     stall: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-    #: The model's values: those that came beside streams, by micro-batch; those to go beside the message behind a pass; and
-    #: where passes wait for what the last stage tells.
+    #: The model's values: those received beside streams, by micro-batch; those to send beside the message after a pass;
+    #: and the tensors that await the last stage's values.
     incoming: dict[int, Tensor] = field(default_factory=dict)
     outgoing: dict[tuple[Phase, int], Tensor] = field(default_factory=dict)
     told: dict[int, Tensor] = field(default_factory=dict)
 
     def take(self, phase: Phase, micro: int, values: Tensor) -> None:
-        """What came beside the message that the pass ``phase`` of ``micro`` starts from."""
+        """Takes the companion of the message that the pass ``phase`` of ``micro`` starts from."""
         if phase is Phase.FORWARD:
             self.incoming[micro] = values
         else:
@@ -258,7 +258,7 @@ class _OpenPasses:
 
 
 class _Compute(nn.Module):
-    """The module of the engine's stage. It has no parameters: the stage's own are gathered and released elsewhere."""
+    """The module of the schedule's stage. It has no parameters: the stage's own are gathered and released elsewhere."""
 
     def __init__(self, pipeline: StagePipeline) -> None:
         super().__init__()
@@ -269,7 +269,7 @@ class _Compute(nn.Module):
 
 
 class _Stage(PipelineStage):
-    """The engine's stage: tells ``listener`` of passes, and adds what goes beside each message."""
+    """The schedule's stage: reports passes to ``listener``, and adds each message's companion."""
 
     def __init__(
         self,
@@ -282,7 +282,7 @@ class _Stage(PipelineStage):
         beside: Mapping[Phase, int],
         listener: StagePipeline,
     ) -> None:
-        """``beside``: how many values go with a message of each direction."""
+        """``beside``: the number of values in a companion, for each direction."""
         super().__init__(
             module,
             group.rank,
@@ -297,7 +297,7 @@ class _Stage(PipelineStage):
         self._beside: dict[tuple[Phase, int], Tensor] = {}
 
     def clear(self) -> None:
-        """Drops what a step has left."""
+        """Drops the remains of a step."""
         self.clear_runtime_states()
         self._beside.clear()
 
@@ -330,12 +330,12 @@ class _Stage(PipelineStage):
         if not ops:
             return ops
         beside = self._listener.beside(phase, micro, sum(op.tensor.nbytes for op in ops))
-        # NCCL takes one list of messages as one, and no host memory.
+        # NCCL batches one list of messages, and does not send host memory.
         beside = beside.to(self.device)
         return [*ops, dist.P2POp(dist.isend, beside, ops[0].peer, self.group)]
 
     def _received(self, phase: Phase, micro: int) -> Tensor | None:
-        """What came beside the message that a pass starts from, on the host."""
+        """The companion of the message that a pass starts from, on the host."""
         beside = self._beside.pop((phase, micro), None)
         return None if beside is None else beside.cpu()
 
@@ -363,19 +363,19 @@ class _Stage(PipelineStage):
 
 
 def _make(infos: Sequence[Any], device: torch.device) -> None:
-    """The buffers that messages arrive in."""
+    """The receive buffers."""
     for info in infos:
         if not info.is_root_arg:
             info.buffer = torch.empty(info.tensor_meta.shape, dtype=info.tensor_meta.dtype, device=device)
 
 
 def _objective(output: Tensor, target: Tensor) -> Tensor:
-    """The last stage's output is what is differentiated."""
+    """The loss of the last stage: its output is the objective itself."""
     return output
 
 
 def _unwrapped(error: BaseException) -> BaseException:
-    """What a pass raised, in what torch made of it."""
+    """The error that a pass raised, unwrapped from torch's."""
     while (
         isinstance(error, RuntimeError) and not isinstance(error, PeerError) and error.__cause__ is not None
     ):
@@ -384,7 +384,7 @@ def _unwrapped(error: BaseException) -> BaseException:
 
 
 class _Entering(torch.autograd.Function):
-    """The stream that another stage sent: its gradient leaves in one piece, as messages need it."""
+    """The stream from another stage: its gradient is made contiguous, as messages need it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -397,7 +397,7 @@ class _Entering(torch.autograd.Function):
 
 
 class _Leaving(torch.autograd.Function):
-    """The stream for the next stage. Its backward pass begins that of ``share``, this stage's part of the objective, too."""
+    """The stream for the next stage. Its backward pass also starts that of ``share``, this stage's part of the objective."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, share: Tensor) -> Tensor:

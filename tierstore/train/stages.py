@@ -1,14 +1,14 @@
-"""Pipeline stages: which blocks each has, and the order of its passes in a step. Imports no torch.
+"""Pipeline stages: the blocks of each, and the order of its passes in a step. Imports no torch.
 
 Blocks are cut into contiguous ranges of balanced cost. The order of passes is that of 1F1B (PipeDream-Flush, Narayanan et
 al. 2021, section 2.2.1).
 
 Stage s of p first takes ``min(M, p - s)`` of M micro-batches forward. From then on each backward pass is followed by a
-forward pass as long as there are any, so that no more micro-batches than these have their activations held at a time. The
-last stage takes each micro-batch forward and at once backward.
+forward pass as long as there are any, so that activations of no more than these micro-batches are held at a time. The
+last stage takes each micro-batch forward and immediately backward.
 
-``Schedule1F1B.pipeline_order`` of torch 2.13 is another sequence for the last stage than the one that its ``step`` takes.
-So the list is derived here, and a test compares it with what ran.
+For the last stage, ``Schedule1F1B.pipeline_order`` of torch 2.13 differs from the sequence that its ``step`` runs. So the
+list is derived here, and a test compares it with the passes that ran.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> tup
 
 
 def block_costs(architecture: Architecture) -> list[int]:
-    """The cost of each block, in parameters that a token passes. Norm and head count for the last block; the rows of the
+    """The cost of each block, in parameters that a token passes. The last block includes norm and head; the rows of the
     embedding cost nothing.
     """
     of = architecture
@@ -59,8 +59,8 @@ def block_costs(architecture: Architecture) -> list[int]:
 
 
 def balanced_blocks(costs: Sequence[int], stages: int) -> list[range]:
-    """The blocks of each stage: of all ways to cut them into contiguous ranges of at least one block, that whose most
-    expensive range costs least; of equal ones, that with most blocks in the later stages, which hold fewer micro-batches.
+    """The blocks of each stage: the cut into contiguous, non-empty ranges whose most expensive range costs least; of
+    equal cuts, the one with most blocks in the later stages, which hold fewer micro-batches.
 
     Raises ConfigError for more stages than blocks.
     """
@@ -70,7 +70,7 @@ def balanced_blocks(costs: Sequence[int], stages: int) -> list[range]:
         )
     total = [0, *accumulate(costs)]
     count = len(costs)
-    # best[i]: of blocks i and later in the stages that are left, the least cost of the most expensive range.
+    # best[i]: the least cost of the most expensive range, for blocks i and later in the remaining stages.
     best = [total[count] - total[start] for start in range(count)] + [0]
     cuts: list[list[int]] = []
     for left in range(2, stages + 1):
@@ -89,9 +89,9 @@ def balanced_blocks(costs: Sequence[int], stages: int) -> list[range]:
 
 
 def stage_blocks(architecture: Architecture, stages: int, given: Sequence[int] = ()) -> list[range]:
-    """The blocks of each of ``stages`` stages; ``given``: how many each gets (empty: balanced by cost).
+    """The blocks of each of ``stages`` stages; ``given``: the number of each (empty: balanced by cost).
 
-    Raises ConfigError naming the setting where they do not fit, or a stage would have no MoE layer.
+    Raises ConfigError naming the setting if they do not fit, or a stage would have no MoE layer.
     """
     count = len(architecture.units) - 2
     if not given:
@@ -113,7 +113,7 @@ def stage_blocks(architecture: Architecture, stages: int, given: Sequence[int] =
 
 
 def stage_config(config: TrainConfig, stage: int, stages: int) -> TrainConfig:
-    """``config`` as stage ``stage`` of ``stages`` runs it; the same where there is one stage. Raises ConfigError."""
+    """``config`` for stage ``stage`` of ``stages``; unchanged for one stage. Raises ConfigError."""
     if stages == 1:
         return config
     spec, count = config.spec, config.data.micro_batches

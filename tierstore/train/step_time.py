@@ -1,19 +1,19 @@
-"""Where the time of a step went: computing, slowed by neighbours, waiting.
+"""The breakdown of a step's time: computing, slowed by neighbours, waiting.
 
 One thread at a time drives a step. At any moment it is on a processor, in a run queue behind others, or blocked; the
-kernel counts the first two. Blocked, it stalls, which the ledger charges by cause, or it waits for other threads of this
-process: those that share torch's operations (an operation ends at a barrier, where a thread that lost its processor keeps
-the others), and the engine's (at a lock, or while it wakes one: glibc's pthread_cond_signal waits for threads that were
-woken before and have yet to run). So
+kernel counts the first two. While blocked, it stalls, which the ledger charges by cause, or waits for other threads of
+this process: those that share torch's operations (an operation ends at a barrier, where a thread that lost its processor
+delays the others), and the engine's (at a lock, or while it wakes one: glibc's pthread_cond_signal waits for threads that
+were woken before and have yet to run). So
 
     wall = computing + run queue + stolen + threads + stalls + unaccounted
 
-What the thread does in a stall counts as the stall. ``unaccounted`` is time that was blocked and not charged while no
-such thread ran or wanted to; it may be a little less than nothing, since the parts are measured apart.
+The thread's work during a stall counts as the stall. ``unaccounted`` is blocked, uncharged time during which no such
+thread ran or was runnable; it may be slightly negative, since the parts are measured separately.
 
-A hypervisor that takes a processor away counts that as stolen, for the machine and not for threads: the driving thread's
-share is that of its time on processors. It comes out of that time, or, where the kernel leaves it out there, out of the
-time that the thread seems to be blocked.
+The kernel counts time stolen by a hypervisor for the machine, not for threads: the driving thread's share is proportional
+to its time on processors. It is subtracted from that time, or, if the kernel excludes it there, from the time that the
+thread seems to be blocked.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from tierstore.stats import Cause, StallLedger
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """The parts of ``wall_s``, seconds. Those that the kernel counts are None where it does not."""
+    """The parts of ``wall_s``, seconds. Parts that the kernel counts are None if it does not."""
 
     wall_s: float
     computing_s: float  # on a processor
-    run_queue_s: float | None  # able to run, while others did
+    run_queue_s: float | None  # runnable, while others ran
     stolen_s: float | None  # by the hypervisor
-    threads_s: float | None  # blocked, and not in a stall, until torch's or the engine's threads went on
+    threads_s: float | None  # blocked outside of stalls, until torch's or the engine's threads continued
     stalls_s: Mapping[Cause, float] = field(default_factory=dict)
     unaccounted_s: float = 0.0
-    #: No parts: what those threads did meanwhile, on processors and in run queues.
+    #: Not parts of the sum: those threads' time meanwhile, on processors and in run queues.
     torch_cpu_s: float | None = None
     torch_queued_s: float | None = None
     engine_cpu_s: float | None = None
@@ -57,7 +57,7 @@ class StepTime:
 
     @property
     def longest_stalls(self) -> list[tuple[Cause, float]]:
-        """Causes and seconds, the longest first."""
+        """Causes and seconds, longest first."""
         return sorted(self.stalls_s.items(), key=lambda stall: (-stall[1], stall[0].value))
 
     def __add__(self, other: StepTime) -> StepTime:
@@ -70,7 +70,7 @@ class StepTime:
         return StepTime(**sums)
 
     def as_dict(self) -> dict[str, object]:
-        """As JSON shows it: stalls by cause, longest first."""
+        """The JSON form: stalls by cause, longest first."""
         found: dict[str, object] = {one.name: getattr(self, one.name) for one in fields(self)}
         found["stall_s"] = self.stall_s
         found["stalls"] = [
@@ -81,7 +81,7 @@ class StepTime:
 
 
 class StepTimer:
-    """Measures steps: a few small files are read at the begin and end of each, one at those of a stall."""
+    """Measures steps: reads a few small files at the beginning and end of each step, one at those of a stall."""
 
     def __init__(
         self,
@@ -97,20 +97,20 @@ class StepTimer:
         self._clock = clock
         self._stepping = False
         self._stall_began = self._stalled = ThreadSeconds()
-        #: The last step that was not cut short, and the sum of all.
+        #: The last complete step, and the sum of all.
         self.last: StepTime | None = None
         self.total: StepTime | None = None
         ledger.watch(self._stall_begins, self._stall_ends)
 
     def describe(self) -> str:
-        """One line: what is measured, and why not more."""
+        """One line: the parts that are measured, and why others are not."""
         if self._threads.unavailable:
             return f"step time: processor time and stalls, no run queues ({self._threads.unavailable})"
         return "step time: processors, run queues and stalls, by thread (schedstat)"
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Measures the block; one that raises counts for nothing."""
+        """Measures the block; a block that raises is not counted."""
         charged = self._charged_ns()
         before, began_s = self._threads.read(), self._clock()
         self._stepping, self._stalled = True, ThreadSeconds()
@@ -177,7 +177,7 @@ class StepTimer:
         )
 
 
-# What the kernel counts for threads -------------------------------------------------------------------------
+# Thread times from the kernel -------------------------------------------------------------------------------
 #
 # The kernel counts each thread's time on processors and in run queues. Linux only: ``/proc/self/task/*/schedstat`` and
 # ``/proc/stat``. Without them only the caller's time on processors is known.
@@ -187,16 +187,16 @@ _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 class ThreadRole(Enum):
-    """What a thread is there for."""
+    """The role of a thread."""
 
-    DRIVER = "driver"  # the caller, and autograd's for a device: one of them at a time drives a step
+    DRIVER = "driver"  # the caller, and autograd's device thread: one of them at a time drives a step
     TORCH = "torch"  # shares torch's operations
     ENGINE = "engine"
     OTHER = "other"  # a Python thread
 
 
 class Stolen(Enum):
-    """Whether time that a hypervisor takes from a running thread counts as its time on a processor."""
+    """Whether the kernel counts time stolen from a running thread as its time on a processor."""
 
     COUNTED = "counted"
     LEFT_OUT = "left out"
@@ -204,7 +204,7 @@ class Stolen(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ThreadSeconds:
-    """What threads spent since they were made, seconds: on processors, and in run queues."""
+    """Seconds of threads since their start: on processors, and in run queues."""
 
     running_s: float = 0.0
     queued_s: float = 0.0
@@ -218,14 +218,14 @@ class ThreadSeconds:
 
 @dataclass(frozen=True)
 class Reading:
-    """The counts at one moment: by thread, and of all processors of the machine, seconds."""
+    """The counts at one instant, seconds: by thread, and of all processors of the machine."""
 
     threads: Mapping[int, tuple[ThreadRole, ThreadSeconds]]
     busy_s: float = 0.0
     stolen_s: float = 0.0
 
     def since(self, earlier: Reading, role: ThreadRole) -> ThreadSeconds:
-        """What the threads of ``role`` spent after ``earlier``; one that was made since, in all its life."""
+        """Time of the threads of ``role`` since ``earlier``; for a thread started later, since its start."""
         total = ThreadSeconds()
         for thread, (own, spent) in self.threads.items():
             if own is role:
@@ -234,12 +234,12 @@ class Reading:
 
 
 def _thread_cpu_s(thread: int) -> float:
-    """Time that a thread of this process was on processors, exact at any moment: schedstat's is up to a tick late."""
+    """A thread's time on processors, exact at any instant: schedstat's is up to a tick late."""
     return time.clock_gettime_ns((~thread << 3) | 6) / 1e9  # CPUCLOCK_PERTHREAD_MASK | CPUCLOCK_SCHED
 
 
 class ThreadTimes:
-    """Reads the counts; made by the thread that drives, and closed at the end."""
+    """Reads the counts; created by the driving thread, and closed at the end."""
 
     def __init__(
         self,
@@ -252,11 +252,11 @@ class ThreadTimes:
         self._thread_cpu_s = thread_cpu_s
         self._caller = threading.get_native_id() if caller is None else caller
         self._roles: dict[int, ThreadRole] = {}
-        #: Those that drive, of ``_roles``.
+        #: The driving threads in ``_roles``.
         self._driving: list[int] = []
         self._schedstat: dict[int, int] = {}
         self._stat = -1
-        #: Why only the caller's time on processors is known; empty if all is.
+        #: Why only the caller's time on processors is known; empty if all counts are.
         self.unavailable = ""
         try:
             self._stat = os.open(proc / "stat", os.O_RDONLY | os.O_CLOEXEC)
@@ -267,7 +267,7 @@ class ThreadTimes:
             self._find_threads()
 
     def read(self) -> Reading:
-        """All counts; threads that came or went are found."""
+        """All counts; detects threads that started or ended."""
         if self.unavailable:
             return Reading({self._caller: (ThreadRole.DRIVER, self.drivers())})
         self._find_threads()
@@ -280,7 +280,7 @@ class ThreadTimes:
         return Reading(threads, (user + nice + system + irq + softirq) * _TICK_S, stolen * _TICK_S)
 
     def drivers(self) -> ThreadSeconds:
-        """What the driving threads spent, in a few microseconds: it looks for no new ones."""
+        """Time of the driving threads. Takes a few microseconds: it looks for no new threads."""
         if self.unavailable:
             return ThreadSeconds(self._thread_cpu_s(self._caller))
         total = ThreadSeconds()
@@ -290,7 +290,7 @@ class ThreadTimes:
         return total
 
     def _spent(self, thread: int) -> ThreadSeconds | None:
-        """None for a thread that has ended."""
+        """A thread's times; None for one that has ended."""
         try:
             queued_ns = int(os.pread(self._schedstat[thread], 64, 0).split()[1])
             return ThreadSeconds(self._thread_cpu_s(thread), queued_ns / 1e9)
@@ -336,7 +336,7 @@ class ThreadTimes:
 
 
 def stolen_while_running(proc: Path = Path("/proc"), boot: Path = Path("/boot")) -> Stolen:
-    """As this kernel was configured (PARAVIRT_TIME_ACCOUNTING leaves it out), or as most are where that is not known."""
+    """The configuration of this kernel (PARAVIRT_TIME_ACCOUNTING excludes it), or that of most kernels if it is unknown."""
     for path in (proc / "config.gz", boot / f"config-{platform.release()}"):
         with contextlib.suppress(OSError):
             content = path.read_bytes()

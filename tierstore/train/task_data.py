@@ -1,7 +1,7 @@
-"""Batches of several tasks: the rows of each micro-batch lie task by task, and each rank takes its piece of them.
+"""Batches of several tasks: the rows of each micro-batch are ordered by task, and each rank takes its piece of them.
 
-An example is one sequence. A task's examples come in the order of its own data, each once an epoch; which of them a step
-takes follows from the task's position alone (``tierstore.train.tasks``), not from ranks or other tasks.
+An example is one sequence. A task's examples come in the order of its own data, each once an epoch. A step's examples
+depend only on the task's position (``tierstore.train.tasks``), not on ranks or other tasks.
 
 Shapes: B sequences of T positions.
 """
@@ -21,25 +21,25 @@ from tierstore.train.tasks import Assignment, ProgressByTask, Tasks, overlap
 
 
 class TaskExamples(TrainingData, Protocol):
-    """The data of one task, by the numbers of its examples: those of epoch n begin at ``n * examples``."""
+    """The data of one task, by example number: epoch n begins at ``n * examples``."""
 
     @property
     def examples(self) -> int:
-        """How many there are in an epoch."""
+        """Examples in an epoch."""
         ...
 
     def take(self, numbers: Sequence[int]) -> Batch:
-        """These examples, one a row."""
+        """The examples ``numbers``, one a row."""
         ...
 
     def targets(self, numbers: Sequence[int]) -> int:
-        """How many of their targets count."""
+        """The number of their counted targets."""
         ...
 
 
 class TaskData:
-    """What a run of ``tasks`` is trained on: ``sources`` has the data of each, ``assignment`` says which rank has
-    which rows. ``begin`` says where the tasks stand before the first batch is taken.
+    """The training data of a run of ``tasks``: ``sources`` has the data of each, ``assignment`` the rows of each rank.
+    Call ``begin`` before taking the first batch.
     """
 
     def __init__(
@@ -65,13 +65,13 @@ class TaskData:
         self._targets: tuple[int, dict[str, int]] = (-1, {})
 
     def begin(self, step: int, progress: ProgressByTask) -> None:
-        """The next step is number ``step``, and each task goes on where ``progress`` says."""
+        """Sets the next step to ``step``, and each task's position to that in ``progress``."""
         self._first_step = step
         self._first = {name: progress[name].position for name in self.tasks}
         self._targets = (-1, {})
 
     def positions(self, step: int) -> dict[str, int]:
-        """How many examples of each task the steps before number ``step`` have taken."""
+        """The number of examples of each task taken by the steps before ``step``."""
         steps = step - self._first_step
         return {
             name: first + steps * self._micro_batches * self._rows[name]
@@ -79,7 +79,7 @@ class TaskData:
         }
 
     def step_targets(self, step: int) -> dict[str, int]:
-        """How many targets of each task count in step ``step``, of all micro-batches and ranks."""
+        """The counted targets of each task in step ``step``, over all micro-batches and ranks."""
         if self._targets[0] != step:
             positions = self.positions(step)
             found = {}
@@ -94,7 +94,7 @@ class TaskData:
         return self._cut(step, micro, range(self.assignment.rows))
 
     def piece(self, step: int, micro: int, rank: int) -> Batch:
-        """The rows of it that rank ``rank`` computes; there may be none."""
+        """The rows of the micro-batch that rank ``rank`` computes; possibly none."""
         batch = self._cut(step, micro, self.assignment.piece(rank))
         return replace(batch, parts=batch.parts * self.assignment.ranks)
 
@@ -107,7 +107,7 @@ class TaskData:
         for name, span in self.assignment.spans().items():
             own = overlap(rows, span)
             if own:
-                # What the micro-batches before took, and the task's rows before this piece's.
+                # The examples of earlier micro-batches, and the task's rows before this piece.
                 first = positions[name] + micro * len(span) + own.start - span.start
                 taken.append(self.sources[name].take(range(first, first + len(own))))
                 at = range(own.start - rows.start, own.stop - rows.start)
@@ -115,7 +115,7 @@ class TaskData:
         return _joined(taken, segments, parts=self._micro_batches, like=self._any_source)
 
     def validation_batches(self, count: int) -> Iterator[Batch]:
-        """At most ``count`` batches of each task, task by task, that are not trained on."""
+        """At most ``count`` held-out batches of each task, task by task."""
         for name, source in self.sources.items():
             for batch in source.validation_batches(count):
                 whole = TaskSegment(name, range(len(batch.tokens_BT)), 1.0, 1)
@@ -123,7 +123,7 @@ class TaskData:
                 yield replace(batch, segments=(counted,), step_targets=0, parts=1)
 
     def weighted(self, losses: Mapping[str, float]) -> float:
-        """The sum over tasks of their weights (1 in all) times ``losses``."""
+        """The sum of ``losses`` times the tasks' weights, which add up to 1."""
         return sum(self._weight[name] * losses[name] for name in self.tasks)
 
     @property
@@ -147,7 +147,7 @@ class TaskData:
 def _joined(
     batches: Sequence[Batch], segments: Sequence[TaskSegment], *, parts: int, like: TaskExamples
 ) -> Batch:
-    """``batches`` one below the other; without any, no rows of the shape that ``like`` has."""
+    """``batches`` concatenated by rows; without any, zero rows of the shape of ``like``."""
     if not batches:
         none = like.take(range(0))
         return replace(none, step_targets=0, parts=parts)
@@ -182,7 +182,7 @@ def _positions(batch: Batch) -> torch.Tensor:
 
 
 class TaskLosses:
-    """Adds up what ranks have agreed on. A task's loss is the mean over all of its targets, in nats."""
+    """Adds up the agreed losses of ranks. A task's loss is the mean over all of its targets, in nats."""
 
     def __init__(self, tasks: Iterable[str]) -> None:
         self._tasks = tuple(tasks)
@@ -190,7 +190,7 @@ class TaskLosses:
         self._counted = dict.fromkeys(self._tasks, 0.0)
 
     def own(self, output: ModelOutput) -> list[float]:
-        """What this rank has of a pass, for a sum over ranks: of each task the sum of its losses, and how many they are."""
+        """This rank's part of a pass, for a sum over ranks: for each task the sum of its losses, and their count."""
         sums, counts = dict.fromkeys(self._tasks, 0.0), dict.fromkeys(self._tasks, 0.0)
         for segment in output.segments:
             sums[segment.task] += float(segment.loss.detach()) * segment.counted
@@ -198,17 +198,17 @@ class TaskLosses:
         return [value for name in self._tasks for value in (sums[name], counts[name])]
 
     def add(self, agreed: Sequence[float]) -> None:
-        """The sums over ranks of what ``own`` gave of one pass."""
+        """Adds the sums over ranks of ``own``'s results for one pass."""
         for place, name in enumerate(self._tasks):
             self._sum[name] += agreed[2 * place]
             self._counted[name] += agreed[2 * place + 1]
 
     def tokens(self) -> dict[str, int]:
-        """How many targets of each task have counted."""
+        """The number of counted targets of each task."""
         return {name: round(count) for name, count in self._counted.items()}
 
     def losses(self) -> dict[str, float]:
-        """The loss of each task that has had targets."""
+        """The loss of each task that had targets."""
         return {
             name: self._sum[name] / self._counted[name] for name in self._tasks if self._counted[name] > 0
         }

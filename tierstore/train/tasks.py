@@ -1,9 +1,9 @@
 """Elastic multi-task training (SE-MoE section 4.1): several tasks in one global batch, in pieces of equal cost over the
 data ranks.
 
-The rows of the global batch lie task by task. Cut into one contiguous piece for each rank, several light tasks share a
-rank and a heavy one takes several, which are the paper's two ways (figures 6b and 6c): tasks of 1, 1 and 2 rows give two
-ranks 2 and 2, and four ranks 1 each. What each rank gets follows from the configuration alone.
+The rows of the global batch are ordered by task, and cut into one contiguous piece for each rank: several light tasks
+share a rank, and a heavy one takes several, which are the paper's two ways (figures 6b and 6c). Tasks of 1, 1 and 2 rows
+give two ranks 2 and 2, and four ranks 1 each. Each rank's piece follows from the configuration alone.
 
 Here are the configuration of tasks, the rows of each rank, and the progress of each task. Imports no torch.
 """
@@ -23,7 +23,7 @@ from tierstore.train.files import DataConfig, SourceConfig
 
 
 class TaskHead(Enum):
-    """Which output head a task's logits come from: the model's, or one that only this task trains."""
+    """The output head of a task's logits: the model's, or one that only this task trains."""
 
     SHARED = "shared"
     OWN = "own"
@@ -33,19 +33,24 @@ class TaskHead(Enum):
 class TaskConfig(SourceConfig):
     """One of several tasks. Raises ConfigError naming the field.
 
-    It has either ``rows`` of each micro-batch, or its ``share`` of the rows that are left.
+    It has either ``rows`` of each micro-batch, or a ``share`` of the remaining rows.
     """
 
     paths: tuple[str, ...] = field(default=(), metadata={"help": "the task's files and directories"})
-    weight: float = field(default=1.0, metadata={"help": "of the task's mean loss among those of all tasks"})
-    rows: int = field(default=0, metadata={"help": "sequences of each micro-batch (0: by its share)"})
+    weight: float = field(
+        default=1.0, metadata={"help": "weight of the task's mean loss among those of all tasks"}
+    )
+    rows: int = field(
+        default=0, metadata={"help": "sequences of the task in each micro-batch (0: by its share)"}
+    )
     share: float = field(
-        default=1.0, metadata={"help": "part of the sequences that no task's rows take, to those of others"}
+        default=1.0,
+        metadata={"help": "share of the sequences left over by tasks with rows, relative to other tasks"},
     )
     cost: int = field(
         default=0,
         metadata={
-            "help": "of a sequence, in tokens, for sharing them out (0: seq_len, padding is computed too)"
+            "help": "cost of a sequence in tokens, for balancing ranks (0: seq_len, since padding is computed too)"
         },
     )
     head: TaskHead = field(
@@ -66,7 +71,7 @@ class TaskConfig(SourceConfig):
             raise ConfigError("paths: expected the task's files or directories, got none")
 
     def data(self, common: DataConfig) -> DataConfig:
-        """What the task trains on: its own files, and of ``data`` what all tasks share."""
+        """The task's data: its own files, with the shared settings of ``data``."""
         return replace(common, **{each.name: getattr(self, each.name) for each in fields(SourceConfig)})
 
 
@@ -74,25 +79,25 @@ Tasks = Mapping[str, TaskConfig]
 
 
 def own_head_tasks(tasks: Tasks) -> list[str]:
-    """The tasks that are trained with an output head of their own."""
+    """The tasks trained with their own output head."""
     return [name for name, task in tasks.items() if task.head is TaskHead.OWN]
 
 
 def check_tasks(tasks: Tasks, data: DataConfig) -> None:
-    """Raises ConfigError, naming the setting, where ``tasks`` and ``data`` do not go together."""
+    """Raises ConfigError naming the setting if ``tasks`` and ``data`` contradict each other."""
     if not tasks:
         return
     for each in fields(SourceConfig):
         if getattr(data, each.name) != each.default:
-            raise ConfigError(f"data.{each.name}: each task says its own (tasks.NAME.{each.name})")
+            raise ConfigError(f"data.{each.name}: each task sets its own (tasks.NAME.{each.name})")
     rows_of_tasks(tasks, data.batch_size)
 
 
 def rows_of_tasks(tasks: Tasks, batch_size: int) -> dict[str, int]:
-    """How many of the ``batch_size`` rows of a micro-batch are each task's, in order: its ``rows``, or by its ``share`` of
-    the rest by largest remainders (the earlier task of equal ones), at least one.
+    """Each task's number of the ``batch_size`` rows of a micro-batch, in order: its ``rows``, or by its ``share`` of the
+    rest by largest remainders (ties to the earlier task), at least one.
 
-    Raises ConfigError where they are not ``batch_size`` in all.
+    Raises ConfigError if they do not add up to ``batch_size``.
     """
     found = {name: task.rows for name, task in tasks.items()}
     sharing = {name: task.share for name, task in tasks.items() if not task.rows}
@@ -104,7 +109,7 @@ def rows_of_tasks(tasks: Tasks, batch_size: int) -> dict[str, int]:
             f"{needed if sharing else sum(found.values())}, got {batch_size}"
         )
     whole = sum(sharing.values())
-    spare = left - len(sharing)  # beyond the one that each has
+    spare = left - len(sharing)  # beyond the guaranteed one each
     exact = {name: max(0.0, left * share / whole - 1) for name, share in sharing.items()}
     scale = spare / max(sum(exact.values()), 1e-300)
     exact = {name: value * scale for name, value in exact.items()}
@@ -116,12 +121,12 @@ def rows_of_tasks(tasks: Tasks, batch_size: int) -> dict[str, int]:
     return found
 
 
-# Which rank computes which rows -----------------------------------------------------------------------------
+# The rows of each rank --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class TaskRows:
-    """``rows`` of a micro-batch, all of one task, each of which costs ``cost`` tokens."""
+    """``rows`` of a micro-batch, all of one task, each at a cost of ``cost`` tokens."""
 
     name: str
     rows: int
@@ -150,11 +155,11 @@ class Assignment:
         return max(stop - start for start, stop in itertools.pairwise(self.cuts))
 
     def piece(self, rank: int) -> range:
-        """The rows of ``rank`` among those of the micro-batch."""
+        """The range of rows of ``rank`` in the micro-batch."""
         return range(self.cuts[rank], self.cuts[rank + 1])
 
     def spans(self) -> dict[str, range]:
-        """The rows of each task among those of the micro-batch."""
+        """The range of rows of each task in the micro-batch."""
         found, start = {}, 0
         for task in self.tasks:
             found[task.name] = range(start, start + task.rows)
@@ -162,13 +167,13 @@ class Assignment:
         return found
 
     def of_task(self, name: str) -> dict[int, int]:
-        """By rank: how many rows of task ``name`` it computes, of the ranks that have any."""
+        """The number of rows of task ``name`` by rank, for the ranks that have any."""
         span = self.spans()[name]
         own = {rank: len(overlap(self.piece(rank), span)) for rank in range(self.ranks)}
         return {rank: count for rank, count in own.items() if count}
 
     def costs(self) -> list[int]:
-        """What each rank's rows cost."""
+        """The cost of each rank's rows."""
         cost = {task.name: task.cost for task in self.tasks}
         spans = self.spans().items()
         return [
@@ -178,12 +183,12 @@ class Assignment:
 
     @property
     def balance(self) -> float:
-        """The mean cost of a rank over the largest: 1 where all have the same."""
+        """The mean cost of a rank over the largest: 1 if all are equal."""
         costs = self.costs()
         return sum(costs) / (len(costs) * max(costs))
 
     def as_json(self) -> dict[str, object]:
-        """What each task has where, and what ranks' rows cost."""
+        """Each task's rows by rank, and the cost of each rank's rows."""
         return {
             "tasks": [
                 {
@@ -209,17 +214,17 @@ class Assignment:
 
 
 def overlap(one: range, other: range) -> range:
-    """What two ranges of step 1 have in common."""
+    """The intersection of two ranges of step 1."""
     start = max(one.start, other.start)
     return range(start, max(start, min(one.stop, other.stop)))
 
 
 def assign(tasks: tuple[TaskRows, ...], ranks: int) -> Assignment:
-    """The rows of ``tasks`` in ``ranks`` contiguous pieces, of which the most expensive one is as cheap as it can be.
+    """Cuts the rows of ``tasks`` into ``ranks`` contiguous pieces, minimising the cost of the most expensive one.
 
-    Of all such cuts each is the one nearest to where an equal share would end, the earlier of two. No rank is without a row
-    unless there are fewer rows than ranks. A function of its arguments alone: all ranks find the same. Raises ValueError
-    for no task, rank, row or cost.
+    Of all optimal cuts it chooses each nearest to the end of an equal share, the earlier of two. No rank is without a row
+    unless there are fewer rows than ranks. Depends only on its arguments: all ranks find the same. Raises ValueError
+    without a task or a rank, or for a task without rows or cost.
     """
     if ranks < 1 or not tasks or any(task.rows < 1 or task.cost < 1 for task in tasks):
         raise ValueError("expected at least one rank, one task, and of each task at least one row of cost 1")
@@ -241,7 +246,7 @@ def assign(tasks: tuple[TaskRows, ...], ranks: int) -> Assignment:
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if feasible(middle) else (middle + 1, high)
-    # From behind: the earliest row from which the ranks that are left can take all.
+    # From the end: the earliest row from which the remaining ranks can take all.
     earliest = [rows]
     for _ in range(ranks - 1):
         earliest.append(next_start(sums, earliest[-1], low))
@@ -264,36 +269,36 @@ def next_start(sums: list[int], stop: int, bound: int) -> int:
 
 # The progress of each task ----------------------------------------------------------------------------------
 #
-# What a commit keeps of a task, and what changes from one run to the next. A task's position is the number of its
-# examples that steps have taken, skipped steps included. It grows with each step by the task's rows, whichever ranks
-# compute them: it depends on the steps and on the tasks' rows alone.
+# The state of a task in a commit, and its changes from one run to the next. A task's position is the number of its
+# examples that steps have taken, skipped steps included. Each step adds the task's rows, whichever ranks compute them:
+# the position depends only on the steps and on the tasks' rows.
 
 
 ProgressByTask = Mapping[str, TaskProgress]
 
 
 def resumed(tasks: Tasks, before: ProgressByTask) -> dict[str, TaskProgress]:
-    """Where ``tasks`` begin after ``before``: a task goes on where it was, a new one at 0; one that is not trained any more
-    is kept for when it comes back.
+    """The progress at which ``tasks`` begin after ``before``: a known task continues, a new one begins at 0; a task that
+    is no longer trained is kept for its return.
     """
     found = dict(before)
     for name, task in tasks.items():
         known = found.get(name, TaskProgress())
-        # Once it has one, its own head is kept, whether it is used or not.
+        # A task's own head is kept, whether it is used or not.
         own = TaskHead.OWN.value in (known.head, task.head.value)
         found[name] = replace(known, head=TaskHead.OWN.value if own else TaskHead.SHARED.value)
     return found
 
 
 def own_heads(progress: ProgressByTask) -> list[str]:
-    """The tasks of which the store keeps a head of their own, in order."""
+    """The tasks whose own head the store keeps, in order."""
     return [name for name, known in progress.items() if known.head == TaskHead.OWN.value]
 
 
 def changes(
     recorded: Mapping[str, object], present: Mapping[str, object], before: ProgressByTask
 ) -> Iterator[str]:
-    """One line for each task that is not as it was; ``recorded`` and ``present``: the tasks of the conditions of the run."""
+    """One line for each changed task; ``recorded`` and ``present``: the tasks in the conditions of the run."""
     for name in sorted(present.keys() - recorded.keys()):
         known = before.get(name)
         yield f"task {name}: added, from its {'beginning' if known is None else f'example {known.position} on'}"

@@ -1,6 +1,6 @@
-"""Whether the tables over the vocabulary are gathered, or their rows stay divided over the data ranks. Imports no torch.
+"""Chooses whether vocabulary tables are gathered, or their rows stay divided over the data ranks. Imports no torch.
 
-Decided of the configuration alone when a store is created, and kept in its conditions: a resume goes on with what it finds.
+The choice depends only on the configuration when a store is created; its conditions keep it for resumed runs.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from tierstore.tiers.slots import DeviceKind
 from tierstore.train.config import TrainConfig
 from tierstore.units import format_bytes
 
-#: Of embedding and head, never AUTO.
+#: Placements of embedding and head, never AUTO.
 Placements = tuple[RowPlacement, RowPlacement]
 
-#: AUTO gathers what is smaller: its messages cost their number, and not their bytes.
+#: AUTO gathers smaller tables: the cost of their messages is their number, not their bytes.
 SMALL_TABLE_BYTES = 4 << 20
 
 
@@ -33,8 +33,8 @@ _HEAD = Decision("head", RowPlacement.GATHERED, "as configured")
 
 @dataclass(frozen=True, kw_only=True)
 class VocabularyTables:
-    """Both tables. ``table``: how they are divided where they are; ``cost``: what either way sends; None where there is one
-    data rank, or nothing can be divided. A tied head is the embedding.
+    """Both tables. ``table``: the division of their rows, if divided; ``cost``: the bytes sent either way; None for a
+    single data rank, or if nothing can be divided. A tied head is the embedding.
     """
 
     embedding: Decision[RowPlacement] = _EMBEDDING
@@ -45,21 +45,21 @@ class VocabularyTables:
 
     @property
     def partition(self) -> VocabularyPartition:
-        """The tables that are divided."""
+        """The divided tables."""
         divided = (one.value is RowPlacement.PARTITIONED for one in (self.embedding, self.head))
         return VocabularyPartition(*(self.table if one else None for one in divided))
 
     @property
     def tables(self) -> dict[tuple[str, int], TableRows]:
-        """The divided parameters by their places."""
+        """The divided parameters by position."""
         return self.partition.tables(tied=self.tied)
 
     def conditions(self) -> dict[str, object]:
-        """What a store keeps of it."""
+        """The choice in the form of a store's conditions."""
         return {"embedding": self.embedding.value.value, "head": self.head.value.value}
 
     def as_json(self) -> dict[str, object]:
-        """The choice, with what a rank sends in a step and needs beside its slices, either way."""
+        """The choice, with the bytes a rank sends in a step and needs beside its slices, either way."""
         chosen = {
             "embedding": self.embedding.value.value,
             "embedding_reason": self.embedding.reason,
@@ -83,7 +83,7 @@ class VocabularyTables:
         }
 
     def describe(self) -> str | None:
-        """The line at the head of a run; None where there is nothing to choose."""
+        """The line at the head of a run; None if there is no choice."""
         if self.cost is None:
             return None
         return "; ".join(
@@ -98,8 +98,8 @@ def choose_vocabulary(
     device: DeviceKind = DeviceKind.CPU,
     recorded: Mapping[str, object] | None = None,
 ) -> VocabularyTables:
-    """The choice of a run of ``config`` on ``ranks`` data ranks: what it says, what its store has ``recorded`` of its
-    layout, or AUTO's; of a pipeline stage, the whole model's, as far as the stage has the tables. Looks at nothing but its
+    """The choice for a run of ``config`` on ``ranks`` data ranks: the configured one, the one ``recorded`` by its store,
+    or AUTO's; for a pipeline stage, the whole model's choice, for the tables that the stage has. Depends only on its
     arguments. Raises ConfigError.
     """
     model, parallel = config.model, config.parallel
@@ -153,7 +153,7 @@ def choose_vocabulary(
 
 
 def _of_stage(choice: VocabularyTables, stage: ModelSpec) -> VocabularyTables:
-    """``choice`` as ``stage`` has it: the first one has the embedding, the last one the head."""
+    """The part of ``choice`` for ``stage``: the first stage has the embedding, the last one the head."""
 
     def own(table: Decision[RowPlacement], *, here: bool) -> Decision[RowPlacement]:
         return table if here else replace(table, value=RowPlacement.GATHERED, reason="of another stage")
@@ -164,27 +164,27 @@ def _of_stage(choice: VocabularyTables, stage: ModelSpec) -> VocabularyTables:
 
 
 def recorded_placements(parallel: Mapping[str, object]) -> Placements:
-    """Embedding and head, of what a store has recorded of its layout. Raises ValueError."""
+    """The placements of embedding and head in a store's recorded layout. Raises ValueError."""
     embedding, head = (_kept(parallel, name) or RowPlacement.GATHERED for name in ("embedding", "head"))
     return embedding, head
 
 
 def places_of(model: ModelConfig, placements: Placements) -> list[tuple[str, int]]:
-    """Where ``model`` has the parameters whose rows are divided over data ranks."""
+    """The positions in ``model`` of the parameters whose rows are divided over data ranks."""
     table = TableRows(model.vocab_size, model.d_model, 1)
     divided = [table if each is RowPlacement.PARTITIONED else None for each in placements]
     return list(VocabularyPartition(*divided).tables(tied=model.tie_embeddings is TieEmbeddings.TIED))
 
 
 def _kept(recorded: Mapping[str, object] | None, name: str) -> RowPlacement | None:
-    """What a store has recorded; a store that does not mention it has whole tables."""
+    """The recorded placement; a store without one has whole tables."""
     return None if recorded is None else RowPlacement(str(recorded.get(name, RowPlacement.GATHERED.value)))
 
 
 def _placement(
     asked: RowPlacement, kept: RowPlacement | None, cost: VocabularyCost, divided_sent: int
 ) -> tuple[RowPlacement, str]:
-    """How a table reaches its tokens, and why."""
+    """The placement of a table, and why."""
     if asked is not RowPlacement.AUTO:
         return asked, "as configured"
     if kept is not None:
@@ -192,14 +192,16 @@ def _placement(
     gathered = cost.gathered_sent
     nbytes = 4 * cost.table.rows * cost.table.width
     if nbytes < SMALL_TABLE_BYTES:
-        return RowPlacement.GATHERED, f"auto: the table is {format_bytes(nbytes)}, too small to matter"
+        return RowPlacement.GATHERED, f"auto: a table of {format_bytes(nbytes)} is too small to matter"
     sent = f"auto: a step sends {format_bytes(divided_sent)} a rank, and {format_bytes(gathered)} gathered"
     return RowPlacement.PARTITIONED if divided_sent < gathered else RowPlacement.GATHERED, sent
 
 
 def _obstacles(config: TrainConfig, device: DeviceKind) -> tuple[str | None, str | None]:
-    """Why no table can be divided, and why no head can; None where it can."""
-    of_head = "the rows of tasks differ from rank to rank, and each task has a loss" if config.tasks else None
+    """Why no table can be divided, and why no head can; None if it can."""
+    of_head = (
+        "the rows of tasks differ from rank to rank, and each task has its own loss" if config.tasks else None
+    )
     if not isinstance(config.spec, BuiltInSpec):
         return (
             "an imported model's tables were cut with its other dense parameters, and its code calls them",
@@ -208,7 +210,7 @@ def _obstacles(config: TrainConfig, device: DeviceKind) -> tuple[str | None, str
     where = config.dense.optimizer_state
     if device is not DeviceKind.CPU and where is not OptimizerState.DEVICE:
         return (
-            f"rows are looked up where they are stepped, and dense.optimizer_state is {where.value}",
+            f"rows are looked up where they are stepped, but dense.optimizer_state is {where.value}",
             of_head,
         )
     return None, of_head

@@ -159,7 +159,7 @@ def test_tune_and_what_it_prints_is_taken_by_train(trace: Path, tmp_path: Path) 
     assert (value["miss_gain_low_ratio"], value["miss_gain_high_ratio"]) == (None, None)  # too few steps
     assert value["verdict"] == "tie"
     said = done("tune", trace, "--capacity", "0.4", "--policy", "lru").stdout
-    assert "no interval: too few steps" in said
+    assert "no interval: too few independent steps" in said
     longer = found("tune", trace, "--capacity", "0.4", "--prefix", "0.1")
     assert longer["miss_gain_low_ratio"] <= longer["miss_gain_ratio"] <= longer["miss_gain_high_ratio"]
     assert [one["policy"] for one in value["ranked"]].count(value["chosen"]["policy"]) >= 1
@@ -169,7 +169,7 @@ def test_tune_and_what_it_prints_is_taken_by_train(trace: Path, tmp_path: Path) 
     assert "cache" in tomllib.loads(written.read_text())
     out = done("tune", trace, "--capacity", "0.4", "--objective", "stall").stdout
     for said in (
-        "A pass asks for 2.0 of a layer's 8.0 frames",
+        "A pass requests 2.0 of a layer's 8.0 frames",
         "interval",
         "[cache]",
         "the finalists in hindsight",

@@ -99,4 +99,4 @@ def test_ranks_must_differentiate_the_same_multiple(ranks: Ranks) -> None:
 
 def test_numbers_of_tokens_that_differ_are_refused_on_every_rank(ranks: Ranks) -> None:
     messages = ranks.run(2, unlike_tokens, *drawn(40, 16, 8))
-    assert messages == ["the ranks have [8, 7] tokens: a divided head needs as many on each"] * 2
+    assert messages == ["the ranks have [8, 7] tokens: a divided head needs equally many on each"] * 2

@@ -195,7 +195,7 @@ def test_the_level_is_committed_with_the_state(tmp_path: Path, monkeypatch: pyte
     with ParameterStore.open(tmp_path / "store", slow) as store:
         assert store.core.extents.budget is not None
         assert store.core.extents.budget.level < 500_000, "not full, as a new one would be"
-        with pytest.raises(ValueError, match="keeps its own"):
+        with pytest.raises(ValueError, match="is reserved"):
             store.commit({"write-budget": b""})
     with ParameterStore.open(tmp_path / "store", StoreConfig(host_budget=1 << 20)) as store:
         assert store.core.extents.budget is None

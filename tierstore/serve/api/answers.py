@@ -164,7 +164,7 @@ class Answering:
             self._engine.cancel(self._request, outcome)
 
     def leave(self) -> None:
-        """Nobody waits for it any more, if it has not ended."""
+        """The client no longer waits: cancels the request, unless it has ended."""
         self._engine.cancel(self._request)
 
     async def whole(self) -> Response:

@@ -1,4 +1,4 @@
-"""What /metrics shows, in a registry of this server's own."""
+"""The metrics of /metrics, in a registry of the server's own."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class ServerMetrics:
 
 
 class _State:
-    """What is read when it is asked for."""
+    """Values that are read when the metrics are collected."""
 
     def __init__(self, engine: ServingEngine) -> None:
         self._engine = engine

@@ -136,7 +136,7 @@ class ServerLog:
     """Lines for a descriptor, which stays open: a server's standard error.
 
     While the event loop runs, ``write`` never waits: aiofiles writes the lines on a thread of the loop's executor, so that a
-    stream that nobody reads (a full pipe, a disk that hangs) stops neither the loop nor the model. The last ``KEPT``
+    stream that no process reads (a full pipe, a disk that hangs) stops neither the loop nor the model. The last ``KEPT``
     unwritten lines are kept; those that cannot be written are dropped.
     """
 

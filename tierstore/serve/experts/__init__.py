@@ -2,8 +2,7 @@
 
 ::
 
-    cached.py   the host cache, whose guesses must pay for themselves
-    slots.py    slots of a device, loaded through the host cache
+    cached.py   the host cache, or slots over it; guesses must pay for themselves
     ring.py     whole layers in slots
     slotted.py  chosen and guessed experts in slots, in turns with a ring
 """

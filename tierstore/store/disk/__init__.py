@@ -1,1 +1,1 @@
-"""Where records lie: a store's directories, the extent files in them, and the space of their slots."""
+"""A store on disk: its directories, the extent files in them, and the space of their slots."""

@@ -1,9 +1,9 @@
-"""The directories of a store: its own, and stripe directories on drives of their own.
+"""The directories of a store: its own, and stripe directories on other drives.
 
-The index lists the directories in order, so the list changes with a commit or not at all. Each stripe directory has an
-identity with a uuid of its own, durable before the first commit that may refer to it: opening refuses one that is
-missing, swapped, or another store's by name. A directory that the configuration names beyond those of the index is
-added, and is part of the store from the next commit on.
+The index lists the directories in order, so the list changes only with a commit. Each stripe directory has an identity
+with a uuid of its own, durable before the first commit that may refer to it: opening refuses a directory that is missing,
+swapped, or another store's, naming it. Directories in the configuration beyond those of the index are added, and are part
+of the store from the next commit on.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from tierstore.store.disk.home import (
 )
 from tierstore.store.disk.lease import DirectoryLease
 
-#: A drive is measured anew once this much was moved to or from it: less is latency and noise.
+#: A drive is measured again once this many bytes were moved to or from it: less measures latency and noise.
 LEAST_BYTES = 4 << 20
-#: An estimate moves by the root of the ratio measured, which counts as at most this: one hiccup cannot halve a drive's
-#: share twice, and a drive that stays slow is known in a few commits.
+#: An estimate moves by the root of the measured ratio, clipped to this: a single hiccup cannot halve a drive's share
+#: twice, and a drive that stays slow is detected within a few commits.
 _MOST_CHANGE = 4.0
-#: No share falls below this part of an equal one: a drive that gets nothing could never be seen to recover.
+#: No share falls below this part of an equal one: without any traffic, a drive's recovery would not be noticed.
 _LEAST_SHARE = 1 / 16
-#: Shares are left alone while none is off by more than this: space follows them, and need not for noise.
+#: Shares stay unchanged while none is off by more than this: reserved space follows them, and should not follow noise.
 _DEAD_BAND = 0.1
 
 
 class WeightedRoundRobin:
-    """Smooth weighted round robin: in any run of turns each number has about its share, spread out and not in a row.
+    """Smooth weighted round robin: in any run of turns each number has about its share, spread evenly.
 
     Each turn credits every number with its weight, picks the one with the highest credit (the first of equals), and
     charges it the sum of the weights.
@@ -68,7 +68,7 @@ class WeightedRoundRobin:
 
 
 def apportion(total: int, weights: Sequence[float]) -> list[int]:
-    """``total`` in whole parts by weight, by largest remainder (the first of equals); they add up to it."""
+    """``total`` divided into whole parts by weight, by largest remainder (ties to the first); they add up to it."""
     whole = sum(weights)
     exact = [total * weight / whole for weight in weights]
     parts = [math.floor(part) for part in exact]
@@ -81,8 +81,8 @@ def apportion(total: int, weights: Sequence[float]) -> list[int]:
 class BandwidthEstimator:
     """Estimates the drives' bandwidths, and their ``shares`` of new slots, which add up to 1.
 
-    ``fixed`` weights, if given, are the shares for good. Otherwise shares follow ``bandwidths`` (bytes a second; 0 is
-    unknown and counts as the mean of the others), which ``observe`` updates with what moved since the last commit.
+    ``fixed`` weights, if given, are the permanent shares. Otherwise shares follow ``bandwidths`` (bytes a second; 0 is
+    unknown and counts as the mean of the others), which ``observe`` updates with the traffic since the last commit.
     """
 
     def __init__(self, bandwidths: Sequence[float], fixed: Sequence[float] = ()) -> None:
@@ -92,7 +92,7 @@ class BandwidthEstimator:
         self.shares = _normalized(fixed or self._known())
 
     def observe(self, moved: Sequence[tuple[int, float]]) -> None:
-        """``moved``: for each drive bytes since the last call, and the seconds in which any were under way."""
+        """``moved``: for each drive the bytes since the last call, and the seconds with transfers in flight."""
         for number, (nbytes, seconds) in enumerate(moved):
             before = self._pending[number]
             self._pending[number] = pending = (before[0] + nbytes, before[1] + seconds)
@@ -127,9 +127,9 @@ def _normalized(weights: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True)
 class DriveReport:
-    """One directory of a store: its ``share`` of new slots, what lies there, and what was moved since the opening.
+    """One directory of a store: its ``share`` of new slots, the bytes stored there, and the traffic since the opening.
 
-    ``bandwidth`` is bytes a second while anything was under way: since the opening, or as the last commits knew it when
+    ``bandwidth`` is bytes a second while transfers were in flight: since the opening, or the last commits' estimate if
     little was moved since (0: not known).
     """
 
@@ -163,7 +163,7 @@ class Drive:
     published: bool = True
     made: tuple[Path, ...] = ()
     lease: DirectoryLease | None = None
-    #: Most bytes of extents here, 0 for no limit.
+    #: Most bytes of extents here; 0: no limit.
     limit: int = 0
     link: Link | None = None
     meter: Meter = field(default_factory=Meter)
@@ -172,12 +172,12 @@ class Drive:
 
     @property
     def path(self) -> Path:
-        """Where it is now: an open store's directory may have been renamed."""
+        """Its current path: an open store's directory may have been renamed."""
         return self.given if self.lease is None else self.lease.directory
 
     @property
     def create(self) -> FileCreate:
-        """Whether extents that are not here yet are made, or missed."""
+        """Whether missing extents are created, or are an error."""
         return FileCreate.NO if self.published else FileCreate.YES
 
     @property
@@ -195,14 +195,14 @@ class Drive:
                     remove_unfinished(self.path)
 
     def totals(self) -> tuple[int, int, float]:
-        """Bytes read and written since the opening, and the seconds in which any were under way."""
+        """Bytes read and written since the opening, and the seconds with transfers in flight."""
         read, written, busy_s = self.meter.reading()
         if self.link is not None:
             busy_s = max(busy_s, float(self.link.stats()["busy_s"]))
         return read, written, busy_s
 
     def moved(self) -> tuple[int, float]:
-        """Bytes to and from here since the last call, and the seconds in which any were under way."""
+        """Bytes moved since the last call, and the seconds with transfers in flight."""
         read, written, busy_s = self.totals()
         now = (read + written, busy_s)
         since = (now[0] - self._seen[0], now[1] - self._seen[1])
@@ -221,9 +221,9 @@ class Drives:
 
     @classmethod
     def create(cls, home: Home, config: StripeConfig, abandoned: str) -> Drives:
-        """The directories of a new store. It may reuse those of ``abandoned``, a store whose creation never finished.
+        """The directories of a new store. They may reuse those of ``abandoned``, a store whose creation never finished.
 
-        Raises StoreExistsError, StoreFormatError, StoreInUseError, ConfigError, OSError; nothing is left then.
+        Raises StoreExistsError, StoreFormatError, StoreInUseError, ConfigError, OSError, leaving nothing behind.
         """
         drives = cls(home, config)
         with drives._closed_on_error():
@@ -275,7 +275,7 @@ class Drives:
             raise
 
     def _attach(self, path: Path, own: str, access: StoreAccess) -> None:
-        """Adds a directory that commits refer to; a writer records in its identity where the store is now."""
+        """Adds a directory that commits refer to; a writer records the store's current path in its identity."""
         number = len(self._drives)
         self._recognise(path, number, own)
         lease = DirectoryLease(path.absolute(), access=access)
@@ -290,7 +290,7 @@ class Drives:
         lease.watch(IDENTITY)
 
     def _recognise(self, path: Path, number: int, own: str) -> Identity:
-        """The identity of what must be directory ``number``. Raises StoreMissingError or StoreFormatError."""
+        """The identity of directory ``number``, expected at ``path``. Raises StoreMissingError or StoreFormatError."""
         home = self.home
         what = f"directory {number} of the store in {home.directory}"
         identity = read_directory_identity(path)
@@ -313,7 +313,7 @@ class Drives:
         return identity
 
     def _claim(self, path: Path, abandoned: str) -> None:
-        """Adds an empty or missing directory, or the remains of a claim that no commit followed."""
+        """Adds an empty or missing directory, or the remains of a claim without a commit."""
         number = len(self._drives)
         if any(same_directory(path, drive.path) for drive in self._drives):
             raise ConfigError(f"stripe.directories: {path} is there twice")
@@ -328,16 +328,16 @@ class Drives:
                 path, number, abandoned
             )  # another process may have claimed it meanwhile
             stack.pop_all()
-        drive.lease = lease  # with it, closing may remove the content
-        # After a power cut the lease marks whatever is found beside it as debris.
+        drive.lease = lease  # with it, ``close`` may remove the content
+        # After a power cut the lease marks any files beside it as debris.
         fsync_directory(path)
         remove_content(path)
-        if identity is not None:  # it goes before the announced identity that names it
+        if identity is not None:  # it is removed before the announced identity that names it
             fsync_directory(path)
 
     def _check_free(self, path: Path, number: int, abandoned: str) -> Identity | None:
-        """The identity of an abandoned claim, None for none. Raises StoreExistsError or StoreFormatError where ``path``
-        may belong to another store, or to no store.
+        """The identity of an abandoned claim, or None. Raises StoreExistsError or StoreFormatError if ``path`` belongs to
+        another store, or has other content.
         """
         identity = read_directory_identity(path)
         if identity is None:
@@ -365,11 +365,11 @@ class Drives:
             drive.link = Link(speed) if speed else None
         start = list(bandwidths) + [0.0] * (count - len(bandwidths))
         if not any(start):
-            # What was measured in operation is less than what a benchmark finds: the two are not mixed.
+            # Bandwidths measured in operation are lower than those of a benchmark: the two are not mixed.
             start = [profiled_bandwidth(drive.path) for drive in self]
         self.estimator = BandwidthEstimator(start, config.weights)
 
-    # What there is ------------------------------------------------------------------------------------------
+    # Shares and reports -------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         return len(self._drives)
@@ -382,15 +382,15 @@ class Drives:
 
     @property
     def shares(self) -> Sequence[float]:
-        """Of new slots, by directory."""
+        """The shares of new slots, by directory."""
         return self.estimator.shares
 
     def reweigh(self) -> None:
-        """At a commit: the shares of what comes after it."""
+        """Updates the shares at a commit, for later slots."""
         self.estimator.observe([drive.moved() for drive in self])
 
     def as_json(self) -> list[dict[str, object]]:
-        """What the index keeps of them: nothing for a store of one directory."""
+        """The index entry of the directories: empty for a store of one directory."""
         if len(self) == 1:
             return []
         return [
@@ -399,7 +399,7 @@ class Drives:
         ]
 
     def reports(self, used_bytes: Sequence[int]) -> list[DriveReport]:
-        """One for each; ``used_bytes`` are those of slots in use."""
+        """One report for each directory; ``used_bytes`` are those of slots in use."""
         rows = []
         for drive, used, share, bandwidth in zip(
             self, used_bytes, self.shares, self.estimator.bandwidths, strict=True
@@ -419,7 +419,7 @@ class Drives:
             )
         return rows
 
-    # Becoming and ceasing -----------------------------------------------------------------------------------
+    # Publishing and closing ---------------------------------------------------------------------------------
 
     @property
     def unlocked(self) -> list[tuple[Path, str]]:
@@ -434,11 +434,11 @@ class Drives:
                 drive.lease.check()
 
     def publish(self) -> None:
-        """Before a commit that may refer to new directories: each gets its identity, durably."""
+        """Writes the identity of each new directory durably, before a commit that may refer to it."""
         new = [drive for drive in self if drive.number and not drive.published]
         if not new:
             return
-        # If the process dies from here on, a new store's own directory names the owner of the others.
+        # If the process dies after this, a new store's own directory names the owner of the others.
         self.home.announce(len(self))
         fsync_directory(self.home.directory)
         for drive in new:
@@ -452,28 +452,28 @@ class Drives:
                 fsync_directory(made.parent)
             if drive.lease is not None:
                 drive.lease.watch(IDENTITY)
-            # An older store's commit may be durable though it failed: nothing is removed any more.
+            # An existing store's commit may be durable although it failed: nothing is removed any more.
             drive.published = self.home.published
         if self.home.published:
             self.home.publish(len(self))
 
     def committed(self) -> None:
-        """A commit lists them all: ``close`` removes none from here on."""
+        """Records that a commit lists all directories: from now on ``close`` removes none."""
         for drive in self:
             drive.published = True
 
     def close(self) -> None:
-        """Closes every stripe directory, whatever fails; those that no commit knows are removed."""
+        """Closes every stripe directory, even after failures; removes those that no commit knows."""
         with contextlib.ExitStack() as stack:
             for drive in self._drives[1:]:
                 stack.callback(drive.close)
 
 
 def profiled_bandwidth(directory: Path) -> float:
-    """Bytes a second that the disk under ``directory`` wrote in a benchmark of it; 0 where the profile has none."""
+    """The benchmarked write bandwidth of the disk under ``directory``, bytes a second; 0 if the profile has none."""
     try:
         point = load_io_point(directory)
-    except (DataError, OSError):  # a profile makes a store faster, no more
+    except (DataError, OSError):  # a profile only makes a store faster
         return 0.0
     return 0.0 if point is None else point.write_bytes_per_s
 

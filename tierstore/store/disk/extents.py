@@ -1,9 +1,8 @@
-"""Extent files: equal slots, preallocated, reused only when nothing can still need them.
+"""Extent files: equal slots, preallocated, reused only when no commit needs them.
 
-An ``Extent`` owns one file and knows which of its slots are free. ``reserve`` allocates space with ``fallocate`` before
-it is needed, so a full disk is an ``OSError`` (ENOSPC, path, bytes needed) there, and never a failed write later.
-``discard`` returns the blocks of free slots that are not needed any more to the file system; such slots are *holes*,
-and ``reserve`` fills them before they are used.
+An ``Extent`` owns one file and its free slots. ``reserve`` allocates space with ``fallocate`` before it is needed, so a
+full disk is an ``OSError`` (ENOSPC, path, bytes needed) there, and never a failed write later. ``discard`` returns the
+blocks of superfluous free slots to the file system; such slots are *holes*, and ``reserve`` fills them before use.
 
 A slot is *shared* while a durable table of the index refers to it: shared slots are never written.
 """
@@ -45,10 +44,10 @@ _PAGE = 4096
 
 
 class Discard:
-    """The capability, resolved for the file systems of the directories ``scratch``. ON raises OSError where one cannot."""
+    """The capability, resolved for the file systems of the directories ``scratch``. ON raises OSError if one lacks it."""
 
     def __init__(self, wanted: Capability, scratch: Sequence[Path]) -> None:
-        #: Why nothing is discarded; empty where discarding is on.
+        #: Why nothing is discarded; empty if discarding is on.
         self.reason = "off" if wanted is Capability.OFF else ""
         if wanted is not Capability.OFF:
             try:
@@ -63,7 +62,7 @@ class Discard:
         return not self.reason
 
     def failed(self, error: OSError) -> None:
-        """Turns discarding off: a hole could not be made. ``describe`` gives the reason."""
+        """Turns discarding off, because a hole could not be punched. ``describe`` gives the reason."""
         self.reason = self.reason or f"off ({error.filename}: {error.strerror})"
 
     def describe(self) -> str:
@@ -77,10 +76,10 @@ def _try(path: Path) -> None:
         file.punch(0, _PAGE)
 
 
-#: Errors of a full drive, and of a quota that is used up.
+#: Errors of a full drive, and of an exhausted quota.
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
-#: Between commits a slot that is only read collects tickets; the finished ones are swept at this many.
+#: Between commits a slot that is only read collects tickets; at this many, the finished ones are dropped.
 _PRUNE_READS = 16
 #: Fewer bytes than this are not worth a hole.
 _WORTH_BYTES = 1 << 20
@@ -88,7 +87,7 @@ _WORTH_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where one group of a record lies: slot ``number`` of ``extent``."""
+    """The location of one group of a record: slot ``number`` of ``extent``."""
 
     extent: Extent
     number: int
@@ -97,8 +96,9 @@ class Slot:
 class Extent:
     """Slots of ``layout`` in the file ``path``, in the store's directory ``directory``.
 
-    With ``FileCreate.NO`` a missing file is OSError (ENOENT). With ``FileAccess.READ`` nothing can be written or reserved.
-    ``budget`` limits what is written, ``meter`` counts the transfers, and each of ``links`` limits their speed.
+    With ``FileCreate.NO`` a missing file is OSError (ENOENT). With ``FileAccess.READ`` nothing can be written or
+    reserved. ``budget`` limits the bytes written, ``meter`` counts the transfers, and each of ``links`` limits their
+    speed.
     """
 
     def __init__(
@@ -119,20 +119,20 @@ class Extent:
         self.layout = layout
         self.slot_bytes = layout.slot_bytes
         self.directory = directory
-        #: The file or its size changed since the directory was last synced.
+        #: Whether the file or its size changed since the directory was last synced.
         self.unsynced_directory = not path.exists()
         self._engine = engine
         #: Emulated links that limit the speed (``tierstore.links``).
         self.links = list(links)
         self._budget = budget
-        # Free slots: those with blocks, and those that may have none.
+        # Free slots with blocks, and free slots that may have none.
         self._free = NumberSet()
         self._holes = NumberSet()
         self._unchecked = NumberSet()
         self._holes_unpunched = False
-        # Free slots that read as zeros: their blocks were allocated, and nothing was written since.
+        # Free slots that read as zeros: their blocks were allocated, and not written since.
         self._zeros = NumberSet()
-        # By slot: the durable tables that refer to it.
+        # By slot: the number of durable tables that refer to it.
         self._references = array("H")
         self._punches: list[int] = []
         self._punch_errors: list[OSError] = []  # not reported yet
@@ -150,8 +150,8 @@ class Extent:
         self._references.frombytes(bytes(slots * self._references.itemsize))
 
     def reserve(self, slots: int) -> None:
-        """Allocates blocks for at least ``slots`` slots, all in use among them; the file grows if it must. Raises OSError
-        (ENOSPC, EDQUOT) with nothing changed but blocks.
+        """Allocates blocks for at least ``slots`` slots, including those in use; the file grows if necessary. Raises
+        OSError (ENOSPC, EDQUOT) with nothing changed but blocks.
         """
         short = max(slots - self.reserved_slots, 0)
         if not (short or self._unchecked):
@@ -166,7 +166,7 @@ class Extent:
         except OSError as error:
             if error.errno not in NO_SPACE:
                 raise
-            # A refused fallocate leaves what it got so far, and a later opening would take it for slots.
+            # A refused fallocate keeps its partial allocation, which a later opening would take for slots.
             os.ftruncate(self.file.fileno(), self.slots * self.slot_bytes)
             free = os.fstatvfs(self.file.fileno())
             message = (
@@ -184,8 +184,8 @@ class Extent:
         self._lengthen(len(grown))
 
     def recover(self) -> None:
-        """After opening: every slot that no durable table refers to is free."""
-        # The file may have holes (discarded slots, a copy, a restored backup): no block is taken for granted.
+        """After opening: frees every slot that no durable table refers to."""
+        # The file may have holes (discarded slots, a copy, a restored backup): blocks are not assumed.
         used = np.array(self._references) > 0
         self._unchecked.clear()
         self._unchecked.update(np.flatnonzero(used).astype(np.uint32))
@@ -194,20 +194,20 @@ class Extent:
         self._holes_unpunched = bool(self._holes)
 
     def clear_holes(self) -> None:
-        """Makes every slot that has been free since the file was opened read as zeros, where the file system can."""
+        """Makes every slot that has been free since the file was opened read as zeros, if the file system can."""
         if not self._holes_unpunched:
             return
         self.end_punches()
         try:
             for first, count in _runs(self._holes.array()):
                 self.file.punch(first * self.slot_bytes, count * self.slot_bytes)
-        except OSError:  # no holes here: what is to be zero must be written
+        except OSError:  # no holes on this file system: zeros must be written
             return
         self._holes_unpunched = False
         self._zeros.update(self._holes.array())
 
     def reads_as_zeros(self, slot: int) -> bool:
-        """Whether ``slot`` holds nothing but zeros, without having been written."""
+        """Whether ``slot`` reads as zeros without having been written."""
         return slot in self._zeros
 
     @property
@@ -216,23 +216,23 @@ class Extent:
 
     @property
     def reserved_slots(self) -> int:
-        """Slots with blocks of their own, once those in use have been checked."""
+        """Slots with blocks, once those in use have been checked."""
         return self.slots - len(self._holes)
 
     def allocate(self) -> Slot:
-        """A free slot; there must be one (``free_slots``)."""
+        """Allocates a free slot; there must be one (``free_slots``)."""
         return Slot(self, self._free.pop_first())
 
     def free(self, slot: int) -> None:
-        """Frees a slot whose last content nothing on disk refers to any more."""
+        """Frees a slot to which nothing on disk refers any more."""
         (self._holes if self._unchecked.discard(slot) else self._free).add(slot)
 
     def retain_all(self, slots: npt.NDArray[np.uint32]) -> None:
-        """One more durable table refers to each of ``slots``, which differ."""
+        """Adds a durable table's reference to each of ``slots``, which are distinct."""
         np.frombuffer(self._references, np.uint16)[slots] += 1
 
     def release_all(self, slots: npt.NDArray[np.uint32]) -> None:
-        """One durable table fewer refers to each of ``slots``, which differ; without any they are free."""
+        """Drops a durable table's reference to each of ``slots``, which are distinct; frees those without references."""
         references = np.frombuffer(self._references, np.uint16)
         references[slots] -= 1
         for slot in slots[references[slots] == 0].tolist():
@@ -247,8 +247,8 @@ class Extent:
         return np.frombuffer(self._references, np.uint16)[slots] > 0 if len(slots) else np.empty(0, bool)
 
     def discard(self, keep: int, discard: Discard) -> None:
-        """Queues holes for free slots beyond ``keep`` slots with blocks, the last in the file first, and for the slots that
-        were free when the file was opened, which may have blocks.
+        """Queues hole punches for free slots beyond ``keep`` slots with blocks, the last in the file first, and for the
+        slots that were free when the file was opened, which may have blocks.
         """
         self._wait_for_punches([ticket for ticket in self._punches if self._engine.done(ticket)])
         for error in self._punch_errors:
@@ -274,11 +274,11 @@ class Extent:
         self._holes_unpunched = False
 
     def end_punches(self) -> None:
-        """Waits for the holes that are being made."""
+        """Waits for the queued hole punches."""
         self._wait_for_punches(self._punches)
 
     def _wait_for_punches(self, tickets: Sequence[int]) -> None:
-        """A slot that could not be punched counts as a hole all the same."""
+        """Waits for punches; a slot that could not be punched still counts as a hole."""
         ended = set(tickets)
         self._punches = [ticket for ticket in self._punches if ticket not in ended]
         for ticket in tickets:
@@ -320,11 +320,11 @@ class Extent:
         return ticket
 
     def reads_in_flight(self, slot: int) -> list[int]:
-        """Tickets of the reads of ``slot`` that have not finished."""
+        """Tickets of the unfinished reads of ``slot``."""
         return self._unfinished(self._reads.get(slot, ()))
 
     def _unfinished(self, tickets: Iterable[int]) -> list[int]:
-        # What has finished, even badly, delays nothing any more.
+        # Finished transfers, even failed ones, delay nothing any more.
         return [ticket for ticket in tickets if not self._engine.done(ticket)]
 
     def write(
@@ -377,14 +377,14 @@ class Extent:
         return ticket
 
     def sync(self, after: Sequence[int]) -> int | None:
-        """Queues an fdatasync when something was written or grown since the last one."""
+        """Queues an fdatasync if the file was written or grown since the last one."""
         if not (self._written or self.unsynced_directory):
             return None
         self._written = False
         return self._engine.sync(self.file, after=list(after))
 
     def forget_finished(self) -> None:
-        """Drops the ordering kept for transfers that are known to have finished (after a commit)."""
+        """Drops the ordering state of transfers that are known to have finished (after a commit)."""
         self._last_write = {s: t for s, t in self._last_write.items() if not self._engine.done(t)}
         unfinished = {s: self._unfinished(ts) for s, ts in self._reads.items()}
         self._reads = {s: ts for s, ts in unfinished.items() if ts}
@@ -404,7 +404,7 @@ def _runs(slots: npt.NDArray[np.uint32]) -> Iterator[tuple[int, int]]:
 
 
 def scratch_buffers(layout: GroupLayout) -> list[Buffer]:
-    """Memory for one slot of ``layout``, which lives as long as these do: one Buffer a section."""
+    """Memory for one slot of ``layout``, one Buffer a section; it lives as long as they do."""
     arena = Arena(layout.slot_bytes, HugePages.OFF)
     sections, offset = [], 0
     for section in layout.sections:

@@ -1,17 +1,17 @@
-"""One process at a time has a store's directory open to write, or several have it open to read.
+"""The lock of a store's directory: one process may have it open to write, or several to read.
 
 The lease is a ``flock``, exclusive for a writer, shared for readers, on the directory and on the file ``lease`` in it.
-Cleaners of temporary directories remove old files, and a lock on a removed file excludes no process; they leave a directory
-that is not empty. The file holds the writer's pid, and it alone counts where a file system cannot lock directories, or does
-so on this machine alone (NFS). Readers lock the directory alone where there is no such file.
+Cleaners of temporary directories remove old files, and a lock on a removed file excludes no process; but they keep a
+directory that is not empty. The file holds the writer's pid; only the file is locked if the file system cannot lock
+directories, or locks them only on this machine (NFS). Readers lock only the directory if there is no such file.
 
 A flock lives as long as its open file description, so a writer's descriptors are also registered in the engine's ring:
-after SIGKILL the kernel tears the ring down only when its last direct write has landed, and the locks stay until then.
+after SIGKILL the kernel destroys the ring only when its last direct write has finished, and the locks stay until then.
 (With the thread backend the descriptor table ends only after the threads' last system calls.) A reader writes nothing.
 
-Readers may not write their pids, and a full disk takes no writer's: such holders are looked up in ``/proc/locks``, which
-does not name processes of other containers. A forked child shares the descriptions, and so the locks: ``close`` must not
-unlock them there.
+Readers must not write their pids, and on a full disk a writer cannot: such holders are looked up in ``/proc/locks``,
+which does not list processes of other containers. A forked child shares the descriptions, and so the locks: ``close``
+must not unlock them there.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from tierstore.errors import StoreFormatError, StoreInUseError
 from tierstore.store.config import StoreAccess
 
 _LOCKS = Path("/proc/locks")
-#: Errors of a drive that takes no new file.
+#: Errors of a drive on which no file can be created.
 _NO_FILE = (errno.ENOSPC, errno.EDQUOT)
 
 
 def try_lock(fd: int, kind: int, path: Path) -> bool:
-    """Whether a ``flock`` of ``kind`` on ``fd``, which is ``path``, was granted; False where another one excludes it. Raises
-    OSError naming ``path`` where its file system has no such locks.
+    """Whether a ``flock`` of ``kind`` on ``fd``, which is ``path``, was granted; False if another lock excludes it.
+    Raises OSError naming ``path`` if its file system has no such locks.
     """
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
@@ -52,9 +52,9 @@ def try_lock(fd: int, kind: int, path: Path) -> bool:
 class DirectoryLease:
     """The lease of the store in ``directory``; a context manager.
 
-    Raises StoreInUseError naming the holder's pid when another process holds it, or when that of a killed holder does not
-    end within ``patience_s`` seconds (its last I/O may take a moment). Raises OSError naming what cannot be locked, and
-    StoreFormatError where a reader finds nothing that it can lock.
+    Raises StoreInUseError naming the holder's pid if another process holds it, or if a killed holder's lock does not end
+    within ``patience_s`` seconds (its last I/O may take a moment). Raises OSError naming a path that cannot be locked,
+    and StoreFormatError if a reader finds nothing to lock.
     """
 
     def __init__(
@@ -65,9 +65,9 @@ class DirectoryLease:
         self._kind = fcntl.LOCK_EX if access is StoreAccess.WRITE else fcntl.LOCK_SH
         self._owner = os.getpid()
         self._fd = self._directory_fd = -1
-        #: Why the file alone is locked; empty where the directory is.
+        #: Why only the file is locked; empty if the directory is.
         self.directory_reason = ""
-        #: Why there is no file to lock in a directory that is locked, for a writer to be told at its first commit.
+        #: Why a locked directory has no file to lock, for the error at a writer's first commit.
         self._no_file: OSError | None = None
         # By name in the directory: device and inode.
         self._files: dict[str, tuple[int, int]] = {}
@@ -86,7 +86,7 @@ class DirectoryLease:
                 os.pwrite(self._fd, f"{self._owner}\n".encode(), 0)
 
     def _take(self, deadline: float) -> bool:
-        """Locks what there is; False where it has been replaced meanwhile: an undone creation removes it."""
+        """Locks directory and file; False if they were replaced meanwhile: an undone creation removes them."""
         self._directory_fd = os.open(self._given, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             self._acquire(self._directory_fd, self._given, deadline)
@@ -99,7 +99,7 @@ class DirectoryLease:
             return self.is_at(self._given)
         try:
             self._acquire(self._fd, path, deadline)
-        except OSError:  # where nothing can be locked nothing is left
+        except OSError:  # leave no file if nothing can be locked
             if not found and self._access is StoreAccess.WRITE:
                 path.unlink(missing_ok=True)
             raise
@@ -110,7 +110,7 @@ class DirectoryLease:
         return os.path.samestat(os.fstat(self._fd), current) and self.is_at(self._given)
 
     def _open(self, path: Path) -> None:
-        """Opens the file to lock. In a directory that is locked there may be none, for a reader or on a full disk."""
+        """Opens the file to lock. A locked directory may have none, for a reader or on a full disk."""
         writes = self._access is StoreAccess.WRITE
         try:
             flags = os.O_RDWR | os.O_CREAT if writes else os.O_RDONLY
@@ -160,7 +160,8 @@ class DirectoryLease:
 
     @property
     def directory(self) -> Path:
-        """Where the directory is now, which may have been renamed since it was opened; where it was, if it is gone."""
+        """The current path of the directory, which may have been renamed since it was opened; its old path, if it is
+        gone."""
         if self._directory_fd >= 0 and not self.is_at(self._given):
             with contextlib.suppress(OSError):
                 moved = Path(os.readlink(f"/proc/self/fd/{self._directory_fd}"))
@@ -170,20 +171,20 @@ class DirectoryLease:
 
     @property
     def fds(self) -> list[int]:
-        """A writer's locked descriptors, for the engine's ring; none of a reader."""
+        """A writer's locked descriptors, for the engine's ring; none for a reader."""
         held = (self._fd, self._directory_fd) if self._access is StoreAccess.WRITE else ()
         return [fd for fd in held if fd >= 0]
 
     def watch(self, name: str, fd: int | None = None) -> None:
-        """From now on ``check`` expects the file ``name`` to be the one that ``fd`` has open, or the one that is there."""
-        if fd is None:  # kept open: the number of an inode that is gone soon belongs to another file
+        """From now on ``check`` expects the file ``name`` to be the one open as ``fd`` (None: the one now there)."""
+        if fd is None:  # kept open: the inode number of a removed file is soon reused
             fd = os.open(self.directory / name, os.O_RDONLY | os.O_CLOEXEC)
             self._kept.append(fd)
         status = os.fstat(fd)
         self._files[name] = (status.st_dev, status.st_ino)
 
     def check(self) -> None:
-        """Raises OSError (ESTALE) naming the first file that was removed or replaced: what is written to it is lost."""
+        """Raises OSError (ESTALE) naming the first file that was removed or replaced: writes to it would be lost."""
         if self._no_file is not None:
             raise self._no_file
         for name, known in self._files.items():
@@ -211,7 +212,7 @@ class DirectoryLease:
     def _release(self) -> None:
         for fd in (self._fd, self._directory_fd):
             if fd >= 0:
-                # Nothing is in flight any more: unlock at once, for a ring may still have the descriptor registered.
+                # Nothing is in flight any more: unlock at once, since a ring may still have the descriptor registered.
                 # A file system that is gone has released the lock by itself.
                 with contextlib.suppress(OSError):
                     fcntl.flock(fd, fcntl.LOCK_UN)
@@ -230,8 +231,8 @@ class DirectoryLease:
 
 
 def _holders(fd: int, kind: str) -> list[str]:
-    """Pids of the processes that run and hold a flock of ``kind`` (READ or WRITE) on what is behind ``fd``, as far as the
-    kernel shows them.
+    """Pids of running processes that hold a flock of ``kind`` (READ or WRITE) on the file of ``fd``, if the kernel shows
+    them.
     """
     inode = str(os.fstat(fd).st_ino)
     # 1: FLOCK  ADVISORY  READ 4711 08:02:1311768 0 EOF. File systems of subvolumes have other device numbers there than
@@ -248,6 +249,6 @@ def _holders(fd: int, kind: str) -> list[str]:
 
 
 def _runs(pid: str) -> bool:
-    """Whether the process runs; one that is dead but not yet waited for does not."""
+    """Whether the process runs; a zombie does not."""
     status = kernel_text(Path(f"/proc/{pid}/stat")) if pid.isdigit() else ""
     return status.rpartition(")")[2].split()[:1] not in ([], ["Z"], ["X"])

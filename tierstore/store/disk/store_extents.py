@@ -1,4 +1,4 @@
-"""All extents of an open store: their files, and the space that they reserve for its records."""
+"""All extents of an open store: their files, and the space reserved for its records."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from tierstore.store.format import Group, GroupLayout, RecordSchema, Section
 
 
 def copies(retain: int) -> int:
-    """Copies of every trained record that space is reserved for: the live one, the last commit's, and ``retain`` snapshots'.
+    """Copies of every trained record to reserve space for: the live one, the last commit's, and ``retain`` snapshots'.
 
-    Training that touches everything needs them all: what the last commit or a snapshot refers to is never overwritten.
+    Training that touches every record needs them all: slots of the last commit or a snapshot are never overwritten.
     """
     return 2 + retain
 
 
 def schema_copies(schema: RecordSchema, copies: int) -> int:
-    """Of ``copies`` copies, those that records of ``schema`` need: of frozen ones, which are written once, a single one."""
+    """The copies that records of ``schema`` need: ``copies``, or one if they are frozen (written once)."""
     return min(copies, 1) if schema.frozen else copies
 
 
@@ -38,13 +38,13 @@ def extent_bytes(schema: RecordSchema, records: int, retain: int) -> int:
 
 
 def scratch_bytes(schema: RecordSchema, records: int) -> int:
-    """Bytes of the file that the gradients of ``records`` records spill to."""
+    """Bytes of the spill file for the gradients of ``records`` records."""
     return schema.layout(Group.GRADIENTS).slot_bytes * records
 
 
 class StripedExtent:
-    """The extents of one group of one schema, one on each of ``drives``, in their order. It allocates their slots and
-    reserves their space; ``discard`` decides whether free slots may become holes.
+    """The extents of one group of one schema, one on each of ``drives``, in order. Allocates slots and reserves space;
+    ``discard`` decides whether free slots may become holes.
     """
 
     def __init__(self, drives: Drives, extents: Sequence[Extent], discard: Discard) -> None:
@@ -60,14 +60,14 @@ class StripedExtent:
         return sum(extent.slots for extent in self.extents)
 
     def reserve(self, slots: int) -> None:
-        """Makes the extents at least ``slots`` slots long together, each by its share where it can. Raises OSError (ENOSPC)
-        when all drives together lack the space; what they had stays reserved.
+        """Makes the extents at least ``slots`` slots long together, each by its share if possible. Raises OSError
+        (ENOSPC) if all drives together lack the space; earlier reservations stay.
         """
         if len(self.extents) == 1:
             self._grow(0, max(slots, self.extents[0].reserved_slots))
         else:
             for extent in self.extents:
-                extent.reserve(extent.reserved_slots)  # what was found may have holes
+                extent.reserve(extent.reserved_slots)  # existing files may have holes
             missing = slots - sum(extent.reserved_slots for extent in self.extents)
             if missing > 0:
                 self._share_out(slots, missing)
@@ -75,13 +75,13 @@ class StripedExtent:
         self.rebalance()
 
     def discard(self, needed: int) -> None:
-        """Queues holes where more slots than ``needed`` have blocks."""
+        """Queues hole punches if more than ``needed`` slots have blocks."""
         self._wanted = min(self._wanted, needed)
         if len(self.extents) == 1:
             self.extents[0].discard(needed, self._discard)
             return
         keep = self._targets(needed)
-        # What a full drive could not take is kept elsewhere: together the drives keep all slots that are needed.
+        # Other drives make up for a full one: together they keep all needed slots.
         reserved = [extent.reserved_slots for extent in self.extents]
         lacking = sum(max(wish - had, 0) for wish, had in zip(keep, reserved, strict=True))
         for number in self._by_share():
@@ -92,8 +92,8 @@ class StripedExtent:
             extent.discard(slots, self._discard)
 
     def _targets(self, slots: int) -> list[int]:
-        """For each drive, the slots that it should have of ``slots``: those in use, and its share of all free ones, so that
-        the next writes follow the shares wherever the last commits lie.
+        """Each drive's target of ``slots``: its slots in use, and its share of all free ones, so that the next writes
+        follow the shares, wherever the last commits are stored.
         """
         used = [extent.reserved_slots - extent.free_slots for extent in self.extents]
         free = apportion(max(slots - sum(used), 0), self._drives.shares)
@@ -112,7 +112,7 @@ class StripedExtent:
             self._raise_full(left)
 
     def rebalance(self) -> None:
-        """Reserves the present shares where the drives have the space."""
+        """Reserves space by the current shares, as far as the drives have it."""
         if len(self.extents) > 1:
             for number, target in enumerate(self._targets(self._wanted)):
                 with contextlib.suppress(_FullError):
@@ -122,7 +122,7 @@ class StripedExtent:
         return sorted(range(len(self.extents)), key=lambda number: (-self._drives.shares[number], number))
 
     def _grow(self, number: int, slots: int) -> None:
-        """Raises OSError (ENOSPC) when the drive is full, or its limit reached."""
+        """Grows an extent. Raises OSError (ENOSPC) if the drive is full, or its limit is reached."""
         drive, extent = self._drives[number], self.extents[number]
         more = (slots - extent.reserved_slots) * self.layout.slot_bytes
         if more > 0 and drive.limit and drive.reserved_bytes + more > drive.limit:
@@ -137,13 +137,13 @@ class StripedExtent:
             raise
 
     def _grow_partly(self, number: int, slots: int) -> int:
-        """Adds ``slots`` slots, or as many as fit; returns how many did not."""
+        """Adds ``slots`` slots, or as many as fit; returns the number that did not fit."""
         missing, more = slots, slots
         while more:
             try:
                 self._grow(number, self.extents[number].reserved_slots + more)
             except _FullError:
-                # A file system's own needs, and quotas, leave less than it says.
+                # A file system's own needs, and quotas, leave less than it reports.
                 fits = self._fitting(number)
                 more = fits if fits < more else more // 2
             else:
@@ -152,7 +152,7 @@ class StripedExtent:
         return missing
 
     def _fitting(self, number: int) -> int:
-        """The most slots that fit on the drive, by what its file system says."""
+        """The most slots that fit on the drive, as its file system reports."""
         drive, slot_bytes = self._drives[number], self.layout.slot_bytes
         free = _free_bytes(drive)
         if drive.limit:
@@ -168,7 +168,7 @@ class StripedExtent:
         raise _FullError(errno.ENOSPC, message, str(self.extents[0].path))
 
     def allocate(self) -> Slot:
-        """A free slot of the next drive in turn that has one; when none has, a drive grows. Raises OSError (ENOSPC) when
+        """A free slot of the next drive in turn that has one; if none has, a drive grows. Raises OSError (ENOSPC) if
         every drive is full.
         """
         if len(self.extents) == 1:
@@ -189,7 +189,7 @@ class StripedExtent:
         raise full or AssertionError("an extent on no drive")
 
     def _provide(self, number: int) -> None:
-        """A free slot, and none without blocks among those there are. Raises _FullError."""
+        """Ensures a free slot, and blocks for all slots. Raises _FullError."""
         extent = self.extents[number]
         if extent.free_slots:
             self._grow(number, extent.reserved_slots)
@@ -201,7 +201,7 @@ class StripedExtent:
 
 
 class _FullError(OSError):
-    """ENOSPC of one drive, which others may make good."""
+    """ENOSPC on one drive, for which another may compensate."""
 
 
 def _free_bytes(drive: Drive) -> int:
@@ -211,8 +211,8 @@ def _free_bytes(drive: Drive) -> int:
 
 class StoreExtents:
     """The extents of the schemas of a store, by schema number and group. ``link`` limits the speed of all drives together.
-    ``added``: names of schemas that no commit knows yet. With ``StoreAccess.READ`` no file or directory is made, removed or
-    written.
+    ``added``: names of schemas that no commit knows yet. ``StoreAccess.READ`` creates, removes and writes no file or
+    directory.
     """
 
     def __init__(
@@ -234,7 +234,7 @@ class StoreExtents:
         self._engine = engine
         self._drives = drives
         self._direct = direct
-        #: The most records of each schema that space was reserved for.
+        #: By schema, the largest number of records for which space was reserved.
         self.promised: Counter[str] = Counter()
         self._access = FileAccess.READ
         if access is StoreAccess.WRITE:
@@ -254,7 +254,7 @@ class StoreExtents:
             raise
 
     def of(self, schema: int, group: int) -> StripedExtent:
-        """The extent of ``group`` of schema number ``schema``; that of gradients is made when it is first used. Raises
+        """The extent of ``group`` of schema number ``schema``; that of gradients is created at its first use. Raises
         StoreError for the moments or gradients of frozen records.
         """
         if (schema, group) not in self._extents:
@@ -283,7 +283,7 @@ class StoreExtents:
         path = drive.path / ("scratch" if scratch else "extents") / name
         if scratch:  # cleaners of temporary directories remove empty ones
             path.parent.mkdir(exist_ok=True)
-        if create is FileCreate.YES:  # a process that was killed before its commit may have left one
+        if create is FileCreate.YES:  # may be left by a process that was killed before its commit
             path.unlink(missing_ok=True)
         try:
             extent = Extent(
@@ -304,7 +304,7 @@ class StoreExtents:
             raise StoreFormatError(f"{error.filename}: the extent file is missing") from error
         drive.extents.append(extent)
         if scratch:
-            # Nothing resumes from gradients: without a name their space is free however the process ends.
+            # No resume needs gradients: without a name their space is freed however the process ends.
             path.unlink()
         elif drive.lease is not None:
             drive.lease.watch(f"extents/{name}", extent.file.fileno())
@@ -318,8 +318,8 @@ class StoreExtents:
             extent.recover()
 
     def reserve(self, copies: int, counts: Mapping[str, int]) -> None:
-        """Reserves space for ``copies`` of ``counts[schema name]`` records (one of frozen ones), or of the most that there
-        were before. Raises OSError (ENOSPC) before anything moves; a refused count is forgotten.
+        """Reserves space for ``copies`` of ``counts[schema name]`` records (one of frozen ones), or of the largest
+        earlier count. Raises OSError (ENOSPC) before anything moves; a refused count is forgotten.
         """
         promised = self.promised | Counter(counts)
         for extent, slots in self._needed(copies, promised):
@@ -327,8 +327,8 @@ class StoreExtents:
         self.promised = promised
 
     def discard(self, copies: int, counts: Mapping[str, int]) -> None:
-        """Frees, in the background, the blocks of free slots that ``copies`` of every record do not need. Reserved slots,
-        which every commit uses in turn, keep theirs.
+        """Frees, in the background, the blocks of free slots beyond ``copies`` of every record. Reserved slots, which
+        commits use in turn, keep theirs.
         """
         for extent, slots in self._needed(copies, self.promised | Counter(counts)):
             extent.discard(slots)
@@ -339,8 +339,8 @@ class StoreExtents:
                 yield self.of(number, group), counts[schema.name] * schema_copies(schema, copies)
 
     def open_scratch(self, name: str, nbytes: int, slots: int) -> StripedExtent:
-        """Reserved space for ``slots`` pieces of ``nbytes`` that no commit holds, in files without a name: their space is
-        free however the process ends. Raises OSError (ENOSPC) with nothing left.
+        """Reserves space for ``slots`` pieces of ``nbytes`` outside of commits, in files without a name: their space is
+        freed however the process ends. Raises OSError (ENOSPC) with nothing left.
         """
         layout = GroupLayout(Group.GRADIENTS, (Section(name, "|u1", nbytes),), 0)
         extent = self._open(name, layout, FileCreate.YES)
@@ -352,7 +352,7 @@ class StoreExtents:
         return extent
 
     def close_scratch(self, extent: StripedExtent) -> None:
-        """Frees the space of ``open_scratch``. Transfers that are queued keep the files until they have ended."""
+        """Frees the space of ``open_scratch``. Queued transfers keep the files until they have ended."""
         for drive, file in zip(self._drives, extent.extents, strict=True):
             drive.extents.remove(file)
             file.close()
@@ -375,23 +375,23 @@ class StoreExtents:
         return [ticket for ticket in tickets if ticket is not None]
 
     def take_unsynced_directories(self) -> list[int]:
-        """Numbers of the directories with extents that are new or have grown since the last commit."""
+        """Takes the numbers of the directories whose extents are new or have grown since the last commit."""
         grown = [extent for extent in self._committed if extent.unsynced_directory]
         for extent in grown:
             extent.unsynced_directory = False
         return list(dict.fromkeys(extent.directory for extent in grown))
 
     def committed(self) -> None:
-        """After a commit: transfers before it have finished, and the drives' shares may have changed."""
+        """Called after a commit: earlier transfers have finished, and the drives' shares may have changed."""
         for extent in self.files:
             extent.forget_finished()
         for striped in self._extents.values():
             striped.rebalance()
 
-    # What they are ------------------------------------------------------------------------------------------
+    # Reports ------------------------------------------------------------------------------------------------
 
     def drive_reports(self) -> list[DriveReport]:
-        """What lies on each drive, and what each gave."""
+        """The bytes on each drive, and its bandwidth."""
         used = Counter[int]()
         for extent in self._committed:
             used[extent.directory] += (extent.reserved_slots - extent.free_slots) * extent.slot_bytes
@@ -399,12 +399,12 @@ class StoreExtents:
 
     @property
     def direct_reason(self) -> str:
-        """Why extents are not read and written past the page cache; empty when they are."""
+        """Why extents do not bypass the page cache; empty if they do."""
         return next((extent.file.direct_reason for extent in self.files if not extent.file.direct), "")
 
     @property
     def map_sync_reason(self) -> str:
-        """Why mapped extents need a sync; empty where their stores are durable by themselves."""
+        """Why mapped extents need a sync; empty if their stores are durable by themselves."""
         return next(filter(None, (extent.file.map_sync_reason() for extent in self.files)), "")
 
     def close(self) -> None:
@@ -413,7 +413,7 @@ class StoreExtents:
 
 
 def _prepare(drives: Drives) -> None:
-    """Makes the directories of extents that are to be written, and removes what a killed process left in them."""
+    """Makes the directories of extents to be written, and removes the leftovers of a killed process in them."""
     for drive in drives:
         if drive.create is FileCreate.YES:
             (drive.path / "extents").mkdir()

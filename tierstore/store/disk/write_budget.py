@@ -1,19 +1,19 @@
-"""A budget of bytes written a day: writes wait, and nothing fails.
+"""A budget of bytes written a day: writes beyond it wait, and none fails.
 
-A token bucket of one hour's share, which refills at the budget's rate, so that any day sees at most 25/24 of the budget.
-Every write to an extent or a scratch file takes its turn in the bucket *before* it reaches the drive, in the engine:
+A token bucket of one hour's share refills at the budget's rate, so any day sees at most 25/24 of the budget. Every write
+to an extent or a scratch file draws from the bucket in the engine, *before* it reaches the drive:
 
-- while the bucket is more than half full, nothing waits;
-- below that, write-backs that the caller does not wait for are paced at the budget's rate, and so is the speculation
-  that wants the memory that they hold;
-- when it is empty, those wait too that the caller waits for: dirty victims of demanded fetches, and commits. That time
-  is charged to the cause "write budget".
+- while the bucket is more than half full, no write waits;
+- below that, write-backs without a waiting caller are paced at the budget's rate, and so is the speculation that needs
+  their memory;
+- when it is empty, writes with a waiting caller wait, too: dirty victims of demanded fetches, and commits. That time is
+  charged to the cause "write budget".
 
-So the budget changes when bytes move, and never a decision: one that looked at a clock would differ from run to run, and
-from its replay.
+So the budget changes the time of transfers, and never a decision: a decision based on a clock would differ from run to
+run, and from its replay.
 
-Each commit keeps the level. Within a run time is CLOCK_MONOTONIC; between runs it is the wall clock: a step back counts as
-no time, a step forward at most fills the bucket. What a killed run wrote after its last commit is not counted.
+Each commit stores the level. Within a run time is CLOCK_MONOTONIC; between runs it is the wall clock: a step back counts
+as no time, a step forward at most fills the bucket. Writes of a killed run after its last commit are not counted.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _THREAD_IO = Path("/proc/thread-self/io")
 
 
 class WriteBudget:
-    """At most ``daily_bytes`` written a day. ``clock`` is the wall clock, seconds."""
+    """Limits writes to ``daily_bytes`` a day. ``clock`` is the wall clock, seconds."""
 
     def __init__(self, engine: Engine, daily_bytes: int, *, clock: Callable[[], float] = time.time) -> None:
         self._engine = engine
@@ -44,35 +44,35 @@ class WriteBudget:
         self._link.set_level(self._bytes_per_s * _BURST_S)
 
     def turn(self, nbytes: int, after: Sequence[int]) -> int:
-        """A ticket that a write of ``nbytes`` follows; it asks the bucket when what ``after`` names is done."""
+        """A ticket for a write of ``nbytes`` to follow; it draws from the bucket when the tickets ``after`` are done."""
         return self._engine.hold(
             self._link, nbytes, Activity.WRITE, after=after, priority=Priority.WRITE_BACK
         )
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        """What this thread writes inside is taken from the bucket, without waiting (where the kernel counts it)."""
+        """Takes this thread's writes in the block from the bucket, without waiting (if the kernel counts them)."""
         before = _thread_written_bytes()
         yield
         self._link.reserve(max(_thread_written_bytes() - before, 0))
 
     @property
     def level(self) -> float:
-        """Bytes that may be written at once; negative where writes wait."""
+        """Bytes that may be written at once; negative if writes wait."""
         return self._link.level()
 
     @property
     def blocked_ns(self) -> int:
-        """Time in which the caller waited for a write that the budget alone delayed."""
+        """Time that the caller waited for writes delayed only by the budget."""
         return self._link.blocked_ns
 
     def pack(self) -> bytes:
         return _STATE.pack(self.level, self._clock())
 
     def unpack(self, raw: bytes) -> None:
-        """Continues from an earlier run's ``pack``; anything else is an empty bucket."""
+        """Continues from an earlier run's ``pack``; other bytes give an empty bucket."""
         level, then = _STATE.unpack(raw) if len(raw) == _STATE.size else (0.0, self._clock())
-        # Written so that a number that is none (NaN) counts as nothing.
+        # Written so that NaN counts as nothing.
         refilled = max(0.0, min(self._clock() - then, _BURST_S)) * self._bytes_per_s
         full = self._bytes_per_s * _BURST_S
         self._link.set_level(max(-full, min(level + refilled, full)) if level == level else 0.0)

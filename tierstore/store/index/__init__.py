@@ -1,1 +1,1 @@
-"""Which slots each record lies in: as of the durable commits, and in the open store between them."""
+"""The slots of each record: in the durable commits, and in the open store between them."""

@@ -2,15 +2,15 @@
 
 Databases: ``meta`` (uuid, schemas, optimizer, generation), ``records`` (key -> packed entry), ``state`` (name
 -> bytes: random state, data position, schedules) and ``snapshots`` (name -> a commit's whole table, see
-``docs/FORMAT.md``). Between commits the live index is in memory only; what is here is always the last commit.
+``docs/FORMAT.md``). Between commits the live index is only in memory; the database always holds the last commit.
 
-The file has its full size, blocks included, before LMDB writes into it: LMDB would otherwise allocate as it
-commits, and meet a full disk in the middle of the one operation that must not fail. And since the size is
-always there, a file cut short is noticed before its map is touched, where it would be a SIGBUS. So would be a
-drive's error: pages are read with ``pread``, which says so, before the map is touched.
+The file gets its full size, blocks included, before LMDB writes into it: otherwise LMDB would allocate while it commits,
+and find a full disk in the middle of the one operation that must not fail. And since the size is fixed, a truncated file
+is detected before its map is accessed, which would be a SIGBUS. The same holds for drive errors: pages are first read
+with ``pread``, which reports them.
 
-LMDB has no checksums. ``meta`` holds one over all entries of all databases, which every transaction keeps up to
-date and every opening checks.
+LMDB has no checksums. ``meta`` holds a checksum over all entries of all databases: every transaction updates it, and
+every opening checks it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _NODE = struct.Struct("<HHHH")
 
 
 class _Pages:
-    """The file's pages in use, and which of them have been met."""
+    """The file's pages in use, and those visited."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -56,7 +56,7 @@ class _Pages:
             metas = [_META.unpack_from(self._content, page * _PAGE) for page in (0, 1)]
             for number, (magic, version, _, _, _, transaction) in enumerate(metas):
                 if (magic, version) != (_MAGIC, _VERSION):
-                    raise self.damaged(f"page {number} is no head")
+                    raise self.damaged(f"page {number} is not a head")
                 # Transactions take turns with the two heads, which begin as 0 and 0.
                 if transaction % 2 != number and transaction:
                     raise self.damaged(f"head {number} is of transaction {transaction}")
@@ -95,7 +95,7 @@ class _Pages:
         return number * _PAGE
 
     def tree(self, raw: bytes, leaves: bool) -> Iterator[tuple[int, bytes, bytes]]:
-        """Flags, key and content of each entry of the tree that ``raw`` is the head of."""
+        """Flags, key and content of each entry of the tree with head ``raw``."""
         _, _, depth, _, _, _, entries, root = _TREE.unpack(raw)
         found = 0
         if root != _NO_PAGE:
@@ -141,7 +141,7 @@ class _Pages:
         return bytes(self._content[start + _HEAD.size : start + _HEAD.size + nbytes])
 
     def free_list(self, content: bytes) -> None:
-        """One entry of the list of free pages: how many, and their numbers."""
+        """One entry of the list of free pages: their count, and their numbers."""
         if len(content) < 8 or len(content) % 8:
             raise self.damaged("the list of free pages")
         count, *numbers = struct.unpack(f"<{len(content) // 8}Q", content)
@@ -152,7 +152,7 @@ class _Pages:
 
 
 def check_pages(path: Path) -> None:
-    """Raises StoreFormatError for an LMDB file that is damaged, OSError where it cannot be read."""
+    """Raises StoreFormatError for a damaged LMDB file, OSError if it cannot be read."""
     pages = _Pages(path)
     for _, _, head in pages.tree(pages.main, leaves=False):
         if len(head) != _TREE.size:
@@ -166,7 +166,7 @@ def check_pages(path: Path) -> None:
         raise pages.damaged(f"{lost} pages are neither free nor in use")
 
 
-#: The snapshot that a prepared commit keeps of the one before it.
+#: The snapshot of the previous commit that a prepared commit keeps.
 PREVIOUS = ".previous"
 
 _PAGE = 4096
@@ -187,7 +187,7 @@ def index_bytes(records: int, retain: int) -> int:
 
 @dataclass(frozen=True)
 class Commit:
-    """All that one commit says: ``generation`` counts commits, ``records`` and ``state`` are whole tables."""
+    """The content of one commit: ``generation`` counts commits, ``records`` and ``state`` are whole tables."""
 
     generation: int
     records: CommittedRecords
@@ -195,8 +195,8 @@ class Commit:
 
 
 class Index:
-    """The index in ``directory``, which ``create`` made. Raises StoreFormatError where there is none, and from whatever
-    reads it where it is damaged.
+    """The index in ``directory``, made by ``create``. Raises StoreFormatError if there is none, and from every method
+    that reads a damaged one.
     """
 
     def __init__(self, directory: Path, *, access: StoreAccess = StoreAccess.WRITE) -> None:
@@ -216,8 +216,8 @@ class Index:
         self._map_bytes = max(os.fstat(self._fd).st_size, _FIRST_BYTES)
         check_pages(self._data)
         try:
-            # lock=False: the store's lease already admits one process that writes, or those that read, and one thread
-            # commits. LMDB's own lock file would also be written by readers.
+            # lock=False: the store's lease already admits only one writer or several readers, and one thread commits.
+            # Readers would also write to LMDB's own lock file.
             self._env = lmdb.open(
                 os.fsencode(directory),  # a str must be UTF-8
                 map_size=self._map_bytes,
@@ -266,7 +266,7 @@ class Index:
         return self._fd
 
     def _touch(self) -> None:
-        """Brings the pages in use into the page cache. Raises OSError naming the file."""
+        """Reads the pages in use into the page cache. Raises OSError naming the file."""
         used = (int(self._env.info()["last_pgno"]) + 1) * _PAGE
         buffer = bytearray(min(used, _TOUCH_BYTES))
         try:
@@ -277,7 +277,7 @@ class Index:
             raise OSError(error.errno, message, str(self._data)) from error
 
     def _check_entries(self) -> None:
-        """Raises StoreFormatError unless the entries are those that were written."""
+        """Raises StoreFormatError if the entries do not match their checksum."""
         total = 0
         with self._env.begin() as txn:
             for name, database in self._databases.items():
@@ -295,7 +295,7 @@ class Index:
         return OSError(_system_errno(error) or errno.EIO, str(error), str(self._data))
 
     def reserve(self, nbytes: int) -> None:
-        """Reserves ``nbytes`` in all. Raises OSError (ENOSPC) naming the file and the bytes needed."""
+        """Reserves a total of ``nbytes``. Raises OSError (ENOSPC) naming the file and the bytes needed."""
         nbytes = -(-nbytes // _FIRST_BYTES) * _FIRST_BYTES
         if nbytes > self._map_bytes:
             _allocate(self._fd, nbytes, self._data)
@@ -316,7 +316,7 @@ class Index:
         return value
 
     def read_schemas(self) -> list[RecordSchema]:
-        """The record schemas that the last commit names; none before the first. Raises StoreFormatError."""
+        """The record schemas of the last commit; none before the first. Raises StoreFormatError."""
         raw = self.read_meta().get("schemas", [])
         if not isinstance(raw, list) or not all(isinstance(item, dict) for item in raw):
             raise StoreFormatError(f"{self._data}: the index has no record schemas")
@@ -325,8 +325,8 @@ class Index:
     def read_commit(
         self, snapshot: str | None = None, schemas: Sequence[RecordSchema] | None = None
     ) -> Commit:
-        """The last commit, or the snapshot named. ``schemas``: those of the index (None), or with more after them. Raises
-        KeyError for an unknown snapshot, StoreFormatError for an entry that is not as its schema says.
+        """The last commit, or the named snapshot. ``schemas``: those of the index (None), possibly with more after them.
+        Raises KeyError for an unknown snapshot, StoreFormatError for an entry that does not fit its schema.
         """
         schemas = self.read_schemas() if schemas is None else schemas
         generation, packed, state = self._read_packed(snapshot)
@@ -354,13 +354,13 @@ class Index:
             return int(table["generation"]), [(k.encode(), v) for k, v in records.items()], states
 
     def layers(self) -> tuple[int, ...]:
-        """The layers that the last commit's records are of, ascending."""
+        """The layers of the last commit's records, ascending."""
         with self._reading() as txn:
             found = {value[2:4] for value in txn.cursor(db=self._records).iternext(keys=False)}
         return tuple(sorted(int.from_bytes(layer, "little") for layer in found))
 
     def read_state(self, name: str, snapshot: str | None = None) -> bytes | None:
-        """State ``name`` of the last commit, or of the snapshot named; None where it has none. Raises KeyError for an
+        """State ``name`` of the last commit, or of the named snapshot; None if it has none. Raises KeyError for an
         unknown snapshot.
         """
         if snapshot is not None:
@@ -389,7 +389,7 @@ class Index:
         drop_snapshots: Sequence[str] = (),
     ) -> None:
         """Commits: when this returns, all of it is durable; when it raises, a reopened index has all or none of it.
-        ``changed`` and ``state`` are merged into what is there.
+        ``changed`` and ``state`` are merged into the existing tables.
         """
 
         def work(changes: _Changes) -> None:
@@ -404,7 +404,7 @@ class Index:
         self._transact(work)
 
     def drop_snapshots(self, names: Sequence[str]) -> None:
-        """Forgets snapshots; durable when this returns."""
+        """Drops snapshots; durable when this returns."""
 
         def work(changes: _Changes) -> None:
             for name in names:
@@ -413,9 +413,9 @@ class Index:
         self._transact(work)
 
     def roll_back(self, snapshot: str) -> None:
-        """Makes ``snapshot`` the last commit, and forgets it and those after it. Raises KeyError.
+        """Makes ``snapshot`` the last commit, and drops it and later snapshots. Raises KeyError.
 
-        Generations go on counting, so that what is written next is newer than what is given up.
+        Generations continue to count, so that later commits are newer than the dropped ones.
         """
         generation, records, state = self._read_packed(snapshot)
         later = [name for name, other in self.snapshots().items() if other > generation]
@@ -431,7 +431,7 @@ class Index:
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[lmdb.Transaction]:
-        """A read transaction. What LMDB cannot follow in it, and what is not of the form written, is damage."""
+        """A read transaction. Errors of LMDB and malformed values are reported as damage."""
         try:
             with self._env.begin() as txn:
                 yield txn
@@ -439,7 +439,7 @@ class Index:
             raise StoreFormatError(f"{self._data}: damaged: {error}") from error
 
     def _transact(self, work: Callable[[_Changes], None]) -> None:
-        """Runs ``work`` in one synchronous transaction. An index that is too small grows."""
+        """Runs ``work`` in one synchronous transaction. Grows an index that is too small."""
         self._touch()
         while True:
             try:
@@ -462,7 +462,7 @@ class Index:
 
 
 class _Changes:
-    """What one transaction changes; it keeps the checksum over all entries up to date."""
+    """The changes of one transaction; keeps the checksum over all entries up to date."""
 
     def __init__(self, txn: lmdb.Transaction, databases: Mapping[bytes, lmdb._Database]) -> None:
         self._txn = txn
@@ -505,7 +505,7 @@ def _entry_crc32c(database: bytes, key: bytes | memoryview, value: bytes | memor
 
 
 def _system_errno(error: lmdb.Error) -> int:
-    """The errno behind ``error``; 0 where LMDB itself found fault."""
+    """The errno behind ``error``; 0 for an error of LMDB itself."""
     code = int(getattr(error, "code", 0) or 0)
     return errno.ENOSPC if isinstance(error, lmdb.DiskError) else max(code, 0)
 
@@ -521,7 +521,7 @@ _TABLE_HEAD = struct.Struct("<HI")
 
 
 def pack_table(table: dict[str, bytes]) -> bytes:
-    """A mapping of keys to values as one value: per item key length (u16), value length (u32), key, value."""
+    """Packs a mapping of keys to values: per item key length (u16), value length (u32), key, value."""
     parts = []
     for key, value in sorted(table.items()):
         encoded = key.encode()
@@ -551,7 +551,7 @@ def unpack_table(data: bytes, *, where: str) -> dict[str, bytes]:
 
 
 def _allocate(fd: int, nbytes: int, path: Path) -> None:
-    """Makes the file behind ``fd``, which is ``path``, ``nbytes`` long, with blocks; what it holds stays."""
+    """Makes the file ``path``, open as ``fd``, ``nbytes`` long, with blocks; its content stays."""
     size = os.fstat(fd).st_size
     try:
         os.posix_fallocate(fd, size, nbytes - size)

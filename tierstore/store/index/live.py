@@ -1,13 +1,13 @@
-"""Which slot each group of each record lies in: copy on write, sharing between commits, and reuse.
+"""The slot of each group of each record: copy on write, sharing between commits, and reuse.
 
 A slot is *shared* while the last commit or a snapshot refers to it; shared slots are never written. The first
-write-back of a group after a commit therefore allocates a new slot, later ones overwrite that slot in place. The old
-slot is freed when the transaction that no longer refers to it is durable and no snapshot does either.
+write-back of a group after a commit therefore allocates a new slot, later ones overwrite that slot in place. The old slot
+is freed when the transaction that drops it is durable, unless a snapshot refers to it.
 
 A group of a record has its own slot, so a write-back moves the dirty group and nothing else.
 
-A store may have a hundred thousand records, so their state lies in columns, by row, and a ``LiveRecord`` is a handle: an
-index and a row. Rows are those of the durable table. The work of a commit is proportional to what changed.
+A store may have a hundred thousand records, so their state is kept in columns, by row, and a ``LiveRecord`` is a handle:
+an index and a row. Rows are those of the durable table. The work of a commit is proportional to the number of changes.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from tierstore.store.index.table import Changed, CommittedRecords, Rows, locatio
 _Number = TypeVar("_Number", bound=np.generic)
 _NO_SLOT = 0xFFFFFFFF
 _NO_NUMBER = 0xFFFFFFFF
-#: Records whose checksums lie in one table.
+#: Records whose checksums share one table.
 _SLAB = 1 << 10
 
 
 class LiveRecord:
     """One record between commits, and the host cache's ``Backing`` of it: it reads and writes its own slots.
 
-    ``changed`` says that the next commit has a new index value for the record: set it with whatever else changes, such as
+    ``changed`` marks the record for a new index value in the next commit: set it together with other changes, such as
     ``step``. Handles of one record are equal.
     """
 
@@ -69,7 +69,7 @@ class LiveRecord:
 
     @property
     def cached(self) -> bool:
-        """Whether the host cache holds the record; otherwise its owner does."""
+        """Whether the host cache holds the record, instead of its owner."""
         return self._index.numbers[self.row] != _NO_NUMBER
 
     @property
@@ -83,7 +83,7 @@ class LiveRecord:
 
     @property
     def step(self) -> int:
-        """Optimizer steps that the content has had applied."""
+        """Optimizer steps applied to the content."""
         return self._index.steps[self.row]
 
     @step.setter
@@ -110,7 +110,7 @@ class LiveRecord:
         return slot
 
     def set_crc(self, section: int, crc: int) -> None:
-        """The checksum of a section that is not written."""
+        """Sets the checksum of a section that is not written."""
         table, first = self._index.crcs(self.row)
         table.array()[first + section] = crc
 
@@ -123,13 +123,13 @@ class LiveRecord:
         return slot.extent.read(slot.number, sections, crcs, after, priority, crcs_from=first)
 
     def write(self, group: int, sections: Sequence[Buffer], after: Sequence[int]) -> int:
-        """Queues a write of ``group``, to a new slot where the old one is shared; returns its ticket."""
+        """Queues a write of ``group``, to a new slot if the old one is shared; returns its ticket."""
         slot = self.slot(group)
         if slot is None or slot.extent.shared(slot.number):
             if slot is not None:
                 if self.schema.frozen:
-                    raise AssertionError(f"record {self.key} is frozen, and was about to be written again")
-                # A read of the slot left behind compares with the checksums that this write is about to replace.
+                    raise AssertionError(f"record {self.key} is frozen: it is written only once")
+                # A read of the old slot uses the checksums that this write replaces.
                 after = [*after, *slot.extent.reads_in_flight(slot.number)]
             slot = self.allocate(group)
         if group != Group.GRADIENTS:
@@ -139,16 +139,16 @@ class LiveRecord:
 
 
 class LiveIndex:
-    """The records of an open store in columns, by row, and what the durable tables of its index refer to."""
+    """The records of an open store in columns, by row, and the slots that durable tables refer to."""
 
     def __init__(self, extents: StoreExtents) -> None:
         self.extents = extents
         self.keys = KeyTable()
         #: Of the last commit.
         self.generation = 0
-        #: The last commit's entries; its rows are those of the records.
+        #: The last commit's entries, by the rows of the records.
         self.table = CommittedRecords(extents.schemas, self.keys)
-        #: Rows of the records whose entry the next commit has.
+        #: Rows of the records whose entries the next commit writes.
         self.changed: set[int] = set()
         self.schemas = array("H")
         self.layers = array("H")
@@ -160,7 +160,7 @@ class LiveIndex:
         self._width = max((schema.sections for schema in extents.schemas), default=0)
         self._slabs: list[CrcTable] = []
         self._counts: Counter[str] = Counter()
-        self._unwritten: set[int] = set()  # DIRECT, and not found written yet
+        self._unwritten: set[int] = set()  # DIRECT, and not seen written yet
         self._rows = array("I")  # by number in the host cache
 
     # Columns ------------------------------------------------------------------------------------------------
@@ -193,13 +193,13 @@ class LiveIndex:
         return Slot(self.extent(row, group).extents[self.directories[group][row]], number)
 
     def crcs(self, row: int) -> tuple[CrcTable, int]:
-        """The table with the record's checksums, and where they begin."""
+        """The table with the record's checksums, and their offset in it."""
         return self._slabs[row // _SLAB], row % _SLAB * self._width
 
     def _crc_slabs(
         self, rows: npt.NDArray[np.int64]
     ) -> Iterator[tuple[slice, npt.NDArray[np.int64], npt.NDArray[np.uint32]]]:
-        """For each slab: which of ``rows`` (they ascend) it has, their places in it, and its checksums."""
+        """For each slab: the part of ``rows`` (ascending) in it, their positions in it, and its checksums."""
         for slab in np.unique(rows // _SLAB).tolist():
             begin, end = np.searchsorted(rows, (slab * _SLAB, (slab + 1) * _SLAB)).tolist()
             of = slice(begin, end)
@@ -215,7 +215,7 @@ class LiveIndex:
         return LiveRecord(self, row)
 
     def add_record(self, key: str, schema: int, layer: int) -> LiveRecord:
-        """A new record of schema number ``schema``. Raises ValueError for a key that is there."""
+        """Adds a record of schema number ``schema``. Raises ValueError for an existing key."""
         row = self.keys.add(key)
         self._extend(np.array([schema], np.uint16), np.array([layer], np.uint16), np.array([0], np.int64))
         shape = self.extents.schemas[schema]
@@ -225,7 +225,7 @@ class LiveIndex:
         return LiveRecord(self, row)
 
     def remove_last(self, record: LiveRecord) -> None:
-        """Removes the record that was added last, of which no commit knows."""
+        """Removes the record that was added last, which no commit has."""
         if record.row != len(self.keys) - 1 or record.row < len(self.table):
             raise AssertionError(f"record {record.key} is not the last one")
         self._counts[record.schema.name] -= 1
@@ -237,7 +237,7 @@ class LiveIndex:
         self.keys.pop()
 
     def load(self, table: CommittedRecords) -> None:
-        """Loads the records of the last commit, which has been checked; there are none before."""
+        """Loads the records of the last commit, which has been checked, into an empty index."""
         self.table, self.keys, rows = table, table.keys_by_number, table.rows
         self._extend(rows["schema"], rows["layer"], rows["step"])
         for number, schema in enumerate(self.extents.schemas):
@@ -254,7 +254,7 @@ class LiveIndex:
                 at += len(layout.sections)
 
     def hold(self, rows: npt.NDArray[np.int64], first: int) -> None:
-        """The host cache holds the records of ``rows``, under the numbers from ``first`` on."""
+        """Assigns the records of ``rows`` to the host cache, under the numbers from ``first`` on."""
         numbers = np.frombuffer(self.numbers, np.uint32)
         numbers[rows] = np.arange(first, first + len(rows), dtype=np.uint32)
         del numbers
@@ -263,7 +263,7 @@ class LiveIndex:
         np.frombuffer(self._rows, np.uint32)[first : first + len(rows)] = rows
 
     def backing(self, number: int) -> LiveRecord:
-        """The record that the host cache knows by ``number``."""
+        """The record with ``number`` in the host cache."""
         return LiveRecord(self, self._rows[number])
 
     def counts(self) -> Counter[str]:
@@ -279,7 +279,7 @@ class LiveIndex:
 
     @property
     def unwritten_direct(self) -> list[str]:
-        """Keys of records that their owner has yet to write: a commit could not say where they are."""
+        """Keys of records that their owner has not written yet: a commit would have no location for them."""
         for row in list(self._unwritten):
             groups = self.extents.schemas[self.schemas[row]].groups
             if all(self.slots[group][row] != _NO_SLOT for group in groups):
@@ -287,7 +287,7 @@ class LiveIndex:
         return [self.keys.key(row) for row in sorted(self._unwritten)]
 
     def explain(self, path: str, offset: int, section: int | None = None) -> str:
-        """The key and section that byte ``offset`` of extent ``path`` belongs to, for error messages."""
+        """The key and section at byte ``offset`` of extent ``path``, for error messages."""
         extent = next((extent for extent in self.extents.files if str(extent.path) == path), None)
         if extent is None:
             return "unknown section"
@@ -303,7 +303,7 @@ class LiveIndex:
     # Commits ------------------------------------------------------------------------------------------------
 
     def changed_entries(self) -> Changed:
-        """Index values of the records that changed. Their writes must have finished: checksums are known only then."""
+        """Index values of the changed records. Their writes must have finished: checksums are known only then."""
         numbers = np.fromiter(sorted(self.changed), np.int64, len(self.changed))
         schemas = _taken(self.schemas, np.uint16, numbers)
         changed = Changed(self.table, numbers)
@@ -325,7 +325,7 @@ class LiveIndex:
     def _locate(
         self, changed: Changed, of: npt.NDArray[np.int64], place: int, extents: Sequence[Extent]
     ) -> None:
-        """Sets where the groups at ``place`` of the records at ``of``, which are of one schema, lie in ``extents``."""
+        """Sets the locations in ``extents`` of the groups at ``place`` of the records at ``of``, which share a schema."""
         group, numbers = extents[0].layout.group, changed.numbers[of]
         slots = _taken(self.slots[group], np.uint32, numbers)
         directories = _taken(self.directories[group], np.uint16, numbers)
@@ -334,7 +334,7 @@ class LiveIndex:
             raise AssertionError(
                 f"record {self.keys.key(int(unwritten[0]))}: {group.label} committed before it was written"
             )
-        # A slot that is not shared was written since the last commit; one that is lies where that commit has it.
+        # An unshared slot was written since the last commit; a shared one has the location of that commit.
         generations = np.full(len(of), self.generation + 1, np.uint64)
         for extent in extents:
             here = np.flatnonzero(directories == extent.directory)
@@ -345,8 +345,8 @@ class LiveIndex:
         changed.rows["generation"][of, place] = generations
 
     def committed(self, generation: int, changed: Changed) -> None:
-        """The table with ``changed`` (``changed_entries``) is durable as commit ``generation``: old slots of those records
-        that no other table refers to are free.
+        """Called when the table with ``changed`` (``changed_entries``) is durable as commit ``generation``: frees old
+        slots of those records that no other table refers to.
         """
         before = self.table.rows[changed.numbers[changed.numbers < len(self.table)]]
         self.retain(changed.rows)
@@ -358,7 +358,7 @@ class LiveIndex:
     # Durable tables -----------------------------------------------------------------------------------------
 
     def check_table(self, table: CommittedRecords, where: str) -> None:
-        """Raises StoreFormatError unless every slot of ``table`` is within its file, and used once."""
+        """Raises StoreFormatError unless each slot of ``table`` lies within its file and is used once."""
         for number, group, directory, rows, slots in locations(table.rows, self.extents.schemas):
 
             def named(place: int, rows: npt.NDArray[np.int64] = rows) -> str:
@@ -387,12 +387,12 @@ class LiveIndex:
             yield self.extents.of(schema, group).extents[directory], slots
 
     def retain(self, rows: Rows) -> None:
-        """A durable table refers to the slots of ``rows`` from now on."""
+        """Adds a durable table's references to the slots of ``rows``."""
         for extent, slots in self._by_extent(rows):
             extent.retain_all(slots)
 
     def release(self, rows: Rows) -> None:
-        """A durable table no longer refers to the slots of ``rows``; those that no other refers to are free again."""
+        """Drops a durable table's references to the slots of ``rows``; frees those without other references."""
         for extent, slots in self._by_extent(rows):
             extent.release_all(slots)
 
@@ -403,6 +403,6 @@ def _taken(column: array[int], dtype: type[_Number], numbers: npt.NDArray[np.int
 
 
 def _section_at(layout: GroupLayout, within: int) -> int:
-    """The number of the section that byte ``within`` of a slot belongs to."""
+    """The number of the section at byte ``within`` of a slot."""
     ends = accumulate(section.padded_nbytes for section in layout.sections)
     return next(number for number, end in enumerate(ends) if within < end)

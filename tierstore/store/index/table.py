@@ -1,7 +1,7 @@
-"""Where the records of a commit lie, in columns: some 60 bytes a record, where objects would take a thousand.
+"""The locations of a commit's records in columns: some 60 bytes a record, instead of a thousand for objects.
 
 ``docs/FORMAT.md`` describes a packed entry in prose: a head, then for each group its location and the checksums of its
-sections. Everything is little-endian. How many groups and sections an entry has follows from its schema.
+sections. Everything is little-endian. The schema determines the number of groups and sections of an entry.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def check_name(kind: str, name: str) -> None:
 
 @dataclass(frozen=True)
 class GroupLocation:
-    """Where one group of one record lies: stripe directory, slot, the generation that wrote it, its CRCs."""
+    """The location of one group of one record: stripe directory, slot, the generation that wrote it, its CRCs."""
 
     directory: int
     slot: int
@@ -43,7 +43,7 @@ class GroupLocation:
 
 @dataclass(frozen=True)
 class RecordEntry:
-    """One row of a table, read. ``step`` counts the optimizer steps that the content has had applied."""
+    """One row of a table, unpacked. ``step`` counts the optimizer steps applied to the content."""
 
     schema: int
     layer: int
@@ -52,11 +52,11 @@ class RecordEntry:
 
 
 class CommittedRecords(Mapping[str, RecordEntry]):
-    """The entries of one commit. Row i belongs to key number i of ``keys_by_number``, which tables may share; each has rows
-    for the first ``len(table)`` of them.
+    """The entries of one commit. Row i belongs to key number i of ``keys_by_number``, which tables may share; a table has
+    rows for the first ``len(table)`` keys.
 
     ``rows`` has a field for each number of an entry: ``step``, ``schema``, ``layer``, and by group ``slot``, ``directory``
-    and ``generation``; ``crcs`` are those of all groups in turn. What a schema lacks (a second group, say) is 0.
+    and ``generation``; ``crcs`` are those of all groups in turn. Fields that a schema lacks (a second group, say) are 0.
     """
 
     def __init__(self, schemas: Sequence[RecordSchema] = (), keys: KeyTable | None = None) -> None:
@@ -73,8 +73,8 @@ class CommittedRecords(Mapping[str, RecordEntry]):
     def of(
         cls, schemas: Sequence[RecordSchema], items: Sequence[tuple[bytes, bytes]], *, where: str
     ) -> CommittedRecords:
-        """From keys and packed entries. Raises StoreFormatError, naming ``where`` and the key, for an entry that is not
-        whole, or not as its schema says.
+        """The table of keys and packed entries. Raises StoreFormatError, naming ``where`` and the key, for an entry that
+        is truncated, or does not fit its schema.
         """
         table = cls(schemas)
         table.keys_by_number.add_all([key for key, _ in items])
@@ -128,21 +128,21 @@ class CommittedRecords(Mapping[str, RecordEntry]):
         return self._rows[: self._count]
 
     def merge(self, changed: Changed) -> None:
-        """Sets the entries of ``changed``; new ones follow those that are here."""
+        """Sets the entries of ``changed``; appends new ones."""
         numbers = changed.numbers
         if not len(numbers):
             return
         new = numbers[np.searchsorted(numbers, self._count) :]
         if len(new) and (int(new[0]), int(new[-1])) != (self._count, self._count + len(new) - 1):
             raise AssertionError(
-                f"key {self.keys_by_number.key(int(new[0]))!r} comes before one that has no entry"
+                f"key {self.keys_by_number.key(int(new[0]))!r} comes before a key without an entry"
             )
         self._provide(int(numbers[-1]) + 1)
         self._count += len(new)
         self._rows[numbers] = changed.rows
 
     def copy(self) -> CommittedRecords:
-        """The same entries, which go on being what they are now."""
+        """A copy of the entries, which does not follow later changes."""
         copied = CommittedRecords(self.schemas, self.keys_by_number)
         copied._rows, copied._count = self.rows.copy(), self._count
         return copied
@@ -204,7 +204,7 @@ class CommittedRecords(Mapping[str, RecordEntry]):
 
 
 class Changed:
-    """New entries of some records of ``table``: of key number ``numbers[i]`` (they ascend) row i, all zeros at first."""
+    """New entries of some records of ``table``: row i is that of key number ``numbers[i]`` (ascending), zeros at first."""
 
     def __init__(self, table: CommittedRecords, numbers: npt.NDArray[np.int64]) -> None:
         self._table = table
@@ -220,7 +220,7 @@ class Changed:
 def locations(
     rows: Rows, schemas: Sequence[RecordSchema]
 ) -> Iterator[tuple[int, Group, int, npt.NDArray[np.int64], npt.NDArray[np.uint32]]]:
-    """Schema number, group, directory, the numbers of the ``rows`` that have this group there, and its slots."""
+    """For each schema number, group and directory: the numbers of the ``rows`` with the group there, and its slots."""
     for number, schema in enumerate(schemas):
         of = np.flatnonzero(rows["schema"] == number)
         for place, group in enumerate(schema.groups if len(of) else ()):
@@ -231,7 +231,7 @@ def locations(
 
 
 def _packed_dtype(shape: Sequence[int]) -> np.dtype[np.void]:
-    """An entry as it is packed, with a group of each number of sections."""
+    """The dtype of a packed entry, whose groups have the numbers of sections in ``shape``."""
     fields = [("directory", "<u2"), ("sections", "<u2"), ("slot", "<u4"), ("generation", "<u8")]
     groups = [
         (f"group{number}", np.dtype([*fields, ("crcs", "<u4", (sections,))]))

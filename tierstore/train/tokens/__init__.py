@@ -1,6 +1,6 @@
-"""Data that a model's own tokenizer turns to tokens: documents read, tokenised once into mapped files, packed, and cut.
+"""Documents for a model's own tokenizer: read, tokenised once into mapped files, and packed into sequences.
 
-``documents`` reads text, JSONL and Parquet; ``tokenizing`` makes tokens of texts and chats; ``token_files`` is what the
-store's directory keeps, written by ``making``; ``data`` packs documents into sequences and gives batches. transformers
-and pyarrow are imported when a file is tokenised.
+``documents`` reads text, JSONL and Parquet; ``tokenizing`` tokenises texts and chats; ``making`` writes the files in the
+store's directory, in the format of ``token_files``; ``data`` packs documents into sequences and makes batches.
+transformers and pyarrow are imported only when a file is tokenised.
 """

@@ -1,7 +1,7 @@
 """The documents of files: text, lines of JSON, and rows of Parquet, each read as a stream.
 
-A document is a text or a chat. A text longer than ``PIECE`` characters comes in pieces, cut after a line's end where there
-is one in the second half, so that what is in memory does not grow with the files.
+A document is a text or a chat. A text longer than ``PIECE`` characters comes in pieces, cut after a line's end if there
+is one in the second half, so that memory use does not grow with the files.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ _ARROW = (
     IndexError,
     NotImplementedError,
     OSError,
-)  # what pyarrow raises is of these
+)  # pyarrow's exceptions
 _CHAT, _TEXT = "messages", "text"
 _MASKS = ("weight", "train", "training")  # OpenAI's name, and axolotl's
 _PARTS_MASKED = ("training_detail", "train_detail")
 
-#: Called with bytes of a file that have been read.
+#: Called with the bytes read of a file.
 Read = Callable[[int], None]
 Message = Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """A document's text, or a part of it: whether it ``begins`` and ``ends`` the document."""
+    """A document's text, or a part of it; ``begins`` and ``ends`` tell whether it is the document's first and last piece."""
 
     text: str
     begins: bool = True
@@ -49,8 +49,8 @@ class TextPiece:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A document in messages, and the tools they may call. ``where`` names the file and the line or row; ``masked`` has the
-    numbers of the messages that are not trained on.
+    """A document of messages, and the tools they may call. ``where`` names the file and the line or row; ``masked`` has
+    the numbers of the messages excluded from the loss.
     """
 
     where: str
@@ -63,7 +63,7 @@ Document = TextPiece | Chat
 
 
 def file_format(path: Path, config: DataConfig) -> DataFormat:
-    """What ``path`` is read as: TEXT, JSONL or PARQUET. Raises ConfigError where its name leaves two."""
+    """The format of ``path``: TEXT, JSONL or PARQUET. Raises ConfigError if its name is ambiguous."""
     if config.format is not DataFormat.AUTO:
         return config.format
     suffix = path.suffix.lower()
@@ -100,7 +100,7 @@ def _text(path: Path, separator: str, read: Read) -> Iterator[TextPiece]:
             for text in whole:
                 yield from pieces(text, begins=begins)
                 begins = True
-        # What may be the beginning of a separator stays for the next chunk.
+        # A possible beginning of a separator stays for the next chunk.
         while len(rest) > 2 * PIECE + len(separator):
             cut = _cut_after(rest)
             yield TextPiece(rest[:cut], begins, False)
@@ -119,7 +119,7 @@ def pieces(text: str, *, begins: bool = True) -> Iterator[TextPiece]:
 
 
 def _cut_after(text: str, at: int = 0) -> int:
-    """Where the piece from ``at`` ends: after its last line's end, or its last space."""
+    """The end of the piece from ``at``: after its last line's end, or its last space."""
     for mark in ("\n", " "):
         found = text.rfind(mark, at + PIECE // 2, at + PIECE)
         if found >= 0:
@@ -153,12 +153,12 @@ def _decoded(path: Path, read: Read) -> Iterator[str]:
 
 
 def first_line(error: Exception) -> str:
-    """What a library says of its error, in one line."""
+    """The message of a library's error, in one line."""
     return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
 
 
 def _forget(file: BinaryIO, at: int) -> None:
-    """What was read up to ``at`` (0: all) does not stay in the page cache."""
+    """Drops the bytes up to ``at`` (0: all) from the page cache."""
     os.posix_fadvise(file.fileno(), 0, at, os.POSIX_FADV_DONTNEED)
 
 
@@ -235,7 +235,7 @@ def _row(row: Mapping[str, Any], column: str, path: Path, number: int) -> Iterat
 
 
 def _present(value: object) -> object:
-    """``value`` without the nulls that a column of structures has for keys which a message lacks."""
+    """``value`` without the nulls of a struct column for keys that a message lacks."""
     if isinstance(value, dict):
         return {key: _present(item) for key, item in value.items() if item is not None}
     return [_present(item) for item in value] if isinstance(value, list) else value
@@ -252,7 +252,7 @@ def _document(record: Mapping[str, object], column: str, where: str) -> Iterator
     value = record[chosen]
     tools = _tools(record, where) if isinstance(value, list) else []
     if not is_unicode([value, tools]):
-        raise DataError(f"{where}: {chosen!r}: holds half of a surrogate pair, which is no character")
+        raise DataError(f"{where}: {chosen!r}: contains half of a surrogate pair, which is not a character")
     if isinstance(value, str):
         yield from pieces(value)
     elif isinstance(value, list):
@@ -264,7 +264,7 @@ def _document(record: Mapping[str, object], column: str, where: str) -> Iterator
 
 
 def _message(value: object, where: str) -> tuple[Message, bool]:
-    """A message as templates take it, its content a text, and whether it may be trained on."""
+    """A message in the form for templates, with its content as text, and whether the loss includes it."""
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         raise DataError(f"{where}: expected messages, objects with a 'role', found {_named(value)}")
     message = {name: item for name, item in value.items() if name not in _MASKS}
@@ -288,7 +288,7 @@ def _part(value: object, where: str) -> str:
 
 
 def _trained(message: Message, where: str) -> bool:
-    """What a message says of its part in the loss: that it has one, where it says nothing."""
+    """Whether the loss includes a message: by its own fields, by default yes."""
     for name in _PARTS_MASKED:
         if name in message:
             raise DataError(
