@@ -472,10 +472,10 @@ def main() -> None:
             for each in rows
         ],
     )  # fmt: skip
-    for ranks, of in overheads.items():
+    for ranks, fitted in overheads.items():
         OUTPUT.line(
-            f"fitted with {ranks} rank(s): {format_seconds(of.unit_s)} a pass over a unit, "
-            f"{format_seconds(of.expert_s)} over an expert, {format_seconds(of.message_s)} a message"
+            f"fitted with {ranks} rank(s): {format_seconds(fitted.unit_s)} a pass over a unit, "
+            f"{format_seconds(fitted.expert_s)} over an expert, {format_seconds(fitted.message_s)} a message"
         )
     OUTPUT.line(
         f"within 15%: {found['within_count']} of {found['judged_count']}; worst {found['worst_error_ratio']:.1%}; "
@@ -484,8 +484,8 @@ def main() -> None:
     failures = []
     if found["within_count"] * OF < WITHIN * found["judged_count"]:
         failures.append(f"{found['within_count']} of {found['judged_count']} judged layouts are within 15%")
-    fitted = {str(ranks): asdict(of) for ranks, of in overheads.items()}
-    finish({**found, "overheads": fitted, "layouts": rows}, failures)
+    found["overheads"] = {str(ranks): asdict(each) for ranks, each in overheads.items()}
+    finish({**found, "layouts": rows}, failures)
 
 
 if __name__ == "__main__":

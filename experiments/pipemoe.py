@@ -231,7 +231,7 @@ class Passes:
         if rounds:
             self._mesh.world.max(spent)
         forward, backward = spent.tolist()
-        return Samples(forward, backward, most.travelling, most.computed)
+        return Samples(forward, backward, int(most.travelling), int(most.computed))
 
     def exchanges(self, link: LinkConfig, sizes: Sequence[int], rounds: int) -> list[list[float]]:
         """Seconds of all-to-alls in which a rank sends each of ``sizes`` bytes, by size, then by round."""

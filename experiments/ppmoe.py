@@ -93,7 +93,8 @@ class Case:
 
     def measure(self, rounds: int, pass_s: float) -> dict[str, Any]:
         between = self.formulas.all_to_all / pass_s
-        times, noise = {}, []
+        times: dict[str, list[float]] = {}
+        noise = []
         for way, expected in expected_speeds(self.formulas).items():
             times[way] = []
             for speed in SWEEP:

@@ -135,7 +135,7 @@ class StackWorkload:
     def traffic(self) -> Traffic:
         cache, lookahead = self.shape.budgets
         slots = DeviceSlots(self.shape.expert_numel, ComputeDtype.FP32, _SLOTS, _SLOTS)
-        divided = Budgets(cache=cache, device=slots.nbytes, lookahead=lookahead, slots=slots)
+        divided = Budgets(cache=cache, device=slots.nbytes, landing=0, lookahead=lookahead, slots=slots)
         return step_traffic(self.setting, Capacity((), divided), self.span)
 
     @cached_property

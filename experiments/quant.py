@@ -18,6 +18,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -75,7 +76,7 @@ class Matrices:
             TORCH: lambda: [torch.mm(x, matrix.t(), out=y) for matrix in self.narrow],
         }
         for codes, made in self.codes.items():
-            programs[codes.value] = lambda made=made: [weights.multiply(0, x, y) for weights in made]
+            programs[codes.value] = partial(_multiply, made, x, y)
         samples: dict[str, list[float]] = {name: [] for name in programs}
         for turn in range(repeats + 1):
             for name, program in programs.items():
@@ -116,6 +117,11 @@ def figures(
             }
         )
     return rows
+
+
+def _multiply(made: Sequence[QuantizedWeights], x: Tensor, y: Tensor) -> None:
+    for weights in made:
+        weights.multiply(0, x, y)
 
 
 def main() -> None:

@@ -22,19 +22,21 @@ import numpy as np
 import torch
 from emulation import OUTPUT, finish, options, start
 
-from tierstore.bench.overlap_rank import EmulatedDevice, EmulatedTier
+from tierstore._native import HugePages
+from tierstore.bench.overlap_rank import EmulatedDevice
 from tierstore.errors import ConfigError
 from tierstore.links import LinkConfig
+from tierstore.prefetch import PredictorName, Schedule, make_predictor
+from tierstore.prefetch.experts import FrozenExperts
 from tierstore.serve.experts.ring import Ring
-from tierstore.serve.experts.slots import Asked, ExpertSlots
 from tierstore.stats import StallLedger
 from tierstore.store.config import StoreConfig
 from tierstore.store.core import StoreCore
 from tierstore.store.format import RecordSchema, Training, WeightFormat
 from tierstore.store.parameter_store import ParameterStore
 from tierstore.store.registering import NewRecord
-from tierstore.tiers import DeviceSlots, limited_tier
-from tierstore.timeline import Timeline, Track
+from tierstore.tiers import DeviceSlots, HostDeviceTier, limited_tier
+from tierstore.timeline import Timeline, TimelineSink, Track
 from tierstore.units import format_bytes, format_seconds
 
 #: A timeline shows the ring with this part of the layers.
@@ -72,26 +74,31 @@ class Layers:
         }
         self.device = EmulatedDevice(store.engine)
 
-    def slots(self, count: int, link: LinkConfig, ledger: StallLedger) -> ExpertSlots:
-        """Slots for the experts of ``count`` layers, filled over ``link``."""
+    def source(self, count: int, link: LinkConfig, ledger: StallLedger) -> FrozenExperts:
+        """The experts in slots for those of ``count`` layers, filled over ``link``."""
         shape = DeviceSlots(self.numel, torch.bfloat16, weights=count * self.experts, gradients=0)
-        tier = EmulatedTier(self.store.engine, shape, self.device)
+        tier = HostDeviceTier(self.store.engine, shape, HugePages.OFF, computed=self.device.finished)
         self._stack.callback(tier.close)
         limited = limited_tier(tier, self.store.engine, link, self.device.finished)
-        return ExpertSlots(self.store, limited, self._records, ledger=ledger)
+        return FrozenExperts(
+            self.store,
+            limited,
+            self._records,
+            predictor=make_predictor(PredictorName.NONE, range(self.experts)),
+            schedule=Schedule.of_layers(tuple(range(self.layers)), depth=0),
+            ledger=ledger,
+        )
 
     def copy_s(self) -> float:
         """Seconds of copying a layer's experts with nothing else to do: the median over layers."""
         experts = range(self.experts)
-        slots = self.slots(1, LinkConfig(), StallLedger())
+        walk = self.source(1, LinkConfig(), StallLedger()).walk
         spent = []
         for layer in range(self.layers):
             started = time.perf_counter()
-            slots.load(layer, experts, experts, Asked.NOW)
-            for slot in experts:
-                slots.weights(slot, layer)
-                slots.release(slot)
+            self.store.wait(walk.bring(layer, experts))
             spent.append(time.perf_counter() - started)
+            walk.give_up(layer)
         return statistics.median(spent)
 
 
@@ -105,13 +112,24 @@ class Run:
     ) -> None:
         self._of, self._dense_s = of, forward_s / 2
         self.ledger = StallLedger(clock=of.device.clock_ns)
-        self._slots = of.slots(count, link, self.ledger)
-        self._ring = Ring(self._slots, range(of.layers), of.experts, count=count)
+        self._source = of.source(count, link, self.ledger)
         self.count, self.load = count, load
+        self._ring = self._make_ring()
         self.nbytes = count * of.experts * DeviceSlots(of.numel, torch.bfloat16).weight_bytes
         self.pass_s: list[float] = []
         #: Of each round, to that of everything resident beside it.
         self.speeds: list[float] = []
+
+    def _make_ring(self, timeline: TimelineSink | None = None) -> Ring:
+        of = self._of
+        return Ring(
+            self._source,
+            range(of.layers),
+            of.experts,
+            count=self.count,
+            done=of.store.engine.done,
+            timeline=timeline,
+        )
 
     def passes(self, count: int) -> float:
         """Seconds of ``count`` passes, one after another."""
@@ -134,9 +152,8 @@ class Run:
     def draw(self, path: Path) -> None:
         """Two passes as a timeline."""
         with Timeline(path) as timeline:
-            self._ring = Ring(
-                self._slots, range(self._of.layers), self._of.experts, count=self.count, timeline=timeline
-            )
+            self._ring = self._make_ring(timeline)
+            self._ring.clear()
             with timeline.span(Track.COMPUTE, "two passes"):
                 self.passes(2)
 

@@ -23,13 +23,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from emulation import OUTPUT, TIMEOUT_S, finish, options, run_ranks, start, taking
 from torch import Tensor
 
 from tierstore.config import load
+from tierstore.model.config import ModelConfig
 from tierstore.model.interface import Batch, ModelOutput
 from tierstore.model.stage import StageBorder, StagePass
 from tierstore.parallel import Mesh, ParallelConfig, RankEnvironment, launch
@@ -45,6 +46,7 @@ from tierstore.train.config import TrainConfig
 from tierstore.train.files import MicroOrder
 from tierstore.train.stage_pipeline import StagePipeline
 from tierstore.train.stages import one_forward_one_backward, stage_config
+from tierstore.train.stepping import OpenStep
 from tierstore.units import format_seconds
 
 TARGET = 1.10
@@ -72,7 +74,7 @@ class EmulatedStage:
 
 
 class NoStep:
-    """A step without parameters."""
+    """A step without parameters: of ``OpenStep`` what a pipeline calls."""
 
     def __init__(self) -> None:
         self.passes_begun = 0
@@ -104,13 +106,13 @@ def rank(
                 )  # fmt: skip
                 tokens = torch.zeros(ROWS, TOKENS, dtype=torch.long)
                 batches = [Batch(tokens, tokens)] * count
-                pipeline.run(NoStep(), 0, batches)  # makes the connections
+                pipeline.run(cast(OpenStep, NoStep()), 0, batches)  # makes the connections
                 wanted = one_forward_one_backward(mesh.pipeline.rank, mesh.stages, count)
                 seconds, in_order = [], True
                 for step in range(1, rounds + 1):
                     mesh.world.barrier()
                     started = time.perf_counter()
-                    pipeline.run(NoStep(), step, batches)
+                    pipeline.run(cast(OpenStep, NoStep()), step, batches)
                     mesh.world.barrier()
                     seconds.append(time.perf_counter() - started)
                     in_order = in_order and tuple(pipeline.log) == wanted
@@ -167,7 +169,8 @@ def traffic(stages: int, host_budget: int) -> Iterator[dict[str, Any]]:
         whole = load(TrainConfig, None, settings)
         config = stage_config(whole, 0, stages)
         # The stage's layers as a model of their own, which has no pipeline.
-        alone = replace(config, model=replace(whole.model, n_layers=2))  # type: ignore[type-var]
+        assert isinstance(whole.model, ModelConfig)
+        alone = replace(config, model=replace(whole.model, n_layers=2))
         for name, of, order, passes in (
             ("1F1B", config, MicroOrder.MICRO, one_forward_one_backward(0, stages, count)),
             ("one after another", config, MicroOrder.MICRO, ()),
@@ -175,7 +178,9 @@ def traffic(stages: int, host_budget: int) -> Iterator[dict[str, Any]]:
         ):
             of = replace(of, data=replace(of.data, micro_order=order))
             setting = Setting(config=of, model=of.model.architecture)
-            moved = step_traffic(setting, Capacity((), budgets(of, DeviceKind.CPU)), order=passes)
+            experts = setting.local_experts * len(setting.model.moe_layers)
+            divided = budgets(of, DeviceKind.CPU, experts=experts)
+            moved = step_traffic(setting, Capacity((), divided), order=passes)
             unit = config.model.architecture.records * setting.schemas[-1].record_bytes
             yield {
                 "order": name,
@@ -213,7 +218,7 @@ def main() -> None:
         __doc__, stages=(2, 4), micro_batches=(1, 2, 4), forward_s=0.05, backward_s=0.1, rounds=5,
         host_budget=768 << 20, svg=None,
     )  # fmt: skip
-    found = []
+    found: list[dict[str, Any]] = []
     for stages in asked.stages:
         svg = Path(asked.svg) if asked.svg and stages == max(asked.stages) else None
         found += pipelines(stages, asked.micro_batches, asked.forward_s, asked.backward_s, asked.rounds, svg)

@@ -1021,6 +1021,8 @@ class GroupOrder(enum.Enum):
 
     KEY = 1
 
+    GIVEN = 2
+
 class StepClock(enum.Enum):
     """
     What a step is to policies: what ``end_step`` ends, or, until the first one, each access (but those of the phases

@@ -6,16 +6,24 @@ simulate. Whoever must know asks ``has_own_memory``. Imports torch at first use.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import logging
 import platform
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from tierstore.capabilities import Finding
+from tierstore.capabilities import Capability, Finding, Resolution, resolve
+from tierstore.errors import BudgetError
 
 if TYPE_CHECKING:
     import torch
 
     from tierstore._native import Arena
+
+_LOG = logging.getLogger("tierstore.accelerator")
+#: ``cudaHostRegisterPortable``: every context of the process may copy to and from the memory.
+_PORTABLE = 1
 
 
 def accelerator_type() -> str | None:
@@ -61,11 +69,31 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def free_bytes(device: torch.device) -> int:
-    """Memory of ``device``, which is not the CPU, that is free."""
+def usable_bytes(device: torch.device) -> int:
+    """Memory of ``device``, which is not the CPU, that is free now beside ``device_reserve``; may be negative."""
     import torch
 
-    return int(torch.accelerator.get_memory_info(device)[0])
+    free, total = torch.accelerator.get_memory_info(device)
+    return int(free) - device_reserve(int(total))
+
+
+def device_reserve(total: int) -> int:
+    """What is never planned with of ``total`` bytes of device memory, a tenth: the allocator's fragments, workspaces of
+    kernels and of collectives, and what estimates of activations miss.
+    """
+    return total // 10
+
+
+@contextlib.contextmanager
+def memory_errors(device: torch.device, settings: str) -> Iterator[None]:
+    """Raises BudgetError in place of torch's OutOfMemoryError. ``settings``: names of those to lower."""
+    import torch
+
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        reason = str(error).splitlines()[0]
+        raise BudgetError(f"{device} is out of memory: {reason}; lower {settings}") from error
 
 
 def backends(device: torch.device) -> str:
@@ -87,19 +115,33 @@ def set_generator_state(device: torch.device, state: torch.Tensor) -> None:
     _module(device).set_rng_state(state, device)
 
 
-def pin_arena(arena: Arena, device: torch.device) -> Finding:
-    """Registers ``arena`` with ``device``, if it can be, so that copies to and from it are asynchronous."""
-    status = int(_module(device).cudart().cudaHostRegister(arena.address, arena.nbytes, 0))
-    if status:
-        return Finding(False, f"cudaHostRegister of {arena.nbytes} bytes failed with status {status}")
-    return Finding(True, "registered")
+@contextlib.contextmanager
+def pinned(arena: Arena, device: torch.device, setting: Capability) -> Iterator[Resolution]:
+    """Registers ``arena`` with ``device``, if it can be, so that copies to and from it are asynchronous. When the context
+    ends, no copy may be in flight. On the CPU nothing is registered.
 
+    Raises CapabilityError for ON where the device refuses, RuntimeError where it does not take the registration back.
+    """
+    if not has_own_memory(device):
+        yield Resolution("pinned_memory", setting, Capability.OFF, "the CPU computes")
+        return
 
-def unpin_arena(arena: Arena, device: torch.device) -> None:
-    """Takes back ``pin_arena``; once no copy to or from the arena is in flight. Raises RuntimeError."""
-    status = int(_module(device).cudart().cudaHostUnregister(arena.address))
-    if status:
-        raise RuntimeError(f"cudaHostUnregister failed with status {status}")
+    def register() -> Finding:
+        status = int(_module(device).cudart().cudaHostRegister(arena.address, arena.nbytes, _PORTABLE))
+        if status:
+            return Finding(False, f"cudaHostRegister of {arena.nbytes} bytes failed with status {status}")
+        return Finding(True, "registered")
+
+    found = resolve("pinned_memory", setting, register)
+    if not found and setting is not Capability.OFF:
+        _LOG.warning("pinned_memory: copies to and from %s block their caller: %s", device, found.reason)
+    try:
+        yield found
+    finally:
+        if found:
+            status = int(_module(device).cudart().cudaHostUnregister(arena.address))
+            if status:
+                raise RuntimeError(f"cudaHostUnregister failed with status {status}")
 
 
 def probe_accelerator() -> Finding:

@@ -20,9 +20,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from types import TracebackType
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 K = TypeVar("K")
+#: Is called with how much is done, and how much there is in all.
+OnProgress: TypeAlias = Callable[[int, int], None]
 
 
 class Dimension(Enum):

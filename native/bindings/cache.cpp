@@ -112,7 +112,8 @@ void bind_cache(nb::module_& m) {
     nb::enum_<Scope>(m, "Scope").value("GLOBAL", Scope::GLOBAL).value("LAYER", Scope::LAYER);
     nb::enum_<GroupOrder>(m, "GroupOrder")
         .value("RESIDENT_FIRST", GroupOrder::RESIDENT_FIRST)
-        .value("KEY", GroupOrder::KEY);
+        .value("KEY", GroupOrder::KEY)
+        .value("GIVEN", GroupOrder::GIVEN);
     nb::enum_<StepClock>(
         m, "StepClock",
         "What a step is to policies: what ``end_step`` ends, or, until the first one, each access (but those "

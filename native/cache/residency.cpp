@@ -120,11 +120,20 @@ void Residency::check_units(std::uint32_t layer, std::span<const std::uint32_t> 
     const bool by_layer = options_.scope == Scope::LAYER && check != Check::RECORDS;
     if (by_layer && layer >= domains_.size())
         throw std::invalid_argument("no layer " + std::to_string(layer));
+    const bool given = options_.order == GroupOrder::GIVEN;
+    if (given && check == Check::ACCESS) {
+        std::vector<std::uint32_t> sorted(records.begin(), records.end());
+        std::sort(sorted.begin(), sorted.end());
+        if (std::adjacent_find(sorted.begin(), sorted.end()) != sorted.end()) {
+            throw std::invalid_argument("records must be distinct");
+        }
+    }
     for (std::size_t i = 0; i < records.size(); ++i) {
         if (records[i] >= record_count()) {
             throw std::invalid_argument("no record " + std::to_string(records[i]));
         }
-        if (check != Check::PREFETCH && i > 0 && records[i] <= records[i - 1]) {
+        const bool ascends = i == 0 || records[i] > records[i - 1];
+        if (check != Check::PREFETCH && !ascends && !(check == Check::ACCESS && given)) {
             throw std::invalid_argument("records must be strictly ascending");
         }
         if (by_layer && layer_of_[records[i]] != layer) {
@@ -361,9 +370,9 @@ void Residency::pin(std::span<const std::uint32_t> records, std::span<const std:
     check_units(0, records, flags, Check::RECORDS);
     for (std::size_t i = 0; i < records.size(); ++i) {
         each_needed(records[i], flags[i], [&](EntryId entry) {
-            if (pins(entry) == 0) {
+            if ((flags_[entry] & RESIDENT) == 0) {
                 throw std::logic_error("entry " + std::to_string(entry) +
-                                       " is not in use: pin it in its access");
+                                       " is not resident: pin it in its access");
             }
         });
     }

@@ -38,13 +38,15 @@ enum class Scope : std::uint8_t { GLOBAL, LAYER };
 
 // In which order an access that takes several groups is cut into them. RESIDENT_FIRST: units with all they need
 // in memory, then those with a part of it, then the rest, each in record order. KEY: in record order, which
-// depends on nothing that the cache holds.
-enum class GroupOrder : std::uint8_t { RESIDENT_FIRST, KEY };
+// depends on nothing that the cache holds. GIVEN: as the access lists its records, which need not ascend.
+enum class GroupOrder : std::uint8_t { RESIDENT_FIRST, KEY, GIVEN };
 
-// What a step is to the policies. STEPS: what ends with end_step(). ACCESSES: until the first end_step() each access is
-// one, when its last group ends, but for those of Phase::INIT and Phase::OPTIMIZER: nothing else would let time pass where
-// no step is taken. LATE_ACCESSES: the same, but for the first of them, as many as there are records, so that a program
-// that takes steps is none the wiser.
+// What a step is to the policies.
+//  - STEPS: what ends with end_step().
+//  - ACCESSES: each access is a step, as nothing else would let time pass; but those of Phase::INIT and Phase::OPTIMIZER
+//    are none. It ends with the access's last group. From the first end_step() on, steps are as with STEPS.
+//  - LATE_ACCESSES: as ACCESSES, except that the first accesses, as many as there are records, are no steps. A program
+//    that calls end_step() before that sees no difference from STEPS.
 enum class StepClock : std::uint8_t { STEPS, ACCESSES, LATE_ACCESSES };
 
 // Flags of a unit: what an access does with one record. `dirty` and `drop` only what it needs.
@@ -126,8 +128,9 @@ public:
     std::uint32_t add_record(const RecordInfo& record);
     void set_stored(std::uint32_t record, std::uint16_t mask);
 
-    // Opens an access; records strictly ascending, units numbered as they are given. Returns the boundaries of
-    // its groups: group i has places [b[i], b[i+1]) of the order in which the units are served.
+    // Opens an access; records strictly ascending (GroupOrder::GIVEN: distinct), units numbered as they are given.
+    // Returns the boundaries of its groups: group i has places [b[i], b[i+1]) of the order in which the units are
+    // served.
     const std::vector<std::uint32_t>& begin_access(Phase phase, std::uint32_t layer,
                                                    std::span<const std::uint32_t> records,
                                                    std::span<const std::uint16_t> flags);
@@ -143,8 +146,7 @@ public:
                            std::span<const std::uint16_t> flags, Decided& decided);
     void cancel_prefetch();
 
-    // Pins across accesses: the entries must be in use by an access or pinned already. unpin applies dirty
-    // and drop (a drop waits for the last pin).
+    // Pins across accesses: the entries must be resident. unpin applies dirty and drop (a drop waits for the last pin).
     void pin(std::span<const std::uint32_t> records, std::span<const std::uint16_t> flags);
     void unpin(std::span<const std::uint32_t> records, std::span<const std::uint16_t> flags,
                Decided& decided);
@@ -191,8 +193,8 @@ private:
         std::uint64_t busy = 0;  // pinned or on hold: what no policy can give up
     };
 
-    // What to check of units: an access's records ascend; prefetched ones may come in any order; pins may be
-    // of any layer, ascending.
+    // What to check of units: an access's records ascend, or are distinct with GroupOrder::GIVEN; prefetched ones may
+    // come in any order; pins may be of any layer, ascending.
     enum class Check : std::uint8_t { ACCESS, PREFETCH, RECORDS };
 
     Domain& domain_of(EntryId entry) { return domain_for(layer_of_[entry / kGroupStride]); }

@@ -1,5 +1,5 @@
-// The order in which requests are cut into chunks, and what a chunk does when a transfer comes back: what the
-// two backends share.
+// The order in which requests are cut into chunks, and what a chunk does when a transfer comes back: what all
+// backends share.
 #pragma once
 
 #include <sys/types.h>

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tierstore._native import Arena, Buffer, Engine, HugePages
-from tierstore.bench.overlap_rank import Computer, EmulatedDevice, EmulatedTier, Processor
+from tierstore.bench.overlap_rank import Computer, EmulatedDevice, Processor
 from tierstore.links import LinkConfig
-from tierstore.tiers import DeviceSlots, limited_tier
+from tierstore.tiers import DeviceSlots, HostDeviceTier, limited_tier
 
 SLOTS = DeviceSlots(1024, torch.float32, weights=1, gradients=1)
 
@@ -68,7 +68,9 @@ def test_a_processor_has_computed_when_it_goes_on() -> None:
 @pytest.mark.parametrize("link", [LinkConfig(), LinkConfig(bandwidth=10**12)])
 def test_slots_stay_as_they_are_until_the_device_has_finished(engine: Engine, link: LinkConfig) -> None:
     told = Told(engine)
-    tier = limited_tier(EmulatedTier(engine, SLOTS, told), engine, link, told.finished)
+    tier = limited_tier(
+        HostDeviceTier(engine, SLOTS, HugePages.OFF, computed=told.finished), engine, link, told.finished
+    )
     arena = Arena(SLOTS.weight_bytes, HugePages.OFF)
     source = Buffer(arena, [(0, SLOTS.weight_bytes)], 4 * SLOTS.numel)
     engine.wait_all([tier.load(0, source, [])])  # nothing was computed with it yet

@@ -91,11 +91,10 @@ class Player:
             arena=Arena(frames * FRAME, HugePages.OFF),
             frame_bytes=FRAME,
             residency=residency,
+            find_backing=[SlowRecord(self.backing, f"e{number}") for number in range(RECORDS)].__getitem__,
         )
-        for number in range(RECORDS):
-            charged = [sum(sections) for sections in SECTIONS]
-            record = SlowRecord(self.backing, f"e{number}")
-            self.cache.add_record(0, SECTIONS, charged, backing=record, stored=False)
+        charged = [sum(sections) for sections in SECTIONS]
+        self.cache.add_records(np.zeros(RECORDS, np.uint16), SECTIONS, charged, stored=False)
         self.holds: dict[int, int] = {}  # entry -> the value of all of its bytes
         self.seen: list[tuple[Buffer, int, str]] = []
         self.tickets: list[int] = []

@@ -31,7 +31,7 @@ from tierstore.store.parameter_store import verify_all
 from tierstore.store.reading import read_summary
 from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening
-from tierstore.train.resharding import VocabularyPlacement, reshard
+from tierstore.train.resharding import reshard
 from tierstore.train.session import open_session
 
 _TINY: dict[str, Any] = {
@@ -228,7 +228,7 @@ def test_partitioned_tables_export_as_gathered_ones(tmp_path: Path) -> None:
         if RowPlacement.AUTO in (embedding, head):
             continue
         store = tmp_path / f"s{number}"
-        reshard(tmp_path / "s", store, Layout(1, 1, 3, 1), placement=VocabularyPlacement(embedding, head))
+        reshard(tmp_path / "s", store, Layout(1, 1, 3, 1), embedding=embedding, head=head)
         export(store, tmp_path / f"m{number}")
         assert (tmp_path / f"m{number}" / "model.safetensors").read_bytes() == expected
 

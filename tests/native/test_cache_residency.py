@@ -89,6 +89,22 @@ def test_what_is_resident_is_served_first_when_an_access_is_split():
     assert served(core, [0, 1, 2, 3, 4]) == [([0, 1, 2], [0, 4]), ([3, 4], [12, 16])]
 
 
+def test_records_are_served_in_the_order_given() -> None:
+    """With a lookahead of all frames but one, one record after another: the next two are on hold meanwhile."""
+    core = make(3, lookahead_frames=2, group_order=_native.GroupOrder.GIVEN)
+    groups, bounds = core.begin_access(1, 0, *units([3, 0, 2]))
+    assert (groups, bounds.tolist()) == (3, [0, 1, 2, 3])
+    fetched = []
+    for unit in range(3):
+        found, demanded, ahead = core.next_group()
+        assert found.tolist() == [unit]
+        fetched.append([entry // 4 for entry in (*demanded[1].tolist(), *ahead[1].tolist())])
+        core.end_group()
+    assert fetched == [[3, 0, 2], [0], [2]]  # what is on hold is a hit
+    with pytest.raises(ValueError, match="distinct"):
+        core.begin_access(1, 0, *units([1, 1]))
+
+
 def test_what_is_resident_in_part_comes_between():
     core = make(4, frames=(1, 1, 1))
     access(core, [2], 0b11)
@@ -312,7 +328,7 @@ def test_bad_arguments_and_calls_out_of_order_change_nothing():
     core.next_group()
     with pytest.raises(RuntimeError, match="pinned"):
         core.drop(np.array([0], np.uint32))
-    with pytest.raises(RuntimeError, match="not in use"):
+    with pytest.raises(RuntimeError, match="not resident"):
         core.pin(*units([1]))
     core.end_unit(0)
     with pytest.raises(RuntimeError, match="ended already"):

@@ -145,10 +145,20 @@ def test_fusion_buffers_do_not_grow_with_depth(setting: Make) -> None:
 def test_a_cuda_device_has_memory_of_its_own(setting: Make) -> None:
     here = setting()
     taken = capacity(replace(here, device=DeviceKind.CUDA))
-    assert taken.term("expert cache").nbytes == here.config.host_budget
+    assert taken.term("expert cache").nbytes == here.config.host_budget - taken.divided.landing
     slots = taken.divided.slots
     assert taken.term("expert slots").nbytes == slots.nbytes
     assert taken.term("gradient landing").nbytes == slots.gradients * slots.gradient_bytes
+
+
+def test_experts_take_what_is_free_on_a_device(setting: Make) -> None:
+    here = replace(setting(), device=DeviceKind.CUDA)
+    least = capacity(here).total(Tier.DEVICE) - capacity(here).divided.device
+    for slots in (4, 9, 24):
+        # A tenth is kept.
+        taken = capacity(replace(here, device_memory=-(-(least + (slots + 3) * 8192) * 10 // 9)))
+        assert taken.divided.slots.weights == slots
+    assert capacity(replace(here, device_memory=1 << 40)).divided.slots.weights == here.records == 24
 
 
 def test_budgets_that_cannot_be(setting: Make) -> None:

@@ -19,6 +19,7 @@ from tierstore.plan.capacity import Setting, capacity
 from tierstore.plan.traffic import step_traffic
 from tierstore.plan.workload import StepWorkload
 from tierstore.prefetch.operations import Kind, operations
+from tierstore.stats import Tier
 from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening
 from tierstore.train.session import open_session
@@ -165,13 +166,30 @@ def test_the_same_division(compute: ComputeDtype, device: DeviceKind, use: Use, 
     assert setting.least_host_budget == least
     for budget in (least, 2 * least, 20 * least):
         setting = replace(setting, config=replace(setting.config, host_budget=budget))
-        planned, divided = capacity(setting).divided, budgets(replace(run, host_budget=budget), device)
+        planned = capacity(setting).divided
+        divided = budgets(replace(run, host_budget=budget), device, experts=setting.records)
         assert (planned.cache, planned.device, planned.lookahead) == (
             divided.cache,
             divided.device,
             divided.lookahead,
         )
         assert planned.slots == divided.slots
+
+
+@pytest.mark.parametrize("use", [Use.SERVE, Use.LORA])
+def test_experts_leave_room_on_a_device_for_all_else_there(use: Use) -> None:
+    """Keys and values, and a pass's pairs, included: the reserve of a tenth stays."""
+    spec = hf_spec(describe_config(SMALL_QWEN3_MOE, ComputeDtype.FP32), SMALL_QWEN3_MOE)
+    run = replace(load(TrainConfig, None, {"data.batch_size": 2}), model=spec)
+    setting = Setting(
+        config=run, model=spec.architecture, device=DeviceKind.CUDA, usage=usage_of(spec, use, rank=4)
+    )
+    taken = capacity(setting)
+    each = taken.divided.slots.weight_bytes + (taken.divided.pairs.weight_bytes if taken.divided.pairs else 0)
+    memory = (taken.total(Tier.DEVICE) + 3 * each) * 10 // 9 + 2
+    filled = capacity(replace(setting, device_memory=memory))
+    assert filled.divided.slots.weights == taken.divided.slots.weights + 3
+    assert filled.total(Tier.DEVICE) <= memory - memory // 10 < filled.total(Tier.DEVICE) + each
 
 
 def test_layer_order_of_pairs() -> None:

@@ -110,7 +110,9 @@ def test_a_budget_too_small_to_start(setting: Make) -> None:
     assert len(remedy.changes) == 1
     config = remedy.setting.config
     assert config.host_budget == verdict.shortfalls[0].needed
-    budgets(config, DeviceKind.CPU)  # and with a byte less, as the verdict said, it could not start
+    budgets(
+        config, DeviceKind.CPU, experts=1
+    )  # and with a byte less, as the verdict said, it could not start
     less = replace(remedy.setting, config=replace(config, host_budget=config.host_budget - 1))
     assert not judge(less, Limits(MANY, MANY)).fits
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,15 +11,26 @@ import numpy as np
 import pytest
 import torch
 
-from tierstore._native import HugePages
+from tierstore._native import Buffer, HugePages
+from tierstore.cache import CacheConfig, GroupOrder
 from tierstore.prefetch import PredictorName, Schedule, StepTiming, TieredExperts, make_predictor
 from tierstore.stats import StallLedger
 from tierstore.store import AdamWConfig, Group, Inactive, ParameterStore, RecordSchema, StoreConfig
 from tierstore.store.core import StoreCore
-from tierstore.tiers import DeviceSlots, open_device_tier
+from tierstore.tiers import DeviceSlots, HostDeviceTier, WeightLoads
 
 NUMEL, LAYERS, EXPERTS = 1024, (0, 2), 4
 RECORD = 4 * 4096 + 4096  # weights, two moments, gradient (4,096 bytes each), and as much again to spare
+
+
+class CountingTier(HostDeviceTier):
+    """Counts the copies of weights to its slots."""
+
+    uploads = 0
+
+    def load(self, slot: int, source: Buffer, after: Sequence[int]) -> int:
+        self.uploads += 1
+        return super().load(slot, source, after)
 
 
 @dataclass
@@ -30,6 +41,7 @@ class Rig:
     store: StoreCore
     experts: TieredExperts
     ledger: StallLedger
+    tier: CountingTier
 
     def forward(self, layer: int, *experts: int) -> dict[int, torch.Tensor]:
         """The weights that a forward pass of ``layer`` sees."""
@@ -58,7 +70,9 @@ MakeRig = Callable[..., Rig]
 
 @pytest.fixture
 def make_rig(tmp_path: Path) -> Iterator[MakeRig]:
-    """Makes rigs over stores of their own, with room for ``room`` whole records."""
+    """Makes rigs over stores of their own, with room for ``room`` whole records. ``slots``: of a device to which weights are
+    copied; None: they are computed with in the host cache.
+    """
     with ExitStack() as stack:
         made = 0
 
@@ -70,13 +84,21 @@ def make_rig(tmp_path: Path) -> Iterator[MakeRig]:
             predictor: PredictorName = PredictorName.NONE,
             lookahead: int = 0,
             inactive: Inactive = Inactive.EXACT,
+            slots: int | None = None,
+            cache: CacheConfig | None = None,
+            order: GroupOrder = GroupOrder.RESIDENT_FIRST,
         ) -> Rig:
             nonlocal made
             made += 1
             opened = ParameterStore.create(
                 tmp_path / str(made),
                 [RecordSchema("expert", NUMEL)],
-                StoreConfig(host_budget=int(room * RECORD), lookahead=lookahead),
+                StoreConfig(
+                    host_budget=int(room * RECORD),
+                    lookahead=lookahead,
+                    cache=cache or CacheConfig(),
+                    group_order=order,
+                ),
                 adamw=AdamWConfig(inactive=inactive),
             )
             stack.callback(opened.close)
@@ -87,8 +109,12 @@ def make_rig(tmp_path: Path) -> Iterator[MakeRig]:
             store.reserve()
             store.reserve_scratch("expert")
             store.committer.commit()
-            slots = DeviceSlots(NUMEL, torch.float32, weights=2, gradients=2)
-            tier = open_device_tier(store.engine, slots, torch.device("cpu"), HugePages.OFF)
+            tier = CountingTier(
+                store.engine,
+                DeviceSlots(NUMEL, torch.float32, weights=slots or 2, gradients=2),
+                HugePages.OFF,
+                WeightLoads.IN_PLACE if slots is None else WeightLoads.COPIED,
+            )
             stack.callback(tier.close)
             ledger = StallLedger()
             records = {
@@ -99,12 +125,11 @@ def make_rig(tmp_path: Path) -> Iterator[MakeRig]:
                 store,
                 tier,
                 records,
-                weight_slots=slots.weights,
                 timing=timing,
                 predictor=make_predictor(predictor, range(EXPERTS)),
                 schedule=Schedule.of_layers(LAYERS, depth=depth),
                 ledger=ledger,
             )
-            return Rig(opened, store, experts, ledger)
+            return Rig(opened, store, experts, ledger, tier)
 
         yield make

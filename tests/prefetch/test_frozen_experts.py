@@ -19,7 +19,7 @@ from tierstore.prefetch.program import FrozenProgram
 from tierstore.stats import StallLedger
 from tierstore.store import NewRecord, ParameterStore, RecordSchema, StoreConfig, Training, WeightFormat
 from tierstore.store.core import StoreCore
-from tierstore.tiers import DeviceSlots, open_device_tier
+from tierstore.tiers import DeviceSlots, WeightLoads, open_device_tier
 
 NUMEL, LAYERS, EXPERTS = 2048, (0, 2), 4
 PAGE = 4096  # one frozen record
@@ -63,7 +63,12 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Frozen]]:
     with ExitStack() as stack:
 
         def made(
-            *, room: int, depth: int = 0, predictor: PredictorName = PredictorName.NONE, lookahead: int = 0
+            *,
+            room: int,
+            depth: int = 0,
+            predictor: PredictorName = PredictorName.NONE,
+            lookahead: int = 0,
+            loads: WeightLoads = WeightLoads.COPIED,
         ) -> Frozen:
             schema = RecordSchema("expert", NUMEL, WeightFormat.BF16, training=Training.FROZEN)
             config = StoreConfig(host_budget=room * PAGE, lookahead=lookahead * PAGE)
@@ -78,13 +83,12 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Frozen]]:
             stack.callback(opened.close)
             core = opened.core
             slots = DeviceSlots(NUMEL, torch.bfloat16, weights=2, gradients=0)
-            tier = open_device_tier(core.engine, slots, torch.device("cpu"), HugePages.OFF)
+            tier = open_device_tier(core.engine, slots, torch.device("cpu"), HugePages.OFF, loads)
             stack.callback(tier.close)
             experts = FrozenExperts(
                 core,
                 tier,
                 {layer: {e: core.record(f"{layer}.{e}") for e in range(EXPERTS)} for layer in LAYERS},
-                weight_slots=2,
                 predictor=make_predictor(predictor, range(EXPERTS)),
                 schedule=Schedule.of_layers(LAYERS, depth=depth),
                 ledger=StallLedger(),
@@ -115,7 +119,8 @@ def test_many_steps_in_memory_for_three(make: Callable[..., Frozen]) -> None:
 
 
 def test_reads_ahead_in_both_directions(make: Callable[..., Frozen]) -> None:
-    frozen = make(room=16, depth=1, predictor=PredictorName.ALL, lookahead=8)
+    loads = WeightLoads.IN_PLACE
+    frozen = make(room=16, depth=1, predictor=PredictorName.ALL, lookahead=8, loads=loads)
     frozen.experts.begin_micro(index=0, count=1)
     frozen.read(Phase.FORWARD, 0, 0)
     assert frozen.counts == (0, 1, 4 * PAGE), "all of the next layer"

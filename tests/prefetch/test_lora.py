@@ -154,7 +154,6 @@ def make_run(tmp_path: Path) -> Iterator[Callable[..., Run]]:
                     store,
                     tier,
                     records,
-                    weight_slots=2,
                     predictor=make_predictor(PredictorName.HISTORY, range(EXPERTS)),
                     schedule=Schedule.of_layers(LAYERS, depth=depth),
                     ledger=StallLedger(),

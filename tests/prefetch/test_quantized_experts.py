@@ -71,7 +71,6 @@ def make(tmp_path: Path) -> Iterator[Callable[..., FrozenExperts]]:
                 core,
                 tier,
                 {layer: {e: core.record(f"{layer}.{e}") for e in range(EXPERTS)} for layer in LAYERS},
-                weight_slots=2,
                 predictor=make_predictor(PredictorName.NONE, range(EXPERTS)),
                 schedule=Schedule.of_layers(LAYERS, depth=0),
                 ledger=StallLedger(),

@@ -14,6 +14,7 @@ from fake_server import MODEL, Fake, serving
 from malformed import malformed
 from openai.types import completion_create_params as completion_params
 from openai.types.chat import completion_create_params as chat_params
+from refusals import refuses
 
 from tierstore.serve.api.bodies import ChatBody, parse_body
 
@@ -148,16 +149,16 @@ def test_the_bytes_of_a_stream(plain: httpx.Client) -> None:
 def test_models(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
     assert client.models.retrieve(MODEL).owned_by == "tierstore"
-    with pytest.raises(openai.NotFoundError, match="'other' is not served"):
+    with refuses(openai.NotFoundError, "'other'"):
         client.models.retrieve("other")
 
 
 @pytest.mark.parametrize("prompt", [f"a{BROKEN_PROMPT}", f"a{BROKEN_LATER}bc"])
 def test_a_corrupt_record_ends_the_request_and_not_the_server(client: openai.OpenAI, prompt: str) -> None:
-    with pytest.raises(openai.InternalServerError, match="layer 1, expert 5 is corrupt"):
+    with refuses(openai.InternalServerError, "layer 1, expert 5"):
         client.completions.create(model=MODEL, prompt=prompt, max_tokens=9, temperature=0)
     stream = client.completions.create(model=MODEL, prompt=prompt, max_tokens=9, temperature=0, stream=True)
-    with pytest.raises(openai.APIError, match="layer 1, expert 5 is corrupt"):
+    with refuses(openai.APIError, "layer 1, expert 5"):
         list(stream)
     assert client.completions.create(model=MODEL, prompt="Once", max_tokens=9, temperature=0).choices[0].text
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from refusals import refuses
 from served_stores import damaged, leases, logits_of, mean_loss, serving, store_of, trained
 
 from tierstore.errors import ChecksumError
@@ -42,7 +43,7 @@ def test_a_damaged_expert_ends_its_pass_and_no_other(
     with open_served(config, trace=trace) as parts:
         with damaged(parts, 1, 2) as key:
             for _ in range(3):
-                with pytest.raises(ChecksumError, match=f"{key!r}, section weight"):
+                with refuses(ChecksumError, repr(key), "section weight"):
                     leases(parts, 1, [1, 2, 3])
                 assert leases(parts, 1, [1, 3]) == [1, 3]
                 assert leases(parts, 0, list(range(count)))
@@ -66,7 +67,7 @@ def test_a_damaged_expert_with_missed_steps(text: Path, tmp_path: Path) -> None:
         ]
         with damaged(parts, 0, behind[0]) as key:
             for _ in range(2):
-                with pytest.raises(ChecksumError, match=repr(key)):
+                with refuses(ChecksumError, repr(key)):
                     leases(parts, 0, list(range(12)))
                 assert leases(parts, 0, behind[1:])
         assert mean_loss(parts, batches) == expected

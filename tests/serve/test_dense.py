@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refuses
 from served_stores import serve_config, store_of
 from torch import nn
 
@@ -111,7 +112,7 @@ def logits(parts: ServedParts, *lengths: int) -> list[torch.Tensor]:
 def test_off_unless_asked_for(store: Path) -> None:
     config = serving(store)
     with open_served(config) as parts, compiled_blocks(parts.model, config) as made:
-        assert made.describe() == ["graphs: off (switched off)"]
+        assert made.resolution.reason == "switched off"
 
 
 def test_a_graph_that_is_refused_is_computed_eagerly(store: Path) -> None:
@@ -124,7 +125,7 @@ def test_a_graph_that_is_refused_is_computed_eagerly(store: Path) -> None:
         with compiled_blocks(parts.model, config, compile_graph=refuse) as made:
             assert torch.equal(logits(parts, 9)[0], expected[0])
         assert made.compiled == 0
-        assert made.describe()[1:] == ["graphs: computed eagerly: RuntimeError: no such kernel"]
+        assert made.refused == ["RuntimeError: no such kernel"]
         assert torch.equal(logits(parts, 9)[0], expected[0])
 
 
@@ -176,9 +177,9 @@ def test_inductor_is_near_the_eager_model(tmp_path: Path, monkeypatch: pytest.Mo
 def test_what_excludes_graphs(store: Path, values: dict[str, Any], reason: str) -> None:
     with open_served(serving(store, **values)) as parts:
         with compiled_blocks(parts.model, serving(store, graphs__compile="auto", **values)) as made:
-            assert made.describe() == [f"graphs: off ({reason})"]
+            assert made.resolution.reason == reason
         asked = serving(store, graphs__compile="on", **values)
-        with pytest.raises(CapabilityError, match=reason), compiled_blocks(parts.model, asked):
+        with refuses(CapabilityError, "graphs.compile", reason), compiled_blocks(parts.model, asked):
             raise AssertionError
-    with pytest.raises(CapabilityError, match=reason), open_served(asked):
+    with refuses(CapabilityError, "graphs.compile", reason), open_served(asked):
         raise AssertionError

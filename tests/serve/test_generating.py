@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from refusals import refuses
 from served_cases import built_in, drawn, wrapped
 from served_stores import least_budget, served_store, store_of
 from tiny_families import FAMILIES
 
 from tierstore.cli.main import cli
 from tierstore.deploy.records import Deployment
-from tierstore.errors import BudgetError, ConfigError
+from tierstore.errors import ConfigError
 from tierstore.hf.spec import stored_spec
 from tierstore.model.config import ModelConfig
 from tierstore.model.spec import spec_of
@@ -78,7 +79,7 @@ def test_why_texts_end() -> None:
     stop = chr(whole.tokens[1])
     stopped = run(stop=stop)
     assert (stopped.ending, stopped.text) == (Ending.STOP, whole.text[: whole.text.index(stop)])
-    with pytest.raises(ConfigError, match="max_tokens"):
+    with refuses(ConfigError, "max_tokens:", "got 0"):
         run(most=0)
 
 
@@ -153,12 +154,6 @@ def test_the_context_that_fits() -> None:
     assert whole == 8 * 512 * sequence_bytes(spec, 1) * 5 // 4
     assert fitted_context(spec, BatchConfig(), longest=512, room=whole) == 512
     assert fitted_context(spec, BatchConfig(), longest=512, room=whole - 1) == 448
-    with pytest.raises(
-        BudgetError, match=r"batch\.context: 8 sequences of 512 tokens .* 448 tokens would fit"
-    ):
-        fitted_context(spec, BatchConfig(context=512), longest=512, room=whole - 1)
-    with pytest.raises(BudgetError, match=r"batch\.context"):
-        fitted_context(spec, BatchConfig(), longest=512, room=whole // 8)
 
 
 # The command ------------------------------------------------------------------------------------------------

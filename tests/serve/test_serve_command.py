@@ -16,7 +16,6 @@ import pytest
 from served_stores import make_tiny_store
 
 from tierstore.cli.main import cli
-from tierstore.serve.config import LimitsConfig
 
 PATIENCE_S = 120
 PROMPT, TOKENS = "two experts in the store", 24
@@ -97,12 +96,3 @@ def test_what_cannot_be_served_is_named(
     assert f"{keys}:1: expected at least 16" in failed(capsys, nothing, "--api-keys", str(keys))
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert 'pip install "tierstore[serve]"' in failed(capsys, nothing)
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"queue": 0}, {"tokens": -1}, {"request_s": 0.0}, {"drain_s": float("inf")}, {"body": 0}]
-)
-def test_limits_that_cannot_work(wrong: dict[str, float]) -> None:
-    (name,) = wrong
-    with pytest.raises(ValueError, match=f"limits.{name}: "):
-        LimitsConfig(**wrong)  # type: ignore[arg-type]

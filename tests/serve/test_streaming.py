@@ -14,7 +14,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from small_tokenizers import MARKS, byte_level
 
-from tierstore.errors import ConfigError
 from tierstore.serve.language import BytePieces, StreamedText, TokenPieces
 
 
@@ -89,11 +88,6 @@ def test_stop_strings(written: str, stop: list[str]) -> None:
     begun = min(ends[0] - len(each) for each in stop if written[: ends[0]].endswith(each))
     assert "".join(pieces) == written[:begun]
     assert text.stopped
-
-
-def test_an_empty_stop_string() -> None:
-    with pytest.raises(ConfigError, match="stop"):
-        StreamedText(BytePieces(), [""])
 
 
 # Tokenizers: what is streamed is what ``decode`` of all tokens gives ----------------------------------------

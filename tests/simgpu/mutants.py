@@ -32,20 +32,16 @@ class Mutant:
 
 
 _TIER = "tierstore/tiers/accelerated.py"
+_HOST_BUFFERS = "tierstore/tiers/device.py"
 _WALK = "tierstore/prefetch/walking.py"
+_SLOTS = "tierstore/prefetch/device_cache.py"
 _GRADIENTS = "tierstore/prefetch/gradients.py"
 _EXPERTS = "tierstore/prefetch/experts.py"
 _CACHE = "tierstore/cache/host_cache.py"
 _MICRO = {"data.micro_batches": 2, "data.micro_order": "micro"}
 _LAYER = {"data.micro_batches": 2, "data.micro_order": "layer"}
 _TIGHT = {"host_budget": 200_000, "model.experts": 8}
-_WAITED = """\
-                if all(map(self._store.engine.done, coming.after)):
-                    self._store.wait(coming.after)
-                else:
-                    self.wait(coming.after, layer, *self._reason(record))
-"""
-_GUARDED = "            self._walk.wait(guards, layer, Tier.HOST, Cause.OPTIMIZER)\n"
+_GUARDED = "            self.walk.wait(guards, layer, Tier.HOST, Cause.OPTIMIZER)\n"
 
 MUTANTS = [
     # Weights: slots of the device.
@@ -62,29 +58,45 @@ MUTANTS = [
         "event.record(torch.accelerator.current_stream(self.device))",
         "event.record(torch.Stream(self.device))",
     ),
-    Mutant(
-        "a ticket is done when its copy is queued", _TIER, "                self.stream.synchronize()\n", ""
-    ),
+    Mutant("a ticket is done when its copy is queued", _TIER, "copy.queue().synchronize()", "copy.queue()"),
     Mutant(
         "a copy does not wait for what it follows",
         _TIER,
-        "                self._engine.wait_all(after)\n",
+        "            self._engine.wait_all(copy.after)\n",
         "",
     ),
     Mutant(
         "a load follows nothing",
-        _WALK,
-        "self._cache.sections(entry)[0], self._cache.ready(entry))\n        self",
-        "self._cache.sections(entry)[0], [])\n        self",
+        _SLOTS,
+        "self._cache.sections(entry)[0], guards)",
+        "self._cache.sections(entry)[0], [])",
     ),
-    Mutant("weights are used before they are there", _WALK, _WAITED, "                pass\n"),
+    Mutant(
+        "weights are used before they are there",
+        _WALK,
+        "        elif self._wait_again(awaited, record, layer):\n",
+        "        elif False:\n",
+        _TIGHT | {"prefetch.depth": 0},
+    ),
+    Mutant(
+        "the compute stream does not wait for a load",
+        _TIER,
+        "torch.accelerator.current_stream(self.device).wait_event(self._loads[slot].queue())",
+        "self._loads[slot].queue()",
+    ),
+    Mutant(
+        "the host cache reads into memory that a load still copies",
+        _SLOTS,
+        "        self._cache.reads(entry, ticket)\n",
+        "",
+        _TIGHT,
+        pinned=True,
+    ),
     Mutant(
         "a slot is free before its expert is computed",
         _WALK,
-        "                    yield Arrived(unit, weights, unit == units[-1], more)\n"
-        "                    self._release(staged.popleft())\n",
-        "                    self._release(staged.popleft())\n"
-        "                    yield Arrived(unit, weights, unit == units[-1], more)\n",
+        "            yield Arrived(unit, self.slots.weights(copy), last, False)\n            self.slots.release()\n",
+        "            self.slots.release()\n            yield Arrived(unit, self.slots.weights(copy), last, False)\n",
     ),
     # Gradients: slots of the device, and the pinned buffers that they are copied to.
     Mutant(
@@ -96,15 +108,22 @@ MUTANTS = [
     Mutant(
         "the copy of a gradient has no ticket",
         _TIER,
-        "        return self._host[slot], [self._down.submit((), copy)]\n",
-        "        self._down.submit((), copy)\n        return self._host[slot], []\n",
+        "        return buffer, self._leaving.left(slot, self._down.submit(guards, copy).ticket)\n",
+        "        self._leaving.left(slot, self._down.submit(guards, copy).ticket)\n        return buffer, []\n",
         pinned=True,
     ),
     Mutant(
         "a gradient slot is free at once",
         _TIER,
-        "self._free.append((slot, list(after)))",
-        "self._free.append((slot, []))",
+        "self._free.append((slot, self._leaving.end(slot, after)))",
+        "self._leaving.end(slot, after); self._free.append((slot, []))",
+        pinned=True,
+    ),
+    Mutant(
+        "a host buffer is free at once",
+        _HOST_BUFFERS,
+        "self._free.append((buffer, list(after)))",
+        "self._free.append((buffer, []))",
         pinned=True,
     ),
     Mutant(
@@ -117,8 +136,8 @@ MUTANTS = [
     Mutant(
         "a copy on another stream than is waited for",
         _TIER,
-        "                with self.stream:\n",
-        "                with torch.Stream(self.stream.device):\n",
+        "                with self._stream:\n",
+        "                with torch.Stream(self._stream.device):\n",
         pinned=True,
     ),
     Mutant(
@@ -144,7 +163,7 @@ MUTANTS = [
         pinned=True,
     ),
     Mutant(
-        "a gradient slot waits for its norm alone",
+        "a host buffer waits for its norm alone",
         _GRADIENTS,
         "reading = [square, self._store",
         "reading = [square]; _ = [self._store",

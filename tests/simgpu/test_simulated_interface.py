@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +12,24 @@ import pytest
 import simulated
 import torch
 from launcher import Ranks
+from rank_cases import TINY
 from training_cases import train
 
 from tierstore._native import Arena, Engine, HugePages
-from tierstore.accelerator import identity, make_current, pin_arena, unpin_arena
+from tierstore.accelerator import identity, make_current, pinned, usable_bytes
 from tierstore.capabilities import Capability
 from tierstore.config import load
-from tierstore.errors import CapabilityError, ConfigError
+from tierstore.errors import BudgetError, CapabilityError, ConfigError
 from tierstore.moe.config import ExpertShape
 from tierstore.parallel import Mesh, RankEnvironment, rank_device
+from tierstore.parallel.config import ParallelConfig
 from tierstore.parallel.launching import check_devices
 from tierstore.tiers import DeviceSlots, open_device_tier
 from tierstore.train import open_experts
 from tierstore.train.config import TrainConfig
+from tierstore.train.footprint import fixed_cost
+from tierstore.train.ranks import Opening
+from tierstore.train.session import open_session
 
 
 def _refused(mesh: Mesh, store: Path, text: str) -> Any:
@@ -46,16 +53,20 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(
     assert not violations
     assert found == expected
     assert counts["d2h.pageable_bytes"] == counts["d2h.bytes"]
+    assert counts["h2d.pageable_bytes"] == counts["h2d.bytes"]
 
 
 def _pinning(mesh: Mesh) -> None:
     device, arena = mesh.device, Arena(8192, HugePages.OFF)
-    assert pin_arena(arena, device)
-    again = pin_arena(arena, device)
-    assert (again.available, again.reason) == (False, "cudaHostRegister of 8192 bytes failed with status 712")
-    unpin_arena(arena, device)
-    with pytest.raises(RuntimeError, match="cudaHostUnregister failed with status 713"):
-        unpin_arena(arena, device)
+    with pinned(arena, device, Capability.ON) as first, pinned(arena, device, Capability.AUTO) as again:
+        assert first
+        assert not again
+        assert again.reason == "cudaHostRegister of 8192 bytes failed with status 712"
+    with (
+        pytest.raises(RuntimeError, match="cudaHostUnregister failed with status 713"),
+        pinned(arena, device, Capability.ON),  # the first has taken its registration back
+    ):
+        assert simulated.registration.cudaHostUnregister(arena.address) == 0
     slots = DeviceSlots(64, torch.float32)
     with Engine() as engine:
         tier = open_device_tier(engine, slots, device, HugePages.OFF, pinning=Capability.OFF)
@@ -64,6 +75,66 @@ def _pinning(mesh: Mesh) -> None:
 
 def test_pinning(simulated_ranks: Ranks) -> None:
     simulated_ranks.run(1, _pinning)
+
+
+def _default_budget(mesh: Mesh, store: Path, text: str) -> None:
+    """12 experts whose slots take 8 KiB, and three such slots of gradients."""
+    config = load(TrainConfig, None, {**TINY, "data.paths": (text,), "store": store})
+    beside = fixed_cost(config, 0).device_bytes(config)
+    with _memory_left(mesh, beside + 10 * 8192), open_session(config, Opening.CREATE, mesh=mesh) as trainer:
+        walk = trainer.experts.walk
+        assert walk.slots.count == 7
+        trainer.step()
+    with open_session(config, Opening.RESUME, mesh=mesh) as trainer:
+        assert trainer.experts.walk.slots.count == 12
+
+
+def test_experts_take_what_is_free(simulated_ranks: Ranks, tmp_path: Path, text: Path) -> None:
+    simulated_ranks.run(1, _default_budget, tmp_path / "store", str(text))
+
+
+@contextlib.contextmanager
+def _memory_left(mesh: Mesh, nbytes: int) -> Iterator[None]:
+    """``nbytes`` are free on the device, beside the tenth that is kept in reserve."""
+    free, total = torch.accelerator.get_memory_info(mesh.device)
+    used = total - free
+    simulated.set_memory(-(-(used + nbytes) * 10 // 9))
+    try:
+        assert nbytes <= usable_bytes(mesh.device) < nbytes + 4
+        yield
+    finally:
+        simulated.set_memory(total)
+
+
+def _out_of_memory(mesh: Mesh, store: Path, text: str) -> None:
+    config = load(TrainConfig, None, {**TINY, "data.paths": (text,), "store": store})
+    message = r"^simgpu:0 is out of memory: .*; lower device_budget, data\.batch_size or model\.seq_len$"
+    with (
+        pytest.raises(BudgetError, match=message),
+        _memory_left(mesh, 1 << 14),
+        open_session(config, Opening.CREATE, mesh=mesh),
+    ):
+        pass
+    with open_session(config, Opening.CREATE, mesh=mesh) as trainer:
+        expected = trainer.store.records_crc32c()
+    with (
+        pytest.raises(BudgetError, match=message),
+        open_session(config, Opening.RESUME, mesh=mesh) as trainer,
+        _memory_left(mesh, 4096),
+    ):
+        trainer.step()
+    with open_session(config, Opening.RESUME, mesh=mesh) as trainer:
+        assert trainer.state.position == 0
+        assert trainer.store.records_crc32c() == expected
+        trainer.step()
+
+
+def test_memory_that_runs_out_leaves_the_store_as_it_was_committed(
+    simulated_ranks: Ranks, tmp_path: Path, text: Path
+) -> None:
+    # In a process of its own: freed memory is used again.
+    with simulated_ranks.fresh(1, ParallelConfig(timeout_s=30.0)) as world:
+        world.run(_out_of_memory, tmp_path / "store", str(text))
 
 
 def _choosing(mesh: Mesh) -> None:

@@ -17,12 +17,13 @@ from tierstore.parallel import Mesh
 
 #: Ways to keep experts on the device, by the names of ``served_store``.
 WAYS: Mapping[str, Mapping[str, Any]] = {
-    "few slots": {},
-    "router guesses": {"prefetch__predictor": "router"},
+    "all that is free": {},
+    "few slots": {"device_budget": 1 << 15},
+    "router guesses": {"device_budget": 1 << 15, "prefetch__predictor": "router"},
     "a ring": {"device_budget": 1 << 20, "ring__memory": "ring"},
     "slots": {"device_budget": 1 << 18},
-    "invariant batches": {"batch__invariant": True},
-    "a limited link": {"links__copy__bandwidth": 1 << 28},
+    "invariant batches": {"device_budget": 1 << 15, "batch__invariant": True},
+    "a limited link": {"device_budget": 1 << 15, "links__copy__bandwidth": 1 << 28},
 }
 
 

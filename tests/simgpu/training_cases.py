@@ -21,10 +21,13 @@ from tierstore.train.ranks import Opening
 from tierstore.train.session import open_session
 
 STEPS = 3
+#: Four slots of weights and three of gradients of ``TINY``'s experts: each copy but the first few overwrites another.
+FEW_SLOTS = {"device_budget": 7 << 13}
 
 #: Ways to train on one device, each with something of its own to order.
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "fp32": {},
+    "all that is free": {"device_budget": 0},
     "evictions": {"host_budget": 200_000, "model.experts": 8},
     "micro-batches": {"data.micro_batches": 2, "data.micro_order": "micro"},
     "layer order": {"data.micro_batches": 2, "data.micro_order": "layer"},
@@ -49,7 +52,7 @@ def train(mesh: Mesh, store: Path, settings: Mapping[str, Any], text: str) -> Tr
     torch.set_num_threads(1)
     torch.manual_seed(0)
     simulating = has_own_memory(mesh.device)
-    config = load(TrainConfig, None, {**TINY, "data.paths": (text,), "store": store, **settings})
+    config = load(TrainConfig, None, {**TINY, **FEW_SLOTS, "data.paths": (text,), "store": store, **settings})
     if simulating:
         simulated.reset()
     # The CPU's own kernel of attention has other bits, and is no other device's.
@@ -70,5 +73,5 @@ def train_with(
     if simulating:
         simulated.reset()
     with sdpa_kernel(SDPBackend.MATH):
-        found = train_features(mesh, store, settings, features, model)
+        found = train_features(mesh, store, {"device_budget": 1 << 17, **settings}, features, model)
     return found, simulated.violations() if simulating else {}

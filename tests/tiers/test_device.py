@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tierstore._native import Arena, Buffer, Engine, File, HugePages
-from tierstore.capabilities import Capability, Finding
+from tierstore.capabilities import Capability
 from tierstore.errors import CapabilityError
 from tierstore.links import LinkConfig
 from tierstore.tiers import (
@@ -50,6 +50,8 @@ class Bench:
 class _Idle:
     """A stream, or an event, of a device that has always finished."""
 
+    device = torch.device("cpu")
+
     def __init__(self, *_: object) -> None: ...
     def wait_event(self, event: object) -> None: ...
     def record(self, stream: object) -> None: ...
@@ -63,8 +65,7 @@ def _faked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patch:
         patch.setattr(torch, "Stream", _Idle)
         patch.setattr(torch, "Event", _Idle)
-        patch.setattr(torch.accelerator, "current_stream", lambda device: None)
-        patch.setattr(accelerated, "pin_arena", lambda arena, device: Finding(False, "there is no device"))
+        patch.setattr(torch.accelerator, "current_stream", lambda device: _Idle())
         yield
 
 
@@ -144,6 +145,21 @@ def test_a_load_waits_for_what_was_computed_before_its_slot_was_released(
         tier.close()
 
 
+def test_a_load_whose_read_is_unfinished_holds_nothing_up(bench: Bench) -> None:
+    gate = bench.engine.external()
+    late = bench.source(torch.full((NUMEL,), 1.0).to(bench.slots.compute))
+    there = bench.source(torch.full((NUMEL,), 2.0).to(bench.slots.compute))
+    tickets = [bench.tier.load(0, late, [gate]), bench.tier.load(1, there, [])]
+    bench.engine.wait_all(bench.tier.awaited(1, tickets[1]))
+    assert float(bench.tier.weights(1)[0]) == 2.0
+    bench.engine.wait(tickets[1])
+    assert not bench.engine.done(tickets[0])
+    bench.engine.complete_external(gate)
+    bench.engine.wait_all(bench.tier.awaited(0, tickets[0]))
+    assert float(bench.tier.weights(0)[0]) == 1.0
+    bench.engine.wait(tickets[0])
+
+
 def test_a_load_fails_with_what_it_follows(bench: Bench) -> None:
     gate = bench.engine.external()
     ticket = bench.tier.load(0, bench.source(torch.ones(NUMEL).to(bench.slots.compute)), [gate])
@@ -168,6 +184,8 @@ def test_a_load_fails_with_the_error_of_its_read(bench: Bench, tmp_path: Path) -
 
 def test_slots_are_aligned_alike(bench: Bench) -> None:
     """Else products would choose other kernels, and the bits depend on the slot."""
+    source = bench.source(torch.ones(NUMEL).to(bench.slots.compute))
+    bench.engine.wait_all([bench.tier.load(slot, source, []) for slot in range(3)])
     slots = [bench.tier.weights(slot) for slot in range(3)] + [
         bench.tier.gradients(slot) for slot in range(2)
     ]
@@ -190,17 +208,18 @@ def test_a_gradient_lands_in_fp32(bench: Bench) -> None:
         assert np.array_equal(buffer.array().view(np.float32), gradient.numpy())
 
 
-def test_a_gradient_slot_is_guarded_by_all_who_read_it(bench: Bench) -> None:
-    first, _ = bench.tier.allocate_gradient()
-    second, _ = bench.tier.allocate_gradient()
-    assert first != second
+def test_a_host_buffer_is_guarded_by_all_who_read_it(bench: Bench) -> None:
     readers = [bench.engine.external(), bench.engine.external()]
-    bench.tier.free_gradient(second, readers)
-    again, guards = bench.tier.allocate_gradient()
-    assert (again, guards) == (second, readers)
+    after: list[int] = []
+    for reading in ([], readers, [], []):  # two buffers, in turns
+        slot, guards = bench.tier.allocate_gradient()
+        bench.engine.wait_all(guards)
+        _, after = bench.tier.copy_to_host(slot)
+        bench.tier.free_gradient(slot, reading)
     for ticket in readers:
+        assert not any(map(bench.engine.done, after))
         bench.engine.complete_external(ticket)
-    bench.engine.wait_all(guards)
+    bench.engine.wait_all(after)
 
 
 @pytest.mark.parametrize(
@@ -251,3 +270,28 @@ def test_weights_are_computed_with_in_place_where_the_cpu_computes() -> None:
         assert "copied to slots" in describe_weights(found)
         with pytest.raises(CapabilityError, match="weights_in_place is set to on"):
             weights_in_place(Capability.ON, device, link)
+
+
+def test_a_gradient_slot_is_free_when_its_copy_has_left(bench: Bench) -> None:
+    """The optimizer still reads both host buffers: a slot can be written all the same. The third copy waits for the buffer
+    that is to be free first.
+    """
+    reading = [bench.engine.external() for _ in range(3)]
+    copies = []
+    for number in range(3):
+        slot, guards = bench.tier.allocate_gradient()
+        bench.engine.wait_all(guards)  # returns: no slot waits for the optimizer
+        bench.tier.gradients(slot).fill_(number)
+        buffer, after = bench.tier.copy_to_host(slot)
+        copies.append((buffer, after))
+        bench.tier.free_gradient(slot, [reading[number]])
+        if number < 2:
+            bench.engine.wait_all(after)
+    buffer, after = copies[2]
+    assert not any(map(bench.engine.done, after))
+    assert float(buffer.array().view(np.float32)[0]) == 0.0
+    bench.engine.complete_external(reading[0])
+    bench.engine.wait_all(after)
+    assert float(buffer.array().view(np.float32)[-1]) == 2.0
+    for ticket in reading[1:]:
+        bench.engine.complete_external(ticket)

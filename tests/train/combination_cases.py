@@ -156,10 +156,10 @@ def logical(store: Path) -> Arrays:
     """All dense parameters and experts of ``store``, with their moments, whatever ranks hold them."""
     found: Arrays = {}
     with open_stored(store, stored_spec(store, FinetuneConfig(seq_len=8))) as stored:
-        for number, unit in enumerate(stored.units):
-            for section, whole in enumerate(stored.unit(number)):
+        for number, (name, _) in enumerate(stored.groups):
+            for section, whole in enumerate(stored.group(number)):
                 for index, parameter in enumerate(whole):
-                    found[f"{unit.name}/{section}/{index}"] = parameter.numpy().copy()
+                    found[f"{name}/{section}/{index}"] = parameter.numpy().copy()
         for layer in stored.model.moe_layers:
             for expert in range(stored.model.experts):
                 for section, array in enumerate(stored.expert(layer, expert)[0]):

@@ -218,3 +218,12 @@ def check_against_one(
         for rank in holders:
             np.testing.assert_allclose(got[rank][key], weight, atol=2e-4)
             assert np.array_equal(got[rank][key], got[holders[0]][key]), "replicas hold the same bits"
+
+
+def step_and_commit(config: TrainConfig) -> tuple[int, list[float]]:
+    """A run of one step, committed; returns its records' checksum, and the losses of the two steps that would follow."""
+    with open_session(config, Opening.CREATE) as trainer:
+        trainer.step()
+        trainer.commit()
+        before = trainer.store.records_crc32c()
+        return before, [trainer.step().loss for _ in range(2)]

@@ -32,8 +32,6 @@ def test_every_pair_has_one_verdict() -> None:
         assert pairing(one, other) is pairing(other, one) is verdict
         assert verdict.why
         assert (verdict.tolerance > 0) is (verdict.verdict is Compatibility.WITHIN)
-    with pytest.raises(ValueError, match="two features"):
-        pairing(Feature.LORA, Feature.LORA)
 
 
 def test_the_document_has_the_table() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
+from refusals import refuses
 
 from tierstore.errors import StoreFormatError
 from tierstore.train.config import TrainConfig
@@ -41,7 +42,7 @@ def test_slices_of_another_fusion_are_refused(configure: Make, train: Run) -> No
     train(config)
     changed = configure({"store": config.store, "dense.fusion": "parameter"})
     with (
-        pytest.raises(StoreFormatError, match=r"dense\.fusion: was unit, is parameter"),
+        refuses(StoreFormatError, "dense.fusion: was unit, is parameter"),
         open_session(changed, Opening.RESUME),
     ):
         pass

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from launcher import Ranks
 from rank_cases import Make, Settings, alone, attempt, train
+from refusals import refuses
 
 from tierstore.errors import ConfigError, StoreError, StoreExistsError, StoreFormatError
 from tierstore.parallel import MemoryJobStore, Mesh
@@ -96,7 +97,7 @@ def test_a_job_without_a_name_is_refused_where_nothing_would_know_it(settings: M
     nameless = replace(
         mesh, environment=replace(mesh.environment, supervised=True), job_store=MemoryJobStore()
     )
-    with pytest.raises(ConfigError, match="expected torchrun --rdzv-id JOB"):
+    with refuses(ConfigError, "parallel.elastic:", "--rdzv-id"):
         train(nameless, job, 1, Opening.RESTART)
     assert not job["store"].exists()
     train(attempt(nameless, job["store"]), job, 1, Opening.RESTART)  # its agents keep the job's notes
@@ -105,7 +106,7 @@ def test_a_job_without_a_name_is_refused_where_nothing_would_know_it(settings: M
 def test_off_refuses(ranks: Ranks, settings: Make) -> None:
     job = settings()
     ranks.run(2, train, job, 1, Opening.CREATE)
-    with pytest.raises(StoreFormatError, match="the store of 2 ranks, and this run has 1; tierstore reshard"):
+    with refuses(StoreFormatError, "2 ranks", "tierstore reshard"):
         train(alone(), job, 2, Opening.RESUME)
 
 
@@ -219,7 +220,7 @@ def test_what_is_in_the_way_is_not_removed(ranks: Ranks, settings: Make) -> None
     mine = before_name(job["store"])
     mine.mkdir()
     (mine / "notes").write_text("mine")
-    with pytest.raises(StoreExistsError, match=r"parallel\.elastic keeps a store there, and this is none"):
+    with refuses(StoreExistsError, "parallel.elastic"):
         train(alone(), job, 2, Opening.RESUME)
     assert (mine / "notes").read_text() == "mine"
     state = held_state(job["store"])

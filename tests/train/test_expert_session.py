@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from refusals import refuses
 from torch import Tensor, nn
 
 from tierstore._native import StepClock
@@ -142,7 +143,7 @@ def test_steps_that_are_not_taken(tiered: ExpertSession) -> None:
     with pytest.raises(NonFiniteError), tiered.step(1e-2):
         (model(batch(0)).sum() * math.nan).backward()
     for missing in (False, True):
-        with pytest.raises(StepError, match="without a backward pass"), tiered.step(1e-2):
+        with refuses(StepError, "without a backward pass"), tiered.step(1e-2):
             _ = model(batch(0)) if missing else None
     tiered.commit()
     assert tiered.store.records_crc32c() == before
@@ -150,23 +151,23 @@ def test_steps_that_are_not_taken(tiered: ExpertSession) -> None:
 
 def test_loops_that_leave_something_out(tiered: ExpertSession) -> None:
     model = make(tiered)
-    with pytest.raises(StepError, match="outside of a step"):
+    with refuses(StepError, "layer", "no_grad()"):
         model(batch(0))
     with tiered.step(1e-2) as step:
-        with pytest.raises(StepError, match="a step is open already"), tiered.step(1e-2):
+        with refuses(StepError, "open already"), tiered.step(1e-2):
             pass
-        with pytest.raises(StepError, match="commit"):
+        with refuses(StepError, "commit:"):
             tiered.commit()
         found = model(batch(0)).sum()
-        with pytest.raises(StepError, match="an evaluation while"), torch.no_grad():
+        with refuses(StepError, "layer", "evaluation"), torch.no_grad():
             model(batch(0))
         found.backward(retain_graph=True)
-        with pytest.raises(StepError, match="belongs to no forward pass"):
+        with refuses(StepError, "layer", "forward pass"):
             found.backward()
         step.clip(model.parameters(), 1.0)
-        with pytest.raises(StepError, match="have been clipped"):
+        with refuses(StepError, "clipped"):
             model(batch(0))
-    with pytest.raises(StepError, match="belongs to no forward pass"):
+    with refuses(StepError, "layer", "forward pass"):
         found.backward()
 
 
@@ -174,14 +175,14 @@ def test_a_store_of_other_experts(tmp_path: Path) -> None:
     """Each would open, and train something else without a word: as many parameters, fewer experts, another activation."""
     with open_experts(tmp_path / "e", SHAPE, layers=range(LAYERS), experts=EXPERTS, host_budget=TIGHT):
         pass
-    for shape, layers, experts, match in (
+    for shape, layers, experts, named in (
         (ExpertShape(SHAPE.d_ff, SHAPE.d_model), LAYERS, EXPERTS, "shape"),
         (ExpertShape(SHAPE.d_model, SHAPE.d_ff, Activation.REGLU), LAYERS, EXPERTS, "shape"),
         (SHAPE, LAYERS - 1, EXPERTS, "layers"),
         (SHAPE, LAYERS, EXPERTS - 1, "experts"),
     ):
         with (
-            pytest.raises(StoreFormatError, match=match),
+            refuses(StoreFormatError, tmp_path / "e", named),
             open_experts(tmp_path / "e", shape, layers=range(layers), experts=experts, host_budget=TIGHT),
         ):
             pass
@@ -195,7 +196,7 @@ def test_narrow_moments(tmp_path: Path) -> None:
         with open_experts(tmp_path / moments.value, SHAPE, **options) as session:
             assert session.store.info(expert_key(0, 0)).schema.moments is moments
     with (
-        pytest.raises(StoreFormatError, match="keeps moments as int8, and fp32 is requested"),
+        refuses(StoreFormatError, tmp_path / "int8", "int8", "fp32", "AdamWConfig.moments"),
         open_experts(tmp_path / "int8", SHAPE, layers=[0], experts=2),
     ):
         pass

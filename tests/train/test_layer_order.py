@@ -12,6 +12,8 @@ from unittest import mock
 
 import pytest
 import torch
+from rank_cases import step_and_commit
+from refusals import refuses
 from slowness import mostly_slow
 
 from tierstore.errors import ConfigError, StorePoisonedError
@@ -274,15 +276,11 @@ def test_a_loss_that_is_not_finite_skips_the_step(clip: float, spoilt: int, conf
 @pytest.mark.parametrize("breaks", ["forward", "backward_each"])
 def test_what_breaks_in_a_step_is_raised_and_the_last_commit_stands(breaks: str, configure: Make) -> None:
     config = configure({"data.micro_batches": 3, **LAYER})
-    with open_session(config, Opening.CREATE) as trainer:
-        trainer.step()
-        trainer.commit()
-        before = trainer.store.records_crc32c()
-        expected = [trainer.step().loss for _ in range(2)]
+    before, expected = step_and_commit(config)
     with open_session(config, Opening.RESUME) as trainer:
         with (
             mock.patch.object(trainer.experts, breaks, side_effect=OSError("the disk is gone")),
-            pytest.raises(OSError, match="the disk is gone"),
+            refuses(OSError, "the disk is gone"),
         ):
             trainer.step()
         with pytest.raises(StorePoisonedError):
@@ -318,7 +316,7 @@ def test_a_micro_batch_that_breaks_ends_the_others(
         with (
             mock.patch.object(order, "_lane_of", watched),
             mock.patch.object(block, "forward", breaks),
-            pytest.raises(kind, match="in the second micro-batch"),
+            refuses(kind, "in the second micro-batch"),
         ):
             trainer.step()
         assert calls == [False, False]
@@ -341,7 +339,7 @@ def test_one_micro_batch_has_one_order(configure: Make) -> None:
 def test_a_loop_of_somebody_else_is_refused(configure: Make) -> None:
     config = configure({"data.micro_batches": 2, **LAYER})
     with (
-        pytest.raises(ConfigError, match=r"^data\.micro_order: expected micro or auto: a loop of your own"),
+        refuses(ConfigError, "data.micro_order: expected micro or auto"),
         open_parts(config, Opening.CREATE, loop=Loop.EXTERNAL),
     ):
         pass

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -13,9 +15,9 @@ from launcher import Ranks
 from rank_cases import TINY, Make, Settings, alone, train
 
 from tierstore.config import load
-from tierstore.errors import ConfigError
 from tierstore.model.store_schema import TrainState
-from tierstore.moe.source import LayerLoads, PipelineDegrees, Pipelining
+from tierstore.moe.exchange import PassLoads, Rows
+from tierstore.moe.source import PipelineDegrees, Pipelining
 from tierstore.parallel import Mesh, RankGroup
 from tierstore.parallel.collectives import Collective
 from tierstore.timeline import Timeline
@@ -128,6 +130,12 @@ def test_choice_worked_by_hand() -> None:
         assert capped == (wanted == 3)
 
 
+def count(passes: Pipelining, *loads: tuple[int, int, int]) -> None:
+    """Counts a backward pass for each of ``loads``: rows that travel, rows that are computed, experts."""
+    for each in loads:
+        passes.count(cast(Rows, SimpleNamespace(most=partial(PassLoads, *each))))
+
+
 def test_choices_are_made_at_commits_and_noted() -> None:
     """With no rows counted the choice stands; each change is told once, with the step."""
     told: list[str] = []
@@ -136,10 +144,10 @@ def test_choices_are_made_at_commits_and_noted() -> None:
     control.begin(TrainState(), told.append)
     assert passes.degrees == PipelineDegrees(3, 3)
     assert control.at_commit(0) == [3, 3]
-    passes.loads = LayerLoads(passes=4, travelling=4 * 10, computed=4 * 20, experts=4 * 3)
+    count(passes, (8, 24, 3), (12, 16, 3))
     control._costs = DEAR
     assert control.at_commit(7) == [1, 1]
-    assert passes.loads == LayerLoads()
+    assert passes.mean_loads() == PassLoads()
     assert told == ["step 0: chunks: 3 forward, 3 backward", "step 7: chunks: 1 forward, 1 backward"]
     assert control.chosen is not None
     assert control.chosen.reason.startswith(
@@ -162,35 +170,8 @@ def test_a_slightly_better_choice_is_not_taken_up() -> None:
     control = _control(FREE, {"model.experts": 64}, passes)
     control.begin(TrainState(), lambda note: None)
     passes.degrees = PipelineDegrees(31, 31)  # of 32, with less than a hundredth between them
-    passes.loads = LayerLoads(passes=1, travelling=16, computed=32, experts=32)
+    count(passes, (16, 32, 32))
     assert control.at_commit(1) == [31, 31]
-
-
-@pytest.mark.parametrize(
-    ("degree", "sharing", "said"),
-    [
-        (
-            4,
-            2,
-            "parallel.pipeline_degree: expected auto or at most 3, the fewest of the 6 experts of a layer",
-        ),
-        (
-            2,
-            4,
-            "expected auto or at most 1, the fewest of the 6 experts of a layer that any of 4 ranks owns, got 2",
-        ),
-        (2, 8, "expected auto or at most 1"),
-    ],
-)
-def test_more_chunks_than_experts_are_refused(degree: int, sharing: int, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        _control(FREE, {"parallel.pipeline_degree": degree}, sharing=sharing)
-
-
-def test_what_is_no_number_of_chunks_is_refused() -> None:
-    for wrong in ("0", "-1", "many"):
-        with pytest.raises(ConfigError, match=r"parallel\.pipeline_degree: expected auto or "):
-            configured({"parallel.pipeline_degree": wrong})
 
 
 def test_where_nothing_travels_nothing_is_chosen() -> None:
@@ -202,7 +183,7 @@ def test_where_nothing_travels_nothing_is_chosen() -> None:
     # One expert on a rank: there is nothing to probe for, and it is said.
     only = PipelineControl(configured({}), _mesh(4), Pipelining())
     assert only.chosen is not None
-    assert "1 forward, 1 backward (auto: there is a rank with one expert" in only.chosen.describe()
+    assert "1 forward, 1 backward (auto: some rank has at most one expert" in only.chosen.describe()
     assert only.at_commit(1) is None
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from refusals import refuses
 
 from tierstore._native import Candidates, Clock, policy_names
 from tierstore.errors import StorePoisonedError
@@ -93,10 +94,10 @@ def test_what_a_policy_of_the_users_raises_comes_out_and_the_store_stays_whole(
     config = tight(configure, least, {"cache.policy": f"{__name__}:Newest", "cache.options.lasts": 40})
     with open_session(config, Opening.CREATE) as trainer:
         trainer.commit()
-        with pytest.raises(ZeroDivisionError, match="no more choices") as raised:
+        with refuses(ZeroDivisionError, "no more choices") as raised:
             [trainer.step() for _ in range(config.steps)]
         assert f"in cache policy {__name__}:Newest, select()" in raised.value.__notes__
-        with pytest.raises(StorePoisonedError, match=r"no more choices|the cache policy failed"):
+        with pytest.raises(StorePoisonedError):
             trainer.commit()
     with ParameterStore.open(config.store) as store:
         assert store.verify().failures == []

@@ -15,13 +15,13 @@ from stage_cases import configured, drawn, dying, graphs_alive, spoiled, staged
 from stage_runs import StageRun, merged
 from test_rank_kills import end_of
 
-from tierstore.errors import ConfigError, StoreFormatError
+from tierstore.errors import StoreFormatError
 from tierstore.parallel import ParallelConfig
 from tierstore.plan.order import choose_order
 from tierstore.train.files import MicroOrder
 from tierstore.train.ranks import Opening
 from tierstore.train.session import open_session
-from tierstore.train.stages import one_forward_one_backward, stage_config
+from tierstore.train.stages import one_forward_one_backward
 
 TIGHT: Settings = {"host_budget": 60_000}
 #: In what all stages together differ from one process, if in anything: name, settings.
@@ -157,29 +157,11 @@ def test_a_timeline_shows_each_pass_of_a_stage(ranks: Ranks, settings: Make, tmp
 # What is refused --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("changes", "complaint"),
-    [
-        ({"data.micro_batches": 1}, "data.micro_batches: expected at least parallel.stages = 2, got 1"),
-        ({"model.tie_embeddings": "tied"}, "expected 1 with model.tie_embeddings = tied"),
-        ({"parallel.stage_blocks": (4,)}, "parallel.stage_blocks"),
-    ],
-)
-def test_what_stages_cannot_do_is_refused(settings: Make, changes: Settings, complaint: str) -> None:
-    with pytest.raises(ConfigError, match=complaint):
-        stage_config(configured({**settings(), "parallel.stages": 2, **changes}), 0, 2)
-
-
 def test_auto_takes_micro_order(settings: Make) -> None:
     asked = {"data.micro_order": "auto", "parallel.stages": 2}
     choice = choose_order(configured({**settings(), **asked}))
     assert choice.value is MicroOrder.MICRO
     assert "1F1B" in choice.reason
-
-
-def test_blocks_must_be_numbers() -> None:
-    with pytest.raises(ConfigError, match="stage_blocks"):
-        ParallelConfig(stage_blocks=(0, 2))
 
 
 # The death of a stage ---------------------------------------------------------------------------------------

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import combinations, pairwise
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tierstore.cache.access import Phase
-from tierstore.errors import ConfigError
 from tierstore.model import ModelConfig
 from tierstore.model.spec import spec_of
 from tierstore.train.stages import (
@@ -61,23 +59,6 @@ def test_given_numbers_of_blocks_are_taken() -> None:
     assert stage_blocks(model.architecture, 2, (1, 3)) == [range(1), range(1, 4)]
 
 
-@pytest.mark.parametrize(
-    ("stages", "given_", "moe_every", "complaint"),
-    [
-        (5, (), 1, "parallel.stages: expected 1 to 4 stages of 4 blocks, got 5"),
-        (2, (1, 2), 1, "parallel.stage_blocks: expected 2 numbers .* 4 blocks"),
-        (2, (4,), 1, "parallel.stage_blocks: expected 2 numbers"),
-        (2, (0, 4), 1, "parallel.stage_blocks: expected 2 numbers of at least 1"),
-        (4, (), 2, "stage 0 would have blocks 0 to 0, none of them with experts"),
-    ],
-)
-def test_what_cannot_be_cut_is_refused(
-    stages: int, given_: tuple[int, ...], moe_every: int, complaint: str
-) -> None:
-    with pytest.raises(ConfigError, match=complaint):
-        stage_blocks(ModelConfig(n_layers=4, moe_every=moe_every).architecture, stages, given_)
-
-
 # The order of passes ----------------------------------------------------------------------------------------
 
 
@@ -96,11 +77,6 @@ def test_four_micro_batches_through_three_stages() -> None:
 def test_fewer_micro_batches_than_stages_are_all_held() -> None:
     assert said(0, 4, 2) == "F0 F1 B0 B1"
     assert [micro_batches_held(stage, 4, 2) for stage in range(4)] == [2, 2, 2, 1]
-
-
-def test_a_stage_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ValueError, match="stage of 0 to 1, got 2"):
-        one_forward_one_backward(2, 2, 4)
 
 
 @given(st.integers(1, 6), st.integers(1, 12))
@@ -184,13 +160,6 @@ def test_a_stage_holds_activations_of_several_micro_batches() -> None:
     once = WHOLE.pass_bytes(8, range(3))
     assert FIRST.activation_bytes(8) == 2 * once + 4 * 8 * 16 * 4
     assert once < WHOLE.pass_bytes(8, range(4))
-
-
-def test_what_is_a_stage_is_not_cut_again() -> None:
-    with pytest.raises(ConfigError, match=r"parallel\.stages.*a stage"):
-        FIRST.check_stages()
-    with pytest.raises(ConfigError, match=r"data\.micro_order.*stage"):
-        FIRST.layer_order_bytes(8, 2)
 
 
 def test_another_value_is_another_stage_of_the_same_blocks() -> None:

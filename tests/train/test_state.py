@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from refusals import refuses
 
 from tierstore.errors import StoreFormatError
 from tierstore.model.store_schema import STATE_KEY, TrainState
@@ -24,12 +25,6 @@ Make = Callable[..., TrainConfig]
 def test_it_comes_back_as_it_was() -> None:
     state = TrainState(7, 2, 1, 3.25, None, {"threads": 1, "model": {"d_model": 16}})
     assert TrainState.unpack({STATE_KEY: state.pack()}, where="here") == state
-
-
-@pytest.mark.parametrize("state", [{}, {STATE_KEY: b"{"}, {STATE_KEY: b'{"colour": 1}'}])
-def test_what_is_no_training_state_is_refused(state: dict[str, bytes]) -> None:
-    with pytest.raises(StoreFormatError, match="here: "):
-        TrainState.unpack(state, where="here")
 
 
 def test_differences_name_each_condition() -> None:
@@ -88,5 +83,5 @@ def test_a_store_without_training_state_is_not_resumed(configure: Make) -> None:
     ) as store:
         store.register("x", "a")
         store.commit()
-    with pytest.raises(StoreFormatError, match="no training state"), open_session(config, Opening.RESUME):
+    with refuses(StoreFormatError, config.store), open_session(config, Opening.RESUME):
         pass

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from launcher import Ranks
+from refusals import refuses
 
 from tierstore.dense import DenseConfig, DenseSlices, unit_layouts
 from tierstore.dense.parameters import DividedParameters
@@ -116,7 +117,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step_also_without_clipping(conf
         assert step.outcome is StepOutcome.SKIPPED
         stepper.commit()
         assert parts.store.records_crc32c() == before
-        with pytest.raises(NonFiniteError, match="2 steps in a row"), stepper.step(5e-3) as step:
+        with refuses(NonFiniteError, "2 steps", "max_skipped"), stepper.step(5e-3) as step:
             passes(parts, step, [batch])
         hook.remove()
 
@@ -124,17 +125,17 @@ def test_a_gradient_that_is_not_finite_skips_the_step_also_without_clipping(conf
 def test_what_a_loop_can_get_wrong(configure: Make) -> None:
     with open_parts(configure(TIGHT), Opening.CREATE, loop=Loop.EXTERNAL) as parts:
         stepper = Stepper(parts)
-        with pytest.raises(StepError, match="at least one, got 0"), stepper.step(1e-3, passes=0):
+        with refuses(StepError, "passes:", "got 0"), stepper.step(1e-3, passes=0):
             pass
         with stepper.step(1e-3) as step:
-            with pytest.raises(StepError, match="a step is open already"), stepper.step(1e-3):
+            with refuses(StepError, "open already"), stepper.step(1e-3):
                 pass
             passes(parts, step, [_batch(parts)])
-        with pytest.raises(StepError, match="ends after 1 of 2 passes"), stepper.step(1e-3, passes=2) as step:
+        with refuses(StepError, "step 1", "1 of 2 passes"), stepper.step(1e-3, passes=2) as step:
             passes(parts, step, [_batch(parts)])
     with open_session(configure(TIGHT), Opening.CREATE) as trainer:
         stepper = trainer._stepper
-        with pytest.raises(StepError, match="must be known"), stepper.step(1e-3):
+        with refuses(StepError, "passes:"), stepper.step(1e-3):
             pass
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,10 +11,9 @@ from tierstore.dense.layout import Narrow
 from tierstore.parallel.layout import Division, Layout
 from tierstore.train.stored_model import (
     DenseCut,
+    DenseGroup,
     DenseParameter,
-    DenseUnitShape,
-    RankPlace,
-    place_of,
+    coordinates_of,
     rank_at,
 )
 
@@ -24,10 +22,10 @@ def whole(*shape: int) -> DenseParameter:
     return DenseParameter(shape, Narrow.NO)
 
 
-def numbered(unit: DenseUnitShape) -> list[torch.Tensor]:
+def numbered(group: DenseGroup) -> list[torch.Tensor]:
     """Parameters whose elements are all different, and none of them the zero of padding."""
     found, start = [], 1
-    for parameter in unit.parameters:
+    for parameter in group[1]:
         made = torch.arange(start, start + torch.Size(parameter.shape).numel(), dtype=torch.float32)
         found.append(made.view(parameter.shape))
         start += made.numel()
@@ -38,10 +36,10 @@ def test_an_example_by_hand() -> None:
     """Queries, keys and values of width 4 above one another, divided over two ranks by halves of each; a norm beside."""
     qkv = DenseParameter((12, 4), Narrow.NO, Division(0, blocks=3))
     out = DenseParameter((4, 4), Narrow.NO, Division(1))
-    unit = DenseUnitShape("block.0", (whole(4), qkv, out))
-    ends = [DenseUnitShape("embedding", (whole(6, 4),)), unit, DenseUnitShape("head", (whole(4),))]
+    group = ("block.0", (whole(4), qkv, out))
+    ends = [("embedding", (whole(6, 4),)), group, ("head", (whole(4),))]
     cut = DenseCut(ends, Layout(1, 1, 2, 2), Fusion.UNIT, blocks=[range(1)])
-    norm, rows, columns = numbered(unit)
+    norm, rows, columns = numbered(group)
     first, second = cut.part(1, (norm, rows, columns), 0), cut.part(1, (norm, rows, columns), 1)
     assert cut.record(1).slice_numel == first.numel() == 48  # 4 + 24 + 8, and padding up to a multiple of 16
     assert first[:4].tolist() == second[:4].tolist() == norm.tolist()
@@ -54,12 +52,12 @@ def test_an_example_by_hand() -> None:
 def test_stages_have_whole_blocks_and_the_ends() -> None:
     """Five blocks in two stages, three and two; in each all of its four ranks."""
     names = ["embedding", *(f"block.{i}" for i in range(5)), "head"]
-    units = [DenseUnitShape(name, (whole(4),)) for name in names]
-    cut = DenseCut(units, Layout(2, 2, 2, 1), Fusion.UNIT, blocks=[range(3), range(3, 5)])
-    assert [cut.units_of(rank) for rank in (0, 3, 4, 7)] == [[0, 1, 2, 3]] * 2 + [[4, 5, 6]] * 2
+    groups = [(name, (whole(4),)) for name in names]
+    cut = DenseCut(groups, Layout(2, 2, 2, 1), Fusion.UNIT, blocks=[range(3), range(3, 5)])
+    assert [cut.groups_of(rank) for rank in (0, 3, 4, 7)] == [[0, 1, 2, 3]] * 2 + [[4, 5, 6]] * 2
     assert cut.holders(3) == [0, 1, 2, 3]
     assert cut.holders(6) == [4, 5, 6, 7]
-    assert place_of(Layout(2, 2, 2, 2), 6) == RankPlace(stage=1, data=1, tensor=0)
+    assert coordinates_of(Layout(2, 2, 2, 2), 6) == (1, 1, 0)
 
 
 layouts = st.builds(
@@ -90,25 +88,17 @@ def test_what_is_cut_is_joined_again(
     found: list[DenseParameter], layout: Layout, fusion: Fusion, divided: bool
 ) -> None:
     table = whole(70, 16)
-    units = [DenseUnitShape(name, (table, *found)) for name in ("embedding", "a", "b", "c", "head")]
+    groups = [(name, (table, *found)) for name in ("embedding", "a", "b", "c", "head")]
     blocks = {1: [range(3)], 2: [range(1), range(1, 3)], 3: [range(1), range(1, 2), range(2, 3)]}
     tables = {("embedding", 0), ("head", 0)} if divided else set()
-    cut = DenseCut(units, layout, fusion, blocks=blocks[layout.stages], tables=tables)
+    cut = DenseCut(groups, layout, fusion, blocks=blocks[layout.stages], tables=tables)
     seen = []
-    for number, unit in enumerate(units):
-        made = numbered(unit)
+    for number, group in enumerate(groups):
+        made = numbered(group)
         slices = {rank: cut.part(number, made, rank) for rank in cut.holders(number)}
         assert all(part.shape == (cut.record(number).slice_numel,) for part in slices.values())
         joined = cut.join(number, slices.__getitem__)
         assert all(torch.equal(one, other) for one, other in zip(joined, made, strict=True))
         seen += cut.holders(number)
     assert set(seen) == set(range(layout.world))
-    assert all(rank_at(layout, place_of(layout, rank)) == rank for rank in range(layout.world))
-
-
-def test_what_cannot_be_divided() -> None:
-    odd = DenseParameter((6, 4), Narrow.NO, Division(0, blocks=3))
-    with pytest.raises(ValueError, match="expected a multiple of 3 x 4"):
-        DenseCut(
-            [DenseUnitShape("embedding", (odd,))] * 3, Layout(1, 1, 4, 4), Fusion.UNIT, blocks=[range(1)]
-        )
+    assert all(rank_at(layout, *coordinates_of(layout, rank)) == rank for rank in range(layout.world))

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refuses
 from torch.nn import functional as F
 
 from tierstore.model import ModelConfig, Transformer
@@ -164,7 +165,7 @@ def test_a_step_of_no_rows() -> None:
     made.begin(0, {"a": TaskProgress()})
     sizes = sorted(len(made.piece(0, 0, rank).tokens_BT) for rank in range(2))
     assert sizes == [0, 1]
-    with pytest.raises(ValueError, match="micro-batch 1 of 1"):
+    with refuses(ValueError, "micro-batch 1", "of 1"):
         made.batch(0, 1)
 
 

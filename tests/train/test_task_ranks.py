@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from launcher import Ranks
 from rank_cases import TINY, Make, Settings, alone, train
+from refusals import refuses
 
 from tierstore.config import load
 from tierstore.errors import ConfigError, DataError
@@ -127,22 +128,24 @@ def test_from_and_to_a_run_without_tasks(settings: Make, tasks: Make) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "named"),
     [
         (
             {"dense.optimizer_state": "nvme"},
-            "tasks.c.head: expected shared with dense.optimizer_state = nvme",
+            ("tasks.c.head:", "shared", "dense.optimizer_state = nvme"),
         ),
         (
             {"tasks.d.paths": ("nowhere",)},
-            "data.batch_size: expected the rows of all tasks, 9 and at least one",
+            ("data.batch_size:", " 9 and"),
         ),
-        ({"tasks.a.paths": ("nowhere",)}, "nowhere: expected a text file or a directory of them"),
+        ({"tasks.a.paths": ("nowhere",)}, ("nowhere:",)),
     ],
 )
-def test_refused_before_the_store_is_touched(tasks: Make, changes: dict[str, Any], message: str) -> None:
+def test_refused_before_the_store_is_touched(
+    tasks: Make, changes: dict[str, Any], named: tuple[str, ...]
+) -> None:
     asked = tasks(changes)
-    with pytest.raises((ConfigError, DataError), match=message):
+    with refuses((ConfigError, DataError), *named):
         train(alone(), asked, 1, Opening.CREATE)
     assert not asked["store"].exists()
 
@@ -150,7 +153,7 @@ def test_refused_before_the_store_is_touched(tasks: Make, changes: dict[str, Any
 def test_a_foreign_loop_has_no_tasks(tasks: Make) -> None:
     config = load(TrainConfig, None, {**TINY, **tasks()})
     with (
-        pytest.raises(ConfigError, match="tasks: a loop of your own brings its own data"),
+        refuses(ConfigError, "tasks:", "none"),
         open_parts(config, Opening.CREATE, loop=Loop.EXTERNAL),
     ):
         pass

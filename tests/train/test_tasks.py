@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierstore.config import dotted_fields, dump, load
-from tierstore.errors import ConfigError
 from tierstore.train.config import TrainConfig
 from tierstore.train.tasks import Assignment, TaskConfig, TaskHead, TaskRows, assign, rows_of_tasks
 
@@ -38,42 +37,6 @@ def test_tables_by_name(tmp_path: Path) -> None:
     assert "tasks.NAME.weight" in [info.name for info in dotted_fields(TrainConfig)]
     # Of the 16 rows 4 are prose's, and of the 12 that are left code has three quarters.
     assert rows_of_tasks(loaded.tasks, 16) == {"code": 9, "prose": 4, "more": 3}
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('[tasks.a]\npaths = ["x"]\nweight = 0', r"\[tasks.a\] weight: expected more than 0, got 0"),
-        ("[tasks.a]", r"\[tasks.a\] paths: expected the task's files or directories, got none"),
-        ("tasks.a = 3", r"tasks.a: expected a table, got 3"),
-        ("tasks = 3", r"tasks: expected a table, got 3"),
-        ('[tasks."a b"]\npaths = ["x"]', "tasks: expected names of letters, digits, - and _, got 'a b'"),
-        ('[tasks.a]\npaths = ["x"]\nwieght = 2', "tasks.a.wieght: unknown configuration key; did you mean"),
-        ('[tasks.a]\npaths = ["x"]\n[tasks.a]\npaths = ["y"]', "not valid TOML: Cannot declare"),
-        (
-            '[tasks.a]\npaths = ["x"]\nrows = 17',
-            "data.batch_size: expected the rows of all tasks, 17, got 16",
-        ),
-        (
-            '[tasks.a]\npaths = ["x"]\nrows = 16\n[tasks.b]\npaths = ["x"]',
-            "data.batch_size: expected the rows of all tasks, 16 and at least one for each of b, got 16",
-        ),
-        (
-            '[data]\npaths = ["x"]\n[tasks.a]\npaths = ["x"]',
-            r"data.paths: each task says its own \(tasks.NAME.paths\)",
-        ),
-    ],
-)
-def test_bad_input(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "run.toml"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=message):
-        load(TrainConfig, path)
-
-
-def test_a_setting_of_an_unknown_key() -> None:
-    with pytest.raises(ConfigError, match=r"tasks.a.what: unknown configuration key"):
-        load(TrainConfig, None, {"tasks.a.what": "1"})
 
 
 @given(st.lists(st.tuples(st.floats(0.1, 10), st.integers(0, 3)), min_size=1, max_size=5), st.integers(0, 40))
@@ -156,14 +119,6 @@ def test_what_is_said_of_it() -> None:
         "rank_costs": [2, 2, 2, 2],
         "balance_ratio": 1.0,
     }
-
-
-@pytest.mark.parametrize(
-    ("of", "ranks"), [((), 2), (task_rows(1), 0), (task_rows(0), 1), (task_rows(1, costs=(0,)), 1)]
-)
-def test_nothing_to_assign(of: tuple[TaskRows, ...], ranks: int) -> None:
-    with pytest.raises(ValueError, match="at least one"):
-        assign(of, ranks)
 
 
 @given(

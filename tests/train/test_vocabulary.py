@@ -6,15 +6,13 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierstore.config import load
-from tierstore.errors import ConfigError
 from tierstore.model.vocabulary import VocabularyCost
-from tierstore.parallel.config import ParallelConfig, RowPlacement
+from tierstore.parallel.config import RowPlacement
 from tierstore.parallel.layout import TableRows
 from tierstore.tiers.slots import DeviceKind
 from tierstore.train.config import TrainConfig
@@ -64,7 +62,7 @@ def test_auto_by_bytes() -> None:
     assert placements(chosen({**LARGE, "data.batch_size": 8192})) == (GATHERED, GATHERED)
     bytes_ = chosen({})
     assert placements(bytes_) == (GATHERED, GATHERED)
-    assert "256 KiB, too small to matter" in bytes_.embedding.reason
+    assert "256 KiB is too small to matter" in bytes_.embedding.reason
     assert bytes_.tables == {}
 
 
@@ -100,10 +98,6 @@ def test_a_tied_head_is_the_embedding() -> None:
     assert placements(choice) == (PARTITIONED, PARTITIONED)
     assert list(choice.tables) == [("embedding", 0)]
     assert list(chosen(LARGE).tables) == [("embedding", 0), ("head", 1)]
-    with pytest.raises(
-        ConfigError, match=r"parallel\.head: expected auto or gathered: the head is the embed"
-    ):
-        chosen({**tied, "parallel.embedding": "gathered", "parallel.head": "partitioned"})
 
 
 def test_a_store_goes_on_as_it_was_made() -> None:
@@ -117,13 +111,9 @@ def test_a_store_goes_on_as_it_was_made() -> None:
     assert asked.conditions() == {"embedding": "partitioned", "head": "partitioned"}
 
 
-def test_what_cannot_be() -> None:
+def test_tables_that_are_stepped_on_the_host_are_gathered_for_a_device() -> None:
     partitioned = {**LARGE, "parallel.embedding": "partitioned"}
     host = {"dense.optimizer_state": "host"}
-    with pytest.raises(
-        ConfigError, match="embedding: expected gathered or auto: rows are looked up where they"
-    ):
-        chosen({**partitioned, **host}, device=DeviceKind.CUDA)
     choice = chosen({**LARGE, **host}, device=DeviceKind.CUDA)
     assert placements(choice) == (GATHERED, GATHERED)
     assert choice.describe() is None
@@ -137,8 +127,6 @@ def test_tasks_keep_their_head(tmp_path: Any) -> None:
     choice = chosen({**LARGE, **tasks})
     assert placements(choice) == (PARTITIONED, GATHERED)
     assert choice.head.reason.startswith("the rows of tasks differ")
-    with pytest.raises(ConfigError, match=r"parallel\.head: expected gathered or auto: the rows of tasks"):
-        chosen({**LARGE, **tasks, "parallel.head": "partitioned"})
 
 
 def test_an_imported_model_keeps_its_tables() -> None:
@@ -149,6 +137,3 @@ def test_an_imported_model_keeps_its_tables() -> None:
     choice = choose_vocabulary(replace(large, model=foreign), ranks=2)
     assert placements(choice) == (GATHERED, GATHERED)
     assert choice.head.reason.startswith("an imported model's tables")
-    asked = replace(large, model=foreign, parallel=ParallelConfig(head=PARTITIONED))
-    with pytest.raises(ConfigError, match=r"parallel\.head: expected gathered or auto: an imported model's"):
-        choose_vocabulary(asked, ranks=2)

@@ -19,7 +19,7 @@ import shutil
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from typing import Any, Protocol
 
 import torch
 
-from tierstore._native import Activity, Buffer, Engine, HugePages, Link
+from tierstore._native import Activity, Engine, HugePages, Link
 from tierstore.bench.overlap import CAUGHT_UP, Computation, RankRequest, RankSteps, Stack, StackShape
 from tierstore.bench.processes import serve
 from tierstore.cache.access import Phase
@@ -135,25 +135,6 @@ class EmulatedDevice:
 
     def clock_ns(self) -> int:
         return max(time.monotonic_ns(), self._free_at_ns)
-
-
-class EmulatedTier(HostDeviceTier):
-    """Slots of what ``computer`` computes with: a copy into or out of one waits for that."""
-
-    def __init__(self, engine: Engine, slots: DeviceSlots[torch.dtype], computer: Computer) -> None:
-        super().__init__(engine, slots, HugePages.OFF)
-        self._computer = computer
-        self._idle: list[list[int]] = [[] for _ in range(slots.weights)]
-
-    def load(self, slot: int, source: Buffer, after: Sequence[int]) -> int:
-        return super().load(slot, source, [*after, *self._idle[slot]])
-
-    def release_weights(self, slot: int) -> None:
-        self._idle[slot] = self._computer.finished()
-
-    def copy_to_host(self, slot: int) -> tuple[Buffer, list[int]]:
-        copied, after = super().copy_to_host(slot)
-        return copied, [*after, *self._computer.finished()]
 
 
 def schedule_of(shape: StackShape) -> Schedule:
@@ -343,7 +324,7 @@ def open_stack(
         ledger = StallLedger(
             clock=computer.clock_ns, listener=stall_spans(timeline) if timeline.enabled else None
         )
-        emulated = EmulatedTier(store.engine, slots, computer)
+        emulated = HostDeviceTier(store.engine, slots, HugePages.OFF, computed=computer.finished)
         tier = limited_tier(emulated, store.engine, copy, computer.finished)
         clock_ns, link.clock_ns = link.clock_ns, computer.clock_ns
         try:
@@ -354,7 +335,6 @@ def open_stack(
                     layer: {expert: store.record(f"{layer}.{expert}") for expert in range(shape.experts)}
                     for layer in range(shape.layers)
                 },
-                weight_slots=slots.weights,
                 timing=StepTiming.IMMEDIATE,
                 predictor=make_predictor(PredictorName.ALL, range(shape.experts)),
                 schedule=schedule,

@@ -112,7 +112,7 @@ class HostCache:
         arena: _native.Arena,
         frame_bytes: int,
         residency: Residency,
-        find_backing: Callable[[int], Backing] | None = None,
+        find_backing: Callable[[int], Backing],
     ) -> None:
         self.engine = engine
         self.residency = residency
@@ -122,10 +122,10 @@ class HostCache:
         # Of the records, by number. Where each has an object, a hundred thousand of them would be most of the index.
         self._shapes: list[tuple[tuple[int, ...], ...]] = []  # bytes of the sections of each group
         self._shape_of = array("H")
-        self._backings: dict[int, Backing] = {}
-        self._find_backing = find_backing or self._backings.__getitem__
+        self._find_backing = find_backing
         #: What a commit waits for.
         self.write_backs = WriteBacks(engine)
+        self._writes: list[Callable[[int], None]] = []
         self._broken = ""
 
     @property
@@ -137,27 +137,6 @@ class HostCache:
             return self._broken or "the cache policy failed"
         return self._broken
 
-    def add_record(
-        self,
-        layer: int,
-        groups: Sequence[Sequence[int]],
-        charged: Sequence[int],
-        *,
-        backing: Backing | None = None,
-        stored: bool,
-    ) -> int:
-        """Registers a record whose group g has sections of ``groups[g]`` bytes; returns its number here.
-
-        ``backing`` reads and writes it; without one, what ``find_backing`` gives for its number does.
-        ``charged[g]`` is what one transfer of group g moves (bytes, padding included).
-        ``stored`` says whether weights and moments, as far as there are sections of them, are on disk already; an entry
-        that is not is created, not read.
-        """
-        record = self.add_records(np.array([layer], np.uint16), groups, charged, stored=stored)
-        if backing is not None:
-            self._backings[record] = backing
-        return record
-
     def add_records(
         self,
         layers: npt.NDArray[np.uint16],
@@ -166,7 +145,13 @@ class HostCache:
         *,
         stored: bool,
     ) -> int:
-        """``add_record`` for a record of each of ``layers``, alike otherwise; returns the number of the first."""
+        """Registers a record of each of ``layers``, whose group g has sections of ``groups[g]`` bytes; returns the number of
+        the first.
+
+        ``charged[g]`` is what one transfer of group g moves (bytes, padding included).
+        ``stored`` says whether weights and moments, as far as there are sections of them, are on disk already; an entry
+        that is not is created, not read.
+        """
         shape = tuple(map(tuple, groups))
         if shape not in self._shapes:
             self._shapes.append(shape)
@@ -280,6 +265,12 @@ class HostCache:
         state = self._entries[entry]
         state.ready = ticket
         state.readers.clear()
+        for written in self._writes:
+            written(entry)
+
+    def observe_writes(self, written: Callable[[int], None]) -> None:
+        """From now on ``written`` is called with each entry that something writes, when that is queued."""
+        self._writes.append(written)
 
     def reads(self, entry: int, ticket: int) -> None:
         """Records that ``ticket`` reads the entry's memory."""

@@ -152,7 +152,6 @@ def reshard(
     """
     from tierstore.hf.spec import stored_spec
     from tierstore.parallel.layout import layout_of
-    from tierstore.train.resharding import VocabularyPlacement
     from tierstore.train.resharding import reshard as make
 
     if ranks is None and moments is None and embedding is None and head is None:
@@ -172,10 +171,8 @@ def reshard(
             target,
             None if ranks is None else layout_of(wanted, ranks),
             progress.update,
-            placement=VocabularyPlacement(
-                None if embedding is None else RowPlacement(embedding),
-                None if head is None else RowPlacement(head),
-            ),
+            embedding=None if embedding is None else RowPlacement(embedding),
+            head=None if head is None else RowPlacement(head),
             moments=None if moments is None else MomentFormat(moments),
             model=stored_spec(store),
             stage_blocks=blocks,

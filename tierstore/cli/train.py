@@ -153,9 +153,10 @@ def _train(
 ) -> tuple[RunSummary, bool]:
     """The run: its result, and whether a signal ended it."""
     from tierstore.plan.order import agreed_order, in_order, order_lines
-    from tierstore.train.footprint import keep_freed_memory
+    from tierstore.train.footprint import keep_freed_memory, resident_bytes
     from tierstore.train.report import Instant, MetricsLog, totals
     from tierstore.train.session import open_session
+    from tierstore.train.setup import rank_cost
     from tierstore.train.stages import stage_config
 
     keep_freed_memory()
@@ -163,7 +164,7 @@ def _train(
     config = in_order(config, order)
     own = stage_config(config, mesh.pipeline.rank, mesh.stages)
     own.import_code()
-    fixed = _fixed_bytes(own, mesh)
+    fixed = rank_cost(own, mesh, process=resident_bytes()).nbytes
     tokenising = output.progress(label="tokenise (bytes)")
 
     def accepted() -> None:
@@ -210,17 +211,6 @@ def _train(
     return summary, stopped
 
 
-def _fixed_bytes(placed: TrainConfig, mesh: Mesh) -> int:
-    """Bytes that this rank takes beside the host budget; ``placed``: its own configuration."""
-    from tierstore.model.spec import divided_units
-    from tierstore.tiers.slots import DeviceKind
-    from tierstore.train.footprint import fixed_cost, resident_bytes
-
-    device = DeviceKind.of(mesh.device.type)
-    units = divided_units(placed.spec, mesh.tensor.size)
-    return fixed_cost(placed, resident_bytes(), ranks=mesh.data.size, device=device, units=units).nbytes
-
-
 def _summary(
     config: TrainConfig,
     trainer: Trainer,
@@ -246,7 +236,7 @@ def _summary(
         records_crc32c=crc,
         tasks=dict(state.tasks),
         micro_order_reason=order.reason,
-        chunks=trainer.pipeline.chosen,
+        chunks=trainer.chunks.chosen,
         exchange=None if exchange is None else f"{exchange.name}: {exchange.value}: {exchange.reason}",
     )
 
@@ -307,12 +297,12 @@ def _steps(
             except OSError as error:
                 failure = error
             failure = failure or sink.failure or trainer.store.trace_failure
-            chunks = trainer.pipeline.chosen
+            chunks = trainer.chunks.chosen
             if config.snapshot_every and done % config.snapshot_every == 0:
                 trainer.commit(snapshot=f"step-{done}")
             elif config.commit_every and done % config.commit_every == 0 and done < config.steps:
                 trainer.commit()
-            chosen = trainer.pipeline.chosen
+            chosen = trainer.chunks.chosen
             if chosen is not None and chunks is not None and chosen.value != chunks.value:
                 output.line(f"step {done}: {chosen.describe()}")
     return False, failure
@@ -395,8 +385,8 @@ def _describe_opened(trainer: Trainer, output: Output) -> None:
     if (line := trainer.vocabulary.describe()) is not None:
         output.line(line)
     output.line(trainer.timer.describe())
-    if trainer.pipeline.chosen is not None:
-        output.line(trainer.pipeline.chosen.describe())
+    if trainer.chunks.chosen is not None:
+        output.line(trainer.chunks.chosen.describe())
 
 
 def _describe(store: StoreCore, output: Output) -> None:

@@ -1,5 +1,5 @@
-"""The configuration of a deployment; what a stage is given and what it leaves; the files ``stage.json`` and
-``deployment.json``. Imports no torch.
+"""The configuration of a deployment; the input and output of a stage; the files ``stage.json`` and ``deployment.json``.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 
 from tierstore.capabilities import Capability
 from tierstore.errors import ConfigError, StoreFormatError, TierstoreError
-from tierstore.hf.manifest import write_durably
-from tierstore.store.disk.home import fsync_directory
+from tierstore.store.disk.home import fsync_directory, write_durably
 
 
 class StageName(StrEnum):
@@ -31,12 +30,12 @@ class StageName(StrEnum):
 
     @property
     def number(self) -> int:
-        """Its place among the stages, from 1."""
+        """The stage's number, from 1."""
         return list(StageName).index(self) + 1
 
 
 class ExpertWeights(StrEnum):
-    """How the weights of the deployed experts are kept."""
+    """The format of the deployed experts' weights."""
 
     FP32 = "fp32"
     BF16 = "bf16"
@@ -49,15 +48,15 @@ class ExpertWeights(StrEnum):
 
 
 class Method(StrEnum):
-    """How a layer comes to have fewer experts."""
+    """The method that reduces a layer's experts."""
 
-    MERGE = "merge"  # similar ones become one, weighted by their use
-    PRUNE = "prune"  # the least used ones are left out
+    MERGE = "merge"  # similar experts become one, weighted by their use
+    PRUNE = "prune"  # the least used experts are left out
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompressionConfig:
-    """What becomes of the experts. None leaves them as they are."""
+    """Changes of the experts. None leaves them unchanged."""
 
     experts: int | None = field(
         default=None, metadata={"help": "experts of a layer after compression (default: all)"}
@@ -76,18 +75,20 @@ class CompressionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DistillationConfig:
-    """How a compressed model learns from its teacher, and the text for it."""
+    """The distillation of a compressed model from its teacher, and its text."""
 
     text: tuple[Path, ...] = field(
         default=(), metadata={"help": "text file to calibrate, distil and evaluate with; repeat for several"}
     )
     minutes: float = field(default=30.0, metadata={"help": "time for distillation (0: none)"})
-    steps: int = field(default=0, metadata={"help": "steps of distillation (0: as the time allows)"})
+    steps: int = field(default=0, metadata={"help": "steps of distillation (0: as many as the time allows)"})
     rate: float = field(default=3e-4, metadata={"help": "largest learning rate"})
-    rows: int = field(default=4, metadata={"help": "windows of a step"})
-    length: int = field(default=256, metadata={"help": "tokens of a window"})
-    held_out: int = field(default=16, metadata={"help": "most windows that the losses are measured on"})
-    seed: int = field(default=0, metadata={"help": "which windows come in which order"})
+    rows: int = field(default=4, metadata={"help": "windows in a step"})
+    length: int = field(default=256, metadata={"help": "tokens in a window"})
+    held_out: int = field(
+        default=16, metadata={"help": "largest number of held-out windows, on which losses are measured"}
+    )
+    seed: int = field(default=0, metadata={"help": "seed of the order of windows"})
     commit_s: float = field(default=60.0, metadata={"help": "seconds between two commits"})
 
     def __post_init__(self) -> None:
@@ -101,23 +102,21 @@ class DistillationConfig:
 
     @property
     def trains(self) -> bool:
-        """Whether there is any time for it."""
+        """Whether distillation has any time."""
         return self.minutes > 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementConfig:
-    """Where the model will run. ``segments``: first block of each, given by hand; empty for automatic ones."""
+    """The machine that will serve the model. ``segments``: the first block of each segment; empty: chosen automatically."""
 
     memory: int | None = field(
-        default=None, metadata={"size": True, "help": "memory of a rank (default: what the machine has)"}
+        default=None, metadata={"size": True, "help": "memory of a rank (default: the machine's)"}
     )
-    ranks: int = field(
-        default=1, metadata={"help": "ranks that share the experts: one, until several can serve"}
-    )
+    ranks: int = field(default=1, metadata={"help": "ranks that share the experts (only 1 can serve)"})
     segments: tuple[int, ...] = field(
         default=(),
-        metadata={"help": "first block of each segment, such as 0,8,16 (default: by the memory)"},
+        metadata={"help": "first block of each segment, such as 0,8,16 (default: chosen by memory)"},
     )
 
     def __post_init__(self) -> None:
@@ -147,7 +146,7 @@ class DeployConfig:
     )
     host_budget: int = field(
         default=1 << 30,
-        metadata={"size": True, "help": "memory for experts of each model that a stage has open"},
+        metadata={"size": True, "help": "memory for the experts of each model that a stage opens"},
     )
     threads: int = field(default=0, metadata={"help": "torch's threads (0: one for each core)"})
 
@@ -156,11 +155,11 @@ class DeployConfig:
             raise ConfigError(f"--threads: expected at least 0, got {self.threads}")
         if self.compression.experts is not None and not self.distillation.text:
             raise ConfigError(
-                "--text: fewer experts are chosen by their use on a text, and judged by their loss on it: name one"
+                "--text: expected a text file, on which the use of experts and the loss of the smaller model are measured"
             )
 
 
-# What a stage is given and leaves ---------------------------------------------------------------------------
+# Input and output of a stage -------------------------------------------------------------------------------
 
 RECORD_NAME = "stage.json"
 RECORD_VERSION = 1
@@ -176,7 +175,7 @@ def write_json(path: Path, value: object, *, indent: int | None = None) -> None:
 
 
 def read_json(path: Path, what: str, parse: Callable[[Any], T]) -> T | None:
-    """What ``parse`` makes of the file; None where there is none. Raises StoreFormatError: it is not ``what``."""
+    """The file parsed by ``parse``; None if there is none. Raises StoreFormatError if it is not ``what``."""
     try:
         return parse(json.loads(path.read_bytes()))
     except (FileNotFoundError, NotADirectoryError):
@@ -192,8 +191,8 @@ def _check_version(value: Any, version: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class StageOutput:
-    """What a stage has made. ``store``: where the model is from here on. ``checks``: what a later look must find again;
-    ``figures``: what it measured.
+    """The output of a stage. ``store``: the model's store from here on. ``checks``: values that a later verification must
+    find again; ``figures``: the stage's measurements.
     """
 
     store: Path
@@ -204,9 +203,9 @@ class StageOutput:
 
 @dataclass(frozen=True, kw_only=True)
 class StageRecord:
-    """A stage that has ended, and its output; ``store`` is relative to the directory of all stages.
+    """A completed stage and its output; ``store`` is relative to the directory of all stages.
 
-    ``fingerprint``: of its settings and of the stages before it.
+    ``fingerprint`` covers its settings and those of the stages before it.
     """
 
     stage: StageName
@@ -223,12 +222,12 @@ class StageRecord:
         return asdict(self)
 
     def write(self, directory: Path) -> None:
-        """From here on the stage has ended."""
+        """Writes the record, which completes the stage."""
         write_json(directory / RECORD_NAME, self.as_json(), indent=1)
 
     @classmethod
     def read(cls, directory: Path) -> StageRecord | None:
-        """The record in ``directory``; None where the stage has not ended. Raises StoreFormatError."""
+        """The record in ``directory``; None if the stage is not complete. Raises StoreFormatError."""
         return read_json(directory / RECORD_NAME, "a stage's record", cls.from_json)
 
     @classmethod
@@ -240,10 +239,10 @@ class StageRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Deployment:
-    """How a directory came about and what was measured of it.
+    """The origin of a deployed directory, and its measurements.
 
     ``settings``: keys of ``ServeConfig`` by dotted name, as the optimisation chose them. ``profile``: tokens/s of prefill
-    and of decoding, bytes a token, memory.
+    and of decoding, bytes read a token, memory.
     """
 
     settings: Mapping[str, object]
@@ -255,7 +254,7 @@ class Deployment:
 
 
 def read_deployment(directory: Path) -> Deployment | None:
-    """What ``directory`` says; None where it was not deployed. Raises StoreFormatError."""
+    """The deployment record in ``directory``; None if it was not deployed. Raises StoreFormatError."""
 
     def parse(value: Any) -> Deployment:
         _check_version(value, DEPLOYMENT_VERSION)
@@ -266,25 +265,25 @@ def read_deployment(directory: Path) -> Deployment | None:
 
 
 def stage_directory(root: Path, stage: StageName) -> Path:
-    """Where ``stage`` works, below the directory of all stages."""
+    """The directory of ``stage``, below the directory of all stages."""
     return root / f"{stage.number:02d}-{stage.value}"
 
 
 def fingerprint(stage: StageName, settings: Mapping[str, object], before: str) -> str:
-    """Of a stage that is run with ``settings`` after those of which ``before`` is the fingerprint."""
+    """The fingerprint of a stage with ``settings`` that follows the stages with the fingerprint ``before``."""
     text = json.dumps([RECORD_VERSION, stage.value, settings, before], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 class DeployInterrupted(TierstoreError):
-    """A deployment was asked to stop, and has. The same command goes on."""
+    """A deployment stopped on request. The same command resumes it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageContext:
-    """What a stage works with. ``root``: the directory of all stages. ``before``: those that have ended, in order.
+    """The context of a stage. ``root``: the directory of all stages. ``before``: the completed stages, in order.
 
-    ``say`` prints a line for people; ``asked_to_stop`` is asked between two durable points.
+    ``say`` prints a line for people; ``asked_to_stop`` is called between two durable points.
     """
 
     config: DeployConfig
@@ -296,17 +295,15 @@ class StageContext:
 
     @property
     def directory(self) -> Path:
-        """This stage's own; it exists."""
+        """This stage's own directory, which exists."""
         return stage_directory(self.root, self.stage)
 
     @property
     def input_store(self) -> Path:
-        """The store that the stage before has left."""
+        """The store that the previous stage wrote."""
         return self.root / self.before[-1].store if self.before else self.config.store
 
     def check(self) -> None:
-        """Raises DeployInterrupted where a signal has asked for it."""
+        """Raises DeployInterrupted if a signal has requested a stop."""
         if self.asked_to_stop():
-            raise DeployInterrupted(
-                f"stopped in stage {self.stage.value}; the same command goes on from here"
-            )
+            raise DeployInterrupted(f"stopped in stage {self.stage.value}; the same command resumes here")

@@ -1,12 +1,12 @@
-"""Adapters of peft's: the pairs that a run with LoRA has trained, or those in a directory, merged into the weights of an
-export; and the directory that ``tierstore export --adapter`` writes.
+"""peft adapters. An export merges the pairs that a LoRA run has trained, or the pairs of an adapter directory, into the
+weights; ``tierstore export --adapter`` writes such a directory.
 
 ``adapter_model.safetensors`` has attention's pairs under peft's names, and those of experts as peft stacks them for
 ``target_parameters``: A of a layer's experts one below another, ``(E r, inputs)``, and B with its columns taking turns,
 ``(outputs, r E)``, column ``k E + e`` for row k of expert e. So peft loads it onto the plain model.
 
-An adapter from a directory must be of the very model: names and shapes are checked, and where tierstore wrote it, the
-model's fingerprint. What peft can do beyond plain low-rank pairs is refused by name.
+An adapter directory must belong to the store's model: names and shapes are checked, and the model's fingerprint if
+tierstore wrote the directory. Any peft feature beyond plain low-rank pairs is refused by name.
 """
 
 from __future__ import annotations
@@ -32,21 +32,22 @@ from tierstore.hf.manifest import MANIFEST_NAME, Manifest
 from tierstore.hf.spec import AttentionPair, HfSpec, attention_pairs, recorded_lora, stored_spec
 from tierstore.hf.stored_weights import StoredWeights, open_weights
 from tierstore.hf.weights import PLAIN, Floats
-from tierstore.hf.writing import Bytes, Progress, Shard, TensorSpec, json_bytes, write_model
+from tierstore.hf.writing import Bytes, Shard, TensorSpec, json_bytes, write_model
 from tierstore.model.store_schema import pair_key
 from tierstore.moe.lora import LoraConfig, LoraTargets, PairShape
 from tierstore.moe.low_rank import merge_pair
+from tierstore.stats import OnProgress
 from tierstore.store.disk.home import MODEL_DIRECTORY
 
 ADAPTER_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
-#: Which model the pairs were trained beside; peft passes it over.
+#: The model that the pairs were trained for; peft ignores this key.
 BASE_FILE = "tierstore_base.json"
 
 
 @dataclass(frozen=True)
 class ExportedAdapter:
-    """What was written: ``nbytes`` counts the values; ``step`` is where training stands."""
+    """Summary of an adapter export: ``nbytes``, the bytes of values; ``step``, the training step."""
 
     tensors: int
     nbytes: int
@@ -92,7 +93,7 @@ class StoredAdapter(Adapter):
     """The pairs of an open store."""
 
     def __init__(self, source: Path, weights: StoredWeights) -> None:
-        """Raises StoreError where no run with LoRA has trained the store, StoreFormatError."""
+        """Raises StoreError if no LoRA run has trained the store; StoreFormatError."""
         lora = recorded_lora(source, weights.state)
         if not lora.enabled:
             raise StoreError(f"{source}: no adapter was trained in this store")
@@ -103,7 +104,7 @@ class StoredAdapter(Adapter):
         trained: Any = weights.state.conditions["model"]
         if trained.get("fingerprint") != manifest.fingerprint:
             raise StoreFormatError(
-                f"{source}: the adapter was trained beside another model: {trained.get('fingerprint')}, and "
+                f"{source}: the adapter was trained for another model: {trained.get('fingerprint')}, and "
                 f"{MODEL_DIRECTORY}/{MANIFEST_NAME} is of {manifest.fingerprint}"
             )
         shape = PairShape.of(spec.expert_shape, lora) if lora.experts else None
@@ -114,7 +115,7 @@ class StoredAdapter(Adapter):
             shapes[pair.unit] += [(Narrow.NO, size) for size in pair.sizes(lora.rank)]
         units = [(f"lora.{unit.name}", each) for unit, each in zip(manifest.units, shapes, strict=True)]
         self._layouts = layouts_of_shapes(units, ranks=weights.data_ranks, fusion=manifest.fusion)
-        #: Attention's pairs of one unit: they are asked for one after another.
+        #: Attention's pairs of one unit: callers read them one after another.
         self._unit: tuple[int, dict[int, Floats]] = (-1, {})
 
     def attention_part(self, pair: AttentionPair, part: int) -> Floats:
@@ -136,12 +137,12 @@ class StoredAdapter(Adapter):
 
 
 def export_adapter(
-    source: Path, target: Path, *, progress: Progress = lambda done, total: None
+    source: Path, target: Path, *, progress: OnProgress = lambda done, total: None
 ) -> ExportedAdapter:
     """Writes the pairs that the store in ``source`` has trained to the new directory ``target``, as peft's adapter.
 
-    ``progress`` is called with bytes of values written and in all. Raises StoreError, ChecksumError, OSError; on a failure
-    there is nothing at ``target``.
+    ``progress`` receives the bytes of values written so far and the total. Raises StoreError, ChecksumError, OSError; after
+    a failure nothing exists at ``target``.
     """
     with open_weights(source) as weights:
         adapter = StoredAdapter(source, weights)
@@ -155,7 +156,7 @@ def export_adapter(
 
 
 def base_of(manifest: Manifest) -> Mapping[str, object]:
-    """What tells the model of ``manifest`` from others."""
+    """The keys that identify the model of ``manifest``."""
     return {
         "fingerprint": manifest.fingerprint,
         "model_type": manifest.model_type,
@@ -183,7 +184,7 @@ def _config(adapter: StoredAdapter) -> Mapping[str, object]:
 
 
 def _tensors(adapter: StoredAdapter) -> Iterator[tuple[TensorSpec, Callable[[], Iterator[Bytes]]]]:
-    """Each tensor of the adapter, and what gives its values."""
+    """Each tensor of the adapter, with the function that returns its values."""
     for pair in adapter.attention:
         for part, size in enumerate(pair.sizes(adapter.lora.rank)):
             yield TensorSpec(_name(pair, part), "F32", size), partial(_attention, adapter, pair, part)
@@ -229,7 +230,7 @@ def _expert_tensors(spec: HfSpec, shape: PairShape, layer: int) -> Iterator[tupl
 # An adapter of a directory ----------------------------------------------------------------------------------
 
 
-#: Settings of peft's that change what an adapter computes, and what they must be.
+#: peft settings that change what an adapter computes, with the values that are accepted.
 _PLAIN: Mapping[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
@@ -242,7 +243,7 @@ _PLAIN: Mapping[str, tuple[object, ...]] = {
     "modules_to_save": (None, []),
     "layer_replication": (None,),
     "trainable_token_indices": (None,),
-    # The others begin with other weights in the model (PiSSA, OLoRA, CorDA, LoftQ), which then are not those of the store.
+    # The other initialisations (PiSSA, OLoRA, CorDA, LoftQ) change the model's own weights; the store has the original ones.
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
     "alora_invocation_tokens": (None,),
     "arrow_config": (None,),
@@ -255,12 +256,12 @@ _PLAIN: Mapping[str, tuple[object, ...]] = {
 def load_adapter(directory: Path, store: Path) -> Adapter:
     """The adapter in ``directory``, for the model that was imported into ``store``.
 
-    Raises ConfigError for one that is not plain LoRA, or was trained beside another model; DataError naming the file and
-    what is wrong in it, or a tensor that is missing, unexpected, of another shape, or not finite; OSError.
+    Raises ConfigError if the adapter is not plain LoRA or was trained for another model; DataError naming the file and its
+    fault, or a tensor that is missing, unexpected, of another shape, or not finite; OSError.
     """
     spec = stored_spec(store)
     if spec is None:
-        raise ConfigError(f"{store}: holds no imported model, and adapters are of those")
+        raise ConfigError(f"{store}: holds no imported model; adapters apply only to imported models")
     file, base = directory / CONFIG_FILE, directory / BASE_FILE
     config = read_object(file, ConfigError)
     for key, allowed in _PLAIN.items():
@@ -270,7 +271,7 @@ def load_adapter(directory: Path, store: Path) -> Adapter:
         trained, here = read_object(base, ConfigError), dict(base_of(spec.manifest))
         if trained != here:
             raise ConfigError(
-                f"{directory}: the adapter was trained beside another model: {_named(trained)}, not {_named(here)}"
+                f"{directory}: the adapter was trained for another model: {_named(trained)}, not {_named(here)}"
             )
     try:
         rank, alpha = int(config["r"]), float(config["lora_alpha"])
@@ -278,7 +279,7 @@ def load_adapter(directory: Path, store: Path) -> Adapter:
         raise ConfigError(f"{file}: r, lora_alpha: {error}") from error
     if rank < 1 or not alpha > 0:
         raise ConfigError(f"{file}: r, lora_alpha: expected more than 0, got {rank}, {alpha}")
-    # Read here first: what is damaged is named, which the package does not.
+    # Headers are read here first, because the package safetensors does not name the damaged tensor.
     for info in read_header(directory / ADAPTER_FILE).values():
         if info.dtype not in PLAIN:
             raise DataError(f"{info.file}: {info.name}: expected {' or '.join(PLAIN)}, found {info.dtype}")
@@ -292,7 +293,7 @@ def load_adapter(directory: Path, store: Path) -> Adapter:
 
 
 def _named(base: Mapping[str, Any]) -> str:
-    """Which model a description is of, in short."""
+    """A short name of the model that a description identifies."""
     return f"{base.get('architecture')} {str(base.get('fingerprint'))[:12]}"
 
 
@@ -328,9 +329,9 @@ class _FileAdapter(Adapter):
             known = {entry.name for entry in spec.manifest.parameters()}
             known |= {entry.name for entry in spec.manifest.tied}
             why = (
-                "only pairs of attention's linear layers and of experts can be merged"
+                "only pairs on attention's linear layers and on experts can be merged"
                 if {target, f"{target}.weight"} & known
-                else "the model of the store has no such layer"
+                else "the store's model has no such layer"
             )
             raise DataError(f"{file}: {unknown[0]}: {why} ({len(unknown)} such)")
 

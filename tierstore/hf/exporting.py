@@ -1,7 +1,7 @@
 """``tierstore export``: the model of a store as a checkpoint that transformers and others load.
 
 Tensor after tensor goes from the records to its place in the files, so memory holds one expert, one dense unit and some
-buffers, whatever the size of the model. The store stays as it is, but for a commit that was never acknowledged.
+buffers, whatever the size of the model. The store is not changed, except for a commit that was never acknowledged.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from tierstore.hf.writing import (
     ExportDtype,
     Origin,
     Outline,
-    Progress,
     Shard,
     TensorSpec,
     json_bytes,
@@ -43,6 +42,7 @@ from tierstore.hf.writing import (
 )
 from tierstore.model.config import ComputeDtype, ModelConfig
 from tierstore.model.store_schema import BUFFERS_KEY, recorded_model, table_of, unpack_arrays
+from tierstore.stats import OnProgress
 from tierstore.store.disk.home import MODEL_DIRECTORY
 from tierstore.train.vocabulary import places_of, recorded_placements
 
@@ -53,7 +53,7 @@ _MOST_KEPT_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written: ``step`` is where training stands, ``nbytes`` counts the values. ``notes``: for the user."""
+    """Summary of an export: ``step``, the training step; ``nbytes``, the bytes of values; ``notes``, lines for the user."""
 
     model_type: str
     dtype: ExportDtype
@@ -73,14 +73,14 @@ def export(
     dtype: ExportDtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     adjustment: Adjustment | None = None,
-    progress: Progress = lambda done, total: None,
+    progress: OnProgress = lambda done, total: None,
 ) -> Exported:
     """Writes the model of the store in ``source`` to the directory ``target``.
 
-    ``dtype``: None is that of the checkpoint it was made of (bf16 where that was quantised), or of the built-in model's
-    products. ``adjustment`` changes weights on their way out; None merges the pairs that a run with LoRA has trained.
-    ``progress`` is called with values written and in all, in bytes. Raises StoreError, ConfigError (a built-in model that
-    is no Mixtral), ChecksumError, OSError (a target that exists, a full disk); on a failure there is nothing at ``target``.
+    ``dtype`` None: the type of the source checkpoint (bf16 if it was quantised), or the built-in model's compute type.
+    ``adjustment`` changes the exported weights; None merges the pairs that a LoRA run has trained. ``progress`` receives the
+    bytes of values written so far and the total. Raises StoreError, ConfigError (a built-in model that is no Mixtral),
+    ChecksumError, OSError (a target that exists, a full disk); after a failure nothing exists at ``target``.
     """
     imported = (source / MODEL_DIRECTORY / MANIFEST_NAME).exists()
     manifest = Manifest.read(source) if imported else None
@@ -93,9 +93,11 @@ def export(
             outline = mixtral(model, fusion, ranks, dtype, tables)
         if recorded_lora(source, weights.state).enabled:
             if adjustment is not None:
-                raise ConfigError(f"{source}: an adapter was trained in this store: no other can be merged")
+                raise ConfigError(
+                    f"{source}: an adapter was trained in this store, so no other adapter can be merged"
+                )
             adjustment = StoredAdapter(source, weights)
-            note = "the pairs of LoRA are merged into the weights"
+            note = "the LoRA pairs are merged into the weights"
             outline = replace(outline, notes=(*outline.notes, note))
         elif adjustment is not None and weights.state.position:
             note = f"the adapter is merged into weights that have taken {weights.state.position} steps since the import"
@@ -129,11 +131,11 @@ def write_outline(
     *,
     adjustment: Adjustment | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    progress: Progress = lambda done, total: None,
+    progress: OnProgress = lambda done, total: None,
 ) -> list[Shard]:
     """Writes the checkpoint of ``outline`` to the new directory ``target``, with the values of ``weights``; its files.
 
-    Raises ChecksumError, StoreFormatError, OSError (a target that exists, a full disk); on a failure there is nothing at
+    Raises ChecksumError, StoreFormatError, OSError (a target that exists, a full disk); after a failure nothing exists at
     ``target``.
     """
     shards = plan_shards([spec for spec, _ in outline.tensors], max_shard_bytes)
@@ -156,7 +158,7 @@ def _built_in(source: Path, weights: StoredWeights) -> tuple[ModelConfig, Fusion
 
 
 def outline_of(source: Path, manifest: Manifest, ranks: int, dtype: ExportDtype | None) -> Outline:
-    """The export of an imported model: the tensors of the checkpoint that it was made of, under their names there.
+    """The export of an imported model: the tensors of its source checkpoint, under their names there.
 
     Raises StoreFormatError, OSError.
     """
@@ -169,7 +171,7 @@ def outline_of(source: Path, manifest: Manifest, ranks: int, dtype: ExportDtype 
     if manifest.quantization is not Quantization.NONE:
         notes.append(
             f"the model came as {'FP8' if manifest.quantization is Quantization.FP8_BLOCKS else 'MXFP4'} and leaves as "
-            f"{dtype.value}; quantization_config is taken out of config.json"
+            f"{dtype.value}; quantization_config is removed from config.json"
         )
     elif was == "F16":
         notes.append(f"the model came as fp16 and leaves as {dtype.value}")
@@ -186,7 +188,7 @@ def outline_of(source: Path, manifest: Manifest, ranks: int, dtype: ExportDtype 
 
 
 def config_with(content: bytes, dtype: ExportDtype, *, where: str = "config.json") -> bytes:
-    """config.json for weights of ``dtype`` that are not quantised; the same bytes where nothing changes.
+    """config.json for unquantised weights of ``dtype``; byte for byte the source's if nothing changes.
 
     Raises StoreFormatError.
     """
@@ -217,7 +219,7 @@ def _tensors(directory: Path, manifest: Manifest, dtype: ExportDtype) -> Iterato
             kind, values = dense[tied.of]
             yield TensorSpec(tied.source, kind, shapes[tied.of]), values
     for buffer in manifest.buffers:
-        # Buffers keep the type that they had, if that is not narrower than what was asked for.
+        # Buffers keep their source type unless it is narrower than the requested type.
         narrow = buffer.source_dtype in ("F16", "BF16")
         kind = dtype.safetensors if narrow else buffer.source_dtype
         yield TensorSpec(buffer.source, kind, buffer.shape), BufferValues(buffer.name)
@@ -248,7 +250,7 @@ def _experts(manifest: Manifest, layer: int, dtype: ExportDtype) -> Iterator[tup
 
 
 def _dtype(manifest: Manifest, entry: ParameterEntry, dtype: ExportDtype) -> str:
-    """The type in which a dense parameter leaves: what the checkpoint kept wider than its weights stays so."""
+    """The type in which a dense parameter is exported: one that the checkpoint kept wider than its weights stays wider."""
     if dtype is ExportDtype.BF16 and entry.source_dtype == "F32":
         wide = manifest.compute is ComputeDtype.BF16 and entry.dtype == "float32"
         if wide or manifest.experts.source_dtype != "F32":
@@ -268,7 +270,7 @@ class _Content:
         self._weights, self._outline, self._adjustment, self._reader = weights, outline, adjustment, reader
         self._origins = {spec.name: origin for spec, origin in outline.tensors}
         self._window = ReadWindow()
-        #: By layer and type, tensors of all its experts that are small; by name, what was collected of them.
+        #: Small tensors of all experts, by layer and type; and their collected values, by name.
         self._small: dict[tuple[int, str], list[tuple[str, ExpertValues]]] = {}
         self._kept: dict[str, list[Bytes]] = {}
         for spec, origin in outline.tensors:

@@ -1,8 +1,8 @@
-"""What an imported store says of its model: ``STORE/model/manifest.json``.
+"""The description of an imported store's model: ``STORE/model/manifest.json``.
 
-It is written by the import and read by whoever trains, plans or exports; neither torch nor transformers is needed.
-Names of parameters are those in memory (``model.layers.3.self_attn.q_proj.weight``); each says what it is called on
-disk. An expert has one record (its order of values: ``ExpertEntry``); a dense unit has one slice a rank.
+The import writes it; training, planning and exports read it. Imports neither torch nor transformers.
+Names of parameters are those in memory (``model.layers.3.self_attn.q_proj.weight``); each entry has the name on disk
+too. An expert has one record (its order of values: ``ExpertEntry``); a dense unit has one slice a rank.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, is_dataclass
 from enum import Enum, StrEnum
@@ -23,25 +22,25 @@ from tierstore.dense.layout import Narrow, UnitLayout, layouts_of_shapes
 from tierstore.errors import StoreFormatError, StoreMissingError
 from tierstore.model.config import ComputeDtype
 from tierstore.quant.layout import CodeFormat
-from tierstore.store.disk.home import MODEL_DIRECTORY
+from tierstore.store.disk.home import MODEL_DIRECTORY, write_durably
 from tierstore.store.format import MomentFormat
 
 MANIFEST_VERSION = 1
-#: The file in a job's ``MODEL_DIRECTORY``.
+#: The manifest's file name in a job's ``MODEL_DIRECTORY``.
 MANIFEST_NAME = "manifest.json"
 
 
 class ExpertLayout(StrEnum):
-    """How the values of one expert lie in its record (F: its width, D: the model's)."""
+    """The order of one expert's values in its record (F: the expert's width, D: the model's)."""
 
     #: ``[gate F x D | up F x D | down D x F]``.
     CONCATENATED = "concatenated"
-    #: ``[gate_up D x 2F, gate and up in turns | its bias 2F | down F x D | its bias D]``.
+    #: ``[gate_up D x 2F, gate and up interleaved | its bias 2F | down F x D | its bias D]``.
     INTERLEAVED_BIASED = "interleaved-biased"
 
 
 class Quantization(StrEnum):
-    """How the source kept its weights; a store holds them dequantised."""
+    """The quantisation of the source's weights; a store holds them dequantised."""
 
     NONE = "none"
     FP8_BLOCKS = "fp8-blocks"  # F8_E4M3 with one scale for each block of 128 x 128 (DeepSeek-V3)
@@ -49,7 +48,7 @@ class Quantization(StrEnum):
 
 
 class Weights(StrEnum):
-    """Whether experts can be stepped."""
+    """Whether the experts can be trained."""
 
     TRAINABLE = "trainable"
     FROZEN = "frozen"  # records of weights alone, read only
@@ -96,7 +95,7 @@ class TiedEntry:
 
 @dataclass(frozen=True)
 class ExpertEntry:
-    """The experts: ``count`` in each of ``layers``, of width ``d_ff``. ``activation``: transformers' name of it.
+    """The experts: ``count`` in each of ``layers``, of width ``d_ff``. ``activation``: its name in transformers.
 
     ``source_dtype`` is the type on disk of most of their tensors; ``other_dtypes``: (tensor, type) of the rest.
     """
@@ -124,7 +123,7 @@ class ExpertEntry:
 
 @dataclass(frozen=True)
 class CarriedEntry:
-    """A tensor that the family ignores: it lies in ``file``, beside the manifest, as it was."""
+    """A tensor that the family ignores, kept unchanged in ``file`` beside the manifest."""
 
     name: str
     file: str
@@ -132,8 +131,8 @@ class CarriedEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A model as its store holds it. ``fingerprint`` tells its source from others. ``codes``: how the weights of frozen
-    experts are quantised; None where they are not.
+    """A model as its store holds it. ``fingerprint`` identifies its source. ``codes``: the quantisation of frozen experts'
+    weights; None without one.
     """
 
     model_type: str
@@ -174,7 +173,7 @@ class Manifest:
     # Layout -------------------------------------------------------------------------------------------------
 
     def narrow(self, parameter: ParameterEntry) -> Narrow:
-        """Whether a pass needs ``parameter`` in the compute type alone."""
+        """Whether a pass needs ``parameter`` only in the compute type."""
         cast = self.compute is ComputeDtype.BF16 and parameter.dtype == "bfloat16"
         return Narrow.YES if cast else Narrow.NO
 
@@ -192,7 +191,7 @@ class Manifest:
 
     def as_json(self) -> dict[str, object]:
         table = asdict(self)
-        if self.codes is None:  # as the manifests of earlier versions are
+        if self.codes is None:  # as in manifests of earlier versions
             del table["codes"]
         return table
 
@@ -214,7 +213,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, value: object, *, where: str) -> Manifest:
-        """Raises StoreFormatError naming ``where`` and the key that is missing, unknown or of another kind."""
+        """Raises StoreFormatError naming ``where`` and the key that is missing, unknown or of the wrong type."""
         found = value.get("version") if isinstance(value, Mapping) else MANIFEST_VERSION
         if found != MANIFEST_VERSION:
             raise StoreFormatError(f"{where}: version {found!r}, expected {MANIFEST_VERSION}")
@@ -225,15 +224,15 @@ class Manifest:
             raise StoreFormatError(f"{where}: not a manifest: {error}") from error
 
 
-#: Keys that are left out where they say what they said before they existed.
+#: Keys that are omitted at their default, the meaning that manifests had before these keys existed.
 _LATER = {"codes", "moments"}
 _hints = functools.cache(get_type_hints)
 
 
 def _read(kind: Any, value: Any, name: str) -> Any:
-    """``value``, which JSON gave for the key ``name``, as an object of the annotation ``kind``.
+    """Converts ``value``, the JSON value of the key ``name``, to the annotated type ``kind``.
 
-    Raises TypeError or ValueError where it is none.
+    Raises TypeError or ValueError if it does not fit.
     """
     if isinstance(kind, UnionType):  # a type or None
         return None if value is None else _read(get_args(kind)[0], value, name)
@@ -258,7 +257,7 @@ def _read(kind: Any, value: Any, name: str) -> Any:
 
 
 class ImportProgress(StrEnum):
-    """How far an import has come."""
+    """The progress of an import."""
 
     PARTIAL = "partial"
     COMPLETE = "complete"
@@ -266,9 +265,9 @@ class ImportProgress(StrEnum):
 
 @dataclass(frozen=True)
 class ImportState:
-    """What each commit of an import says under ``IMPORT_KEY``: of what, for which layout, and how far it has come.
+    """The state that each commit of an import has under ``IMPORT_KEY``: the source, the layout, and the progress.
 
-    The store of a ``PARTIAL`` import holds a part of its records: only the same import may go on with it.
+    The store of a ``PARTIAL`` import lacks some of its records: only the same import may resume it.
     """
 
     progress: ImportProgress
@@ -299,13 +298,3 @@ class ImportState:
             return state
         except (TypeError, ValueError) as error:
             raise StoreFormatError(f"{where}: the state of the import is damaged: {error}") from error
-
-
-def write_durably(path: Path, content: bytes) -> None:
-    """Writes and fsyncs ``content`` beside ``path``, then renames it; the caller fsyncs the directory."""
-    partial = path.with_name(f"{path.name}.partial")
-    with open(partial, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.rename(path)

@@ -1,5 +1,5 @@
-"""What an import checks before anything is written: whether a checkpoint is of the model that its configuration describes,
-and the files beside it (configuration, tokenizer, tensors that the family ignores), which it also copies.
+"""The checks of an import before its first write: that the checkpoint matches the model of its configuration, and that the
+files beside it (configuration, tokenizer, tensors that the family ignores) are sound. Copies these files, too.
 """
 
 from __future__ import annotations
@@ -28,14 +28,13 @@ from tierstore.hf.manifest import (
     Manifest,
     ParameterEntry,
     Quantization,
-    write_durably,
 )
 from tierstore.hf.weights import BLOCKS_SUFFIX, MXFP4_GROUP, PLAIN, SCALE_SUFFIX, SCALES_SUFFIX, scale_shape
 from tierstore.hf.writing import Shard, StreamFile, TensorSpec, json_bytes
-from tierstore.store.disk.home import fsync_directory
+from tierstore.store.disk.home import fsync_directory, write_durably
 from tierstore.train.tokens.tokenizing import DocumentTokenizer
 
-#: Names that an error gives of each kind; it says how many more there are.
+#: Names listed for each kind of fault; the error counts the rest.
 _SHOWN = 5
 
 
@@ -43,7 +42,7 @@ def match(manifest: Manifest, checkpoint: Checkpoint) -> tuple[Manifest, tuple[T
     """Compares the names, shapes and types of ``checkpoint`` with those of ``manifest``.
 
     Returns the manifest with the types on disk, and the tensors that the family ignores, in file order. Raises DataError,
-    one line that names what is missing, unexpected, of another shape or of a type that is no weight's.
+    one line naming the tensors that are missing, unexpected, of another shape or of a type that is no weight's.
     """
     finder, family, held = _Finder(manifest, checkpoint), FAMILIES[manifest.model_type], manifest.experts
     types: dict[str, str] = {}
@@ -75,7 +74,7 @@ def match(manifest: Manifest, checkpoint: Checkpoint) -> tuple[Manifest, tuple[T
 
 
 class _Finder:
-    """Looks tensors up, and collects what is wrong with them."""
+    """Looks tensors up and collects their faults."""
 
     def __init__(self, manifest: Manifest, checkpoint: Checkpoint) -> None:
         self._quantization = manifest.quantization
@@ -94,7 +93,7 @@ class _Finder:
         return replace(entry, source_dtype=self.weight(entry.source, entry.shape, False))
 
     def weight(self, source: str, shape: tuple[int, ...], of_experts: bool) -> str:
-        """The type of ``source`` on disk, which ought to have ``shape``; ``MXFP4`` for blocks with their scales."""
+        """The type of ``source`` on disk, whose expected shape is ``shape``; ``MXFP4`` for blocks with their scales."""
         info = self._tensors.get(source)
         if info is None and of_experts and self._quantization is Quantization.MXFP4 and len(shape) == 3:
             return self._mxfp4(source, shape)
@@ -142,7 +141,7 @@ class _Finder:
             )
 
     def rest(self, family: Family) -> tuple[TensorInfo, ...]:
-        """The tensors that nothing asked for and that are carried along; the others are unexpected."""
+        """The unused tensors that the family ignores, which are carried along; the others count as unexpected."""
         carried = []
         for name, info in self._tensors.items():
             if name in self._used:
@@ -154,7 +153,7 @@ class _Finder:
         return tuple(sorted(carried, key=lambda info: (info.file, info.offset)))
 
     def raise_problems(self) -> None:
-        """Raises DataError if there were any."""
+        """Raises DataError if any faults were found."""
         lines = [
             f"{len(names)} {'tensors' if len(names) > 1 else 'tensor'} {what}: {_list(names)}"
             for what, names in self._problems.items()
@@ -164,7 +163,7 @@ class _Finder:
             return
         unlisted = self._checkpoint.unlisted
         if self._problems["missing"] and unlisted:
-            lines.append(f"{_list(unlisted)} in the same directory belong to no index")
+            lines.append(f"{_list(unlisted)} in the same directory are not in the index")
         raise DataError(f"{self._checkpoint.directory}: not the model of its config.json: {'; '.join(lines)}")
 
 
@@ -183,14 +182,14 @@ def _text(shape: Sequence[int]) -> str:
 _SUFFIXES = {".json", ".jinja", ".model", ".txt", ".tiktoken"}
 _NAMES = ("LICENSE", "NOTICE", "USE_POLICY")
 _TEMPLATES = "additional_chat_templates"
-#: Larger files are no tokenizer's.
+#: The largest file that is taken for a tokenizer's, in bytes.
 _MOST_BYTES = 256 << 20
-#: About how large one file of carried tensors becomes.
+#: The approximate size of one file of carried tensors.
 _CARRIED_BYTES = 4 << 30
 
 
 def companion_files(directory: Path) -> list[str]:
-    """Names of the configuration and tokenizer files of a model directory, in order; code is none of them."""
+    """Names of the configuration and tokenizer files of a model directory, in order, without code."""
     names = [
         path.name
         for path in directory.iterdir()
@@ -205,7 +204,7 @@ def companion_files(directory: Path) -> list[str]:
 
 
 def check_tokenizer(directory: Path, vocab_size: int) -> None:
-    """Raises DataError where the tokenizer has a token that the embedding has no row for, or one of its files that are no
+    """Raises DataError if the embedding lacks a row for one of the tokenizer's tokens, or if one of its files that are not
     JSON is a git-lfs pointer, which would be taken for a template or a vocabulary.
     """
     for name in companion_files(directory):
@@ -232,7 +231,7 @@ def check_tokenizer(directory: Path, vocab_size: int) -> None:
 
 
 def companion_notes(directory: Path) -> Iterator[str]:
-    """A line for each companion file that is damaged and yet no reason to refuse the model."""
+    """A line for each companion file whose damage is no reason to refuse the model."""
     path = directory / "generation_config.json"
     if path.exists():
         try:
@@ -240,16 +239,16 @@ def companion_notes(directory: Path) -> Iterator[str]:
         except (ValueError, RecursionError):
             whole = False
         if not whole:
-            yield f"{path}: not a JSON object, and ignored"
+            yield f"{path}: not a JSON object; ignored"
     if (directory / "tokenizer.json").exists():
         try:
             DocumentTokenizer(directory)
         except (ConfigError, DataError) as error:
-            yield f"{error}; the model is imported, but reads and writes no text"
+            yield f"{error}; the model is imported, but without a tokenizer it cannot read or write text"
 
 
 def copy_companions(source: Path, target: Path, names: Sequence[str], quantization: Quantization) -> None:
-    """Copies ``names`` into ``target``, durably. The configuration loses its quantisation: the records have none."""
+    """Copies ``names`` into ``target``, durably. The configuration loses its quantisation, since records are dequantised."""
     for name in names:
         content = (source / name).read_bytes()
         if name == CONFIG_NAME and quantization is not Quantization.NONE:
@@ -284,9 +283,9 @@ def copy_carried(infos: Sequence[TensorInfo], target: Path, reader: TensorReader
         header = Shard(name, tuple(TensorSpec(info.name, info.dtype, info.shape) for info in held)).header
         path = target / name
         if path.exists() and path.stat().st_size == len(header) + sum(info.nbytes for info in held):
-            continue  # it has its name, so it was whole
+            continue  # a file gets its final name only when it is whole
         partial = path.with_name(f"{name}.partial")
-        partial.unlink(missing_ok=True)  # of an import that was cut short
+        partial.unlink(missing_ok=True)  # left by an interrupted import
         with StreamFile(partial) as file:
             file.append(np.frombuffer(header, np.uint8))
             for info in held:

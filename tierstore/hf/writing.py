@@ -1,8 +1,8 @@
 """Writing checkpoints: safetensors files as streams, sharded, with their index, in bounded memory.
 
-The package ``safetensors`` writes what is whole in memory. Here names, types and shapes are known beforehand
+The package ``safetensors`` writes only tensors that are in memory. Here names, types and shapes are known beforehand
 (``Outline``), which is all that a header needs; the values follow in file order, past the page cache. A checkpoint is
-built beside its name and takes it when it is whole.
+built under a temporary name and renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ import numpy.typing as npt
 from tierstore.dense import UnitLayout
 from tierstore.hf.checkpoint import ALIGNMENT, INDEX_NAME, ITEM_BYTES, SINGLE_NAME, TensorInfo
 from tierstore.machine import existing_parent
+from tierstore.stats import OnProgress
 from tierstore.store.disk.home import building, building_directory, fsync_directory
 from tierstore.units import format_bytes
 
-#: Bytes of the largest shard, unless told otherwise: transformers' default.
+#: Default limit of a shard's bytes, as in transformers.
 MAX_SHARD_BYTES = 5 * 10**9
-#: What transformers asks for in the header of a file.
+#: The header entry that transformers requires.
 METADATA = {"format": "pt"}
 
-#: Says that a directory is one of ours that was never completed.
+#: Marks a directory as an incomplete export of tierstore.
 _MARKER = ".tierstore-export"
 _WINDOW_BYTES = 8 << 20
 
 Bytes = npt.NDArray[np.uint8]
-#: Is called with the bytes of values that are written, and with those of all.
-Progress = Callable[[int, int], None]
+#: Called with the bytes of values written so far and the total.
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Shard:
 
     @property
     def header(self) -> bytes:
-        """What is before the values; padded, so that these begin at a multiple of 8."""
+        """The bytes before the values, padded so that the values begin at a multiple of 8."""
         table: dict[str, object] = {"__metadata__": METADATA}
         at = 0
         for tensor in self.tensors:
@@ -94,7 +94,7 @@ class Shard:
 def plan_shards(tensors: Sequence[TensorSpec], max_bytes: int = MAX_SHARD_BYTES) -> list[Shard]:
     """Cuts ``tensors`` into files of at most ``max_bytes`` of values; a larger tensor has a file of its own.
 
-    They stay in order, but that in a file wider types come first: so every tensor begins at a multiple of its type.
+    The order is kept, except that wider types come first within a file, so that every tensor is aligned to its type.
     """
     parts: list[list[TensorSpec]] = [[]]
     size = 0
@@ -130,10 +130,10 @@ def index_of(shards: Sequence[Shard]) -> dict[str, object]:
 
 @contextlib.contextmanager
 def new_directory(target: Path, nbytes: int) -> Iterator[Path]:
-    """A directory beside ``target`` to write to, which is on disk under that name when the block ends.
+    """A temporary directory beside ``target``, which is durable under the name ``target`` when the block ends.
 
-    When it raises, nothing is left. ``nbytes``: the space that is needed. Raises FileExistsError when there is something
-    at ``target``, or at the directory's own name that no export left there; OSError (ENOSPC), each with nothing written;
+    If the block raises, nothing is left. ``nbytes``: the space needed. Raises FileExistsError if ``target`` exists, or if
+    the temporary name is taken by something that no export left; OSError (ENOSPC), each with nothing written;
     StoreInUseError.
     """
     if os.path.lexists(target):
@@ -163,7 +163,7 @@ def new_directory(target: Path, nbytes: int) -> Iterator[Path]:
 
 
 def _remove(partial: Path) -> None:
-    """Removes what an export left, as far as that is possible; the marker last, for it says whose the rest is."""
+    """Removes the remains of an export as far as possible; the marker last, since it identifies the rest."""
     for child in partial.iterdir() if partial.exists() else ():
         if child.is_dir():
             shutil.rmtree(child, ignore_errors=True)
@@ -186,7 +186,7 @@ def _check_space(directory: Path, nbytes: int) -> None:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """A small file, on disk when this returns; its directory must be synced by the caller."""
+    """Writes and fsyncs a small file; the caller fsyncs its directory."""
     with open(path, "xb") as file:
         file.write(content)
         file.flush()
@@ -198,11 +198,11 @@ def write_model(
     shards: Sequence[Shard],
     files: Mapping[str, bytes],
     content: Callable[[TensorSpec], Iterable[Bytes]],
-    progress: Progress,
+    progress: OnProgress,
 ) -> None:
     """Writes ``files`` and, as ``write_checkpoint`` does, ``shards`` to the new directory ``target``.
 
-    Raises OSError (a target that exists, a full disk); on a failure there is nothing at ``target``.
+    Raises OSError (a target that exists, a full disk); after a failure nothing exists at ``target``.
     """
     with new_directory(target, needed_bytes(shards, files)) as directory:
         for name, data in files.items():
@@ -217,10 +217,10 @@ def write_checkpoint(
     directory: Path,
     shards: Sequence[Shard],
     content: Callable[[TensorSpec], Iterable[Bytes]],
-    progress: Progress = lambda done, total: None,
+    progress: OnProgress = lambda done, total: None,
 ) -> None:
     """Writes ``shards`` and their index. ``content`` gives the bytes of a tensor in pieces, each valid until the next one
-    is asked for; ``progress`` is called after each tensor. Raises OSError; ValueError where pieces do not fit.
+    is read; ``progress`` is called after each tensor. Raises OSError; ValueError where pieces do not fit.
     """
     done, total = 0, sum(shard.data_bytes for shard in shards)
     for shard in shards:
@@ -245,8 +245,8 @@ def json_bytes(value: object, *, ensure_ascii: bool = False) -> bytes:
 
 
 class StreamFile:
-    """A new file that is written from its begin to its end past the page cache: with O_DIRECT, or where the file system
-    has none, syncing and dropping the pages behind it. One caller; a thread of its own writes. A context manager:
+    """A new file, written sequentially past the page cache: with O_DIRECT or, if the file system does not support it, by
+    syncing and dropping the pages after each write. One caller; the file's own thread writes. A context manager:
     a file that was not finished is incomplete.
     """
 
@@ -260,10 +260,10 @@ class StreamFile:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            path.unlink(missing_ok=True)  # some file systems refuse the flag when the file is there already
+            path.unlink(missing_ok=True)  # some file systems refuse the flag for a file that exists
             self._direct = False
             self._fd = os.open(path, flags, 0o666)
-        # While one is written, the other is filled.
+        # Two buffers: one is filled while the other is written.
         self._windows = [mmap.mmap(-1, _WINDOW_BYTES) for _ in range(2)]
         self._current, self._filled, self._offset = 0, 0, 0
         self._writing: Future[None] | None = None
@@ -279,7 +279,7 @@ class StreamFile:
         os.close(self._fd)
 
     def append(self, data: Bytes) -> None:
-        """Adds ``data`` (flat, contiguous), which may change afterwards. Raises OSError, also of an earlier write."""
+        """Adds ``data`` (flat, contiguous), which may change afterwards. Raises OSError, also for an earlier write."""
         view = data.data
         at = 0
         while at < len(view):
@@ -292,7 +292,7 @@ class StreamFile:
         self.nbytes += len(view)
 
     def finish(self) -> None:
-        """Everything is on disk when this returns. Raises OSError."""
+        """Writes and fsyncs the rest. Raises OSError."""
         if self._filled:
             padded = -(-self._filled // ALIGNMENT) * ALIGNMENT
             self._windows[self._current][self._filled : padded] = bytes(padded - self._filled)
@@ -326,7 +326,7 @@ class StreamFile:
         except OSError as error:
             if not (self._direct and error.errno == errno.EINVAL):
                 raise OSError(error.errno, error.strerror, str(self._path)) from error
-        # Larger blocks than ALIGNMENT, or a rest that was cut short: this one goes through the page cache.
+        # The device needs larger blocks than ALIGNMENT, or an earlier write was short: use the page cache.
         self._direct = False
         fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~os.O_DIRECT)
         return os.pwrite(self._fd, view, offset)
@@ -340,11 +340,11 @@ def needed_bytes(shards: Sequence[Shard], files: Mapping[str, bytes]) -> int:
     return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in (*sizes, index))
 
 
-# What an export holds ---------------------------------------------------------------------------------------
+# Contents of an export --------------------------------------------------------------------------------------
 
 
 class ExportDtype(StrEnum):
-    """The type in which weights leave."""
+    """The type of exported weights."""
 
     BF16 = "bf16"
     FP32 = "fp32"
@@ -383,14 +383,14 @@ class ExpertValues:
 
 @dataclass(frozen=True)
 class BufferValues:
-    """Buffer ``name`` in memory, which the commit's small state has."""
+    """Buffer ``name`` (its name in memory), from the commit's small state."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class CarriedValues:
-    """A tensor of another file, as it is."""
+    """A tensor of another file, copied unchanged."""
 
     info: TensorInfo
 
@@ -400,8 +400,8 @@ Origin = DenseValues | ExpertValues | BufferValues | CarriedValues
 
 @dataclass(frozen=True)
 class Outline:
-    """A checkpoint to be: ``tensors`` in order, by name, with their origins; small ``files`` beside them; what a user must
-    be told (``notes``). ``layouts``: how the dense units lie in the stores. ``experts``: of each layer.
+    """The plan of a checkpoint: ``tensors`` in order, by name, with their origins; small ``files`` beside them; ``notes``
+    for the user. ``layouts``: the layout of the dense units in the stores. ``experts``: the number in each layer.
     """
 
     dtype: ExportDtype

@@ -1,8 +1,8 @@
 """Replays of a recorded run as it was: through the live cache's own core, with the prefetches of the run.
 
-A run holds a part of its frames for prefetches, splits sets by the rest, and requests entries before they are needed.
-That changes which policy is better, so a recorded run is tuned on these replays. A prefetched entry is a hit when it
-is requested; its cost was its read. So a miss here is a read, ahead or on demand.
+A run reserves a part of its frames for prefetches, splits sets by the rest, and requests entries before they are needed.
+This can change which policy is better, so a recorded run is tuned on these replays. A prefetched entry is a hit when it
+is requested, and its read counts as the miss. So a miss here is a read, ahead or on demand.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from tierstore.errors import BudgetError
 from tierstore.lab.requests import Requests
 from tierstore.lab.results import Outcome
-from tierstore.lab.simulate import OnProgress, ReplaySetting, expected_time, in_parallel
+from tierstore.lab.simulate import ReplaySetting, expected_time, in_parallel
+from tierstore.stats import OnProgress
 from tierstore.trace.format import TraceKind
 from tierstore.trace.reader import read_header
 from tierstore.trace.replay import STEP_COUNTS, replay_steps
@@ -27,20 +28,20 @@ from tierstore.trace.replay import STEP_COUNTS, replay_steps
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A trace with prefetches; they could hold ``lookahead_frames`` of ``capacity_frames`` when it was recorded."""
+    """A trace with prefetches, which could fill ``lookahead_frames`` of ``capacity_frames`` when it was recorded."""
 
     path: Path
     capacity_frames: int
     lookahead_frames: int
-    layers: int  # one more than the highest of its records
+    layers: int  # one more than the highest layer of its records
 
     def lookahead_at(self, capacity_frames: int) -> int:
-        """The same share of another capacity."""
+        """Frames for prefetches at another capacity, in the same proportion."""
         return min(capacity_frames, round(self.lookahead_frames * capacity_frames / self.capacity_frames))
 
 
 def recording_of(path: str | os.PathLike[str], requests: Requests) -> Recording | None:
-    """The trace at ``path`` that ``requests`` were read from, or None if its run did not prefetch, or took no steps.
+    """The trace at ``path``, from which ``requests`` were read; None if its run had no prefetches or no steps.
 
     Raises DataError or OSError.
     """
@@ -101,7 +102,7 @@ def replay_recorded(
     threads: int = 0,
     progress: OnProgress | None = None,
 ) -> list[LiveReplay | None]:
-    """Each setting's replay, in the order given; None where the lookahead leaves an access too few frames.
+    """Each setting's replay, in the order given; None if the lookahead leaves too few frames for an access.
 
     Raises ConfigError, or DataError for a malformed trace.
     """

@@ -4,11 +4,11 @@ LRU has the inclusion property (a larger cache holds what a smaller one does), s
 capacity at once (Mattson et al. 1970): ``lru_curve``. That holds with one cache for all layers, entries of one size,
 nothing pinned, and capacities that no event exceeds. Everything else is replayed in parallel.
 
-``survey`` tells a regime before any policy is tuned. Where a pass requests most of a layer's records, every sensible
+``survey`` determines the regime before any policy is tuned. Where a pass requests most of a layer's records, every sensible
 policy keeps a part and misses the rest: the miss ratio is close to 1 - C/N and to the clairvoyant choice (on real
-routing of 64 experts a layer, from about 512 tokens a step). There time is won with fewer bytes written back, earlier
-fetches, or more memory. The survey measures it: sensible policies and Belady's choice replay a part of the trace.
-Where Belady's choice is no bound (``ReplaySetting.role``), it does not say what a policy may gain.
+routing of 64 experts a layer, from about 512 tokens a step). There, only fewer write-backs, earlier fetches or more
+memory save time. The survey measures this: sensible policies and Belady's choice replay a part of the trace.
+If Belady's choice is no bound (``ReplaySetting.role``), the possible gain is unknown.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from tierstore.lab.requests import Capacity, Requests
 from tierstore.lab.results import Curve, Outcome, Role
 from tierstore.lab.simulate import (
     Contract,
-    OnProgress,
     PolicySpec,
     ReplaySetting,
     expected_time,
@@ -42,6 +41,7 @@ from tierstore.lab.simulate import (
     replay_windows,
     suits,
 )
+from tierstore.stats import OnProgress
 
 _ONE_PASS = 10.0  # expected time, relative to a replay of FIFO
 REPORT_WINDOWS = 50
@@ -49,7 +49,7 @@ REPORT_WINDOWS = 50
 
 
 def all_policies(requests: Requests) -> list[PolicySpec]:
-    """Every policy that suits ``requests``, with its defaults, and ``belady``, which admits as a live cache does."""
+    """Every policy that suits ``requests``, with its defaults, and ``belady`` with a live cache's admission."""
     names = [name for name in known_policies(bounds=False) if suits(requests, name)]
     return [PolicySpec(name) for name in (*names, "belady")]
 
@@ -99,7 +99,7 @@ def lru_curve(
 ) -> Curve:
     """LRU at all ``capacities`` from one pass, exactly as replays would count it.
 
-    Raises ConfigError for a capacity that cannot be, BudgetError for one below the largest event.
+    Raises ConfigError for an invalid capacity, BudgetError for one below the largest event.
     """
     frames = sorted({requests.table.frames_of(capacity) for capacity in capacities})
     if not has_one_pass(requests, frames[0], contract=contract):
@@ -115,7 +115,7 @@ def lru_curve(
         contract=_native.Contract[contract.name],
         warmup_events=warmup,
     )
-    # Misses at c entries: first requests, and those deeper than c.
+    # Misses at c entries: first requests, and requests with a reuse distance above c.
     deeper = np.concatenate((np.cumsum(found["depths"][::-1], dtype=np.int64)[::-1], [0]))
     created = len(requests.creations.since(warmup).events)
     warm = _distinct(requests.entries[: int(requests.offsets[warmup])])
@@ -159,7 +159,7 @@ def curves(
 ) -> list[Curve]:
     """A curve for each policy, in the order given, by ascending capacity.
 
-    Without ``machine`` and ``windows``, LRU comes from one pass where that is exact. Raises ConfigError or BudgetError.
+    Without ``machine`` and ``windows``, LRU is computed in one pass where that is exact. Raises ConfigError or BudgetError.
     """
     specs = [PolicySpec.parse(policy) if isinstance(policy, str) else policy for policy in policies]
     frames = sorted({requests.table.frames_of(capacity) for capacity in capacities})
@@ -199,12 +199,12 @@ _MOST_REQUESTS = 2_000_000
 
 
 class Worth(enum.Enum):
-    """What a better policy could gain."""
+    """The possible gain of a better policy."""
 
     FITS = "fits"  # nothing is ever evicted
     AT_BOUND = "at bound"  # every sensible policy is at the bound
-    CHOICE = "choice"  # one sensible policy is at the bound, not every one
-    TUNE = "tune"  # the best of them is above the bound, or no bound is known
+    CHOICE = "choice"  # some sensible policies are at the bound, not all
+    TUNE = "tune"  # the best sensible policy is above the bound, or no bound is known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,13 +223,13 @@ class Regime:
 
     @property
     def advice(self) -> str:
-        """What to do, in a sentence or two."""
+        """A recommendation, in a sentence or two."""
         asked = (
-            f"A pass asks for {self.active_frames:.1f} of a layer's {self.layer_frames:.1f} frames, "
+            f"A pass requests {self.active_frames:.1f} of a layer's {self.layer_frames:.1f} frames, "
             f"{self.capacity_frames:.1f} fit"
         )
         if self.worth is Worth.FITS:
-            return f"{asked}: everything fits, and no policy has anything to choose."
+            return f"{asked}: everything fits, so the policy does not matter."
         best = min(self.miss_ratios, key=lambda name: self.miss_ratios[name])
         worst = max(self.miss_ratios, key=lambda name: self.miss_ratios[name])
         said = f"{asked}; misses: {self.role.value} {self.bound:.4f}, " + ", ".join(
@@ -237,15 +237,15 @@ class Regime:
         )
         if self.worth is Worth.AT_BOUND:
             return (
-                f"{said}. Tuning is not worth anything here: every sensible policy is within {_AT_BOUND:g} of "
-                "the bound. Write-back, prefetch or memory is where the gain is."
+                f"{said}. Tuning gains nothing here: every sensible policy is within {_AT_BOUND:g} of "
+                "the bound. Fewer write-backs, prefetch or more memory can still gain."
             )
         if self.worth is Worth.CHOICE:
-            return f"{said}. Choose {best} over {worst}; beyond that there is nothing to tune."
+            return f"{said}. Choose {best} over {worst}; further tuning gains nothing."
         if self.role is not Role.BOUND:
             return (
                 f"{said}. Tuning may be worth it: the clairvoyant choice is no bound here (entries differ in size, or an "
-                "access is split), so what a policy may gain is not known."
+                "access is split), so the possible gain is unknown."
             )
         gap = self.miss_ratios[best] - self.bound
         return (

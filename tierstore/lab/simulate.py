@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,23 +29,23 @@ from tierstore.errors import BudgetError, ConfigError
 from tierstore.lab.requests import Capacity, Requests
 from tierstore.lab.results import LayerOutcome, Outcome, ReplayWindow, Role
 from tierstore.machine import cores
+from tierstore.stats import OnProgress
 from tierstore.trace.replay import quotas_by_layer
 
 Reduced = TypeVar("Reduced")
 
-OnProgress: TypeAlias = Callable[[int, int], None]
-"""Called with the number of finished jobs, and of all."""
+"""Called with the number of finished jobs and of all jobs."""
 
 
 class Contract(enum.Enum):
-    """Whether an event's requests are one set, or one after another."""
+    """Whether an event's requests are one set or a sequence."""
 
     ATOMIC = "event-atomic"
     SEQUENTIAL = "sequential"
 
 
 BOUNDS = tuple(_native.bound_names())
-"""Choices that know the future: bounds of the misses of all policies where ``ReplaySetting.role`` says so."""
+"""Clairvoyant choices: bounds of all policies' misses if ``ReplaySetting.role`` says so."""
 
 _MOST_LOOKED_AT = 100  # entries for each request
 
@@ -55,12 +55,12 @@ _OWN = 100.0  # a policy of the user's, in Python
 
 
 def known_policies(*, bounds: bool = True) -> list[str]:
-    """Names of all policies that can be simulated, the simplest first, then of the bounds."""
+    """Names of all policies that can be simulated, the simplest first, then of the clairvoyant choices."""
     return [*_native.policy_names(), *(BOUNDS if bounds else ())]
 
 
 def suits(requests: Requests, policy: str) -> bool:
-    """Whether a policy is made for such requests.
+    """Whether a policy suits the requests.
 
     next-use and learned-use look at all entries of a layer in each of its passes: they need passes through several
     layers that request a good part of them. On plain keys they would take hours and learn nothing.
@@ -74,7 +74,7 @@ def suits(requests: Requests, policy: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PolicySpec:
-    """A policy with its options, the rest being defaults. ``name`` may be a class of your own, ``package.module:Class``
+    """A policy with its options, the rest at their defaults. ``name`` may be a class of your own, ``package.module:Class``
     (see ``tierstore.cache.policy``).
     """
 
@@ -87,7 +87,7 @@ class PolicySpec:
         if self.name in BOUNDS:
             if self.options:
                 raise ConfigError(
-                    f"policy {self.name!r}: what knows the future has no options, got {', '.join(self.options)}"
+                    f"policy {self.name!r}: a clairvoyant choice has no options, got {', '.join(self.options)}"
                 )
             return
         try:
@@ -97,12 +97,12 @@ class PolicySpec:
 
     @property
     def own(self) -> bool:
-        """Whether it is a class of the user."""
+        """Whether the policy is the user's own class."""
         return ":" in self.name
 
     @property
     def runs(self) -> bool:
-        """Whether a live cache could run it: it knows nothing of the future."""
+        """Whether a live cache could run the policy: it does not know the future."""
         return self.name not in BOUNDS
 
     @staticmethod
@@ -141,7 +141,7 @@ class ReplaySetting:
     layer_quotas: tuple[int, ...] = ()
 
     def quotas(self, requests: Requests) -> tuple[int, ...]:
-        """Frames of each layer; empty with global scope. Raises ConfigError for too few or too much."""
+        """Frames of each layer; empty with global scope. Raises ConfigError if their number or sum does not fit."""
         if self.scope is Scope.GLOBAL:
             return ()
         if self.layer_quotas:
@@ -216,8 +216,8 @@ def in_parallel(
 ) -> list[Reduced]:
     """The result of each of ``jobs``, in their order, computed on ``threads`` threads (0: one for each core).
 
-    A job is its expected time, in any unit, and what computes it: the longest start first, so that none is left alone
-    at the end. An exception of a job cancels those that have not started.
+    A job is its expected time, in any unit, and a function that computes it. The longest start first, so that none is left
+    alone at the end. If a job raises, jobs that have not started are cancelled.
     """
     order = sorted(range(len(jobs)), key=lambda job: -jobs[job][0])
     results: dict[int, Reduced] = {}
@@ -244,10 +244,10 @@ def replay_each(
     threads: int = 0,
     progress: OnProgress | None = None,
 ) -> list[Reduced]:
-    """Replays each setting on ``threads`` threads (0: one for each core) and returns what ``reduce`` makes of it.
+    """Replays each setting on ``threads`` threads (0: one for each core) and returns the results of ``reduce``.
 
     The first ``warmup_steps`` steps are replayed and not counted. Without the detail of events a replay is faster,
-    and no stall can be estimated from it. ``reduce`` runs on the replay's thread, so that no columns wait in memory.
+    but its stalls cannot be estimated. ``reduce`` runs on the replay's thread, so that no columns wait in memory.
     Raises ConfigError (an option that the policy does not have) or BudgetError (a capacity that does not hold what is
     pinned, or without ``Oversized.BYPASS`` the largest request).
     """
@@ -305,7 +305,7 @@ def replay_one(requests: Requests, setting: ReplaySetting, warmup_events: int, d
             f"{setting.policy.name} with {setting.scope.value} scope: {error}"
         ) from error
     except (ValueError, TypeError) as error:
-        if setting.policy.own:  # the error is the user's own
+        if setting.policy.own:  # the error comes from the user's own class
             raise
         raise ConfigError(str(error)) from error
     elapsed_s = time.thread_time() - began
@@ -393,7 +393,7 @@ def contract_name(requests: Requests, contract: Contract) -> str:
 
 
 def replay_windows(replayed: Replayed, count: int) -> tuple[ReplayWindow, ...]:
-    """Hits over ``count`` windows of equal steps after the warm-up; creations are no hits."""
+    """Hits over ``count`` windows of equal steps after the warm-up; creations do not count as hits."""
     asked = replayed.step_requests.astype(np.int64)
     first = int(np.flatnonzero(asked)[0]) if asked.any() else 0
     edges = np.unique(np.linspace(first, len(asked), count + 1).astype(np.int64)[:-1])

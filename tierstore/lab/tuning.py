@@ -8,13 +8,13 @@
 4. They are replayed once more on the whole trace; only the steps after the prefix count, and the cache keeps what it
    held (warm). This scores the choice against the default of ``tierstore train``.
 
-A run with prefetches holds a part of its cache for them, which changes what is best. So where the trace has the
+A run with prefetches reserves a part of its cache for them, which changes the best setting. So if the trace has the
 prefetches of its run, every candidate is replayed once, over the whole trace, as it was recorded
 (``tierstore.lab.live``). The choice still sees the prefix alone, since a step's counts do not depend on later steps.
 Only the split of the capacity comes from curves without lookahead; it is then scored with it.
 
-Without prefetches steps 1 and 2 cost the same whatever the trace's length, steps 3 and 4 some twenty replays.
-``regime_study`` makes of a trace's curves and the choice what a report shows.
+Without prefetches the cost of steps 1 and 2 does not depend on the trace's length; steps 3 and 4 take some twenty replays.
+``regime_study`` combines a trace's curves and the choice for a report.
 """
 
 from __future__ import annotations
@@ -51,22 +51,22 @@ from tierstore.lab.requests import Capacity, Requests
 from tierstore.lab.results import Curve, HalfLifeMap, Outcome, RegimeStudy, TuneResult, TuneVerdict
 from tierstore.lab.simulate import (
     Contract,
-    OnProgress,
     Replayed,
     ReplaySetting,
     contract_name,
     replay_each,
     suits,
 )
+from tierstore.stats import OnProgress
 
 OnStage: TypeAlias = Callable[[str, int, int], None]
-"""Called with the stage, and with the number of finished replays and of all."""
+"""Called with the stage, the number of finished replays, and that of all replays."""
 
 _COARSE_REQUESTS = 1_000_000
 _BEST = 6  # finalists by cost
 _SIMPLEST = 4  # finalists by simplicity, of those this close to the best:
 _CLOSE = 1.01
-_TIED = 1.005  # what a simpler setting may cost more, if it cannot be told from the best
+_TIED = 1.005  # relative extra cost allowed to a simpler setting that cannot be told from the best
 LEAST_STEPS = 4
 """The fewest steps of a trace that can be tuned on and scored."""
 
@@ -80,7 +80,7 @@ class Hindsight(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneOptions:
-    """The search. ``policies`` empty: those that ``tierstore train`` runs and that suit the trace."""
+    """Options of the search. ``policies`` empty: all that ``tierstore train`` runs and that suit the trace."""
 
     policies: tuple[str, ...] = ()
     scopes: tuple[Scope, ...] = (Scope.GLOBAL, Scope.LAYER)
@@ -135,7 +135,7 @@ def tune(
         )
     if requests.table.pins:
         raise ConfigError(
-            f"{requests.name}: {requests.table.pins}: a live cache pins nothing, so there is nothing to tune"
+            f"{requests.name}: {requests.table.pins}: a live cache cannot pin records, so pins cannot be tuned"
         )
     capacity_frames = requests.table.frames_of(capacity)
     if requests.oversized is Oversized.REFUSE and capacity_frames < requests.table.largest_record_frames:
@@ -168,7 +168,7 @@ class _Scored:
 
 
 _Score: TypeAlias = Callable[[Sequence[Candidate], str], list[_Scored]]
-"""Scores candidates on the requests that a search may see; the text names the stage."""
+"""Scores candidates on the search's requests; the text names the stage."""
 
 
 class _Tuner:
@@ -201,12 +201,12 @@ class _Tuner:
         finalists, tried = self._search(part, score)
         scored = self._replay(prefix, finalists, "prefix", prefix.step_count // 8)
         chosen = self._choose(scored)
-        # The choice is made; it has not seen the rest.
+        # The choice is made without the held-out rest.
         rest = tried if self._options.hindsight is Hindsight.ALL else finalists
         return chosen, self._replay(self._requests, rest, "rest", self.split)
 
     def with_prefetches(self, prefix: Requests, recording: Recording) -> tuple[Candidate, list[_Scored]]:
-        """The same with the recorded prefetches; a candidate that does not fit beside them is out."""
+        """The search with the recorded prefetches; a candidate that does not fit beside them is dropped."""
         options = self._options
         replays: dict[tuple[object, ...], LiveReplay] = {}
         seen = slice(self.split // 8, self.split)  # the prefix without the steps that fill the cache
@@ -282,7 +282,7 @@ class _Tuner:
     def _replay(
         self, requests: Requests, candidates: Sequence[Candidate], stage: str, warmup_steps: int
     ) -> list[_Scored]:
-        """Replays without lookahead; the costs of a machine are computed on the rest only, where they are shown."""
+        """Replays without lookahead; machine costs are computed only on the rest, where they are shown."""
         options, machine = self._options, self._machine
         held_out = requests is self._requests
 
@@ -307,7 +307,7 @@ class _Tuner:
         return None if notify is None else lambda done, total: notify(stage, done, total)
 
     def _interval(self, one: _Scored, other: _Scored, confidence: float) -> Interval:
-        """The additional cost of ``one`` over ``other``: a request for misses, a step otherwise."""
+        """The additional cost of ``one`` over ``other``: per request for misses, per step otherwise."""
         counted = np.flatnonzero(one.step_requests)
         weights = one.step_requests[counted].astype(np.float64)
         if self._options.objective is not Objective.MISSES:
@@ -362,12 +362,12 @@ class _Tuner:
 
 
 def _distinct(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """``candidates`` without those that do the same as an earlier one."""
+    """``candidates`` without equivalents of earlier ones."""
     return list({one.key: one for one in reversed(list(candidates))}.values())[::-1]
 
 
 def _best_of(scored: Sequence[_Scored], scope: Scope, policy: str | None = None) -> list[_Scored]:
-    """The cheapest of a scope (and policy): a list of one, or none."""
+    """The cheapest candidate of a scope (and policy): a list of one, or empty."""
     among = [
         one
         for one in scored
@@ -386,7 +386,7 @@ def half_life_map(
     threads: int = 0,
     progress: OnProgress | None = None,
 ) -> HalfLifeMap:
-    """Miss ratios of LFU-decay over half-lives (a step to the trace's length, and never) and capacities."""
+    """Miss ratios of LFU-decay over half-lives (one step to the trace's length, and infinity) and capacities."""
     frames = sorted({requests.table.frames_of(capacity) for capacity in capacities})
     tried = half_lives(requests.step_count)
     settings = [

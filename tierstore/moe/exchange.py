@@ -80,14 +80,14 @@ class RowChunk(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class MostRows:
-    """Of one pass, for its slowest rank: rows that travel to other ranks or come from them, rows that are computed, and
-    experts that are.
+class PassLoads:
+    """Of one pass over a layer (or a mean over several), for its slowest rank: rows that travel to other ranks or come from
+    them, rows that are computed, and experts that have any.
     """
 
-    travelling: int
-    computed: int
-    experts: int
+    travelling: float = 0
+    computed: float = 0
+    experts: float = 0
 
 
 class Rows(Protocol):
@@ -118,7 +118,7 @@ class Rows(Protocol):
         """
         ...
 
-    def most(self) -> MostRows | None:
+    def most(self) -> PassLoads | None:
         """What the rank that has most to do has: the same on all of them. None where nothing travels."""
         ...
 
@@ -192,11 +192,11 @@ class ExchangedRows:
     def at_experts(self, rows_N: Tensor) -> Tensor:
         return rows_N.new_empty((self.rows, *rows_N.shape[1:]))
 
-    def most(self) -> MostRows:
+    def most(self) -> PassLoads:
         blocks = [self._load_SE[:, first:last] for first, last in itertools.pairwise(self._starts)]
         rows_SR = torch.stack([block.sum(dim=1) for block in blocks], dim=1)
         elsewhere_SR = rows_SR - torch.diag(rows_SR.diagonal())
-        return MostRows(
+        return PassLoads(
             travelling=int(torch.maximum(elsewhere_SR.sum(dim=0), elsewhere_SR.sum(dim=1)).max()),
             computed=int(rows_SR.sum(dim=0).max()),
             experts=max(int((block.sum(dim=0) > 0).sum()) for block in blocks),
@@ -429,11 +429,11 @@ class IndexedRows:
     def at_experts(self, rows_N: Tensor) -> Tensor:
         return rows_N[self._own]
 
-    def most(self) -> MostRows:
+    def most(self) -> PassLoads:
         # The rank with most rows sends them to each of the others.
         blocks = [self._loads[first:last] for first, last in itertools.pairwise(self._starts)]
         computed = max(sum(block) for block in blocks)
-        return MostRows(
+        return PassLoads(
             travelling=computed * (self._group.size - 1),
             computed=computed,
             experts=max(sum(load > 0 for load in block) for block in blocks),

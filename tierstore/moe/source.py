@@ -8,14 +8,15 @@ all sources.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tierstore.moe.config import ExpertShape
-from tierstore.moe.exchange import Rows
+from tierstore.moe.exchange import PassLoads, Rows
 from tierstore.moe.experts import initial_expert
 from tierstore.moe.low_rank import PairLease
 from tierstore.parallel import RankGroup
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ExpertLease:
-    """One expert, for as long as the iterator that gave it has not advanced; with ``more``, beside those that follow up to
-    the first without it, as nothing is waited for in between (``together``).
+    """One expert, valid until the iterator that gave it advances. With ``more`` the next lease comes without a wait, and
+    this one stays valid until the first lease without ``more`` has been given and the iterator advances (``together``).
 
     ``weights``: flat, in the compute type, read only; or quantised, for forward passes alone. ``gradients``: None in a
     forward pass, and for a frozen expert; in a backward pass a flat tensor of the same numel whose content is undefined
@@ -226,32 +227,27 @@ class PipelineDegrees:
         return f"{self.forward} forward, {self.backward} backward"
 
 
-@dataclass(slots=True)
-class LayerLoads:
-    """Sums over passes that were counted: what the slowest rank had to do in each (``MostRows``)."""
-
-    passes: int = 0
-    travelling: int = 0
-    computed: int = 0
-    experts: int = 0
-
-
 class Pipelining:
     """How the passes over a model's experts are cut into chunks, and what they carried. Shared by all of its layers.
 
-    ``degrees`` may change between steps, on all ranks alike. ``loads`` counts backward passes.
+    ``degrees`` may change between steps, on all ranks alike. Backward passes are counted.
     """
 
     def __init__(self, timeline: TimelineSink | None = None) -> None:
         self.degrees = PipelineDegrees()
-        self.loads = LayerLoads()
         self.timeline: TimelineSink = timeline or NullTimeline()
+        self._counted = np.zeros(3)
+        self._passes = 0
 
     def count(self, rows: Rows) -> None:
         """A backward pass takes the way of ``rows``."""
-        most = rows.most()
-        if most is not None:
-            self.loads.passes += 1
-            self.loads.travelling += most.travelling
-            self.loads.computed += most.computed
-            self.loads.experts += most.experts
+        loads = rows.most()
+        if loads is not None:
+            self._counted += astuple(loads)
+            self._passes += 1
+
+    def mean_loads(self) -> PassLoads:
+        """Means over the passes since the last call; zeros if there was none."""
+        means = PassLoads(*(self._counted / max(self._passes, 1)).tolist())
+        self._counted[:], self._passes = 0, 0
+        return means

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -168,62 +167,6 @@ class Mesh:
         return list({id(group): group for group in named}.values())
 
 
-class _Groups:
-    """The groups of the dimensions of a mesh: one for all dimensions along which the same ranks meet."""
-
-    def __init__(
-        self,
-        config: ParallelConfig,
-        environment: RankEnvironment,
-        device: torch.device,
-        make_group: Callable[..., RankGroup],
-        blame: Callable[[], Failure | None],
-    ) -> None:
-        import torch.distributed as dist
-
-        everyone = dist.group.WORLD
-        assert everyone is not None  # only behind init_process_group
-        self._everyone: ProcessGroup = everyone
-        self._layout = layout_of(config, environment.world)
-        self._timeout = timedelta(seconds=config.timeout_s)
-        self._rank = environment.rank
-        self._alone = RankGroup.alone(environment.rank)
-        self._make_group = partial(
-            make_group,
-            native_gather=has_own_memory(device),
-            node_ranks=ranks_of_a_node(config, environment),
-            blame=blame,
-        )
-        self._made: list[tuple[list[list[int]], RankGroup]] = []
-        #: All communicators, that of the world first.
-        self.communicators = [everyone]
-
-    def along(self, dimension: str) -> RankGroup:
-        """This rank's group along ``dimension``. A collective of all ranks, in the same order of dimensions."""
-        rows = self._layout.rows(dimension)
-        if len(rows[0]) == 1:
-            return self._alone
-        for other, existing in self._made:
-            if other == rows:
-                return existing
-        stream = self._everyone if dimension == "world" else self._communicator(rows)
-        ranks = next(row for row in rows if self._rank in row)
-        communicators = {Channel.STREAM: stream, Channel.EXCHANGE: self._communicator(rows)}
-        group = self._make_group(ranks.index(self._rank), ranks, communicators)
-        self._made.append((rows, group))
-        return group
-
-    def _communicator(self, rows: list[list[int]]) -> ProcessGroup:
-        import torch.distributed as dist
-
-        # Every rank takes part in making every group of a dimension, in the same order. Groups do not inherit
-        # the world's timeout.
-        mine: ProcessGroup
-        mine, _ = dist.new_subgroups_by_enumeration(rows, timeout=self._timeout)  # type: ignore[no-untyped-call]
-        self.communicators.append(mine)
-        return mine
-
-
 def build_mesh(
     config: ParallelConfig,
     environment: RankEnvironment,
@@ -238,19 +181,56 @@ def build_mesh(
     Communicators: 2 for the world, and 2 more for each kind of group that is neither the world nor one rank, nor the same
     as another. On Gloo each costs three threads that mostly sleep: one wakes 100 times a second to look at its sockets.
     """
-    groups = _Groups(config, environment, device, make_group, blame)
+    import torch.distributed as dist
+
+    everyone = dist.group.WORLD
+    assert everyone is not None  # only behind init_process_group
+    communicators: list[ProcessGroup] = [everyone]
+    layout, timeout = layout_of(config, environment.world), timedelta(seconds=config.timeout_s)
+    node_ranks, alone = ranks_of_a_node(config, environment), RankGroup.alone(environment.rank)
+    made: list[tuple[list[list[int]], RankGroup]] = []
+
+    def communicator(rows: list[list[int]]) -> ProcessGroup:
+        # Every rank takes part in making every group of a dimension, in the same order. Groups do not inherit
+        # the world's timeout.
+        mine: ProcessGroup
+        mine, _ = dist.new_subgroups_by_enumeration(rows, timeout=timeout)  # type: ignore[no-untyped-call]
+        communicators.append(mine)
+        return mine
+
+    def along(dimension: str) -> RankGroup:
+        """This rank's group along ``dimension``: one for all dimensions along which the same ranks meet."""
+        rows = layout.rows(dimension)
+        if len(rows[0]) == 1:
+            return alone
+        for other, existing in made:
+            if other == rows:
+                return existing
+        stream = everyone if dimension == "world" else communicator(rows)
+        ranks = next(row for row in rows if environment.rank in row)
+        group = make_group(
+            ranks.index(environment.rank),
+            ranks,
+            {Channel.STREAM: stream, Channel.EXCHANGE: communicator(rows)},
+            native_gather=has_own_memory(device),
+            node_ranks=node_ranks,
+            blame=blame,
+        )
+        made.append((rows, group))
+        return group
+
     # First, for the world's own communicator to be used by all that have its ranks.
-    world = groups.along("world")
-    expert = groups.along("expert")
+    world = along("world")
+    expert = along("expert")
     mesh = Mesh(
         environment=environment,
         device=device,
         world=world,
-        data=groups.along("data"),
+        data=along("data"),
         expert=expert,
-        replica=groups.along("replica"),
-        tensor=groups.along("tensor"),
-        pipeline=groups.along("pipeline"),
+        replica=along("replica"),
+        tensor=along("tensor"),
+        pipeline=along("pipeline"),
         exchange=FlatExchange(expert),
     )
-    return mesh, groups.communicators
+    return mesh, communicators

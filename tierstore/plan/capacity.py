@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from tierstore.accelerator import device_reserve
 from tierstore.dense.config import OptimizerState
 from tierstore.dense.layout import DenseBytes, UnitLayout, blocks_held, gather_copies
 from tierstore.errors import ConfigError
@@ -139,6 +140,8 @@ class Setting:
     device: DeviceKind = DeviceKind.CPU
     process_bytes: int = PROCESS_BYTES
     process_evidence: Evidence = Evidence.ASSUMED
+    #: Memory of an accelerator; None where it is not known.
+    device_memory: int | None = None
     #: What the files hold (``train.files.text_bytes``).
     text_bytes: int = 0
     usage: ModelUsage = FULL_TRAINING
@@ -325,7 +328,18 @@ class Capacity:
 
 def capacity(setting: Setting) -> Capacity:
     """Bytes of one rank on each tier. Raises BudgetError for budgets that no run could start with."""
-    divided = budgets(setting.run_config, setting.device, setting.schema)
+    taken, memory = _capacity(setting), setting.device_memory
+    if memory is None or setting.device is DeviceKind.CPU or setting.config.device_budget:
+        return taken
+    beside = taken.total(Tier.DEVICE) - taken.divided.device
+    return _capacity(setting, free=memory - device_reserve(memory) - beside)
+
+
+def _capacity(setting: Setting, free: int | None = None) -> Capacity:
+    """``capacity``, where experts may take ``free`` bytes of an accelerator (None: not known)."""
+    divided = budgets(
+        setting.run_config, setting.device, experts=setting.records, schema=setting.schema, free=free
+    )
     terms = [
         *_device_terms(setting, divided),
         *_host_terms(setting, divided),
@@ -430,16 +444,17 @@ def _host_terms(setting: Setting, divided: Budgets) -> Iterable[Term]:
         Tier.HOST,
         "expert cache",
         divided.cache,
-        "host_budget" + (" - expert slots" if setting.device is DeviceKind.CPU else ""),
+        "host_budget"
+        + (" - expert slots" if setting.device is DeviceKind.CPU else "")
+        + (" - gradient landing" if divided.landing else ""),
+    )
+    yield Term(
+        Tier.HOST,
+        "gradient landing",
+        divided.landing,
+        "as many buffers as gradient slots, out of host_budget",
     )
     if setting.device is not DeviceKind.CPU:
-        slots = divided.slots
-        yield Term(
-            Tier.HOST,
-            "gradient landing",
-            slots.gradients * slots.gradient_bytes,
-            f"{slots.gradients} x {slots.gradient_bytes} B, pinned",
-        )
         own = sum(layout.slice_numel for layout in setting.layouts)
         if setting.usage.frozen:
             own = -(-sum(setting.usage.attention) // setting.ranks.count)

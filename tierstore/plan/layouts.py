@@ -14,7 +14,7 @@ stages, M micro-batches and free messages that is ``(M + p - 1) / M`` of a stage
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,7 +34,7 @@ from tierstore.plan.layout_workload import (
 from tierstore.plan.predict import simulated
 from tierstore.plan.workload import SETTLED, StepWorkload
 from tierstore.prefetch.operations import Kind, Resource
-from tierstore.stats import Tier
+from tierstore.stats import OnProgress, Tier
 from tierstore.train.combinations import check_combination
 from tierstore.train.config import TrainConfig
 from tierstore.train.files import MicroOrder
@@ -217,7 +217,7 @@ def compare_layouts(
     *,
     ranks: int,
     node_ranks: int,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: OnProgress = lambda done, total: None,
 ) -> LayoutComparison:
     """Every layout of ``ranks`` ranks, ``node_ranks`` on a node. Raises ConfigError where none can be."""
     if ranks < 1 or not 1 <= node_ranks <= ranks or ranks % node_ranks:

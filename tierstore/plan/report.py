@@ -326,6 +326,7 @@ def plan_run(
         device=device,
         process_bytes=profile.process_bytes,
         process_evidence=profile.evidence,
+        device_memory=None if limits is None else limits.device,
         text_bytes=sum(text_bytes(data, spec.tokenizer) for data in config.data_by_task.values()),
     )
     foreign = isinstance(config.model, HfSpec) and preset is None

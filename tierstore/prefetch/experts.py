@@ -27,6 +27,7 @@ from tierstore import parallel
 from tierstore.cache.config import GroupOrder
 from tierstore.errors import ConfigError
 from tierstore.moe.source import ExpertLease, users_of
+from tierstore.prefetch.device_cache import RecordsByExpert
 from tierstore.prefetch.gradients import (
     ExpertGradients,
     GradientAccumulator,
@@ -46,7 +47,7 @@ from tierstore.prefetch.program import (
     PassProgram,
 )
 from tierstore.prefetch.schedule import Schedule
-from tierstore.prefetch.walking import AccessWalk, RecordsByExpert
+from tierstore.prefetch.walking import AccessWalk
 from tierstore.stats import Cause, StallLedger, Tier
 from tierstore.store.adamw import StepHistory
 from tierstore.store.core import StoreCore
@@ -57,17 +58,17 @@ from tierstore.tiers.device import DeviceTier
 class ExpertTiers(ABC):
     """An expert source (``JointSource``) over a store's tiers, as a training loop drives it.
 
-    ``program`` decides, ``_walk`` carries its accesses out.
+    ``program`` decides, ``walk`` carries its accesses out.
     """
 
     program: PassProgram
     gradients: ExpertGradients
-    _walk: AccessWalk
+    walk: AccessWalk
 
     @property
     def late_prefetch_bytes(self) -> int:
         """Bytes that were on their way, but not there, when they were needed."""
-        return self._walk.late_prefetch_bytes
+        return self.walk.late_prefetch_bytes
 
     @property
     def guesses(self) -> GuessCounts:
@@ -76,6 +77,8 @@ class ExpertTiers(ABC):
 
     def begin_micro(self, *, index: int, count: int | None) -> None:
         """Training micro-batch ``index`` of ``count`` begins. None: it is not known; ``end_passes`` follows the last."""
+        if index == 0:
+            self.walk.end_step()
         self.program.begin_micro(index=index, count=count)
 
     def resume_micro(self, *, index: int, finals: Finals) -> None:
@@ -89,6 +92,7 @@ class ExpertTiers(ABC):
 
     def begin_evaluation(self) -> None:
         """Only forward passes follow, until the next ``begin_micro``."""
+        self.walk.end_step()
         self.program.begin_evaluation()
 
     def reach(self, layer: int) -> list[int]:
@@ -128,7 +132,6 @@ class TieredExperts(ExpertTiers):
         device: DeviceTier,
         records: Mapping[int, Mapping[int, LiveRecord]],
         *,
-        weight_slots: int,
         timing: StepTiming,
         predictor: Predictor,
         schedule: Schedule,
@@ -139,7 +142,6 @@ class TieredExperts(ExpertTiers):
         if group.size > 1 and store.config.group_order is not GroupOrder.KEY:
             raise ConfigError("group_order: experts with replicas need a store with GroupOrder.KEY")
         self._store = store
-        self._cache = store.cache
         self._device = device
         self._records = records
         ids = 1 + max((expert for layer in records.values() for expert in layer), default=0)
@@ -148,9 +150,7 @@ class TieredExperts(ExpertTiers):
         self.gradients = GradientAccumulator(store, device, records, self.program)
         self._sums = ReplicaSums(group, device.slots, ledger=ledger)
         self._parts = GradientParts(group, ledger=ledger)
-        self._walk = AccessWalk(
-            store, device, records, self.program, weight_slots=weight_slots, ledger=ledger
-        )
+        self.walk = AccessWalk(store, device, records, self.program, ledger=ledger)
 
     def begin_micro(self, *, index: int, count: int | None) -> None:
         super().begin_micro(index=index, count=count)
@@ -165,9 +165,9 @@ class TieredExperts(ExpertTiers):
         """Weights are caught up with the optimizer, and gradients that wait for their step are stepped first."""
         accesses = self.program.forward(layer, experts)
         access = next(accesses)
-        for unit, weights, *_ in self._walk.walk(access, self._bring_up):
+        for unit, weights, *_ in self.walk.walk(access, self._bring_up):
             yield ExpertLease(int(access.experts[unit]), weights)
-            self._cache.end_unit(unit)
+            self.walk.end_unit(unit)
         for access in accesses:
             self.gradients.carry_out(access)
 
@@ -175,9 +175,9 @@ class TieredExperts(ExpertTiers):
         """Leases with gradient slots; gradients are summed over the replicas before they are complete."""
         accesses = self.program.backward(layer, experts)
         access = next(accesses)
-        for unit, weights, last, _ in self._walk.walk(access):
+        for unit, weights, last, _ in self.walk.walk(access):
             taken, guards = self._device.allocate_gradient()
-            self._walk.wait(guards, layer, Tier.HOST, Cause.OPTIMIZER)
+            self.walk.wait(guards, layer, Tier.HOST, Cause.OPTIMIZER)
             gradient = self._device.gradients(taken)
             yield ExpertLease(int(access.experts[unit]), weights, gradient)
             self._sums.add(gradient, partial(self._complete, access, unit, taken), layer=layer)
@@ -191,9 +191,9 @@ class TieredExperts(ExpertTiers):
         users = users_of(asked)
         accesses = self.program.backward(layer, list(users))
         access = next(accesses)
-        for unit, weights, *_ in self._walk.walk(access):
+        for unit, weights, *_ in self.walk.walk(access):
             taken, guards = self._device.allocate_gradient()
-            self._walk.wait(guards, layer, Tier.HOST, Cause.OPTIMIZER)
+            self.walk.wait(guards, layer, Tier.HOST, Cause.OPTIMIZER)
             expert, total = int(access.experts[unit]), self._device.gradients(taken)
             for micro, part in self._parts.add_up(users[expert], total, layer=layer):
                 yield micro, ExpertLease(expert, weights, part)
@@ -204,7 +204,7 @@ class TieredExperts(ExpertTiers):
     def _complete(self, access: Access, unit: int, gradient: int) -> None:
         record = self._records[access.layer][int(access.experts[unit])]
         self.gradients.take(record, Action(int(access.actions[unit])), access.step, gradient)
-        self._cache.end_unit(unit)
+        self.walk.end_unit(unit)
 
     def _bring_up(self, access: Access, unit: int, record: LiveRecord) -> None:
         """What comes before an expert is computed with."""
@@ -228,16 +228,13 @@ class FrozenExperts(ExpertTiers):
         device: DeviceTier,
         records: RecordsByExpert,
         *,
-        weight_slots: int,
         predictor: Predictor,
         schedule: Schedule,
         ledger: StallLedger,
     ) -> None:
         self.program = FrozenProgram(schedule, predictor)
         self.gradients = ExpertGradients()
-        self._walk = AccessWalk(
-            store, device, records, self.program, weight_slots=weight_slots, ledger=ledger, nearest_first=True
-        )
+        self.walk = AccessWalk(store, device, records, self.program, ledger=ledger, nearest_first=True)
 
     def tell_askers(self, askers: Mapping[int, int]) -> None:
         """Sets the sequences that request each expert in the next forward pass, a bit each."""
@@ -245,25 +242,27 @@ class FrozenExperts(ExpertTiers):
 
     def forward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
         """Those in memory come first."""
-        yield from self._leases(self.program.forward(layer, experts))
+        for access in self.program.forward(layer, experts):
+            yield from self.lease(access)
 
     def backward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
         """Gradients flow through an expert, and it gets none itself."""
-        yield from self._leases(self.program.backward(layer, experts))
+        for access in self.program.backward(layer, experts):
+            yield from self.lease(access)
 
     def backward_each(self, layer: int, asked: Sequence[Sequence[int]]) -> Iterator[tuple[int, ExpertLease]]:
         users = users_of(asked)
-        for lease in self._leases(self.program.backward(layer, list(users))):
+        for lease in self.backward(layer, list(users)):
             for micro in users[lease.expert]:
                 yield micro, lease
 
-    def _leases(self, accesses: Iterator[Access]) -> Iterator[ExpertLease]:
-        for access in accesses:
-            # Closed with this: a walk that is left before its end must end its access before the next one begins.
-            experts = access.experts.tolist()
-            with closing(self._walk.walk(access)) as walk:
-                for unit, weights, _, more in walk:
-                    yield ExpertLease(experts[unit], weights, more=more)
+    def lease(self, access: Access) -> Iterator[ExpertLease]:
+        """Leases of the experts of ``access``."""
+        experts = access.experts.tolist()
+        # Closed with this: a walk that is left before its end must end its access before the next one begins.
+        with closing(self.walk.walk(access)) as walk:
+            for unit, weights, _, more in walk:
+                yield ExpertLease(experts[unit], weights, more=more)
 
 
 class _RecordSteps:

@@ -82,12 +82,13 @@ class Access:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Speculation:
-    """Experts of a coming pass, and what it would ask of them."""
+    """Experts of a coming pass, and what it would ask of them. ``later``: as in ``Pass``."""
 
     phase: Phase
     layer: int
     experts: Experts
     flags: Flags
+    later: int = 0
 
 
 @dataclass(slots=True)
@@ -207,9 +208,7 @@ class PassProgram(ABC):
         prefetched and not used: otherwise wrong guesses would keep their memory to the end of the step, and decoding
         knows no steps. What is still expected is in memory, and is prefetched again.
         """
-        if (
-            not access.ahead
-        ):  # beside the passes, where a live source does not ask, nothing is given up either
+        if not access.ahead:  # an access outside the passes looks at nothing ahead, and cancels nothing
             return
         if self._wrong:
             cancel()
@@ -218,6 +217,17 @@ class PassProgram(ABC):
             wanted = self._speculation(item)
             if len(wanted.experts) and prefetch(wanted) < len(wanted.experts):
                 return
+
+    @property
+    @abstractmethod
+    def trains(self) -> bool:
+        """Whether the experts of the present pass are stepped in the host cache later on."""
+
+    @abstractmethod
+    def unchanged(self, ahead: Speculation) -> npt.NDArray[np.bool_]:
+        """Which of the experts have the weights now that the coming pass computes with: no step and no replay of theirs is
+        still to be queued before it.
+        """
 
     @abstractmethod
     def _forward_flags(self, layer: int, experts: Experts, *, later: int) -> Flags:
@@ -248,10 +258,10 @@ class PassProgram(ABC):
             known = self._used.get(item.micro, {}).get(layer) if item.later == 0 else None
             experts = self._expected(layer) if known is None else known
             flags = self._backward_flags(layer, experts, micro=item.micro)
-            return Speculation(item.phase, layer, experts, flags)
+            return Speculation(item.phase, layer, experts, flags, item.later)
         experts = self._guessed[layer] = self._expected(layer)
         flags = self._forward_flags(layer, experts, later=item.later)
-        return Speculation(item.phase, layer, experts, flags)
+        return Speculation(item.phase, layer, experts, flags, item.later)
 
     def _expected(self, layer: int) -> Experts:
         return np.array(self._predictor.predict(layer), np.uint32)
@@ -293,6 +303,14 @@ class FrozenProgram(PassProgram):
 
     def done(self, access: Access, requests: Sequence[int] | npt.NDArray[np.uint32]) -> None:
         """Nothing: there were no actions."""
+
+    @property
+    def trains(self) -> bool:
+        return False
+
+    def unchanged(self, ahead: Speculation) -> npt.NDArray[np.bool_]:
+        """All of them."""
+        return np.ones(len(ahead.experts), np.bool_)
 
     def _access(self, phase: Phase, layer: int, experts: Experts, ahead: Sequence[Pass]) -> Access:
         return Access(phase, layer, experts, _weights(experts), np.zeros(len(experts), np.uint8), 0, ahead)
@@ -418,14 +436,35 @@ class AccessProgram(PassProgram):
     def _steps_in(self, micro: int) -> bool:
         return self._timing is StepTiming.IMMEDIATE and micro == self._last
 
-    def _forward_flags(self, layer: int, experts: Experts, *, later: int) -> Flags:
-        # A pass of the next step comes after the present one has been applied.
-        ends = self._is_last or self._schedule.interleaves
-        next_step = self._training and later > 0 and ends
+    @property
+    def trains(self) -> bool:
+        return self._training
+
+    def unchanged(self, ahead: Speculation) -> npt.NDArray[np.bool_]:
+        """Those whose steps are queued up to the pass. Where nothing is replayed, an expert that the present step may still
+        reach is none of them.
+        """
+        stepped, behind = self._due(ahead.layer, ahead.experts, later=ahead.later)
+        changes = self._counts.replays or self._in_next_step(ahead.later)
+        return ~(stepped | (behind & changes))
+
+    def _in_next_step(self, later: int) -> bool:
+        """Whether a pass, ``later`` cycles from now, comes after the present step has been applied."""
+        return self._training and later > 0 and (self._is_last or self._schedule.interleaves)
+
+    def _due(
+        self, layer: int, experts: Experts, *, later: int
+    ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+        """Of a forward pass ``later`` cycles from now: whose gradients it steps first, and who is behind the steps then."""
+        next_step = self._in_next_step(later)
         due = GradientState.KEPT if next_step else GradientState.PENDING
         behind = self._counts.applied + next_step > self._counts.of(layer, experts)
+        return self._gradients[layer][experts] >= due, behind
+
+    def _forward_flags(self, layer: int, experts: Experts, *, later: int) -> Flags:
+        stepped, behind = self._due(layer, experts, later=later)
         flags = np.where(behind & self._counts.replays, int(Need.STEP), int(Need.WEIGHTS))
-        flags[self._gradients[layer][experts] >= due] = Need.STEP_SPILLED
+        flags[stepped] = Need.STEP_SPILLED
         return flags.astype(np.uint16)
 
     def _backward_flags(self, layer: int, experts: Experts, *, micro: int) -> Flags:

@@ -1,35 +1,37 @@
-"""Carrying an access of the access program out: groups of its experts, one after another, through the weight slots.
+"""Carrying an access of the access program out: groups of its experts, one after another, where they are computed.
 
-While experts of one group compute, the next ones are copied to the device and the following groups and layer passes are
-read. Every action is queued on the engine behind whatever it needs, so nothing here waits but for weights that a layer is
-about to use.
+That is the host cache, or the slots of a device (``DeviceCache``). An expert that a slot holds needs no read of its weights.
+While experts of one group compute, the next ones are copied to the device, then those of the coming passes, and the
+following groups and passes are read. Every action is queued on the engine behind whatever it needs, so nothing here waits
+but for weights that a layer is about to use.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.cache.access import Phase
+from tierstore.cache.access import Need, Phase
+from tierstore.cache.config import GroupOrder
 from tierstore.errors import StoreError
-from tierstore.prefetch.program import Access, PassProgram, Speculation
+from tierstore.prefetch.device_cache import Copy, DeviceCache, RecordsByExpert
+from tierstore.prefetch.program import Access, Flags, PassProgram, Speculation
 from tierstore.quant.weights import Weights
 from tierstore.stats import Cause, StallLedger, Tier
 from tierstore.store.config import StoreAccess
 from tierstore.store.core import StoreCore
 from tierstore.store.format import Group
 from tierstore.store.index.live import LiveRecord
-from tierstore.tiers.device import DeviceTier
+from tierstore.tiers.device import DeviceTier, WeightLoads
 
-#: ``records[layer][expert]`` says which record each expert is.
-RecordsByExpert = Mapping[int, Mapping[int, LiveRecord]]
 #: What comes before an expert is computed with: the access, the place in it, the record.
 BringUp = Callable[[Access, int, LiveRecord], None]
+
+_NEEDS = int(Need.WEIGHTS | Need.MOMENTS | Need.GRADIENTS)
 
 
 class Arrived(NamedTuple):
@@ -44,22 +46,8 @@ class Arrived(NamedTuple):
     more: bool
 
 
-class _Staged(NamedTuple):
-    """Weights on their way: the tickets that are to be waited for, and the slot that they are copied to. Without one they
-    are computed with in the host cache (``weights``).
-    """
-
-    after: Sequence[int]
-    slot: int | None = None
-    weights: Weights | None = None
-
-    @property
-    def at_hand(self) -> bool:
-        return self.slot is None and not self.after
-
-
 class AccessWalk:
-    """Walks the accesses of ``program`` over ``records``; ``weight_slots`` slots of ``device`` are its own.
+    """Walks the accesses of ``program`` over ``records``. The weight slots of ``device`` are its own.
 
     ``nearest_first``: a group's experts come in the order in which they will be there, as nothing else depends on their
     order: those in memory, those that were read ahead, those that this access reads.
@@ -72,7 +60,6 @@ class AccessWalk:
         records: RecordsByExpert,
         program: PassProgram,
         *,
-        weight_slots: int,
         ledger: StallLedger,
         nearest_first: bool = False,
     ) -> None:
@@ -83,7 +70,12 @@ class AccessWalk:
         self._program = program
         self._ledger = ledger
         self._nearest_first = nearest_first
-        self._free_slots = deque(range(weight_slots))
+        self.slots = DeviceCache(store, device, records)
+        self._by_key = store.config.group_order is GroupOrder.KEY
+        #: Of the open access: the place of each request in that of the host cache, where it is in it.
+        self._host_unit: dict[int, int] = {}
+        #: Coming passes, and the places in each of the experts whose copies are still to be queued.
+        self._coming: list[tuple[Speculation, list[int]]] = []
         #: Bytes that were on their way, but not there, when they were needed.
         self.late_prefetch_bytes = 0
 
@@ -91,45 +83,63 @@ class AccessWalk:
         """Yields each expert, group by group, when its weights are there. ``bring_up`` is called for the experts
         of a group of a forward pass before that.
 
-        The caller may end each request (``HostCache.end_unit``) when it has no use for the weights any more; those that it
-        has not ended end with their group.
+        The caller may end each request (``end_unit``) when it has no use for the weights any more; those that it has not
+        ended end with their group.
 
         Left before its end (the computation raised, a read failed), the access of a store that is opened to write stays
         open: the caller poisons the store, whose last commit stands. In a store opened to read it is ended, and the
         next access finds everything as if this one had been walked.
         """
         layer, records = access.layer, self._records_of(access)
-        groups = self._store.begin_access(access.phase, layer, _numbers(records), access.flags)
-        #: What is on its way to the device, or there, in order.
-        staged: deque[_Staged] = deque()
+        held = self._spared(access, records)
+        flags = self._host_flags(access.flags, records, held)
+        if self.slots.keeps:  # whose sequences ask is for the policy of the slots
+            flags = flags & np.uint16(Need.FIRST_ASKER - 1)
+        asked = np.flatnonzero(flags & np.uint16(_NEEDS))
+        self._host_unit = {unit: place for place, unit in enumerate(asked.tolist())}
+        spared = [unit for unit in range(len(records)) if unit not in self._host_unit]
+        groups, lost = 0, list[int]()
+        if len(asked) or not records:  # a layer of which no expert is here is an access too
+            numbers = _numbers([records[unit] for unit in asked.tolist()])
+            groups = self._store.begin_access(access.phase, layer, numbers, flags[asked])
         try:
-            for group in range(groups):
-                units = self._cache.next_group()
+            for group in range(groups or min(len(spared), 1)):
+                units = asked[self._cache.next_group()].tolist() if groups else []
+                last = group >= groups - 1
                 if self._nearest_first:
                     units.sort(key=lambda unit: self._distance(records[unit]))
-                if group == groups - 1:
-                    self._program.speculate(access, self._prefetch, self._cache.residency.cancel_prefetch)
+                units, spared = self._in_order(units, spared, held, last=last)
+                if last:
+                    self._coming.clear()
+                    self._program.speculate(access, self._prefetch, self._cancel)
                 if access.phase is Phase.FORWARD and bring_up is not None:
                     for unit in units:
                         bring_up(access, unit, records[unit])
-                following = 0
-                for unit in units:
-                    while (
-                        following < len(units)
-                        and (made := self._stage(records[units[following]])) is not None
-                    ):
-                        staged.append(made)
-                        following += 1
-                    weights = self._arrive(records[unit], staged, layer)
-                    more = staged[0].slot is None and len(staged) > 1 and staged[1].at_hand
-                    yield Arrived(unit, weights, unit == units[-1], more)
-                    self._release(staged.popleft())
-                self._cache.end_group()
+                yield from self._serve(access, units, records, lost)
+                if groups:
+                    self._cache.end_group()
                 self._program.done(access, units)
+                self._copy_ahead()
         except BaseException:
             if self._store.opened_to is StoreAccess.READ:
-                self._abandon(staged)
+                self._abandon()
             raise
+        if lost:
+            missed = replace(
+                access,
+                experts=access.experts[lost],
+                flags=access.flags[lost],
+                actions=access.actions[lost],
+                ahead=(),
+            )
+            for arrived in self.walk(missed, bring_up):
+                yield arrived._replace(unit=lost[arrived.unit])
+
+    def end_unit(self, unit: int) -> None:
+        """The caller has no use for request ``unit`` of the open access any more."""
+        place = self._host_unit.get(unit)
+        if place is not None:
+            self._cache.end_unit(place)
 
     def wait(self, tickets: Sequence[int], layer: int, tier: Tier, cause: Cause) -> None:
         """Waits for ``tickets``; what they take is charged to ``layer``, ``tier`` and ``cause``."""
@@ -139,9 +149,83 @@ class AccessWalk:
         else:
             self._store.wait(tickets)
 
-    def _prefetch(self, ahead: Speculation) -> int:
-        numbers = _numbers(self._records_of(ahead))
-        return self._cache.prefetch(ahead.phase, ahead.layer, numbers, ahead.flags)
+    def end_step(self) -> None:
+        """A step begins, to the policy of the slots."""
+        self.slots.residency.end_step()
+
+    # What is requested of which cache -----------------------------------------------------------------------
+
+    def _spared(self, access: Access, records: Sequence[LiveRecord]) -> npt.NDArray[np.bool_]:
+        """Which of ``records`` are computed with in slots that hold them now, until they are released. What a forward pass
+        steps first is none of them: then its copy is out of date.
+        """
+        spared = np.zeros(len(records), np.bool_)
+        if self.slots.keeps:
+            stepped = (access.flags & np.uint16(Need.DIRTY_WEIGHTS) != 0) & (access.phase is Phase.FORWARD)
+            places = np.flatnonzero(~stepped)
+            spared[places] = self.slots.pin([records[place] for place in places.tolist()])
+        return spared
+
+    def _host_flags(self, flags: Flags, records: Sequence[LiveRecord], held: npt.NDArray[np.bool_]) -> Flags:
+        """``flags`` without the weights of those that slots have ``held``, but for what writes them.
+
+        Where steps follow, what the host cache has too is still requested: nothing is read, and the policy sees each use.
+        Otherwise it would write out, and read again, what the step is about to need.
+        """
+        reads = held & (flags & np.uint16(Need.DIRTY_WEIGHTS) == 0)
+        if self._program.trains:
+            for place in np.flatnonzero(reads).tolist():
+                reads[place] = not self._cache.sections(records[place].entry(Group.WEIGHTS))
+        return np.where(reads, flags & ~np.uint16(Need.WEIGHTS), flags)
+
+    def _in_order(
+        self, units: list[int], spared: list[int], held: npt.NDArray[np.bool_], *, last: bool
+    ) -> tuple[list[int], list[int]]:
+        """The requests of a group in the order in which they are served, and the ``spared``, which request nothing of the
+        host cache, that are left for later groups. What slots hold comes first; by key, where that is the order.
+        """
+        if not self.slots.keeps:
+            return units, spared
+        if self._by_key:
+            now = spared if last else [unit for unit in spared if unit < max(units)]
+            return sorted([*units, *now]), [unit for unit in spared if unit not in now]
+        return [*spared, *sorted(units, key=lambda unit: not held[unit])], []
+
+    # Serving a group ----------------------------------------------------------------------------------------
+
+    def _serve(
+        self, access: Access, units: Sequence[int], records: Sequence[LiveRecord], lost: list[int]
+    ) -> Generator[Arrived]:
+        """Yields the experts of a group. Of those in ``lost`` a slot alone had the weights, and their copy failed."""
+        there = [self._in_place(records[unit]) for unit in units]
+        copied = [unit for unit, weights in zip(units, there, strict=True) if weights is None]
+        if copied:
+            self.slots.begin(access, copied, [records[unit] for unit in copied])
+        for place, unit in enumerate(units):
+            record, weights, last = records[unit], there[place], unit == units[-1]
+            if weights is not None:
+                self._wait_in_place(record, access.layer)
+                following = None if last else there[place + 1]
+                at_hand = following is not None and not self._ready(records[units[place + 1]])
+                yield Arrived(unit, weights, last, at_hand)
+                continue
+            copy = self.slots.advance(record)
+            self._copy_ahead()
+            if not self._arrive(copy, record, unit, access.layer):
+                self.slots.release(lost=True)
+                lost.append(unit)
+                continue
+            yield Arrived(unit, self.slots.weights(copy), last, False)
+            self.slots.release()
+
+    def _in_place(self, record: LiveRecord) -> Weights | None:
+        """The weights of ``record`` where they are computed with in the host cache."""
+        if self._device.loads is WeightLoads.COPIED:
+            return None
+        return self._device.in_place(self._cache.sections(record.entry(Group.WEIGHTS))[0])
+
+    def _ready(self, record: LiveRecord) -> list[int]:
+        return self._cache.ready(record.entry(Group.WEIGHTS))
 
     def _records_of(self, asked: Access | Speculation) -> list[LiveRecord]:
         return [self._records[asked.layer][expert] for expert in asked.experts.tolist()]
@@ -154,57 +238,125 @@ class AccessWalk:
         fetched = self._cache.fetched(entry)
         return 1 if fetched is not None and fetched.speculative else 2
 
-    def _stage(self, record: LiveRecord) -> _Staged | None:
-        """None: no slot is free."""
-        entry = record.entry(Group.WEIGHTS)
-        weights = self._device.in_place(self._cache.sections(entry)[0])
-        if weights is not None:
-            return _Staged(self._cache.ready(entry), weights=weights)
-        if not self._free_slots:
-            return None
-        return self._load(self._free_slots.popleft(), record)
-
-    def _load(self, slot: int, record: LiveRecord) -> _Staged:
-        entry = record.entry(Group.WEIGHTS)
-        ticket = self._device.load(slot, self._cache.sections(entry)[0], self._cache.ready(entry))
-        self._cache.reads(entry, ticket)
-        return _Staged([ticket], slot)
-
-    def _arrive(self, record: LiveRecord, staged: deque[_Staged], layer: int) -> Weights:
-        """Waits for the first of ``staged``, the weights of ``record``. Raises ChecksumError, OSError."""
-        coming = staged[0]
-        if coming.after:
-            try:
-                if all(map(self._store.engine.done, coming.after)):
-                    self._store.wait(coming.after)
-                else:
-                    self.wait(coming.after, layer, *self._reason(record))
-            except (StoreError, OSError):
-                if self._store.opened_to is StoreAccess.WRITE:
-                    raise
-                self._store.read_again(record)
-                if coming.slot is not None:
-                    staged[0] = self._load(coming.slot, record)
-                    self.wait(staged[0].after, layer, Tier.NVME, Cause.DEMAND_READ)
+    def _wait_in_place(self, record: LiveRecord, layer: int) -> None:
+        """Waits for weights that are computed with in the host cache. Raises ChecksumError, OSError."""
+        if ready := self._ready(record):
+            self._wait_again(ready, record, layer)
             self._cache.came(record.entry(Group.WEIGHTS))
-        if coming.weights is not None:
-            return coming.weights
-        assert coming.slot is not None
-        return self._device.weights(coming.slot)
 
-    def _release(self, done: _Staged) -> None:
-        if done.slot is not None:
-            self._device.release_weights(done.slot)
-            self._free_slots.append(done.slot)
-
-    def _abandon(self, staged: Sequence[_Staged]) -> None:
-        """Ends the access that is open: slots are free again, and its groups are gone through, those to come included, as
-        the decisions of a whole access are what traces record.
+    def _wait_again(self, tickets: Sequence[int], record: LiveRecord, layer: int) -> bool:
+        """Waits for ``tickets``, which bring the weights of ``record``. In a store opened to read, a read that fails is
+        tried once more; returns whether it was. Raises ChecksumError, OSError.
         """
-        for coming in staged:
-            with contextlib.suppress(StoreError, OSError, RuntimeError):  # one that failed has ended as well
-                self._store.wait(coming.after)
-            self._release(coming)
+        try:
+            if all(map(self._store.engine.done, tickets)):
+                self._store.wait(tickets)
+            else:
+                self.wait(tickets, layer, *self._reason(record))
+        except (StoreError, OSError):
+            if self._store.opened_to is StoreAccess.WRITE:
+                raise
+            self._store.read_again(record)
+            return True
+        return False
+
+    def _arrive(self, copy: Copy, record: LiveRecord, unit: int, layer: int) -> bool:
+        """Waits for the copy of ``record`` in a slot. Raises ChecksumError, OSError. False: the copy failed, and the host
+        cache was not asked for the weights.
+        """
+        if not copy.ticket:
+            return True
+        awaited = self._device.awaited(copy.slot, copy.ticket)
+        if self._store.opened_to is StoreAccess.READ and unit not in self._host_unit:
+            try:
+                self.wait(awaited, layer, *self._reason(record))
+            except (StoreError, OSError):
+                return False
+        elif self._wait_again(awaited, record, layer):
+            self.slots.copy_again(record)
+            self.wait(self._device.awaited(copy.slot, copy.ticket), layer, Tier.NVME, Cause.DEMAND_READ)
+        copy.ticket = 0
+        if copy.after and self._ready(record) == copy.after:
+            self._cache.came(record.entry(Group.WEIGHTS))
+        return True
+
+    # Speculation --------------------------------------------------------------------------------------------
+
+    def _prefetch(self, ahead: Speculation) -> int:
+        """Reads what a coming pass needs and no slot holds; its copies are queued when there are slots for them."""
+        records = self._records_of(ahead)
+        flags = ahead.flags
+        if self.slots.keeps:
+            flags = self._host_flags(flags, records, self.slots.holds(records))
+        asked = np.flatnonzero(flags & np.uint16(_NEEDS))
+        taken = len(records)
+        if len(asked):
+            numbers = _numbers([records[place] for place in asked.tolist()])
+            covered = self._cache.prefetch(ahead.phase, ahead.layer, numbers, flags[asked])
+            if covered < len(asked):
+                taken = int(asked[covered])
+        if self.slots.keeps:
+            self._coming.append((ahead, list(range(taken))))
+        return taken
+
+    def bring(self, layer: int, experts: Sequence[int]) -> list[int]:
+        """Queues the copies of ``experts`` (ascending) to slots, ahead of a pass that asks for them; returns their tickets.
+        The host cache's access for it has ended before anything is waited for. Raises BudgetError, StoreError.
+        """
+        records = [self._records[layer][expert] for expert in experts]
+        records = [
+            record for record, held in zip(records, self.slots.holds(records), strict=True) if not held
+        ]
+        if not records:
+            return []
+        tickets = []
+        weights = np.full(len(records), int(Need.WEIGHTS), np.uint16)
+        for _ in range(self._store.begin_access(Phase.FORWARD, layer, _numbers(records), weights)):
+            for unit in self._cache.next_group():
+                tickets.append(self.slots.bring(layer, records[unit]))
+                self._cache.end_unit(unit)
+            self._cache.end_group()
+        return tickets
+
+    def prefetch(self, layer: int, experts: Sequence[int]) -> int:
+        """Reads ``experts`` (ascending) into the host cache, as far as its speculation goes; returns how many of them, from
+        the first on, are there or on their way.
+        """
+        numbers = _numbers([self._records[layer][expert] for expert in experts])
+        weights = np.full(len(numbers), int(Need.WEIGHTS), np.uint16)
+        return self._cache.prefetch(Phase.FORWARD, layer, numbers, weights)
+
+    def give_up(self, layer: int) -> None:
+        """No slot holds an expert of ``layer`` any more."""
+        self.slots.give_up(list(self._records[layer].values()))
+
+    def _copy_ahead(self) -> None:
+        """Queues the copies of coming experts, nearest first, as far as slots are free: of those that the host cache has, or
+        reads, and whose steps are queued.
+        """
+        for ahead, left in self._coming:
+            unchanged = self._program.unchanged(ahead)
+            for place in list(left):
+                record = self._records[ahead.layer][int(ahead.experts[place])]
+                there = self._cache.sections(record.entry(Group.WEIGHTS)) or self.slots.holds([record])[0]
+                if not (unchanged[place] and there):
+                    continue
+                if not self.slots.prefetch(ahead.phase, ahead.layer, [record]):
+                    return
+                left.remove(place)
+        self._coming = [(ahead, left) for ahead, left in self._coming if left]
+
+    def _cancel(self) -> None:
+        self._cache.residency.cancel_prefetch()
+        self.slots.residency.cancel_prefetch()
+
+    # Failures and reasons -----------------------------------------------------------------------------------
+
+    def _abandon(self) -> None:
+        """Ends the accesses that are open: their groups are gone through, those to come included, as the decisions of a
+        whole access are what traces record.
+        """
+        self.slots.abandon()
         residency = self._cache.residency
         while residency.access_open:
             if not residency.group_open:

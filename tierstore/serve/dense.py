@@ -38,7 +38,7 @@ from tierstore.store.core import StoreCore
 def load_dense(
     store: StoreCore, model: Model, state: TrainState, *, compute: torch.dtype, device: torch.device
 ) -> None:
-    """Reads the dense parameters of ``model``, each unit once, in the types that passes need, and what it keeps beside them.
+    """Reads the dense parameters of ``model``, each group once, in the types that passes need, and the model's own state.
 
     Raises StoreError, ChecksumError, OSError.
     """
@@ -101,19 +101,10 @@ class CompiledBlocks:
     """What became of the blocks of a model."""
 
     resolution: Resolution
-    blocks: int
+    #: Graphs that have been compiled.
     compiled: int = 0
     #: Why graphs are computed eagerly, each reason once.
     refused: list[str] = field(default_factory=list)
-
-    def describe(self) -> list[str]:
-        if not self.resolution:
-            return [f"graphs: off ({self.resolution.reason})"]
-        lines = [
-            f"graphs: dense parts of {self.blocks} blocks, {self.compiled} compiled so far; "
-            "their bits are not the eager model's"
-        ]
-        return lines + [f"graphs: computed eagerly: {reason}" for reason in self.refused]
 
 
 def find_compiler(config: ServeConfig, model: Model) -> Finding:
@@ -141,7 +132,7 @@ def compiled_blocks(
     """
     resolution = resolve("graphs.compile", config.graphs.compile, lambda: find_compiler(config, model))
     blocks = list(model.blocks)
-    made = CompiledBlocks(resolution, len(blocks))
+    made = CompiledBlocks(resolution)
     if not resolution:
         yield made
         return

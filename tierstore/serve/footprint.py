@@ -42,11 +42,14 @@ def copies_weights(config: ServeConfig, device: DeviceKind) -> bool:
     return config.weights_in_place is Capability.OFF or config.links.copy.on
 
 
-def slot_count(config: ServeConfig, spec: ModelSpec, device: DeviceKind, *, each: int, room: int) -> int:
-    """Slots of ``each`` bytes. ``room``: bytes of the host budget that are left for them on a CPU.
+def slot_count(
+    config: ServeConfig, spec: ModelSpec, device: DeviceKind, *, each: int, room: int, free: int | None = None
+) -> int:
+    """Slots of ``each`` bytes. ``room``: bytes of the host budget that are left for them on a CPU. ``free``: bytes of an
+    accelerator that they may take where ``device_budget`` is 0.
 
-    As many as ``ring.layers`` needs, or as ``device_budget`` holds; without either a few, for overlap. Raises BudgetError,
-    ConfigError.
+    As many as ``ring.layers`` needs, or as ``device_budget`` or ``free`` holds; without any of them a few, for overlap.
+    Raises BudgetError, ConfigError.
     """
     layers = len(spec.moe_layers)
     if config.ring.layers > layers:
@@ -62,11 +65,17 @@ def slot_count(config: ServeConfig, spec: ModelSpec, device: DeviceKind, *, each
     if on_host and asked * each > room:
         least = asked * each + config.host_budget - room
         raise _too_small("host_budget", config.host_budget, config.ring.layers, least)
-    budget = config.device_budget or max(asked, _FEW) * each
-    if on_host and not config.device_budget and not asked:
+    if config.device_budget:
+        budget = config.device_budget
+    elif asked:
+        budget = max(asked, _FEW) * each
+    elif on_host:
         budget = max(config.host_budget // 8, each)
+    else:
+        budget = max(free or 0, _FEW * each)
     count = (min(budget, room) if on_host else budget) // each
-    most = layers * spec.experts if copied and (config.device_budget or asked) else _FEW
+    keeps = copied and (config.device_budget or asked or free is not None)
+    most = layers * spec.experts if keeps else _FEW
     return min(count, most)
 
 
@@ -103,12 +112,13 @@ def served_budgets(
     *,
     scratch: int = 0,
     pairs: RecordSchema | None = None,
+    free: int | None = None,
 ) -> ServedBudgets:
     """Divides the budgets of ``config`` for experts whose records are of ``schema``, and their ``pairs``. ``scratch``: what
-    replays of missed steps need (``replay_scratch_bytes``). Raises BudgetError naming the minimum.
+    replays of missed steps need (``replay_scratch_bytes``). ``free``: bytes of an accelerator that experts may take where
+    ``device_budget`` is 0 (None: not known). Raises BudgetError naming the minimum.
 
-    The device tier gets as many slots as ``ring.layers`` or ``device_budget`` say, or without either a few for overlap
-    (``slot_count``), and fewer where the host budget is tight; at least one.
+    The device tier gets the slots that ``slot_count`` says, and fewer where the host budget is tight; at least one.
     """
     one = DeviceSlots(schema.numel, spec.compute_dtype, weights=1, gradients=0, quantized=schema.quantized)
     on_host = device is DeviceKind.CPU
@@ -124,7 +134,12 @@ def served_budgets(
             f"the minimum is {minimum} bytes ({format_bytes(minimum)})"
         )
     count = slot_count(
-        config, spec, device, each=one.nbytes, room=config.host_budget - least_cache - beside_bytes
+        config,
+        spec,
+        device,
+        each=one.nbytes,
+        room=config.host_budget - least_cache - beside_bytes,
+        free=None if free is None else free - beside_bytes,
     )
     slots = DeviceSlots(
         schema.numel, spec.compute_dtype, weights=count, gradients=0, quantized=schema.quantized

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from tierstore._native import HugePages, StepClock
-from tierstore.accelerator import free_bytes, has_own_memory, make_current
+from tierstore.accelerator import has_own_memory, make_current, memory_errors, pinned, usable_bytes
 from tierstore.capabilities import Capability
 from tierstore.errors import ConfigError, StoreError
 from tierstore.hf.spec import recorded_lora, recorded_spec
@@ -31,12 +31,11 @@ from tierstore.moe.lora import LoraConfig, PairShape
 from tierstore.moe.source import SourceSlot
 from tierstore.parallel import RankEnvironment, rank_device
 from tierstore.plan.papers import ExpertMemorySizes, ServedLayers
+from tierstore.prefetch.device_cache import RecordsByExpert
 from tierstore.prefetch.experts import FrozenExperts
 from tierstore.prefetch.lora import LoraExperts
 from tierstore.prefetch.predictor import Predictor, PredictorName, make_predictor
-from tierstore.prefetch.program import FrozenProgram
 from tierstore.prefetch.schedule import Schedule
-from tierstore.prefetch.walking import RecordsByExpert
 from tierstore.serve.batch import AskerBits, BatchRunner, InvariantRunner, MeetingPasses
 from tierstore.serve.config import ExpertMemory, ServeConfig
 from tierstore.serve.dense import compiled_blocks, load_dense, quicken_linears
@@ -44,10 +43,10 @@ from tierstore.serve.engine import ModelCounts, Running
 from tierstore.serve.experts import ServedExperts
 from tierstore.serve.experts.cached import CachedExperts, GatedPredictor, settled_bytes
 from tierstore.serve.experts.ring import Ring
-from tierstore.serve.experts.slots import ExpertSlots
-from tierstore.serve.experts.slotted import ChosenExperts, MemoryChooser, SlottedExperts
+from tierstore.serve.experts.slotted import MemoryChooser, SlottedExperts
 from tierstore.serve.footprint import (
     ServedBudgets,
+    batch_bytes,
     check_memory,
     copies_weights,
     dense_parameter_bytes,
@@ -131,7 +130,10 @@ def _counts(parts: ServedParts) -> ModelCounts:
 def _lines(parts: ServedParts) -> tuple[str, ...]:
     config, spec = parts.config, parts.spec
     batch = "batch-invariant" if config.batch.invariant else "padded"
-    device = "as the host budget allows" if not config.device_budget else format_bytes(config.device_budget)
+    if config.device_budget:
+        device = format_bytes(config.device_budget)
+    else:
+        device = "all that is free" if has_own_memory(parts.device) else "as the host budget allows"
     return (
         f"model: {len(spec.moe_layers)} layers of {spec.experts} experts, {spec.compute_dtype.value}, on {parts.device}",
         f"budget: {format_bytes(config.host_budget)} for experts on the host, on the device {device}; a batch of at "
@@ -180,7 +182,8 @@ def open_served(
     device = rank_device(config.device, RankEnvironment())
     make_current(device)
     kind = DeviceKind.of(device.type)
-    with contextlib.ExitStack() as stack:
+    lower = "device_budget, batch.context or batch.sequences"
+    with memory_errors(device, lower), contextlib.ExitStack() as stack:
         read_identity(directory)  # a missing store is one, before its lease is
         # The openings below read the same commit.
         stack.enter_context(DirectoryLease(directory, access=StoreAccess.READ))
@@ -194,7 +197,13 @@ def open_served(
             )
         weights_in_place(config.weights_in_place, device, config.links.copy)  # refuses ON where it cannot be
         budgets = served_budgets(
-            config, spec, stored.experts, kind, scratch=stored.scratch, pairs=stored.pairs
+            config,
+            spec,
+            stored.experts,
+            kind,
+            scratch=stored.scratch,
+            pairs=stored.pairs,
+            free=_free_device_bytes(config, spec, device),
         )
         check_memory(config.host_budget, dense_parameter_bytes(spec), kind, usable=memory().usable_bytes)
         if config.threads:
@@ -221,6 +230,7 @@ def open_served(
         if config.graphs.compile is Capability.OFF:
             quicken_linears(model.module)  # the compiler makes products of its own
         return_freed_memory()
+        stack.enter_context(pinned(store.arena, device, config.pinned_memory))
         opening = _ExpertOpening(stack, config, stored, budgets, store, device, ledger)
         experts = opening.slotted(timeline) if opening.copied and stored.pairs is None else opening.cached()
         source.target = experts
@@ -242,6 +252,18 @@ def open_served(
         )
 
 
+def _free_device_bytes(config: ServeConfig, spec: ModelSpec, device: torch.device) -> int | None:
+    """Bytes of an accelerator that experts may take: what is free there beside a reserve, the dense parameters, and the keys
+    and values of ``batch``; without ``batch.context`` those get half. None on a CPU.
+    """
+    if not has_own_memory(device):
+        return None
+    free, batch = usable_bytes(device) - dense_parameter_bytes(spec), config.batch
+    if not batch.context:
+        return free // 2
+    return free - batch_bytes(spec, sequences=batch.sequences, context=batch.context)
+
+
 def open_runner(parts: ServedParts) -> BatchRunner:
     """A ``BatchRunner`` over ``parts``; its memory is freed with it.
 
@@ -250,7 +272,7 @@ def open_runner(parts: ServedParts) -> BatchRunner:
     """
     config = parts.config
     if has_own_memory(parts.device):
-        room = free_bytes(parts.device)
+        room = usable_bytes(parts.device)
     else:
         dense = sum(parameter.nbytes for parameter in parts.model.module.parameters())
         room = memory().usable_bytes - config.host_budget - dense - _PROCESS_BYTES
@@ -368,26 +390,21 @@ class _ExpertOpening:
         """Experts in the slots of a device: a ring of whole layers, or those that are chosen."""
         config, spec, schema = self.config, self.stored.spec, self.stored.experts
         experts, prefetch, link = self.budgets.slots, config.prefetch, config.links.copy
-        tier = self._tier(
-            DeviceSlots(schema.numel, spec.compute_dtype.torch, experts.weights, 0, schema.quantized)
-        )
-        slots = ExpertSlots(self.store, tier, self._records(expert_key), ledger=self.ledger)
         predictor = served_predictor(config, spec)
-        program = FrozenProgram(self._schedule, predictor)
-        chosen = ChosenExperts(
-            slots,
-            spec.moe_layers,
-            spec.experts,
-            program,
-            cache=config.cache,
-            lookahead=int(slots.count * prefetch.budget) if prefetch.depth else 0,
-        )
-        layers = config.ring.layers or min(len(spec.moe_layers), slots.count // spec.experts)
+        slots = DeviceSlots(schema.numel, spec.compute_dtype.torch, experts.weights, 0, schema.quantized)
+        frozen = self._frozen(slots, expert_key, predictor)
+        layers = config.ring.layers or min(len(spec.moe_layers), slots.weights // spec.experts)
         count = 0 if config.ring.memory is ExpertMemory.SPARSE else layers
         ring = None
         if count:
             ring = Ring(
-                slots, spec.moe_layers, spec.experts, count=count, depth=prefetch.depth, timeline=timeline
+                frozen,
+                spec.moe_layers,
+                spec.experts,
+                count=count,
+                done=self.store.engine.done,
+                depth=prefetch.depth,
+                timeline=timeline,
             )
         architecture = spec.architecture
         chooser = MemoryChooser(
@@ -402,7 +419,7 @@ class _ExpertOpening:
                 // max(len(architecture.units), 1),
             ),
             sizes=ExpertMemorySizes(
-                device=slots.count,
+                device=slots.weights,
                 host=self.budgets.cache // schema.layout(Group.WEIGHTS).slot_bytes,
                 ring_layers=count,
             ),
@@ -410,7 +427,7 @@ class _ExpertOpening:
             copy=Cost(link.latency, link.bandwidth or math.inf) if link.on else None,
         )
         return SlottedExperts(
-            slots, chosen, ring, program=program, predictor=predictor, chooser=chooser, say=_LOG.info
+            frozen, self.store.cache.residency, ring, predictor=predictor, chooser=chooser, say=_LOG.info
         )
 
     @property
@@ -424,7 +441,6 @@ class _ExpertOpening:
             self.store,
             self._tier(slots),
             self._records(key),
-            weight_slots=slots.weights,
             predictor=predictor,
             schedule=self._schedule,
             ledger=self.ledger,

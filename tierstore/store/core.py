@@ -1,14 +1,14 @@
-"""The core of an open store: what the trainer, its queues and ``ParameterStore`` stand on.
+"""The core of an open store: the base of the trainer, its queues and ``ParameterStore``.
 
-It holds the parts of a store (records by key, slots on disk, host cache, optimizer, committer) and gives what takes
-several of them: accesses, optimizer steps, records that their owner holds, commits. One serialised caller.
+It holds the parts of a store (records by key, slots on disk, host cache, optimizer, committer) and offers the operations
+that need several of them: accesses, optimizer steps, owner-held records, commits. One serialised caller.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ from tierstore import _native
 from tierstore.cache.access import Need, Phase
 from tierstore.cache.host_cache import HostCache
 from tierstore.errors import BudgetError, StoreError
+from tierstore.stats import OnProgress
 from tierstore.store.adamw import StepHistory
 from tierstore.store.committing import Committer, Failures
 from tierstore.store.config import StoreAccess
@@ -34,13 +35,13 @@ _DIRTIES = Need.DIRTY_WEIGHTS | Need.DIRTY_MOMENTS
 
 
 class StoreCore:
-    """An open store for programs that drive it themselves; made by ``ParameterStore``, whose ``core`` it is."""
+    """An open store for programs that drive accesses themselves: the ``core`` of a ``ParameterStore``."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self.directory = parts.home.directory
         self.config = parts.config
-        #: What this opening may do.
+        #: The access it was opened with.
         self.opened_to = parts.access
         #: The optimizer's hyperparameters, except for the learning rate.
         self.adamw = parts.adamw
@@ -48,7 +49,7 @@ class StoreCore:
         self.live = parts.live
         self.extents = parts.extents
         self.cache: HostCache = parts.cache
-        #: The budget of bytes written a day, if there is one.
+        #: The daily write budget, if there is one.
         self.write_budget = parts.extents.budget
         self.history = StepHistory(parts.adamw)
         self.optimizer = RecordOptimizer(self.engine, self.cache, self.history)
@@ -61,7 +62,7 @@ class StoreCore:
 
     @property
     def scratch_bytes(self) -> int:
-        """What of the host budget is not for records: in a store opened to read, memory for replays of missed steps."""
+        """Bytes of the host budget that hold no records: in a store opened to read, memory for replays of missed steps."""
         return 0 if self._parts.caught_up is None else self._parts.caught_up.scratch_bytes
 
     def record(self, key: str) -> LiveRecord:
@@ -88,15 +89,15 @@ class StoreCore:
 
     def _before_change(self) -> None:
         if not self._space_reserved:
-            self.reserve()  # a full disk is found out while nothing has changed
+            self.reserve()  # a full disk is detected before anything has changed
 
     # Accesses -----------------------------------------------------------------------------------------------
 
     def begin_access(
         self, phase: Phase, layer: int, numbers: npt.NDArray[np.uint32], flags: npt.NDArray[np.uint16]
     ) -> int:
-        """Opens an access of the host cache; returns the number of its groups. Raises BudgetError when one request alone
-        does not fit in the memory that is not pinned.
+        """Opens an access of the host cache; returns the number of its groups. Raises BudgetError if a single request
+        does not fit in the unpinned memory.
         """
         self.failures.check()
         if (flags & np.uint16(_DIRTIES)).any():
@@ -111,18 +112,18 @@ class StoreCore:
     ) -> Iterator[LiveRecord]:
         """Walks ``records`` of ``layer`` (ascending) as one atomic event; each is pinned while yielded.
 
-        If they do not fit at once, those that are resident come first.
+        If they do not fit at once, the resident ones come first.
         """
         if not records:
             return
         numbers = np.array([record.number for record in records], np.uint32)
         groups = self.begin_access(phase, layer, numbers, np.full(len(records), need, np.uint16))
         for group in range(1, groups + 1):
-            units = self.cache.next_group()
+            items = self.cache.next_group()
             try:
-                for unit in units:
-                    yield records[unit]
-                    self.cache.end_unit(unit)
+                for item in items:
+                    yield records[item]
+                    self.cache.end_unit(item)
             except BaseException:
                 if group < groups:
                     self.failures.poison("an access was left before its end")
@@ -131,23 +132,23 @@ class StoreCore:
                 self.cache.end_group()
 
     def read_again(self, record: LiveRecord) -> None:
-        """In a store opened to read: reads the weights of ``record``, which are in an open access, once more, and waits.
+        """In a store opened to read: reads the weights of ``record``, which is in an open access, once more, and waits.
 
-        A read fails with what it follows, such as another record's read into the same memory; and a drive may fail for a
-        moment. Raises ChecksumError, OSError where it fails again.
+        A read also fails if an operation that it follows fails, such as another record's read into the same memory; and a
+        drive may fail temporarily. Raises ChecksumError or OSError if it fails again.
         """
         self.failures.check()
         self.wait(self.cache.read_again(record.entry(Group.WEIGHTS)))
 
     def wait(self, tickets: Sequence[int]) -> None:
-        """Waits for engine tickets; checksum failures are raised naming key, section and file."""
+        """Waits for engine tickets; raises checksum failures naming key, section and file."""
         self.failures.wait(tickets)
 
     # Steps --------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def optimizer_step(self, lr: float) -> Iterator[OptimizerStep]:
-        """As ``ParameterStore.optimizer_step``, without write-backs. The cache's step ends with the block."""
+        """As ``ParameterStore.optimizer_step``, without write-backs. The cache's step ends at the end of the block."""
         self.failures.check_writable("optimizer_step")
         step = OptimizerStep(self, self.history.begin(lr), lr)
         try:
@@ -161,7 +162,7 @@ class StoreCore:
             self.history.finish()
         self.cache.residency.end_step()
 
-    # Records that their owner holds -------------------------------------------------------------------------
+    # Owner-held records -------------------------------------------------------------------------------------
 
     def write_through(
         self, key: str, groups: Mapping[Group, Sequence[_native.Buffer]], *, step: int
@@ -185,9 +186,9 @@ class StoreCore:
         live, demand = self.records.direct(key), _native.Priority.DEMAND
         self.wait([live.read(group, into, (), demand) for group, into in groups.items()])
 
-    # What it is ---------------------------------------------------------------------------------------------
+    # Content and status -------------------------------------------------------------------------------------
 
-    def records_crc32c(self, progress: Callable[[int, int], None] | None = None) -> int:
+    def records_crc32c(self, progress: OnProgress | None = None) -> int:
         """As ``ParameterStore.records_crc32c``."""
         crc, keys = 0, self.records.keys
         for done, key in enumerate(keys, start=1):
@@ -199,15 +200,15 @@ class StoreCore:
         return crc
 
     def sections(self, key: str) -> list[_native.Buffer]:
-        """All committed sections of record ``key``, caught up to the last applied step, until the store is used again.
+        """All committed sections of record ``key``, caught up to the last applied step; valid until the store is used again.
 
-        No cache decision, record or file changes: sections that are not resident are read into memory of their own,
-        beside the host budget, and missed steps are replayed there. Raises KeyError, ChecksumError, OSError.
+        No cache decision, record or file changes: sections that are not resident are read into separate memory, beside
+        the host budget, and missed steps are replayed there. Raises KeyError, ChecksumError, OSError.
         """
         self.failures.check()
         live, cache = self.records.live(key), self.cache
         behind = self.optimizer.behind(live) > 0
-        # A reader's cache holds caught-up weights of such a record; what is on disk is what must be replayed.
+        # A reader's cache holds caught-up weights of such a record; the replay needs the version on disk.
         held = live.cached and not (behind and self.opened_to is StoreAccess.READ)
         sections: list[_native.Buffer] = []
         tickets: list[int] = []
@@ -230,9 +231,14 @@ class StoreCore:
         self.wait(tickets)
         return sections
 
+    @property
+    def arena(self) -> _native.Arena:
+        """The memory of the host cache."""
+        return self._parts.arena
+
     def describe(self) -> list[str]:
-        """One line for each capability: what is in effect, and why where AUTO fell back."""
-        engine, arena, cache = self.engine, self._parts.arena, self.config.cache
+        """One line for each capability: its state, and the reason if AUTO fell back."""
+        engine, arena, cache = self.engine, self.arena, self.config.cache
         if engine.backend == "pmem":
             reason = self.extents.map_sync_reason
             past_cache = "MAP_SYNC: " + (f"off, extents are synced by msync ({reason})" if reason else "on")
@@ -262,16 +268,16 @@ class StoreCore:
 
     @property
     def trace_failure(self) -> OSError | None:
-        """Why the trace that is recorded cannot be completed, if so; ``end_trace`` raises it."""
+        """The error because of which the recorded trace cannot be completed, if any; ``end_trace`` raises it."""
         return None if self._parts.recording is None else self._parts.recording.failure
 
     def end_trace(self) -> None:
-        """Completes the recorded trace, if there is one; what follows is not part of it. Raises OSError."""
+        """Completes the recorded trace, if there is one; later events are not part of it. Raises OSError."""
         if self._parts.recording is not None:
             self._parts.recording.close()
 
     def note_in_trace(self, note: str) -> None:
-        """Adds a line of words to the recorded trace, if there is one."""
+        """Adds a line of text to the recorded trace, if there is one."""
         if self._parts.recording is not None:
             self._parts.recording.note(note)
 
@@ -284,7 +290,7 @@ class StoreCore:
 
 
 class OptimizerStep:
-    """An optimizer step in progress: ``number`` counts the steps that the whole store has taken, from 1."""
+    """An optimizer step in progress: ``number`` counts the steps of the whole store, from 1."""
 
     def __init__(self, core: StoreCore, number: int, lr: float) -> None:
         self._core = core
@@ -312,7 +318,7 @@ class OptimizerStep:
 
     def _update(self, record: LiveRecord, gradient: npt.NDArray[np.float32]) -> int:
         cache, entry = self._core.cache, record.entry(Group.GRADIENTS)
-        self._core.wait(cache.before_write(entry))  # for the last owners of its frames
+        self._core.wait(cache.before_write(entry))  # for the previous owners of its frames
         staged = cache.sections(entry)[0]
         staged.copy_from(np.ascontiguousarray(gradient).view(np.uint8))
         cache.wrote(entry, 0)
@@ -321,7 +327,7 @@ class OptimizerStep:
         return ticket
 
     def abandon(self) -> None:
-        """The step is not taken. Raises StoreError if a record has taken it, or it is over."""
+        """Abandons the step. Raises StoreError if a record has taken it, or it is over."""
         self._check_open()
         if self._core.history.taken:
             raise StoreError(

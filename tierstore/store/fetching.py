@@ -1,4 +1,4 @@
-"""Pinning records to read them: a lease, and views of the sections that it holds."""
+"""Pinned records for reading: a lease, and views of its sections."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class RecordView:
         return list(self._sections)
 
     def view(self, name: str) -> npt.NDArray[np.generic]:
-        """The section, read-only: the host cache's memory where it is in one piece, otherwise a copy made once for the
-        lease. Raises KeyError for a section that was not fetched.
+        """The section, read-only: the host cache's memory if it is contiguous, otherwise one copy for the lease. Raises
+        KeyError for a section that was not fetched.
         """
         if name not in self._views:
             section, buffer = self._sections[name]
@@ -63,7 +63,7 @@ class Lease:
     ) -> None:
         self._views = views
         self._release: Callable[[], None] | None = release
-        #: Engine tickets after which the views hold what they should.
+        #: Engine tickets after which the views are valid.
         self.tickets = list(tickets)
 
     def __getitem__(self, key: str) -> RecordView:
@@ -94,7 +94,7 @@ class Lease:
 
 @dataclass(frozen=True)
 class _Request:
-    """The records of one layer, and what is needed of each, as the host cache takes them."""
+    """The records of one layer, and the need of each, in the host cache's form."""
 
     layer: int
     records: Sequence[LiveRecord]
@@ -103,7 +103,7 @@ class _Request:
 
 
 def _requests(core: StoreCore, keys: Sequence[str], groups: Sequence[Group]) -> list[_Request]:
-    """``groups`` of ``keys``, by layer. Raises KeyError, StoreError, and ValueError for groups that are not to be had."""
+    """``groups`` of ``keys``, by layer. Raises KeyError, StoreError, and ValueError for unavailable groups."""
     core.failures.check()
     base, reads = Need(0), core.opened_to is StoreAccess.READ
     for group in groups:
@@ -116,8 +116,8 @@ def _requests(core: StoreCore, keys: Sequence[str], groups: Sequence[Group]) -> 
             raise ValueError(f"groups: record {record.key!r} is frozen: it has no moments")
         if reads and core.optimizer.behind(record):
             raise StoreError(
-                f"record {record.key!r} has missed steps, which a store that was opened to read replays on weights "
-                "alone: its moments are read by a store that is opened to write"
+                f"record {record.key!r} has missed steps, which a store opened to read replays only on weights: "
+                "open the store to write to read its moments"
             )
     requests = []
     for layer, records in by_layer(wanted):
@@ -129,7 +129,7 @@ def _requests(core: StoreCore, keys: Sequence[str], groups: Sequence[Group]) -> 
 
 
 def begin_fetch(core: StoreCore, keys: Sequence[str], groups: Sequence[Group]) -> Lease:
-    """Pins ``keys`` with ``groups``, caught up with the optimizer; their bytes are there after the lease's tickets.
+    """Pins ``keys`` with ``groups``, caught up with the optimizer; their bytes are valid after the lease's tickets.
 
     Raises KeyError, ValueError, BudgetError.
     """
@@ -164,9 +164,9 @@ def _pin(core: StoreCore, request: _Request) -> None:
     """One access that catches the records up and leaves them pinned. Raises BudgetError if they do not fit at once."""
     count = core.begin_access(Phase.USER, request.layer, request.numbers, request.flags)
     for _ in range(count):
-        for unit in core.cache.next_group():
-            if core.opened_to is StoreAccess.WRITE:  # a reader's weights come caught up
-                core.optimizer.catch_up(request.records[unit])
+        for item in core.cache.next_group():
+            if core.opened_to is StoreAccess.WRITE:  # a reader's cache returns caught-up weights
+                core.optimizer.catch_up(request.records[item])
         if count == 1:
             core.cache.residency.pin(request.numbers, request.flags)
         core.cache.end_group()
@@ -177,7 +177,7 @@ def _pin(core: StoreCore, request: _Request) -> None:
 
 
 def prefetch(core: StoreCore, keys: Sequence[str], groups: Sequence[Group]) -> int:
-    """Starts to bring ``keys`` in, within the lookahead; returns how many are covered. Raises KeyError, ValueError."""
+    """Starts to fetch ``keys`` within the lookahead; returns the number covered. Raises KeyError, ValueError."""
     covered = 0
     for request in _requests(core, keys, groups):
         taken = core.cache.prefetch(Phase.USER, request.layer, request.numbers, request.flags)

@@ -1,4 +1,4 @@
-"""AdamW on cached records, in the engine: steps and replays are queued behind the reads that they need.
+"""AdamW on cached records, in the engine: steps and replays are queued after the reads that they need.
 
 Nothing here waits. Each call queues one operation on the record's resident sections and advances the record's
 step; the record must be pinned with weights and moments (``Need.STEP``), and they become dirty.
@@ -7,8 +7,8 @@ step; the record must be pinned with weights and moments (``Need.STEP``), and th
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from tierstore import _native
 from tierstore._native import Buffer, Engine, Priority
@@ -21,7 +21,7 @@ from tierstore.store.index.live import LiveIndex, LiveRecord
 
 
 def record_hash(key: str) -> int:
-    """64 bits that name record ``key`` wherever it lies: narrow moments are rounded by them."""
+    """A 64-bit hash of record ``key``, independent of its location, for rounding narrow moments."""
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")
 
 
@@ -40,23 +40,21 @@ class RecordOptimizer:
         self._cache = cache
 
     def behind(self, record: LiveRecord) -> int:
-        """Steps that must be replayed before the record's weights are used: none of a frozen one, or of one that its owner
-        holds.
-        """
+        """Steps to replay before the record's weights are used; 0 for a frozen or owner-held record."""
         if not replays(record.schema):
             return 0
-        return max(self.history.missed(record.step), 0)  # one that the open step has stepped is ahead
+        return max(self.history.missed(record.step), 0)  # a record that has taken the open step is ahead
 
     def catch_up(self, record: LiveRecord) -> None:
-        """Queues the replay of every applied step that the record missed, in one pass."""
+        """Queues the replay of all missed steps of the record, in one pass."""
         if self.behind(record) > 0:
             applied = self.history.applied
             self._adamw(record, self.history.rows(record.step, applied), applied, None, 1.0, ())
 
     def replay_copy(self, record: LiveRecord, sections: Sequence[Buffer], *, after: Sequence[int]) -> int:
-        """Queues the replay of what the record missed on a copy of its weights and moments; returns its ticket.
+        """Queues the replay of the record's missed steps on a copy of its weights and moments; returns its ticket.
 
-        The record itself stays as far behind as it is.
+        The record itself does not change.
         """
         applied = self.history.applied
         rows = self.history.rows(record.step, applied)
@@ -71,11 +69,11 @@ class RecordOptimizer:
         scale: float = 1.0,
         after: Sequence[int] = (),
     ) -> int:
-        """Queues optimizer step ``number`` (None: the open one) with ``gradient`` (fp32, flat) times ``scale``, and in the
-        same pass the steps that the record missed; returns the ticket.
+        """Queues optimizer step ``number`` (None: the open one) with ``gradient`` (fp32, flat) times ``scale``, and in
+        the same pass the record's missed steps; returns the ticket.
 
-        The number of an applied step is for a gradient that waited for that step's norm. Raises StoreError where no step is
-        open, or the record is frozen or has taken the step.
+        ``number`` may be an applied step, for a gradient that waited for that step's norm. Raises StoreError if no step
+        is open, or the record is frozen or has taken the step.
         """
         refuse_frozen(record)
         if number is None or number > self.history.applied:
@@ -92,7 +90,7 @@ class RecordOptimizer:
         scale: float,
         after: Sequence[int],
     ) -> int:
-        """Queues ``rows`` on the resident record, which has reached step ``reached`` with the last of them."""
+        """Queues ``rows`` on the resident record; the last of them takes it to step ``reached``."""
         cache = self._cache
         weights, moments = record.entry(Group.WEIGHTS), record.entry(Group.MOMENTS)
         sections = [*cache.sections(weights), *cache.sections(moments)]
@@ -144,47 +142,40 @@ def replays(schema: RecordSchema) -> bool:
 
 
 def replay_scratch_bytes(schema: RecordSchema) -> int:
-    """Bytes of the host budget for replays where a record of ``schema`` has missed steps."""
+    """Bytes of the host budget for replays, if a record of ``schema`` has missed steps."""
     return _REPLAYS * schema.layout(Group.MOMENTS).slot_bytes
 
 
-@dataclass(slots=True)
-class _Scratch:
-    """Memory for the moments of one record. ``used``: the last ticket that uses it."""
-
-    sections: list[Buffer]
-    used: list[int] = field(default_factory=list)
-
-
 class CaughtUpRecords:
-    """The records of ``live`` as a host cache of weights reads them: caught up. ``begin`` comes before the first read."""
+    """The records of ``live``, caught up when a host cache of weights reads them. Call ``begin`` before the first read."""
 
     def __init__(self, engine: Engine, live: LiveIndex, scratch: Sequence[RecordSchema]) -> None:
         """``scratch``: the schemas of the records that have missed steps."""
         self._engine = engine
         self._live = live
+        #: By schema: memory for the moments of one record each, and the last ticket that uses it (0: none).
         self._scratch = {
-            schema.name: [_Scratch(scratch_buffers(schema.layout(Group.MOMENTS))) for _ in range(_REPLAYS)]
+            schema.name: deque((scratch_buffers(schema.layout(Group.MOMENTS)), 0) for _ in range(_REPLAYS))
             for schema in scratch
         }
         self._scratch_bytes = sum(replay_scratch_bytes(schema) for schema in scratch)
         self._optimizer: RecordOptimizer | None = None
 
     def begin(self, optimizer: RecordOptimizer) -> None:
-        """``optimizer`` knows the steps that were missed."""
+        """Sets the ``optimizer``, which knows the missed steps."""
         self._optimizer = optimizer
 
     def end(self) -> None:
-        """Breaks a cycle with the optimizer, which would keep the cache's memory until a garbage collection."""
+        """Breaks the reference cycle with the optimizer, which would keep the cache's memory until a garbage collection."""
         self._optimizer = None
 
     @property
     def scratch_bytes(self) -> int:
-        """What the scratch takes of the host budget."""
+        """Bytes of scratch in the host budget."""
         return self._scratch_bytes
 
     def backing(self, number: int) -> Backing:
-        """The record that the host cache knows by ``number``."""
+        """The record with ``number`` in the host cache."""
         live = self._live.backing(number)
         if self._optimizer is None or not self._optimizer.behind(live):
             return live
@@ -193,19 +184,19 @@ class CaughtUpRecords:
     def read(
         self, record: LiveRecord, sections: Sequence[Buffer], after: Sequence[int], priority: Priority
     ) -> int:
-        """Queues the read of the weights of ``record``, and the replay of what it missed; returns the replay's ticket."""
+        """Queues the read of the weights of ``record``, and the replay of its missed steps; returns the replay's ticket."""
         assert self._optimizer is not None
         ring = self._scratch[record.schema.name]
-        scratch = ring.pop(0)
-        ring.append(scratch)
-        # What has finished, even badly, delays nothing any more, and must not fail this.
-        before = [ticket for ticket in scratch.used if not self._engine.done(ticket)]
+        ring.rotate(-1)
+        moments, used = ring[-1]
+        # Finished operations, even failed ones, delay nothing any more, and must not make this one fail.
+        before = [used] if used and not self._engine.done(used) else []
         tickets = [
             record.read(Group.WEIGHTS, sections, after, priority),
-            record.read(Group.MOMENTS, scratch.sections, before, priority),
+            record.read(Group.MOMENTS, moments, before, priority),
         ]
-        replay = self._optimizer.replay_copy(record, [*sections, *scratch.sections], after=tickets)
-        scratch.used = [replay]
+        replay = self._optimizer.replay_copy(record, [*sections, *moments], after=tickets)
+        ring[-1] = moments, replay
         return replay
 
 

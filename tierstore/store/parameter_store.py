@@ -1,5 +1,4 @@
-"""``ParameterStore``: parameter states on disk, a budgeted part of them in memory, commits that cannot be
-lost.
+"""``ParameterStore``: parameter states on disk, a budgeted part of them in memory, durable commits.
 
 ::
 
@@ -12,16 +11,15 @@ lost.
         store.update({"expert.0": gradient}, lr=1e-3)
         store.commit()
 
-One serialised caller. ``commit`` is the only acknowledgement: a process killed at any instant reopens at its
-last commit, whole. Failures of the operating system are ``OSError``; a failed write or sync poisons the
-store.
+One serialised caller. ``commit`` is the only acknowledgement: after a kill at any instant the store reopens at its
+complete last commit. Failures of the operating system are ``OSError``; a failed write or sync poisons the store.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -30,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore._native import Engine
+from tierstore.stats import OnProgress
 from tierstore.store.adamw import AdamWConfig
 from tierstore.store.config import StoreAccess, StoreConfig
 from tierstore.store.core import OptimizerStep, StoreCore
@@ -44,13 +43,13 @@ from tierstore.store.records import RecordInfo
 from tierstore.store.registering import NewRecord, register_many
 from tierstore.store.verify import VerifyReport, verify_tables
 
-#: How often ``commit_async`` awaits what other tasks have changed meanwhile, before it blocks for the rest.
+#: Rounds in which ``commit_async`` awaits other tasks' changes, before it blocks for the rest.
 _ROUNDS = 3
 
 
 @dataclass(frozen=True)
 class LastCommit:
-    """What is durable: how many commits there were, small named state, names of snapshots (oldest first)."""
+    """The durable state: the number of commits, small named state, names of snapshots (oldest first)."""
 
     generation: int
     state: Mapping[str, bytes]
@@ -59,7 +58,7 @@ class LastCommit:
 
 @dataclass(frozen=True)
 class StoreStatus:
-    """``steps`` that the store has taken; one line for each capability in effect; its directories, its own first."""
+    """The ``steps`` taken; one line for each capability in effect; the directories, the store's own first."""
 
     steps: int
     effective: list[str]
@@ -67,7 +66,7 @@ class StoreStatus:
 
 
 class ParameterStore:
-    """An open store; made by ``create`` or ``open``, closed by ``close`` or as a context manager.
+    """An open store: made by ``create`` or ``open``, closed by ``close`` or as a context manager.
 
     ``core`` is for programs that drive accesses and steps themselves, as the trainer does.
     """
@@ -91,7 +90,7 @@ class ParameterStore:
         trace: Path | None = None,
         io_log: Path | None = None,
     ) -> ParameterStore:
-        """A new store of ``schemas`` in ``directory`` (made if missing). ``open`` finds it after its first commit.
+        """Creates a store of ``schemas`` in ``directory`` (made if missing). ``open`` finds it after its first commit.
 
         ``trace`` records the input of every residency decision, ``io_log`` every write and sync (for crash replay). Raises
         StoreExistsError, ConfigError, BudgetError, OSError; on failure nothing is left behind.
@@ -112,11 +111,11 @@ class ParameterStore:
         trace: Path | None = None,
         io_log: Path | None = None,
     ) -> ParameterStore:
-        """The store in ``directory`` at its last commit. ``OpenAt.PREVIOUS`` undoes a commit that several ranks prepared and
-        did not acknowledge.
+        """Opens the store in ``directory`` at its last commit. ``OpenAt.PREVIOUS`` undoes a commit that several ranks
+        prepared and did not acknowledge.
 
-        With ``StoreAccess.READ`` nothing is written or undone, several processes may read while none writes, changes raise
-        StoreError, and the host cache is for weights.
+        With ``StoreAccess.READ`` nothing is written or undone, several processes may read while none writes, changes
+        raise StoreError, and the host cache holds only weights.
 
         ``adamw`` may differ from the last time, except for ``inactive``; None: the defaults with the store's ``inactive``.
         ``further``: schemas that the store has from its next commit on. Raises StoreMissingError, StoreInUseError,
@@ -132,8 +131,8 @@ class ParameterStore:
         return cls(core)
 
     def close(self) -> None:
-        """Closes the store; what was not committed is lost. Safe to call twice and after a failure. In a forked child it
-        does nothing: the store belongs to the process that opened it.
+        """Closes the store; uncommitted changes are lost. Safe to call twice and after a failure. A no-op in a forked
+        child: the store belongs to the process that opened it.
         """
         self.core.close()
 
@@ -159,9 +158,9 @@ class ParameterStore:
     def reserve(self, counts: Mapping[str, int] | None = None) -> None:
         """Reserves disk for 2 + ``retain`` copies: the live records, their last commit, and the retained snapshots.
 
-        ``counts``: the records of each schema that there will be (default: those that there are). Raises OSError (ENOSPC)
-        naming the file and the bytes needed, with nothing changed but reservations. Registering records reserves too, and so
-        does the first change after opening.
+        ``counts``: the expected number of records of each schema (default: the present one). Raises OSError (ENOSPC)
+        naming the file and the bytes needed, with nothing changed but reservations. Registering records also reserves
+        space, and so does the first change after opening.
         """
         self.core.reserve(counts)
 
@@ -175,7 +174,7 @@ class ParameterStore:
         register_many(self.core, [NewRecord(key, schema, layer, weight)])
 
     def register_many(self, records: Iterable[NewRecord]) -> None:
-        """``register`` for many records, with space for all of them reserved first. When a callable that makes a weight
+        """``register`` for many records, with space for all of them reserved first. If a callable that makes a weight
         raises, the records before it are registered.
         """
         register_many(self.core, records)
@@ -197,7 +196,7 @@ class ParameterStore:
         return lease
 
     async def fetch_async(self, keys: Sequence[str], groups: Sequence[Group] = (Group.WEIGHTS,)) -> Lease:
-        """``fetch``, awaited: decisions are made now, the waiting yields to the event loop."""
+        """``fetch`` for asyncio: decides at once, and waits in the event loop."""
         lease = begin_fetch(self.core, keys, groups)
         try:
             await self._wait(lease.tickets)
@@ -207,14 +206,14 @@ class ParameterStore:
         return lease
 
     def prefetch(self, keys: Sequence[str], groups: Sequence[Group] = (Group.WEIGHTS,)) -> int:
-        """Starts to bring ``keys`` in, within the ``lookahead`` budget; returns how many are covered."""
+        """Starts to fetch ``keys`` within the ``lookahead`` budget; returns the number covered."""
         return prefetch(self.core, keys, groups)
 
     # Updating -----------------------------------------------------------------------------------------------
 
     def update(self, gradients: Mapping[str, npt.NDArray[np.float32]], *, lr: float) -> None:
-        """One AdamW step of the whole store: records in ``gradients`` (float32 [numel]) are stepped now, the others as
-        ``inactive`` says. It is queued when this returns; ``fetch`` waits for what it needs.
+        """One AdamW step of the whole store: records in ``gradients`` (float32 [numel]) are stepped now, the others
+        according to ``inactive``. The step is queued when this returns; ``fetch`` waits for the steps it needs.
 
         Raises KeyError, ValueError, StoreError (a record is leased), OSError (ENOSPC) and BudgetError with nothing changed;
         an interruption later poisons the store.
@@ -230,7 +229,7 @@ class ParameterStore:
 
     @contextlib.contextmanager
     def optimizer_step(self, lr: float) -> Iterator[OptimizerStep]:
-        """``update`` in parts, for gradients that come one after another::
+        """``update`` in parts, for gradients that arrive one after another::
 
             with store.optimizer_step(lr) as step:
                 for key in keys:
@@ -240,7 +239,7 @@ class ParameterStore:
         not taken. If a record has been stepped by then, the store is also poisoned: every later call raises
         StorePoisonedError, and only the last commit can be opened. Raises StoreError if a step is open.
 
-        After each ``cache.write_back_every`` steps of the store the write-back of what is dirty is queued.
+        After every ``cache.write_back_every`` steps of the store, the write-back of dirty records is queued.
         """
         history, every = self.core.history, self.config.cache.write_back_every
         before = history.applied
@@ -253,7 +252,7 @@ class ParameterStore:
 
     @property
     def last_commit(self) -> LastCommit:
-        """What a store opened now would be at."""
+        """The last commit: the state at which the store would be opened now."""
         committer = self.core.committer
         return LastCommit(self.core.live.generation, committer.state, list(committer.snapshots))
 
@@ -261,19 +260,19 @@ class ParameterStore:
         """Makes everything so far durable, with ``state`` merged into the named state; returns the generation.
 
         ``snapshot`` keeps the commit under that name too, at the cost of the dirty bytes; the oldest snapshots beyond
-        ``retain`` are dropped. When this returns the commit is acknowledged. StoreError and ValueError change nothing (a
-        lease pins what must be written, say); any other error poisons the store, which reopens at this commit or the one
-        before. OSError (ESTALE) names a file of the store that was removed or replaced.
+        ``retain`` are dropped. When this returns the commit is acknowledged. StoreError and ValueError change nothing
+        (for example, a lease pins a record that must be written); any other error poisons the store, which reopens at
+        this commit or the previous one. OSError (ESTALE) names a file of the store that was removed or replaced.
         """
         return self.core.committer.commit(state, snapshot=snapshot)
 
     async def commit_async(
         self, state: Mapping[str, bytes] | None = None, *, snapshot: str | None = None
     ) -> int:
-        """``commit``, awaiting writes and syncs. What other tasks change meanwhile is part of it.
+        """``commit`` for asyncio: awaits writes and syncs. It includes changes that other tasks make meanwhile.
 
-        It awaits up to three rounds, each of what changed during the one before. Later changes, the index transaction and
-        syncs of directories whose extents have grown block the event loop.
+        It awaits up to three rounds, each for the changes made during the previous one. Later changes, the index
+        transaction and syncs of directories whose extents have grown block the event loop.
         """
         for _ in range(_ROUNDS):
             tickets = self.core.committer.begin(state, snapshot=snapshot)
@@ -289,24 +288,24 @@ class ParameterStore:
     # Content ------------------------------------------------------------------------------------------------
 
     def status(self) -> StoreStatus:
-        """What is in effect, and what lies where."""
+        """The capabilities in effect, and the use of the directories."""
         return StoreStatus(self.core.history.applied, self.core.describe(), self.core.extents.drive_reports())
 
-    def records_crc32c(self, progress: Callable[[int, int], None] | None = None) -> int:
+    def records_crc32c(self, progress: OnProgress | None = None) -> int:
         """CRC-32C over every record's content in key order, caught up to the last applied step: equal for stores of equal
-        content, wherever their bytes lie. ``progress`` is called with the records done and in all. Raises ChecksumError,
-        OSError.
+        content, whatever their layout on disk. ``progress`` is called with the records done and in all. Raises
+        ChecksumError, OSError.
         """
         return self.core.records_crc32c(progress)
 
-    def verify(self, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
-        """Reads every section of the last commit and of the snapshots and checks it; see ``verify_store``."""
+    def verify(self, progress: OnProgress | None = None) -> VerifyReport:
+        """Reads and checks every section of the last commit and of the snapshots; see ``verify_store``."""
         self.core.failures.check()
         core = self.core
         return verify_tables(core.extents, core.engine, core.committer.tables(), progress)
 
 
-def verify_store(directory: Path | str, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
+def verify_store(directory: Path | str, progress: OnProgress | None = None) -> VerifyReport:
     """Verifies the store in ``directory``; ``progress`` is called with the section groups done and in all. Writes nothing.
 
     Raises StoreMissingError, StoreInUseError, StoreFormatError (a truncated file, say).
@@ -315,8 +314,8 @@ def verify_store(directory: Path | str, progress: Callable[[int, int], None] | N
         return store.verify(progress)
 
 
-def verify_all(store: Path, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
-    """``verify_store`` of every rank, in rank order; ``progress`` follows one after another."""
+def verify_all(store: Path, progress: OnProgress | None = None) -> VerifyReport:
+    """``verify_store`` for every rank, in rank order; ``progress`` reports one rank after another."""
     total = VerifyReport()
     for directory in rank_directories(store) or [store]:
         report = verify_store(directory, progress)
@@ -330,7 +329,7 @@ def verify_all(store: Path, progress: Callable[[int, int], None] | None = None) 
 
 
 def open_to_read(directory: Path, at: OpenAt = OpenAt.LAST) -> ParameterStore:
-    """The store in ``directory``, opened to read in the least memory. Raises as ``ParameterStore.open`` does."""
+    """Opens the store in ``directory`` to read, with the smallest budget. Raises as ``ParameterStore.open``."""
     config = StoreConfig(host_budget=minimum_reading_budget(read_schemas(directory)))
     return ParameterStore.open(directory, config, at=at, access=StoreAccess.READ)
 
@@ -346,7 +345,7 @@ class TicketAwaiter:
     async def wait(self, tickets: Iterable[int]) -> None:
         """Returns when all have finished; raises the first failure, in the order given.
 
-        Cancelling the awaiting task stops the waiting, not the operations: what was queued is carried out.
+        Cancelling the awaiting task stops only the waiting: queued operations are carried out.
         """
         loop = asyncio.get_running_loop()
         for ticket in tickets:

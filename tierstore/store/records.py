@@ -1,4 +1,4 @@
-"""The records of an open store by key: which the host cache holds, and which their owners hold."""
+"""The records of an open store by key, held by the host cache or by their owners."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tierstore.store.optimizer import replays
 
 @dataclass(frozen=True)
 class RecordInfo:
-    """What the store knows of a record without reading it; ``step``: optimizer steps that its content has had."""
+    """A record's properties, known without reading it; ``step``: optimizer steps applied to its content."""
 
     schema: RecordSchema
     layer: int
@@ -32,7 +32,7 @@ class RecordInfo:
 
 
 class Records:
-    """The registry of a store: its records by key, and which of them the host cache holds."""
+    """The registry of a store: its records by key, and whether the host cache holds them."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Records:
         self._opened_to = opened_to
         self._extents = extents
         self._cache = cache
-        #: How many leases hold each record.
+        #: The number of leases on each record.
         self.leased: Counter[str] = Counter()
 
     @property
@@ -64,14 +64,14 @@ class Records:
         return self._live.record(key)
 
     def cached(self, key: str) -> LiveRecord:
-        """The record ``key``, which the host cache holds. Raises KeyError, also for one that its owner holds."""
+        """The record ``key``, held by the host cache. Raises KeyError, also for an owner-held record."""
         record = self.live(key)
         if not record.cached:
             raise KeyError(key)
         return record
 
     def direct(self, key: str) -> LiveRecord:
-        """The record ``key``, which its owner holds. Raises KeyError, also for one that the host cache holds."""
+        """The record ``key``, held by its owner. Raises KeyError, also for a record of the host cache."""
         record = self.live(key)
         if record.cached:
             raise KeyError(key)
@@ -83,7 +83,7 @@ class Records:
         return RecordInfo(live.schema, live.layer, live.step)
 
     def schema_index(self, name: str) -> int:
-        """The number of schema ``name``. Raises StoreError, naming those that there are."""
+        """The number of schema ``name``. Raises StoreError naming the existing schemas."""
         for index, schema in enumerate(self._extents.schemas):
             if schema.name == name:
                 return index
@@ -91,17 +91,17 @@ class Records:
         raise StoreError(f"unknown schema {name!r}; this store has: {known}")
 
     def counts(self, added: Iterable[int] = ()) -> Counter[str]:
-        """How many records each schema has, by its name, with those ``added``, by its number."""
+        """The number of records by schema name, including those ``added``, by schema number."""
         return self._live.counts() + Counter(self._extents.schemas[schema].name for schema in added)
 
     def trained_steps(self) -> npt.NDArray[np.int64]:
-        """The steps of all records that the host cache holds and an optimizer step may take."""
+        """The steps of all trained records in the host cache."""
         return self._live.steps_of(
             [number for number, schema in enumerate(self._extents.schemas) if replays(schema)]
         )
 
     def load(self, table: CommittedRecords, history: StepHistory) -> None:
-        """Loads the records of the opened commit, in the order of their keys. A reader reads those that have missed steps of
+        """Loads the records of the opened commit, in the order of their keys. A reader reads those with missed steps of
         ``history`` whole.
         """
         self._live.load(table)
@@ -112,7 +112,7 @@ class Records:
         stepped = np.array([replays(schema) for schema in schemas])[rows["schema"]]
         reading = self._opened_to is StoreAccess.READ and history.replays
         missed = stepped & (rows["step"] < history.applied) & reading
-        # Runs of records alike: the numbers in the host cache ascend with the keys.
+        # Runs of similar records: the numbers in the host cache ascend with the keys.
         alike = 2 * rows["schema"].astype(np.int64) + missed
         begins = np.flatnonzero(np.diff(alike[held], prepend=-1))
         for run in np.split(held, begins[1:]):
@@ -129,21 +129,22 @@ class Records:
         """Adds a new record. ``stored``: the caller writes its content to its slots before anything reads it."""
         live = self._live.add_record(key, schema, layer)
         if live.schema.placement is Placement.CACHED:
-            number = self._cache.add_record(live.layer, *_sizes(live.schema), stored=stored)
+            layers = np.array([live.layer], np.uint16)
+            number = self._cache.add_records(layers, *_sizes(live.schema), stored=stored)
             self._live.hold(np.array([live.row]), number)
         return live
 
     def remove(self, key: str) -> None:
-        """Removes the record that was added last, which the host cache holds and no access has touched.
+        """Removes the record that was added last, which is in the host cache and was never accessed.
 
-        The host cache never uses its number again.
+        The host cache never reuses its number.
         """
         self._live.remove_last(self._live.record(key))
 
 
 @cache
 def _sizes(schema: RecordSchema) -> tuple[list[list[int]], list[int]]:
-    """Of each group, the bytes of its sections and of a slot."""
+    """For each group, the bytes of its sections and of a slot."""
     layouts = [schema.layout(group) for group in Group]
     sections = [[section.nbytes for section in layout.sections] for layout in layouts]
     return sections, [layout.slot_bytes for layout in layouts]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tierstore import _native
 from tierstore._native import Buffer, CrcTable, Engine, Priority
+from tierstore.stats import OnProgress
 from tierstore.store.disk.drives import DriveReport
 from tierstore.store.disk.extents import Slot, scratch_buffers
 from tierstore.store.disk.store_extents import StoreExtents
@@ -17,9 +18,7 @@ from tierstore.store.index.table import CommittedRecords
 
 @dataclass
 class VerifyReport:
-    """What verification found. ``failures`` names key, section and file of each, with the commit it belongs
-    to.
-    """
+    """The result of a verification. ``failures`` names key, section, file and commit of each mismatch."""
 
     records: int = 0
     sections: int = 0
@@ -29,22 +28,18 @@ class VerifyReport:
     drives: list[DriveReport] = field(default_factory=list)
 
 
-#: Reads that are in flight at once.
+#: Reads in flight at once.
 _IN_FLIGHT = 64
 _IN_FLIGHT_BYTES = 64 << 20
-
-Progress = Callable[[int, int], None]
 
 
 def verify_tables(
     extents: StoreExtents,
     engine: Engine,
     tables: Sequence[tuple[str, CommittedRecords]],
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
 ) -> VerifyReport:
-    """Checks every slot that ``tables`` (name, table; the last commit's first) refer to; shared ones are read
-    once.
-    """
+    """Checks every slot of ``tables`` (name, table; the last commit's first); shared slots are read once."""
     report = VerifyReport(snapshots=len(tables) - 1, records=len(tables[0][1]))
     work: dict[tuple[Slot, int], tuple[str, tuple[int, ...]]] = {}
     for commit, table in tables:
@@ -65,7 +60,7 @@ def verify_tables(
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """A slot that is being read into memory of its own, and its ``table`` of checksums."""
+    """A slot being read into separate memory, and its ``table`` of checksums."""
 
     ticket: int
     slot: Slot
@@ -76,7 +71,7 @@ class _Read:
 
 
 class _Reads:
-    """Reads of slots, as many in flight as ``_IN_FLIGHT_BYTES`` hold and ``_IN_FLIGHT`` allow, checked in order."""
+    """Reads of slots, limited in flight by ``_IN_FLIGHT_BYTES`` and ``_IN_FLIGHT``, checked in order."""
 
     def __init__(self, engine: Engine, report: VerifyReport) -> None:
         self._engine = engine
@@ -86,7 +81,7 @@ class _Reads:
         self._spare: dict[GroupLayout, list[tuple[list[Buffer], CrcTable]]] = defaultdict(list)
 
     def queue(self, slot: Slot, what: str, crcs: tuple[int, ...]) -> None:
-        """Checks ``slot`` against ``crcs``, some time until ``finish`` returns."""
+        """Queues a check of ``slot`` against ``crcs``, done when ``finish`` returns."""
         layout = slot.extent.layout
         while self._queued and (
             len(self._queued) >= _IN_FLIGHT or self._queued_bytes + layout.slot_bytes > _IN_FLIGHT_BYTES
@@ -112,7 +107,7 @@ class _Reads:
             self._check(self._queued.popleft())
 
     def _check(self, read: _Read) -> None:
-        """Waits for one slot; on a mismatch every bad section is named, not the first."""
+        """Waits for one slot; on a mismatch, names every bad section."""
         extent, layout, report = read.slot.extent, read.slot.extent.layout, self._report
         self._queued_bytes -= layout.slot_bytes
         self._spare[layout].append((read.sections, read.table))

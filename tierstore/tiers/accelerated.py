@@ -1,12 +1,13 @@
-"""The device tier on an accelerator: slots in device memory, pinned host buffers, one copy thread a direction.
+"""The device tier on an accelerator: slots in device memory, pinned host buffers, one stream of copies a direction.
 
-The engine knows nothing of devices. A copy that a stream carries out is an *external* ticket: a thread
-waits for the tickets that it follows, puts the copy on its stream, waits for the stream and
-completes the ticket. Both threads spend their time outside the interpreter lock.
+The engine knows nothing of devices. A copy that a stream carries out is an *external* ticket, completed when the bytes have
+arrived. Computation does not wait for the ticket: the compute stream waits for the copy's event, and the host only until
+the copy is on its stream.
 """
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections import deque
@@ -15,52 +16,98 @@ from collections.abc import Callable, Sequence
 import torch
 
 from tierstore._native import Arena, Buffer, Engine, HugePages
-from tierstore.accelerator import pin_arena, unpin_arena
-from tierstore.capabilities import Capability, resolve
+from tierstore.accelerator import pinned
+from tierstore.capabilities import Capability
 from tierstore.quant.weights import QuantizedWeights, Weights
-from tierstore.tiers.device import tensor_of
+from tierstore.tiers.device import LeavingGradients, WeightLoads, tensor_of
 from tierstore.tiers.slots import DeviceSlots
 
-_Work = tuple[Sequence[int], Callable[[], None], int]
+
+class _Copy:
+    """A copy that is to be put on ``stream`` once the tickets ``after`` have finished: by whoever comes first, the caller
+    who needs it or the thread that waits for them.
+    """
+
+    def __init__(
+        self, stream: torch.Stream, after: Sequence[int], copy: Callable[[], None], ticket: int
+    ) -> None:
+        self.after = after
+        self.ticket = ticket
+        self._stream = stream
+        self._copy = copy
+        self._queued: torch.Event | None = None
+        self._lock = threading.Lock()
+
+    def queue(self) -> torch.Event:
+        """The event of the copy on its stream. The tickets ``after`` have finished."""
+        with self._lock:
+            if self._queued is None:
+                with self._stream:
+                    self._copy()
+                event = torch.Event(self._stream.device)
+                event.record(self._stream)
+                self._queued = event
+            return self._queued
 
 
-class _CopyThread:
-    """Runs copies in order on a stream of its own; each ticket completes when the bytes have arrived."""
+class _CopyStream:
+    """Copies on a stream of its own. One whose tickets are unfinished is not on the stream, so nothing waits behind it."""
 
     def __init__(self, engine: Engine, device: torch.device, name: str) -> None:
-        self._engine = engine
         self.stream = torch.Stream(device)
-        self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._engine = engine
+        #: Copies that follow unfinished tickets, and copies that are on the stream.
+        self._waiting: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
+        self._running: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._queue_ready, name=f"{name}-wait", daemon=True),
+            threading.Thread(target=self._complete, name=f"{name}-end", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
 
-    def submit(self, after: Sequence[int], copy: Callable[[], None]) -> int:
+    def submit(self, after: Sequence[int], copy: Callable[[], None]) -> _Copy:
+        """Queues ``copy``: at once if the tickets ``after`` have finished."""
         before = [earlier for earlier in after if earlier]
         # It fails with the error of what it follows; waiting for it makes what it follows urgent.
-        ticket = self._engine.external(after=before)
-        self._work.put((before, copy, ticket))
-        return ticket
+        submitted = _Copy(self.stream, before, copy, self._engine.external(after=before))
+        if all(map(self._engine.done, before)):
+            self._queue(submitted)
+        else:
+            self._waiting.put(submitted)
+        return submitted
 
-    def _run(self) -> None:
-        while (work := self._work.get()) is not None:
-            after, copy, ticket = work
+    def _queue_ready(self) -> None:
+        while (copy := self._waiting.get()) is not None:
+            self._queue(copy)
+
+    def _queue(self, copy: _Copy) -> None:
+        try:
+            self._engine.wait_all(copy.after)
+            copy.queue()
+        except Exception as error:  # raised again for those that wait for the ticket
+            self._engine.complete_external(copy.ticket, str(error))
+        else:
+            self._running.put(copy)
+
+    def _complete(self) -> None:
+        while (copy := self._running.get()) is not None:
             try:
-                self._engine.wait_all(after)
-                with self.stream:
-                    copy()
-                self.stream.synchronize()
-            except Exception as error:  # raised again for those that wait for the ticket
-                self._engine.complete_external(ticket, str(error))
+                copy.queue().synchronize()
+            except Exception as error:
+                self._engine.complete_external(copy.ticket, str(error))
             else:
-                self._engine.complete_external(ticket)
+                self._engine.complete_external(copy.ticket)
 
     def close(self) -> None:
-        self._work.put(None)
-        self._thread.join()
+        """Returns when all copies have ended."""
+        for copies, thread in zip((self._waiting, self._running), self._threads, strict=True):
+            copies.put(None)
+            thread.join()
 
 
 class AcceleratedTier:
-    """Slots on ``device``. Gradients are copied to host memory, pinned if it can be (``pinned``), a buffer for each slot."""
+    """Slots on ``device``. Gradients are copied to host buffers, pinned if they can be."""
 
     def __init__(
         self,
@@ -72,21 +119,27 @@ class AcceleratedTier:
     ) -> None:
         self.device = device
         self.slots = slots
+        self.loads = WeightLoads.COPIED
         self._weights = _slots(slots.weights, slots.weight_bytes, slots.weight_content_bytes, device)
         gradients = _slots(slots.gradients, slots.gradient_bytes, slots.numel * 4, device)
         self._gradients = [slot.view(torch.float32) for slot in gradients]
         # Frozen experts have no gradient slots; an arena has at least a page.
-        self._host_arena = Arena(max(slots.gradients * slots.gradient_bytes, 4096), huge_pages)
-        self.pinned = resolve("pinned_memory", pinning, lambda: pin_arena(self._host_arena, device))
-        self._host = [
-            Buffer(self._host_arena, [(i * slots.gradient_bytes, slots.gradient_bytes)], slots.numel * 4)
-            for i in range(slots.gradients)
-        ]
+        self._host_arena = Arena(max(slots.host_bytes, 4096), huge_pages)
+        self._pinned = contextlib.ExitStack()
+        self._pinned.enter_context(pinned(self._host_arena, device, pinning))
+        self._leaving = LeavingGradients(
+            [
+                Buffer(self._host_arena, [(i * slots.gradient_bytes, slots.gradient_bytes)], slots.numel * 4)
+                for i in range(slots.gradients)
+            ]
+        )
         # The allocator may have given them memory that work queued on the compute stream still uses.
         self._idle = [self._reached()] * slots.weights
         self._free: deque[tuple[int, list[int]]] = deque((slot, []) for slot in range(slots.gradients))
-        self._up = _CopyThread(engine, device, "tierstore-h2d")
-        self._down = _CopyThread(engine, device, "tierstore-d2h")
+        self._up = _CopyStream(engine, device, "tierstore-h2d")
+        self._down = _CopyStream(engine, device, "tierstore-d2h")
+        #: By weight slot: its last copy.
+        self._loads: dict[int, _Copy] = {}
 
     def in_place(self, source: Buffer) -> Weights | None:
         """None: experts are computed with on the device."""
@@ -103,9 +156,14 @@ class AcceleratedTier:
                 target[offset : offset + part.numel()].copy_(part, non_blocking=True)
                 offset += part.numel()
 
-        return self._up.submit(after, copy)
+        load = self._loads[slot] = self._up.submit(after, copy)
+        return load.ticket
+
+    def awaited(self, slot: int, ticket: int) -> Sequence[int]:
+        return self._loads[slot].after
 
     def weights(self, slot: int) -> Weights:
+        torch.accelerator.current_stream(self.device).wait_event(self._loads[slot].queue())
         if self.slots.quantized is not None:
             return QuantizedWeights(self.slots.quantized, self._weights[slot])
         return self._weights[slot].view(self.slots.compute)
@@ -127,22 +185,22 @@ class AcceleratedTier:
 
     def copy_to_host(self, slot: int) -> tuple[Buffer, list[int]]:
         made = self._reached()
-        source, target = self._gradients[slot], tensor_of(self._host[slot], torch.float32)
+        buffer, guards = self._leaving.begin(slot)
+        source, target = self._gradients[slot], tensor_of(buffer, torch.float32)
 
         def copy() -> None:
             self._down.stream.wait_event(made)
             target.copy_(source, non_blocking=True)
 
-        return self._host[slot], [self._down.submit((), copy)]
+        return buffer, self._leaving.left(slot, self._down.submit(guards, copy).ticket)
 
     def free_gradient(self, slot: int, after: Sequence[int]) -> None:
-        self._free.append((slot, list(after)))
+        self._free.append((slot, self._leaving.end(slot, after)))
 
     def close(self) -> None:
         self._up.close()
         self._down.close()
-        if self.pinned:
-            unpin_arena(self._host_arena, self.device)
+        self._pinned.close()
 
 
 def _slots(count: int, stride: int, nbytes: int, device: torch.device) -> list[torch.Tensor]:

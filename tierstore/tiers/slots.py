@@ -66,6 +66,11 @@ class DeviceSlots(Generic[E]):
         """Bytes of all slots."""
         return self.weights * self.weight_bytes + self.gradients * self.gradient_bytes
 
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the host buffers, one for each gradient slot, that gradients leave a device for."""
+        return self.gradients * self.gradient_bytes
+
 
 def _padded(nbytes: int) -> int:
     return -(-nbytes // _PAGE) * _PAGE

@@ -1,4 +1,4 @@
-"""What a trace is, in memory and as bytes: its records, events in columns, chunks of them, and the header.
+"""A trace in memory and as bytes: its records, its events in columns, their chunks, and the header.
 
 docs/TRACES.md lays out the file (versions 2 to 5). ``tierstore.trace.writer`` and ``reader`` write and read it;
 ``replay`` drives a residency core through it.
@@ -22,7 +22,7 @@ from numpy.typing import ArrayLike, NDArray
 from tierstore._native import StepClock
 from tierstore.errors import DataError
 
-# One run as it is stored: how many records, and what each of them is.
+# One run as it is stored: the number of records, and the fields of each.
 _RUN = np.dtype(
     [("count", "<u4"), ("layer", "<u4"), ("frames", "<u4", (3,)), ("bytes", "<u8", (3,)), ("stored", "<u4")]
 )
@@ -32,7 +32,7 @@ _WHAT = ["layer", "frames", "bytes", "stored"]
 
 @dataclass(frozen=True, slots=True)
 class TraceRecord:
-    """One record: its layer, and frames and bytes of its groups (weights, moments, gradients)."""
+    """One record: its layer, and the frames and bytes of its groups (weights, moments, gradients)."""
 
     layer: int
     frames: tuple[int, int, int]
@@ -41,7 +41,7 @@ class TraceRecord:
 
 
 class RecordTable(Sequence[TraceRecord]):
-    """The records, numbered from 0, as runs of equal ones. Immutable; equal tables compare equal.
+    """The records, numbered from 0, as runs of equal records. Immutable; equal tables compare equal.
 
     ``layers`` (uint32 [records]), ``frames`` (uint32 [records, 3]), ``bytes`` (uint64 [records, 3]) and
     ``stored`` (uint16 [records]) are its columns, made on first use.
@@ -65,7 +65,7 @@ class RecordTable(Sequence[TraceRecord]):
     ) -> RecordTable:
         """``count`` records; each argument is a column of them, or one value for all (a triple for sizes).
 
-        Raises DataError for what the format's integers cannot hold.
+        Raises DataError for values that the format's integers cannot hold.
         """
         runs = np.zeros(count, _RUN)
         runs["count"] = 1
@@ -78,7 +78,7 @@ class RecordTable(Sequence[TraceRecord]):
 
     @classmethod
     def of(cls, records: Iterable[TraceRecord]) -> RecordTable:
-        """``records`` themselves, if they are a table already."""
+        """The table of ``records``; returned unchanged if it is one already."""
         return records if isinstance(records, RecordTable) else cls(records)
 
     def __len__(self) -> int:
@@ -113,7 +113,7 @@ class RecordTable(Sequence[TraceRecord]):
         return f"RecordTable({len(self)} records in {len(self._runs)} runs)"
 
     def runs(self) -> Iterator[tuple[int, TraceRecord]]:
-        """Each run: how many records, and what each of them is."""
+        """Each run: its number of records, and the record."""
         for run in self._runs:
             yield int(run["count"]), _record(run)
 
@@ -167,7 +167,7 @@ class RecordTable(Sequence[TraceRecord]):
         runs = np.frombuffer(plain, _RUN).copy()
         if (runs["count"] == 0).any():
             raise ValueError("a run of no records")
-        # A few bytes can say billions, and columns of them would be made.
+        # A few bytes can claim billions of records, whose columns would be allocated.
         records = int(runs["count"].sum(dtype=np.uint64))
         if records > _MOST_RECORDS:
             raise ValueError(f"{records} records, more than {_MOST_RECORDS}")
@@ -180,7 +180,7 @@ def _record(run: np.void) -> TraceRecord:
 
 
 def _merged(runs: NDArray[np.void]) -> NDArray[np.void]:
-    """Neighbours that are alike as one run."""
+    """Joins equal neighbours into one run."""
     if len(runs) < 2:
         return runs
     what = runs.view(np.uint8).reshape(len(runs), _RUN.itemsize)[:, _RUN["count"].itemsize :]
@@ -191,7 +191,7 @@ def _merged(runs: NDArray[np.void]) -> NDArray[np.void]:
 
 
 MAGIC = b"tsrtrace"
-#: 3 has records that were added after the first event, 4 notes, 5 accesses that are steps.
+#: Version 3 adds records added after the first event, 4 adds notes, 5 adds accesses that count as steps.
 VERSIONS = (2, 3, 4, 5)
 PREAMBLE = struct.Struct("<8sIIQ")  # magic, version, 0, byte of the description (0: not completed)
 CHUNK = struct.Struct("<4sIIIIBBH")  # tag, events, units, bytes, crc32, coding, constant columns, 0
@@ -229,7 +229,7 @@ class TraceKind(enum.IntEnum):
 
 
 class Coding(enum.IntEnum):
-    """How the columns of a chunk are stored."""
+    """The coding of a chunk's columns."""
 
     PLAIN = 0
     ZLIB = 1
@@ -238,12 +238,12 @@ class Coding(enum.IntEnum):
 @dataclass(frozen=True)
 class TraceHeader:
     """The core that was recorded. ``layer_quotas`` (frames) goes with ``scope="layer"``; ``group_order`` is
-    ``"resident-first"`` or ``"key"``.
+    ``"resident-first"``, ``"key"`` or ``"given"``.
 
-    Of an imported or generated trace: a core in which everything fits. ``origin`` says in words where the
-    trace comes from. ``records`` is a RecordTable, whatever sequence was given; the last ``late_records`` of them
-    were added after the first event, each by an ADD. ``notes`` say in words what was decided beside the core, and when.
-    ``clock`` is what a step was to the policy: the name of a ``StepClock``, in lower case.
+    An imported or generated trace has a core in which everything fits. ``origin`` describes the source of the trace.
+    ``records`` is converted to a RecordTable; its last ``late_records`` were added after the first event, each by an
+    ADD. ``notes`` describe decisions made outside the core, and when. ``clock`` is the policy's notion of a step: the
+    name of a ``StepClock``, in lower case.
     """
 
     capacity_frames: int
@@ -262,15 +262,15 @@ class TraceHeader:
     def __post_init__(self) -> None:
         if self.clock.upper() not in StepClock.__members__:
             raise ValueError(f"clock {self.clock!r}: expected steps, accesses or late_accesses")
-        if self.group_order not in ("resident-first", "key"):
-            raise ValueError(f"group_order {self.group_order!r}: expected resident-first or key")
+        if self.group_order not in ("resident-first", "key", "given"):
+            raise ValueError(f"group_order {self.group_order!r}: expected resident-first, key or given")
         object.__setattr__(self, "records", RecordTable.of(self.records))
         if not 0 <= self.late_records <= len(self.records):
             raise ValueError(f"late_records {self.late_records} of {len(self.records)} records")
 
     @property
     def version(self) -> int:
-        """Of the file: the oldest that can say it."""
+        """The file's version: the oldest that can hold this header."""
         return VERSIONS[3 if self.clock != "steps" else 2 if self.notes else self.late_records > 0]
 
     @property
@@ -296,7 +296,7 @@ class TraceHeader:
         plain = json.loads(text)
         quotas = tuple(int(quota) for quota in plain.pop("layer_quotas"))
         notes = tuple(str(note) for note in plain.pop("notes", ()))
-        plain.setdefault("group_order", "key")  # as all were before there was a choice
+        plain.setdefault("group_order", "key")  # the order of all traces before the key existed
         return TraceHeader(**plain, layer_quotas=quotas, notes=notes, records=records)
 
 
@@ -325,7 +325,7 @@ class EventColumns:
         steps: ArrayLike = 0,
         flags: ArrayLike = 1,
     ) -> EventColumns:
-        """Events of ``counts`` [events] units each. The others are columns, or one value for all rows.
+        """Events with ``counts`` [events] units each. The other arguments are columns, or one value for all rows.
 
         Raises ValueError if the columns do not fit together.
         """
@@ -366,7 +366,7 @@ class EventColumns:
         return np.diff(self.offsets)
 
     def part(self, first: int, last: int) -> EventColumns:
-        """Events ``first`` to ``last`` (excluded); views, but for the offsets."""
+        """Events ``first`` to ``last`` (excluded), as views; only the offsets are copied."""
         begin, end = int(self.offsets[first]), int(self.offsets[last])
         return EventColumns(
             kinds=self.kinds[first:last],
@@ -410,8 +410,8 @@ class Trace(EventColumns):
 class EventDigest:
     """The SHA-256 that identifies a trace: of its records and events, however they were cut into chunks.
 
-    It is the hash of nine hashes: of the table's runs, and of each column of the file in order. Settings of
-    the core that was recorded do not enter it.
+    It is the hash of nine hashes: of the table's runs, and of each column of the file in order. The settings
+    of the recorded core do not affect it.
     """
 
     def __init__(self) -> None:
@@ -453,7 +453,7 @@ def encode_chunk(columns: EventColumns, coding: Coding) -> bytes:
 
 
 def decode_chunk(payload: bytes, *, events: int, units: int, coding: int, constant: int) -> EventColumns:
-    """The inverse of ``encode_chunk``, of what follows the head. Raises ValueError for malformed data."""
+    """The inverse of ``encode_chunk``, for the bytes after the head. Raises ValueError for malformed data."""
     lengths = [
         (name, np.dtype(kind), 1 if constant >> bit & 1 else rows, rows)
         for bit, (name, kind, rows) in enumerate(
@@ -483,7 +483,7 @@ def decode_chunk(payload: bytes, *, events: int, units: int, coding: int, consta
 def _inflated(payload: bytes, size: int) -> bytes:
     inflate = zlib.decompressobj()
     try:
-        # One byte more than there may be, so that a bomb is noticed before it has grown.
+        # One byte beyond the limit, so that a decompression bomb is noticed before it grows.
         plain = inflate.decompress(payload, size + 1)
     except zlib.error as error:
         raise ValueError(str(error)) from error

@@ -20,16 +20,14 @@ STEP_COUNTS = (
     *("hits", "misses", "creates", "evictions", "write_backs", "starved", "read_bytes", "written_bytes"),
     "prefetch_reads",
 )
-"""What ``replay_steps`` says of each step, of ``ResidencyStats``: reads ahead are among ``read_bytes``."""
-
-_ORDERS = {"resident-first": GroupOrder.RESIDENT_FIRST, "key": GroupOrder.KEY}
+"""Fields of ``ResidencyStats`` that ``replay_steps`` reports for each step; ``read_bytes`` includes prefetches."""
 
 
 def quotas_by_layer(layers: Sequence[int], frames: int, shares: Sequence[float] = ()) -> list[int]:
-    """A capacity in parts: frames of each layer number up to the last.
+    """Divides a capacity: frames of each layer number up to the last.
 
     ``layers`` get parts of ``frames`` in proportion to ``shares`` (empty: equal); layers without records get none. The
-    first layers get the frames that are left over. A live store, a replay and the lab divide capacities by this.
+    first layers get the remaining frames. Live stores, replays and the lab all use this division.
     """
     present = sorted(set(layers))
     if shares:
@@ -58,7 +56,7 @@ def make_replay(header: TraceHeader) -> tuple[Residency, Replay]:
             scope=Scope.LAYER if header.scope == "layer" else Scope.GLOBAL,
             lookahead_frames=header.lookahead_frames,
             layer_quotas=list(header.layer_quotas),
-            group_order=_ORDERS[header.group_order],
+            group_order=GroupOrder[header.group_order.upper().replace("-", "_")],
             clock=StepClock[header.clock.upper()],
         )
         table, first_late = header.table, len(header.records) - header.late_records

@@ -13,7 +13,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore._native import EventBuffer, GroupOrder, Residency, Scope
+from tierstore._native import EventBuffer, Residency, Scope
 from tierstore.errors import naming
 from tierstore.outputs import OutputKind, replacing
 from tierstore.trace.format import (
@@ -36,8 +36,8 @@ _CHUNK_ROWS = 1 << 16  # a chunk is written when it has this many units or event
 class TraceWriter:
     """Writes a trace as its events happen, a chunk at a time (a context manager).
 
-    The trace appears at ``path`` when it is closed; what was not completed does not. ``header`` is written last: it may be
-    replaced up to then by assigning it, as an importer does that meets records as it reads. Raises as
+    The trace appears at ``path`` when it is closed, and only if it is complete. ``header`` is written last and may be
+    assigned until then: importers find records as they read. Raises as
     ``tierstore.outputs.check_output`` does, which is passed ``sources``.
     """
 
@@ -145,28 +145,28 @@ class TraceWriter:
         if error is None:
             self.close()
         else:
-            self._output.__exit__(kind, error, trace)  # half a trace is none
+            self._output.__exit__(kind, error, trace)  # an incomplete trace is dropped
 
 
 _BUFFER_ROWS = 1 << 15  # events or units that are written at once: half of the writer's chunk
 
 
 class TraceRecorder:
-    """Records what ``residency`` is asked in a trace at ``path`` (a context manager).
+    """Records the requests to ``residency`` in a trace at ``path`` (a context manager).
 
-    It comes before the core's first record. ``close()`` completes the trace; the core goes on unrecorded. A file that
-    cannot be written fails nothing that the core is asked: no more is recorded (``failure``), no trace is left, and
-    ``close()`` raises the OSError.
+    Make it before the core's first record. ``close()`` completes the trace; the core continues unrecorded. If the file
+    cannot be written, the core's requests still succeed: recording stops (``failure``), no trace is left, and ``close()``
+    raises the OSError.
     """
 
     def __init__(self, path: str | os.PathLike[str], residency: Residency) -> None:
         if residency.record_count:
-            raise ValueError("a trace is recorded from the first record on")
+            raise ValueError("a trace must be recorded from the first record on")
         self._residency = residency
         self._path = path
         self._writer = TraceWriter(path, _header(residency))
         self._events = EventBuffer(_BUFFER_ROWS, self._write)
-        #: Why there will be no trace.
+        #: The error that stopped the recording; there will be no trace.
         self.failure: OSError | None = None
         residency.observe(self._events)
         self._notes: list[str] = []
@@ -180,7 +180,7 @@ class TraceRecorder:
                 self._writer.extend(EventColumns(*columns))
         except OSError as error:
             self.failure = error
-            with suppress(OSError):  # of what is still buffered
+            with suppress(OSError):  # of the events still buffered
                 self._writer.__exit__(OSError, error, None)
 
     def note(self, text: str) -> None:
@@ -218,13 +218,13 @@ class TraceRecorder:
 
 
 def _header(residency: Residency) -> TraceHeader:
-    """The core as it is made, without its records."""
+    """The header of a new core, without its records."""
     return TraceHeader(
         capacity_frames=residency.capacity_frames,
         lookahead_frames=residency.lookahead_frames,
         scope="layer" if residency.scope is Scope.LAYER else "global",
         layer_quotas=tuple(residency.layer_quotas),
-        group_order="key" if residency.group_order is GroupOrder.KEY else "resident-first",
+        group_order=residency.group_order.name.lower().replace("_", "-"),
         policy=residency.policy,
         policy_options=residency.policy_options,
     )

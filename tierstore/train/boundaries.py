@@ -1,16 +1,16 @@
-"""Where a step in layer order keeps the inputs of its blocks until the backward pass needs them.
+"""Stores for the block inputs of a step in layer order, until the backward pass needs them.
 
-In layer order all micro-batches go through a block before any goes through the next one. What enters a block is its
-*boundary*: one tensor for each micro-batch. The forward pass keeps them, the backward pass takes them back, the last
-layer's first, and computes each block again from its own::
+In layer order all micro-batches go through a block before any goes through the next one. The inputs of a block are its
+*boundaries*: one tensor for each micro-batch. The forward pass keeps them; the backward pass takes them back, the last
+layer's first, and recomputes each block from them::
 
     forward                        backward
     layer 0: keep (0, 0) (0, 1)    layer 2: take (2, 0) (2, 1)
     layer 1: keep (1, 0) (1, 1)    layer 1: take (1, 0) (1, 1)
     layer 2: keep (2, 0) (2, 1)    layer 0: take (0, 0) (0, 1)
 
-A ``BoundaryStore`` gives back the same bytes, whatever its budget. ``MemoryBoundaries`` keeps all of them in memory;
-``SpilledBoundaries`` has a budget, and what does not fit goes to disk.
+A ``BoundaryStore`` returns the same bytes, whatever its budget. ``MemoryBoundaries`` keeps all of them in memory;
+``SpilledBoundaries`` has a budget, and spills the rest to disk.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from tierstore.train.budgets import BoundarySplit
 
 @dataclass(frozen=True, slots=True)
 class BoundaryCounts:
-    """Since the store was opened. ``peak_bytes``: the most that was in memory at once. ``read_bytes`` and
-    ``written_bytes``: what came back from disk and what went there, padding included.
+    """Counts since the store was opened. ``peak_bytes``: the most that was in memory at once. ``read_bytes`` and
+    ``written_bytes``: disk traffic, padding included.
     """
 
     peak_bytes: int = 0
@@ -47,30 +47,31 @@ class BoundaryCounts:
 
 
 class BoundaryStore(ABC):
-    """Keeps one tensor for each layer and micro-batch between the passes of a step. One serialised caller."""
+    """Keeps one tensor for each layer and micro-batch between the passes of a step. Calls are serialised by the caller."""
 
     def __init__(self) -> None:
-        self._order = BoundaryOrder()
+        #: The micro-batches of each layer whose boundaries are kept; layers ascend.
+        self._micros: dict[int, set[int]] = {}
 
     @abstractmethod
     def keep(self, layer: int, micro: int, tensor: Tensor) -> None:
-        """Keeps ``tensor``, which must not change afterwards, without its graph. Layers ascend.
+        """Keeps ``tensor`` without its graph; the caller must not change it afterwards. Layers ascend.
 
-        Raises ValueError where ``(layer, micro)`` is kept already, or a higher layer is; OSError where an earlier one could
+        Raises ValueError if ``(layer, micro)`` or a higher layer is kept already; OSError if an earlier boundary could
         not be written.
         """
 
     @abstractmethod
     def take(self, layer: int, micro: int) -> Tensor:
-        """What was kept, contiguous, with the same values, shape, type and device; it is forgotten here. Layers descend.
+        """Returns the kept tensor, contiguous, with the same values, shape, type and device, and drops it. Layers descend.
 
-        Raises KeyError where it is not kept, ValueError where a higher layer still is, and ChecksumError or OSError where
-        it does not come back as it was written.
+        Raises KeyError if it is not kept, ValueError if a higher layer still is, and ChecksumError or OSError if it
+        cannot be read back as it was written.
         """
 
     @abstractmethod
     def clear(self) -> None:
-        """Forgets what is kept: the step is abandoned."""
+        """Drops all boundaries: the step is abandoned."""
 
     @property
     @abstractmethod
@@ -78,7 +79,7 @@ class BoundaryStore(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Forgets everything and frees memory and disk."""
+        """Drops all boundaries, and frees memory and disk."""
 
     def __enter__(self) -> Self:
         return self
@@ -88,42 +89,31 @@ class BoundaryStore(ABC):
     ) -> None:
         self.close()
 
-
-class BoundaryOrder:
-    """Which boundaries are kept; it enforces the order of a step."""
-
-    def __init__(self) -> None:
-        self._kept: dict[int, set[int]] = {}  # ascending
-
-    def keep(self, layer: int, micro: int) -> None:
-        """Raises ValueError as ``BoundaryStore.keep``."""
-        last = next(reversed(self._kept), layer)
+    def _check_keep(self, layer: int, micro: int) -> None:
+        """Records that the boundary is kept. Raises ValueError as ``keep``."""
+        last = next(reversed(self._micros), layer)
         if layer < last:
             raise ValueError(f"boundaries are kept layer after layer: {last} was before {layer}")
-        micros = self._kept.setdefault(layer, set())
+        micros = self._micros.setdefault(layer, set())
         if micro in micros:
             raise ValueError(f"the boundary of layer {layer}, micro-batch {micro} is kept already")
         micros.add(micro)
 
-    def take(self, layer: int, micro: int) -> None:
-        """Raises KeyError and ValueError as ``BoundaryStore.take``."""
-        micros = self._kept.get(layer, ())
-        if micro not in micros:
+    def _check_take(self, layer: int, micro: int) -> None:
+        """Records that the boundary is taken. Raises KeyError and ValueError as ``take``."""
+        if micro not in self._micros.get(layer, ()):
             raise KeyError((layer, micro))
-        last = next(reversed(self._kept))
+        last = next(reversed(self._micros))
         if layer != last:
             raise ValueError(f"boundaries are taken last layer first: layer {last} comes before {layer}")
-        self._kept[layer].remove(micro)
-        if not self._kept[layer]:
-            del self._kept[layer]
-
-    def clear(self) -> None:
-        self._kept.clear()
+        self._micros[layer].remove(micro)
+        if not self._micros[layer]:
+            del self._micros[layer]
 
 
 class MemoryBoundaries(BoundaryStore):
-    """Without a budget. On a CPU it keeps the tensors themselves and copies nothing; what comes from
-    another device is copied to the host.
+    """Boundaries without a budget. CPU tensors are kept themselves, uncopied; tensors of another device are copied to the
+    host.
     """
 
     def __init__(self) -> None:
@@ -132,20 +122,20 @@ class MemoryBoundaries(BoundaryStore):
         self._nbytes = self._peak = 0
 
     def keep(self, layer: int, micro: int, tensor: Tensor) -> None:
-        self._order.keep(layer, micro)
+        self._check_keep(layer, micro)
         held = _owned(tensor.detach()).to("cpu")
         self._kept[layer, micro] = held, tensor.device
         self._nbytes += held.nbytes
         self._peak = max(self._peak, self._nbytes)
 
     def take(self, layer: int, micro: int) -> Tensor:
-        self._order.take(layer, micro)
+        self._check_take(layer, micro)
         held, device = self._kept.pop((layer, micro))
         self._nbytes -= held.nbytes
         return held.to(device)
 
     def clear(self) -> None:
-        self._order.clear()
+        self._micros.clear()
         self._kept.clear()
         self._nbytes = 0
 
@@ -158,20 +148,20 @@ class MemoryBoundaries(BoundaryStore):
 
 
 def _owned(tensor: Tensor) -> Tensor:
-    """``tensor``, contiguous; a copy where it is part of a larger storage, which keeping it would keep alive."""
+    """``tensor``, contiguous; a copy if it is part of a larger storage, which it would keep alive."""
     whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() <= tensor.nbytes
     return tensor if whole else tensor.clone(memory_format=torch.contiguous_format)
 
 
 # Boundaries within a budget ---------------------------------------------------------------------------------
 #
-# Those that the backward pass needs first stay in memory, the others go to disk and back. The order of a step is known,
-# so nothing is decided while it runs. Boundaries are numbered by when the backward pass needs them: 0 is the last
+# Boundaries that the backward pass needs first stay in memory; the others go to disk and back. The order of a step is
+# known, so nothing is decided while it runs. Boundaries are numbered by when the backward pass needs them: 0 is the last
 # layer's first micro-batch. Memory is ``n`` slots, and boundary ``r`` always lies in slot ``r mod n``. In the forward
-# pass the numbers descend: each of ``n`` and above is written as soon as it is there, and its slot is taken over when
-# that write has ended. In the backward pass they ascend: when ``r`` has left its slot, ``r + n`` is read into it. So
-# the last ``n`` never touch the disk, writes have ``n`` boundaries of time and reads as many, and a step moves the
-# fewest bytes that any order could::
+# pass the numbers descend: each boundary from ``n`` up is written as soon as it exists, and its slot is reused when that
+# write has ended. In the backward pass they ascend: when ``r`` has left its slot, ``r + n`` is read into it. So
+# boundaries below ``n`` never touch the disk, each write and each read may take the time of ``n`` boundaries, and a step
+# moves the fewest bytes that any order could::
 #
 #     5 boundaries, n = 2    forward                         backward
 #     slot 0                 4 (written)  2 (written)  0     0  2 (read)  4 (read)
@@ -179,8 +169,8 @@ def _owned(tensor: Tensor) -> Tensor:
 #
 # ``n`` is at least the number of micro-batches, so two boundaries of one layer never want the same slot.
 #
-# Each boundary has a CRC-32C that its read verifies, space on disk that is reserved when the store is opened, and files
-# without a name: nothing is left, however the process ends.
+# Each read verifies the CRC-32C of its boundary. Disk space is reserved when the store is opened, in files without a
+# name: nothing is left, however the process ends.
 
 
 _SCRATCH_NAME = "boundaries"
@@ -189,7 +179,7 @@ _SCRATCH_NAME = "boundaries"
 def open_boundaries(
     store: StoreCore, ledger: StallLedger, split: BoundarySplit, *, layers: Sequence[int], micro_batches: int
 ) -> BoundaryStore:
-    """A store for the boundaries of ``layers`` (ascending), in the memory that ``split`` gives them. Disk is reserved here.
+    """A store for the boundaries of ``layers`` (ascending), in the memory of ``split``. Reserves the disk space.
 
     Raises BudgetError, and OSError (ENOSPC).
     """
@@ -199,7 +189,7 @@ def open_boundaries(
 
 
 class SpilledBoundaries(BoundaryStore):
-    """In the memory of the slots of ``split``; ``open_boundaries`` makes it."""
+    """Boundaries in the slots of ``split``, the rest on disk; made by ``open_boundaries``."""
 
     def __init__(
         self,
@@ -222,9 +212,9 @@ class SpilledBoundaries(BoundaryStore):
         }
         self._arena = _arena(split.memory_bytes)
         self._memory = torch.from_numpy(self._arena.view())
-        # By slot of memory: the ticket of its last transfer.
+        # By memory slot: the ticket of its last transfer.
         self._busy = [0] * split.slots
-        #: What is kept, by number: the tensor's shape, type and device.
+        #: Shape, type and device of each kept tensor, by number.
         self._kept: dict[int, tuple[torch.Size, torch.dtype, torch.device]] = {}
         self._layer_of = {number: layer for (layer, _), number in self._numbers.items()}
         self._key_of = {number: key for key, number in self._numbers.items()}
@@ -251,7 +241,7 @@ class SpilledBoundaries(BoundaryStore):
             raise ValueError(
                 f"layer {layer}: a boundary of {tensor.nbytes} bytes, and {self._split.slot_bytes} were announced"
             )
-        self._order.keep(layer, micro)
+        self._check_keep(layer, micro)
         self._wait(number, self._busy[self._slot(number)])
         if tensor.nbytes:
             self._view(number, tensor.shape, tensor.dtype).copy_(tensor.detach())
@@ -265,7 +255,7 @@ class SpilledBoundaries(BoundaryStore):
     # Taking ------------------------------------------------------------------------------------------------
 
     def take(self, layer: int, micro: int) -> Tensor:
-        self._order.take(layer, micro)
+        self._check_take(layer, micro)
         number = self._numbers[layer, micro]
         shape, dtype, device = self._kept[number]
         self._wait(number, self._busy[self._slot(number)])
@@ -277,7 +267,7 @@ class SpilledBoundaries(BoundaryStore):
         return taken
 
     def _read_ahead(self, number: int) -> None:
-        """The slot of ``number`` is free: its content comes back."""
+        """Reads ``number`` back into its slot, which is free."""
         if number not in self._kept or not self._nbytes(number):
             return
         place = self._place(number)
@@ -287,14 +277,14 @@ class SpilledBoundaries(BoundaryStore):
         self._read += self._padded(number)
 
     def clear(self) -> None:
-        self._order.clear()
+        self._micros.clear()
         self._kept.clear()
         with self._ledger.stall(layer=None, tier=Tier.NVME, cause=Cause.BOUNDARY_SPILL):
             self._settle()
 
     def _settle(self) -> None:
         for ticket in filter(None, self._busy):
-            # What was read is not needed any more; a write that failed has poisoned the engine.
+            # A read's data is not needed any more; a failed write has poisoned the engine.
             with contextlib.suppress(Exception):
                 self._store.engine.wait(ticket)
         self._busy = [0] * self._split.slots
@@ -305,7 +295,7 @@ class SpilledBoundaries(BoundaryStore):
         return number % self._split.slots
 
     def _place(self, number: int) -> Slot:
-        """Where a spilled boundary lies on disk."""
+        """The place of a spilled boundary on disk."""
         return self._places[number - self._split.slots]
 
     def _crc(self, number: int) -> CrcTable:
@@ -327,7 +317,7 @@ class SpilledBoundaries(BoundaryStore):
         return Buffer(self._arena, [(begin, self._padded(number))], self._nbytes(number))
 
     def _wait(self, number: int, ticket: int) -> None:
-        """Waits for the transfer ``ticket`` of the slot that ``number`` lies in, or is to."""
+        """Waits for the transfer ``ticket`` of the slot of ``number``."""
         if not ticket:
             return
         with contextlib.ExitStack() as stack:
@@ -358,7 +348,7 @@ class SpilledBoundaries(BoundaryStore):
         if self._closed:
             return
         self._closed = True
-        self._order.clear()
+        self._micros.clear()
         self._kept.clear()
         self._settle()
         self._store.extents.close_scratch(self._extent)

@@ -1,10 +1,12 @@
-"""How a run's budgets are divided, before anything is opened. Imports no torch."""
+"""Divides a run's budgets, before anything is opened. Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from tierstore.capabilities import Capability
 from tierstore.errors import BudgetError
 from tierstore.model.config import ComputeDtype
 from tierstore.model.store_schema import PAIR_SCHEMA, expert_record, quantized_layout
@@ -15,28 +17,31 @@ from tierstore.tiers.slots import DeviceKind, DeviceSlots
 from tierstore.train.config import TrainConfig
 from tierstore.units import format_bytes
 
-#: Weight slots beyond which overlap gains nothing.
-_MOST_SLOTS = 4
+#: More weight slots do not improve overlap, if slots keep no experts from pass to pass.
+_FEW_SLOTS = 4
 
 
 @dataclass(frozen=True)
 class Budgets:
-    """How ``host_budget`` is divided, in bytes. On a CPU the device slots come out of it."""
+    """The parts of ``host_budget``, in bytes. On a CPU it includes the device slots; ``landing`` is the memory of the
+    host buffers into which a device copies gradients.
+    """
 
     cache: int
     device: int
+    landing: int
     lookahead: int
     slots: DeviceSlots[ComputeDtype]
-    #: Beside frozen experts: the slots of their pairs.
+    #: With frozen experts: the slots of their low-rank pairs.
     pairs: DeviceSlots[ComputeDtype] | None = None
 
 
 @dataclass(frozen=True)
 class BoundarySplit:
-    """Where the block inputs of a step in layer order lie: ``count`` of them, each of ``slot_bytes`` (padding included).
+    """Memory and disk for the block inputs of a step in layer order: ``count`` inputs of ``slot_bytes`` (padding included).
 
-    ``slots`` of them are in memory at once. Those that the backward pass needs last are spilled; every other one never
-    leaves memory.
+    ``slots`` of them are in memory at once. Those that the backward pass needs last are spilled; the others never leave
+    memory.
     """
 
     count: int
@@ -49,14 +54,14 @@ class BoundarySplit:
 
     @property
     def spilled_bytes(self) -> int:
-        """What a step writes to disk, and reads back."""
+        """Bytes that a step writes to disk and reads back."""
         return (self.count - self.slots) * self.slot_bytes
 
 
 def split_boundaries(layers: int, micro_batches: int, nbytes: int, budget: int) -> BoundarySplit:
     """Divides the boundaries of ``nbytes`` bytes of ``layers`` layers under ``budget`` (0: all in memory).
 
-    Raises BudgetError for less than one layer's: while a layer computes, all of its micro-batches are under way.
+    Raises BudgetError for less than one layer's: while a layer computes, the inputs of all its micro-batches are in memory.
     """
     count, slot_bytes = layers * micro_batches, -(-nbytes // SECTION_ALIGNMENT) * SECTION_ALIGNMENT
     slots = min(budget // slot_bytes, count) if budget else count
@@ -70,7 +75,7 @@ def split_boundaries(layers: int, micro_batches: int, nbytes: int, budget: int) 
 
 
 def expert_schema(config: TrainConfig) -> RecordSchema:
-    """The records of experts; LoRA leaves them as they are."""
+    """The schema of expert records, which LoRA does not change."""
     training = Training.FROZEN if config.lora.enabled else Training.TRAINED
     numel, compute = config.model.expert_shape.numel, config.model.compute_dtype
     return expert_record(
@@ -79,7 +84,7 @@ def expert_schema(config: TrainConfig) -> RecordSchema:
 
 
 def pair_schema(config: TrainConfig) -> RecordSchema | None:
-    """The records of the experts' pairs; None where there are none."""
+    """The schema of the experts' low-rank pairs; None without such pairs."""
     if not (config.lora.enabled and config.lora.experts):
         return None
     numel = PairShape.of(config.model.expert_shape, config.lora).numel
@@ -87,20 +92,22 @@ def pair_schema(config: TrainConfig) -> RecordSchema | None:
 
 
 def trained_schema(config: TrainConfig) -> RecordSchema | None:
-    """The records that steps change: the experts', or with LoRA those of their pairs; None where LoRA adapts no experts."""
+    """The schema of the records that steps change: the experts', or with LoRA their pairs'; None if LoRA adapts no
+    experts."""
     return pair_schema(config) if config.lora.enabled else expert_schema(config)
 
 
 def least_host_budget(config: TrainConfig, device: DeviceKind, schema: RecordSchema | None = None) -> int:
-    """The smallest host budget that ``budgets`` takes, in bytes."""
+    """The smallest host budget that ``budgets`` accepts, in bytes."""
     schema, pairs = schema or expert_schema(config), pair_schema(config)
     schemas = [schema] if pairs is None else [schema, pairs]
     cache = minimum_host_budget(schemas, config.cache, len(config.model.moe_layers))
-    return cache + (_nbytes(_slots(config, schema, 1)) if device is DeviceKind.CPU else 0)
+    slots = _slots(config, schema, 1)
+    return cache + _landing(config, device, slots) + (_nbytes(slots) if device is DeviceKind.CPU else 0)
 
 
 def _slots(config: TrainConfig, schema: RecordSchema, count: int) -> list[DeviceSlots[ComputeDtype]]:
-    """Slots for ``count`` experts at a time, and of their pairs if there are any. Gradients leave as they come."""
+    """Slots for ``count`` experts at a time, and for their pairs, if any. Gradients are moved off as they become final."""
     gradients, pairs = min(count, 3), pair_schema(config)
     compute = config.model.compute_dtype
     slots = [DeviceSlots(schema.numel, compute, count, 0 if schema.frozen else gradients, schema.quantized)]
@@ -113,18 +120,39 @@ def _nbytes(slots: Iterable[DeviceSlots[ComputeDtype]]) -> int:
     return sum(each.nbytes for each in slots)
 
 
-def budgets(config: TrainConfig, device: DeviceKind, schema: RecordSchema | None = None) -> Budgets:
-    """Divides the budgets. Raises BudgetError naming the minimum. ``schema``: the experts', where they are not the
-    configuration's own.
+def _landing(config: TrainConfig, device: DeviceKind, slots: Iterable[DeviceSlots[ComputeDtype]]) -> int:
+    """Bytes of the host buffers into which a device copies gradients."""
+    return sum(each.host_bytes for each in slots) if copies_weights(config, device) else 0
 
-    The device tier gets as many slots as ``device_budget`` holds, or without one a few for overlap and fewer when the host
-    budget is tight; at least one weight slot and one gradient slot.
+
+def copies_weights(config: TrainConfig, device: DeviceKind) -> bool:
+    """Whether experts are copied to device slots, which keep them. A CPU computes with experts in place in the host
+    cache, unless the configuration says otherwise.
+    """
+    return device is not DeviceKind.CPU or config.weights_in_place is Capability.OFF or config.links.copy.on
+
+
+def budgets(
+    config: TrainConfig,
+    device: DeviceKind,
+    *,
+    experts: int,
+    schema: RecordSchema | None = None,
+    free: int | None = None,
+) -> Budgets:
+    """Divides the budgets for a rank that has ``experts`` experts in all of its layers. Raises BudgetError naming the
+    minimum. ``schema``: that of the experts (None: the configuration's). ``free``: bytes of an accelerator that experts may
+    take if ``device_budget`` is 0 (None: not known).
+
+    The device tier gets as many slots as ``device_budget`` or ``free`` holds, at most one for each expert. Without either,
+    or if the device computes with the host cache, it gets a few slots for overlap, and an accelerator never fewer than
+    those; fewer if the host budget is tight, but at least one weight slot and one gradient slot.
     """
     schema = schema or expert_schema(config)
     slots = _slots(config, schema, 1)
     least, on_host = _nbytes(slots), device is DeviceKind.CPU
     minimum = least_host_budget(config, device, schema)
-    minimum_cache = minimum - (least if on_host else 0)
+    minimum_cache = minimum - _landing(config, device, slots) - (least if on_host else 0)
     if config.host_budget < minimum:
         raise BudgetError(
             f"host_budget: {config.host_budget} bytes ({format_bytes(config.host_budget)}) are too few for one expert "
@@ -135,23 +163,34 @@ def budgets(config: TrainConfig, device: DeviceKind, schema: RecordSchema | None
             f"device_budget: {config.device_budget} bytes cannot hold one expert and its gradient; the minimum is "
             f"{least} bytes"
         )
-    allowance = config.device_budget or (max(config.host_budget // 8, least) if on_host else 1 << 62)
-    if on_host:
-        allowance = min(allowance, config.host_budget - minimum_cache)
-    for count in range(2, _MOST_SLOTS + 1):
-        more = _slots(config, schema, count)
-        if _nbytes(more) > allowance:
-            break
-        slots = more
-    cache = config.host_budget - (_nbytes(slots) if on_host else 0)
+    if config.device_budget:
+        allowance = config.device_budget
+    elif on_host:
+        allowance = max(config.host_budget // 8, least)
+    else:
+        allowance = max(free or 0, _nbytes(_slots(config, schema, _FEW_SLOTS)))
+    keeps = copies_weights(config, device) and (config.device_budget or free is not None)
+    most = experts if keeps else _FEW_SLOTS
+
+    def cache_beside(asked: Sequence[DeviceSlots[ComputeDtype]]) -> int:
+        return config.host_budget - _landing(config, device, asked) - (_nbytes(asked) if on_host else 0)
+
+    def lacks(count: int) -> bool:
+        """Whether the budgets are too small for ``count`` slots."""
+        asked = _slots(config, schema, count)
+        return _nbytes(asked) > allowance or cache_beside(asked) < minimum_cache
+
+    slots = _slots(config, schema, max(bisect_left(range(1, most + 1), True, key=lacks), 1))
+    cache = cache_beside(slots)
     lookahead = int(cache * config.prefetch.budget) if config.prefetch.depth else 0
     if cache - lookahead < minimum_cache:
         lookahead = max(cache - minimum_cache, 0)
-    experts, *pairs = slots
+    of_experts, *pairs = slots
     return Budgets(
         cache=cache,
         device=_nbytes(slots),
+        landing=_landing(config, device, slots),
         lookahead=lookahead,
-        slots=experts,
+        slots=of_experts,
         pairs=pairs[0] if pairs else None,
     )

@@ -1,7 +1,7 @@
-"""A restart with another number of ranks, which reshards the store on its own (``parallel.elastic``).
+"""Restarts with another number of ranks, which reshard the store automatically (``parallel.elastic``).
 
-``torchrun --nnodes 1:4 --max-restarts 9`` starts a job again with the ranks that are left. The store of an earlier
-attempt then has another layout. Rank 0 reshards it into a directory beside it, and exchanges the two by name::
+``torchrun --nnodes 1:4 --max-restarts 9`` restarts a job with the remaining ranks. The store of an earlier attempt then
+has another layout. Rank 0 reshards it into a directory beside it, and exchanges the two by renaming::
 
     STORE                            as the earlier attempt left it
     STORE, STORE.resharded           the new one is whole; a kill until here starts again
@@ -9,7 +9,7 @@ attempt then has another layout. Rank 0 reshards it into a directory beside it, 
     STORE, STORE.before              the new one is trained with
     STORE                            from its first commit that all ranks have
 
-So at every instant one of the two is whole under a known name. Nothing else may be kept under these names.
+So at every instant one of the two is complete under a known name. These names are reserved.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable
-from enum import Enum
 from pathlib import Path
 
 from tierstore.errors import ConfigError, PeerError, StoreExistsError, StoreFormatError, TierstoreError
@@ -27,6 +25,7 @@ from tierstore.model.store_schema import STATE_KEY, TrainState, table_of
 from tierstore.parallel import MemoryJobStore, Mesh
 from tierstore.parallel.config import Elastic
 from tierstore.parallel.layout import Layout
+from tierstore.stats import OnProgress
 from tierstore.store.disk.home import IDENTITY, fsync_directory, rank_directories
 from tierstore.store.reading import read_states
 from tierstore.train.config import TrainConfig
@@ -34,23 +33,17 @@ from tierstore.train.ranks import Opening, own_store
 from tierstore.train.resharding import Resharded, reshard
 from tierstore.train.stored_model import stored_layout
 
-#: The tokens of a run's documents, which belong to no layout.
+#: The tokens of a run's documents, which do not depend on the layout.
 _TOKENS = "tokens"
-#: While rank 0 reshards the ranks meet this often, so that none waits longer than peers may.
+#: While rank 0 reshards, the ranks meet this often, so that no wait exceeds the limit for peers.
 _MEET_S = 1.0
 
 
-class _Unfinished(Enum):
-    """What rank 0 sends while the others wait."""
-
-    UNDER_WAY = "under way"
-
-
-_Outcome = Resharded | TierstoreError | OSError | _Unfinished | None
+_Outcome = Resharded | TierstoreError | OSError | None
 
 
 def before_name(store: Path) -> Path:
-    """Where the store of the earlier layout is until the new one has a commit."""
+    """The path of the earlier layout's store until the new one has a commit."""
     return store.with_name(f"{store.name}.before")
 
 
@@ -64,29 +57,29 @@ def describe_restart(resharded_from: Resharded) -> str:
 
 
 def follow_ranks(config: TrainConfig, opening: Opening, mesh: Mesh) -> Resharded | None:
-    """Reshards the store where it is that of another layout, before it is opened; a collective. None where there was
-    nothing to do.
+    """Reshards a store of another layout, before it is opened; a collective. Returns None if there was nothing to do.
 
-    Raises on all ranks what went wrong on rank 0: StoreError, ConfigError, OSError.
+    Raises rank 0's error on all ranks: StoreError, ConfigError, OSError.
     """
     if config.parallel.elastic is Elastic.OFF or opening is Opening.CREATE:
         return None
     own = _reshard_on_first(config, opening, mesh) if mesh.world.rank == 0 else None
-    while (outcome := _meet(mesh, own)) is _Unfinished.UNDER_WAY:
-        pass
+    ended = False
+    while not ended:  # rank 0 also takes part in the meetings while it reshards
+        ended, outcome = _meet(mesh, own)
     if isinstance(outcome, TierstoreError | OSError):
         raise outcome
     return outcome
 
 
 def _reshard_on_first(config: TrainConfig, opening: Opening, mesh: Mesh) -> _Outcome:
-    """What rank 0 did, or the error. Raises PeerError."""
+    """Rank 0's result, or its error. Raises PeerError."""
     met_s = time.monotonic()
 
     def progress(done: int, total: int) -> None:
         nonlocal met_s
         if time.monotonic() - met_s >= _MEET_S:
-            _meet(mesh, _Unfinished.UNDER_WAY)
+            _meet(mesh, None, ended=False)
             met_s = time.monotonic()
 
     try:
@@ -99,21 +92,21 @@ def _reshard_on_first(config: TrainConfig, opening: Opening, mesh: Mesh) -> _Out
         return error
 
 
-def _meet(mesh: Mesh, own: _Outcome) -> _Outcome:
-    """What rank 0 sends; a collective."""
-    found: _Outcome = mesh.world.all_gather_object(own)[0]
+def _meet(mesh: Mesh, own: _Outcome, *, ended: bool = True) -> tuple[bool, _Outcome]:
+    """Whether rank 0 has ended, and its outcome; a collective."""
+    found: tuple[bool, _Outcome] = mesh.world.all_gather_object((ended, own))[0]
     return found
 
 
 def drop_before(store: Path) -> None:
-    """Removes the store of the earlier layout, if there is one: the new one has been committed by all ranks."""
+    """Removes the earlier layout's store, if any: all ranks have committed the new one."""
     old = before_name(store)
     if _is_store(old):
         shutil.rmtree(old, ignore_errors=True)
 
 
 def _model(config: TrainConfig) -> ModelSpec | None:
-    """The whole model, of which ``config`` may have a stage; None for the built-in one, which its store describes."""
+    """The whole model, of which ``config`` may hold a stage; None for the built-in model, which its store describes."""
     spec = config.spec.whole or config.spec
     return None if isinstance(spec, BuiltInSpec) else spec
 
@@ -124,8 +117,8 @@ def _check_job(mesh: Mesh, opening: Opening) -> None:
         return
     if isinstance(mesh.job_store, MemoryJobStore):
         raise ConfigError(
-            "parallel.elastic: expected torchrun --rdzv-id JOB: restarted ranks recognise their store by it, because these "
-            "agents of torchrun keep no key-value store"
+            "parallel.elastic: expected torchrun --rdzv-id JOB: these torchrun agents keep no key-value store, so "
+            "restarted ranks recognise their store by the job's id"
         )
 
 
@@ -137,12 +130,10 @@ def _check_places(config: TrainConfig) -> None:
     ranks = rank_directories(config.store)
     linked = next((path for path in ranks if path.is_symlink()), None)
     if linked is not None:
-        raise ConfigError(f"parallel.elastic: expected off: {linked} is a link to another place")
+        raise ConfigError(f"parallel.elastic: expected off: {linked} is a symbolic link")
 
 
-def _follow(
-    config: TrainConfig, mesh: Mesh, opening: Opening, progress: Callable[[int, int], None]
-) -> Resharded | None:
+def _follow(config: TrainConfig, mesh: Mesh, opening: Opening, progress: OnProgress) -> Resharded | None:
     store, wanted = config.store, mesh.layout
     beside, old = store.with_name(f"{store.name}.resharded"), before_name(store)
     if not store.exists() and _is_store(old) and _is_store(beside):
@@ -150,13 +141,15 @@ def _follow(
         _move_tokens(old, store)
     state = held_state(store)
     if state is None or (opening is Opening.RESTART and not own_store(mesh, state.job)):
-        return None  # there is nothing, or it is another job's, which is refused
+        return None  # no store, or another job's, which is refused
     if _layout_of(state, store) == wanted:
         return None
     for path in (beside, old):
         if path.exists() and not _is_store(path):
-            raise StoreExistsError(f"{path}: parallel.elastic keeps a store there, and this is none")
-        # A new one that never got its name, or an old one whose successor is whole.
+            raise StoreExistsError(
+                f"{path}: parallel.elastic needs this path for a store, and it holds something else"
+            )
+        # A new store that never got its name, or an old one whose successor is complete.
         shutil.rmtree(path, ignore_errors=True)
     blocks = config.parallel.stage_blocks if wanted.stages > 1 else ()
     done = reshard(store, beside, wanted, progress, model=_model(config), stage_blocks=blocks)
@@ -167,7 +160,7 @@ def _follow(
 
 
 def held_state(store: Path) -> TrainState | None:
-    """Where the run at ``store`` stands, as its first rank has it; None where there is none. Raises StoreError, OSError."""
+    """The state of the run at ``store``, from its first rank; None without a store. Raises StoreError, OSError."""
     if not _is_store(store):
         return None
     directory = (rank_directories(store) or [store])[0]

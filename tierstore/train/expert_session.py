@@ -1,4 +1,4 @@
-"""Experts of any MoE model in a store: an expert source for plain torch modules, which keep their dense parameters.
+"""Experts of any MoE model in a store: an expert source for plain torch modules, which keep the dense parameters.
 
 ::
 
@@ -9,7 +9,7 @@
                 step.clip(model.parameters(), 1.0)  # dense and expert gradients together
             optimizer.step()                        # the dense ones
 
-Experts are fp32, flat as ``ExpertShape`` has them. Nothing of them moves before the end of a step.
+Experts are fp32, flat in the order of ``ExpertShape``. They do not change before the end of a step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 
 from tierstore._native import HugePages
-from tierstore.accelerator import has_own_memory
+from tierstore.accelerator import has_own_memory, pinned
+from tierstore.capabilities import Capability
 from tierstore.errors import StoreFormatError
 from tierstore.model.store_schema import EXPERT_SCHEMA, expert_key
 from tierstore.moe.computing import ExpertPass, Weighting, compute_experts
@@ -54,7 +55,7 @@ from tierstore.train.stepping import NonFiniteError, StepError, clip_scale
 from tierstore.units import parse_size
 
 _SLOTS = 2
-#: The entry of a commit's state that says which experts the store holds.
+#: The entry of a commit's state that describes the store's experts.
 _DESCRIPTION = "experts"
 
 
@@ -70,9 +71,9 @@ def open_experts(
     first_weights: Callable[[int, int], npt.NDArray[np.float32]] | None = None,
     device: torch.device | str = "cpu",
 ) -> Iterator[ExpertSession]:
-    """Opens the experts in ``store`` as they were last committed, or makes them: ``experts`` of ``shape`` in each of
-    ``layers``, with ``first_weights(layer, expert)`` or random ones. ``device`` computes; on the CPU
-    ``host_budget`` holds its slots, too.
+    """Opens the experts in ``store`` at their last commit, or creates them: ``experts`` of ``shape`` in each of
+    ``layers``, with ``first_weights(layer, expert)`` or random ones. ``device`` computes; on the CPU ``host_budget``
+    includes its slots.
 
     Raises StoreFormatError for a store of other experts, BudgetError, StoreError, OSError.
     """
@@ -91,7 +92,7 @@ def open_experts(
     )
     with opened, contextlib.ExitStack() as stack:
         core = opened.core
-        if not core.records:  # new, or made by a process that was killed before its first commit
+        if not core.records:  # new, or created by a process that was killed before its first commit
             first = first_weights or partial(_random, shape, len(layers))
             core.reserve({EXPERT_SCHEMA: len(layers) * experts})
             keys = ((layer, expert) for layer in layers for expert in range(experts))
@@ -106,13 +107,13 @@ def open_experts(
         core.reserve_scratch(EXPERT_SCHEMA)
         records = _find_records(core, store, layers, experts)
         _check_schema(store, shape, opened.info(expert_key(layers[0], 0)).schema, expected=schema)
+        stack.enter_context(pinned(core.arena, device, Capability.AUTO))
         tier = open_device_tier(core.engine, slots, device, HugePages.AUTO, WeightLoads.IN_PLACE)
         stack.callback(tier.close)
         source = TieredExperts(
             core,
             tier,
             records,
-            weight_slots=_SLOTS,
             timing=StepTiming.DEFERRED,
             predictor=make_predictor(PredictorName.HISTORY, range(experts)),
             schedule=Schedule.of_layers(layers, depth=1),
@@ -128,7 +129,7 @@ def _description(shape: ExpertShape, layers: Sequence[int], experts: int) -> byt
 
 
 def _check(store: Path, found: bytes, expected: bytes) -> None:
-    """Raises StoreFormatError naming what of ``found`` is not as ``expected``."""
+    """Raises StoreFormatError naming the entry of ``found`` that differs from ``expected``."""
     held, asked = json.loads(found), json.loads(expected)
     for name, value in asked.items():
         if held.get(name) != value:
@@ -140,7 +141,7 @@ def _check(store: Path, found: bytes, expected: bytes) -> None:
 def _find_records(
     core: StoreCore, store: Path, layers: Sequence[int], experts: int
 ) -> dict[int, dict[int, LiveRecord]]:
-    """The records by layer and expert. Raises StoreFormatError for one that is missing."""
+    """The records by layer and expert. Raises StoreFormatError for a missing one."""
     try:
         return {
             layer: {expert: core.record(expert_key(layer, expert)) for expert in range(experts)}
@@ -151,7 +152,7 @@ def _find_records(
 
 
 def _check_schema(store: Path, shape: ExpertShape, held: RecordSchema, *, expected: RecordSchema) -> None:
-    """Raises StoreFormatError where ``held``, the records' schema, is not ``expected``, that of experts of ``shape``."""
+    """Raises StoreFormatError if the records' schema ``held`` is not ``expected``, that of experts of ``shape``."""
     if held.moments is not expected.moments:
         raise StoreFormatError(
             f"{store}: the store keeps moments as {held.moments.value}, and {expected.moments.value} is requested "
@@ -169,7 +170,7 @@ def _random(shape: ExpertShape, depth: int, layer: int, expert: int) -> npt.NDAr
 
 
 class ExpertSession:
-    """Open experts; ``open_experts`` makes it. It is the ``ExpertSource`` of the model's layers."""
+    """Open experts, made by ``open_experts``: the ``ExpertSource`` of the model's layers."""
 
     def __init__(
         self,
@@ -187,7 +188,7 @@ class ExpertSession:
         self._per_layer = per_layer
         self._description = description
         self._step: ExpertStep | None = None
-        #: Layers that the present training pass has come to, forward and backward.
+        #: Layers that the current training pass has reached, forward and backward.
         self._used: set[int] = set()
         self._reached: set[int] = set()
 
@@ -196,7 +197,8 @@ class ExpertSession:
     def compute(self, layer: int, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
         """``y[t] = sum_k weight[t, k] * expert[t, k](x[t])``, differentiable; ``expert_TK`` is int64.
 
-        With gradients it is part of a training pass, and raises StepError outside of a step; without, of an evaluation.
+        With gradients enabled the call is part of a training pass, and raises StepError outside of a step; otherwise it
+        is part of an evaluation.
         """
         if torch.is_grad_enabled():
             self._train(layer)
@@ -221,9 +223,9 @@ class ExpertSession:
         return self._experts.forward(layer, experts)
 
     def backward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
-        """Leases with gradients. Raises StepError for a pass that belongs to no forward pass of the open step."""
+        """Leases with gradients. Raises StepError for a pass without a forward pass in the open step."""
         if self._step is None or layer not in self._used or layer in self._reached:
-            raise StepError(f"layer {layer}: a backward pass that belongs to no forward pass of an open step")
+            raise StepError(f"layer {layer}: a backward pass without a forward pass in an open step")
         self._reached.add(layer)
         return self._experts.backward(layer, experts)
 
@@ -236,7 +238,7 @@ class ExpertSession:
             raise StepError(
                 f"layer {layer}: a pass with gradients outside of a step; evaluate under torch.no_grad()"
             )
-        if not self._pending:  # all layers of the pass before have been walked back
+        if not self._pending:  # the last pass has gone back through all of its layers
             self._experts.begin_micro(index=self._step.begin_pass(), count=None)
             self._used.clear()
             self._reached.clear()
@@ -246,13 +248,13 @@ class ExpertSession:
 
     @contextlib.contextmanager
     def step(self, lr: float) -> Iterator[ExpertStep]:
-        """One optimizer step of the experts, of any number of passes; at the end of the block it is taken.
+        """One optimizer step of the experts, of any number of passes, taken at the end of the block.
 
-        If the block raises, the last commit stands. Raises StepError where a backward pass is missing, and NonFiniteError
-        for gradients that are not finite, where ``ExpertStep.clip`` has not found it; then nothing has moved.
+        If the block raises, the last commit stands. Raises StepError if a backward pass is missing, and NonFiniteError
+        for non-finite gradients that ``ExpertStep.clip`` has not found; then nothing has changed.
         """
         if self._step is not None:
-            raise StepError("a step is open already: it ends before the next one begins")
+            raise StepError("a step is open already: end it before beginning the next one")
         core = self.store.core
         self._used.clear()
         self._reached.clear()
@@ -267,7 +269,7 @@ class ExpertSession:
             if problem is None and not step.abandoned:
                 gradients.apply(step.scale)
             else:
-                gradients.step_pending()  # those of the step before
+                gradients.step_pending()  # those of the previous step
                 gradients.discard()
                 taken.abandon()
         if problem is not None:
@@ -296,15 +298,15 @@ class ExpertStep:
     def __init__(self, experts: TieredExperts) -> None:
         self._experts = experts
         self.passes = 0
-        #: What gradients are multiplied with.
+        #: The factor that gradients are multiplied by.
         self.scale = 1.0
         self.abandoned = False
         self._squares: float | None = None
 
     def begin_pass(self) -> int:
-        """Counts a pass; returns its number. Raises StepError once the gradients have been summed up."""
+        """Counts a pass; returns its number. Raises StepError once the gradients have been clipped."""
         if self._squares is not None:
-            raise StepError("a further pass, and the gradients of the step have been clipped")
+            raise StepError("another pass begins after the step's gradients were clipped")
         self.passes += 1
         return self.passes - 1
 
@@ -318,8 +320,8 @@ class ExpertStep:
 
     def clip(self, parameters: Iterable[Tensor], max_norm: float) -> float:
         """Clips the gradients of the experts and of ``parameters`` together, as ``clip_grad_norm_`` does, after the last
-        backward pass; returns their norm. Where it is not finite the step is given up, and the parameters have no
-        gradients: their optimizer passes over them.
+        backward pass; returns their norm. If the norm is not finite, the step is abandoned and the parameters' gradients
+        become None: their optimizer skips them.
         """
         parameters = [parameter for parameter in parameters if parameter.grad is not None]
         squares = self.squares
@@ -338,5 +340,5 @@ class ExpertStep:
         return norm
 
     def abandon(self) -> None:
-        """The step shall not be taken."""
+        """Marks the step as not to be taken."""
         self.abandoned = True

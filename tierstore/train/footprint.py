@@ -1,4 +1,4 @@
-"""The memory of a training run: how much is used, and how large its fixed part will be.
+"""The memory of a training run: the amount in use, and an estimate of its fixed part.
 
 The fixed part is everything outside of the budgets: the interpreter with torch and its libraries, this rank's share of
 the dense parameters and of the batch, the text. It does not depend on how many experts there are.
@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import psutil
 
+from tierstore.dense.config import OptimizerState
 from tierstore.dense.layout import DenseBytes, Gathered, Narrow, Region, Span, UnitLayout, dense_bytes
 from tierstore.model.architecture import DenseUnit
 from tierstore.model.config import ComputeDtype
@@ -27,41 +28,48 @@ from tierstore.train.files import text_bytes
 from tierstore.train.tasks import own_head_tasks
 from tierstore.train.vocabulary import choose_vocabulary
 
-#: What torch, its thread pools and the fragmentation of freed activations take beyond that, bytes (measured).
+#: Further memory for torch, its thread pools and the fragmentation of freed activations, bytes (measured).
 WORKING_BYTES = 160 << 20
-#: Machine code that oneDNN keeps of a product in bf16, for each shape (measured). Each count of rows is another shape, and
-#: an expert's pass has six products.
+#: Machine code that oneDNN keeps for a bf16 product, for each shape (measured). Each row count is another shape,
+#: and an expert's pass has six products.
 _PRODUCT_BYTES = 650 << 10
 _PRODUCTS = 6
 
 
 def resident_bytes() -> int:
-    """Bytes of this process in memory now, huge pages included."""
+    """Resident bytes of this process, huge pages included."""
     return int(psutil.Process().memory_info().rss)
 
 
 def peak_resident_bytes() -> int:
-    """The most bytes that this process has had in memory, huge pages included."""
+    """Peak resident bytes of this process, huge pages included."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 @dataclass(frozen=True)
 class FixedCost:
-    """What a run takes on one rank outside of its budgets, in bytes, part by part, on the host and on the device."""
+    """Memory of one rank outside of its budgets, in bytes, by part, on the host and on the device."""
 
     process: int
     dense: DenseBytes
     activations: int
     text: int
     working: int = WORKING_BYTES
-    pairs: int = 0  # of a layer's experts, while a pass goes through them
-    boundaries: int = 0  # block inputs of a step in layer order, as far as they stay in memory
-    routers: int = 0  # copies, which guess
+    pairs: int = 0  # of a layer's experts during a pass
+    boundaries: int = 0  # block inputs of a step in layer order that stay in memory
+    routers: int = 0  # copies, for guessing
 
     @property
     def nbytes(self) -> int:
         passes = self.activations + self.pairs + self.boundaries
         return self.process + self.dense.total + passes + self.text + self.working + self.routers
+
+    def device_bytes(self, config: TrainConfig) -> int:
+        """What of it an accelerator holds."""
+        dense = self.dense.fusion + self.dense.gradients
+        if config.dense.optimizer_state is OptimizerState.DEVICE or config.lora.enabled:
+            dense += self.dense.slices
+        return dense + self.activations + self.pairs + self.routers
 
 
 def flat_layouts(
@@ -71,15 +79,16 @@ def flat_layouts(
     compute: ComputeDtype,
     tables: Mapping[tuple[str, int], TableRows] | None = None,
 ) -> list[UnitLayout]:
-    """How units of which only the counts are known are cut for ``ranks`` ranks: each region as if it were one parameter.
+    """The slices for ``ranks`` ranks of parameter groups of which only the counts are known: each region as if it were
+    one parameter.
 
-    ``tables``: embedding and head, by their places, as far as each rank keeps its rows of them.
+    ``tables``: embedding and head, by position, if each rank keeps its rows of them.
     """
     divided = {name: table for (name, _), table in (tables or {}).items()}
-    by_unit = {0: divided.get(EMBEDDING_PLACE[0]), len(units) - 1: divided.get(HEAD_PLACE[0])}
+    by_group = {0: divided.get(EMBEDDING_PLACE[0]), len(units) - 1: divided.get(HEAD_PLACE[0])}
 
     def regions(number: int, unit: DenseUnit) -> Iterator[Region]:
-        table = by_unit.get(number)
+        table = by_group.get(number)
         others = unit.others - (0 if table is None else table.rows * table.width)
         if compute is ComputeDtype.BF16:
             counts = [(Narrow.NO, others), (Narrow.YES, unit.matrices)]
@@ -106,7 +115,7 @@ def fixed_cost(
 ) -> FixedCost:
     """The fixed cost of one of ``ranks`` ranks whose process holds ``process`` bytes after its imports.
 
-    ``units`` and ``text``: the dense parameters and bytes of text, where they are not the configuration's own.
+    ``units`` and ``text``: the dense parameters and bytes of text (None: those of the configuration).
     Raises DataError, BudgetError.
     """
     units = with_heads(config, config.model.architecture.units if units is None else units)
@@ -124,13 +133,13 @@ def fixed_cost(
 
 
 def with_heads(config: TrainConfig, units: Sequence[DenseUnit]) -> Sequence[DenseUnit]:
-    """``units`` with the output heads of tasks that have one of their own in the last one."""
+    """``units`` with the tasks' own output heads added to the last one."""
     more = len(own_head_tasks(config.tasks)) * config.model.vocab_size * config.model.d_model
     return [*units[:-1], replace(units[-1], others=units[-1].others + more)] if more else units
 
 
 def router_bytes(config: TrainConfig) -> int:
-    """Copies of the routers and their norms, of all layers of experts but the first, where they guess: in fp32 at most."""
+    """Bytes of the copies of routers and norms that guess, of all MoE layers but the first: at most, in fp32."""
     model, prefetch = config.model, config.prefetch
     if prefetch.predictor is not PredictorName.ROUTER or not prefetch.depth:
         return 0
@@ -138,7 +147,7 @@ def router_bytes(config: TrainConfig) -> int:
 
 
 def _dense(config: TrainConfig, ranks: int, device: DeviceKind, units: Sequence[DenseUnit]) -> DenseBytes:
-    """Dense parameters; with LoRA the frozen ones, whole in their types, and the state of attention's pairs."""
+    """Bytes of dense parameters; with LoRA, of the frozen ones, whole in their types, and the state of attention's pairs."""
     compute, lora = config.model.compute_dtype, config.lora.enabled
     trained = [DenseUnit(matrices=0, others=count) for count in config.spec.adapter_units] if lora else units
     tables = choose_vocabulary(config, ranks=ranks, device=device).tables
@@ -162,7 +171,7 @@ def _activations(config: TrainConfig, tokens: int) -> int:
 
 
 def boundary_split(config: TrainConfig, ranks: int, blocks: int) -> BoundarySplit | None:
-    """Where the block inputs of a step lie, of one of ``ranks`` ranks; None where none are kept. Raises BudgetError."""
+    """The split of a step's block inputs on one of ``ranks`` ranks; None if none are kept. Raises BudgetError."""
     if not config.data.layer_major:
         return None
     each = rank_tokens(config, ranks) * config.model.d_model * config.model.compute_dtype.itemsize
@@ -170,7 +179,7 @@ def boundary_split(config: TrainConfig, ranks: int, blocks: int) -> BoundarySpli
 
 
 def _pass_bytes(config: TrainConfig, ranks: int) -> int:
-    """What a pass keeps of the pairs of a layer's experts: weights, and gradients of each micro-batch in it."""
+    """Bytes that a pass keeps for the pairs of a layer's experts: weights, and gradients of each of its micro-batches."""
     pairs = pair_schema(config)
     sharing = config.parallel.expert or ranks
     together = config.data.micro_batches // config.data.passes
@@ -178,7 +187,7 @@ def _pass_bytes(config: TrainConfig, ranks: int) -> int:
 
 
 def product_bytes(config: TrainConfig, device: DeviceKind) -> int:
-    """What torch keeps of the experts' products: an estimate, for counts of rows up to twice an expert's mean."""
+    """Bytes that torch keeps for the experts' products: an estimate, for row counts up to twice an expert's mean."""
     model = config.model
     if model.compute_dtype is not ComputeDtype.BF16 or device is not DeviceKind.CPU:
         return 0
@@ -201,8 +210,8 @@ def _texts(config: TrainConfig) -> int:
 def keep_freed_memory() -> None:
     """Lets glibc keep freed activations for the next step instead of returning them to the kernel.
 
-    First touch of fresh memory is slower than any disk here (0.4 to 1.9 GB/s with 4 KiB pages), and every step
-    would pay it for all of its activations. Without glibc this does nothing.
+    The first touch of fresh memory is slow (measured: 0.4 to 1.9 GB/s with 4 KiB pages), and every step would pay it for
+    all of its activations. Without glibc this does nothing.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -215,6 +224,6 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Returns freed memory to the kernel once: what setting up has used need not count all run long."""
+    """Returns freed memory to the kernel once, so that memory used only during setup does not count for the whole run."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,18 +1,19 @@
-"""A step in layer order: each layer takes all micro-batches before the next one does, forward and backward.
+"""A step in layer order: each layer takes all micro-batches before the next layer does, forward and backward.
 
-One lease of an expert then serves all micro-batches, and dense parameters are gathered once for them. The bits are those of
-one micro-batch after another: products have the same shapes, and gradients are added up in the order of micro-batches.
+One lease of an expert then serves all micro-batches, and dense parameters are gathered once for them. The bits are those
+of micro order: products have the same shapes, and gradients are added up in the order of micro-batches.
 
 **Forward.** Each micro-batch runs the model's own forward pass in a greenlet of its own, which stops where it enters a
-block, where it requests experts, and where it leaves the last block; it goes on when all are there. Blocks run without
-a graph; what enters them, their *boundaries*, is kept. What leaves a block is cut off from it: it comes as a leaf.
+block, where it requests experts, and where it leaves the last block; it resumes when all micro-batches are there. Blocks
+run without a graph; their inputs, the *boundaries*, are kept. The output of a block is detached: the next graph sees a
+leaf.
 
-**Head.** One micro-batch after another computes its loss, and passes it back as far as those leaves.
+**Head.** One micro-batch after another computes its loss, and its backward pass runs as far as those leaves.
 
-**Backward.** For each block from the last to the first: it is computed again from the boundary of each micro-batch, but
-for its experts, of which nothing but the gradient is needed. That of their outputs is found first; one lease of each
-expert then serves all micro-batches; then each micro-batch passes through the rest of the block. So the graphs of one
-block are in memory, one for each micro-batch.
+**Backward.** Each block, from the last to the first, is recomputed from the boundary of each micro-batch, except for its
+experts, of which only the gradient is needed. The gradients of the experts' outputs come first; one lease of each expert
+then serves all micro-batches; then each micro-batch passes through the rest of the block. So only the graphs of one block
+are in memory, one for each micro-batch.
 """
 
 from __future__ import annotations
@@ -42,49 +43,38 @@ ExpertCall = tuple[Tensor, Tensor, ExpertPass]
 
 @dataclass(frozen=True, slots=True)
 class _Entering:
-    """A micro-batch stands before block number ``block``, with its boundary."""
+    """A micro-batch before block number ``block``, with its boundary; past the last block, before the head."""
 
     block: int
     x: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class _Asking:
-    """It stands in a block, and requests experts."""
-
-    call: ExpertCall
-
-
-@dataclass(frozen=True, slots=True)
-class _Leaving:
-    """It stands behind the last block."""
-
-
-_Stop = _Entering | _Asking | _Leaving | ModelOutput
+#: The stops of a forward pass: before a block, in a block that requests experts, and at its end.
+_Stop = _Entering | ExpertCall | ModelOutput
 
 
 @dataclass(slots=True, eq=False)
 class _Lane:
-    """One micro-batch of the step under way."""
+    """One micro-batch of the step in progress."""
 
     micro: int
     run: greenlet
-    #: What its forward pass keeps in the model while another goes on.
+    #: The model state of its forward pass, saved while another pass runs.
     state: object
     stop: _Stop | None = None
-    #: By block: what it is called with beside its stream, and the state to compute it again in.
+    #: By block: its arguments beside the stream, and the state in which to recompute it.
     arguments: list[tuple[tuple[Any, ...], dict[str, Any], object]] = field(default_factory=list)
-    #: What the first block's gradient flows into.
+    #: The tensor that the first block's gradient flows into.
     entry: GradientEdge | None = None
-    #: What left the last block, and by block what left beside the stream: leaves of the head's graph.
+    #: The last block's output, and by block its outputs beside the stream: leaves of the head's graph.
     stream: Tensor | None = None
     sides: list[list[Tensor]] = field(default_factory=list)
-    #: The gradient of what left the block that is passed next.
+    #: The gradient of the output of the block that is passed next.
     gradient: Tensor | None = None
 
 
 class LayerOrder:
-    """Takes the micro-batches of a step through ``model``, whose experts the slot's source leases. It owns nothing."""
+    """Takes the micro-batches of a step through ``model``; the slot's source leases the experts. Owns nothing."""
 
     def __init__(
         self,
@@ -99,7 +89,7 @@ class LayerOrder:
         self._model = model
         self._slot = slot
         self.boundaries = boundaries
-        self._units = _UnitPasses(dense, gates, listener)
+        self._groups = _GroupPasses(dense, gates, listener)
         self._blocks = list(model.blocks)
         self._lane: _Lane | None = None
         self._pending: list[PendingExperts] = []
@@ -112,14 +102,14 @@ class LayerOrder:
     ) -> list[ModelOutput]:
         """Forward and backward passes of ``batches``, the micro-batches of step ``step``.
 
-        ``accept`` receives each output, in order; where it returns False, the step ends with the outputs before, and without
-        gradients of blocks or experts. The outputs have no graphs any more.
+        ``accept`` receives each output, in order; if it returns False, the step ends with the earlier outputs, and
+        without gradients of blocks or experts. The returned outputs have no graphs.
         """
         own = self._model.suspend()
         lanes = [self._lane_of(step, micro, batch) for micro, batch in enumerate(batches)]
-        self._slot.meeting = _Meeting(self)
+        self._slot.meeting = self
         try:
-            with self._units.driven():
+            with self._groups.driven():
                 self._forward(lanes)
                 outputs = self._head(lanes, accept)
                 if len(outputs) == len(lanes):
@@ -130,7 +120,7 @@ class LayerOrder:
             self.boundaries.clear()
             for lane in lanes:
                 if not lane.run.dead:
-                    lane.run.throw()  # ends it: what it has open is closed
+                    lane.run.throw()  # ends the greenlet, which closes what it has open
             self._model.resume(own)
         return outputs
 
@@ -141,18 +131,20 @@ class LayerOrder:
         return _Lane(micro, greenlet(partial(self._model.run, batch)), self._model.suspend())
 
     def _forward(self, lanes: Sequence[_Lane]) -> None:
-        with self._units.during(0, Phase.FORWARD):
+        with self._groups.during(0, Phase.FORWARD):
             for lane in lanes:
                 self._go_on(lane)
         for block in range(len(self._blocks)):
             for lane in lanes:
                 if not (isinstance(lane.stop, _Entering) and lane.stop.block == block):
-                    raise RuntimeError(f"micro-batch {lane.micro} does not enter block {block} where all do")
+                    raise RuntimeError(
+                        f"micro-batch {lane.micro} does not enter block {block}, which all others enter"
+                    )
                 self.boundaries.keep(block, lane.micro, lane.stop.x)
-            with self._units.during(block + 1, Phase.FORWARD):
+            with self._groups.during(block + 1, Phase.FORWARD):
                 for lane in lanes:
                     self._go_on(lane)
-                while calls := [lane.stop.call for lane in lanes if isinstance(lane.stop, _Asking)]:
+                while calls := [lane.stop for lane in lanes if isinstance(lane.stop, tuple)]:
                     if len(calls) < len(lanes):
                         raise RuntimeError(f"some micro-batches request no experts in block {block}")
                     with torch.no_grad():
@@ -175,7 +167,7 @@ class LayerOrder:
         self._model.resume(own)
 
     def _stop(self, stop: _Stop) -> Any:
-        """Called by a forward pass: it stops here until it is resumed."""
+        """Stops the calling forward pass until it is resumed."""
         assert self._lane is not None
         parent = self._lane.run.parent
         assert parent is not None
@@ -191,9 +183,11 @@ class LayerOrder:
         if number == 0:
             lane.entry = get_gradient_edge(x) if x.requires_grad else None
         elif x is not lane.stream:
-            raise RuntimeError(f"block {number} does not start from what left the block before")
+            raise RuntimeError(f"block {number} does not start from the output of the previous block")
         if any(isinstance(each, Tensor) and each.requires_grad for each in (*others, *options.values())):
-            raise RuntimeError(f"block {number} is called with more than its stream that has a gradient")
+            raise RuntimeError(
+                f"block {number} is called with a tensor beside its stream that requires a gradient"
+            )
         lane.stream = None
         state = self._model.suspend()
         lane.arguments.append((tuple(others), options, state))
@@ -211,17 +205,17 @@ class LayerOrder:
         lane.stream, *sides = leaves
         lane.sides.append(sides)
         if number == len(self._blocks) - 1:
-            self._stop(_Leaving())
+            self._stop(_Entering(number + 1, lane.stream))
             torch.set_grad_enabled(True)
         return self._model.replaced(number, output, leaves)
 
-    def meet(self, call: ExpertCall) -> Tensor:
-        """The experts' results of ``call``, for ``_Meeting``."""
+    def compute(self, x_TD: Tensor, weight_TK: Tensor, call: ExpertPass) -> Tensor:
+        """The experts' results for the micro-batch in progress, or for the block that is recomputed (``Meeting``)."""
         if self._lane is not None:
-            result: Tensor = self._stop(_Asking(call))
+            result: Tensor = self._stop((x_TD, weight_TK, call))
             torch.set_grad_enabled(False)
             return result
-        self._pending.append(PendingExperts(*call))
+        self._pending.append(PendingExperts(x_TD, weight_TK, call))
         return self._pending[-1].output()
 
     # Head ---------------------------------------------------------------------------------------------------
@@ -229,12 +223,15 @@ class LayerOrder:
     def _head(self, lanes: Sequence[_Lane], accept: Callable[[ModelOutput], bool]) -> list[ModelOutput]:
         outputs: list[ModelOutput] = []
         last = len(self._blocks) + 1
-        with self._units.during(last, Phase.FORWARD):
-            pass  # its backward pass follows each micro-batch's forward pass, so that one graph is there at a time
-        with self._units.during(last, Phase.BACKWARD):
+        with self._groups.during(last, Phase.FORWARD):
+            pass  # each micro-batch's backward pass follows its forward pass, so that only one graph is in memory
+        with self._groups.during(last, Phase.BACKWARD):
             for lane in lanes:
-                if not isinstance(lane.stop, _Leaving):
-                    raise RuntimeError(f"micro-batch {lane.micro} does not leave the last block where all do")
+                stop = lane.stop
+                if not (isinstance(stop, _Entering) and stop.block == len(self._blocks)):
+                    raise RuntimeError(
+                        f"micro-batch {lane.micro} does not leave the last block, which all others leave"
+                    )
                 self._go_on(lane)
                 output = lane.stop
                 assert isinstance(output, ModelOutput)
@@ -242,7 +239,7 @@ class LayerOrder:
                 lane.stop = None
                 if not accept(output):
                     break
-                with self._units.micro_batch(last, lane.micro):
+                with self._groups.micro_batch(last, lane.micro):
                     torch.autograd.backward(output.objective / len(lanes))
                 assert lane.stream is not None
                 lane.gradient, lane.stream = lane.stream.grad, None
@@ -253,36 +250,43 @@ class LayerOrder:
 
     def _backward(self, lanes: Sequence[_Lane]) -> None:
         for number in reversed(range(len(self._blocks))):
-            with self._units.during(number + 1, Phase.BACKWARD):
+            with self._groups.during(number + 1, Phase.BACKWARD):
                 self._backward_block(number, lanes)
-        with self._units.during(0, Phase.BACKWARD):
+        with self._groups.during(0, Phase.BACKWARD):
             for lane in lanes:
-                with self._units.micro_batch(0, lane.micro):
+                with self._groups.micro_batch(0, lane.micro):
                     if lane.entry is not None:
                         torch.autograd.backward([lane.entry], [lane.gradient])
 
     def _backward_block(self, number: int, lanes: Sequence[_Lane]) -> None:
         again = [self._compute_again(number, lane) for lane in lanes]
-        if any(each.pending is not None for each in again):
-            backward_together(
-                self._slot, [each.found(lane.gradient) for each, lane in zip(again, lanes, strict=True)]
-            )
+        # By micro-batch: its block's request for experts, and the gradient of their results.
+        requested = [
+            (pending, pending.output_gradient(made[0], lane.gradient))
+            for (_, made, pending), lane in zip(again, lanes, strict=True)
+            if pending is not None
+        ]
+        if requested:
+            assert len(requested) == len(lanes)
+            backward_together(self._slot, requested)
+        del requested
         for lane in lanes:
-            each = again.pop(0)
+            boundary, made, _ = again.pop(0)
             sides = [leaf.grad for leaf in lane.sides.pop()]
             passed = [
                 (tensor, gradient)
-                for tensor, gradient in zip(each.made, (lane.gradient, *sides), strict=True)
+                for tensor, gradient in zip(made, (lane.gradient, *sides), strict=True)
                 if tensor.requires_grad and gradient is not None
             ]
-            with self._units.micro_batch(number + 1, lane.micro):
+            with self._groups.micro_batch(number + 1, lane.micro):
                 if passed:
                     torch.autograd.backward(
-                        [made for made, _ in passed], [gradient for _, gradient in passed]
+                        [tensor for tensor, _ in passed], [gradient for _, gradient in passed]
                     )
-            lane.gradient = each.boundary.grad
+            lane.gradient = boundary.grad
 
-    def _compute_again(self, number: int, lane: _Lane) -> _Again:
+    def _compute_again(self, number: int, lane: _Lane) -> tuple[Tensor, list[Tensor], PendingExperts | None]:
+        """Recomputes block ``number``; returns its boundary, its output, and its request for experts."""
         others, options, state = lane.arguments.pop()
         boundary = self.boundaries.take(number, lane.micro)
         boundary.requires_grad_(number > 0 or lane.entry is not None)
@@ -294,38 +298,14 @@ class LayerOrder:
         pending, self._pending = self._pending, []
         if len(pending) > 1:
             raise RuntimeError(f"block {number} requests experts {len(pending)} times")
-        return _Again(boundary, made, pending[0] if pending else None)
+        return boundary, made, pending[0] if pending else None
 
 
-@dataclass(slots=True, eq=False)
-class _Again:
-    """A block that has been computed again for one micro-batch."""
-
-    boundary: Tensor
-    made: list[Tensor]
-    pending: PendingExperts | None
-
-    def found(self, gradient: Tensor | None) -> tuple[PendingExperts, Tensor]:
-        """Its call for experts with the gradient of its result, where ``gradient`` is that of the stream."""
-        assert self.pending is not None
-        return self.pending, self.pending.output_gradient(self.made[0], gradient)
-
-
-class _Meeting:
-    """The ``Meeting`` of a source slot."""
-
-    def __init__(self, order: LayerOrder) -> None:
-        self._order = order
-
-    def compute(self, x_TD: Tensor, weight_TK: Tensor, call: ExpertPass) -> Tensor:
-        return self._order.meet((x_TD, weight_TK, call))
-
-
-class _UnitPasses:
+class _GroupPasses:
     """The passes over dense parameter groups, each of which takes all micro-batches.
 
-    A parameter that two groups use (a tied embedding) has gradients from both: those that come while another group is passed
-    wait for those of its own group, and are added to them, micro-batch by micro-batch.
+    A parameter that two groups use (a tied embedding) has gradients from both: gradients from the other group's pass are
+    held back until those of its own group, and then added to them, micro-batch by micro-batch.
     """
 
     def __init__(self, dense: DenseSlices, gates: Gates, listener: PassListener) -> None:
@@ -334,43 +314,43 @@ class _UnitPasses:
         self._listener = listener
         self._present: tuple[int, int] | None = None
         self._give: Callable[[int, Tensor], None] | None = None
-        #: By unit and micro-batch, then by index.
+        #: By parameter group and micro-batch, then by index.
         self._waiting: dict[tuple[int, int], dict[int, Tensor]] = {}
 
     def driven(self) -> AbstractContextManager[None]:
-        """Within the block this class decides where passes begin and end."""
+        """Within this context, this class decides where passes begin and end."""
         self._waiting.clear()
         return self._gates.driven(self._take)
 
     @contextmanager
-    def during(self, unit: int, phase: Phase) -> Iterator[None]:
-        """A pass over ``unit``. Where it raises, it has not ended."""
-        self._listener.enter(unit, phase)
+    def during(self, group: int, phase: Phase) -> Iterator[None]:
+        """A pass over ``group``. A pass that raises does not end."""
+        self._listener.enter(group, phase)
         yield
-        self._listener.leave(unit, phase)
+        self._listener.leave(group, phase)
 
     @contextmanager
-    def micro_batch(self, unit: int, micro: int) -> Iterator[None]:
-        """The part of a backward pass over ``unit`` that is micro-batch ``micro``'s."""
-        self._present = unit, micro
-        with self._dense.micro_batch(unit) as self._give:
+    def micro_batch(self, group: int, micro: int) -> Iterator[None]:
+        """Micro-batch ``micro``'s part of a backward pass over ``group``."""
+        self._present = group, micro
+        with self._dense.micro_batch(group) as self._give:
             yield
-            for index, gradient in self._waiting.pop((unit, micro), {}).items():
-                self._give(index, gradient)  # its own unit has not used it
+            for index, gradient in self._waiting.pop((group, micro), {}).items():
+                self._give(index, gradient)  # its own group did not use it
         self._present = self._give = None
 
-    def _take(self, unit: int, index: int, gradient: Tensor) -> None:
+    def _take(self, group: int, index: int, gradient: Tensor) -> None:
         assert self._present is not None
         assert self._give is not None
         present, micro = self._present
-        if unit != present:
-            self._waiting.setdefault((unit, micro), {})[index] = gradient
+        if group != present:
+            self._waiting.setdefault((group, micro), {})[index] = gradient
             return
-        earlier = self._waiting.get((unit, micro), {}).pop(index, None)
+        earlier = self._waiting.get((group, micro), {}).pop(index, None)
         self._give(index, gradient if earlier is None else earlier.add_(gradient))
 
 
 def _without_graph(output: ModelOutput) -> ModelOutput:
-    """What a step's report needs of ``output``."""
+    """``output`` detached, for the step's report."""
     loss = None if output.loss is None else output.loss.detach()
     return ModelOutput(loss, output.aux_loss.detach(), output.z_loss.detach(), None, output.loads, None)

@@ -1,12 +1,13 @@
 """The number of chunks of passes over experts (PipeMoE): as configured, or chosen for the forward and the backward pass.
 
-AUTO weighs what a further chunk costs against what it hides (``tierstore.parallel.pipeline_degree``). What messages and
-products cost is probed when the session is opened, or read from the profile of the machine (``parallel.profile``); what
-travels is counted from commit to commit, and before the first of them taken from the configuration, with tokens spread
-evenly. A choice is made at commits alone, of numbers that all ranks have agreed on. It is part of what is committed, so that
-a resumed run goes on with it. The number of chunks changes no bit and no access to the store.
+AUTO weighs the cost of another chunk against the time that it hides (``tierstore.parallel.pipeline_degree``). The costs
+of messages and products are probed when the session is opened, or read from the profile of the machine
+(``parallel.profile``). Rows in transit are counted from commit to commit; before the first commit they are derived from
+the configuration, with tokens spread evenly. The choice is made only at commits, from numbers that all ranks have agreed
+on, and is committed with the state, so that a resumed run continues with it. The number of chunks changes neither bits
+nor accesses to the store.
 
-Tensor-parallel ranks have the rows of all their tokens: nothing travels to the experts, and results come back in chunks.
+Tensor-parallel ranks have the rows of all their tokens: no rows are sent to the experts, and results come back in chunks.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -27,6 +28,7 @@ from tierstore.machine_profile import Profile, load_profile, over_link
 from tierstore.model.spec import BuiltInSpec
 from tierstore.model.store_schema import TrainState
 from tierstore.moe.config import ExpertShape
+from tierstore.moe.exchange import PassLoads
 from tierstore.moe.experts import Workspace, forward_expert
 from tierstore.moe.source import PipelineDegrees, Pipelining
 from tierstore.parallel import Mesh
@@ -47,33 +49,23 @@ from tierstore.train.config import TrainConfig
 from tierstore.units import format_seconds
 
 
-@dataclass(frozen=True, slots=True)
-class PassLoads:
-    """Means of one pass over a layer, of the rank that has most to do: rows that travel, rows that are computed, experts
-    that have any.
-    """
-
-    travelling: float
-    computed: float
-    experts: float
-
-
 def most_chunks(config: TrainConfig, mesh: Mesh) -> int:
-    """The most chunks that a run's passes may have. Raises ConfigError where the configuration requests more than the fewest
-    experts that any rank owns.
+    """The most chunks that a run's passes may have. Raises ConfigError if the configuration requests more than the
+    smallest number of experts that any rank owns.
     """
     return config.parallel.most_chunks(experts=config.model.experts, sharing=mesh.expert.size)
 
 
 def check_chunks(config: TrainConfig, mesh: Mesh) -> None:
-    """Raises ConfigError where passes cannot have the requested number of chunks, or AUTO's profile lacks what it needs."""
+    """Raises ConfigError if passes cannot have the requested number of chunks, or AUTO's profile lacks the costs it
+    needs."""
     most, parallel = most_chunks(config, mesh), config.parallel
     if parallel.profile is not None and parallel.pipeline_degree == AUTO_DEGREE and most > 1:
         read_profile(parallel.profile, mesh.expert.size)
 
 
 def even_loads(config: TrainConfig, mesh: Mesh) -> PassLoads:
-    """What a pass has to do where the router spreads the tokens evenly."""
+    """The load of a pass if the router spreads the tokens evenly."""
     sharing = mesh.expert.size
     rows = config.tokens_per_micro_batch // mesh.data.size * config.model.architecture.top_k
     owned = -(-config.model.experts // sharing)
@@ -82,10 +74,10 @@ def even_loads(config: TrainConfig, mesh: Mesh) -> PassLoads:
 
 
 class PipelineControl:
-    """Chooses the degrees of ``pipelining``, when the session is opened and at every commit."""
+    """Chooses the degrees of ``pipelining`` when the session is opened, and at every commit."""
 
     def __init__(self, config: TrainConfig, mesh: Mesh, pipelining: Pipelining) -> None:
-        """A collective; nothing is probed or read where nothing is to be chosen. Raises ConfigError, PeerError."""
+        """A collective; without a choice to make, nothing is probed or read. Raises ConfigError, PeerError."""
         self._config = config
         self._mesh = mesh
         self._pipelining = pipelining
@@ -95,8 +87,8 @@ class PipelineControl:
         self._loads = even_loads(config, mesh)
         self._note: Callable[[str], None] = lambda text: None
         self._noted = PipelineDegrees()
-        #: The degrees until the next commit, what would be best without the cap of ``most``, and where the costs are from;
-        #: None where no rows travel.
+        #: The degrees until the next commit, the best ones without the cap of ``most``, and the source of the costs; None
+        #: if no rows are exchanged.
         self.chosen: Decision[PipelineDegrees] | None = None
         auto = config.parallel.pipeline_degree == AUTO_DEGREE
         if auto and self._most > 1:
@@ -107,11 +99,11 @@ class PipelineControl:
                 self._costs = profiled(mesh, config.model.expert_shape, profile, config.links.rows)
                 self._costs_from = f"of {profile}"
         elif mesh.expert.size > 1:
-            reason = "auto: there is a rank with one expert of a layer, or none" if auto else "as configured"
+            reason = "auto: some rank has at most one expert of a layer" if auto else "as configured"
             self._take(PipelineDegrees(self._most, self._most), reason)
 
     def begin(self, state: TrainState, note: Callable[[str], None]) -> None:
-        """The session begins at ``state``, which may hold an earlier choice. ``note`` receives each one, for the trace."""
+        """Begins at ``state``, which may hold an earlier choice. ``note`` receives each choice, for the trace."""
         self._note = note
         if self._costs is not None and state.chunks is None:
             self._choose("auto: tokens spread evenly")
@@ -121,15 +113,12 @@ class PipelineControl:
         self._note_choice(state.position)
 
     def at_commit(self, position: int) -> list[int] | None:
-        """Chooses again, of what was counted since the last commit; a collective. Returns what this commit, after
-        ``position`` steps, is to hold.
+        """Chooses again, from the counts since the last commit; a collective. Returns the choice to store in this commit,
+        after ``position`` steps.
         """
         if self._costs is None:
             return None
-        counted, self._pipelining.loads = self._pipelining.loads, type(self._pipelining.loads)()
-        means = torch.zeros(3, dtype=torch.float64)
-        if counted.passes:
-            means += torch.tensor([counted.travelling, counted.computed, counted.experts]) / counted.passes
+        means = torch.tensor(astuple(self._pipelining.mean_loads()), dtype=torch.float64)
         self._mesh.world.max(means)
         if means[1] > 0:
             self._loads = PassLoads(*means.tolist())
@@ -169,7 +158,7 @@ class PipelineControl:
         self._take(degrees, f"{reason}, costs {self._costs_from}; {estimate}", wanted)
 
     def _priced(self, costs: LayerCosts) -> list[tuple[PipelineCosts, LayerPass]]:
-        """A layer's forward and backward pass, and what each is made of."""
+        """The costs of a layer's forward and backward pass, and their parts."""
         forward, backward = self._passes(costs)
         priced = PipelineCosts(costs.message, costs.byte, costs.chunk, 1.0)
         own, loads = costs.backward, self._loads
@@ -183,7 +172,7 @@ class PipelineControl:
         ]
 
     def _passes(self, costs: LayerCosts) -> tuple[LayerPass, LayerPass]:
-        """A layer's forward and backward pass, of seconds of products; a backward pass computes as two forward ones."""
+        """A layer's forward and backward pass, from seconds of products; a backward pass counts as two forward ones."""
         model, loads, kept = self._config.model, self._loads, self._config.keeps_activations
         rows_bytes = loads.travelling * model.d_model * model.compute_dtype.itemsize
         seconds = loads.experts * costs.expert + loads.computed * costs.row
@@ -197,7 +186,7 @@ class PipelineControl:
             again=0.0 if kept else seconds,
         )
         forward = forward_pass(rows_bytes, seconds)
-        if self._mesh.tensor.size > 1:  # rows are there already
+        if self._mesh.tensor.size > 1:  # rows are local already
             return replace(forward, dispatch=Share(0, 0)), replace(backward, dispatch=Share(0, 0))
         return forward, backward
 
@@ -227,9 +216,9 @@ class PipelineControl:
 # All-to-alls and expert products are timed on this machine and its links by a short probe when a session is opened, or
 # taken from the profile of the machine that ``tierstore bench machine`` has written.
 #
-# All ranks hold the same numbers afterwards: the largest of any rank, since a pass takes as long as its slowest rank.
-# They probe together; each number comes from medians over a few rounds of a small and a large case. The probe's own
-# messages are not counted as traffic.
+# All ranks end with the same numbers: the largest of any rank, since a pass takes as long as its slowest rank. They probe
+# together; each number comes from medians over a few rounds of a small and a large case. The probe's own messages are not
+# counted as traffic.
 
 
 _ROUNDS = 5
@@ -237,14 +226,14 @@ _ROUNDS = 5
 _LARGE_BYTES = 2 << 20
 #: Rows of an expert in the large product, at most.
 _LARGE_ROWS = 256
-#: A product that takes as long is measured once.
+#: A product that takes this long is measured only once.
 _SLOW_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class BackwardCosts:
-    """Seconds that the backward pass of an expert takes (``expert``), and a further chunk; that each of its rows takes
-    (``row``), and beside that where what feeds the activation is computed again (``row_again``).
+    """Seconds of an expert's backward pass (``expert``), which each further chunk costs again; of each of its rows
+    (``row``); and of recomputing the activation's input, for each row (``row_again``).
     """
 
     expert: float
@@ -254,9 +243,9 @@ class BackwardCosts:
 
 @dataclass(frozen=True, slots=True)
 class LayerCosts:
-    """Seconds: that an all-to-all takes to start (``message``) and for each byte that a rank sends in it (``byte``); that a
-    further chunk takes of the thread that computes (``chunk``); that the forward pass of an expert takes (``expert``), and
-    each of its rows (``row``). ``backward``: None where it takes two forward passes.
+    """Seconds: to start an all-to-all (``message``), and for each byte that a rank sends in it (``byte``); of the
+    computing thread for each further chunk (``chunk``); of an expert's forward pass (``expert``), and of each of its rows
+    (``row``). ``backward``: None if it counts as two forward passes.
     """
 
     message: float
@@ -288,7 +277,7 @@ def probe(
 
 
 def read_profile(path: Path, sharing: int) -> Profile:
-    """The profile at ``path``. Raises ConfigError where it has not what the passes of ``sharing`` ranks are chosen by."""
+    """The profile at ``path``. Raises ConfigError if it lacks the costs for choosing the passes of ``sharing`` ranks."""
     try:
         profile = load_profile(path)
     except OSError as error:
@@ -309,8 +298,8 @@ def read_profile(path: Path, sharing: int) -> Profile:
 
 
 def profiled(mesh: Mesh, shape: ExpertShape, path: Path, link: LinkConfig) -> LayerCosts:
-    """The costs that the profile at ``path`` has of passes over experts of ``shape``, whose rows go over ``link``; a
-    collective of all ranks, which may have files of their own. Raises ConfigError, PeerError.
+    """The costs in the profile at ``path`` of passes over experts of ``shape``, whose rows go over ``link``; a collective
+    of all ranks, each of which may read its own file. Raises ConfigError, PeerError.
     """
     profile = read_profile(path, mesh.expert.size)
     exchange = over_link(profile.exchanges[mesh.expert.size], link)
@@ -337,14 +326,14 @@ def profiled(mesh: Mesh, shape: ExpertShape, path: Path, link: LinkConfig) -> La
 
 
 def line(small: tuple[float, float], large: tuple[float, float]) -> tuple[float, float]:
-    """The start and the slope of the line through two points (amount, seconds), neither below 0."""
+    """The intercept and the slope of the line through two points (amount, seconds), neither below 0."""
     amount = large[0] - small[0]
     slope = max((large[1] - small[1]) / amount, 0.0) if amount > 0 else 0.0
     return max(small[1] - slope * small[0], 0.0), slope
 
 
 def _exchanges(mesh: Mesh, wanted_bytes: int) -> tuple[float, float, float]:
-    """Seconds an exchange takes to start, for each byte sent, and of the issuing thread for a chunk."""
+    """Seconds to start an exchange, for each byte sent, and of the issuing thread for a chunk."""
     group, device = mesh.expert, mesh.device
     each = (64, max(min(wanted_bytes, _LARGE_BYTES), 64 << 4))
     spent: tuple[list[float], list[float]] = ([], [])
@@ -371,7 +360,7 @@ def _exchanges(mesh: Mesh, wanted_bytes: int) -> tuple[float, float, float]:
 
 
 def _products(device: torch.device, shape: ExpertShape, dtype: torch.dtype, rows: int) -> tuple[float, float]:
-    """Seconds that the forward pass of an expert takes, and each of its rows."""
+    """Seconds of an expert's forward pass, and of each of its rows."""
     large = max(min(rows, _LARGE_ROWS), 2)
     weights = torch.zeros(shape.numel, dtype=dtype, device=device)
     x_MD = torch.zeros(large, shape.d_model, dtype=dtype, device=device)
@@ -389,7 +378,7 @@ def _products(device: torch.device, shape: ExpertShape, dtype: torch.dtype, rows
 
 
 def _median_s(call: Callable[[], None], device: torch.device) -> float:
-    """The median of a few calls after a first one; that one alone where it is slow."""
+    """The median of a few calls after a warm-up call; the warm-up call alone if it is slow."""
     times: list[float] = []
     for _ in range(1 + _ROUNDS):
         started = time.perf_counter()

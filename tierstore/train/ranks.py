@@ -1,9 +1,9 @@
-"""What the ranks of a run agree on: where each keeps its store, from which commit all resume, and when a commit is
+"""Agreement between the ranks of a run: each rank's store, the commit from which all resume, and when a commit is
 acknowledged.
 
-A rank's own commit is a prepare. It is acknowledged when all ranks have theirs; only then is the commit before it
-dropped. So at any instant there is a step that every rank has, whenever each of them was killed, and a resume takes
-the newest such step.
+A rank's own commit is a prepare. It is acknowledged when all ranks have theirs; only then is the previous commit dropped.
+So at any instant there is a step that every rank has, whenever each of them is killed, and a resume takes the newest such
+step.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from tierstore.store.reading import OpenAt, read_states
 from tierstore.train.config import TrainConfig
 from tierstore.train.state import differences
 
-#: Settings that each rank may have of its own.
+#: Settings that may differ between ranks.
 _OWN = ("store", "stripe", "io", "device", "links", "wear")
-#: Keys of the job's key-value store, for later attempts: the ranks have agreed how to open stores; a step was acknowledged.
+#: Keys of the job's key-value store, for later attempts: the ranks agreed how to open stores; a step was acknowledged.
 _BEGUN, _ACKNOWLEDGED = "begun", "acknowledged"
 
 
 class Opening(Enum):
-    """Whether a run creates a store or resumes one. RESTART: whichever an earlier attempt of the job had begun."""
+    """Whether a run creates a store or resumes one. RESTART: as an earlier attempt of the job began."""
 
     CREATE = "create"
     RESUME = "resume"
@@ -46,7 +46,7 @@ class Opening(Enum):
 
 @dataclass(frozen=True)
 class Agreed:
-    """How this rank opens its store: CREATE or RESUME, and at which of its commits."""
+    """How this rank opens its store: CREATE or RESUME, and the commit."""
 
     opening: Opening
     at: OpenAt = OpenAt.LAST
@@ -54,15 +54,15 @@ class Agreed:
 
 @dataclass(frozen=True)
 class _Found:
-    """What one rank has: the steps that its store can be opened at and for how many ranks it was made (0: it does not
-    say), or why there is none.
+    """One rank's store: the steps at which it can be opened and the number of ranks it was made for (0: not recorded), or
+    why there is no store.
     """
 
     steps: dict[OpenAt, int]
     ranks: int
-    #: Whether an import made it and no run has resumed it yet.
+    #: Whether it comes from an import that no run has resumed yet.
     fresh: bool
-    #: The job that committed last, where its ranks may come and go.
+    #: The job that committed last, if that job is elastic.
     job: str = ""
     problem: TierstoreError | OSError | None = None
 
@@ -72,8 +72,8 @@ class _Found:
 
 
 def rank_file(path: Path | None, rank: int) -> Path | None:
-    """The file that rank ``rank`` writes where all were given ``path``: rank 0 writes it, others a file beside it. A pipe or
-    a device is shared.
+    """The file that rank ``rank`` writes for the common ``path``: rank 0 writes it, others a file beside it. All ranks
+    share a pipe or a device.
     """
     if path is None or rank == 0 or (path.exists() and not path.is_file()):
         return path
@@ -81,8 +81,8 @@ def rank_file(path: Path | None, rank: int) -> Path | None:
 
 
 def own_store(mesh: Mesh, job: str) -> bool:
-    """Whether an earlier attempt of this job began the store whose last commit is that of ``job``. The job's
-    key-value store is lost with the node that kept it.
+    """Whether an earlier attempt of this job began the store whose last commit is by ``job``. The job's key-value store
+    is lost with the node that kept it.
     """
     return mesh.job_store.has(_BEGUN) or _same_job(mesh, job)
 
@@ -94,9 +94,9 @@ def _same_job(mesh: Mesh, job: str) -> bool:
 def agree(store: Path, wanted: Opening, mesh: Mesh) -> Agreed:
     """How every rank opens its store under ``store``; a collective. All ranks agree, or all raise.
 
-    RESUME takes the newest step that every rank has. RESTART is for a job that ``torchrun`` may have started before: what
-    an earlier attempt began is resumed, or begun again when no step of it was ever acknowledged; where none got as far, it
-    is a CREATE. Raises StoreExistsError, StoreMissingError, StoreInUseError, StoreFormatError, StoreError.
+    RESUME takes the newest step that every rank has. RESTART is for a job that ``torchrun`` may have started before: the
+    store of an earlier attempt is resumed, or created anew if none of its steps was acknowledged; without one, it is a
+    CREATE. Raises StoreExistsError, StoreMissingError, StoreInUseError, StoreFormatError, StoreError.
     """
     rank, world = mesh.world.rank, mesh.world.size
     begun = mesh.job_store.has(_BEGUN)  # before the ranks meet: afterwards rank 0 sets it
@@ -125,34 +125,31 @@ def agree(store: Path, wanted: Opening, mesh: Mesh) -> Agreed:
     acknowledged = mesh.job_store.has(_ACKNOWLEDGED) or any(any(other.steps.values()) for other in found)
     if wanted is not Opening.RESTART or acknowledged:
         raise _nothing_common(store, found)
-    # Killed while they were made: some have their first commit, and no rank has acknowledged it.
+    # Killed during creation: some have their first commit, which no rank has acknowledged.
     if found[rank].steps:
-        _discard(directory)
+        (directory / IDENTITY).unlink()  # creating a store clears the rest
     mesh.world.barrier()
     return Agreed(Opening.CREATE)
 
 
 def check_alike(config: TrainConfig, conditions: Mapping[str, object], mesh: Mesh) -> None:
-    """Raises ConfigError on all ranks, naming the first difference, unless all were given the same; a collective.
+    """Raises ConfigError on all ranks, naming the first difference, unless all have the same configuration; a collective.
 
-    Only paths may differ, and how bytes move: the rest decides what is computed, or in which order ranks send.
+    Only paths and I/O settings may differ: the rest decides what is computed, or in which order ranks send.
     """
     settings = {name: value for name, value in config.settings().items() if name not in _OWN}
     settings["data"] = {**table_of(settings["data"]), "paths": None}
     tasks = table_of(settings["tasks"])
     settings["tasks"] = {name: {**table_of(task), "paths": None} for name, task in tasks.items()}
-    # Rows lie in the order of the tasks.
+    # Rows follow the order of the tasks.
     settings["order of tasks"] = list(tasks)
-    given = {**settings, "conditions": {**conditions, "data": _text(conditions), "parallel": None}}
+    crc32 = table_of(conditions["data"]).get("crc32")
+    given = {**settings, "conditions": {**conditions, "data": crc32, "parallel": None}}
     ranks = mesh.world.all_gather_object(given)
     for number, other in enumerate(ranks):
         different = differences(ranks[0], other)
         if different:
             raise ConfigError(f"rank {number} was given another configuration than rank 0: {different[0]}")
-
-
-def _text(conditions: Mapping[str, object]) -> object:
-    return table_of(conditions["data"]).get("crc32")
 
 
 def _refuse_existing(store: Path, found: Sequence[_Found]) -> None:
@@ -163,16 +160,16 @@ def _refuse_existing(store: Path, found: Sequence[_Found]) -> None:
     advice = "--resume goes on with it, --store DIR starts another"
     if len(taken) < len(found):
         advice = (
-            f"only {len(taken)} of {len(found)} ranks have one, left by a run that was killed while it made them: "
+            f"only {len(taken)} of {len(found)} ranks have one, left by a run that was killed while it created them: "
             f"remove {store}, or give another --store"
         )
     raise StoreExistsError(f"{where}: there is a store here already; {advice}")
 
 
 def newest_common(store: Path, directories: Sequence[Path]) -> list[OpenAt]:
-    """At which of its commits each store in ``directories`` has the newest step that all have.
+    """For each store in ``directories``, the commit with the newest step that all have.
 
-    Raises StoreMissingError, StoreInUseError, StoreFormatError; StoreError naming ``store`` when there is none.
+    Raises StoreMissingError, StoreInUseError, StoreFormatError; StoreError naming ``store`` if there is no such step.
     """
     found = [_look(directory) for directory in directories]
     for other in found:
@@ -197,11 +194,11 @@ def _nothing_common(store: Path, found: Sequence[_Found]) -> StoreError:
         f"rank {number}: {sorted(other.steps.values()) if other.steps else other.problem}"
         for number, other in enumerate(found)
     )
-    return StoreError(f"{store}: there is no step that every rank has ({steps})")
+    return StoreError(f"{store}: no step is in the stores of all ranks ({steps})")
 
 
 def _refuse_other_layout(store: Path, world: int) -> None:
-    """Raises StoreFormatError for the stores of another number of ranks, as far as directories tell."""
+    """Raises StoreFormatError if the directories show the stores of another number of ranks."""
     several = len(rank_directories(store))
     present = 1 if (store / IDENTITY).exists() else several
     if present > world or (world == 1 and several) or (world > 1 and not several and present):
@@ -231,11 +228,6 @@ def _look(directory: Path) -> _Found:
     except (TierstoreError, OSError) as error:
         return _Found({}, 0, False, problem=error)
     return _Found(steps, ranks, fresh, job)
-
-
-def _discard(directory: Path) -> None:
-    """Removes the identity of a store that was never acknowledged; creating a store clears the rest."""
-    (directory / IDENTITY).unlink()
 
 
 def commit_everywhere(store: StoreCore, mesh: Mesh, state: Mapping[str, bytes], snapshot: str | None) -> int:

@@ -1,10 +1,10 @@
-"""Reshards the store of a training run for another layout of ranks; ``--resume`` continues from the new store.
+"""Reshards the store of a training run for another layout of ranks; ``--resume`` then continues from the new store.
 
-Between any two layouts of stages, copies of the experts, expert groups and tensor parallelism: the logical model (the
-whole dense parameters with both moments, and each expert's record) is read from the old ranks' stores and cut for the
-new ranks, bit for bit. One group of dense parameters at a time is in memory, and a few experts. The old store does not
-change, but for a commit that was never acknowledged. The new store is built beside its final name, and renamed when it
-is whole. Its contents are those of the newest step that every old rank has, caught up with the optimizer: training
+The layouts may differ in stages, copies of the experts, expert groups and tensor parallelism. The logical model (the
+whole dense parameters with both moments, and each expert's record) is read from the old ranks' stores and cut for the new
+ranks, bit for bit, with one group of dense parameters and a few experts in memory at a time. The old store does not
+change, except that a commit that was never acknowledged is dropped. The new store is built beside its final name, and
+renamed when it is complete. It holds the newest step that every old rank has, caught up with the optimizer: training
 continues as if it had always had this layout (up to the rounding of other shapes of computation).
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from tierstore.model.store_schema import EXPERT_SCHEMA, STATE_KEY, expert_key
 from tierstore.parallel import ExpertBlocks
 from tierstore.parallel.config import RowPlacement
 from tierstore.parallel.layout import Layout
+from tierstore.stats import OnProgress
 from tierstore.store.adamw import convert_moments
 from tierstore.store.config import StoreConfig
 from tierstore.store.disk.extents import scratch_buffers
@@ -47,33 +48,13 @@ from tierstore.store.parameter_store import ParameterStore
 from tierstore.store.registering import NewRecord
 from tierstore.tiers.device import tensor_of
 from tierstore.train.stages import stage_blocks
-from tierstore.train.stored_model import DenseCut, StoredModel, open_stored, place_of
+from tierstore.train.stored_model import DenseCut, StoredModel, coordinates_of, open_stored
 from tierstore.train.vocabulary import recorded_placements
-
-Progress = Callable[[int, int], None]
-
-
-@dataclass(frozen=True, slots=True)
-class VocabularyPlacement:
-    """How the new stores hold the rows of embedding and head, GATHERED or PARTITIONED; None: as the old ones. A tied head is
-    the embedding.
-    """
-
-    embedding: RowPlacement | None = None
-    head: RowPlacement | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("embedding", "head"):
-            if getattr(self, name) is RowPlacement.AUTO:
-                raise ConfigError(f"{name}: expected gathered or partitioned, got auto")
-
-
-AS_THEY_ARE = VocabularyPlacement()
 
 
 @dataclass(frozen=True)
 class Resharded:
-    """The result of ``reshard``: training stands at ``step``; ``nbytes`` were written."""
+    """The result of ``reshard``: the training ``step`` of the new store, and the ``nbytes`` written."""
 
     before: Layout
     after: Layout
@@ -87,30 +68,35 @@ def reshard(
     source: Path,
     target: Path,
     layout: Layout | None = None,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
     *,
-    placement: VocabularyPlacement = AS_THEY_ARE,
+    embedding: RowPlacement | None = None,
+    head: RowPlacement | None = None,
     moments: MomentFormat | None = None,
     model: ModelSpec | None = None,
     stage_blocks: Sequence[int] = (),
 ) -> Resharded:
     """Writes the store of ``source`` to ``target``, divided for ``layout`` (None: the same). ``progress`` is called with
-    records done and in all. ``placement``: whether tables over the vocabulary are gathered. ``moments``: the format of
-    experts' moments (None: the same); a narrower format rounds them once.
+    the numbers of records done and in all. ``embedding`` and ``head``: how the new stores hold the rows of these tables,
+    GATHERED or PARTITIONED (None: as the old ones); a tied head is the embedding. ``moments``: the format of experts'
+    moments (None: the same); a narrower format rounds them once.
 
     ``model``: the specification of an imported model (None: the built-in model, which the store's state describes).
-    ``stage_blocks``: how many blocks each stage gets (none: the same as before, or balanced by cost).
+    ``stage_blocks``: the number of blocks of each stage (none: the same as before, or balanced by cost).
 
     Raises StoreMissingError, StoreInUseError, StoreExistsError, StoreFormatError, ConfigError, OSError; on a failure
-    there is nothing at ``target``.
+    nothing is left at ``target``.
     """
+    if RowPlacement.AUTO in (embedding, head):
+        name = "embedding" if embedding is RowPlacement.AUTO else "head"
+        raise ConfigError(f"{name}: expected gathered or partitioned, got auto")
     if target.exists():
         raise StoreExistsError(f"{target}: there is something here already")
     with contextlib.ExitStack() as stack:
         old = stack.enter_context(open_stored(source, model))
         layout, moments = layout or old.layout, moments or old.expert_schema.moments
         blocks = _new_blocks(old, layout, stage_blocks)
-        conditions = _conditions(old, layout, placement)
+        conditions = _conditions(old, layout, embedding, head)
         if old.expert_schema.frozen and moments is not MomentFormat.FP32:
             raise ConfigError(
                 f"moments: the experts of {source} are frozen and have none, got {moments.value}"
@@ -121,7 +107,7 @@ def reshard(
         stack.callback(shutil.rmtree, partial, ignore_errors=True)
         stack.enter_context(building(partial))
         cut = old.cut_as(layout, blocks, conditions)
-        # A store locks its directory, as ``building`` does: that of one rank is not made in ``partial`` itself.
+        # A store locks its directory, and so does ``building``: a single rank's store cannot be made in ``partial`` itself.
         made = partial if layout.world > 1 else partial / "rank-0000"
         written = _Writer(old, cut, conditions, moments, made, progress).run()
         _copy_model(source, made)
@@ -133,7 +119,7 @@ def reshard(
 
 
 def _new_blocks(old: StoredModel, layout: Layout, given: Sequence[int]) -> list[range]:
-    """The blocks of each stage of ``layout``. Raises ConfigError where the model cannot be divided so."""
+    """The blocks of each stage of ``layout``. Raises ConfigError if the model cannot be divided in this way."""
     if layout.tensor > 1 and isinstance(old.model, BuiltInSpec):
         check_divisible(old.model.config, layout.tensor)
     if layout.stages == 1:
@@ -144,13 +130,15 @@ def _new_blocks(old: StoredModel, layout: Layout, given: Sequence[int]) -> list[
     return stage_blocks(old.model.architecture, layout.stages, given)
 
 
-def _conditions(old: StoredModel, layout: Layout, placement: VocabularyPlacement) -> dict[str, object]:
-    """What all new ranks record of their layout. Raises ConfigError."""
-    embedding, head = recorded_placements(old.conditions)
-    embedding, head = placement.embedding or embedding, placement.head or head
+def _conditions(
+    old: StoredModel, layout: Layout, embedding: RowPlacement | None, head: RowPlacement | None
+) -> dict[str, object]:
+    """The layout conditions that all new ranks record. Raises ConfigError."""
+    old_embedding, old_head = recorded_placements(old.conditions)
+    embedding, head = embedding or old_embedding, head or old_head
     if isinstance(old.model, BuiltInSpec) and old.model.config.tie_embeddings is TieEmbeddings.TIED:
         head = embedding
-    if layout.data == 1:  # all rows are its own
+    if layout.data == 1:  # a single rank owns all rows
         embedding = head = RowPlacement.GATHERED
     if RowPlacement.PARTITIONED in (embedding, head) and not isinstance(old.model, BuiltInSpec):
         raise ConfigError("embedding, head: expected gathered: an imported model's stay whole")
@@ -165,7 +153,7 @@ def _conditions(old: StoredModel, layout: Layout, placement: VocabularyPlacement
 
 
 def _clear_debris(partial: Path) -> None:
-    """Removes what an earlier attempt left behind. Raises StoreExistsError for anything else of that name."""
+    """Removes the leftovers of an earlier attempt. Raises StoreExistsError for anything else of that name."""
     if not partial.exists():
         return
     children = list(partial.iterdir()) if partial.is_dir() else [partial]
@@ -173,7 +161,7 @@ def _clear_debris(partial: Path) -> None:
     foreign = [path for path in children if path.name not in own and not path.match("rank-[0-9]*")]
     if foreign or not partial.is_dir():
         raise StoreExistsError(
-            f"{partial}: needed to build the new store, and there is something of yours in it"
+            f"{partial}: needed to build the new store, but it holds files that do not belong to a store"
         )
     with building(partial):
         shutil.rmtree(partial)
@@ -189,7 +177,7 @@ class _Writer:
         conditions: Mapping[str, object],
         moments: MomentFormat,
         target: Path,
-        progress: Progress | None,
+        progress: OnProgress | None,
     ) -> None:
         self._old = old
         self._expert_schema = replace(old.expert_schema, moments=moments)
@@ -201,7 +189,7 @@ class _Writer:
         self._done = 0
         self._nbytes = 0
         experts = len(old.model.moe_layers) * old.model.experts * layout.replicas
-        self._total = experts + sum(len(self._cut.units_of(rank)) for rank in range(layout.world))
+        self._total = experts + sum(len(self._cut.groups_of(rank)) for rank in range(layout.world))
 
     def run(self) -> tuple[int, int]:
         for rank in range(self._layout.world):
@@ -210,26 +198,26 @@ class _Writer:
 
     def _write_rank(self, rank: int) -> None:
         old, model, layout = self._old, self._old.model, self._layout
-        units = self._cut.units_of(rank)
-        blocks = self._cut.blocks[place_of(layout, rank).stage]
+        groups = self._cut.groups_of(rank)
+        blocks = self._cut.blocks[coordinates_of(layout, rank)[0]]
         layers = [layer for layer in model.moe_layers if layer in blocks]
         directory = rank_directory(self._target, rank, layout.world)
         schemas = [self._expert_schema]
-        for number in units:
-            if (schema := self._unit_schema(number)) not in schemas:
+        for number in groups:
+            if (schema := self._group_schema(number)) not in schemas:
                 schemas.append(schema)
         first = old.stores[0]
         config = StoreConfig(host_budget=2 * minimum_host_budget(schemas), layers=tuple(layers))
         with ParameterStore.create(directory, schemas, config, adamw=first.core.adamw) as store:
             store.core.history.unpack(first.core.history.pack())
-            for number in units:
-                store.register(self._cut.record(number).key, self._unit_schema(number).name)
+            for number in groups:
+                store.register(self._cut.record(number).key, self._group_schema(number).name)
             owned = ExpertBlocks(model.experts, layout.expert).owned(rank % layout.expert)
             for layer in layers:
                 for expert in owned:
                     self._write_expert(store, layer, expert)
-            for number in units:
-                self._write_unit(store, number, rank)
+            for number in groups:
+                self._write_group(store, number, rank)
             own = {"rank": rank, **({"layers": [blocks.start, blocks.stop]} if layout.stages > 1 else {})}
             conditions = {**old.state.conditions, "parallel": {**self._parallel, **own}}
             state = replace(old.state, conditions=conditions)
@@ -242,20 +230,20 @@ class _Writer:
         store.register_many([NewRecord(key, EXPERT_SCHEMA, layer, sections=lambda: sections, step=step)])
         self._wrote(sections)
 
-    def _write_unit(self, store: ParameterStore, number: int, rank: int) -> None:
-        """Writes a rank's record of dense parameters, and waits until it is written: then its memory is free."""
-        schema = self._unit_schema(number)
+    def _write_group(self, store: ParameterStore, number: int, rank: int) -> None:
+        """Writes a rank's record of dense parameters, and waits for the write, so that its memory can be reused."""
+        schema = self._group_schema(number)
         groups = {group: scratch_buffers(schema.layout(group)) for group in schema.groups}
         buffers = [buffer for group in schema.groups for buffer in groups[group]]
-        for buffer, whole in zip(buffers, self._old.unit(number), strict=True):
+        for buffer, whole in zip(buffers, self._old.group(number), strict=True):
             tensor_of(buffer, torch.float32).copy_(self._cut.part(number, whole, rank))
         core = store.core
         core.wait(core.write_through(self._cut.record(number).key, groups, step=core.history.applied))
         self._wrote([buffer.array() for buffer in buffers])
 
-    def _unit_schema(self, number: int) -> RecordSchema:
+    def _group_schema(self, number: int) -> RecordSchema:
         """The schema of the old record, for slices of another size."""
-        old, size = self._old.unit_schema(number), self._cut.record(number).slice_numel
+        old, size = self._old.group_schema(number), self._cut.record(number).slice_numel
         return replace(old, name=f"{old.name.rpartition('-')[0]}-{size}", numel=size)
 
     def _wrote(self, sections: Sequence[npt.NDArray[np.generic]]) -> None:
@@ -265,7 +253,7 @@ class _Writer:
 
 
 def _copy_model(source: Path, target: Path) -> None:
-    """Copies the files of an imported model, if ``source`` has them, durably."""
+    """Copies and fsyncs the files of an imported model, if ``source`` has them."""
     if not (source / MODEL_DIRECTORY).is_dir():
         return
     shutil.copytree(source / MODEL_DIRECTORY, target / MODEL_DIRECTORY)

@@ -1,6 +1,6 @@
 """Opens and closes a training session: store, model, dense parameters, experts, in that order.
 
-``tierstore.train.setup`` has refused before what can be refused.
+``tierstore.train.setup`` has checked and refused beforehand.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from tierstore._native import HugePages, StepClock
+from tierstore.accelerator import memory_errors, pinned
 from tierstore.dense import DenseSlices, GatherDtype, UnitLayout, dense_schemas, unit_layouts
 from tierstore.dense.gates import Gates, PassListener
 from tierstore.dense.parameters import DividedParameters, Units, load_frozen
@@ -35,7 +36,7 @@ from tierstore.prefetch.experts import ExpertTiers, FrozenExperts, TieredExperts
 from tierstore.prefetch.lora import LoraExperts
 from tierstore.prefetch.plan import StepTiming, group_order
 from tierstore.prefetch.predictor import Predictor, PredictorName, make_predictor
-from tierstore.stats import Cause
+from tierstore.stats import Cause, OnProgress
 from tierstore.store.config import StoreConfig
 from tierstore.store.core import StoreCore
 from tierstore.store.disk.home import rank_directory, rank_stripe
@@ -78,14 +79,14 @@ def open_session(
     timeline: TimelineSink | None = None,
     io_log: Path | None = None,
     accepted: Callable[[], None] = lambda: None,
-    tokenising: Callable[[int, int], None] = lambda done, total: None,
+    tokenising: OnProgress = lambda done, total: None,
 ) -> Iterator[Trainer]:
-    """A trainer over ``config.store``, closed at exit whatever happens; what was not committed is gone.
+    """A trainer over ``config.store``, closed at exit in any case; uncommitted steps are lost.
 
     On several ranks (``mesh``) this is a collective, and each has a store of its own under ``config.store``. Budgets are
-    each rank's. ``accepted`` is called when nothing has been refused, before the first write; ``tokenising`` with bytes
-    tokenised and bytes in all, where documents must be tokenised. Raises ConfigError, DataError, BudgetError,
-    CapabilityError, StoreError, PeerError, OSError; on a failure nothing was created or changed.
+    per rank. ``accepted`` is called when all checks have passed, before the first write; ``tokenising``, if documents
+    must be tokenised, with the bytes done and in all. Raises ConfigError, DataError, BudgetError, CapabilityError,
+    StoreError, PeerError, OSError; on a failure nothing was created or changed.
     """
     with (
         open_parts(
@@ -106,14 +107,14 @@ def open_session(
 
 
 class SessionWatch(Protocol):
-    """Stands between a model and the session's parts, for a loop that must be seen to do everything in its order."""
+    """Wraps the parts between a model and its session, to check that an external loop does everything in order."""
 
     def listener(self, queue: PassListener) -> PassListener:
-        """What receives the passes over dense parameter groups, and passes them on to ``queue``."""
+        """The listener of passes over dense parameter groups, which forwards them to ``queue``."""
         ...
 
     def source(self, experts: JointSource) -> ExpertSource:
-        """What the model requests experts from, which come from ``experts``; in layer order a ``JointSource``, too."""
+        """The model's expert source, backed by ``experts``; in layer order also a ``JointSource``."""
         ...
 
 
@@ -129,22 +130,23 @@ def open_parts(
     timeline: TimelineSink | None = None,
     io_log: Path | None = None,
     accepted: Callable[[], None] = lambda: None,
-    tokenising: Callable[[int, int], None] = lambda done, total: None,
+    tokenising: OnProgress = lambda done, total: None,
 ) -> Iterator[SessionParts]:
-    """The parts that ``open_session`` gives its trainer, closed at exit; ``loop`` drives them."""
+    """The parts of ``open_session``'s trainer, closed at exit; ``loop`` drives them."""
     setup = prepare(config, opening, loop, mesh, timeline or NullTimeline(), tokenising)
     config = setup.config
     accepted()
     pipelining = Pipelining(setup.timeline)
-    pipeline = PipelineControl(config, setup.mesh, pipelining)
+    chunks = PipelineControl(config, setup.mesh, pipelining)
     slot = SourceSlot(pipelining)
-    model, units, layouts = _build_model(setup, slot)
-    with contextlib.ExitStack() as stack:
+    lower = "device_budget, data.batch_size or model.seq_len"
+    with memory_errors(setup.mesh.device, lower), contextlib.ExitStack() as stack:
+        model, units, layouts = _build_model(setup, slot)
         store = _open_store(setup, layouts, trace=trace, io_log=io_log)
         stack.callback(store.close)
         if (budget := store.write_budget) is not None:
             setup.ledger.divert(Cause.WRITE_BUDGET, lambda: budget.blocked_ns)
-        state = _initial_state(setup, model, store, pipeline)
+        state = _initial_state(setup, model, store, chunks)
         dense, schedule = _slice_dense(setup, model, units, layouts)
         queue = HorizontalQueue(schedule, dense, setup.ledger)
         gates = dense.attach(model, queue if watch is None else watch.listener(queue))
@@ -169,11 +171,11 @@ def open_parts(
             dense=dense,
             queue=queue,
             state=state,
-            pipeline=pipeline,
+            chunks=chunks,
             layers=_layer_order(setup, model, dense, store, queue, gates, slot, stack),
         )
         if setup.agreed.opening is Opening.CREATE:
-            # A store exists from its first commit on: no rank makes it before all have their records.
+            # A store exists from its first commit on: no rank makes that commit before all have their records.
             setup.mesh.world.barrier()
             Stepper(parts).commit()
             return_freed_memory()
@@ -184,10 +186,10 @@ def open_parts(
 
 
 def _build_model(setup: Setup, slot: SourceSlot) -> tuple[Model, Units, Sequence[UnitLayout]]:
-    """The model, whose experts come from ``slot``; its dense parameters by group, and how ranks divide them."""
+    """The model, with experts from ``slot``; its dense parameters by group, and their division between ranks."""
     config, vocabulary = setup.config, setup.vocabulary
     spec = config.spec
-    if config.data.layer_major:  # blocks are computed again by the step itself
+    if config.data.layer_major:  # the step itself recomputes blocks
         spec = spec.vary("checkpoint_activations", CheckpointActivations.OFF) or spec
     model = spec.build(slot, mesh=setup.mesh, ledger=setup.ledger, vocabulary=vocabulary.partition)
     heads = model.add_heads(own_head_tasks(config.tasks)) if isinstance(model, Transformer) else {}
@@ -232,8 +234,8 @@ def _open_store(
             directory, schemas, store_config, adamw=config.adamw, trace=trace, io_log=io_log
         ).core
     pairs = pair_schema(config)
-    # Records of pairs come after the frozen records beside which they are trained, and a task may bring a head of its own;
-    # otherwise the store has all schemas.
+    # A run may add the records of pairs, trained beside frozen records, and a task's own head; the store has all other
+    # schemas.
     further = [*([pairs] if pairs else []), *dense_schemas(layouts)]
     return ParameterStore.open(
         directory,
@@ -246,9 +248,9 @@ def _open_store(
     ).core
 
 
-def _initial_state(setup: Setup, model: Model, store: StoreCore, pipeline: PipelineControl) -> TrainState:
-    """Where training stands: at its beginning, or at the commit that all ranks have. Brings model, data and the number of
-    chunks there.
+def _initial_state(setup: Setup, model: Model, store: StoreCore, chunks: PipelineControl) -> TrainState:
+    """The state of training: the beginning, or the commit that all ranks have. Moves model, data and the number of chunks
+    to it.
     """
     config, data = setup.config, setup.data
     if setup.agreed.opening is Opening.RESUME:
@@ -257,7 +259,7 @@ def _initial_state(setup: Setup, model: Model, store: StoreCore, pipeline: Pipel
     else:
         state = TrainState(conditions=setup.conditions)
     state.job = setup.mesh.environment.job if config.parallel.elastic is Elastic.RESHARD else ""
-    pipeline.begin(state, store.note_in_trace)
+    chunks.begin(state, store.note_in_trace)
     state.tasks = resumed(config.tasks, state.tasks)
     if isinstance(data, TaskData):
         data.begin(state.position, state.tasks)
@@ -267,9 +269,9 @@ def _initial_state(setup: Setup, model: Model, store: StoreCore, pipeline: Pipel
 def _slice_dense(
     setup: Setup, model: Model, units: Units, layouts: Sequence[UnitLayout]
 ) -> tuple[DenseSlices, Schedule]:
-    """Takes the dense parameters out of the model, and moves what is left of it to the device."""
+    """Takes the dense parameters out of the model, and moves the rest of it to the device."""
     config, mesh, compute = setup.config, setup.mesh, setup.config.model.compute_dtype.torch
-    divided = None  # by default each rank has all dense parameters whole
+    divided = None  # by default each rank has the dense parameters whole
     if mesh.tensor.size > 1:
         indices = tuple(
             frozenset(i for i, division in enumerate(unit) if division is not None)
@@ -306,7 +308,7 @@ def _slice_dense(
 
 
 def _fill(setup: Setup, model: Model, store: StoreCore, dense: DenseSlices) -> None:
-    """Makes all records, or loads those of the commit that all ranks have; frozen records that stay in memory are read."""
+    """Creates all records, or loads those of the commit that all ranks have; reads frozen records that stay in memory."""
     config, owned = setup.config, setup.owned
     count = len(owned) * len(config.model.moe_layers)
     if setup.agreed.opening is Opening.CREATE:
@@ -337,7 +339,7 @@ def _fill(setup: Setup, model: Model, store: StoreCore, dense: DenseSlices) -> N
             fusion=config.dense.fusion,
         )
         load_frozen(store, frozen, layouts, group=setup.mesh.data, device=setup.mesh.device)
-        # All ranks are at this step now: a commit that was prepared and not acknowledged is acknowledged.
+        # All ranks are at this step now: acknowledges a commit that was only prepared.
         setup.mesh.world.barrier()
         store.committer.acknowledge()
     keeps_gradients = setup.timing is StepTiming.DEFERRED or config.keeps_gradients
@@ -346,7 +348,7 @@ def _fill(setup: Setup, model: Model, store: StoreCore, dense: DenseSlices) -> N
 
 
 def _register_experts(config: TrainConfig, store: StoreCore, owned: range) -> None:
-    """Adds the records of a model that is made, not imported."""
+    """Adds the records of a new model (not an imported one)."""
     spec = config.spec
     register_many(
         store,
@@ -387,6 +389,7 @@ def _open_experts(
     link = config.links.copy
     in_place = weights_in_place(config.weights_in_place, mesh.device, link)
     loads = WeightLoads.IN_PLACE if in_place else WeightLoads.COPIED
+    stack.enter_context(pinned(store.arena, mesh.device, config.pinned_memory))
 
     def open_tier(slots: DeviceSlots[torch.dtype]) -> DeviceTier:
         tier = open_device_tier(store.engine, slots, mesh.device, HugePages.AUTO, loads, config.pinned_memory)
@@ -407,7 +410,6 @@ def _open_experts(
             store,
             tier,
             records(key),
-            weight_slots=tier.slots.weights,
             timing=setup.timing,
             predictor=predictor(),
             schedule=schedule,
@@ -423,7 +425,6 @@ def _open_experts(
         store,
         tier,
         records(expert_key),
-        weight_slots=slots.weights,
         predictor=predictor(),
         schedule=schedule,
         ledger=setup.ledger,
@@ -446,9 +447,7 @@ def _layer_order(
     slot: SourceSlot,
     stack: contextlib.ExitStack,
 ) -> LayerOrder | None:
-    """What takes steps in layer order; None where they are taken in micro order. Space on disk for block inputs that are
-    spilled is reserved here.
-    """
+    """The runner of steps in layer order; None in micro order. Reserves the disk space for spilled block inputs."""
     blocks = len(setup.config.model.architecture.units) - 2
     split = boundary_split(setup.config, setup.mesh.data.size, blocks)
     if split is None:

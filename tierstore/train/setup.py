@@ -1,4 +1,4 @@
-"""What a session checks, reads and agrees on before it touches the store's directory: ``prepare``.
+"""Setup of a session before it touches the store's directory: checks, data, agreement of the ranks (``prepare``).
 
 A run that is refused here has created and changed nothing.
 """
@@ -13,14 +13,15 @@ from enum import Enum
 
 import torch
 
-from tierstore.accelerator import has_own_memory, make_current
+from tierstore.accelerator import has_own_memory, make_current, usable_bytes
 from tierstore.dense import OptimizerState
 from tierstore.errors import ConfigError
 from tierstore.model.config import ModelConfig
+from tierstore.model.spec import divided_units
 from tierstore.model.store_schema import STATE_KEY, TrainState, table_of
 from tierstore.parallel import Mesh, RankEnvironment, rank_device
 from tierstore.prefetch.plan import StepTiming
-from tierstore.stats import StallKey, StallLedger
+from tierstore.stats import OnProgress, StallKey, StallLedger
 from tierstore.store.disk.home import rank_directory
 from tierstore.store.reading import read_schemas, read_states
 from tierstore.tiers.slots import DeviceKind
@@ -31,7 +32,7 @@ from tierstore.train.config import TrainConfig, assignment_of
 from tierstore.train.data import TextData, TrainingData
 from tierstore.train.elastic import follow_ranks
 from tierstore.train.files import DataConfig
-from tierstore.train.footprint import boundary_split
+from tierstore.train.footprint import FixedCost, boundary_split, fixed_cost
 from tierstore.train.pipelining import check_chunks
 from tierstore.train.ranks import Agreed, Opening, agree, check_alike
 from tierstore.train.resharding import Resharded
@@ -44,8 +45,8 @@ from tierstore.train.vocabulary import VocabularyTables, choose_vocabulary
 
 
 class Loop(Enum):
-    """Whose loop drives a session. OWN: the trainer's, over ``config.data``. EXTERNAL: a caller's, with data, schedule and
-    clipping of its own; the steps of experts are then always deferred, so that a step can be abandoned until its end.
+    """The loop that drives a session. OWN: the trainer's, over ``config.data``. EXTERNAL: a caller's, with its own data,
+    schedule and clipping; steps of experts are then always deferred, so that a step can be abandoned until its end.
     """
 
     OWN = "own"
@@ -56,8 +57,8 @@ class Loop(Enum):
 class Setup:
     """The parts of a session that exist before its store is opened.
 
-    ``timing``: when expert gradients become steps. ``data``: None where an external loop brings its own. ``conditions``:
-    what the bits of the run depend on. ``resharded_from``: how an elastic restart resharded the store, where it did.
+    ``timing``: when expert gradients become steps. ``data``: None if an external loop brings its own. ``conditions``: the
+    settings that the bits of the run depend on. ``resharded_from``: how an elastic restart resharded the store, if so.
     """
 
     config: TrainConfig
@@ -84,7 +85,7 @@ def prepare(
     loop: Loop,
     mesh: Mesh | None,
     timeline: TimelineSink,
-    progress: Callable[[int, int], None],
+    progress: OnProgress,
 ) -> Setup:
     """Checks ``config``, agrees with the other ranks, and opens the data; ``progress`` is that of ``open_session``'s
     ``tokenising``. A collective. Raises what ``open_session`` raises.
@@ -105,13 +106,19 @@ def prepare(
     whole, config = config, stage_config(config, mesh.pipeline.rank, mesh.stages)
     if loop is Loop.EXTERNAL and mesh.stages > 1:
         raise ConfigError(
-            "parallel.stages: expected 1: a loop of your own drives one pass after another, and stages take those of "
-            "several micro-batches in turns"
+            "parallel.stages: expected 1: an external loop drives one pass after another, and stages interleave the passes "
+            "of several micro-batches"
         )
     if config.threads:
         torch.set_num_threads(config.threads)
     compute_deterministically(device)
-    divided = budgets(config, DeviceKind.of(device.type))
+    owned = mesh.blocks(config.model.experts).owned(mesh.expert.rank)
+    divided = budgets(
+        config,
+        DeviceKind.of(device.type),
+        experts=len(owned) * len(config.model.moe_layers),
+        free=_free_device_bytes(config, mesh),
+    )
     boundary_split(config, mesh.data.size, len(config.model.architecture.units) - 2)  # a refusal comes here
     resharded_from = follow_ranks(config, opening, mesh)
     agreed = agree(config.store, opening, mesh)
@@ -157,12 +164,33 @@ def prepare(
     )
 
 
+def _free_device_bytes(config: TrainConfig, mesh: Mesh) -> int | None:
+    """Bytes of this rank's accelerator that experts may take: what is free there beside a reserve, dense parameters,
+    activations and whatever else the run keeps. None on a CPU.
+    """
+    if not has_own_memory(mesh.device):
+        return None
+    return usable_bytes(mesh.device) - rank_cost(config, mesh, text=0).device_bytes(config)
+
+
+def rank_cost(config: TrainConfig, mesh: Mesh, *, process: int = 0, text: int | None = None) -> FixedCost:
+    """``fixed_cost`` of this rank, whose own configuration is ``config``. Raises DataError, BudgetError."""
+    return fixed_cost(
+        config,
+        process,
+        ranks=mesh.data.size,
+        device=DeviceKind.of(mesh.device.type),
+        units=divided_units(config.spec, mesh.tensor.size),
+        text=text,
+    )
+
+
 def _refuse_external(config: TrainConfig) -> None:
     if config.tasks:
-        raise ConfigError("tasks: a loop of your own brings its own data; expected none")
+        raise ConfigError("tasks: expected none: an external loop brings its own data")
     if config.data.layer_major:
         raise ConfigError(
-            "data.micro_order: expected micro or auto: a loop of your own drives one pass after another, and layer order "
+            "data.micro_order: expected micro or auto: an external loop drives one pass after another, and layer order "
             "needs all micro-batches of a step at once"
         )
 
@@ -187,7 +215,7 @@ def _refuse_tasks(config: TrainConfig, ranks: int) -> None:
         )
 
 
-def _open_data(config: TrainConfig, mesh: Mesh, progress: Callable[[int, int], None]) -> TrainingData:
+def _open_data(config: TrainConfig, mesh: Mesh, progress: OnProgress) -> TrainingData:
     def open_source(data: DataConfig) -> TextData | TokenData:
         return open_data(
             data,
@@ -209,9 +237,9 @@ def _open_data(config: TrainConfig, mesh: Mesh, progress: Callable[[int, int], N
 
 
 def compute_deterministically(device: torch.device) -> None:
-    """Makes torch compute the same bits each time on ``device``, or raise. Before the first product on it."""
+    """Makes torch compute the same bits each time on ``device``, or raise. Call it before the first product there."""
     if has_own_memory(device):
-        # Without it cuBLAS divides its workspace among streams as they come, and torch refuses every product.
+        # Without it cuBLAS divides its workspace among streams as they arrive, and torch refuses every product.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     set_deterministic(2)
 
@@ -219,8 +247,8 @@ def compute_deterministically(device: torch.device) -> None:
 def set_deterministic(mode: int) -> None:
     """``torch.use_deterministic_algorithms`` by ``torch.get_deterministic_debug_mode`` (0 no, 1 warn, 2 raise).
 
-    Torch's own function imports the compiler to tell it, which takes a second of each start; here the compiler reads the
-    environment, if it is imported later.
+    Torch's own function imports the compiler to notify it, which adds a second to each start; here the compiler reads the
+    environment variable, if it is imported later.
     """
     if "torch._inductor.config" in sys.modules:
         torch.use_deterministic_algorithms(mode > 0, warn_only=mode == 1)
@@ -230,7 +258,7 @@ def set_deterministic(mode: int) -> None:
 
 
 def stall_spans(sink: TimelineSink) -> Callable[[StallKey, int, int], None]:
-    """A listener of a stall ledger that draws each charged interval on the timeline's track of stalls."""
+    """A listener of a stall ledger that adds each charged interval to the timeline's track of stalls."""
 
     def draw(key: StallKey, start_ns: int, end_ns: int) -> None:
         sink.add(

@@ -1,7 +1,7 @@
-"""The conditions of a run, which a commit records in its ``TrainState``, and the check of a store that a run resumes.
+"""The conditions of a run, which each commit records in its ``TrainState``, and the check of a store to resume.
 
-Bits depend on seed, thread count, instruction set, torch's version and the configuration. A resume under other
-conditions warns of each.
+Bits depend on seed, thread count, instruction set, torch's version and the configuration. A resume under other conditions
+warns of each difference.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def conditions(
     mesh: Mesh,
     vocabulary: VocabularyTables,
 ) -> dict[str, object]:
-    """Everything that the bits of a run depend on. ``data_crc32``: None where an external loop brings its
-    own data, learning rates and clipping, which are not known.
+    """All conditions that the bits of a run depend on. ``data_crc32``: None for an external loop, whose data, learning
+    rates and clipping are unknown.
     """
-    settings = config.settings()
+    settings, spec = config.settings(), config.spec
     own = data_crc32 is not None
     tasks = {name: _task(config, name) for name in config.tasks}
     return {
@@ -49,7 +49,7 @@ def conditions(
         "adamw": _adamw(config),
         "clip_norm": config.clip_norm,
         "dense": {
-            "fusion": config.dense.fusion.value,  # says where in a slice a parameter lies
+            "fusion": config.dense.fusion.value,  # decides the positions of parameters in a slice
             "stepped_on": device.type if config.dense.optimizer_state is OptimizerState.DEVICE else "cpu",
         },
         "parallel": {
@@ -58,7 +58,8 @@ def conditions(
             "tensor_ranks": mesh.tensor.size,
             "stages": mesh.stages,
             "rank": mesh.world.rank,
-            **_layers(config),
+            # Of the whole model, if a pipeline stage has some of its layers.
+            **({} if spec.whole is None else {"layers": [spec.layers.start, spec.layers.stop]}),
             **vocabulary.conditions(),
         },
         "torch": torch.__version__,
@@ -68,28 +69,22 @@ def conditions(
     }
 
 
-def _layers(config: TrainConfig) -> dict[str, object]:
-    """Which layers of the model the rank has, where a pipeline stage has some of them."""
-    spec = config.spec
-    return {} if spec.whole is None else {"layers": [spec.layers.start, spec.layers.stop]}
-
-
 def _task(config: TrainConfig, name: str) -> dict[str, object]:
-    """The settings of a task that bits depend on; its files may have moved."""
+    """The settings of a task that bits depend on; without paths, since files may move."""
     task = config.tasks[name]
     settings = {key: value for key, value in as_dict(task).items() if key not in ("paths", "rows", "share")}
     return {**settings, "rows": rows_of_tasks(config.tasks, config.data.batch_size)[name]}
 
 
 def _adamw(config: TrainConfig) -> dict[str, object]:
-    """The optimizer's settings. fp32 moments are left out, so that the state of stores that have them does not change."""
+    """The optimizer's settings. fp32 moments are left out, so that the state of existing stores does not change."""
     settings = as_dict(config.adamw)
     if config.adamw.moments is MomentFormat.FP32:
         del settings["moments"]
     return settings
 
 
-#: The value of a condition that a store has not recorded.
+#: The value of a condition that a store does not record.
 _IMPLIED: Mapping[str, object] = {
     "adamw.moments": MomentFormat.FP32.value,
     "parallel.tensor_ranks": 1,
@@ -112,11 +107,11 @@ def differences(recorded: Mapping[str, object], present: Mapping[str, object], p
     return lines
 
 
-# The store that a run resumes -------------------------------------------------------------------------------
+# Checks of a store to resume --------------------------------------------------------------------------------
 
 
 def check_records(config: TrainConfig, schemas: Sequence[RecordSchema]) -> None:
-    """Raises ConfigError where the store's records do not fit the run: frozen experts to be trained, trainable ones to be
+    """Raises ConfigError if the store's records do not fit the run: frozen experts to be trained, trainable ones to be
     adapted, pairs of another rank, moments in another format.
     """
     held = {schema.name: schema for schema in schemas}
@@ -141,11 +136,11 @@ def check_records(config: TrainConfig, schemas: Sequence[RecordSchema]) -> None:
         convert = (
             "a store keeps one adapter"
             if trained is kept
-            else f"tierstore reshard {config.store} --to NEW --moments {moments.value} makes another store of it"
+            else f"tierstore reshard {config.store} --to NEW --moments {moments.value} converts it to another store"
         )
         raise ConfigError(
             f"adamw.moments: {config.store} keeps moments as {trained.moments.value}, not {moments.value}: "
-            f"adamw.moments = {trained.moments.value} goes on with it, and {convert}"
+            f"adamw.moments = {trained.moments.value} continues with it, and {convert}"
         )
     if pairs is not None and kept is not None and kept.numel != pairs.numel:
         raise ConfigError(
@@ -155,21 +150,21 @@ def check_records(config: TrainConfig, schemas: Sequence[RecordSchema]) -> None:
 
 
 def resumed_state(config: TrainConfig, store: StoreCore, present: dict[str, object]) -> TrainState:
-    """The state of ``store`` under the conditions of the ``present``. Warns of those that change bits; raises
+    """The state of ``store`` with the ``present`` conditions. Warns of differences that change bits; raises
     StoreFormatError for another model, or another layout of ranks.
     """
     state = TrainState.unpack(store.committer.state, where=str(config.store))
     recorded, own = dict(state.conditions), dict(present)
     tasks = table_of(recorded.pop("tasks", {})), table_of(own.pop("tasks", {}))
-    # The format of the files shows in the checksum of what was read.
+    # The checksum of the data already covers the format of the files.
     changed = [line for line in differences(recorded, own) if not line.startswith("data.format")]
-    if any(tasks):  # the text is that of all tasks
+    if any(tasks):  # the checksum is over the text of all tasks
         changed = [line for line in changed if not line.startswith("data.crc32")] + [
             *changes(*tasks, state.tasks)
         ]
-    if not state.begun:  # an import does not know what will be trained
+    if not state.begun:  # an import does not know what a run will train
         changed = [line for line in changed if not line.startswith("model.lora")]
-    kept = ("model.checkpoint", "model.tuning")  # a run may choose these
+    kept = ("model.checkpoint", "model.tuning")  # a run may change these
     shape = [
         line for line in changed if line.startswith(("model.", "dense.fusion")) and not line.startswith(kept)
     ]

@@ -1,4 +1,4 @@
-"""One optimizer step of a model whose experts are leased from a store, for any loop that drives its passes.
+"""One optimizer step of a model whose experts are leased from a store, for any training loop.
 
 ::
 
@@ -10,11 +10,11 @@
 
 The end of the block finishes the gradients, takes the norm over dense parameters and experts together, and then either
 steps everything or skips the step. Without clipping, and with the number of passes known, an expert is stepped in its
-last backward pass, as soon as its gradient is complete. Otherwise its step waits for the norm, and is queued before the
-expert is used again or at the next commit.
+last backward pass, as soon as its gradient is complete. Otherwise the step waits for the norm, and is queued before the
+expert's next use or at the next commit.
 
-A non-finite loss is seen before any state moves, and skips the step; so does a non-finite gradient where steps wait for
-the norm. Where they do not, experts have been stepped when the norm is known: then a non-finite gradient stops the run
+A non-finite loss is detected before any state changes, and skips the step; so does a non-finite gradient if steps wait
+for the norm. Otherwise experts have been stepped by the time the norm is known, and a non-finite gradient stops the run
 at its last commit.
 """
 
@@ -52,17 +52,17 @@ from tierstore.train.setup import Setup
 
 
 class NonFiniteError(TierstoreError):
-    """A loss or gradient that is not finite, and that the run cannot or must not step over."""
+    """A non-finite loss or gradient that the run cannot or must not skip."""
 
 
 class StepError(TierstoreError, RuntimeError):
-    """A training loop left something out, or did it twice. The message says what."""
+    """A training loop omitted or repeated an action, which the message names."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SessionParts(Setup):
     """The open parts of a training session: ``tierstore.train.session`` makes and closes them, a ``Stepper`` drives them.
-    ``layers``: what takes micro-batches in layer order; None in micro order.
+    ``layers`` takes micro-batches in layer order; None in micro order.
     """
 
     store: StoreCore
@@ -71,21 +71,21 @@ class SessionParts(Setup):
     dense: DenseSlices
     queue: HorizontalQueue
     state: TrainState
-    pipeline: PipelineControl
+    chunks: PipelineControl
     layers: LayerOrder | None
 
 
 class StepOutcome(Enum):
-    """What becomes of a step."""
+    """The outcome of a step."""
 
     OPEN = "open"
     TAKEN = "taken"
     SKIPPED = "skipped"  # a loss or a gradient was not finite
-    ABANDONED = "abandoned"  # by its loop
+    ABANDONED = "abandoned"  # the loop abandoned it
 
 
 class Stepper:
-    """Takes steps, and commits them. It owns nothing. One thread at a time."""
+    """Takes steps, and commits them. Owns nothing. One thread at a time."""
 
     def __init__(self, parts: SessionParts) -> None:
         self.parts = parts
@@ -96,16 +96,14 @@ class Stepper:
         """One optimizer step with learning rate ``lr`` of ``passes`` forward and backward passes (None: any number).
 
         If the block raises, the step may have been taken in part: the last commit stands, and no other is possible.
-        Raises StepError, and nothing has changed, if a step is open or ``passes`` cannot be; at the end of the block
-        StepError, NonFiniteError, ChecksumError, OSError, BudgetError, PeerError.
+        Raises StepError, without changes, if a step is open or ``passes`` is invalid; at the end of the block StepError,
+        NonFiniteError, ChecksumError, OSError, BudgetError, PeerError.
         """
         parts = self.parts
         if parts.store.history.is_open:
-            raise StepError("a step is open already: it ends before the next one begins")
+            raise StepError("a step is open already: end it before beginning the next one")
         if passes is None and parts.timing is StepTiming.IMMEDIATE:
-            raise StepError(
-                "passes: where experts are stepped in their last backward pass, it must be known which it is"
-            )
+            raise StepError("passes: expected a number: experts are stepped in their last backward pass")
         if passes is not None and passes < 1:
             raise StepError(f"passes: expected at least one, got {passes}")
         position = parts.state.position
@@ -120,7 +118,7 @@ class Stepper:
         self._operations.drain()
 
     def commit(self, *, snapshot: str | None = None) -> int:
-        """Makes the run durable up to here; returns the generation."""
+        """Makes the run durable up to this step; returns the generation."""
         parts = self.parts
         with (
             parts.store.failures.poisoning("a commit was cut short"),
@@ -129,7 +127,7 @@ class Stepper:
         ):
             parts.experts.gradients.step_pending()
             parts.dense.save(parts.store, parts.store.history.applied)
-            parts.state.chunks = parts.pipeline.at_commit(parts.state.position)
+            parts.state.chunks = parts.chunks.at_commit(parts.state.position)
             state = {**parts.model.state(), STATE_KEY: parts.state.pack()}
             generation = commit_everywhere(parts.store, parts.mesh, state, snapshot)
             if parts.config.parallel.elastic is Elastic.RESHARD and parts.mesh.world.rank == 0:
@@ -138,26 +136,26 @@ class Stepper:
         return generation
 
     def begin_forward(self) -> None:
-        """A forward pass follows that no backward pass belongs to."""
+        """Announces a forward pass without a backward pass."""
         self.parts.experts.begin_evaluation()
         self.parts.queue.begin(training=False)
 
 
 class OpenStep:
-    """A step in progress. Its passes come one after another, each forward and then backward."""
+    """A step in progress. Its passes run one after another, each forward and then backward."""
 
     def __init__(self, parts: SessionParts, step: OptimizerStep, passes: int | None) -> None:
         self._parts = parts
         self._step = step
-        #: How many there will be; None where it is not known.
+        #: The number of passes; None if unknown.
         self.passes = passes
         self._position = parts.state.position
         self._begun = 0
         self.lr = step.lr
         self.outcome = StepOutcome.OPEN
-        #: Of all gradients, before clipping; not finite where the step was not taken.
+        #: Of all gradients, before clipping; not finite if the step was not taken.
         self.grad_norm = math.nan
-        #: The largest norm that gradients keep (0: any).
+        #: Gradients whose norm is larger are scaled down to it (0: no clipping).
         self.clip_norm = parts.config.clip_norm
         parts.queue.begin(training=True)
         parts.dense.zero_grad()
@@ -167,12 +165,12 @@ class OpenStep:
         return self._begun
 
     def begin_pass(self) -> None:
-        """A forward pass follows, and then its backward pass."""
+        """Announces a forward pass and its backward pass."""
         if self._begun == self.passes:
-            raise StepError(f"step {self._position}: a further forward pass in a step of {self.passes}")
+            raise StepError(f"step {self._position}: another forward pass in a step of {self.passes}")
         parts, index = self._parts, self._begun
         if index % parts.queue.micro_batches == 0:
-            # Its schedule is for as many as it knew of; and other forward passes may have come between.
+            # Its schedule covers the passes known in advance, and other forward passes may have come between.
             parts.queue.begin(training=True)
         parts.experts.begin_micro(index=index, count=self.passes)
         parts.dense.begin_micro()
@@ -180,7 +178,7 @@ class OpenStep:
         self._begun += 1
 
     def resume_pass(self, index: int, finals: Finals) -> None:
-        """The backward pass of forward pass number ``index`` follows, where those of several micro-batches interleave."""
+        """Announces the backward pass of forward pass ``index``, for interleaved micro-batches."""
         self._parts.experts.resume_micro(index=index, finals=finals)
         self._parts.dense.resume_micro()
 
@@ -191,25 +189,25 @@ class OpenStep:
             self.end_pass()
 
     def end_pass(self) -> None:
-        """The backward pass has returned."""
+        """Ends a pass: the backward pass has returned."""
         self._parts.dense.end_micro()
 
     def skip(self) -> None:
-        """A loss is not finite: the step is not taken, and counts as a skipped one."""
+        """Skips the step, because a loss is not finite; it counts as skipped."""
         self.outcome = StepOutcome.SKIPPED
 
     def abandon(self) -> None:
-        """The step is not taken; its loop has decided so."""
+        """Abandons the step, by the loop's decision."""
         self.outcome = StepOutcome.ABANDONED
 
     # The end ------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Takes the step, or skips it. Only ``Stepper`` calls it."""
+        """Takes the step, or skips it. Called only by ``Stepper``."""
         parts, config = self._parts, self._parts.config
         every = config.cache.write_back_every
         if every and (self._position + 1) % every == 0:
-            # Now, while the disk is idle: dense parameters are stepped, and the next pass has requested nothing yet.
+            # Now, while the disk is idle: dense parameters are being stepped, and the next pass has made no request yet.
             parts.store.cache.clean()
         finite_losses = self.outcome is StepOutcome.OPEN
         if finite_losses:
@@ -252,19 +250,19 @@ class OpenStep:
             parts.experts.gradients.apply(scale)
             if scale < 1.0:
                 parts.dense.scale_gradients(scale)
-        if not parts.queue.optimizer_is_due:  # another forward pass came after the last backward pass
+        if not parts.queue.optimizer_is_due:  # another forward pass followed the last backward pass
             parts.queue.reset()
             parts.dense.step(self.lr)
             return
-        # The queue may gather a stepped unit for the next step while later units are still stepped.
-        for unit in parts.queue.optimizer_units:
-            with parts.queue.during(unit, Phase.OPTIMIZER):
-                parts.dense.step_unit(unit, self.lr)
+        # The queue may gather a stepped parameter group for the next step while later groups are still stepped.
+        for group in parts.queue.optimizer_units:
+            with parts.queue.during(group, Phase.OPTIMIZER):
+                parts.dense.step_unit(group, self.lr)
 
     def _drop(self) -> None:
         state, most = self._parts.state, self._parts.config.max_skipped
         self._parts.queue.reset()
-        # Those of the step before: no forward pass may have come to them yet.
+        # Those of the previous step: maybe no forward pass has reached them yet.
         self._parts.experts.gradients.step_pending()
         self._parts.experts.gradients.discard()
         state.skipped += 1
@@ -294,24 +292,25 @@ def means(values: Sequence[float], world: RankGroup, ledger: StallLedger) -> lis
 
 # The norm of a step's gradients -----------------------------------------------------------------------------
 #
-# Each gradient counts once, wherever copies of it are: an expert's on the first of its replicas, a dense parameter's once
-# for the ranks that hold it whole, each part of a divided one. Sums of squares are in double precision. Those of experts
-# are added without rounding but the last, so that it does not matter which rank holds which; those of dense units are added
-# in the order of units, which is that of stages. So the bits are those of one process with the same gradients.
+# Each gradient counts once, however many copies there are: an expert's on the first of its replicas, a dense parameter's
+# once for the ranks that hold it whole, each part of a divided one. Sums of squares are in double precision. Those of
+# experts are added exactly and rounded once, so that their distribution over ranks does not matter; those of dense
+# parameters are added in the order of their groups, which is that of stages. So one process with the same gradients gets
+# the same bits.
 
 
-#: Doubles that a rank's sum travels in: with four of them what is cut off is below 2**-159 of it.
+#: Doubles in which a rank's sum is sent: with four, the error is below 2**-159 of it.
 _NORM_PARTS = 4
 
 
 def gradient_norm(gradients: ExpertGradients, dense: DenseSlices, mesh: Mesh, ledger: StallLedger) -> float:
-    """Of the experts' gradients and the dense ones, on every rank the same bits; NaN where any is not finite.
+    """The norm of the experts' and the dense gradients, the same bits on every rank; NaN if any is not finite.
 
-    A collective of all ranks of ``mesh``, all of whose gradients are final. Raises PeerError.
+    A collective of all ranks of ``mesh``, whose gradients must be final. Raises PeerError.
     """
     with ledger.stall(layer=None, tier=Tier.HOST, cause=Cause.OPTIMIZER):
         squares = gradients.squares()
-    total = _of_experts(squares, mesh, ledger) + _of_units(dense.squares(), mesh, ledger)
+    total = _of_experts(squares, mesh, ledger) + _of_groups(dense.squares(), mesh, ledger)
     return math.sqrt(total) if math.isfinite(total) else math.nan
 
 
@@ -319,7 +318,7 @@ def _of_experts(squares: Sequence[float], mesh: Mesh, ledger: StallLedger) -> fl
     world = mesh.world
     if world.size == 1:
         return math.fsum(squares)
-    # Replicas of an expert have the same gradient: it counts once.
+    # Replicas of an expert have the same gradient, which counts once.
     own = torch.tensor(expansion(squares if mesh.replica.rank == 0 else ()), dtype=torch.float64)
     every = own.new_empty(world.size * _NORM_PARTS)
     with ledger.stall(layer=None, tier=Tier.RANKS, cause=Cause.AGREEMENT):
@@ -327,7 +326,7 @@ def _of_experts(squares: Sequence[float], mesh: Mesh, ledger: StallLedger) -> fl
     return math.fsum(every.tolist())
 
 
-def _of_units(squares: Sequence[float], mesh: Mesh, ledger: StallLedger) -> float:
+def _of_groups(squares: Sequence[float], mesh: Mesh, ledger: StallLedger) -> float:
     with ledger.stall(layer=None, tier=Tier.RANKS, cause=Cause.AGREEMENT):
         stages: list[Sequence[float]] = mesh.pipeline.all_gather_object(squares)
     total = 0.0
@@ -338,8 +337,8 @@ def _of_units(squares: Sequence[float], mesh: Mesh, ledger: StallLedger) -> floa
 
 
 def expansion(values: Sequence[float]) -> list[float]:
-    """Four doubles, each the rounding of what those before leave of the sum of ``values``; the sum itself first, and alone
-    where it is not finite.
+    """Four doubles that add up to the sum of ``values``, each the rounded remainder of those before: the rounded sum
+    first, and alone if it is not finite.
     """
     parts = [math.fsum(values)]
     while len(parts) < _NORM_PARTS:

@@ -1,12 +1,12 @@
-"""The logical model in the stores of all ranks: whole units, experts and the small state of the newest common step.
+"""The logical model in the stores of all ranks: dense parameters, experts and the small state of the newest common step.
 
-``StoredModel`` reads it; ``DenseCut`` says what each rank of a layout has of it: which units, which parts of their
-parameters, which slices.
+``StoredModel`` reads it; ``DenseCut`` gives each rank's portion under a layout: the groups of dense parameters, the parts
+of their parameters, the slices.
 
-A unit lies in the stage that has its block; the first stage has the embedding, and the last one norm and head. There
-tensor-parallel ranks have the parts of its parameters that ``Division`` says, and the others whole; the ranks with the
-same parts and other pieces of the batch have each one slice of every region (``tierstore.dense.layout``). ``join`` and
-``part`` are the two directions, of one array at a time: the weights, or one of the moments.
+A parameter group belongs to the stage with its block; the first stage has the embedding, and the last one norm and head.
+Tensor-parallel ranks of that stage hold parts of the parameters that ``Division`` names, and the others whole. The data
+ranks with the same parts hold one slice each of every region (``tierstore.dense.layout``). ``join`` and ``part`` are the
+two directions, for one array at a time: the weights, or one of the moments.
 """
 
 from __future__ import annotations
@@ -50,58 +50,43 @@ from tierstore.train.vocabulary import places_of, recorded_placements
 
 @dataclass(frozen=True, slots=True)
 class DenseParameter:
-    """A whole parameter: its shape, whether it may travel narrow, and how tensor-parallel ranks divide it, if they do."""
+    """A whole parameter: its shape, whether it may be sent in bf16, and how tensor-parallel ranks divide it, if they do."""
 
     shape: tuple[int, ...]
     narrow: Narrow
     division: Division | None = None
 
     def part_shape(self, ranks: int) -> tuple[int, ...]:
-        """What one of ``ranks`` tensor-parallel ranks has of it."""
+        """The shape of the part of one of ``ranks`` tensor-parallel ranks."""
         return self.shape if self.division is None else self.division.part_shape(self.shape, ranks)
 
 
-@dataclass(frozen=True, slots=True)
-class DenseUnitShape:
-    """A unit of whole parameters."""
-
-    name: str
-    parameters: tuple[DenseParameter, ...]
+#: The name of a group of dense parameters, and its whole parameters.
+DenseGroup = tuple[str, tuple[DenseParameter, ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class RankPlace:
-    """Where one rank stands in a layout: its stage, its number among ``data``, and in its tensor-parallel group."""
-
-    stage: int
-    data: int
-    tensor: int
-
-
-def place_of(layout: Layout, rank: int) -> RankPlace:
-    """The place of ``rank`` in ``layout``."""
+def coordinates_of(layout: Layout, rank: int) -> tuple[int, int, int]:
+    """The stage of ``rank`` in ``layout``, its index among the data ranks, and its index in its tensor-parallel group."""
     stage, within = divmod(rank, layout.replicas * layout.expert)
-    if layout.tensor == 1:
-        return RankPlace(stage, within, 0)
-    return RankPlace(stage, *divmod(within, layout.expert))
+    return (stage, within, 0) if layout.tensor == 1 else (stage, *divmod(within, layout.expert))
 
 
-def rank_at(layout: Layout, place: RankPlace) -> int:
-    """The rank whose place is ``place``."""
-    within = place.data if layout.tensor == 1 else place.data * layout.expert + place.tensor
-    return place.stage * layout.replicas * layout.expert + within
+def rank_at(layout: Layout, stage: int, data: int, tensor: int) -> int:
+    """The rank with these coordinates."""
+    within = data if layout.tensor == 1 else data * layout.expert + tensor
+    return stage * layout.replicas * layout.expert + within
 
 
 class DenseCut:
-    """``units`` as ``layout`` divides them: embedding, blocks, norm and head, in the order of the forward pass, and then
-    heads of tasks.
+    """The division of ``groups`` by ``layout``: embedding, blocks, norm and head, in the order of the forward pass, and
+    then heads of tasks.
 
-    ``blocks``: those of each stage. ``tables``: parameters of which each data rank has some of the rows.
+    ``blocks``: those of each stage. ``tables``: parameters whose rows are divided over the data ranks.
     """
 
     def __init__(
         self,
-        units: Sequence[DenseUnitShape],
+        groups: Sequence[DenseGroup],
         layout: Layout,
         fusion: Fusion,
         *,
@@ -111,52 +96,52 @@ class DenseCut:
         self.layout = layout
         self.blocks = blocks
         self.tables = tables
-        self._units = units
+        self._groups = groups
         self._records = self._layouts(fusion, layout.data)
-        #: The same as one of the data ranks would have them alone.
+        #: The same for a single data rank.
         self._whole = self._layouts(fusion, 1)
 
     def record(self, number: int) -> UnitLayout:
-        """How a rank's record of unit ``number`` lies; alike on all that have it."""
+        """The layout of a rank's record of group ``number``, the same on all ranks that have the group."""
         return self._records[number]
 
     def stage(self, number: int) -> int:
-        """The stage of unit ``number``."""
+        """The stage of group ``number``."""
         block = min(max(number - 1, 0), self.blocks[-1].stop - 1)
         return next(stage for stage, blocks in enumerate(self.blocks) if block in blocks)
 
-    def units_of(self, rank: int) -> list[int]:
-        """The units that have a record on ``rank``."""
-        stage = place_of(self.layout, rank).stage
+    def groups_of(self, rank: int) -> list[int]:
+        """The groups with a record on ``rank``."""
+        stage, _, _ = coordinates_of(self.layout, rank)
         return [
             number
-            for number in range(len(self._units))
+            for number in range(len(self._groups))
             if self.stage(number) == stage and not self._records[number].empty
         ]
 
     def holders(self, number: int) -> list[int]:
-        """The ranks that have a record of unit ``number``."""
+        """The ranks with a record of group ``number``."""
         size, stage = self.layout.replicas * self.layout.expert, self.stage(number)
         return list(range(stage * size, (stage + 1) * size))
 
     def join(self, number: int, read: Callable[[int], torch.Tensor]) -> list[torch.Tensor]:
-        """The whole parameters of unit ``number``, fp32, where ``read(rank)`` gives the slices of each of its holders."""
+        """The whole parameters of group ``number``, fp32; ``read(rank)`` returns the slices of each holder."""
         parts = [self._joined_slices(number, tensor, read) for tensor in range(self.layout.tensor)]
         return [
             parts[0][index]
             if parameter.division is None
             else whole_of([of_rank[index] for of_rank in parts], parameter.division)
-            for index, parameter in enumerate(self._units[number].parameters)
+            for index, parameter in enumerate(self._groups[number][1])
         ]
 
     def part(self, number: int, whole: Sequence[torch.Tensor], rank: int) -> torch.Tensor:
-        """The slices of ``rank`` of unit ``number``, fp32 [slice_numel], whose whole parameters are ``whole``."""
-        place = place_of(self.layout, rank)
+        """The slices of ``rank`` of group ``number``, fp32 [slice_numel], from the whole parameters ``whole``."""
+        _, data, tensor = coordinates_of(self.layout, rank)
         own = [
             full
             if parameter.division is None
-            else part_of(full, parameter.division, place.tensor, self.layout.tensor)
-            for parameter, full in zip(self._units[number].parameters, whole, strict=True)
+            else part_of(full, parameter.division, tensor, self.layout.tensor)
+            for parameter, full in zip(self._groups[number][1], whole, strict=True)
         ]
         before = self._whole[number]
         flat = torch.zeros(before.slice_numel)
@@ -168,16 +153,14 @@ class DenseCut:
         def read(_: int, offset: int, count: int) -> torch.Tensor:
             return flat[offset : offset + count]
 
-        return recut(before, self._records[number], place.data, read)
+        return recut(before, self._records[number], data, read)
 
     def _joined_slices(
         self, number: int, tensor: int, read: Callable[[int], torch.Tensor]
     ) -> list[torch.Tensor]:
-        """The parameters as tensor-parallel rank ``tensor`` has them."""
+        """The parameters of tensor-parallel rank ``tensor``."""
         before, after, stage = self._records[number], self._whole[number], self.stage(number)
-        slices = [
-            read(rank_at(self.layout, RankPlace(stage, data, tensor))) for data in range(self.layout.data)
-        ]
+        slices = [read(rank_at(self.layout, stage, data, tensor)) for data in range(self.layout.data)]
         flat = recut(before, after, 0, lambda data, offset, count: slices[data][offset : offset + count])
         found: dict[int, torch.Tensor] = {}
         for region, kept in after.slices():
@@ -189,7 +172,8 @@ class DenseCut:
     def _layouts(self, fusion: Fusion, ranks: int) -> list[UnitLayout]:
         tensor = self.layout.tensor
         shapes = [
-            (unit.name, [(p.narrow, p.part_shape(tensor)) for p in unit.parameters]) for unit in self._units
+            (name, [(each.narrow, each.part_shape(tensor)) for each in parameters])
+            for name, parameters in self._groups
         ]
         return layouts_of_shapes(shapes, ranks=ranks, fusion=fusion, tables=self.tables if ranks > 1 else ())
 
@@ -200,14 +184,14 @@ class DenseCut:
 #: Low-rank pairs of experts, and of attention.
 _PAIRS = ("lora.", "dense.lora.")
 
-#: One array of a unit, fp32: the weights, or one of the moments, as whole parameters.
+#: One array of a parameter group, fp32: the weights, or one of the moments, as whole parameters.
 WholeArray = list[torch.Tensor]
 
 
 @dataclass
 class StoredModel:
-    """The stores of all ranks of ``layout``, open at one step. ``blocks``: those of each stage. ``conditions``: what the
-    stores have recorded of their layout.
+    """The stores of all ranks of ``layout``, open at one step. ``blocks``: those of each stage. ``conditions``: the
+    layout as the stores record it.
     """
 
     stores: list[ParameterStore]
@@ -217,31 +201,31 @@ class StoredModel:
     state: TrainState
     model: ModelSpec
     fusion: Fusion
-    units: list[DenseUnitShape] = field(init=False)
+    groups: list[DenseGroup] = field(init=False)
     cut: DenseCut = field(init=False)
 
     def __post_init__(self) -> None:
-        self.units = [*whole_units(self.model), *head_units(self.model, self.state)]
+        self.groups = [*whole_groups(self.model), *head_groups(self.model, self.state)]
         self.cut = self.cut_as(self.layout, self.blocks, self.conditions)
 
     def cut_as(self, layout: Layout, blocks: Sequence[range], conditions: Mapping[str, object]) -> DenseCut:
-        """How ``layout`` divides the model, with tables placed as ``conditions`` say."""
+        """The division of the model by ``layout``, with tables placed according to ``conditions``."""
         model = self.model
         placements = recorded_placements(conditions)
         tables = places_of(model.config, placements) if isinstance(model, BuiltInSpec) else []
-        return DenseCut(self.units, layout, self.fusion, blocks=blocks, tables=tables)
+        return DenseCut(self.groups, layout, self.fusion, blocks=blocks, tables=tables)
 
     @property
     def expert_schema(self) -> RecordSchema:
         return next(s for s in self.stores[0].core.extents.schemas if s.name == EXPERT_SCHEMA)
 
-    def unit_schema(self, number: int) -> RecordSchema:
-        """The schema of the records of unit ``number``."""
+    def group_schema(self, number: int) -> RecordSchema:
+        """The schema of the records of group ``number``."""
         holder = self.stores[self.cut.holders(number)[0]]
         return holder.info(self.cut.record(number).key).schema
 
-    def unit(self, number: int) -> Iterator[WholeArray]:
-        """The arrays of unit ``number``, in the order of its record's sections."""
+    def group(self, number: int) -> Iterator[WholeArray]:
+        """The arrays of group ``number``, in the order of its record's sections."""
         key = self.cut.record(number).key
         held = {rank: self.stores[rank].core.sections(key) for rank in self.cut.holders(number)}
         for section in range(len(next(iter(held.values())))):
@@ -252,7 +236,7 @@ class StoredModel:
             yield self.cut.join(number, read)
 
     def expert(self, layer: int, expert: int) -> tuple[list[npt.NDArray[np.generic]], int]:
-        """All committed sections of an expert, caught up, and the step that it stands at."""
+        """All committed sections of an expert, caught up, and its step."""
         key = expert_key(layer, expert)
         store = next((store for store in self.stores if key in store.core.records), None)
         if store is None:
@@ -267,8 +251,8 @@ class StoredModel:
         return arrays, core.history.applied if behind else store.info(key).step
 
     def small_state(self) -> dict[str, bytes]:
-        """What a commit keeps beside the records, but for what is a store's own and where training stands."""
-        # Of an import nothing goes on in the new store: that it has ended is what the training state says.
+        """The state in a commit beside the records, without that of the individual store and the training position."""
+        # The new store does not continue an import: the training state records that it has ended.
         dropped = OWN_STATE | {IMPORT_KEY, STATE_KEY}
         firsts = self.stores[:: self.layout.replicas * self.layout.expert]
         whole = with_all_buffers(
@@ -277,15 +261,15 @@ class StoredModel:
         return {name: value for name, value in whole.items() if name not in dropped}
 
 
-def whole_units(model: ModelSpec) -> list[DenseUnitShape]:
-    """The dense parameters of ``model`` as one process has them. The built-in model's take no memory."""
-    # Modules of transformers compute some of their buffers when they are made.
+def whole_groups(model: ModelSpec) -> list[DenseGroup]:
+    """The dense parameters of ``model`` in a single process. Those of the built-in model take no memory."""
+    # Modules of transformers compute some of their buffers when they are constructed.
     with torch.device("meta") if isinstance(model, BuiltInSpec) else contextlib.nullcontext():
         built = model.build(InMemoryExperts(model.expert_shape, layers=(), experts=0))
     narrow = {id(parameter) for parameter in built.cast_parameters()}
     return [
-        DenseUnitShape(
-            unit,
+        (
+            name,
             tuple(
                 DenseParameter(
                     tuple(parameter.shape),
@@ -295,21 +279,21 @@ def whole_units(model: ModelSpec) -> list[DenseUnitShape]:
                 for parameter, division in zip(parameters, divided, strict=True)
             ),
         )
-        for (unit, parameters), divided in zip(built.dense_units(), built.unit_divisions(), strict=True)
+        for (name, parameters), divided in zip(built.dense_units(), built.unit_divisions(), strict=True)
     ]
 
 
-def head_units(model: ModelSpec, state: TrainState) -> list[DenseUnitShape]:
-    """The output heads of tasks that have one of their own, trained at present or not."""
+def head_groups(model: ModelSpec, state: TrainState) -> list[DenseGroup]:
+    """The output heads of tasks with their own, currently trained or not."""
     head = DenseParameter((model.vocab_size, model.d_model), Narrow.NO)
-    return [DenseUnitShape(f"head.{name}", (head,)) for name in own_heads(state.tasks)]
+    return [(f"head.{name}", (head,)) for name in own_heads(state.tasks)]
 
 
 @contextlib.contextmanager
 def open_stored(source: Path, model: ModelSpec | None = None) -> Iterator[StoredModel]:
     """The stores of the job in ``source``, as of the newest step that every rank has.
 
-    ``model``: what they hold, where that is not the built-in model, which their state describes. Raises
+    ``model``: their model, except for the built-in model, which their state describes. Raises
     StoreMissingError, StoreInUseError, StoreFormatError, OSError.
     """
     directories = rank_directories(source) or [source]
@@ -329,7 +313,7 @@ def open_stored(source: Path, model: ModelSpec | None = None) -> Iterator[Stored
             raise StoreFormatError(f"{source}: the conditions of the run are damaged: {error}") from error
         if layout.world != len(stores):
             raise StoreFormatError(
-                f"{source}: made by {layout.world} ranks, and there are {len(stores)} stores"
+                f"{source}: made by {layout.world} ranks, but {len(stores)} stores are here"
             )
         blocks = _stored_blocks(model, layout, stores, directories)
         stored = StoredModel(stores, layout, blocks, parallel, state, model, fusion)
@@ -338,7 +322,7 @@ def open_stored(source: Path, model: ModelSpec | None = None) -> Iterator[Stored
 
 
 def stored_layout(parallel: dict[str, object]) -> Layout:
-    """The layout that a store's conditions name under ``parallel``. Raises KeyError, TypeError."""
+    """The layout in a store's conditions under ``parallel``. Raises KeyError, TypeError."""
 
     def count(name: str, implied: int | None = None) -> int:
         value = parallel[name] if implied is None else parallel.get(name, implied)
@@ -353,7 +337,7 @@ def stored_layout(parallel: dict[str, object]) -> Layout:
 def _stored_blocks(
     model: ModelSpec, layout: Layout, stores: Sequence[ParameterStore], directories: Sequence[Path]
 ) -> list[range]:
-    """The blocks of each stage, as its ranks have recorded them. Raises StoreFormatError."""
+    """The blocks of each stage, as recorded by its ranks. Raises StoreFormatError."""
     count = len(model.architecture.units) - 2
     if layout.stages == 1:
         return [range(count)]
@@ -369,15 +353,15 @@ def _stored_blocks(
             raise StoreFormatError(f"{where}: the conditions of the run are damaged: {error}") from error
     if [block for blocks in found for block in blocks] != list(range(count)):
         raise StoreFormatError(
-            f"{directories[0].parent}: its stages have the blocks {found}, which are not all {count}"
+            f"{directories[0].parent}: the stages have the blocks {found}, expected all {count}"
         )
     return found
 
 
 def _check_records(source: Path, stored: StoredModel) -> None:
-    """Raises StoreFormatError for stores with records that nothing here moves, or without some that there must be."""
+    """Raises StoreFormatError for records that cannot be resharded, or missing ones."""
     for rank, store in enumerate(stored.stores):
-        dense = {stored.cut.record(number).key for number in stored.cut.units_of(rank)}
+        dense = {stored.cut.record(number).key for number in stored.cut.groups_of(rank)}
         for key in store.keys:
             if key.startswith(_PAIRS):
                 raise StoreFormatError(

@@ -1,7 +1,7 @@
 """The training loop of one rank.
 
-A step: for each micro-batch, forward and backward through layers whose experts come and go; then the norm and the
-optimizer (``tierstore.train.stepping``). Nothing of a step is acknowledged before ``commit``.
+A step: for each micro-batch, a forward and a backward pass with leased experts; then the norm and the optimizer
+(``tierstore.train.stepping``). No step is acknowledged before ``commit``.
 
 On several ranks each takes a contiguous piece of the global batch, and differentiates its share of the mean; losses,
 norms and whether to skip are the same on all of them, bit for bit.
@@ -21,7 +21,7 @@ import torch
 from tierstore import _native
 from tierstore.model.interface import Batch, ModelOutput
 from tierstore.model.stage import StageModule
-from tierstore.stats import Cause, Tier
+from tierstore.stats import Cause, OnProgress, Tier
 from tierstore.tiers import describe_weights, weights_in_place
 from tierstore.timeline import Track
 from tierstore.train.data import TrainingData
@@ -50,7 +50,7 @@ class StepResult:
 
 
 class Trainer:
-    """Steps, validates and commits. It owns nothing: ``tierstore.train.session`` builds and closes the parts."""
+    """Steps, validates and commits. Owns nothing: ``tierstore.train.session`` builds and closes the parts."""
 
     def __init__(self, parts: SessionParts, data: TrainingData, timer: StepTimer) -> None:
         self._stepper = Stepper(parts)
@@ -58,25 +58,25 @@ class Trainer:
         self.store = parts.store
         self.model = parts.model
         self.data = data
-        #: Where the data is that of several tasks.
+        #: If the data is that of several tasks.
         self.tasks = data if isinstance(data, TaskData) else None
         self._task_losses = TaskLosses(())
         self.resharded_from = parts.resharded_from
         self.state = parts.state
         self.ledger = parts.ledger
-        #: Where the time of the last step went, and of all.
+        #: The time of the last step and of all steps, by part.
         self.timer = timer
         self.experts = parts.experts
-        #: Where block inputs are kept in layer order.
+        #: The store of block inputs in layer order.
         self.boundaries = None if parts.layers is None else parts.layers.boundaries
         self.dense = parts.dense
         self.mesh = parts.mesh
         self.vocabulary = parts.vocabulary
         self._timeline = parts.timeline
-        #: In how many chunks passes over experts go.
-        self.pipeline = parts.pipeline
+        #: The control of the number of chunks in passes over experts.
+        self.chunks = parts.chunks
         self._layers = parts.layers
-        #: Where the model is cut into pipeline stages: what takes micro-batches through this one.
+        #: With pipeline stages: the runner of micro-batches through this one.
         self.stages: StagePipeline | None = None
         if parts.mesh.stages > 1:
             self.stages = self._open_pipeline(parts)
@@ -85,7 +85,7 @@ class Trainer:
         from tierstore.train.stage_pipeline import StagePipeline
 
         return StagePipeline(
-            cast(StageModule, parts.model),  # the specification of a stage builds nothing else
+            cast(StageModule, parts.model),  # a stage's specification builds only this
             parts.mesh.pipeline,
             parts.mesh.device,
             ledger=parts.ledger,
@@ -94,7 +94,7 @@ class Trainer:
         )
 
     def describe_weights(self) -> str:
-        """One line: where experts are computed with, and why."""
+        """One line: where experts are computed, and why."""
         config = self.config
         return describe_weights(
             weights_in_place(config.weights_in_place, self.mesh.device, config.links.copy)
@@ -103,32 +103,29 @@ class Trainer:
     def step(self) -> StepResult:
         """One optimizer step. Raises NonFiniteError, ChecksumError, OSError, BudgetError.
 
-        Whatever is raised, the step may have been taken in part: the last commit stands, and no other is possible.
+        After an exception the step may have been taken in part: the last commit stands, and no other is possible.
         """
         with self.timer.step():
-            return self._step()
-
-    def _step(self) -> StepResult:
-        started = time.monotonic()
-        position = self.state.position
-        lr = self.config.lr_at(position)
-        self._task_losses = TaskLosses(self.config.tasks)
-        with self._stepper.step(lr, passes=self.config.data.passes) as step:
-            if self.stages is not None:
-                loss, active = self._backward_by_stages(self.stages, step, position)
-            elif self._layers is None:
-                loss, active = self._backward(step, position)
-            else:
-                loss, active = self._backward_by_layers(self._layers, step, position)
-        if math.isfinite(loss):
-            self.state.train_loss = loss
-        by_task = self._follow_tasks(step.outcome)
-        seconds = time.monotonic() - started
-        skipped = step.outcome is not StepOutcome.TAKEN
-        return StepResult(position, loss, lr, step.grad_norm, skipped, seconds, active, by_task)
+            started = time.monotonic()
+            position = self.state.position
+            lr = self.config.lr_at(position)
+            self._task_losses = TaskLosses(self.config.tasks)
+            with self._stepper.step(lr, passes=self.config.data.passes) as step:
+                if self.stages is not None:
+                    loss, active = self._backward_by_stages(self.stages, step, position)
+                elif self._layers is None:
+                    loss, active = self._backward(step, position)
+                else:
+                    loss, active = self._backward_by_layers(self._layers, step, position)
+            if math.isfinite(loss):
+                self.state.train_loss = loss
+            by_task = self._follow_tasks(step.outcome)
+            seconds = time.monotonic() - started
+            skipped = step.outcome is not StepOutcome.TAKEN
+            return StepResult(position, loss, lr, step.grad_norm, skipped, seconds, active, by_task)
 
     def _follow_tasks(self, outcome: StepOutcome) -> dict[str, float]:
-        """Notes in the state where the tasks stand after a step; returns their losses, none where it was not taken."""
+        """Records the tasks' progress after a step in the state; returns their losses, none if the step was not taken."""
         if self.tasks is None:
             return {}
         known, losses = self.state.tasks, {}
@@ -144,32 +141,32 @@ class Trainer:
     def _backward(self, step: OpenStep, position: int) -> tuple[float, int]:
         """Gradients of all micro-batches; returns the loss (not finite: nothing was stepped) and active experts."""
         count = self.config.data.micro_batches
-        total, reached = 0.0, None
+        losses, reached = [], None
         for micro in range(count):
             batch = self._batch(position, micro)
             step.begin_pass()
             with self._timeline.span(Track.COMPUTE, f"forward {position}.{micro}"):
                 output = self.model.run(batch)
-            loss = self._finite_loss(output)
+            loss = self._agreed_loss(output)
             if loss is None:
                 step.skip()
                 return math.nan, 0
-            total += loss / count
+            losses.append(loss)
             assert output.objective is not None
             step.backward(output.objective / count)
             used = torch.stack(output.loads) > 0
             reached = used if reached is None else reached | used
         assert reached is not None
-        return total, int(reached.sum())
+        return _mean(losses), int(reached.sum())
 
     def _backward_by_layers(self, layers: LayerOrder, step: OpenStep, position: int) -> tuple[float, int]:
-        """The same where each layer takes all micro-batches at once."""
+        """The same, with each layer taking all micro-batches at once."""
         count = self.config.data.micro_batches
         batches = [self._batch(position, micro) for micro in range(count)]
         losses: list[float] = []
 
         def accept(output: ModelOutput) -> bool:
-            loss = self._finite_loss(output)
+            loss = self._agreed_loss(output)
             losses.extend([] if loss is None else [loss])
             return loss is not None
 
@@ -180,52 +177,40 @@ class Trainer:
         if len(outputs) < count:
             step.skip()
             return math.nan, 0
-        total = 0.0
-        for loss in losses:
-            total += loss / count
         reached = torch.stack([torch.stack(output.loads) > 0 for output in outputs]).any(dim=0)
-        return total, int(reached.sum())
+        return _mean(losses), int(reached.sum())
 
     def _backward_by_stages(self, stages: StagePipeline, step: OpenStep, position: int) -> tuple[float, int]:
-        """The same where the model is cut into pipeline stages, of which this rank has one."""
+        """The same, through this rank's pipeline stage."""
         count = self.config.data.micro_batches
         losses, active = stages.run(step, position, [self._batch(position, micro) for micro in range(count)])
         if losses is None:
             step.skip()
             return math.nan, 0
-        total = 0.0
-        for loss in losses:
-            total += loss / count
-        return total, active
+        return _mean(losses), active
 
     def _batch(self, position: int, micro: int) -> Batch:
         """This rank's part of a micro-batch, on its device."""
         with self.ledger.stall(layer=None, tier=Tier.HOST, cause=Cause.DATA):
             if self.tasks is None:
-                batch = self._share(self.data.batch(position, micro))
+                batch = self.data.batch(position, micro).of_rank(self.mesh.data.rank, self.mesh.data.size)
             else:
                 batch = self.tasks.piece(position, micro, self.mesh.data.rank)
         return batch.to(self.mesh.device)
 
-    def _finite_loss(self, output: ModelOutput) -> float | None:
-        """The loss over all ranks; None where it, or what is differentiated, is not finite. A collective."""
-        return self._agreed_loss(output, True)
+    def _agreed_loss(self, output: ModelOutput, finite: bool = True) -> float | None:
+        """The loss over all ranks; None if it, or the objective, is not finite. A collective.
 
-    def _agreed_loss(self, output: ModelOutput, finite: bool) -> float | None:
-        """The same; ``finite``: whether everything that this rank knows of beside ``output`` is."""
+        ``finite``: whether all other losses known to this rank are.
+        """
         assert output.loss is not None
         assert output.objective is not None
         objective = float(output.objective.detach()) if finite else math.nan
         own = [float(output.loss.detach()), objective]
-        loss, objective, *by_task = self._means([*own, *self._task_losses.own(output)])
+        own += self._task_losses.own(output)
+        loss, objective, *by_task = means(own, self.mesh.data, self.ledger)
         self._task_losses.add([value * self.mesh.data.size for value in by_task])
         return loss if math.isfinite(loss) and math.isfinite(objective) else None
-
-    def _share(self, batch: Batch) -> Batch:
-        return batch.of_rank(self.mesh.data.rank, self.mesh.data.size)
-
-    def _means(self, values: list[float]) -> list[float]:
-        return means(values, self.mesh.data, self.ledger)
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -240,11 +225,12 @@ class Trainer:
             self._timeline.span(Track.COMPUTE, "validation"),
         ):
             for batch in self.data.validation_batches(self.config.eval_batches):
-                own = self._share(batch)
+                own = batch.of_rank(self.mesh.data.rank, self.mesh.data.size)
                 self._stepper.begin_forward()
                 output = self.model.run(own.to(self.mesh.device))
                 assert output.loss is not None
-                loss, *agreed = self._means([float(output.loss), *by_task.own(output)])
+                losses = [float(output.loss), *by_task.own(output)]
+                loss, *agreed = means(losses, self.mesh.data, self.ledger)
                 by_task.add(agreed)
                 counted = batch.counted if batch.step_targets else own.counted
                 total += loss * counted
@@ -252,47 +238,55 @@ class Trainer:
         self.model.module.train()
         self.state.val_loss = total / max(tokens_seen, 1)
         if self.tasks is not None:
-            losses = by_task.losses()
-            for name, value in losses.items():
+            task_losses = by_task.losses()
+            for name, value in task_losses.items():
                 self.state.tasks[name] = replace(self.state.tasks[name], val_loss=value)
-            self.state.val_loss = self.tasks.weighted(losses)
+            self.state.val_loss = self.tasks.weighted(task_losses)
         return self.state.val_loss
 
     def sample(self, prompt: str, count: int) -> str:
-        """What the model writes after ``prompt``, in ``count`` tokens."""
+        """The model's continuation of ``prompt``, of ``count`` tokens."""
         return self.data.decode(self.generate(self.data.encode(prompt), count))
 
     def generate(self, prompt: Sequence[int], count: int) -> list[int]:
-        """At most ``count`` tokens that the model puts after ``prompt``."""
+        """At most ``count`` tokens that continue ``prompt``."""
         with self.store.failures.poisoning("sampling was cut short"):
             self._stepper.begin_forward()
             return self.model.generate(prompt, count)
 
     def commit(self, *, snapshot: str | None = None) -> int:
-        """Makes the run durable up to here; returns the generation."""
+        """Makes the run durable up to this step; returns the generation."""
         return self._stepper.commit(snapshot=snapshot)
 
 
-# The checksum over the records of all ranks: it reads whole stores, so it is computed only when asked for -----
+def _mean(losses: Sequence[float]) -> float:
+    """The mean over the micro-batches of a step, in their order: ``sum`` would round differently."""
+    total = 0.0
+    for loss in losses:
+        total += loss / len(losses)
+    return total
 
-#: The ranks meet this often, so that none waits for a slower one longer than peers may.
+
+# The checksum over the records of all ranks: it reads whole stores, so it is computed only on request ---------
+
+#: The ranks meet this often, so that no wait for a slower rank exceeds the limit for peers.
 _MEET_S = 1.0
 
 
 class _StoppedError(Exception):
-    """A rank was asked to stop."""
+    """Stops the checksum on a rank that was told to stop."""
 
 
 def records_checksum(
     trainer: Trainer,
     *,
-    progress: Callable[[int, int], None] | None = None,
+    progress: OnProgress | None = None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> int | None:
-    """CRC-32C over every record's content in key order; of several ranks, that of their checksums in rank order.
+    """CRC-32C over every record's content in key order; for several ranks, the CRC-32C of their checksums in rank order.
 
-    A collective: all ranks get the same, None if ``stopped`` was true on one of them. ``progress`` is called with this
-    rank's records done and in all. Raises ChecksumError, PeerError, OSError.
+    A collective: all ranks get the same result, None if ``stopped`` was true on one of them. ``progress`` is called with
+    this rank's records done and in all. Raises ChecksumError, PeerError, OSError.
     """
     world = trainer.mesh.world
     met_s = time.monotonic()

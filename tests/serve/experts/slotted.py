@@ -16,16 +16,17 @@ from tierstore.cache.config import CacheConfig
 from tierstore.machine_profile import Cost
 from tierstore.plan.papers import ExpertMemorySizes, ServedLayers
 from tierstore.prefetch import PredictorName, Schedule, make_predictor
-from tierstore.prefetch.program import FrozenProgram
+from tierstore.prefetch.device_cache import DeviceCache
+from tierstore.prefetch.experts import FrozenExperts
 from tierstore.serve.config import ExpertMemory
 from tierstore.serve.experts import ServingPhase
 from tierstore.serve.experts.ring import Ring
-from tierstore.serve.experts.slots import ExpertSlots
-from tierstore.serve.experts.slotted import ChosenExperts, MemoryChooser, SlottedExperts
+from tierstore.serve.experts.slotted import MemoryChooser, SlottedExperts
 from tierstore.stats import StallLedger
 from tierstore.store import NewRecord, ParameterStore, RecordSchema, StoreConfig, Training, WeightFormat
+from tierstore.store.config import StoreAccess
 from tierstore.store.core import StoreCore
-from tierstore.tiers import DeviceSlots, DeviceTier, HostDeviceTier
+from tierstore.tiers import DeviceSlots, HostDeviceTier
 
 NUMEL, PAGE = 2048, 4096  # one frozen record is a page
 
@@ -56,10 +57,8 @@ class Slotted:
     """``experts`` over ``store``."""
 
     store: StoreCore
-    device: DeviceTier
-    slots: ExpertSlots
+    slots: DeviceCache
     ring: Ring | None
-    chosen: ChosenExperts
     experts: SlottedExperts
     ledger: StallLedger
     said: list[str] = field(default_factory=list)
@@ -108,7 +107,9 @@ def open_slotted(
         host_budget=host * PAGE, lookahead=host * PAGE // 2, cache=CacheConfig(policy=policy)
     )
     with ExitStack() as stack:
-        opened = stack.enter_context(ParameterStore.open(directory, config, trace=trace))
+        opened = stack.enter_context(
+            ParameterStore.open(directory, config, access=StoreAccess.READ, trace=trace)
+        )
         store = opened.core
         device = HostDeviceTier(
             store.engine, DeviceSlots(NUMEL, torch.bfloat16, weights=slots, gradients=0), HugePages.OFF
@@ -116,13 +117,18 @@ def open_slotted(
         stack.callback(device.close)
         ledger = StallLedger()
         records = {layer: {e: store.record(f"{layer}.{e}") for e in range(experts)} for layer in layers}
-        filled = ExpertSlots(store, device, records, ledger=ledger)
         guessing = make_predictor(predictor, range(experts))
-        program = FrozenProgram(Schedule.of_layers(tuple(layers), depth=depth), guessing)
-        chosen = ChosenExperts(
-            filled, layers, experts, program, cache=CacheConfig(policy=policy), lookahead=slots // 2
+        frozen = FrozenExperts(
+            store,
+            device,
+            records,
+            predictor=guessing,
+            schedule=Schedule.of_layers(tuple(layers), depth=depth),
+            ledger=ledger,
         )
-        turning = Ring(filled, layers, experts, count=ring, depth=depth) if ring else None
+        turning = None
+        if ring:
+            turning = Ring(frozen, layers, experts, count=ring, done=store.engine.done, depth=depth)
         chooser = MemoryChooser(
             asked=memory,
             model=ServedLayers(
@@ -131,14 +137,14 @@ def open_slotted(
             sizes=ExpertMemorySizes(device=slots, host=host, ring_layers=ring),
             copy=Cost(copy_s, math.inf),
         )
-        made = Slotted(store, device, filled, turning, chosen, None, ledger)  # type: ignore[arg-type]
-        made.experts = SlottedExperts(
-            filled,
-            chosen,
+        said: list[str] = []
+        served = SlottedExperts(
+            frozen,
+            store.cache.residency,
             turning,
-            program=program,
             predictor=guessing,
             chooser=chooser,
-            say=made.said.append,
+            say=said.append,
         )
+        made = Slotted(store, frozen.walk.slots, turning, served, ledger, said)
         yield made

@@ -37,7 +37,7 @@ def test_what_the_last_token_used_is_not_copied_again(store: Path) -> None:
         assert made.copied_by(0, 2) == 1, "the least recently used goes: 0.1"
         assert made.copied_by(2, 0) == 0
         assert made.copied_by(0, 1, 3) == 1
-        assert (made.chosen.asked, made.chosen.found, made.chosen.guessed) == (10, 5, 0)
+        assert (made.slots.asked, made.slots.found, made.slots.guessed) == (10, 5, 0)
 
 
 def test_experts_that_are_there_come_first(store: Path) -> None:
@@ -58,7 +58,7 @@ def test_guesses_are_copied_while_the_layer_before_computes(store: Path) -> None
         made.experts.offer(0, 2, np.array([1, 0, 1, 0]))
         assert made.copied_by(0, 0) == 3, "and what the router of layer 2 will choose"
         assert made.copied_by(2, 0, 2) == 0
-        assert (made.chosen.found, made.chosen.guessed) == (0, 2)
+        assert (made.slots.found, made.slots.guessed) == (0, 2)
         assert (made.experts.guesses.used, made.experts.guesses.right) == (3, 2)
 
 

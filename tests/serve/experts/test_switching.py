@@ -117,6 +117,7 @@ def test_weights_are_right_and_replays_agree(
                     stale.append(leases)  # closed long after, as an exception's traceback may keep it
                 else:
                     assert sorted(made.read(layer, experts)) == experts
+        made.begin()  # ends what was left
         live = made.store.cache.residency.stats()
         assert not made.store.cache.residency.access_open
     assert replay(trace) == live

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from refusals import refuses
 from token_cases import MARKED, PLAIN, REASONING, conversation, save_tokenizer
 
 from tierstore.errors import ConfigError, DataError
@@ -102,7 +103,7 @@ def test_marks_of_no_message_are_refused_where_answers_are_masked(tmp_path: Path
     template = MARKED + "{% generation %}that is all{% endgeneration %}"
     tokenizer = DocumentTokenizer(save_tokenizer(tmp_path, template))
     assert _counted(tokenizer, _chat("u", "a"))[1] == "a<|end|>that is all"
-    with pytest.raises(DataError, match=r"^chats\.jsonl:7: the template marks what no message is in"):
+    with refuses(DataError, "chats.jsonl:7:", "template"):
         tokenizer.chats([_chat("u", "a", masked=[1])])
 
 
@@ -174,20 +175,20 @@ def test_what_cannot_be_told_is_refused(
     tmp_path: Path, template: str, turns: Sequence[str], said: str
 ) -> None:
     tokenizer = DocumentTokenizer(save_tokenizer(tmp_path, template))
-    with pytest.raises(DataError, match=said) as caught:
+    with refuses(DataError, said) as caught:
         tokenizer.chats([_chat(*turns)])
     assert str(caught.value).startswith("chats.jsonl:7: ")
     assert "\n" not in str(caught.value)
 
 
 def test_a_chat_that_begins_with_an_answer_is_refused() -> None:
-    with pytest.raises(DataError, match="the first message is an answer"):
+    with refuses(DataError, "first message"):
         answer_spans([{"role": "assistant", "content": "a"}], "a", lambda messages, prompt: "a")
 
 
 def test_a_tokenizer_without_a_template_is_refused(tmp_path: Path) -> None:
     tokenizer = DocumentTokenizer(save_tokenizer(tmp_path, None))
-    with pytest.raises(ConfigError, match="chats need a chat template, and this tokenizer has none"):
+    with refuses(ConfigError, "chat template"):
         tokenizer.chats([_chat("u", "a")])
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from refusals import refuses
 from token_cases import END, conversation, save_tokenizer, write_lines
 
 from tierstore.errors import DataError, StoreInUseError
@@ -131,7 +132,7 @@ def test_large_vocabularies_have_wider_tokens(tmp_path: Path) -> None:
     with TokenWriter(tmp_path / "partial", vocabulary=65_537, pad=0) as writer:
         writer.add(np.array([65_536, 3], dtype=np.uint32))
         writer.end_document()
-        writer.finish(tmp_path / "made", {}, making.Made())
+        writer.finish(tmp_path / "made", {})
     assert TokenFiles(tmp_path / "made").tokens.tolist() == [65_536, 3]
 
 
@@ -201,7 +202,7 @@ def test_a_broken_line_leaves_nothing(tmp_path: Path, make: Make, existing: bool
         make(_text(tmp_path / "a.txt", "one expert"))
     before = sorted(tmp_path.rglob("*"))
     path = write_lines(tmp_path / "b.jsonl", [{"text": "x"}] * 3 + ["{oops"])
-    with pytest.raises(DataError, match=r"b\.jsonl:4: expected a line of JSON"):
+    with refuses(DataError, f"{path}:4:", "JSON"):
         make(path)
     path.unlink()
     assert sorted(tmp_path.rglob("*")) == before
@@ -209,16 +210,14 @@ def test_a_broken_line_leaves_nothing(tmp_path: Path, make: Make, existing: bool
 
 def test_nothing_to_train_on_is_named(tmp_path: Path, make: Make) -> None:
     path = write_lines(tmp_path / "a.jsonl", [{"text": ""}, conversation("asked"), {"text": " \n"}])
-    with pytest.raises(
-        DataError, match=r"a\.jsonl: expected documents, found none .*2 empty texts.*1 chats without"
-    ):
+    with refuses(DataError, f"{path}:", "2 empty texts", "1 chats without"):
         make(path)
-    with pytest.raises(DataError, match=r"b\.txt: expected documents, found none \(1 empty texts\)$"):
+    with refuses(DataError, "b.txt:", "(1 empty texts)"):
         make(_text(tmp_path / "b.txt", ""))
 
 
 def test_a_larger_vocabulary_is_refused(tmp_path: Path, make: Make) -> None:
-    with pytest.raises(DataError, match="280 tokens, and the model 279"):
+    with refuses(DataError, 280, 279):
         make(_text(tmp_path / "a.txt", "one expert"), vocabulary=279)
     assert not (tmp_path / "store").exists()
 
@@ -234,7 +233,7 @@ def test_a_file_that_changes_meanwhile_is_named(
         return texts(self, batch)
 
     monkeypatch.setattr(DocumentTokenizer, "texts", change)
-    with pytest.raises(DataError, match=r"a\.txt: it changed while it was tokenised"):
+    with refuses(DataError, f"{path}:", "changed"):
         make(path)
     assert not (tmp_path / "store").exists()
 
@@ -245,7 +244,7 @@ def test_one_process_tokenises(tmp_path: Path, make: Make) -> None:
     path = _text(tmp_path / "a.txt", "one expert")
     with (directory / "lock").open("wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(StoreInUseError, match="another process is tokenising here"):
+        with refuses(StoreInUseError, directory):
             make(path)
     make(path)
 
@@ -255,7 +254,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, make: Make, monkeypatch: pyt
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(TokenWriter, "end_document", full)
-    with pytest.raises(OSError, match="No space left"):
+    with refuses(OSError, "No space left"):
         make(_text(tmp_path / "a.txt", "one expert"))
     assert not (tmp_path / "store").exists()
 
@@ -277,9 +276,7 @@ def test_damage_is_named(tmp_path: Path, make: Make, spoil: str) -> None:
             index.write_text("{")
         case "version":
             index.write_text(index.read_text().replace('"version": 1', '"version": 2'))
-    with pytest.raises(
-        DataError, match=r"(tokens|index\.json): .*remove its directory, and the next run tokenises"
-    ):
+    with refuses(DataError, f"{index if spoil in ('index', 'version') else tokens}:"):
         make(tmp_path / "a.txt")
 
 

@@ -9,11 +9,12 @@ import pytest
 from effort import share
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from refusals import refuses
 
 from tierstore.errors import DataError
 from tierstore.train.files import Packing
 from tierstore.train.tokens.data import HeldOut, Packed, Sequences, _best_fit, pack
-from tierstore.train.tokens.token_files import Made, TokenFiles, TokenWriter
+from tierstore.train.tokens.token_files import TokenFiles, TokenWriter
 
 
 def _files(directory: Path, documents: list[list[int]], counted: list[list[int]] | None = None) -> TokenFiles:
@@ -22,7 +23,7 @@ def _files(directory: Path, documents: list[list[int]], counted: list[list[int]]
             mask = None if counted is None else np.array(counted[number], dtype=np.uint8)
             writer.add(np.array(document, dtype=np.uint32), mask)
             writer.end_document()
-        writer.finish(directory / "made", {}, Made())
+        writer.finish(directory / "made", {})
     return TokenFiles(directory / "made")
 
 
@@ -71,7 +72,7 @@ def test_what_no_answer_is_in_is_left_out(tmp_path: Path) -> None:
 
 def test_too_little_is_refused(tmp_path: Path) -> None:
     files = _files(tmp_path, [[1, 2, 3]])
-    with pytest.raises(DataError, match="here: 3 tokens give 1 sequences of up to 4; expected at least 2"):
+    with refuses(DataError, "here:", "3 tokens", "at least 2"):
         pack(files, Packing.DOCUMENTS, seq_len=4, fraction=0.05, where="here")
 
 

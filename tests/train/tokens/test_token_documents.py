@@ -12,6 +12,7 @@ import pytest
 from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refuses
 from token_cases import write_lines
 
 from tierstore.errors import ConfigError, DataError
@@ -91,34 +92,37 @@ def test_lines_of_text_and_chats(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "named"),
     [
-        ('{"text": "x"', "expected a line of JSON: Expecting"),
-        ("[" * 100_000, "expected a line of JSON: "),
-        (b"\xff{}", "expected a line of JSON in UTF-8"),
-        ("[1]", "expected a JSON object, found a list"),
-        ('{"txt": "x", "id": 1}', "expected a field 'messages' or 'text'.*found 'txt', 'id'"),
-        ("{}", "expected a field .*found none"),
-        ('{"text": 3}', "'text': expected text or a list of messages, found a number"),
-        ('{"text": null}', "'text': expected text or a list of messages, found null"),
-        ('{"messages": [{"content": "x"}]}', "expected messages, objects with a 'role', found an object"),
-        ('{"messages": ["x"]}', "expected messages, objects with a 'role', found text"),
-        ('{"messages": [], "tools": "x"}', "'tools': expected a list in JSON"),
-        ('{"messages": [], "tools": 3}', "'tools': expected a list, found a number"),
-        ('{"messages": [], "tools": "' + "[" * 100_000 + '"}', "'tools': expected a list in JSON: "),
-        ('{"text": "\\ud83d"}', "'text': holds half of a surrogate pair"),
+        ('{"text": "x"', ("JSON: Expecting",)),
+        ("[" * 100_000, ("JSON",)),
+        (b"\xff{}", ("JSON in UTF-8",)),
+        ("[1]", ("object", "a list")),
+        ('{"txt": "x", "id": 1}', ("'messages'", "'text'", "'txt', 'id'")),
+        ("{}", ("field", "none")),
+        ('{"text": 3}', ("'text':", "a number")),
+        ('{"text": null}', ("'text':", "null")),
+        ('{"messages": [{"content": "x"}]}', ("messages", "'role'", "an object")),
+        ('{"messages": ["x"]}', ("messages", "'role'", "found text")),
+        ('{"messages": [], "tools": "x"}', ("'tools':", "a list in JSON")),
+        ('{"messages": [], "tools": 3}', ("'tools':", "a list", "a number")),
+        ('{"messages": [], "tools": "' + "[" * 100_000 + '"}', ("'tools':", "a list in JSON")),
+        ('{"text": "\\ud83d"}', ("'text':", "surrogate")),
         (
             '{"messages": [{"role": "user", "content": "a\\ude00"}]}',
-            "'messages': holds half of a surrogate pair",
+            ("'messages':", "surrogate"),
         ),
-        ('{"messages": [{"role": "user", "content": "a", "x": [{"\\ud83d": 1}]}]}', "'messages': holds half"),
-        ('{"messages": [], "tools": "[\\"\\\\ud83d\\"]"}', "'messages': holds half of a surrogate pair"),
+        (
+            '{"messages": [{"role": "user", "content": "a", "x": [{"\\ud83d": 1}]}]}',
+            ("'messages':", "surrogate"),
+        ),
+        ('{"messages": [], "tools": "[\\"\\\\ud83d\\"]"}', ("'messages':", "surrogate")),
     ],
 )
-def test_a_broken_line_is_named(tmp_path: Path, line: str | bytes, said: str) -> None:
+def test_a_broken_line_is_named(tmp_path: Path, line: str | bytes, named: tuple[str, ...]) -> None:
     content = line if isinstance(line, bytes) else line.encode()
     path = _file(tmp_path / "a.jsonl", b'{"text": "fine"}\n\n' + content + b'\n{"text": "fine"}\n')
-    with pytest.raises(DataError, match=said) as caught:
+    with refuses(DataError, *named) as caught:
         list(documents(path, DataConfig(), lambda nbytes: None))
     assert str(caught.value).startswith(f"{path}:3: ")
     assert "\n" not in str(caught.value)
@@ -196,18 +200,17 @@ def test_text_parts_are_joined(tmp_path: Path, content: str, text: str) -> None:
 
 def test_a_missing_column_is_named(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", [{"text": "x"}])
-    with pytest.raises(DataError, match=r"a\.jsonl:1: expected a field 'body', found 'text'"):
+    with refuses(DataError, f"{path}:1:", "'body'", "'text'"):
         _read(path, column="body")
 
 
 @pytest.mark.parametrize("at", [0, 5, 1 << 20, (1 << 20) + 3])
 def test_bytes_that_are_not_text_are_found(tmp_path: Path, at: int) -> None:
     path = _file(tmp_path / "a.bin", (b"x\n" * at)[:at] + b"\xffx\nx")
-    said = rf"a\.bin: expected text in UTF-8, found another byte at {at}, in line {1 + at // 2}"
-    with pytest.raises(DataError, match=f"{said}$"):
+    with refuses(DataError, f"{path}:", "UTF-8", f"at {at}", f"line {1 + at // 2}"):
         _read(path)
     path = _file(tmp_path / "b.bin", b"x" * at + "é".encode()[:1])
-    with pytest.raises(DataError, match=rf"found another byte at {at}"):
+    with refuses(DataError, f"{path}:", f"at {at}"):
         _read(path)
 
 
@@ -245,7 +248,7 @@ def test_rows_of_text_parts(tmp_path: Path) -> None:
     pq.write_table(pa.table({"messages": turns[:1]}), path)
     assert _read(path) == [Chat(f"{path}: row 1", [{"role": "user", "content": "ab"}])]
     pq.write_table(pa.table({"messages": turns}), path)
-    with pytest.raises(DataError, match=r"a\.parquet: row 2: messages\[0\]\.content\[0\]: .*'image_url'"):
+    with refuses(DataError, f"{path}: row 2: messages[0].content[0]:", "'image_url'"):
         _read(path)
 
 
@@ -254,19 +257,19 @@ def test_a_row_that_is_not_unicode_is_named(tmp_path: Path) -> None:
     ends = pa.array([0, 4, 6], pa.int32()).buffers()[1]
     texts = pa.Array.from_buffers(pa.string(), 2, [None, ends, pa.py_buffer(b"fine\xff\xfe")])
     pq.write_table(pa.table({"text": texts}), path)
-    with pytest.raises(DataError, match=r"a\.parquet: row 2: expected text in UTF-8"):
+    with refuses(DataError, f"{path}: row 2:", "UTF-8"):
         _read(path)
 
 
 def test_bad_parquet_is_named(tmp_path: Path) -> None:
     path = _file(tmp_path / "a.parquet", b"PAR1 not really PAR1")
-    with pytest.raises(DataError, match=r"a\.parquet: cannot be read as Parquet"):
+    with refuses(DataError, f"{path}:", "Parquet"):
         _read(path)
     pq.write_table(pa.table({"body": ["x"]}), path)
-    with pytest.raises(DataError, match=r"a\.parquet: expected a column 'messages' or 'text'.*, found body"):
+    with refuses(DataError, f"{path}:", "'messages'", "'text'", "body"):
         _read(path)
     pq.write_table(pa.table({"text": [None, "x"]}), path)
-    with pytest.raises(DataError, match=r"a\.parquet: row 1: 'text': .*found null"):
+    with refuses(DataError, f"{path}: row 1: 'text':", "null"):
         _read(path)
 
 
@@ -276,13 +279,13 @@ def test_a_damaged_row_group_is_named(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[4:200] = bytes(196)
     path.write_bytes(content)
-    with pytest.raises(DataError, match=r"a\.parquet: row group 0: "):
+    with refuses(DataError, f"{path}: row group 0:"):
         _read(path)
 
 
 def test_json_must_be_said(tmp_path: Path) -> None:
     path = _file(tmp_path / "a.json", '{"text": "x"}\n')
-    with pytest.raises(ConfigError, match=r"a\.json: \.json may be one value or one a line"):
+    with refuses(ConfigError, f"{path}:", ".json"):
         _read(path)
     assert _read(path, format=module.DataFormat.JSONL) == [TextPiece("x")]
     assert _read(path, format=module.DataFormat.TEXT) == [TextPiece('{"text": "x"}\n')]

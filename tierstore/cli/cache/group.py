@@ -54,6 +54,7 @@ from tierstore.cli.options import (
 from tierstore.cli.output import Output
 from tierstore.errors import BudgetError, ConfigError
 from tierstore.outputs import OutputKind, write_output
+from tierstore.stats import OnProgress
 from tierstore.units import format_bytes
 
 if TYPE_CHECKING:
@@ -320,7 +321,7 @@ def _load(trace: Path, output: Output, warmup_steps: int = 0, pins: Sequence[str
 
 
 @contextmanager
-def _progress(output: Output, label: str) -> Iterator[Callable[[str], Callable[[int, int], None]]]:
+def _progress(output: Output, label: str) -> Iterator[Callable[[str], OnProgress]]:
     """Gives a function that makes the ``progress`` argument of a stage."""
     with output.progress(label=label) as bar:
         yield lambda stage: lambda done, total: bar.update(done, total, {"stage": stage})

@@ -37,7 +37,7 @@ _DISCARDED = 8
 
 
 class Keys:
-    """Bearer keys. With none, everybody may ask."""
+    """Bearer keys. Without any, requests need no key."""
 
     def __init__(self, keys: tuple[str, ...] = ()) -> None:
         self._digests = tuple(_digest(key) for key in keys)
@@ -231,7 +231,7 @@ class Service:
         if body.stream:
             return EventStream(answering)
         answered = await while_there(request.receive, answering.whole())
-        return _Nobody() if answered is None else answered
+        return _NoResponse() if answered is None else answered
 
     def _check_model(self, name: str) -> None:
         if name != self._model:
@@ -321,7 +321,7 @@ class Service:
         return await self._refuse(request, ApiError(500, "the server failed, and its log says how"))
 
 
-class _Nobody(Response):
+class _NoResponse(Response):
     """The client has left: nothing is sent."""
 
     async def __call__(self, scope: Any, receive: Any, send: Callable[[Any], Awaitable[None]]) -> None:

@@ -1,163 +1,126 @@
-"""Ring memory (SE-MoE section 3.2): the experts of K of the N MoE layers, in groups of device slots.
+"""Ring memory (SE-MoE section 3.2): the experts of K of the N MoE layers, in the slots of a device.
 
-Each layer in the ring has a group of E slots, whose addresses never change. When layer i has computed, its group is
-refilled in the background with the experts of the first layer that comes next and is not in the ring: where passes follow
-one another that is the one K ahead, counted around the N layers, so that the first layers of the next token are there when
-it begins. With K = N all is resident and nothing moves.
+A plan over the device's cache (``DeviceCache``): when layer i has computed, its experts are given up, and those of the first
+layer that comes next and is not in the ring are copied in the background. Where passes follow one another that is the one K
+ahead, counted around the N layers, so that the first layers of the next token are there when it begins. With K = N all is
+resident and nothing moves.
 
 ::
 
     N = 5, K = 2      pass of layer:   0    1    2    3    4    0    1
-    group A holds                      0    2    2    4    4    1    1
-    group B holds                      1    1    3    3    0    0    2
-    loaded when it has computed        2    3    4    0    1    2    3
+    in the ring                        0 1  1 2  2 3  3 4  4 0  0 1  1 2
+    copied when it has computed        2    3    4    0    1    2    3
 
-What a group is refilled with depends on the order of passes alone. A layer that is passed over, or a pass that begins again
-after an error, is no special case: the ring then holds layers that are not next, and gives them up first.
+What is copied depends on the order of passes alone. A layer that is passed over, or a pass that begins again after an error,
+is no special case: the ring then holds layers that are not next, and gives them up first.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from tierstore.cache.access import Need, Phase
 from tierstore.errors import BudgetError
 from tierstore.moe.source import ExpertLease
-from tierstore.serve.experts.slots import Asked, ExpertSlots
+from tierstore.prefetch.experts import FrozenExperts
+from tierstore.prefetch.program import Access
 from tierstore.timeline import NullTimeline, TimelineSink, Track
 
 
 @dataclass(slots=True)
 class _Refill:
-    """A group's load, for the timeline."""
+    """The copies of a layer, for the timeline."""
 
-    name: str
     layer: int
     start_ns: int
-    slots: range
+    tickets: Sequence[int]
 
 
 class Ring:
-    """The experts of ``count`` of ``layers`` (in the order of passes, ``experts`` each) in the first slots of ``slots``.
+    """The experts of ``count`` of ``layers`` (in the order of passes, ``experts`` each) in the slots of ``source``.
 
-    ``depth``: how many layers beyond those in the ring the host cache reads ahead.
+    ``depth``: how many layers beyond those in the ring the host cache reads ahead. ``done``: whether a ticket has finished.
     """
 
     def __init__(
         self,
-        slots: ExpertSlots,
+        source: FrozenExperts,
         layers: Sequence[int],
         experts: int,
         *,
         count: int,
+        done: Callable[[int], bool],
         depth: int = 1,
         timeline: TimelineSink | None = None,
     ) -> None:
-        if not 1 <= count <= len(layers) or count * experts > slots.count:
+        slots = source.walk.slots.count
+        if not 1 <= count <= len(layers) or count * experts > slots:
             raise BudgetError(
-                f"ring.layers: expected 1 to {min(len(layers), slots.count // experts)} layers of {experts} experts in "
-                f"{slots.count} slots, got {count}"
+                f"ring.layers: expected 1 to {min(len(layers), slots // experts)} layers of {experts} experts in "
+                f"{slots} slots, got {count}"
             )
-        self._slots = slots
+        self._source, self._walk = source, source.walk
         self._layers = tuple(layers)
-        self._place_of = {layer: place for place, layer in enumerate(layers)}
         self._experts = range(experts)
         self._count = count
         self._depth = depth
+        self._done = done
         self._timeline = timeline or NullTimeline()
-        #: The group of each layer that is in the ring, by the layer's place.
-        self._group_of: dict[int, int] = {}
-        self._free = deque(range(count))
+        #: The layers that are in the ring, or on their way; the one that comes next is the first.
+        self.held: list[int] = []
         self._refills: list[_Refill] = []
 
-    @property
-    def count(self) -> int:
-        """K."""
-        return self._count
-
-    @property
-    def held(self) -> dict[int, int]:
-        """The group of each layer that is in the ring, or on its way; the layer that comes next is the first."""
-        return {self._layers[place]: group for place, group in self._group_of.items()}
-
-    def slots_of(self, group: int) -> range:
-        """The slots of ``group``, one for each expert."""
-        first = group * len(self._experts)
-        return range(first, first + len(self._experts))
-
     def clear(self) -> None:
-        """Chosen experts use the slots from now on: nothing is in the ring."""
-        self._group_of.clear()
-        self._free = deque(range(self._count))
-        self._draw()
+        """The slots are the ring's from now on: nothing is in them."""
+        for layer in self._layers:
+            self._walk.give_up(layer)
+        self.held.clear()
         self._refills.clear()
 
     def forward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
         """Leases of ``experts`` in their order; when the last has been computed the ring turns."""
-        place = self._place_of[layer]
-        self._turn_to(place, Asked.NOW)
+        place = self._layers.index(layer)
+        self._turn_to(place)
         begun = time.monotonic_ns() if self._timeline.enabled else 0
-        slots = self.slots_of(self._group_of[place])
-        for expert in experts:
-            try:
-                weights = self._slots.weights(slots[expert], layer)
-            except BaseException:
-                self._forget(place)
-                raise
-            yield ExpertLease(expert, weights)
-            self._slots.release(slots[expert])
+        asked = np.array(experts, np.uint32)
+        weights = np.full(len(asked), int(Need.WEIGHTS), np.uint16)
+        for lease in self._source.lease(
+            Access(Phase.FORWARD, layer, asked, weights, np.zeros(len(asked), np.uint8), step=0)
+        ):
+            yield lease
             self._draw()
         if self._timeline.enabled:
-            name, args = f"experts of layer {layer}", {"group": self._group_of[place]}
-            self._timeline.add(Track.COMPUTE, name, begun, time.monotonic_ns(), args)
-        self._turn_to(place + 1, Asked.AHEAD)
+            self._timeline.add(Track.COMPUTE, f"experts of layer {layer}", begun, time.monotonic_ns(), {})
+        self._turn_to(place + 1)
 
-    def _turn_to(self, place: int, asked: Asked) -> None:
-        """Brings the layers from ``place`` on into the ring, nearest first; ``asked``: when that one was asked for."""
+    def _turn_to(self, place: int) -> None:
+        """Brings the layers from ``place`` on into the ring, nearest first."""
         total = len(self._layers)
-        wanted = [(place + ahead) % total for ahead in range(self._count)]
-        if list(self._group_of) == wanted:
+        wanted = [self._layers[(place + ahead) % total] for ahead in range(self._count)]
+        if self.held == wanted:
             return
-        for stale in [known for known in self._group_of if known not in wanted]:
-            self._forget(stale)
-        held, self._group_of = self._group_of, {}
-        for known in wanted:
-            if known in held:
-                self._group_of[known] = held[known]
-            else:
-                self._group_of[known] = self._free.popleft()
-                self._refill(known, asked if known == wanted[0] else Asked.AHEAD)
-        if self._count < total:
-            self._read_ahead([(place + ahead) % total for ahead in range(self._count, total)])
-
-    def _refill(self, place: int, asked: Asked) -> None:
-        layer, group = self._layers[place], self._group_of[place]
-        self._slots.load(layer, self._experts, self.slots_of(group), asked)
-        if self._timeline.enabled:
-            name = f"group {group}: layer {layer}"
-            self._refills.append(_Refill(name, layer, time.monotonic_ns(), self.slots_of(group)))
-
-    def _read_ahead(self, places: Sequence[int]) -> None:
-        """Layers that come after those in the ring, from disk to the host cache."""
-        for place in places[: self._depth]:
-            if self._slots.prefetch(self._layers[place], self._experts) < len(self._experts):
+        for stale in [layer for layer in self.held if layer not in wanted]:
+            self._walk.give_up(stale)
+        for layer in [layer for layer in wanted if layer not in self.held]:
+            tickets = self._walk.bring(layer, self._experts)
+            if self._timeline.enabled:
+                self._refills.append(_Refill(layer, time.monotonic_ns(), tickets))
+        self.held = wanted
+        for ahead in range(self._count, min(self._count + self._depth, total)):
+            following = self._layers[(place + ahead) % total]
+            if self._walk.prefetch(following, self._experts) < len(self._experts):
                 return
 
-    def _forget(self, place: int) -> None:
-        self._free.append(self._group_of.pop(place))
-
     def _draw(self) -> None:
-        """Puts the loads that have ended on the timeline; their end is when that was seen."""
+        """Puts the copies that have ended on the timeline; their end is when that was seen."""
         if not self._refills:
             return
         now = time.monotonic_ns()
-        left = []
-        for refill in self._refills:
-            if all(map(self._slots.there, refill.slots)):
-                args = {"layer": refill.layer}
-                self._timeline.add(Track.RING, refill.name, refill.start_ns, now, args)
-            else:
-                left.append(refill)
-        self._refills = left
+        for refill in [each for each in self._refills if all(map(self._done, each.tickets))]:
+            self._refills.remove(refill)
+            name, args = f"layer {refill.layer} into the ring", {"layer": refill.layer}
+            self._timeline.add(Track.RING, name, refill.start_ns, now, args)

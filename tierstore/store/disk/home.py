@@ -1,4 +1,4 @@
-"""What makes a directory one of a store: its identity, written last, and what may lie beside it."""
+"""The directory of a store: its identity, written last, and the files allowed beside it."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from tierstore.store.disk.lease import DirectoryLease, try_lock
 from tierstore.store.format import FORMAT_VERSION
 
 IDENTITY = "tierstore.json"
-#: Where an import describes its model, in a job's directory.
+#: The file in a job's directory in which an import describes its model.
 MODEL_DIRECTORY = "model"
-#: What there may be in a directory besides the identity of a store.
+#: Names allowed in a store's directory besides the identity.
 OWN_NAMES = {"lease", "index", "extents", "scratch", MODEL_DIRECTORY, "tokens", f"{IDENTITY}.new"}
 
 
 @dataclass(frozen=True)
 class Identity:
-    """Which store a directory belongs to. Number 0 is the store's own; each stripe directory has an ``own`` uuid, and
-    records the store's ``home`` and its own ``path``, both absolute, as they were when the store was last opened.
+    """The store that a directory belongs to. Number 0 is the store's own directory; each stripe directory has an ``own``
+    uuid, and records the store's ``home`` and its own ``path``, both absolute, as of the last opening.
     """
 
     uuid: str
@@ -48,21 +48,21 @@ class Identity:
 
 @dataclass
 class Home:
-    """The directory of a store. ``made``: directories that its creation made, the outermost last."""
+    """The directory of a store. ``made``: directories made by its creation, the outermost last."""
 
     given: Path
     uuid: str
     made: tuple[Path, ...] = ()
-    #: Whether it has an identity. Before the first commit it has none, and is no store.
+    #: Whether it has an identity. Before the first commit it has none, and is not a store.
     published: bool = False
     #: Of an open store.
     lease: DirectoryLease | None = None
-    #: How many directories the announced identity names; 0 without one.
+    #: The number of directories in the announced identity; 0 without one.
     _announced: int = field(default=0, init=False)
 
     @property
     def directory(self) -> Path:
-        """Where it is now: an open store's may have been renamed."""
+        """Its current path: an open store's directory may have been renamed."""
         return self.given if self.lease is None else self.lease.directory
 
     def sync_names(self) -> None:
@@ -76,11 +76,11 @@ class Home:
         self._announced = directories
 
     def publish(self, directories: int = 1) -> None:
-        """After the first commit, atomically: a directory with an identity is a whole store."""
-        # Written a second time it could be lost to a power cut, and with it the owner of the stripe directories.
+        """Writes the identity atomically after the first commit: a directory with an identity is a complete store."""
+        # A power cut during a second write could lose it, and with it the owner of the stripe directories.
         if self._announced != directories:
             self.announce(directories)
-        # What the identity vouches for must be found after a power cut: names are synced by their directory.
+        # After a power cut everything that the identity vouches for must exist: sync the directory of the names.
         fsync_directory(self.directory / "index")
         fsync_directory(self.directory / "extents")
         fsync_directory(self.directory)
@@ -92,7 +92,7 @@ class Home:
         self.published = True
 
     def remove_unpublished(self) -> None:
-        """Removes a creation that never had a commit. The caller has the lease."""
+        """Removes a creation that never had a commit. The caller holds the lease."""
         if not self.published and (self.lease is None or self.lease.is_at(self.directory)):
             remove_unfinished(self.directory)
 
@@ -122,7 +122,7 @@ def read_identity(directory: Path) -> str:
 
 
 def read_directory_identity(directory: Path, name: str = IDENTITY) -> Identity | None:
-    """The identity of ``directory``; None where it has none. Raises StoreFormatError."""
+    """The identity of ``directory``, or None. Raises StoreFormatError."""
     path = directory / name
     try:
         value = json.loads(path.read_text())
@@ -143,17 +143,17 @@ def read_directory_identity(directory: Path, name: str = IDENTITY) -> Identity |
 
 
 def unfinished_creation(directory: Path) -> str:
-    """The uuid of a store whose creation was killed here just before it was published; empty where there is none."""
+    """The uuid of a store whose creation was killed here just before it was published; empty if there is none."""
     if (directory / IDENTITY).exists():
         return ""
-    with contextlib.suppress(StoreFormatError):  # cut short: it had not got far
+    with contextlib.suppress(StoreFormatError):  # cut short at an early point
         identity = read_directory_identity(directory, f"{IDENTITY}.new")
         return "" if identity is None else identity.uuid
     return ""
 
 
 def refuse_foreign(directory: Path) -> None:
-    """Raises StoreExistsError for a store, StoreFormatError for other content that no creation left behind.
+    """Raises StoreExistsError for a store, StoreFormatError for content that is not the remains of a creation.
 
     A creation that was killed before its first commit leaves no store (it has no identity), but always a
     lease.
@@ -171,10 +171,10 @@ def refuse_foreign(directory: Path) -> None:
 
 
 def refuse_shared(home: Home, path: Path, identity: Identity) -> None:
-    """Raises StoreFormatError where ``path``, with ``identity``, belongs to another copy of the store in ``home``.
+    """Raises StoreFormatError if ``path``, with ``identity``, belongs to another copy of the store in ``home``.
 
-    A copy of a store's own directory alone shares its stripe directories, with an index of its own: a slot that is free to
-    one may be in use by the other's last commit. A store may be moved, or copied with all of its directories.
+    A copy of only a store's own directory shares its stripe directories, but has an index of its own: a slot that is free
+    in one may be in use by the other's last commit. A store may be moved, or copied with all of its directories.
     """
     other = Path(identity.home)
     if same_directory(other, home.directory) or not same_directory(Path(identity.path), path):
@@ -182,34 +182,34 @@ def refuse_shared(home: Home, path: Path, identity: Identity) -> None:
     found = read_directory_identity(other)
     if found is not None and (found.uuid, found.number) == (home.uuid, 0):
         raise StoreFormatError(
-            f"{path}: belongs to the store in {other}, and the one in {home.directory} is a copy of it: name copies of "
+            f"{path}: belongs to the store in {other}, but the one in {home.directory} is a copy of it: name copies of "
             f"its stripe directories in stripe.directories, or remove {other}"
         )
 
 
 def same_directory(one: Path, other: Path) -> bool:
-    """Whether both are one directory, by whatever names; where one does not exist, whether the names are the same."""
+    """Whether both names refer to one directory; if one does not exist, whether the names are equal."""
     if one.exists() and other.exists():
         return one.samefile(other)
     return one.absolute() == other.absolute()
 
 
 def make_directories(directory: Path) -> tuple[Path, ...]:
-    """Makes ``directory``; returns those that were missing, the outermost last."""
+    """Makes ``directory`` with its parents; returns the directories that were missing, the outermost last."""
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
     directory.mkdir(parents=True, exist_ok=True)
     return tuple(missing)
 
 
 def remove_directories(made: tuple[Path, ...]) -> None:
-    """Removes what ``make_directories`` made, except directories that are not empty by now."""
+    """Removes the directories that ``make_directories`` made, except those that are no longer empty."""
     with contextlib.suppress(OSError):
         for directory in made:
             directory.rmdir()
 
 
 def remove_content(directory: Path) -> None:
-    """Everything but the lease: it is what keeps others out meanwhile."""
+    """Removes everything but the lease, which keeps other processes out meanwhile."""
     for child in directory.iterdir():
         if child.is_dir():
             shutil.rmtree(child)
@@ -218,7 +218,8 @@ def remove_content(directory: Path) -> None:
 
 
 def remove_unfinished(directory: Path) -> None:
-    """Removes all that a creation without a commit has made here; the lease last, for it marks the rest as debris."""
+    """Removes everything that a creation without a commit has made here; the lease last, since it marks the rest as
+    debris."""
     remove_content(directory)
     with contextlib.suppress(OSError):  # the drive fails, and the first error has been reported
         fsync_directory(directory)
@@ -235,31 +236,41 @@ def fsync_directory(directory: Path) -> None:
         os.close(fd)
 
 
+def write_durably(path: Path, content: bytes) -> None:
+    """Writes and fsyncs ``content`` beside ``path``, then renames it; the caller fsyncs the directory."""
+    partial = path.with_name(f"{path.name}.partial")
+    with open(partial, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.rename(path)
+
+
 # The directories of a job -----------------------------------------------------------------------------------
 
 
 def rank_directory(store: Path, rank: int, world: int) -> Path:
-    """Where rank ``rank`` of ``world`` keeps its store: a directory of its own, which may be a link to its own drive."""
+    """The directory of the store of rank ``rank`` of ``world``; it may be a link to the rank's own drive."""
     return store if world == 1 else store / f"rank-{rank:04d}"
 
 
 def rank_stripe(config: StripeConfig, rank: int, world: int) -> StripeConfig:
-    """The stripe directories of rank ``rank``'s store: one of its own below each of the job's."""
+    """The stripe directories of rank ``rank``'s store: a subdirectory of each of the job's."""
     return replace(
         config, directories=tuple(rank_directory(path, rank, world) for path in config.directories)
     )
 
 
 def building_directory(target: Path) -> Path:
-    """Where a store that is to be at ``target`` is built: it takes its name when it is whole."""
-    if target.name in ("", ".."):  # ``.`` and ``..`` do not end in the name that the store has beside its own
+    """The directory in which a store for ``target`` is built; it is renamed when complete."""
+    if target.name in ("", ".."):  # ``.`` and ``..`` do not end in the store's own name
         target = target.resolve()
     return target.parent / f"{target.name}.partial"
 
 
 @contextlib.contextmanager
 def building(directory: Path) -> Iterator[None]:
-    """Holds ``directory``, in which a store is built. Raises StoreInUseError when another process does."""
+    """Locks ``directory``, in which a store is built. Raises StoreInUseError if another process has it locked."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         if not try_lock(fd, fcntl.LOCK_EX, directory):
@@ -270,5 +281,5 @@ def building(directory: Path) -> Iterator[None]:
 
 
 def rank_directories(store: Path) -> list[Path]:
-    """The stores of several ranks that there are under ``store``, in rank order; none for a store of one."""
+    """The stores of several ranks under ``store``, in rank order; none for a single rank's store."""
     return sorted(found.parent for found in store.glob(f"rank-*/{IDENTITY}"))

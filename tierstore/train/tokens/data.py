@@ -1,4 +1,4 @@
-"""Batches of tokenised documents: which documents, in which order, all a function of the configuration and the step.
+"""Batches of tokenised documents: the documents and their order are a function of the configuration and the step.
 
 An epoch visits each sequence of the training split once, in the order of a permutation keyed by (seed, epoch)
 (``tierstore.train.data.permute``), so that a run resumes from the step alone.
@@ -19,6 +19,7 @@ import torch
 from tierstore.errors import ConfigError, DataError
 from tierstore.model.interface import IGNORED, Batch
 from tierstore.moe.seeds import derive_seed
+from tierstore.stats import OnProgress
 from tierstore.train.data import TextData, permute
 from tierstore.train.files import DataConfig, DataFormat, Packing, text_files
 from tierstore.train.tokens.making import check_vocabulary, find_tokens, tokenise
@@ -27,7 +28,7 @@ from tierstore.train.tokens.tokenizing import DocumentTokenizer
 
 
 class TokenData:
-    """The two splits of tokenised documents. ``crc32`` covers every token and how documents are packed."""
+    """The two splits of tokenised documents. ``crc32`` covers every token and the packing."""
 
     def __init__(
         self,
@@ -39,7 +40,7 @@ class TokenData:
         tokenizer: Path,
         note: str = "",
     ) -> None:
-        """``packing`` is not AUTO. ``note`` is added to what ``describe`` says. Raises DataError for too few tokens."""
+        """``packing`` is not AUTO. ``note`` is appended to ``describe``'s line. Raises DataError for too few tokens."""
         if seq_len < 1:
             raise ConfigError(f"seq_len: expected at least 1, got {seq_len}")
         self.config = config
@@ -79,7 +80,7 @@ class TokenData:
         return self._step[1]
 
     def _sequences(self, numbers: Sequence[int]) -> list[int]:
-        """The sequences that come at ``numbers`` in the order of all epochs."""
+        """The sequences at positions ``numbers`` in the order of all epochs."""
         rows, count = [], len(self.packed.train)
         for number in numbers:
             epoch, place = divmod(number, count)
@@ -88,22 +89,23 @@ class TokenData:
 
     @property
     def examples(self) -> int:
-        """How many sequences an epoch visits."""
+        """Sequences in an epoch."""
         return len(self.packed.train)
 
     def take(self, numbers: Sequence[int]) -> Batch:
-        """The sequences that come at ``numbers`` in the order of all epochs, one a row."""
+        """The sequences at positions ``numbers`` in the order of all epochs, one a row."""
         return self._cut(self.packed.train, self._sequences(numbers), step_targets=0, parts=1)
 
     def targets(self, numbers: Sequence[int]) -> int:
-        """How many of their targets count."""
+        """The number of their counted targets."""
         return int(self.packed.train.counted[self._sequences(numbers)].sum(dtype=np.int64))
 
     def validation_batches(self, count: int) -> Iterator[Batch]:
         """``count`` batches, spread evenly over the validation split: the same ones every time.
 
-        Fewer if the split has fewer sequences: each at most once. Where these do not fill the last batch, rows without a
-        counted target do, so that ranks share it evenly; joined documents, whose targets all count, leave out its rows.
+        Fewer if the split has fewer sequences: each at most once. An incomplete last batch is filled up with rows without
+        a counted target, so that ranks share it evenly; for joined documents, whose targets all count, its rows are left
+        out.
         """
         validation, size = self.packed.validation, self.config.batch_size
         wanted = min(len(validation), count * size)
@@ -197,26 +199,27 @@ def _checksum(files: TokenFiles, *splits: Sequences) -> int:
     return crc
 
 
-# How documents are laid into sequences of S positions -------------------------------------------------------
+# Packing documents into sequences of S positions ------------------------------------------------------------
 #
-# Which tokens each sequence has is known before any is read.
+# The tokens of each sequence are known before any is read.
 #
-# A document of n tokens has n - 1 positions: its last token is only a target. Positions are cut into chunks of S: the full
-# ones are sequences by themselves, and what is left of a document is shorter. **DOCUMENTS** packs these by best-fit
+# A document of n tokens has n - 1 positions: its last token is only a target. Positions are cut into chunks of S: full
+# chunks are sequences by themselves, and the rest of a document is shorter. **DOCUMENTS** packs these rests by best-fit
 # decreasing (longest first, each into the fullest sequence that still has space; Johnson 1973), so that no document that
-# fits is cut, and little is padding. **SEPARATE** leaves each chunk alone. **CONCATENATE** takes all documents as one
-# string, cut every S positions; what is left at its end is left out. Chunks without a counted target are left out too.
+# fits is cut, and there is little padding. **SEPARATE** gives each chunk its own sequence. **CONCATENATE** takes all
+# documents as one string, cut every S positions, without its incomplete end. Chunks without a counted target are left
+# out.
 #
-# Held out for validation is what the fraction crosses a whole number at: documents where there are enough, otherwise chunks.
+# Validation gets each item at which the fraction crosses a whole number: documents if there are enough, otherwise chunks.
 
 
-_ENOUGH = 8  # documents to hold out, for documents to be what is held out
+_ENOUGH = 8  # fewest held-out documents for holding out whole documents
 Lengths = npt.NDArray[np.int32]
 Places = npt.NDArray[np.int64]
 
 
 class HeldOut(Enum):
-    """What validation is made of."""
+    """The items held out for validation."""
 
     DOCUMENTS = "documents"
     CHUNKS = "chunks of documents"
@@ -226,7 +229,8 @@ class HeldOut(Enum):
 class Sequences:
     """Chunks in the order of their sequences: sequence i has chunks ``first[i]`` to ``first[i + 1]``.
 
-    ``starts``: a chunk's first token, of all tokens; ``lengths``: its positions; ``counted``: a sequence's counted targets.
+    ``starts``: a chunk's first token, among all tokens; ``lengths``: its positions; ``counted``: a sequence's counted
+    targets.
     """
 
     starts: Offsets
@@ -302,13 +306,13 @@ def _alone(count: int) -> Places:
 
 
 def _best_fit(lengths: Sequence[int] | Lengths, seq_len: int) -> Places:
-    """The sequence of each chunk, by best-fit decreasing. Of chunks as long the first comes first, of sequences as full the
+    """The sequence of each chunk, by best-fit decreasing. Ties: of equal chunks the first, of equally full sequences the
     one that became so last.
     """
     lengths = np.asarray(lengths, dtype=np.int32)
     sequence_of = np.empty(lengths.size, dtype=np.int64)
-    waiting: dict[int, list[int]] = {}  # sequences by the positions that they have left
-    spaces = 0  # bit r: a sequence has r positions left
+    waiting: dict[int, list[int]] = {}  # sequences by their remaining positions
+    spaces = 0  # bit r: some sequence has r positions left
     opened = 0
     for chunk in np.argsort(-lengths, kind="stable"):
         length = int(lengths[chunk])
@@ -344,7 +348,7 @@ def _in_order(starts: Offsets, lengths: Lengths, counted: Lengths, sequence_of: 
     return Sequences(starts[order], lengths[order], first, sums.astype(np.int32))
 
 
-# The data of a run by its configuration ---------------------------------------------------------------------
+# Opening a run's data ---------------------------------------------------------------------------------------
 
 
 def open_data(
@@ -357,13 +361,13 @@ def open_data(
     together: str = "",
     first: bool = True,
     barrier: Callable[[], None] = lambda: None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: OnProgress = lambda done, total: None,
 ) -> TextData | TokenData:
-    """What ``config`` says to train on.
+    """Opens the training data of ``config``.
 
     ``tokenizer``: the directory with the tokenizer's files (None: bytes). ``store``: the job's directory, which keeps the
-    tokens. ``together``: why this model cannot keep documents apart in a sequence (empty: it can). Of several ranks the
-    ``first`` tokenises, and all meet at ``barrier``. ``progress`` is called with bytes that were tokenised and bytes in all.
+    tokens. ``together``: why this model cannot keep documents apart in a sequence (empty: it can). The ``first`` of
+    several ranks tokenises, and all meet at ``barrier``. ``progress`` is called with the bytes tokenised and in all.
 
     Raises DataError, ConfigError, CapabilityError, StoreInUseError, OSError.
     """
@@ -403,5 +407,5 @@ def _open_bytes(config: DataConfig, *, seq_len: int) -> TextData:
         )
     for name, default in (("column", ""), ("separator", ""), ("packing", Packing.AUTO)):
         if getattr(config, name) != default:
-            raise ConfigError(f"data.{name}: documents are tokenised for it, and here every byte is a token")
+            raise ConfigError(f"data.{name}: it needs tokenised documents, but here every byte is a token")
     return TextData(config, seq_len=seq_len)

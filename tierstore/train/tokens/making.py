@@ -1,9 +1,9 @@
-"""Tokenises a run's files once: the tokens are found again by the files' contents, and made anew when these change.
+"""Tokenises a run's files once: later runs find the tokens by the files' contents, and tokenise again if these change.
 
-``STORE/tokens/KEY`` is named by a hash over the content of every file in order, the tokenizer's files and the options that
-decide what a document is. Paths are not part of it: files that were moved are found again. Content is hashed anew when a
-file's size or time of change is another than ``inputs.json`` notes. A tokenisation that is killed leaves a directory named
-``.partial``, which the next one removes.
+``STORE/tokens/KEY`` is named by a hash over the content of every file in order, the tokenizer's files and the options
+that define documents. Paths are not part of it: moved files are found again. A file is hashed again if its size or time
+of change differs from ``inputs.json``. A tokenisation that is killed leaves a directory named ``.partial``, which the
+next one removes.
 """
 
 from __future__ import annotations
@@ -12,44 +12,41 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tierstore.errors import DataError, StoreInUseError
+from tierstore.stats import OnProgress
+from tierstore.store.disk.home import write_durably
 from tierstore.store.disk.lease import try_lock
 from tierstore.train.files import DataConfig, DataFormat
 from tierstore.train.tokens.documents import Chat, Document, TextPiece, documents, file_format
 from tierstore.train.tokens.token_files import (
     INDEX,
     VERSION,
-    Made,
     TokenIndex,
     TokenWriter,
     read_blocks,
-    remove_tree,
-    write_durably,
 )
 from tierstore.train.tokens.tokenizing import DocumentTokenizer, tokenizer_digest
 
-#: Called with bytes that have been read and bytes in all.
-Progress = Callable[[int, int], None]
-
 _DIRECTORY = "tokens"
 _NOTES = "inputs.json"
-_SETTLED_NS = 2_000_000_000  # a file changed later than this before it was hashed may change again unnoticed
+_SETTLED_NS = 2_000_000_000  # a file changed less than this long before hashing may change again unnoticed
 _BATCH, _BATCH_CHARACTERS = (
     256,
     1 << 18,
-)  # that the tokenizer takes at once: it needs some hundred bytes for each token
+)  # given to the tokenizer at once: it needs a few hundred bytes for each token
 _POLL_S = 0.1
 _MAY_BE_CHATS = (DataFormat.JSONL, DataFormat.PARQUET)
 
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """One file: what it is read as, and the SHA-256 of its content."""
+    """One file: its format, and the SHA-256 of its content."""
 
     path: Path
     format: DataFormat
@@ -59,7 +56,7 @@ class Input:
 
 
 def find_inputs(files: Sequence[Path], config: DataConfig, store: Path) -> list[Input]:
-    """Each file's content, hashed where it is not known. Raises DataError naming a file that cannot be read."""
+    """The content hash of each file, computed if not known. Raises DataError naming a file that cannot be read."""
     notes = _notes(store)
     inputs = []
     for path in files:
@@ -80,10 +77,10 @@ def find_inputs(files: Sequence[Path], config: DataConfig, store: Path) -> list[
 
 
 def made_of(inputs: Sequence[Input], config: DataConfig, tokenizer: Path) -> dict[str, object]:
-    """Everything that decides the tokens. Raises ConfigError when there is no tokenizer."""
+    """Everything that the tokens depend on. Raises ConfigError without a tokenizer."""
     return {
         "version": VERSION,
-        # Without it tokens are found that an earlier version made, which trained on masked answers.
+        # Without it, a run would find the tokens of an earlier version, which trained on masked answers.
         **({"masks": True} if any(item.format in _MAY_BE_CHATS for item in inputs) else {}),
         "inputs": [[item.format.value, item.nbytes, item.sha256] for item in inputs],
         "tokenizer": tokenizer_digest(tokenizer),
@@ -104,9 +101,9 @@ def tokenise(
     *,
     tokenizer: Path,
     vocabulary: int,
-    progress: Progress,
+    progress: OnProgress,
 ) -> Path:
-    """The directory of the tokens of ``files``, made if it is not there.
+    """The directory of the tokens of ``files``, created if missing.
 
     Raises DataError naming a file and its line or row, ConfigError for a tokenizer that cannot be loaded or whose vocabulary
     is larger than the model's, CapabilityError, StoreInUseError, OSError; then no new directory is there.
@@ -118,23 +115,23 @@ def tokenise(
         _note(store, inputs)
         return target
     loaded = DocumentTokenizer(tokenizer)
-    check_vocabulary(loaded.vocabulary.size, vocabulary, tokenizer)
+    check_vocabulary(loaded.vocabulary, vocabulary, tokenizer)
     with _locked(target.parent):
         partial = target.with_name(f"{target.name}.partial")
-        remove_tree(partial)
-        if target.exists():
-            remove_tree(target)  # without its index: not of a rename
+        # Left by an interrupted tokenisation. A directory without its index was not completed by a rename.
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(target, ignore_errors=True)
         try:
             _write(partial, target, inputs, config, loaded, made, progress)
         except BaseException:
-            remove_tree(partial)
+            shutil.rmtree(partial, ignore_errors=True)
             raise
         _note(store, inputs)
     return target
 
 
 def find_tokens(store: Path, files: Sequence[Path], config: DataConfig, *, tokenizer: Path) -> Path:
-    """The directory that another rank's ``tokenise`` makes, waited for. That rank's end is noticed by the death watch."""
+    """Waits for the directory that another rank's ``tokenise`` makes. The death watch notices if that rank dies."""
     target = token_directory(store, made_of(find_inputs(files, config, store), config, tokenizer))
     while not (target / INDEX).exists():
         time.sleep(_POLL_S)
@@ -142,7 +139,7 @@ def find_tokens(store: Path, files: Sequence[Path], config: DataConfig, *, token
 
 
 def check_vocabulary(size: int, most: int, tokenizer: Path) -> None:
-    """Raises DataError for a tokenizer with tokens that the model does not have."""
+    """Raises DataError for a tokenizer with more tokens than the model."""
     if size > most:
         raise DataError(
             f"{tokenizer}: the tokenizer has {size} tokens, and the model {most}: it is not this model's tokenizer"
@@ -156,38 +153,31 @@ def _write(
     config: DataConfig,
     tokenizer: DocumentTokenizer,
     made_of: dict[str, object],
-    progress: Progress,
+    progress: OnProgress,
 ) -> TokenIndex:
-    made, done, total = Made(), 0, sum(item.nbytes for item in inputs)
+    done, total = 0, sum(item.nbytes for item in inputs)
 
     def read(nbytes: int) -> None:
         nonlocal done
         done += nbytes
 
-    with TokenWriter(partial, vocabulary=tokenizer.vocabulary.size, pad=tokenizer.vocabulary.pad) as writer:
+    with TokenWriter(partial, vocabulary=tokenizer.vocabulary, pad=tokenizer.pad) as writer:
         for item in inputs:
-            made.formats[item.format.value] = made.formats.get(item.format.value, 0) + 1
+            writer.formats[item.format.value] += 1
             for batch in _batches(documents(item.path, config, read)):
-                _add(writer, batch, tokenizer, made)
+                _add(writer, batch, tokenizer)
                 progress(done, total)
-            _check_unchanged(item)
+            status = item.path.stat()
+            if (status.st_size, status.st_mtime_ns) != (item.nbytes, item.modified_ns):
+                raise DataError(f"{item.path}: changed while it was being tokenised")
         if not writer.tokens:
-            raise DataError(f"{inputs[0].path}: expected documents, found none{_why(made)}")
-        return writer.finish(target, made_of, made)
-
-
-def _check_unchanged(item: Input) -> None:
-    status = item.path.stat()
-    if (status.st_size, status.st_mtime_ns) != (item.nbytes, item.modified_ns):
-        raise DataError(f"{item.path}: it changed while it was tokenised")
-
-
-def _why(made: Made) -> str:
-    return "".join(f" ({count} {why})" for why, count in made.skipped.items())
+            why = "".join(f" ({count} {reason})" for reason, count in writer.skipped.items())
+            raise DataError(f"{inputs[0].path}: expected documents, found none{why}")
+        return writer.finish(target, made_of)
 
 
 def _batches(found: Iterator[Document]) -> Iterator[list[Document]]:
-    """Documents that the tokenizer takes at once: of one kind, in their order."""
+    """Batches of documents for the tokenizer: of one kind, in order."""
     batch: list[Document] = []
     nchars = 0
     for item in found:
@@ -202,20 +192,20 @@ def _batches(found: Iterator[Document]) -> Iterator[list[Document]]:
         yield batch
 
 
-def _add(writer: TokenWriter, batch: Sequence[Document], tokenizer: DocumentTokenizer, made: Made) -> None:
+def _add(writer: TokenWriter, batch: Sequence[Document], tokenizer: DocumentTokenizer) -> None:
     chats = [item for item in batch if isinstance(item, Chat)]
     for chat, (tokens, counted) in zip(chats, tokenizer.chats(chats) if chats else (), strict=True):
         if counted.any():
             writer.add(tokens, counted)
             writer.end_document()
         else:
-            made.skip("chats of masked answers" if chat.masked else "chats without an answer")
+            writer.skipped["chats of masked answers" if chat.masked else "chats without an answer"] += 1
     texts = [item for item in batch if isinstance(item, TextPiece)]
     for tokens, piece in zip(
         tokenizer.texts([item.text for item in texts]) if texts else (), texts, strict=True
     ):
         if piece.begins and piece.ends and not piece.text.strip():
-            made.skip("empty texts")
+            writer.skipped["empty texts"] += 1
             continue
         if piece.begins:
             writer.add_ids(tokenizer.prefix)
@@ -225,7 +215,7 @@ def _add(writer: TokenWriter, batch: Sequence[Document], tokenizer: DocumentToke
             writer.end_document()
 
 
-# What is known of the inputs, and who makes tokens ----------------------------------------------------------
+# Known hashes of inputs, and the lock of a tokenisation -----------------------------------------------------
 
 
 def _notes(store: Path) -> dict[str, list[object]]:
@@ -249,7 +239,7 @@ def _note(store: Path, inputs: Sequence[Input]) -> None:
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Locks ``directory``, which is made, against other processes; the lock ends with its process."""
+    """Creates ``directory`` and locks it against other processes; the lock ends with its process."""
     created = [path for path in (directory, *directory.parents) if not path.exists()]
     directory.mkdir(parents=True, exist_ok=True)
     lock = directory / "lock"
@@ -259,7 +249,7 @@ def _locked(directory: Path) -> Iterator[None]:
                 raise StoreInUseError(f"{directory}: another process is tokenising here")
             yield
     except BaseException:
-        if created:  # nothing was here: nothing stays
+        if created:  # it was created here: remove it
             with contextlib.suppress(OSError):
                 lock.unlink()
                 for path in created:

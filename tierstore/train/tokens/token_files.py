@@ -1,8 +1,8 @@
-"""The files of tokenised documents: written once as a stream, renamed when whole, then mapped.
+"""The files of tokenised documents: written once as a stream, renamed when complete, then mapped.
 
-A directory holds ``tokens`` (uint16 or uint32, little-endian), ``documents`` (int64: where each begins, and the end of the
-last), ``counted`` (uint8, one a token: whether it is a target; absent where all are) and ``index.json``, which says what
-they were made of and each one's size and CRC-32. What is written and read from end to end leaves the page cache again.
+A directory holds ``tokens`` (uint16 or uint32, little-endian), ``documents`` (int64: the start of each, and the end of
+the last), ``counted`` (uint8, one a token: whether it is a target; absent if all are) and ``index.json``, which records
+their inputs and each one's size and CRC-32. Sequential writes and reads drop their data from the page cache.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import shutil
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.errors import DataError
-from tierstore.store.disk.home import fsync_directory
+from tierstore.store.disk.home import fsync_directory, write_durably
 
 VERSION = 1
 INDEX = "index.json"
@@ -35,7 +35,8 @@ Offsets = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class TokenIndex:
-    """What ``index.json`` says. ``skipped``: what was left out, by why; ``vocabulary``, ``pad``: of the tokenizer."""
+    """The content of ``index.json``. ``skipped``: documents left out, by reason; ``vocabulary``, ``pad``: of the
+    tokenizer."""
 
     made_of: dict[str, object]
     dtype: str
@@ -51,23 +52,15 @@ class TokenIndex:
 
     @property
     def crc32(self) -> int:
-        """Covers every byte of the other files."""
+        """A checksum over every byte of the other files."""
         return zlib.crc32(json.dumps(self.files, sort_keys=True).encode())
 
 
-@dataclass
-class Made:
-    """What was counted while documents were tokenised."""
-
-    formats: dict[str, int] = field(default_factory=dict)
-    skipped: dict[str, int] = field(default_factory=dict)
-
-    def skip(self, why: str) -> None:
-        self.skipped[why] = self.skipped.get(why, 0) + 1
-
-
 class TokenWriter:
-    """Writes the files into ``directory``, which is new; ``finish`` makes them durable and gives it its name."""
+    """Writes the files into the new ``directory``; ``finish`` makes them durable and renames it.
+
+    The caller counts files read in ``formats``, and documents left out in ``skipped``.
+    """
 
     def __init__(self, directory: Path, *, vocabulary: int, pad: int) -> None:
         directory.mkdir()
@@ -79,6 +72,8 @@ class TokenWriter:
         self._documents = self._file(DOCUMENTS)
         self._counted: _Stream | None = None
         self.tokens = self.documents = 0
+        self.formats = Counter[str]()
+        self.skipped = Counter[str]()
         self._begin()
 
     def __enter__(self) -> TokenWriter:
@@ -96,7 +91,7 @@ class TokenWriter:
         self._documents.write(np.array([self.tokens], dtype="<i8").tobytes())
 
     def add(self, tokens: npt.NDArray[np.integer[Any]], counted: npt.NDArray[np.uint8] | None = None) -> None:
-        """More tokens of the document at hand; ``counted`` (None: all) says which of them are targets."""
+        """Adds tokens of the current document; ``counted`` (None: all) tells which of them are targets."""
         if counted is not None and self._counted is None:
             self._counted = self._file(COUNTED)
             for at in range(0, self.tokens, _BLOCK):
@@ -107,7 +102,7 @@ class TokenWriter:
         self.tokens += tokens.size
 
     def add_ids(self, tokens: Sequence[int]) -> None:
-        """More tokens, all of them targets."""
+        """Adds tokens, all of them targets."""
         if tokens:
             self.add(np.array(tokens, dtype=np.uint32))
 
@@ -115,8 +110,8 @@ class TokenWriter:
         self.documents += 1
         self._begin()
 
-    def finish(self, target: Path, made_of: Mapping[str, object], made: Made) -> TokenIndex:
-        """Makes all durable, and renames the directory to ``target``."""
+    def finish(self, target: Path, made_of: Mapping[str, object]) -> TokenIndex:
+        """Makes all files durable, and renames the directory to ``target``."""
         streams = [stream for stream in (self._tokens, self._documents, self._counted) if stream is not None]
         for stream in streams:
             stream.flush()
@@ -128,8 +123,8 @@ class TokenWriter:
             masked=self._counted is not None,
             vocabulary=self._vocabulary,
             pad=self._pad,
-            formats=made.formats,
-            skipped=made.skipped,
+            formats=dict(self.formats),
+            skipped=dict(self.skipped),
             files={stream.path.name: {"bytes": stream.nbytes, "crc32": stream.crc32} for stream in streams},
         )
         self._stack.close()
@@ -157,16 +152,16 @@ class TokenFiles:
         self.counted = _mapped(directory / COUNTED, np.dtype(np.uint8)) if self.index.masked else None
 
     def verify(self) -> None:
-        """Reads every byte. Raises DataError naming the file that is not as it was written."""
+        """Reads every byte. Raises DataError naming a file whose checksum does not match."""
         for name, said in self.index.files.items():
             crc = 0
             for block in read_blocks(self.directory / name):
                 crc = zlib.crc32(block, crc)
             if crc != said["crc32"]:
-                raise DataError(f"{self.directory / name}: damaged: its checksum is another; {_AGAIN}")
+                raise DataError(f"{self.directory / name}: damaged: its checksum does not match; {_AGAIN}")
 
     def counted_targets(self, starts: Offsets, lengths: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """How many of the ``lengths`` tokens from each of ``starts`` count as targets. Starts are ascending."""
+        """The number of counted targets among the ``lengths`` tokens from each of ``starts``, which ascend."""
         if self.counted is None:
             return lengths.copy()
         sums = np.zeros((2, starts.size), dtype=np.int64)
@@ -186,7 +181,7 @@ _AGAIN = "remove its directory, and the next run tokenises again"
 
 
 def read_index(directory: Path) -> TokenIndex:
-    """Raises DataError for an index that cannot be read, or is of another version."""
+    """Reads the index. Raises DataError if it cannot be read, or has another version."""
     path = directory / INDEX
     try:
         values = json.loads(path.read_bytes())
@@ -200,7 +195,7 @@ def read_index(directory: Path) -> TokenIndex:
 
 
 def read_blocks(path: Path) -> Iterator[bytes]:
-    """The bytes of ``path``, which do not stay in the page cache."""
+    """The bytes of ``path``, read without keeping them in the page cache."""
     with path.open("rb", buffering=0) as file:
         at = 0
         while block := file.read(_BLOCK):
@@ -209,32 +204,17 @@ def read_blocks(path: Path) -> Iterator[bytes]:
             at += len(block)
 
 
-def write_durably(path: Path, content: bytes) -> None:
-    """``content`` in place of what is at ``path``: all of it or nothing."""
-    new = path.with_name(f"{path.name}.new")
-    with new.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(new, path)
-
-
-def remove_tree(directory: Path) -> None:
-    """Removes what an interrupted tokenisation left."""
-    shutil.rmtree(directory, ignore_errors=True)
-
-
 def _mapped(path: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     if path.stat().st_size == 0:
         return np.empty(0, dtype=dtype)
     with path.open("rb") as file:
         mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    mapping.madvise(mmap.MADV_RANDOM)  # rows lie anywhere: what is read ahead is not used
+    mapping.madvise(mmap.MADV_RANDOM)  # rows are read at random: read-ahead would be wasted
     return np.frombuffer(mapping, dtype=dtype)
 
 
 class _Stream:
-    """A file that is written from its beginning to its end, and does not stay in the page cache."""
+    """A file written sequentially, without keeping it in the page cache."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -258,7 +238,7 @@ class _Stream:
             self.flush()
 
     def flush(self) -> None:
-        """Makes durable what was written."""
+        """Makes the written bytes durable."""
         self._file.flush()
         os.fsync(self._file.fileno())
         os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,4 +1,4 @@
-"""A model's tokenizer, from the files in its directory, as documents need it: batches of texts and chats to tokens."""
+"""A model's tokenizer, loaded from its directory: converts batches of texts and chats to tokens."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import hashlib
 import re
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +34,8 @@ _FILES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Vocabulary:
-    """What of a tokenizer a run needs once its files are tokenised: ``size`` is its largest token and one more."""
-
-    size: int
-    pad: int
-
-
 def tokenizer_digest(directory: Path) -> dict[str, str]:
-    """SHA-256 of each file that decides what the tokenizer in ``directory`` does. Raises ConfigError for none."""
+    """SHA-256 of each file that determines the tokenizer in ``directory``. Raises ConfigError without a tokenizer."""
     names = [name for name in _FILES if (directory / name).is_file()]
     names += sorted(
         str(path.relative_to(directory)) for path in directory.glob("additional_chat_templates/*.jinja")
@@ -55,20 +46,20 @@ def tokenizer_digest(directory: Path) -> dict[str, str]:
 
 
 class DocumentTokenizer:
-    """The tokenizer in ``directory``. Nothing is looked up elsewhere, and no code of the directory's is run.
+    """The tokenizer in ``directory``. Reads no other place, and runs no code from the directory.
 
-    A text has the tokens that the tokenizer itself puts before and behind one (``prefix``, ``suffix``), and ends with its
-    end-of-sequence token if it has one. A chat has what its template writes and no more.
+    A text gets the tokens that the tokenizer itself adds before and after it (``prefix``, ``suffix``), and ends with its
+    end-of-sequence token if it has one. A chat gets exactly what its template writes.
     """
 
     def __init__(self, directory: Path) -> None:
         """Raises ConfigError naming ``directory``, CapabilityError without transformers."""
         self.directory = directory
         self._tokenizer = tokenizer = _load(directory)
-        #: The part in Rust, and none where the tokenizer is Python's.
+        #: The Rust tokenizer; None if the tokenizer is written in Python.
         self._fast = getattr(tokenizer, "backend_tokenizer", None) if tokenizer.is_fast else None
         if self._fast is not None:
-            # A tokenizer is saved with what it was last used with, and would cut documents short.
+            # A saved tokenizer keeps its last truncation setting, which would cut documents short.
             self._fast.no_truncation()
             self._fast.no_padding()
         self.prefix, self.suffix = self._around()
@@ -76,20 +67,19 @@ class DocumentTokenizer:
         end = tokenizer.eos_token_id
         pad = tokenizer.pad_token_id
         known = tokenizer.get_vocab()
-        #: The tokens that ``decode`` leaves out, and their names; the token of a byte that is no character, where bytes are
-        #: tokens; and whether ``decode`` removes blanks before punctuation.
+        #: The tokens that ``decode`` leaves out, and their names; the token of each byte that is not a character, if
+        #: bytes are tokens; and whether ``decode`` removes blanks before punctuation.
         self.specials = {
             token: str(added) for token, added in tokenizer.added_tokens_decoder.items() if added.special
         }
         self.stray: int | None = known.get("<0xFF>")
         self.cleans = bool(tokenizer.clean_up_tokenization_spaces)
-        self.vocabulary = Vocabulary(
-            size=max([len(tokenizer) - 1, *known.values()]) + 1,
-            pad=next((token for token in (pad, end) if token is not None), 0),
-        )
+        #: The largest token plus one; and the padding token.
+        self.vocabulary = max([len(tokenizer) - 1, *known.values()]) + 1
+        self.pad: int = next((token for token in (pad, end) if token is not None), 0)
 
     def texts(self, texts: Sequence[str]) -> list[Tokens]:
-        """Tokens of each text, without those before and behind it."""
+        """Tokens of each text, without prefix and suffix."""
         if self._fast is not None:
             encoded = self._fast.encode_batch_fast(list(texts), add_special_tokens=False)
             return [np.array(item.ids, dtype=np.uint32) for item in encoded]
@@ -99,7 +89,7 @@ class DocumentTokenizer:
         return [np.array(item, dtype=np.uint32) for item in ids]
 
     def chats(self, chats: Sequence[Chat]) -> list[tuple[Tokens, Counted]]:
-        """Tokens of each chat, and 1 for those of its answers. Raises DataError naming a chat, ConfigError."""
+        """Tokens of each chat, and a mask of 1 for tokens of its answers. Raises DataError naming a chat, ConfigError."""
         rendered = self.rendered(chats)
         assert self._fast is not None
         encoded = self._fast.encode_batch([text for text, _ in rendered], add_special_tokens=False)
@@ -109,7 +99,7 @@ class DocumentTokenizer:
         ]
 
     def rendered(self, chats: Sequence[Chat]) -> list[tuple[str, list[Span]]]:
-        """The text of each chat, and the characters of its answers. Raises DataError naming a chat, ConfigError."""
+        """The text of each chat, and the character ranges of its answers. Raises DataError naming a chat, ConfigError."""
         if self._template is None:
             if self._fast is None:
                 raise ConfigError(
@@ -120,12 +110,12 @@ class DocumentTokenizer:
         return [self._template.render(chat) for chat in chats]
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a prompt: with what the tokenizer puts before a text, without what ends one."""
+        """Tokens of a prompt, with the prefix, without the suffix."""
         return [*self.prefix, *map(int, self.texts([text])[0])]
 
     def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Tokens of a conversation up to where the assistant speaks, as the template has it. Raises DataError where there is
-        no template, or it refuses the messages, or writes what is no text.
+        """Tokens of a conversation with the template's prompt for an answer. Raises DataError if there is no template, or
+        it refuses the messages, or its output is not valid text.
         """
         try:
             text = self._tokenizer.apply_chat_template(
@@ -134,12 +124,12 @@ class DocumentTokenizer:
         except Exception as error:  # a template raises what it likes, of its own and of Python's
             raise DataError(f"the chat template fails: {first_line(error)}") from error
         if not is_unicode(text):
-            raise DataError("the chat template writes half of a surrogate pair, which is no character")
+            raise DataError("the chat template writes half of a surrogate pair, which is not a character")
         return [int(token) for token in self.texts([text])[0]]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of ``tokens``, special ones left out; what is past the vocabulary has none."""
-        known = [token for token in tokens if token < self.vocabulary.size]
+        """The text of ``tokens``, without special tokens and those beyond the vocabulary."""
+        known = [token for token in tokens if token < self.vocabulary]
         return str(self._tokenizer.decode(known, skip_special_tokens=True))
 
     def _around(self) -> tuple[list[int], list[int]]:
@@ -167,7 +157,7 @@ def _load(directory: Path) -> Any:
 
 
 def _inside(offsets: Sequence[Span], spans: Sequence[Span]) -> Counted:
-    """1 for each token that has a character of a span."""
+    """1 for each token with a character in a span."""
     counted = np.zeros(len(offsets), dtype=np.uint8)
     if not offsets:
         return counted
@@ -179,11 +169,11 @@ def _inside(offsets: Sequence[Span], spans: Sequence[Span]) -> Counted:
 
 # Chats through a model's own template -----------------------------------------------------------------------
 #
-# Which characters of the text are the assistant's answers? A template that marks them (``{% generation %}``) says so
-# itself. For another, the text of the messages before an answer, with the template's prompt for one, must begin the
-# whole text; so must the text up to and including the answer. Templates that render an answer otherwise once more
-# follows break the second: they drop its reasoning, or end it with another token. Then the answer is what the whole
-# text has of it: its end, or its content with a special token behind it. Where none of this holds, the chat is refused.
+# Which characters of the text are the assistant's answers? Some templates mark them (``{% generation %}``). For the
+# others, the text of the messages before an answer, with the template's prompt for an answer, must begin the whole text;
+# so must the text up to and including the answer. Templates that render an earlier answer differently break the second
+# condition: they drop its reasoning, or end it with another token. Then the answer is the part of it in the whole text:
+# its end, or its content with the special token after it. If none of this holds, the chat is refused.
 
 
 Span = tuple[int, int]
@@ -194,10 +184,10 @@ _ADVICE = "a template with {% generation %} around the answers says which tokens
 
 
 class ChatTemplate:
-    """The template of one tokenizer of transformers."""
+    """The chat template of a transformers tokenizer."""
 
     def __init__(self, tokenizer: Any, *, where: str) -> None:
-        """Raises ConfigError naming ``where`` when the tokenizer has no template."""
+        """Raises ConfigError naming ``where`` if the tokenizer has no template."""
         self._tokenizer = tokenizer
         try:
             self._template = tokenizer.get_chat_template()
@@ -208,13 +198,11 @@ class ChatTemplate:
         self._marked = _MARKED.search(self._template) is not None
 
     def render(self, chat: Chat) -> tuple[str, list[Span]]:
-        """The whole text, and the characters of its answers that are not masked, in order. Raises DataError naming the
-        chat.
-        """
+        """The whole text, and the character ranges of its unmasked answers, in order. Raises DataError naming the chat."""
         try:
             whole, spans = self._marked_answers(chat) if self._marked else self._answers(chat)
             if not is_unicode(whole):
-                raise DataError("the chat template writes half of a surrogate pair, which is no character")
+                raise DataError("the chat template writes half of a surrogate pair, which is not a character")
             return whole, spans
         except DataError as error:
             raise DataError(f"{chat.where}: {error}") from error
@@ -233,7 +221,7 @@ class ChatTemplate:
         return whole, answer_spans(chat.messages, whole, part, ends=self._ends, masked=chat.masked)
 
     def _marked_answers(self, chat: Chat) -> tuple[str, list[Span]]:
-        """What the template marks. Where answers are masked, a mark belongs to the message that changes the text in it."""
+        """The ranges that the template marks. If answers are masked, a mark belongs to the message that changes its text."""
         whole, spans = self._render_marked(chat.messages, chat.tools)
         owners: dict[int, int] = {}
         for number, message in enumerate(chat.messages) if chat.masked else ():
@@ -243,11 +231,11 @@ class ChatTemplate:
             found = [at for at, (one, other) in enumerate(pairs) if whole[slice(*one)] != text[slice(*other)]]
             if len(spans) != len(others) or owners.keys() & found:
                 raise DataError(
-                    f"message {number}: which marks of the template are its own cannot be told, {_UNMASKED}"
+                    f"message {number}: the template's marks cannot be attributed to it, {_UNMASKED}"
                 )
             owners |= dict.fromkeys(found, number)
         if chat.masked and len(owners) < len(spans):
-            raise DataError(f"the template marks what no message is in, {_UNMASKED}")
+            raise DataError(f"the template marks text of no message, {_UNMASKED}")
         return whole, [span for at, span in enumerate(spans) if owners.get(at) not in chat.masked]
 
     def _render_marked(self, messages: Sequence[Message], tools: Sequence[object]) -> tuple[str, list[Span]]:
@@ -274,9 +262,9 @@ def answer_spans(
 ) -> list[Span]:
     """The answers in ``whole``, the text of ``messages``, found by rendering its beginnings.
 
-    ``render(messages, prompt)``: their text, with the prompt for an answer or without. ``ends``: special tokens; one
-    ends an answer, and blanks behind it are not the answer's. ``masked``: messages that are not looked for. Raises
-    DataError where beginnings do not begin the whole.
+    ``render(messages, prompt)``: their text, with or without the prompt for an answer. ``ends``: special tokens; one ends
+    an answer, which excludes the blanks after it. ``masked``: messages to leave out. Raises DataError if a beginning is
+    not a prefix of the whole.
     """
     spans: list[Span] = []
     for index, message in enumerate(messages):
@@ -310,7 +298,7 @@ def answer_spans(
 
 
 def _shortened(answer: str, whole: str, start: int, ends: Sequence[str]) -> int:
-    """How much of ``whole`` from ``start`` is the longest end of ``answer`` with a special token in it; 0 for none."""
+    """The length at ``start`` in ``whole`` of the longest suffix of ``answer`` with a special token in it; 0 for none."""
     at = answer.find(whole[start : start + 1])
     while at >= 0 and any(end in answer[at:] for end in ends):
         if whole.startswith(answer[at:], start):
@@ -320,8 +308,8 @@ def _shortened(answer: str, whole: str, start: int, ends: Sequence[str]) -> int:
 
 
 def _rewritten(answer: str, content: str, whole: str, start: int, ends: Sequence[str]) -> int:
-    """How much of ``whole`` from ``start`` is ``content``, with what stands before it in ``answer`` or an end of that, and
-    the special token behind it; 0 where it is not so.
+    """The length at ``start`` in ``whole`` of ``content``, preceded by its prefix in ``answer`` or a suffix of that, and
+    followed by the special token; 0 for none.
     """
     if not content or content not in answer:
         return 0
@@ -347,7 +335,7 @@ def _without_nulls(messages: Sequence[Message]) -> list[dict[str, object]]:
 
 
 def _changed(value: Any) -> Any:
-    """A message with other texts, of the same shape."""
+    """A copy of a message with different texts and the same structure."""
     if isinstance(value, Mapping):
         return {key: item if key in ("role", "type") else _changed(item) for key, item in value.items()}
     if isinstance(value, list):

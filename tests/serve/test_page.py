@@ -1,26 +1,33 @@
-"""The page in a real browser. Opt-in, not part of the suite.
-
-    pip install playwright; apt-get install chromium
-    python tests/serve/page_browser.py [--picture FILE.png] [--url URL --ask TEXT]
+"""The page in a real browser, where playwright and Chromium are installed.
 
 Over the fake model what is shown is known: a chat's answer as it streams, tokens a second, the stop button, an error, the
-mode without a chat; no error on the console, and no request to anywhere else. With ``--url`` a server that runs is asked
-``--ask``, for the picture.
+mode without a chat; no error on the console, and no request to anywhere else.
 """
 
 from __future__ import annotations
 
-import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from fake_model import BROKEN_LATER, chat_text, expected
 from fake_server import MODEL, serving
 
-CHROMIUM = "/usr/bin/chromium"
+CHROMIUM = Path("/usr/bin/chromium")
 PATIENCE_MS = 120_000
+
+
+@pytest.fixture
+def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
+    if not CHROMIUM.exists():
+        pytest.skip("apt-get install chromium")
+    with playwright.sync_playwright() as started:
+        opened = started.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"])
+        yield opened
+        opened.close()
 
 
 def open_page(browser: Any, url: str) -> tuple[Any, list[str]]:
@@ -57,8 +64,7 @@ def until(page: Any, condition: Callable[[], bool]) -> None:
         page.wait_for_timeout(20)
 
 
-def check(browser: Any) -> None:
-    """Raises AssertionError where the page does not do what it should."""
+def test_the_page_in_a_browser(browser: Any) -> None:
     with serving(pass_s=0.01) as fake:
         page, complaints = open_page(browser, fake.url)
         until(page, lambda: page.inner_text("#model") == MODEL)
@@ -86,29 +92,3 @@ def check(browser: Any) -> None:
         page.click("#clear")
         assert page.locator(".turn").count() == 0
         assert complaints == [], complaints
-
-
-def main() -> None:
-    """The program."""
-    from playwright.sync_api import sync_playwright
-
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--picture", type=Path)
-    parser.add_argument("--url")
-    parser.add_argument("--ask", default="What is the capital of France?")
-    given = parser.parse_args()
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        if given.url is None:
-            check(browser)
-            print("the page does what it should")
-        else:
-            page, _ = open_page(browser, given.url)
-            ask(page, given.ask, temperature="0", max_tokens="60")
-            ask(page, "And of Italy?")
-            page.screenshot(path=given.picture)
-        browser.close()
-
-
-if __name__ == "__main__":
-    main()
