@@ -69,6 +69,47 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
+def reached(device: torch.device) -> torch.Event:
+    """An event that occurs when the current stream of ``device`` has done all work queued so far."""
+    import torch
+
+    event = torch.Event(device)
+    event.record(torch.accelerator.current_stream(device))
+    return event
+
+
+@contextlib.contextmanager
+def following(stream: torch.Stream) -> Iterator[None]:
+    """Work goes to ``stream``, after all that the current stream has so far."""
+    stream.wait_event(reached(stream.device))
+    with stream:
+        yield
+
+
+def pinned_bytes(nbytes: int) -> int:
+    """What torch's allocator of pinned memory takes for ``nbytes``: the next power of two."""
+    return 1 << (nbytes - 1).bit_length() if nbytes else 0
+
+
+def upload(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``host``, a CPU tensor, on ``device``. The host does not wait for the copy: pinned memory of torch's allocator holds
+    the content until the copy has ended. On the CPU ``host`` itself.
+    """
+    return host.pin_memory().to(device, non_blocking=True) if has_own_memory(device) else host
+
+
+def read(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """``tensors``, all of one device, on the host, which waits for the device once. On the CPU ``tensors`` themselves."""
+    device = tensors[0].device
+    if not has_own_memory(device):
+        return list(tensors)
+    import torch
+
+    found = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
+    torch.accelerator.current_stream(device).synchronize()
+    return found
+
+
 def usable_bytes(device: torch.device) -> int:
     """Memory of ``device``, which is not the CPU, that is free now beside ``device_reserve``; may be negative."""
     import torch

@@ -167,7 +167,8 @@ c10::Allocator* registered = [] {
 
 void set_memory(int device, size_t nbytes) { memory().set_total(device, nbytes); }
 
-// torch.empty(pin_memory=True). Freed by a thread that has not waited for its copies, it is reported.
+// torch.empty(pin_memory=True). As with CUDA's allocator, copies that are under way when it is freed end with its content: it
+// is not used again.
 struct PinnedMemory final : c10::Allocator {
     c10::DataPtr allocate(size_t asked) override {
         const size_t nbytes = std::max<size_t>((asked + 4095) / 4096 * 4096, 4096);
@@ -178,8 +179,7 @@ struct PinnedMemory final : c10::Allocator {
     }
     c10::DeleterFnPtr raw_deleter() const override { return &free_block; }
     void copy_data(void* to, const void* from, size_t nbytes) const override { memcpy(to, from, nbytes); }
-    // The mapping stays, so that its addresses come back as nothing else.
-    static void free_block(void* memory) { checker().unpin(reinterpret_cast<uintptr_t>(memory)); }
+    static void free_block(void*) {}
 };
 
 // Streams and events -----------------------------------------------------------------------------------------

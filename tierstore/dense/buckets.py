@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from tierstore.accelerator import following, has_own_memory, pinned_bytes, reached
 from tierstore.dense.fusion import DenseMessages
 from tierstore.dense.layout import Gathered, Region, Span, UnitLayout
 from tierstore.dense.slices import UnitSlices
@@ -73,11 +74,14 @@ def buckets_of(layout: UnitLayout, bucket_bytes: int) -> list[Bucket]:
 
 @dataclass(slots=True, eq=False)
 class _Slot:
-    """Flat fp32 memory for one group's gradients, and for the parts from other ranks."""
+    """Flat fp32 memory for one group's gradients, and for the parts from other ranks; ``landing``: pinned memory of a slice,
+    where slices are on the host and gradients are not.
+    """
 
     sent: Tensor
     received: Tensor
     ends: bool
+    landing: Tensor | None
 
 
 @dataclass(slots=True, eq=False)
@@ -88,6 +92,9 @@ class _Flight:
     slot: _Slot
     arrived: set[int] = field(default_factory=set)
     works: list[tuple[Bucket, Work]] = field(default_factory=list)
+    #: Sums that are copied to the host, each with its place in the slices; and when all of them are there.
+    sums: list[tuple[Tensor, slice]] = field(default_factory=list)
+    copied: torch.Event | None = None
 
 
 class GradientExchange:
@@ -112,9 +119,19 @@ class GradientExchange:
         self._ends = {0, len(slices) - 1}
         sizes = [unit.layout.exchanged_numel for unit in slices]
         between = [size for unit, size in enumerate(sizes) if unit not in self._ends]
-        self._free = [_slot(max(sizes[unit] for unit in self._ends), device, ends=True)]
-        self._free += [_slot(max(between), device, ends=False) for _ in range(min(buffers, len(between)))]
+        #: What sums are queued on, and their copies to slices on the host; None where slices are on ``device``.
+        self._downloads: torch.Stream | None = None
+        if has_own_memory(device) and not any(has_own_memory(unit.gradient.device) for unit in slices):
+            self._downloads = torch.Stream(device)
+        landing = 0 if self._downloads is None else group.size
+        self._free = [_slot(max(sizes[unit] for unit in self._ends), device, landing, ends=True)]
+        for _ in range(min(buffers, len(between))):
+            self._free.append(_slot(max(between), device, landing, ends=False))
         self.nbytes = sum((slot.sent.numel() + slot.received.numel()) * 4 for slot in self._free)
+        #: Bytes of pinned host memory.
+        self.staging = sum(
+            pinned_bytes(slot.landing.nbytes) for slot in self._free if slot.landing is not None
+        )
         self._filling: dict[int, _Flight] = {}  # groups with unsent buckets
         self._under_way: deque[_Flight] = deque()  # groups with all buckets sent, oldest first
         self._due = -1  # the group whose buckets are sent next; all above it are sent
@@ -182,8 +199,13 @@ class GradientExchange:
         return flight
 
     def _sent(self, unit: int) -> None:
-        self._under_way.append(self._filling.pop(unit))
+        flight = self._filling.pop(unit)
+        self._under_way.append(flight)
         self._due = unit - 1
+        if self._downloads is not None:
+            with following(self._downloads):
+                self._add_up(flight)
+                flight.copied = reached(self._downloads.device)
 
     def _send_complete(self, flight: _Flight) -> bool:
         """Sends the next complete buckets; returns whether all have been sent."""
@@ -216,7 +238,18 @@ class GradientExchange:
 
     def _complete(self, flight: _Flight) -> None:
         self._under_way.remove(flight)
-        slices, rank = self._slices[flight.unit], self._group.rank
+        if flight.copied is None:
+            self._add_up(flight)
+        else:
+            flight.copied.synchronize()
+        gradient = self._slices[flight.unit].gradient
+        for total, place in flight.sums:
+            gradient[place].add_(total)
+        self._free.append(flight.slot)
+
+    def _add_up(self, flight: _Flight) -> None:
+        """Waits for each bucket, and adds the parts of the ranks up; on the way to slices on the host."""
+        rank, landing, landed = self._group.rank, flight.slot.landing, 0
         for bucket, work in flight.works:
             work.wait()
             low, high = bucket.part(rank)
@@ -226,13 +259,17 @@ class GradientExchange:
             total = rows[0]
             for row in rows[1:]:
                 total.add_(row)
+            if landing is not None:
+                total = landing[landed : landed + high - low].copy_(total, non_blocking=True)
+                landed += high - low
             start = bucket.slice_base + low - rank * bucket.region.slice_numel
-            slices.gradient[start : start + high - low].add_(total.to(slices.gradient.device))
-        self._free.append(flight.slot)
+            flight.sums.append((total, slice(start, start + high - low)))
 
 
-def _slot(numel: int, device: torch.device, *, ends: bool) -> _Slot:
-    return _Slot(torch.empty(numel, device=device), torch.empty(numel, device=device), ends)
+def _slot(numel: int, device: torch.device, landing: int, *, ends: bool) -> _Slot:
+    """``landing``: the ranks that a slice's copy is divided by; 0: gradients are not copied to the host."""
+    sent, received = torch.empty(numel, device=device), torch.empty(numel, device=device)
+    return _Slot(sent, received, ends, torch.empty(numel // landing, pin_memory=True) if landing else None)
 
 
 def _placed(layout: UnitLayout) -> Iterator[tuple[int, tuple[int, Span]]]:

@@ -7,14 +7,16 @@ that needs more blocks at once than there are buffers is an error, not more memo
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 import torch
 from torch import nn
 
+from tierstore.accelerator import following, has_own_memory, pinned_bytes, reached
 from tierstore.dense.layout import Gathered, Narrow, Region, UnitLayout, gather_copies
 from tierstore.dense.slices import UnitSlices
 from tierstore.errors import BudgetError
@@ -23,13 +25,41 @@ from tierstore.timeline import NullTimeline, TimelineSink, Track
 
 
 class FusionBuffer:
-    """``nbytes`` of device memory for gathering one parameter group at a time."""
+    """``nbytes`` of device memory for gathering one parameter group at a time. Slices on the host are copied to an
+    accelerator through ``staging`` bytes of pinned memory.
+    """
 
-    def __init__(self, nbytes: int, device: torch.device, *, scratch: int) -> None:
+    def __init__(self, nbytes: int, device: torch.device, *, scratch: int, staging: int = 0) -> None:
         self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         #: Memory that the process group's gather needs beside its result.
         self.scratch = torch.empty(scratch, dtype=torch.uint8, device=device)
         self.unit: int | None = None
+        self._staging = torch.empty(staging, dtype=torch.uint8, pin_memory=True) if staging else None
+        self._copied: torch.Event | None = None
+
+    @contextlib.contextmanager
+    def filling(self, stream: torch.Stream | None) -> Iterator[None]:
+        """The context of ``copy``, and of the gather that follows, which are on ``stream``."""
+        if stream is None:
+            yield
+            return
+        if self._copied is not None and not self._copied.query():
+            self._copied.synchronize()  # it is read from until then
+        with following(stream):
+            yield
+            self._copied = reached(stream.device)
+
+    def copy(self, source: torch.Tensor, own: torch.Tensor, offset: int) -> None:
+        """Copies a slice to its place ``own``, through the staging memory from ``offset`` on."""
+        if self._staging is not None:
+            staged = self._staging[offset : offset + own.nbytes].view(own.dtype)
+            source = staged.copy_(source)
+        own.copy_(source, non_blocking=True)
+
+    def wait(self) -> None:
+        """The current stream goes on when what was copied is there."""
+        if self._copied is not None:
+            torch.accelerator.current_stream(self.memory.device).wait_event(self._copied)
 
     @property
     def address(self) -> int:
@@ -38,6 +68,11 @@ class FusionBuffer:
     @property
     def nbytes(self) -> int:
         return self.memory.numel() + self.scratch.numel()
+
+    @property
+    def staging(self) -> int:
+        """Bytes of pinned host memory."""
+        return 0 if self._staging is None else pinned_bytes(self._staging.nbytes)
 
 
 class FusionPool:
@@ -51,11 +86,18 @@ class FusionPool:
         narrow: torch.dtype,
         blocks: int,
         ranks: int,
+        on_host: bool = False,
     ) -> None:
+        """``on_host``: the slices are not on ``device``."""
         copies = gather_copies(ranks, device.type)
+        staged = on_host and has_own_memory(device)
+        #: What copies of slices, and their gathers, are queued on; None: where everything is.
+        self.uploads = torch.Stream(device) if staged else None
 
         def make(nbytes: int) -> FusionBuffer:
-            return FusionBuffer(nbytes, device, scratch=nbytes if copies else 0)
+            return FusionBuffer(
+                nbytes, device, scratch=nbytes if copies else 0, staging=nbytes // ranks if staged else 0
+            )
 
         sizes = [layout.gathered_bytes(narrow) for layout in layouts]
         ends = {0, len(layouts) - 1}
@@ -71,6 +113,11 @@ class FusionPool:
     @property
     def nbytes(self) -> int:
         return sum(buffer.nbytes for buffer in self._by_address.values())
+
+    @property
+    def staging(self) -> int:
+        """Bytes of pinned host memory."""
+        return sum(buffer.staging for buffer in self._by_address.values())
 
     def owns(self, unit: int) -> bool:
         """Whether parameter group ``unit`` has a buffer of its own."""
@@ -172,20 +219,22 @@ class GatheredUnit:
             return
         assert self._pool is not None
         buffer = self.buffer = self._pool.allocate(self.number)
-        offset = 0
-        for region, kept in self._gathered:
-            dtype = _gathered_dtype(region, self._narrow)
-            nbytes = region.padded_numel * dtype.itemsize
-            out = buffer.memory[offset : offset + nbytes].view(dtype)
-            scratch = buffer.scratch[offset : offset + nbytes].view(dtype) if buffer.scratch.numel() else None
-            begin = self._group.rank * region.slice_numel
-            own = out[begin : begin + region.slice_numel]
-            own.copy_(self.slices.weight[kept])
-            work = self._group.all_gather(out, own, scratch=scratch)
-            self._works.append(work)
-            if self._group.size > 1:
-                self._messages.gathered(work, self.slices.layout.name, own.nbytes * (self._group.size - 1))
-            offset += nbytes
+        ranks, offset = self._group.size, 0
+        with buffer.filling(self._pool.uploads):
+            for region, kept in self._gathered:
+                dtype = _gathered_dtype(region, self._narrow)
+                nbytes = region.padded_numel * dtype.itemsize
+                part = slice(offset, offset + nbytes)
+                out = buffer.memory[part].view(dtype)
+                scratch = buffer.scratch[part].view(dtype) if buffer.scratch.numel() else None
+                begin = self._group.rank * region.slice_numel
+                own = out[begin : begin + region.slice_numel]
+                buffer.copy(self.slices.weight[kept], own, offset // ranks)
+                work = self._group.all_gather(out, own, scratch=scratch)
+                self._works.append(work)
+                if ranks > 1:
+                    self._messages.gathered(work, self.slices.layout.name, own.nbytes * (ranks - 1))
+                offset += nbytes
         self._state = _State.GATHERING
 
     def use(self) -> None:
@@ -198,6 +247,7 @@ class GatheredUnit:
             work.wait()
         self._works.clear()
         assert self.buffer is not None
+        self.buffer.wait()
         offset = 0
         for region, _ in self._gathered:
             dtype = _gathered_dtype(region, self._narrow)
@@ -224,6 +274,7 @@ class GatheredUnit:
         for work in self._works:  # a buffer with messages in flight cannot be reused
             work.wait()
         self._works.clear()
+        self.buffer.wait()
         self._put_away()
         self._pool.free(self.buffer)
         self.buffer = None

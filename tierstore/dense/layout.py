@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from tierstore.accelerator import pinned_bytes
 from tierstore.dense.config import DenseConfig, Fusion, GatherDtype, OptimizerState, Reshard
 from tierstore.parallel.layout import SLICE_ALIGNMENT, TableRows
 from tierstore.store.format import SECTION_ALIGNMENT
@@ -321,10 +322,11 @@ class DenseBytes:
     slices: int  # weights, gradients and moments in memory: the host's unless OptimizerState.DEVICE
     fusion: int  # fusion buffers, with the memory of the backend's gather
     gradients: int  # gradient buffers: a group's own gradients, and those from other ranks
+    staging: int = 0  # pinned host memory between slices on the host and buffers on an accelerator
 
     @property
     def total(self) -> int:
-        return self.slices + self.fusion + self.gradients
+        return self.slices + self.fusion + self.gradients + self.staging
 
 
 def dense_bytes(
@@ -344,21 +346,23 @@ def dense_bytes(
     def of_blocks(sizes: Sequence[int]) -> list[int]:
         return [size for unit, size in enumerate(sizes) if unit not in ends]
 
-    fusion = gradients = 0
+    buffers: list[int] = []
     if needs_gather(layouts, config, ranks, narrow):
-        fusion = sum(gathered[unit] for unit in ends)
-        fusion += blocks_held(layouts, config) * max(of_blocks(gathered), default=0)
-        if gather_copies(ranks, device_type):
-            fusion *= 2
+        buffers += [gathered[unit] for unit in sorted(ends)]
+        buffers += [max(of_blocks(gathered), default=0)] * blocks_held(layouts, config)
+    fusion = sum(buffers) * (2 if gather_copies(ranks, device_type) else 1)
+    slots: list[int] = []
     if needs_exchange(config, ranks):
         blocks = of_blocks(padded)
-        gradients = max(padded[unit] for unit in ends)
-        gradients += min(config.gradient_buffers, len(blocks)) * max(blocks, default=0)
-        gradients *= 2
+        slots += [max(padded[unit] for unit in ends)]
+        slots += [max(blocks, default=0)] * min(config.gradient_buffers, len(blocks))
+    staging = 0
+    if device_type != "cpu" and config.optimizer_state is not OptimizerState.DEVICE:
+        staging = sum(pinned_bytes(nbytes // ranks) for nbytes in [*buffers, *slots])
     held, most = sum(layout.slice_numel for layout in layouts), max(layout.slice_numel for layout in layouts)
-    if config.optimizer_state is OptimizerState.NVME:
-        return DenseBytes(8 * held + moment_bytes(most), fusion, gradients)
-    return DenseBytes(16 * held, fusion, gradients)
+    on_disk = config.optimizer_state is OptimizerState.NVME
+    slices = 8 * held + moment_bytes(most) if on_disk else 16 * held
+    return DenseBytes(slices, fusion, 2 * sum(slots), staging)
 
 
 def gather_width(config: DenseConfig, compute: ElementType) -> ElementType:

@@ -35,6 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from tierstore._native import Arena, Buffer, HugePages
+from tierstore.accelerator import read
 from tierstore.cache.access import Phase
 from tierstore.dense.buckets import GradientExchange
 from tierstore.dense.config import DenseConfig, GatherDtype, OptimizerState, Reshard
@@ -112,6 +113,7 @@ class DenseSlices:
                 narrow=self._narrow,
                 blocks=blocks_held(self.layouts, config),
                 ranks=group.size,
+                on_host=home.type == "cpu",
             )
         self._parameters = [list(parameters) for _, parameters in units]
         self._units: list[GatheredUnit] = []
@@ -152,6 +154,7 @@ class DenseSlices:
             + (self._moments.nbytes if self._moments is not None else 0),
             fusion=self._pool.nbytes if self._pool is not None else 0,
             gradients=self._exchange.nbytes if self._exchange is not None else 0,
+            staging=sum(each.staging for each in (self._pool, self._exchange) if each is not None),
         )
 
     # Gathering ----------------------------------------------------------------------------------------------
@@ -251,7 +254,8 @@ class DenseSlices:
         """
         self.finish()
         if self._divided is None:
-            squares = torch.tensor([unit.sum_of_squares() for unit in self.slices], dtype=torch.float64)
+            (norms,) = read(torch.stack([unit.norm() for unit in self.slices]))
+            squares = torch.tensor([norm**2 for norm in norms.tolist()], dtype=torch.float64)
             self._group.all_reduce(squares).wait()
         else:
             own = [

@@ -100,9 +100,10 @@ class UnitSlices:
                     own = self.gradient[start : start + gradient.numel()]
                     own.view(gradient.shape).add_(gradient)
 
-    def sum_of_squares(self) -> float:
-        """The sum of squares of the gradient, in double precision."""
-        return float(torch.linalg.vector_norm(self.gradient, dtype=torch.float64)) ** 2
+    def norm(self) -> torch.Tensor:
+        """The norm of the gradient, in double precision."""
+        norm: torch.Tensor = torch.linalg.vector_norm(self.gradient, dtype=torch.float64)
+        return norm
 
     def sum_of_squares_in(self, indices: Container[int]) -> tuple[float, float]:
         """The same for the parameters in ``indices``, and for the others."""

@@ -25,11 +25,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from tierstore.accelerator import read
 from tierstore.errors import ConfigError
 from tierstore.hf.families import ACTIVATIONS
 from tierstore.moe.computing import ExpertPass, Weighting, compute_experts
 from tierstore.moe.config import Activation, ExpertShape, SaveActivations
-from tierstore.moe.dispatch import Dispatch, RowOrder, dispatch, dispatch_token
+from tierstore.moe.dispatch import Dispatch, RowOrder, count_experts, dispatch, dispatch_token
 from tierstore.moe.exchange import Charge, LocalRows, Rows, gather_counts, rows_of
 from tierstore.moe.source import ExpertSource, in_training
 from tierstore.parallel import Mesh, RankGroup
@@ -65,10 +66,10 @@ class ExpertLoads:
         """A forward pass begins; its tokens are laid out as in ``mask_BT``."""
         self.under_way = ForwardLoads(mask_T=None if mask_BT is None else mask_BT.flatten())
 
-    def counted(self, expert_TK: Tensor) -> Tensor:
-        """The entries of ``expert_TK`` that belong to tokens, not to padding."""
+    def counted(self, expert_TK: Tensor, padding: int) -> Tensor:
+        """``expert_TK``, with ``padding`` as the experts of what belongs to no token."""
         mask_T = self.under_way.mask_T
-        return expert_TK if mask_T is None else expert_TK[mask_T]
+        return expert_TK if mask_T is None else expert_TK.masked_fill(~mask_T.unsqueeze(1), padding)
 
     def record(self, layer: int, load_E: Tensor) -> None:
         self.under_way.by_layer[layer] = load_E
@@ -116,19 +117,12 @@ class ExpertLayer:
         if here and x_TD.shape[0] == 1 and not torch.is_grad_enabled():
             plan = dispatch_token(expert_TK, self.experts)
             return self._computed(x_TD, weight_TK, plan, LocalRows(plan, plan.experts))
-        own_E = torch.bincount(expert_TK.reshape(-1), minlength=self.experts)
-        counted_TK = self._loads.counted(expert_TK)
-        counted_E = own_E
-        if counted_TK is not expert_TK:
-            counted_E = torch.bincount(counted_TK.reshape(-1), minlength=self.experts)
-        if own_E.numel() > self.experts:
-            raise ValueError(f"layer {self.layer}: routed to expert {own_E.numel() - 1} of {self.experts}")
+        own_E, load_RE, load_E = self._loads_of(expert_TK)
         # Tensor-parallel ranks have the same tokens and sort them in the same order.
         together = self._mesh is not None and self._mesh.data.size > 1
         plan = dispatch(expert_TK, own_E, RowOrder.TOKENS if together else RowOrder.SORTED)
-        rows, load_E = self._rows(plan, own_E, counted_E)
         self._loads.record(self.layer, load_E)
-        return self._computed(x_TD, weight_TK, plan, rows)
+        return self._computed(x_TD, weight_TK, plan, self._rows(plan, load_RE))
 
     @property
     def _all_here(self) -> bool:
@@ -140,16 +134,32 @@ class ExpertLayer:
         call = ExpertPass(self.layer, self.shape, self.source, plan, rows, Weighting.BY_OUTPUT, self.save)
         return compute_experts(x_TD, weight_TK, call)
 
-    def _rows(self, plan: Dispatch, own_E: Tensor, counted_E: Tensor) -> tuple[Rows, Tensor]:
-        """The way of the rows, and the sum of ``counted_E`` over data ranks. Rows of padding are computed as others are."""
+    def _loads_of(self, expert_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Assignments of this rank (E,), of each data rank (R, E), and of all without those of padding (E,); on the host,
+        which waits for the device here alone. Raises ValueError for an expert that is none of them.
+        """
+        experts = self.experts
+        # In one more place: those of padding, and experts that there are not.
+        each_TK = expert_TK.clamp(max=experts)
+        own_N = counted_N = count_experts(each_TK.reshape(-1), experts + 1)
+        if (counted_TK := self._loads.counted(each_TK, experts)) is not each_TK:
+            counted_N = count_experts(counted_TK.reshape(-1), experts + 1)
+        both_RN, rank = torch.cat([own_N, counted_N]).unsqueeze(0), 0
+        if self._mesh is not None and not self._all_here:
+            # A collective on every rank, with or without padding: this rank cannot know whether another has any.
+            both_RN, rank = gather_counts(both_RN[0], self._mesh.data, self._charge), self._mesh.data.rank
+        (found_RN,) = read(both_RN)
+        load_RE, counted_RE = found_RN[:, :experts], found_RN[:, experts + 1 : -1]
+        if found_RN[rank, experts]:
+            raise ValueError(f"layer {self.layer}: routed to expert {int(expert_TK.max())} of {experts}")
+        return load_RE[rank], load_RE, counted_RE.sum(dim=0)
+
+    def _rows(self, plan: Dispatch, load_RE: Tensor) -> Rows:
+        """The way of the rows. Rows of padding are computed as others are."""
         if self._mesh is None or self._all_here:
-            return LocalRows(plan, plan.experts), counted_E
-        # A collective on every rank, with or without padding: this rank cannot know whether another has any.
-        both_RN = gather_counts(torch.cat([own_E, counted_E]), self._mesh.data, self._charge)
-        load_RE, counted_RE = both_RN[:, : self.experts], both_RN[:, self.experts :]
+            return LocalRows(plan, plan.experts)
         training = in_training(self.source)
-        rows = rows_of(plan, load_RE, self._mesh, training=training, charge=self._charge)
-        return rows, counted_RE.sum(dim=0)
+        return rows_of(plan, load_RE, self._mesh, training=training, charge=self._charge)
 
 
 def compute_bound(
@@ -364,8 +374,9 @@ class AuxLoss:
             chosen_TK = routed_TE.topk(top_k, dim=-1).indices
             wide_TE = routed_TE.float()
             if mask_T is not None:
-                chosen_TK, wide_TE = chosen_TK[mask_T], wide_TE * mask_T.float().unsqueeze(-1)
-            count_E += torch.bincount(chosen_TK.flatten(), minlength=experts)
+                chosen_TK = chosen_TK.masked_fill(~mask_T.unsqueeze(1), experts)
+                wide_TE = wide_TE * mask_T.float().unsqueeze(-1)
+            count_E += count_experts(chosen_TK.flatten(), experts + 1)[:-1]
             probability_E = probability_E + wide_TE.sum(dim=0)
         # Parts of a batch of tasks may have different numbers of rows.
         rows_1 = count_E.new_tensor([rows * len(logits)])

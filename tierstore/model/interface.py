@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from tierstore.accelerator import upload
 from tierstore.moe.router import LayerRouter
 from tierstore.parallel.layout import Division
 
@@ -98,13 +99,13 @@ class Batch:
         )
 
     def to(self, device: torch.device) -> Batch:
-        """A copy on ``device``."""
+        """The batch, which is on the CPU, on ``device``."""
         return replace(
             self,
-            tokens_BT=self.tokens_BT.to(device),
-            targets_BT=self.targets_BT.to(device),
-            positions_BT=None if self.positions_BT is None else self.positions_BT.to(device),
-            mask_BT=None if self.mask_BT is None else self.mask_BT.to(device),
+            tokens_BT=upload(self.tokens_BT, device),
+            targets_BT=upload(self.targets_BT, device),
+            positions_BT=None if self.positions_BT is None else upload(self.positions_BT, device),
+            mask_BT=None if self.mask_BT is None else upload(self.mask_BT, device),
         )
 
 

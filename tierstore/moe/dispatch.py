@@ -60,8 +60,16 @@ class Dispatch:
         return slice(self.offsets[expert], self.offsets[expert + 1])
 
 
+def count_experts(expert_N: Tensor, experts: int) -> Tensor:
+    """How often each of 0 to ``experts`` - 1 occurs in the int64 ``expert_N``, which has no others: (E,) int64.
+
+    ``torch.bincount`` would let the host wait for the device.
+    """
+    return expert_N.new_zeros(experts).index_add_(0, expert_N, torch.ones_like(expert_N))
+
+
 def dispatch(expert_TK: Tensor, load_E: Tensor, order: RowOrder = RowOrder.TOKENS) -> Dispatch:
-    """Sort the assignments ``expert_TK`` (int64, -1 dropped) by expert; ``load_E`` counts them per expert."""
+    """Sort the assignments ``expert_TK`` (int64, -1 dropped) by expert; ``load_E``, on the CPU, counts them per expert."""
     tokens, top_k = expert_TK.shape
     offsets = [0]
     for load in load_E.tolist():

@@ -26,6 +26,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from tierstore.accelerator import upload
 from tierstore.moe.dispatch import Dispatch
 from tierstore.parallel import Channel, Exchange, Mesh, RankGroup, Work
 
@@ -171,7 +172,7 @@ class ExchangedRows:
         self._exchange = exchange
         self._charge = charge
         self._starts = starts
-        self._load_SE = load_SE.cpu()
+        self._load_SE = load_SE
         self.asked = asked
         self._first, last = starts[exchange.rank], starts[exchange.rank + 1]
         per_expert: list[int] = self._load_SE[:, self._first : last].sum(dim=0).tolist()
@@ -247,24 +248,30 @@ class _ExchangedChunk:
         self._pieces = _joined(leaving)
         self._order_M = _by_expert(came_SE) if _needs_sorting(came_SE) else None
 
+    def _order(self, device: torch.device) -> Tensor | None:
+        """The order of the rows, on its way to ``device``; None if they lie as they arrive."""
+        if self._order_M is not None and self._order_M.device != device:
+            self._order_M = upload(self._order_M, device)
+        return self._order_M
+
     def to_experts(self, rows_N: Tensor, rows_M: Tensor) -> Arrival:
         pieces = [rows_N[piece] for piece in self._pieces]
         leaving = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-        own_M, order_M = rows_M[self.part], self._order_M
+        own_M, order_M = rows_M[self.part], self._order(rows_M.device)
         arrived_M = own_M if order_M is None else torch.empty_like(own_M)
         work = self._exchange.all_to_all(arrived_M, leaving, self._rows_SS)
 
         def sort() -> None:
             if order_M is not None:
-                torch.index_select(arrived_M, 0, order_M.to(arrived_M.device), out=own_M)
+                torch.index_select(arrived_M, 0, order_M, out=own_M)
 
         return Arrival(work, sort, self._charge)
 
     def to_tokens(self, rows_M: Tensor, rows_N: Tensor) -> Arrival:
-        leaving_M = rows_M[self.part]
-        if self._order_M is not None:
+        leaving_M, order_M = rows_M[self.part], self._order(rows_M.device)
+        if order_M is not None:
             sorted_M, leaving_M = leaving_M, torch.empty_like(leaving_M)
-            leaving_M[self._order_M.to(rows_M.device)] = sorted_M
+            leaving_M[order_M] = sorted_M
         pieces = [rows_N[piece] for piece in self._pieces]
         direct = len(pieces) == 1
         back = pieces[0] if direct else rows_N.new_empty((self._leaving, *rows_N.shape[1:]))
@@ -304,7 +311,7 @@ def gather_counts(own: Tensor, group: RankGroup, charge: Charge | None = None) -
 def rows_of(
     plan: Dispatch, load_RE: Tensor, mesh: Mesh, *, training: bool, charge: Charge | None = None
 ) -> Rows:
-    """The way of the rows of ``plan``, given ``load_RE`` of all data ranks (those of ``mesh.data``).
+    """The way of the rows of ``plan``, given ``load_RE`` of all data ranks (those of ``mesh.data``), on the CPU.
 
     In training, replicas must step the same experts: each asks for every expert of its block that any data rank
     reached, in the same order, so that their gradients can be summed one by one.

@@ -35,6 +35,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from tierstore.accelerator import read
 from tierstore.moe.exchange import gather_counts
 from tierstore.moe.products import fade_towards
 from tierstore.moe.router import FoldedRouter, LayerRouter
@@ -128,11 +129,12 @@ class RouterGuesses:
         targets = [target for target in reach if target in self._copies]
         if not targets:
             return
-        counts = [self._count(layer, target, stream, drift) for target in targets]
+        counts_E = torch.stack([self._count(layer, target, stream, drift) for target in targets])
         if self._mesh is not None:
-            counts = self._of_all(torch.stack(counts), self._mesh, layer, training)
-        for target, chosen_E in zip(targets, counts, strict=True):
-            self._listener.offer(layer, target, chosen_E.cpu().numpy())
+            counts_E = self._of_all(counts_E, self._mesh, layer, training)
+        (found_E,) = read(counts_E)
+        for target, chosen_E in zip(targets, found_E.numpy(), strict=True):
+            self._listener.offer(layer, target, chosen_E)
 
     def _count(self, layer: int, target: int, stream: Tensor, drift: StreamDrift | None) -> Tensor:
         """How often ``target`` is guessed to choose each expert (E,) for the stream that ``layer`` starts from."""
@@ -144,14 +146,14 @@ class RouterGuesses:
                 return torch.zeros(self._routers[target].experts, dtype=torch.int64)
         return self._copies[target].count(stream, added)
 
-    def _of_all(self, own: Tensor, mesh: Mesh, layer: int, training: bool) -> list[Tensor]:
+    def _of_all(self, own: Tensor, mesh: Mesh, layer: int, training: bool) -> Tensor:
         """The sums of ``own`` over the ranks whose tokens come to this rank's experts; in training, all ranks, as what one
         replica of an expert is asked for, the others are asked for.
         """
         charge = partial(self._ledger.stall, layer=layer, tier=Tier.RANKS, cause=Cause.ALL_TO_ALL)
         all_Rn = gather_counts(own.flatten(), mesh.data, charge)
         ranks = list(range(mesh.data.size) if training else mesh.expert_sources)
-        return list(all_Rn[ranks].sum(dim=0).view_as(own))
+        return all_Rn[ranks].sum(dim=0).view_as(own)
 
     def _take(self, layer: int, graph: bool) -> None:
         """Copies the parameters of ``layer``, unless the copy is as they are. ``graph``: the pass has one."""

@@ -38,7 +38,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tierstore.accelerator import read, upload
 from tierstore.moe.config import RouterConfig, RouterNoise
+from tierstore.moe.dispatch import count_experts
 from tierstore.moe.exchange import Charge, gather_counts
 from tierstore.moe.products import count_chosen, multiplies_at_once, product
 from tierstore.moe.seeds import keyed_generator
@@ -58,8 +60,8 @@ class Routing:
     """What the router decided for one pass.
 
     ``expert_TK`` int64, -1 where the assignment was dropped; ``weight_TK`` fp32 (or fp64), 0 where dropped;
-    ``aux_loss`` and ``z_loss`` unweighted scalars, this rank's shares; ``load_RE`` int64, assignments that each
-    expert got from each data rank, of which this one is ``rank``.
+    ``aux_loss`` and ``z_loss`` unweighted scalars, this rank's shares; ``load_RE`` int64, on the CPU, assignments that
+    each expert got from each data rank, of which this one is ``rank``.
     """
 
     expert_TK: Tensor
@@ -112,23 +114,25 @@ class Router(nn.Module):
         dtype = torch.float64 if x_TD.dtype == torch.float64 else torch.float32
         x_TD = x_TD.to(dtype)
         if config.noise == RouterNoise.JITTER and self.training:
-            x_TD = x_TD * (1 + config.noise_std * (2 * self._noise(x_TD, key) - 1)).to(x_TD)
+            factor_TD = (1 + config.noise_std * (2 * self._noise(x_TD, key) - 1)).to(dtype)
+            x_TD = x_TD * upload(factor_TD, x_TD.device)
         logits_TE = F.linear(x_TD, self.weight.to(dtype))
         probability_TE = logits_TE.softmax(dim=-1)
         expert_TK = self._top(probability_TE)
+        tokens, count_RKE, first_E = self._counted(expert_TK)
         weight_TK = probability_TE.gather(1, expert_TK)
         if config.normalized:
             weight_TK = weight_TK / weight_TK.sum(dim=-1, keepdim=True)
-        tokens, count_RKE = self._counted(expert_TK)
-        first_E = count_RKE[:, 0].sum(dim=0).to(dtype)
         counted = max(1, tokens)
-        aux_loss = config.experts * torch.dot(first_E / counted, probability_TE.sum(dim=0) / counted)
+        aux_loss = config.experts * torch.dot(
+            first_E.to(dtype) / counted, probability_TE.sum(dim=0) / counted
+        )
         z_loss = logits_TE.logsumexp(dim=-1).square().sum() / counted
         rank = self._data.rank
         capacity = config.capacity(tokens)
         if capacity is not None:
             ahead_RKE = _ahead(count_RKE)
-            dropped_TK = _overflow(expert_TK, ahead_RKE[rank], capacity)
+            dropped_TK = _overflow(expert_TK, upload(ahead_RKE[rank], x_TD.device), capacity)
             expert_TK = expert_TK.masked_fill(dropped_TK, -1)
             weight_TK = weight_TK.masked_fill(dropped_TK, 0)
             count_RKE = count_RKE.minimum((capacity - ahead_RKE).clamp_(min=0))
@@ -144,19 +148,25 @@ class Router(nn.Module):
         ranked_TE = probability_TE.detach().sort(dim=-1, descending=True, stable=True).indices
         return ranked_TE[:, : self.config.top_k].contiguous()
 
-    def _counted(self, expert_TK: Tensor) -> tuple[int, Tensor]:
-        """Tokens of the global batch, and choices by data rank, place in the order of choice, and expert."""
+    def _counted(self, expert_TK: Tensor) -> tuple[int, Tensor, Tensor]:
+        """Tokens of the global batch; on the host, choices by data rank, place in the order of choice, and expert; first
+        choices by expert. The one time in a pass that the host waits for the device.
+        """
         tokens, top_k = expert_TK.shape
         experts = self.config.experts
         place_K = torch.arange(top_k, device=expert_TK.device) * experts
-        count = torch.bincount((expert_TK + place_K).flatten(), minlength=top_k * experts)
+        count = count_experts((expert_TK + place_K).flatten(), top_k * experts)
         size = self._data.size
         if size > 1:
-            own = torch.cat([count, count.new_tensor([tokens])])
+            own = torch.cat([count, count.new_full((1,), tokens)])
             all_Rn = gather_counts(own, self._data, self._charge)
-            tokens = int(all_Rn[:, -1].sum())
-            count = all_Rn[:, :-1]
-        return tokens, count.reshape(size, top_k, experts)
+            (found_Rn,) = read(all_Rn)
+            tokens = int(found_Rn[:, -1].sum())
+            count, found = all_Rn[:, :-1], found_Rn[:, :-1]
+        else:
+            (found,) = read(count)
+        first_E = count.reshape(size, top_k, experts)[:, 0].sum(dim=0)
+        return tokens, found.reshape(size, top_k, experts), first_E
 
     def _noise(self, x_TD: Tensor, key: NoiseKey) -> Tensor:
         """This rank's rows of what is drawn for the global batch, uniform in [0, 1)."""
@@ -186,7 +196,7 @@ def _overflow(expert_TK: Tensor, ahead_KE: Tensor, capacity: int) -> Tensor:
     place_K = torch.arange(top_k, device=expert_TK.device) * experts
     group_N = (expert_TK + place_K).t().reshape(-1)  # (choice, expert), choices first
     order_N = group_N.argsort(stable=True)
-    size = torch.bincount(group_N, minlength=top_k * experts)
+    size = count_experts(group_N, top_k * experts)
     start = size.cumsum(0) - size
     place_N = torch.empty_like(order_N)
     place_N[order_N] = torch.arange(tokens * top_k, device=order_N.device) - start[group_N[order_N]]
@@ -233,7 +243,8 @@ class LayerRouter:
     def count(self, stream_BTD: Tensor, added_B1D: Tensor | None = None) -> Tensor:
         """How often each expert (E,) is chosen for ``stream_BTD``, to which ``added_B1D`` is added."""
         expert_TK = self.chosen(_expected(stream_BTD, added_B1D))
-        return torch.bincount(expert_TK[expert_TK >= 0], minlength=self.experts)
+        expert_N = expert_TK.masked_fill(expert_TK < 0, self.experts).flatten()
+        return count_experts(expert_N, self.experts + 1)[:-1]
 
     def copied(self) -> LayerRouter:
         """The same with parameters and buffers of its own, as it computes in evaluation."""
@@ -298,7 +309,7 @@ class FoldedRouter:
         if alike and stream_BTD.shape[-1] == weight_ED.shape[1] and multiplies_at_once(weight_ED):
             return count_chosen(stream_BTD, added_B1D, weight_ED, self.top_k)
         expert_TK = self.chosen(_expected(stream_BTD, added_B1D))
-        return torch.bincount(expert_TK.flatten(), minlength=len(weight_ED))
+        return count_experts(expert_TK.flatten(), len(weight_ED))
 
 
 def _expected(stream_BTD: Tensor, added_B1D: Tensor | None) -> Tensor:

@@ -365,6 +365,10 @@ def _dense_terms(setting: Setting) -> Iterable[Term]:
         if setting.usage.frozen
         else f"{resident} B x {own} parameters, the slices of 1/{ranks.count} of {model.dense}, padded",
     )
+    if dense.staging:
+        yield Term(
+            Tier.HOST, "dense staging", dense.staging, "pinned, a slice of each fusion and gradient buffer"
+        )
     yield Term(
         Tier.DEVICE,
         "fusion buffers",

@@ -16,14 +16,14 @@ from collections.abc import Callable, Sequence
 import torch
 
 from tierstore._native import Arena, Buffer, Engine, HugePages
-from tierstore.accelerator import pinned
+from tierstore.accelerator import pinned, reached
 from tierstore.capabilities import Capability
 from tierstore.quant.weights import QuantizedWeights, Weights
 from tierstore.tiers.device import LeavingGradients, WeightLoads, tensor_of
 from tierstore.tiers.slots import DeviceSlots
 
 
-class _Copy:
+class DeviceCopy:
     """A copy that is to be put on ``stream`` once the tickets ``after`` have finished: by whoever comes first, the caller
     who needs it or the thread that waits for them.
     """
@@ -34,7 +34,7 @@ class _Copy:
         self.after = after
         self.ticket = ticket
         self._stream = stream
-        self._copy = copy
+        self._copy: Callable[[], None] | None = copy
         self._queued: torch.Event | None = None
         self._lock = threading.Lock()
 
@@ -42,23 +42,24 @@ class _Copy:
         """The event of the copy on its stream. The tickets ``after`` have finished."""
         with self._lock:
             if self._queued is None:
+                assert self._copy is not None
                 with self._stream:
                     self._copy()
                 event = torch.Event(self._stream.device)
                 event.record(self._stream)
-                self._queued = event
+                self._queued, self._copy = event, None  # and what it held
             return self._queued
 
 
-class _CopyStream:
+class CopyStream:
     """Copies on a stream of its own. One whose tickets are unfinished is not on the stream, so nothing waits behind it."""
 
     def __init__(self, engine: Engine, device: torch.device, name: str) -> None:
         self.stream = torch.Stream(device)
         self._engine = engine
         #: Copies that follow unfinished tickets, and copies that are on the stream.
-        self._waiting: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
-        self._running: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[DeviceCopy | None] = queue.SimpleQueue()
+        self._running: queue.SimpleQueue[DeviceCopy | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._queue_ready, name=f"{name}-wait", daemon=True),
             threading.Thread(target=self._complete, name=f"{name}-end", daemon=True),
@@ -66,11 +67,11 @@ class _CopyStream:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, after: Sequence[int], copy: Callable[[], None]) -> _Copy:
+    def submit(self, after: Sequence[int], copy: Callable[[], None]) -> DeviceCopy:
         """Queues ``copy``: at once if the tickets ``after`` have finished."""
         before = [earlier for earlier in after if earlier]
         # It fails with the error of what it follows; waiting for it makes what it follows urgent.
-        submitted = _Copy(self.stream, before, copy, self._engine.external(after=before))
+        submitted = DeviceCopy(self.stream, before, copy, self._engine.external(after=before))
         if all(map(self._engine.done, before)):
             self._queue(submitted)
         else:
@@ -81,7 +82,7 @@ class _CopyStream:
         while (copy := self._waiting.get()) is not None:
             self._queue(copy)
 
-    def _queue(self, copy: _Copy) -> None:
+    def _queue(self, copy: DeviceCopy) -> None:
         try:
             self._engine.wait_all(copy.after)
             copy.queue()
@@ -134,12 +135,12 @@ class AcceleratedTier:
             ]
         )
         # The allocator may have given them memory that work queued on the compute stream still uses.
-        self._idle = [self._reached()] * slots.weights
+        self._idle = [reached(device)] * slots.weights
         self._free: deque[tuple[int, list[int]]] = deque((slot, []) for slot in range(slots.gradients))
-        self._up = _CopyStream(engine, device, "tierstore-h2d")
-        self._down = _CopyStream(engine, device, "tierstore-d2h")
+        self._up = CopyStream(engine, device, "tierstore-h2d")
+        self._down = CopyStream(engine, device, "tierstore-d2h")
         #: By weight slot: its last copy.
-        self._loads: dict[int, _Copy] = {}
+        self._loads: dict[int, DeviceCopy] = {}
 
     def in_place(self, source: Buffer) -> Weights | None:
         """None: experts are computed with on the device."""
@@ -169,13 +170,7 @@ class AcceleratedTier:
         return self._weights[slot].view(self.slots.compute)
 
     def release_weights(self, slot: int) -> None:
-        self._idle[slot] = self._reached()
-
-    def _reached(self) -> torch.Event:
-        """An event that occurs when the compute stream has done all work queued so far."""
-        event = torch.Event(self.device)
-        event.record(torch.accelerator.current_stream(self.device))
-        return event
+        self._idle[slot] = reached(self.device)
 
     def allocate_gradient(self) -> tuple[int, list[int]]:
         return self._free.popleft()
@@ -184,7 +179,7 @@ class AcceleratedTier:
         return self._gradients[slot]
 
     def copy_to_host(self, slot: int) -> tuple[Buffer, list[int]]:
-        made = self._reached()
+        made = reached(self.device)
         buffer, guards = self._leaving.begin(slot)
         source, target = self._gradients[slot], tensor_of(buffer, torch.float32)
 

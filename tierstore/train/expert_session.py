@@ -28,13 +28,13 @@ import torch
 from torch import Tensor
 
 from tierstore._native import HugePages
-from tierstore.accelerator import has_own_memory, pinned
+from tierstore.accelerator import has_own_memory, pinned, read
 from tierstore.capabilities import Capability
 from tierstore.errors import StoreFormatError
 from tierstore.model.store_schema import EXPERT_SCHEMA, expert_key
 from tierstore.moe.computing import ExpertPass, Weighting, compute_experts
 from tierstore.moe.config import ExpertShape, SaveActivations
-from tierstore.moe.dispatch import dispatch
+from tierstore.moe.dispatch import count_experts, dispatch
 from tierstore.moe.exchange import LocalRows
 from tierstore.moe.experts import initial_expert
 from tierstore.moe.source import ExpertLease
@@ -212,7 +212,7 @@ class ExpertSession:
             raise ValueError(
                 f"layer {layer}: its inputs are on {x_TD.device}, its experts on {self.device} (open_experts: device)"
             )
-        load_E = torch.bincount(expert_TK.reshape(-1), minlength=self._per_layer)
+        (load_E,) = read(count_experts(expert_TK.reshape(-1), self._per_layer))
         plan = dispatch(expert_TK, load_E)
         rows = LocalRows(plan, plan.experts)
         call = ExpertPass(layer, self._shape, self, plan, rows, Weighting.BY_EXPERT, SaveActivations.SAVE)

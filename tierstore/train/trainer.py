@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from tierstore import _native
+from tierstore.accelerator import read
 from tierstore.model.interface import Batch, ModelOutput
 from tierstore.model.stage import StageModule
 from tierstore.stats import Cause, OnProgress, Tier
@@ -205,8 +206,10 @@ class Trainer:
         """
         assert output.loss is not None
         assert output.objective is not None
-        objective = float(output.objective.detach()) if finite else math.nan
-        own = [float(output.loss.detach()), objective]
+        scalars = read(output.loss.detach(), output.objective.detach())
+        own = [float(scalar) for scalar in scalars]
+        if not finite:
+            own[1] = math.nan
         own += self._task_losses.own(output)
         loss, objective, *by_task = means(own, self.mesh.data, self.ledger)
         self._task_losses.add([value * self.mesh.data.size for value in by_task])
