@@ -2,15 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from combination_cases import settings_of, together
 from effort import THOROUGH, share
 from launcher import Ranks
-from training_cases import train_with
+from training_cases import check_counts, train, train_with
 
 from tierstore.train.combinations import Compatibility, Feature, pairs
+
+#: Two ranks, each with half of the experts.
+WAYS: Mapping[str, Mapping[str, Any]] = {
+    "whole layers": {},
+    "chunks": {"parallel.pipeline_degree": 2},
+    "capacity": {"model.capacity_factor": 1.0},
+    "dense on the host": {
+        "dense.optimizer_state": "host",
+        "data.micro_batches": 2,
+        "data.micro_order": "layer",
+    },
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_experts_of_two_ranks(
+    ranks: Ranks, simulated_ranks: Ranks, tmp_path: Path, text: Path, way: str
+) -> None:
+    expected = ranks.run(2, train, tmp_path / "cpu", WAYS[way], str(text))
+    found = simulated_ranks.run(2, train, tmp_path / "device", WAYS[way], str(text))
+    assert [violations for _, violations, _ in found] == [{}, {}]
+    assert [outcome for outcome, _, _ in found] == [outcome for outcome, _, _ in expected]
+    for _, _, counts in found:
+        check_counts(counts, WAYS[way])
 
 
 @pytest.fixture(scope="module")

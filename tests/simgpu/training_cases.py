@@ -43,7 +43,8 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-#: Losses, that of an evaluation, the checksum of this rank's records; violations and counts on a simulated device.
+#: Losses, that of an evaluation, the checksum of the rank's records; on a simulated device, violations and the counts of
+#: the steps.
 Trained = tuple[tuple[list[float], float, int], dict[str, int], dict[str, int]]
 
 
@@ -53,16 +54,33 @@ def train(mesh: Mesh, store: Path, settings: Mapping[str, Any], text: str) -> Tr
     torch.manual_seed(0)
     simulating = has_own_memory(mesh.device)
     config = load(TrainConfig, None, {**TINY, **FEW_SLOTS, "data.paths": (text,), "store": store, **settings})
-    if simulating:
-        simulated.reset()
     # The CPU's own kernel of attention has other bits, and is no other device's.
     with sdpa_kernel(SDPBackend.MATH), open_session(config, Opening.CREATE, mesh=mesh) as trainer:
+        if simulating:
+            simulated.reset()
         losses = [trainer.step().loss for _ in range(STEPS)]
         counts = simulated.counts() if simulating else {}
         evaluated = trainer.evaluate()
         trainer.commit()
         crc = trainer.store.records_crc32c()
     return (losses, evaluated, crc), simulated.violations() if simulating else {}, counts
+
+
+def check_counts(counts: Mapping[str, int], settings: Mapping[str, Any]) -> None:
+    """In steps nothing is copied to or from pageable memory, no copy blocks the host, and it waits for the device once in a
+    pass over an MoE layer: for how many rows go to each expert, and where. Once more for a guess, a micro-batch's loss, and
+    the norm of the gradients.
+    """
+    for name in ("sync.item", "sync.op", "sync.device"):
+        assert name not in counts, name
+    for direction in ("h2d", "d2h"):
+        assert not {f"{direction}.blocking", f"{direction}.pageable_bytes"} & counts.keys()
+        assert counts[f"{direction}.async"] > 0
+    micros = settings.get("data.micro_batches", 1)
+    again = "model.checkpoint_activations" in settings or settings.get("data.micro_order") == "layer"
+    guess = settings.get("prefetch.predictor") == "router"
+    passes = micros * TINY["model.n_layers"] * (1 + again + guess)
+    assert counts["sync.stream"] <= STEPS * (passes + micros + 1)
 
 
 def train_with(

@@ -42,7 +42,14 @@ def opened(
     ledger: StallLedger | None = None,
 ) -> BoundaryStore:
     split = split_boundaries(layers, micros, nbytes, slots * PAGE)
-    return open_boundaries(core, ledger or StallLedger(), split, layers=range(layers), micro_batches=micros)
+    return open_boundaries(
+        core,
+        ledger or StallLedger(),
+        split,
+        layers=range(layers),
+        micro_batches=micros,
+        device=torch.device("cpu"),
+    )
 
 
 def numbered(value: float, numel: int = PAGE // 4) -> torch.Tensor:

@@ -9,8 +9,8 @@ layer's first, and recomputes each block from them::
     layer 1: keep (1, 0) (1, 1)    layer 1: take (1, 0) (1, 1)
     layer 2: keep (2, 0) (2, 1)    layer 0: take (0, 0) (0, 1)
 
-A ``BoundaryStore`` returns the same bytes, whatever its budget. ``MemoryBoundaries`` keeps all of them in memory;
-``SpilledBoundaries`` has a budget, and spills the rest to disk.
+A ``BoundaryStore`` returns the same bytes, whatever its budget. ``MemoryBoundaries`` keeps tensors of the CPU;
+``SlottedBoundaries`` copies them to the slots of a budget, and spills the rest to disk.
 """
 
 from __future__ import annotations
@@ -27,11 +27,14 @@ import torch
 from torch import Tensor
 
 from tierstore._native import Arena, Buffer, CrcTable, HugePages, Priority
+from tierstore.accelerator import has_own_memory, pinned, reached
+from tierstore.capabilities import Capability
 from tierstore.errors import BudgetError, ChecksumError
 from tierstore.stats import Cause, StallLedger, Tier
 from tierstore.store.core import StoreCore
 from tierstore.store.disk.extents import Slot
 from tierstore.store.format import SECTION_ALIGNMENT
+from tierstore.tiers.accelerated import CopyStream, DeviceCopy
 from tierstore.train.budgets import BoundarySplit
 
 
@@ -112,27 +115,24 @@ class BoundaryStore(ABC):
 
 
 class MemoryBoundaries(BoundaryStore):
-    """Boundaries without a budget. CPU tensors are kept themselves, uncopied; tensors of another device are copied to the
-    host.
-    """
+    """Boundaries without a budget: tensors on the CPU, kept themselves, uncopied."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._kept: dict[tuple[int, int], tuple[Tensor, torch.device]] = {}
+        self._kept: dict[tuple[int, int], Tensor] = {}
         self._nbytes = self._peak = 0
 
     def keep(self, layer: int, micro: int, tensor: Tensor) -> None:
         self._check_keep(layer, micro)
-        held = _owned(tensor.detach()).to("cpu")
-        self._kept[layer, micro] = held, tensor.device
+        held = self._kept[layer, micro] = _owned(tensor.detach())
         self._nbytes += held.nbytes
         self._peak = max(self._peak, self._nbytes)
 
     def take(self, layer: int, micro: int) -> Tensor:
         self._check_take(layer, micro)
-        held, device = self._kept.pop((layer, micro))
+        held = self._kept.pop((layer, micro))
         self._nbytes -= held.nbytes
-        return held.to(device)
+        return held
 
     def clear(self) -> None:
         self._micros.clear()
@@ -169,6 +169,9 @@ def _owned(tensor: Tensor) -> Tensor:
 #
 # ``n`` is at least the number of micro-batches, so two boundaries of one layer never want the same slot.
 #
+# Tensors of an accelerator are copied to slots and back on a stream of their own; the slots are pinned if they can be. The
+# host waits for the disk alone.
+#
 # Each read verifies the CRC-32C of its boundary. Disk space is reserved when the store is opened, in files without a
 # name: nothing is left, however the process ends.
 
@@ -177,18 +180,26 @@ _SCRATCH_NAME = "boundaries"
 
 
 def open_boundaries(
-    store: StoreCore, ledger: StallLedger, split: BoundarySplit, *, layers: Sequence[int], micro_batches: int
+    store: StoreCore,
+    ledger: StallLedger,
+    split: BoundarySplit,
+    *,
+    layers: Sequence[int],
+    micro_batches: int,
+    device: torch.device,
+    pinning: Capability = Capability.AUTO,
 ) -> BoundaryStore:
-    """A store for the boundaries of ``layers`` (ascending), in the memory of ``split``. Reserves the disk space.
+    """A store for the boundaries of ``layers`` (ascending), tensors on ``device``, in the memory of ``split``. Reserves the
+    disk space.
 
-    Raises BudgetError, and OSError (ENOSPC).
+    Raises BudgetError, OSError (ENOSPC), and CapabilityError where memory cannot be pinned.
     """
-    if split.slots == split.count:
+    if split.slots == split.count and not has_own_memory(device):
         return MemoryBoundaries()
-    return SpilledBoundaries(store, ledger, split, layers=layers, micro_batches=micro_batches)
+    return SlottedBoundaries(store, ledger, split, layers, micro_batches, device, pinning)
 
 
-class SpilledBoundaries(BoundaryStore):
+class SlottedBoundaries(BoundaryStore):
     """Boundaries in the slots of ``split``, the rest on disk; made by ``open_boundaries``."""
 
     def __init__(
@@ -196,9 +207,10 @@ class SpilledBoundaries(BoundaryStore):
         store: StoreCore,
         ledger: StallLedger,
         split: BoundarySplit,
-        *,
         layers: Sequence[int],
         micro_batches: int,
+        device: torch.device,
+        pinning: Capability,
     ) -> None:
         super().__init__()
         self._store = store
@@ -212,22 +224,29 @@ class SpilledBoundaries(BoundaryStore):
         }
         self._arena = _arena(split.memory_bytes)
         self._memory = torch.from_numpy(self._arena.view())
-        # By memory slot: the ticket of its last transfer.
+        self._device = device
+        # By memory slot: the ticket of its last transfer; and the last copy between it and an accelerator.
         self._busy = [0] * split.slots
-        #: Shape, type and device of each kept tensor, by number.
-        self._kept: dict[int, tuple[torch.Size, torch.dtype, torch.device]] = {}
+        self._copied: list[DeviceCopy | None] = [None] * split.slots
+        #: Shape and type of each kept tensor, by number.
+        self._kept: dict[int, tuple[torch.Size, torch.dtype]] = {}
         self._layer_of = {number: layer for (layer, _), number in self._numbers.items()}
         self._key_of = {number: key for key, number in self._numbers.items()}
         self._crcs = [CrcTable(1) for _ in range(split.count - split.slots)]
         self._read = self._written = 0
         self._closed = False
-        spilled = split.count - split.slots
-        self._extent = store.extents.open_scratch(_SCRATCH_NAME, split.slot_bytes, spilled)
-        try:
-            self._places = [self._extent.allocate() for _ in range(spilled)]
-        except BaseException:
-            store.extents.close_scratch(self._extent)
-            raise
+        self._places: list[Slot] = []
+        self._copies: CopyStream | None = None
+        with contextlib.ExitStack() as closing:
+            if spilled := split.count - split.slots:
+                extent = store.extents.open_scratch(_SCRATCH_NAME, split.slot_bytes, spilled)
+                closing.callback(store.extents.close_scratch, extent)
+                self._places += [extent.allocate() for _ in range(spilled)]
+            if has_own_memory(device):
+                closing.enter_context(pinned(self._arena, device, pinning))
+                self._copies = CopyStream(store.engine, device, "tierstore-block-inputs")
+                closing.callback(self._copies.close)
+            self._closing = closing.pop_all()
 
     # Keeping -----------------------------------------------------------------------------------------------
 
@@ -242,13 +261,15 @@ class SpilledBoundaries(BoundaryStore):
                 f"layer {layer}: a boundary of {tensor.nbytes} bytes, and {self._split.slot_bytes} were announced"
             )
         self._check_keep(layer, micro)
-        self._wait(number, self._busy[self._slot(number)])
+        self._wait(number)
         if tensor.nbytes:
-            self._view(number, tensor.shape, tensor.dtype).copy_(tensor.detach())
-        self._kept[number] = tensor.shape, tensor.dtype, tensor.device
+            self._copy(number, tensor.detach(), self._view(number, tensor.shape, tensor.dtype))
+        self._kept[number] = tensor.shape, tensor.dtype
         if number >= self._split.slots and tensor.nbytes:
             place = self._place(number)
-            ticket = place.extent.write(place.number, [self._buffer(number)], self._crc(number), ())
+            ticket = place.extent.write(
+                place.number, [self._buffer(number)], self._crc(number), self._copying(number)
+            )
             self._busy[self._slot(number)] = ticket
             self._written += self._padded(number)
 
@@ -257,11 +278,11 @@ class SpilledBoundaries(BoundaryStore):
     def take(self, layer: int, micro: int) -> Tensor:
         self._check_take(layer, micro)
         number = self._numbers[layer, micro]
-        shape, dtype, device = self._kept[number]
-        self._wait(number, self._busy[self._slot(number)])
-        taken = torch.empty(shape, dtype=dtype, device=device)
+        shape, dtype = self._kept[number]
+        self._wait(number)
+        taken = torch.empty(shape, dtype=dtype, device=self._device)
         if taken.nbytes:
-            taken.copy_(self._view(number, shape, dtype))
+            self._copy(number, self._view(number, shape, dtype), taken)
         del self._kept[number]
         self._read_ahead(number + self._split.slots)
         return taken
@@ -272,7 +293,11 @@ class SpilledBoundaries(BoundaryStore):
             return
         place = self._place(number)
         self._busy[self._slot(number)] = place.extent.read(
-            place.number, [self._buffer(number)], self._crc(number), (), Priority.SPECULATIVE
+            place.number,
+            [self._buffer(number)],
+            self._crc(number),
+            self._copying(number),
+            Priority.SPECULATIVE,
         )
         self._read += self._padded(number)
 
@@ -281,6 +306,31 @@ class SpilledBoundaries(BoundaryStore):
         self._kept.clear()
         with self._ledger.stall(layer=None, tier=Tier.NVME, cause=Cause.BOUNDARY_SPILL):
             self._settle()
+
+    def _copy(self, number: int, source: Tensor, target: Tensor) -> None:
+        """Copies between the slot of ``number``, which is free or read, and a tensor. The current stream waits for a copy to
+        an accelerator; the host does not.
+        """
+        if self._copies is None:
+            target.copy_(source)
+            return
+        made, stream = reached(self._device), self._copies.stream
+
+        def copy() -> None:
+            stream.wait_event(made)
+            target.copy_(source, non_blocking=True)
+            for tensor in (source, target):
+                if has_own_memory(tensor.device):
+                    tensor.record_stream(stream)  # freed, its memory is not used again before
+
+        copied = self._copied[self._slot(number)] = self._copies.submit((), copy)
+        if has_own_memory(target.device):
+            torch.accelerator.current_stream(self._device).wait_event(copied.queue())
+
+    def _copying(self, number: int) -> Sequence[int]:
+        """The ticket of the last copy between the slot of ``number`` and an accelerator."""
+        copied = self._copied[self._slot(number)]
+        return () if copied is None else (copied.ticket,)
 
     def _settle(self) -> None:
         for ticket in filter(None, self._busy):
@@ -302,7 +352,7 @@ class SpilledBoundaries(BoundaryStore):
         return self._crcs[number - self._split.slots]
 
     def _nbytes(self, number: int) -> int:
-        shape, dtype, _ = self._kept[number]
+        shape, dtype = self._kept[number]
         return shape.numel() * dtype.itemsize
 
     def _padded(self, number: int) -> int:
@@ -316,9 +366,9 @@ class SpilledBoundaries(BoundaryStore):
         begin = self._slot(number) * self._split.slot_bytes
         return Buffer(self._arena, [(begin, self._padded(number))], self._nbytes(number))
 
-    def _wait(self, number: int, ticket: int) -> None:
-        """Waits for the transfer ``ticket`` of the slot of ``number``."""
-        if not ticket:
+    def _wait(self, number: int) -> None:
+        """Waits for the transfer between the slot of ``number`` and the disk. Copies follow one another on their stream."""
+        if not (ticket := self._busy[self._slot(number)]):
             return
         with contextlib.ExitStack() as stack:
             if not self._store.engine.done(ticket):
@@ -351,7 +401,7 @@ class SpilledBoundaries(BoundaryStore):
         self._micros.clear()
         self._kept.clear()
         self._settle()
-        self._store.extents.close_scratch(self._extent)
+        self._closing.close()
 
 
 def _arena(nbytes: int) -> Arena:

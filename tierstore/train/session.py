@@ -453,5 +453,13 @@ def _layer_order(
     if split is None:
         return None
     count = setup.config.data.micro_batches
-    boundaries = open_boundaries(store, setup.ledger, split, layers=range(blocks), micro_batches=count)
+    boundaries = open_boundaries(
+        store,
+        setup.ledger,
+        split,
+        layers=range(blocks),
+        micro_batches=count,
+        device=setup.mesh.device,
+        pinning=setup.config.pinned_memory,
+    )
     return LayerOrder(model, dense, queue, gates=gates, slot=slot, boundaries=stack.enter_context(boundaries))
