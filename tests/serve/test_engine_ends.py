@@ -120,7 +120,7 @@ def test_a_pass_that_is_split_up_is_counted_and_logged(capsys: pytest.CaptureFix
     assert text == fake_model.expected("Once", 4)[0]
     assert "tierstore_split_passes_total 1.0" in metrics
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("a prefill of 2 sequences failed, and each is computed alone: records-0.bin: the")
+    assert line.startswith("a prefill of 2 sequences failed; computing each alone: records-0.bin: the")
 
 
 def test_a_client_that_leaves_before_its_first_event() -> None:

@@ -86,7 +86,7 @@ def test_tokens_in_the_queue_are_limited() -> None:
         until(lambda: fake.service.engine.queue.tokens == 94, "a request waits")
         answer = httpx.post(f"{fake.url}/v1/completions", json=body(tokens=3))
         assert answer.status_code == 429
-        assert "hold 94 tokens, and with this one's 7" in error(answer)
+        assert "have 94 tokens; with 7 more" in error(answer)
         fake.service.engine.close()
         ask.join()
 

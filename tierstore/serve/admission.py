@@ -1,4 +1,4 @@
-"""Requests, their answers on the way from the model's thread to the event loop, and the queue in which they wait."""
+"""Requests, their answers on the way from the model's thread to the event loop, and the queue of waiting requests."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tierstore.serve.sampling import TokenSampler
 class Finish(Enum):
     """Why an answer ended, in OpenAI's words."""
 
-    STOP = "stop"  # the model ended it, or a stop string did
-    LENGTH = "length"  # its tokens are used up
+    STOP = "stop"  # at an end-of-sequence token, or at a stop string
+    LENGTH = "length"  # at its limit of tokens
 
 
 class RequestOutcome(Enum):
@@ -35,8 +35,8 @@ class RequestOutcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """``text`` and ``reasoning``: what has been added since the last update; ``tokens``: the tokens of the answer so far.
-    ``finish`` comes with the last one.
+    """A part of an answer: ``text`` and ``reasoning`` since the last update; ``tokens``: the number of tokens so far.
+    ``finish`` is set in the last update.
     """
 
     text: str
@@ -46,15 +46,15 @@ class Update:
 
 
 class AnswerError(Exception):
-    """An answer ended too early. The message is one sentence for its client."""
+    """An answer ended early. The message is one sentence for the client."""
 
 
 class GenerationRequest:
-    """At most ``max_tokens`` tokens after ``prompt``, and none after one of ``stop_tokens``, which end it besides the
-    model's own; and the answer on its way.
+    """A request for at most ``max_tokens`` tokens after ``prompt``, and its answer as it grows. ``stop_tokens`` end the
+    answer, like the model's end-of-sequence tokens.
 
-    The event loop makes it and reads the answer. The thread that runs the model writes and never waits: what a slow client
-    leaves here is at most its own answer.
+    The event loop creates it and reads the answer. The model's thread writes the answer and never waits: for a slow client
+    at most its own answer is buffered here.
     """
 
     def __init__(
@@ -71,41 +71,41 @@ class GenerationRequest:
         self.sampler = sampler
         self.text = text
         self.stop_tokens = stop_tokens
-        #: When it was made, and then when its last token came, by ``time.monotonic``.
+        #: When the request was made, and later when its last token was chosen, by ``time.monotonic``.
         self.last_s = time.monotonic()
         #: The answer so far; its last token is the input of the next step. Owned by the model's thread.
         self.tokens: list[int] = []
-        #: Its client wants no more. Written by the event loop, read by the thread that runs the model.
+        #: The client has left. Written by the event loop, read by the model's thread.
         self.cancelled = False
         self._loop = asyncio.get_running_loop()
         self._updates = asyncio.Queue[Update | AnswerError]()
-        self._settled = threading.Lock()  # taken once
+        self._settled = threading.Lock()  # acquired once, at the end
 
     @property
     def most_tokens(self) -> int:
-        """The tokens that it can come to hold."""
+        """The most tokens that prompt and answer can have together."""
         return len(self.prompt) + self.max_tokens
 
     def settle(self) -> bool:
-        """The request has ended. True for the first caller: an end is counted once."""
+        """Mark the request as ended. True for the first caller only, so that an end is counted once."""
         return self._settled.acquire(blocking=False)
 
     def put(self, update: Update) -> None:
-        """Adds to the answer."""
+        """Add ``update`` to the answer, unless it is empty."""
         if update.text or update.reasoning or update.finish is not None:
             self._put(update)
 
     def fail(self, message: str) -> None:
-        """The answer ends here. What was put before is given first."""
+        """End the answer with an error. Earlier updates are delivered first."""
         self._put(AnswerError(message))
 
     def _put(self, found: Update | AnswerError) -> None:
-        # The loop is closed when the process ends at once: there is no reader any more.
+        # The loop is closed if the process ends at once: then nothing reads the answer.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._updates.put_nowait, found)
 
     async def take(self) -> Update:
-        """Waits for more of the answer; what has come by then is one update. Raises AnswerError where it failed."""
+        """Wait for more of the answer; return all that has arrived as one update. Raises AnswerError if it failed."""
         parts = []
         found = await self._updates.get()
         while isinstance(found, Update):
@@ -140,9 +140,9 @@ class _State(Enum):
 
 
 class RequestQueue:
-    """First come, first served. The event loop adds and removes; the thread that runs the model takes.
+    """First come, first served. The event loop adds and removes requests; the model's thread takes them.
 
-    ``retry_after_s`` says when a client that is refused may ask again.
+    ``retry_after_s`` returns the seconds after which a refused client may try again.
     """
 
     def __init__(self, limits: LimitsConfig, retry_after_s: Callable[[], int]) -> None:
@@ -158,16 +158,16 @@ class RequestQueue:
 
     @property
     def tokens(self) -> int:
-        """The tokens of the requests that wait, prompts and answers."""
+        """The most tokens of all waiting requests, prompts and answers."""
         return self._tokens
 
     @property
     def accepting(self) -> bool:
-        """Whether it is not being drained or closed."""
+        """Whether new requests are accepted: the queue is neither draining nor closed."""
         return self._state is _State.OPEN
 
     def add(self, request: GenerationRequest) -> None:
-        """Raises RefusedError where a limit is reached, ClosingError where nothing is accepted any more."""
+        """Add a request. Raises RefusedError if a limit is reached, ClosingError if the queue is draining or closed."""
         asked = request.most_tokens
         with self._changed:
             if self._state is not _State.OPEN:
@@ -179,8 +179,8 @@ class RequestQueue:
                 )
             if self._waiting and self._tokens + asked > self._limits.queue_tokens:
                 raise RefusedError(
-                    f"the requests that wait hold {self._tokens} tokens, and with this one's {asked} they would hold "
-                    f"more than {self._limits.queue_tokens}",
+                    f"the queue is full (waiting requests have {self._tokens} tokens; with {asked} more they would "
+                    f"exceed {self._limits.queue_tokens})",
                     retry_after_s=self._retry_after_s(),
                 )
             self._waiting.append(request)
@@ -188,9 +188,9 @@ class RequestQueue:
             self._changed.notify()
 
     def remove(self, request: GenerationRequest) -> bool:
-        """Its client wants no more; whether it was still waiting."""
+        """Remove a request whose client left; return whether it was still waiting."""
         with self._changed:
-            self._changed.notify()  # also a sequence of the batch may leave
+            self._changed.notify()  # also if the request is in the batch
             if request not in self._waiting:
                 return False
             self._waiting.remove(request)
@@ -198,15 +198,15 @@ class RequestQueue:
             return True
 
     def give_back(self, waiting: list[GenerationRequest]) -> None:
-        """Puts taken requests that found no room back at the front, without those whose client has left."""
+        """Put taken requests that found no room back at the front, except those whose client has left."""
         with self._changed:
             wanted = [one for one in waiting if not one.cancelled]
             self._waiting.extendleft(reversed(wanted))
             self._tokens += sum(one.most_tokens for one in wanted)
 
     def take(self, room: int) -> list[GenerationRequest]:
-        """The first of those that wait: at most ``room``, and as many prompts as may be computed together, each padded to
-        the longest.
+        """Take the first waiting requests: at most ``room``, and no more than ``limits.prefill_tokens`` tokens when each
+        prompt is padded to the longest (but at least one request).
         """
         taken: list[GenerationRequest] = []
         longest = 0
@@ -220,12 +220,12 @@ class RequestQueue:
         return taken
 
     def prompt_tokens(self) -> int:
-        """The tokens of the prompts that wait."""
+        """The tokens of the waiting prompts."""
         with self._changed:
             return sum(len(one.prompt) for one in self._waiting)
 
     def wait(self) -> bool:
-        """Waits for a request; False if the queue is empty and accepts no more."""
+        """Wait for a request; False if the queue is empty and accepts no more."""
         with self._changed:
             while not self._waiting:
                 if self._state is not _State.OPEN:
@@ -234,14 +234,14 @@ class RequestQueue:
             return True
 
     def drain(self) -> None:
-        """Accepts nothing more; what waits is still served."""
+        """Accept no more requests; those that wait are still served."""
         with self._changed:
             if self._state is _State.OPEN:
                 self._state = _State.DRAINING
             self._changed.notify()
 
     def close(self) -> list[GenerationRequest]:
-        """Accepts and serves nothing more; returns what waited."""
+        """Accept and serve no more requests; return those that waited."""
         with self._changed:
             self._state = _State.CLOSED
             left, self._waiting, self._tokens = list(self._waiting), deque(), 0
@@ -250,5 +250,5 @@ class RequestQueue:
 
     @property
     def closed(self) -> bool:
-        """Whether what is in the batch must end too."""
+        """Whether the queue was closed, so that the batch must end too."""
         return self._state is _State.CLOSED

@@ -19,9 +19,9 @@ from tierstore.train.config import RunConfig
 class ExpertMemory(Enum):
     """Which experts the device holds (SE-MoE section 3.2)."""
 
-    AUTO = "auto"  # what the plan finds faster for the passes at hand; it may change between prefill and decoding
+    AUTO = "auto"  # whichever is predicted to be faster, chosen before each pass
     RING = "ring"  # all experts of K of the N layers, in slots of fixed addresses
-    SPARSE = "sparse"  # experts that were chosen, or are guessed
+    SPARSE = "sparse"  # recently chosen and guessed experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,12 +29,12 @@ class RingConfig:
     """Ring memory on the device."""
 
     memory: ExpertMemory = field(
-        default=ExpertMemory.AUTO, metadata={"help": "whole layers in a ring, or chosen experts"}
+        default=ExpertMemory.AUTO, metadata={"help": "ring (whole layers), sparse (chosen experts), or auto"}
     )
-    layers: int = field(default=0, metadata={"help": "layers in the ring (0: as many as the budget holds)"})
+    layers: int = field(default=0, metadata={"help": "layers in the ring (0: as many as fit in the budget)"})
     profile: Path | None = field(
         default=None,
-        metadata={"help": "what bench machine measured: auto chooses by it (none: assumed costs)"},
+        metadata={"help": "file of bench machine with the costs that auto uses (none: assumed costs)"},
     )
 
     def __post_init__(self) -> None:
@@ -44,16 +44,16 @@ class RingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig:
-    """Sequences that are continued together."""
+    """The batch of sequences."""
 
-    sequences: int = field(default=8, metadata={"help": "most sequences of a batch"})
+    sequences: int = field(default=8, metadata={"help": "most sequences in the batch"})
     context: int = field(
         default=0,
-        metadata={"help": "most tokens of a sequence, prompt and answer (0: the model's own limit)"},
+        metadata={"help": "most tokens of a sequence, prompt and answer (0: what model and memory allow)"},
     )
     invariant: bool = field(
         default=False,
-        metadata={"help": "give each request the bits that it gets alone, whoever else is served"},
+        metadata={"help": "compute each request with the same bits as if it were alone in the batch"},
     )
 
     def __post_init__(self) -> None:
@@ -65,28 +65,28 @@ class BatchConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LimitsConfig:
-    """What a server accepts at once, and for how long."""
+    """Limits of a server: its queue, the sizes of requests and answers, and times."""
 
     queue: int = field(default=64, metadata={"help": "most requests that wait for a place in the batch"})
     queue_tokens: int = field(
-        default=65536, metadata={"help": "most tokens of waiting requests, prompts and answers"}
+        default=65536, metadata={"help": "most tokens of all waiting requests, prompts and answers"}
     )
     tokens: int = field(default=0, metadata={"help": "most tokens of an answer (0: what the context leaves)"})
     default_tokens: int = field(
-        default=256, metadata={"help": "tokens of an answer where the request names no limit"}
+        default=256, metadata={"help": "most tokens of an answer if its request sets no limit"}
     )
     prefill_tokens: int = field(
-        default=4096, metadata={"help": "most tokens of prompts that are computed together"}
+        default=4096, metadata={"help": "most prompt tokens in one prefill (a longer prompt runs alone)"}
     )
     request_s: float = field(default=600.0, metadata={"help": "most seconds of a request, waiting included"})
     drain_s: float = field(
-        default=60.0, metadata={"help": "seconds that requests get to end when the server is told to stop"}
+        default=60.0, metadata={"help": "seconds for accepted requests to finish after SIGTERM or SIGINT"}
     )
-    body: int = field(default=4 << 20, metadata={"size": True, "help": "largest body of a request"})
+    body: int = field(default=4 << 20, metadata={"size": True, "help": "largest request body"})
     connections: int = field(default=512, metadata={"help": "most open connections"})
     receive_s: float = field(default=15.0, metadata={"help": "seconds in which a client must send a request"})
     send_s: float = field(
-        default=30.0, metadata={"help": "seconds in which a client must take what it was sent"}
+        default=30.0, metadata={"help": "seconds in which a client must accept the data sent to it"}
     )
 
     def __post_init__(self) -> None:
@@ -102,20 +102,20 @@ class LimitsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GraphsConfig:
-    """Dense parts of decoder blocks as graphs of torch's compiler."""
+    """Compilation of the dense parts of decoder blocks by ``torch.compile``."""
 
     compile: Capability = field(
         default=Capability.OFF,
-        metadata={"help": "compile the dense parts of blocks; their bits are then not the eager model's"},
+        metadata={"help": "compile the dense parts of blocks; they then round otherwise than in eager mode"},
     )
     cache: Path | None = field(
-        default=None, metadata={"help": "where compiled kernels are kept (none: inductor's own place)"}
+        default=None, metadata={"help": "directory of compiled kernels (none: inductor's default)"}
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig(RunConfig):
-    """How a store is served. Nothing here changes what a model computes, but for ``batch.invariant`` and ``graphs``."""
+    """Configuration of serving. Only ``batch.invariant`` and ``graphs`` change what a model computes."""
 
     batch: BatchConfig = field(default_factory=BatchConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)

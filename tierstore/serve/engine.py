@@ -1,10 +1,10 @@
-"""Continuous batching: requests join the batch, get a token with each step, and leave.
+"""Continuous batching: requests join the batch, get one token in each step, and leave.
 
-One thread opens the model, runs it and closes it; nothing else touches it. Between two steps there is at most one
-prefill, of at most ``limits.prefill_tokens`` tokens, so that answers under way go on while prompts come in.
+One thread opens the model, runs it and closes it; no other thread uses it. Between two steps there is at most one
+prefill, of ``limits.prefill_tokens`` tokens or one prompt, so running answers continue while prompts come in.
 
-A pass that fails takes all of its sequences out of the batch. Each is computed again on its own, from its prompt and the
-tokens that it has (``BatchRunner.resume``): those that fail once more end with the error, and the others go on.
+A pass that fails removes all of its sequences from the batch. Each is then computed again alone, from its prompt and its
+tokens so far (``BatchRunner.resume``): those that fail again end with the error, and the others continue.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tierstore.serve.language import Language
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCounts:
-    """What a model's experts have cost since it was opened. ``moved_bytes``: by tier and direction (``nvme read``);
+    """Counters of a model's experts since it was opened. ``moved_bytes``: by tier and direction (``nvme read``);
     ``stall_s``: by cause; ``pinned``: experts that are leased or pinned now.
     """
 
@@ -43,8 +43,8 @@ class ModelCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class Running:
-    """A model that is open. ``context``: the most tokens of a sequence, prompt and answer. ``counts`` reads its counters; it
-    is called by the thread that runs the model, between passes. ``lines`` describe it to people.
+    """An open model. ``context``: the most tokens of a sequence, prompt and answer. ``counts`` reads the model's counters;
+    only the model's thread calls it, between passes. ``lines``: a description to print.
     """
 
     runner: BatchRunner
@@ -55,26 +55,26 @@ class Running:
 
 
 class Watcher(Protocol):
-    """Receives passes and requests, from the thread that runs the model unless a method says otherwise."""
+    """Is notified of passes and requests, by the model's thread unless a method says otherwise."""
 
     def joined(self, *, sequences: int, tokens: int, seconds: float) -> None:
-        """A prefill of ``tokens`` tokens of ``sequences`` prompts."""
+        """A prefill of ``sequences`` prompts with ``tokens`` tokens in all took ``seconds``."""
         ...
 
     def stepped(self, *, sequences: int, seconds: float) -> None:
-        """One token for each of ``sequences``."""
+        """A decode step, one token for each of ``sequences`` sequences, took ``seconds``."""
         ...
 
     def split_up(self) -> None:
-        """A pass of several sequences has failed, and each is computed on its own."""
+        """A pass of several sequences failed, and each is computed again alone."""
         ...
 
     def token(self, *, first: bool, seconds: float) -> None:
-        """A token of an answer: ``seconds`` since its request came, or since its last token."""
+        """A token of an answer was chosen, ``seconds`` after its request was made (if ``first``) or after the last token."""
         ...
 
     def ended(self, outcome: RequestOutcome) -> None:
-        """A request has ended."""
+        """A request has ended. Also called by the event loop."""
         ...
 
 
@@ -84,7 +84,7 @@ _SHUT_DOWN = "the server was shut down before the answer was complete"
 
 
 def _mean(before: float, now: float) -> float:
-    """A decayed mean; 0 before the first measurement."""
+    """An exponentially decaying mean; ``before`` is 0 at the first measurement."""
     return now if before == 0 else before + _WEIGHT * (now - before)
 
 
@@ -96,11 +96,11 @@ def _print(line: str) -> None:
 
 
 class ServingEngine:
-    """The model's thread. ``opened`` opens the model, on that thread; ``sequences`` is the most of a batch.
-    ``log`` is given lines for people.
+    """Runs a model on a thread of its own. ``opened`` opens the model on that thread; ``sequences``: most sequences of the
+    batch; ``log`` receives lines to print.
 
-    A context manager: entering begins to open the model; leaving ends what is under way, and raises what opening or running
-    it has raised. ``submit`` and ``cancel`` are the event loop's.
+    A context manager: entering starts to open the model; leaving ends all requests, and raises what opening or running the
+    model raised. The event loop calls ``submit`` and ``cancel``.
     """
 
     def __init__(
@@ -116,11 +116,11 @@ class ServingEngine:
         self._log = log
         self._room = sequences
         self._watcher = watcher
-        #: Seconds of a decoding pass, and of a token of a prompt.
+        #: Mean seconds of a decode step, and of a prompt token in a prefill.
         self._step_s = self._prompt_token_s = 0.0
         self.queue = RequestQueue(limits, self._retry_after_s)
-        self._batch: dict[int, GenerationRequest] = {}  # by the runner's numbers; of the model's thread
-        self._tokens_left = 0  # of the answers in the batch, at most; written by the model's thread
+        self._batch: dict[int, GenerationRequest] = {}  # by the runner's numbers; owned by the model's thread
+        self._tokens_left = 0  # most tokens that the batch's answers still get; the model's thread writes it
         self._running: Running | None = None
         self._error: BaseException | None = None
         self._counts = ModelCounts()
@@ -144,7 +144,7 @@ class ServingEngine:
 
     @property
     def running(self) -> Running:
-        """The model, which has been opened; only its facts are for other threads."""
+        """The open model. Other threads must not use its ``runner`` or call its ``counts``."""
         assert self._running is not None
         return self._running
 
@@ -155,12 +155,12 @@ class ServingEngine:
 
     @property
     def alive(self) -> bool:
-        """Whether requests are being served, or the model is being opened for them."""
+        """Whether the model's thread is running: it opens the model, or serves requests."""
         return self._thread.is_alive()
 
     @property
     def counts(self) -> ModelCounts:
-        """The model's counters, at most a moment old; after the end, the last ones."""
+        """The model's counters, read between passes about every 0.5 s; after the end, the final ones."""
         return self._counts
 
     def submit(self, request: GenerationRequest) -> GenerationRequest:
@@ -169,29 +169,29 @@ class ServingEngine:
         return request
 
     def cancel(self, request: GenerationRequest, outcome: RequestOutcome = RequestOutcome.CANCELLED) -> None:
-        """Its client no longer waits: the request leaves the queue at once, the batch before the next step."""
+        """Cancel a request whose client left: it leaves the queue at once, or the batch before the next step."""
         if request.settle():
             request.cancelled = True
             self.queue.remove(request)
             self._watcher.ended(outcome)
 
     def drain(self) -> None:
-        """Accept nothing more. The thread ends with the last request."""
+        """Accept no more requests. The thread ends after the last one."""
         self.queue.drain()
 
     def close(self) -> None:
-        """End every request after the pass under way."""
+        """End all requests after the current pass."""
         for request in self.queue.close():
             self._fail(request, _SHUT_DOWN)
 
     def _retry_after_s(self) -> int:
-        """When what waits now has been served: a client that comes back earlier would find as many before it."""
+        """Estimated seconds until the requests in the batch and the queue are served; 1 to ``_LONGEST_RETRY_S``."""
         prompt_tokens = self.queue.prompt_tokens()
         answers = self.queue.tokens - prompt_tokens + self._tokens_left
         seconds = -(-answers // self._room) * self._step_s + prompt_tokens * self._prompt_token_s
         return min(max(math.ceil(seconds), 1), _LONGEST_RETRY_S)
 
-    # What follows runs on the model's thread.
+    # The methods below run on the model's thread.
 
     def _serve(self) -> None:
         try:
@@ -202,7 +202,7 @@ class ServingEngine:
                     self._turn(running)
                 self._counted_s = float("-inf")
                 self._count(running)
-        except BaseException as error:  # it is raised again by the thread that leaves
+        except BaseException as error:  # __exit__ raises it again
             self._error = error
         finally:
             for request in [*self._batch.values(), *self.queue.close()]:
@@ -210,7 +210,7 @@ class ServingEngine:
             self._batch.clear()
 
     def _turn(self, running: Running) -> None:
-        """A prefill, if the batch has room, and a step."""
+        """Run a prefill, if a request waits and the batch has room, and a decode step."""
         for number, request in list(self._batch.items()):
             if request.cancelled:
                 self._leave(running, number)
@@ -230,7 +230,7 @@ class ServingEngine:
         try:
             joined = running.runner.join(prompts)
         except BudgetError as error:
-            if len(taken) > 1 or self._batch:  # fewer together, or when one has left
+            if len(taken) > 1 or self._batch:  # retry with fewer, or when a sequence has left
                 self.queue.give_back(taken[1:] if not self._batch else taken)
                 if not self._batch:
                     self._split_up("prefill", len(taken), error)
@@ -259,7 +259,7 @@ class ServingEngine:
         tokens = {number: request.tokens[-1] for number, request in self._batch.items()}
         try:
             logits = running.runner.step(tokens)
-        except Exception as error:  # by BatchRunner's contract, all that were in the pass have left
+        except Exception as error:  # by BatchRunner's contract, all sequences of the pass have left
             failed = list(self._batch.values())
             self._batch.clear()
             if len(failed) == 1:
@@ -275,13 +275,13 @@ class ServingEngine:
             self._advance(running, number, logits_V)
 
     def _split_up(self, what: str, sequences: int, error: Exception) -> None:
-        """A pass of several has failed: each is computed on its own, which takes far longer where it fails each time."""
+        """Report that a pass failed and each sequence is computed alone, which is far slower if it happens each time."""
         reason = self._reason(error)
-        self._log(f"a {what} of {sequences} sequences failed, and each is computed alone: {reason}")
+        self._log(f"a {what} of {sequences} sequences failed; computing each alone: {reason}")
         self._watcher.split_up()
 
     def _join_again(self, running: Running, failed: list[GenerationRequest]) -> None:
-        """After a pass that failed: each on its own."""
+        """Compute each sequence of a failed pass again, alone."""
         for request in failed:
             if request.cancelled:
                 continue
@@ -294,7 +294,7 @@ class ServingEngine:
                 self._advance(running, one.number, one.logits_V)
 
     def _advance(self, running: Running, number: int, logits_V: Tensor) -> None:
-        """Chooses the next token of a sequence."""
+        """Choose the next token of a sequence."""
         request = self._batch[number]
         try:
             token = request.sampler(logits_V)
@@ -302,10 +302,10 @@ class ServingEngine:
             last = len(request.tokens) + 1 == request.max_tokens
             text = "" if ends else request.text.push(token)
             if ends or last:
-                text += request.text.finish()  # a stop string may be in what was held
+                text += request.text.finish()  # the held text may have a stop string
             stopped = ends or request.text.stopped
             finish = Finish.STOP if stopped else Finish.LENGTH if last else None
-        except Exception as error:  # logits that are not finite; it disturbs no other request
+        except Exception as error:  # for example logits that are NaN; other requests continue
             self._leave(running, number)
             self._fail_by(request, error)
             return
@@ -338,7 +338,7 @@ class ServingEngine:
             self._counts = running.counts()
 
     def _reason(self, error: Exception) -> str:
-        """One line. The log has the traceback of an error that nothing raises on purpose."""
+        """``error`` in one line. Logs the traceback of an unexpected error."""
         if not isinstance(error, TierstoreError | OSError):
             self._log("".join(traceback.format_exception(error)).rstrip())
             return type(error).__name__

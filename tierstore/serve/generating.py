@@ -1,4 +1,4 @@
-"""Texts continued by a batch runner, one after another as there is room: what ``tierstore generate`` runs.
+"""Continue texts with a batch runner, starting each when the batch has room: what ``tierstore generate`` runs.
 
 ::
 
@@ -25,17 +25,18 @@ from tierstore.serve.sampling import TokenSampler
 class Ending(Enum):
     """Why a text ended."""
 
-    END = "end"  # the model ended it
-    STOP = "stop"  # a stop string did
-    LENGTH = "length"  # its tokens, or the model's context, are used up
+    END = "end"  # at an end-of-sequence token
+    STOP = "stop"  # at a stop string
+    LENGTH = "length"  # at its limit of tokens, or the model's context
     INTERRUPTED = "interrupted"
 
 
 @dataclass(slots=True, eq=False)
 class GeneratedText:
-    """At most ``most`` tokens after ``prompt``, chosen by ``sampler`` and made text by ``stream``; and what came of it.
+    """A text to continue by at most ``most`` tokens after ``prompt``, and its result. ``sampler`` chooses the tokens,
+    ``stream`` decodes them.
 
-    ``reasoning``: what the model wrote beside the answer ``text``. ``first_s``: seconds from the start of the run to its
+    ``reasoning``: what the model wrote besides the answer ``text``. ``first_s``: seconds from the start of the run to the
     first token. Raises ConfigError.
     """
 
@@ -67,18 +68,18 @@ class GenerationTotals:
 
     @property
     def prefill_rate(self) -> float | None:
-        """Tokens a second."""
+        """Tokens per second."""
         return self.prefill_tokens / self.prefill_s if self.prefill_s else None
 
     @property
     def decode_rate(self) -> float | None:
-        """Tokens a second, of all sequences."""
+        """Tokens per second, over all sequences."""
         return self.decode_tokens / self.decode_s if self.decode_s else None
 
 
 class TextGenerator:
-    """Runs texts through ``runner``. ``added`` is given each piece of text as it comes, with the text's index; ``stopped``
-    is asked before each pass whether to end.
+    """Continues texts with ``runner``. ``added`` receives the index of a text and its new piece; ``stopped`` is called before
+    each pass, and True ends the run.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class TextGenerator:
         self._running: dict[int, tuple[int, GeneratedText]] = {}
 
     def run(self, texts: Sequence[GeneratedText]) -> None:
-        """Continues ``texts``; when it is ``stopped``, those that have not ended are interrupted.
+        """Continue ``texts`` until all have ended; when ``stopped``, interrupt the others.
 
         Raises BudgetError for a prompt that is longer than the model's context, and what a pass raises.
         """
@@ -135,7 +136,7 @@ class TextGenerator:
             self._advance(number, logits_V)
 
     def _advance(self, number: int, logits_V: Tensor) -> None:
-        """Takes the next token of a sequence."""
+        """Choose the next token of a sequence."""
         index, text = self._running[number]
         token = text.sampler(logits_V)
         if text.first_s is None:
@@ -156,7 +157,7 @@ class TextGenerator:
 
     def _end(self, number: int, ending: Ending, piece: str) -> None:
         index, text = self._running.pop(number)
-        text.ending = Ending.STOP if text.stream.stopped else ending  # also in what was held
+        text.ending = Ending.STOP if text.stream.stopped else ending  # the held text may have a stop string
         text.reasoning = text.stream.reasoning()
         self._add(index, text, piece)
         self._runner.leave(number)

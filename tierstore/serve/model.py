@@ -1,10 +1,9 @@
-"""A model as the batches see it: forward passes over tokens that follow what a cache of keys and values holds.
+"""The interface of served models: forward passes over new tokens, with a cache of keys and values of earlier tokens.
 
-Shapes: B sequences, T tokens of this pass, S tokens with those that the cache holds, V vocabulary, H heads,
-C width of a head.
+Shapes: B sequences, T tokens of this pass, S tokens including the cached ones, V vocabulary, H heads, C width of a head.
 
-A batch is padded on the left, so that the last column is every sequence's last token. Keys carry the positions that they
-were computed with, so columns of padding can be put before them and taken away.
+A batch is padded on the left, so the last column has the last token of every sequence. Cached keys include their positions,
+so columns of padding can be inserted before them and removed.
 """
 
 from __future__ import annotations
@@ -25,42 +24,42 @@ from tierstore.model.transformer import Transformer
 
 
 class LayeredCache(Protocol):
-    """What a model keeps of the tokens before: transformers' ``DynamicCache``, or the built-in model's.
+    """A model's cache of earlier tokens: transformers' ``DynamicCache``, or the built-in model's.
 
-    A layer of attention has ``keys`` and ``values`` (B, heads, S, width) once it has seen tokens.
+    A layer of attention has ``keys`` and ``values`` (B, heads, S, width) after its first pass.
     """
 
     layers: Any
 
 
 class ServedModel(Protocol):
-    """A model in evaluation, whose experts are leased. One caller, one pass at a time."""
+    """A model in evaluation mode whose experts are leased. One thread, one pass at a time."""
 
     #: The most tokens of a sequence.
     context: int
-    #: V, the number of tokens that it knows.
+    #: V, the number of token ids.
     vocabulary: int
-    #: Stands before the shorter sequences of a batch: no token sees it.
+    #: Pads the shorter sequences of a batch on the left; masked in attention.
     pad_token: int
 
     def new_cache(self) -> LayeredCache:
-        """A cache without tokens, of any number of sequences."""
+        """An empty cache, for any number of sequences."""
         ...
 
     def forward(
         self, tokens_BT: Tensor, cache: LayeredCache, *, mask_BS: Tensor, positions_BT: Tensor
     ) -> Tensor:
-        """The logits (B, V), fp32, of what follows; ``cache`` then holds the tokens too.
+        """Compute the fp32 logits (B, V) that follow ``tokens_BT``, and add the tokens to ``cache``.
 
-        ``mask_BS``: 1 for a token, 0 for padding before the first; ``positions_BT``: of each token in its sequence.
+        ``mask_BS``: 1 for a token, 0 for padding; ``positions_BT``: the position of each token in its sequence.
         """
         ...
 
 
 class BuiltInModel:
-    """``model`` as a ``ServedModel``. ``context`` 0 is the length that it was trained with.
+    """The built-in model as a ``ServedModel``. ``context`` 0: the length that it was trained with.
 
-    Raises ConfigError for a context beyond it.
+    Raises ConfigError for a longer context.
     """
 
     def __init__(self, model: Transformer, *, context: int = 0) -> None:
@@ -79,17 +78,17 @@ class BuiltInModel:
 
 
 class WrappedModel:
-    """``module`` of transformers as a ``ServedModel``. ``context`` 0 is the model's own limit.
+    """A model of transformers as a ``ServedModel``. ``context`` 0: the model's own limit.
 
-    Raises ConfigError for a context beyond it.
+    Raises ConfigError for a longer context.
     """
 
     def __init__(self, module: nn.Module, *, context: int = 0) -> None:
         from transformers import DynamicCache
 
         wrapped: Any = module
-        # By it torch chooses between one product and one for each sequence, which round otherwise: parameters are as in a
-        # model that transformers has loaded. Passes run in inference mode, without gradients.
+        # requires_grad decides whether torch computes one product or one for each sequence, which round differently. It is
+        # set as in a model that transformers loads; passes run in inference mode, without gradients.
         module.requires_grad_(True)
         self._module = module
         config: Any = wrapped.config.get_text_config(decoder=True)
@@ -116,7 +115,7 @@ class WrappedModel:
 
 
 def _pad_token(config: Any) -> int:
-    """The model's own, else its end of text, as in ``generate``, else 0; each within the vocabulary (-1 is not)."""
+    """The model's pad token, else its end of text, as in ``generate``, else 0. Ids outside the vocabulary are ignored."""
     for name in ("pad_token_id", "eos_token_id"):
         found = getattr(config, name, None)
         for token in found if isinstance(found, list) else [found]:
@@ -126,37 +125,37 @@ def _pad_token(config: Any) -> int:
 
 
 def checked_context(asked: int, most: int) -> int:
-    """``asked`` tokens of a sequence, or the model's ``most`` for 0. Raises ConfigError for more."""
+    """``asked``, or the model's limit ``most`` if it is 0. Raises ConfigError if ``asked`` is more."""
     if asked > most:
         raise ConfigError(f"batch.context: expected at most {most}, the model's own limit, got {asked}")
     return asked or most
 
 
 def served_model(model: Model, *, context: int = 0) -> ServedModel:
-    """``model``, which is in evaluation, as batches see it. Raises ConfigError for a ``context`` beyond the model's."""
+    """``model``, in evaluation mode, as a ``ServedModel``. Raises ConfigError for a ``context`` beyond the model's limit."""
     if isinstance(model, Transformer):
         return BuiltInModel(model, context=context)
 
     return WrappedModel(model.module, context=context)
 
 
-#: Layers that hold the keys and values of every token and nothing else.
+#: Cache layers that hold the keys and values of every token and nothing else.
 _PLAIN = ("DynamicLayer", "LayerKeyValues")
-#: Where layers of linear attention keep their states, (B, ...) each.
+#: Attributes in which layers of linear attention keep their states, (B, ...) each.
 _STATES = ("conv_states", "recurrent_states")
 
 
 def why_apart(cache: LayeredCache) -> str:
-    """Why batches with caches of this kind cannot become one; empty where they can.
+    """Why batches with caches like this one cannot be merged; empty if they can.
 
-    A window keeps the last columns alone, and a state of linear attention has taken the padding of its batch.
+    A sliding window keeps only the last columns, and a state of linear attention depends on the padding of its batch.
     """
     others = sorted({type(layer).__name__ for layer in cache.layers} - set(_PLAIN))
-    return f"caches of {', '.join(others)} cannot be padded anew" if others else ""
+    return f"caches of {', '.join(others)} cannot be padded again" if others else ""
 
 
 def select_rows(cache: LayeredCache, rows: Sequence[int]) -> None:
-    """Keeps the sequences ``rows``, in this order."""
+    """Keep only the sequences ``rows``, in this order."""
 
     def kept(value: Tensor) -> Tensor:
         return value.index_select(0, torch.tensor(rows, device=value.device))
@@ -169,7 +168,7 @@ def select_rows(cache: LayeredCache, rows: Sequence[int]) -> None:
 
 
 def copied_rows(cache: LayeredCache, rows: Sequence[int]) -> LayeredCache:
-    """A cache of the sequences ``rows`` alone; ``cache`` keeps them too."""
+    """A copy of ``cache`` with only the sequences ``rows``; ``cache`` is unchanged."""
     made = copy.copy(cache)
     made.layers = [copy.copy(layer) for layer in cache.layers]
     for layer in made.layers:
@@ -181,16 +180,16 @@ def copied_rows(cache: LayeredCache, rows: Sequence[int]) -> LayeredCache:
 
 
 def drop_columns(cache: LayeredCache, columns: int) -> None:
-    """Removes the first ``columns`` of every sequence: padding. For caches that ``why_apart`` allows."""
+    """Remove the first ``columns`` columns (padding) of every sequence. Only for caches that ``why_apart`` allows."""
     for layer in cache.layers:
         layer.keys = layer.keys[:, :, columns:].contiguous()
         layer.values = layer.values[:, :, columns:].contiguous()
 
 
 def move(caches: Sequence[LayeredCache], into: LayeredCache, padding: Sequence[int]) -> None:
-    """Moves all sequences of ``caches`` to ``into``, which is new; ``padding``: columns of padding before those of each.
+    """Move all sequences of ``caches`` to the empty cache ``into``; ``padding``: columns to insert before each cache.
 
-    Layer by layer: a layer is freed once it is moved, so that one layer at a time exists twice.
+    Each layer is freed once it is moved, so only one layer at a time exists twice.
     """
     for number, layer in enumerate(into.layers):
         parts = [cache.layers[number] for cache in caches]

@@ -1,7 +1,7 @@
-"""A store becomes a model that is served: ``open_running`` over ``open_served`` and ``open_runner``.
+"""Open a store as a served model: ``open_running`` calls ``open_served`` and ``open_runner``.
 
-What can be refused is refused before memory is taken: a store that a trainer holds, one of several ranks, budgets that are
-too small. Nothing of the store is ever written, and several processes may serve it.
+Opening refuses a store that a trainer holds, a store of several ranks, and budgets that are too small before it allocates
+memory. It never writes to the store, so several processes may serve it.
 """
 
 from __future__ import annotations
@@ -79,13 +79,13 @@ from tierstore.train.setup import compute_deterministically, stall_spans
 from tierstore.units import format_bytes
 
 _LOG = logging.getLogger("tierstore.serve")
-#: Guesses are judged by the bytes of this many experts that were read for them.
+#: Guesses are judged each time speculative reads of this many experts have proved useful or wasted.
 _GATE_EXPERTS = 16
-#: Experts that routers guess of a layer at once, for each that a token chooses: those that most sequences are expected to
-#: choose. A batch that reaches most experts of a layer keeps the disk busy anyway; more guesses only take the place of
-#: experts that the next step would have found in memory.
+#: Most experts that routers guess of a layer at once, for each that a token chooses: those that most sequences are expected
+#: to choose. A batch that reaches most experts of a layer keeps the disk busy anyway; more guesses would only evict experts
+#: that the next step hits.
 GUESSED_PER_CHOSEN = 3
-#: The interpreter, torch, transformers, and what a pass works in: 325 MiB measured beside experts and dense parameters.
+#: The interpreter, torch, transformers and a pass's temporaries: 325 MiB measured, without experts and dense parameters.
 _PROCESS_BYTES = 400 << 20
 
 
@@ -93,8 +93,8 @@ _PROCESS_BYTES = 400 << 20
 def open_running(
     config: ServeConfig, *, trace: Path | None = None, timeline: Path | None = None
 ) -> Iterator[Running]:
-    """The model in ``config.store`` for a ``ServingEngine``. ``trace`` records its cache's decisions, ``timeline`` what it
-    waits for. Raises what ``open_served`` does.
+    """Open the model in ``config.store`` for a ``ServingEngine``. The file ``trace`` records the cache's decisions, the file
+    ``timeline`` what the model waits for. Raises what ``open_served`` does.
     """
     with open_timeline(timeline) as sink, open_served(config, trace=trace, timeline=sink) as parts:
         runner, language = open_runner(parts), open_language(parts.spec)
@@ -133,12 +133,12 @@ def _lines(parts: ServedParts) -> tuple[str, ...]:
     if config.device_budget:
         device = format_bytes(config.device_budget)
     else:
-        device = "all that is free" if has_own_memory(parts.device) else "as the host budget allows"
+        device = "all free memory" if has_own_memory(parts.device) else "part of the host budget"
     return (
         f"model: {len(spec.moe_layers)} layers of {spec.experts} experts, {spec.compute_dtype.value}, on {parts.device}",
-        f"budget: {format_bytes(config.host_budget)} for experts on the host, on the device {device}; a batch of at "
+        f"budget: {format_bytes(config.host_budget)} for experts on the host; on the device: {device}; batch of at "
         f"most {config.batch.sequences} sequences, {batch}",
-        f"cache policy: {config.cache.summary}; guesses: {config.prefetch.predictor.value}",
+        f"cache policy: {config.cache.summary}; predictor: {config.prefetch.predictor.value}",
         *parts.store.describe(),
     )
 
@@ -148,14 +148,14 @@ def _lines(parts: ServedParts) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class ServedParts:
-    """A model that is ready for forward passes. ``model`` is in evaluation mode, its dense parameters are whole on
-    ``device``, without gradients; its experts come from ``experts``.
+    """A model ready for forward passes. ``model`` is in evaluation mode; its dense parameters are complete on ``device``,
+    without gradients; its experts are leased from ``experts``.
     """
 
     config: ServeConfig
     spec: ModelSpec
     model: Model
-    #: Where the model's layers request experts: ``experts``, and for as long as there is one its ``meeting``.
+    #: The source that the model's layers call: it leases from ``experts``, or hands calls to its ``meeting`` if it has one.
     source: SourceSlot
     experts: ServedExperts
     store: StoreCore
@@ -168,7 +168,7 @@ class ServedParts:
 def open_served(
     config: ServeConfig, *, trace: Path | None = None, timeline: TimelineSink | None = None
 ) -> Iterator[ServedParts]:
-    """The model in ``config.store``, imported or trained, closed at exit. ``trace`` records the decisions of its cache.
+    """Open the model in ``config.store``, imported or trained; close it at exit. ``trace`` records the cache's decisions.
 
     Raises StoreMissingError, StoreInUseError naming the process that writes the store, ConfigError (several ranks),
     BudgetError naming the minimum, CapabilityError, StoreError, ChecksumError, OSError.
@@ -176,7 +176,7 @@ def open_served(
     directory = config.store
     if rank_directories(directory):
         raise ConfigError(
-            f"{directory}: has the stores of several ranks: tierstore deploy, or tierstore reshard, makes one store of it"
+            f"{directory}: holds the stores of several ranks; merge them with tierstore deploy or tierstore reshard"
         )
     timeline = timeline or NullTimeline()
     device = rank_device(config.device, RankEnvironment())
@@ -184,18 +184,18 @@ def open_served(
     kind = DeviceKind.of(device.type)
     lower = "device_budget, batch.context or batch.sequences"
     with memory_errors(device, lower), contextlib.ExitStack() as stack:
-        read_identity(directory)  # a missing store is one, before its lease is
-        # The openings below read the same commit.
+        read_identity(directory)  # reports a missing store before the lease fails
+        # While the lease is held, all readers below see the same commit.
         stack.enter_context(DirectoryLease(directory, access=StoreAccess.READ))
         stored = read_stored(directory)
         spec = stored.spec
         if stored.pairs is not None and (config.ring.memory is ExpertMemory.RING or config.ring.layers):
             name = "ring.memory" if config.ring.memory is ExpertMemory.RING else "ring.layers"
             raise ConfigError(
-                f"{name}: the experts of {directory} have an adapter's pairs, which a ring does not hold yet; "
-                "tierstore deploy merges them"
+                f"{name}: the experts of {directory} have LoRA pairs, which a ring does not support yet; "
+                "merge them with tierstore deploy"
             )
-        weights_in_place(config.weights_in_place, device, config.links.copy)  # refuses ON where it cannot be
+        weights_in_place(config.weights_in_place, device, config.links.copy)  # raises if ON is impossible
         budgets = served_budgets(
             config,
             spec,
@@ -209,7 +209,7 @@ def open_served(
         if config.threads:
             torch.set_num_threads(config.threads)
         compute_deterministically(device)
-        # Filling memory that is about to be written changes no result, and each token's pass allocates much.
+        # Filling memory that is then overwritten changes no result, and costs time in each pass.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         ledger = StallLedger(listener=stall_spans(timeline) if timeline.enabled else None)
         source = SourceSlot()
@@ -228,7 +228,7 @@ def open_served(
         load_dense(store, model, stored.state, compute=spec.compute_dtype.torch, device=device)
         model.module.requires_grad_(False).eval()
         if config.graphs.compile is Capability.OFF:
-            quicken_linears(model.module)  # the compiler makes products of its own
+            quicken_linears(model.module)  # the compiler generates its own products
         return_freed_memory()
         stack.enter_context(pinned(store.arena, device, config.pinned_memory))
         opening = _ExpertOpening(stack, config, stored, budgets, store, device, ledger)
@@ -253,8 +253,8 @@ def open_served(
 
 
 def _free_device_bytes(config: ServeConfig, spec: ModelSpec, device: torch.device) -> int | None:
-    """Bytes of an accelerator that experts may take: what is free there beside a reserve, the dense parameters, and the keys
-    and values of ``batch``; without ``batch.context`` those get half. None on a CPU.
+    """Bytes of an accelerator that experts may take: free memory less a reserve, the dense parameters, and the keys and
+    values of ``batch`` (half of the rest if ``batch.context`` is 0). None on a CPU.
     """
     if not has_own_memory(device):
         return None
@@ -265,10 +265,10 @@ def _free_device_bytes(config: ServeConfig, spec: ModelSpec, device: torch.devic
 
 
 def open_runner(parts: ServedParts) -> BatchRunner:
-    """A ``BatchRunner`` over ``parts``; its memory is freed with it.
+    """Create a ``BatchRunner`` over ``parts``.
 
-    Without ``batch.context``, a sequence may be as long as the model's own limit, or as fits in memory ``batch.sequences``
-    times. Raises ConfigError for a context beyond the model's limit, BudgetError for one that does not fit.
+    If ``batch.context`` is 0, the context is the model's limit, or less if ``batch.sequences`` such sequences do not fit in
+    memory. Raises ConfigError for a context beyond the model's limit, BudgetError for one that does not fit.
     """
     config = parts.config
     if has_own_memory(parts.device):
@@ -294,33 +294,33 @@ def open_runner(parts: ServedParts) -> BatchRunner:
 
 @dataclass(frozen=True, kw_only=True)
 class ServedStore:
-    """What the last commit of a store says of its model."""
+    """The model of a store, as its last commit describes it."""
 
     state: TrainState
     spec: ModelSpec
-    #: The records of experts, and of the pairs that were trained beside them; None where there are none.
+    #: Schemas of the records of experts and of their LoRA pairs (None: no pairs).
     experts: RecordSchema
     lora: LoraConfig
     pairs: RecordSchema | None
-    #: Bytes to replay missed steps in, and how many records of experts have some.
+    #: Scratch bytes for replaying missed steps, and the number of expert records that have missed steps.
     scratch: int
     missed_records: int
 
 
 def read_stored(directory: Path) -> ServedStore:
-    """Reads no weights. The model is the one that was imported, with the pairs that were trained beside it, or the built-in
-    one that was trained. Raises ConfigError (several ranks), StoreError, StoreFormatError.
+    """Read the description of a store's model, but no weights. The model is imported, with LoRA pairs if some were trained,
+    or the built-in one. Raises ConfigError (several ranks), StoreError, StoreFormatError.
     """
     summary = read_summary(directory)
     state = TrainState.unpack(summary.state, where=str(directory))
     if state.ranks > 1:
         raise ConfigError(
-            f"{directory}: made by {state.ranks} ranks: tierstore deploy, or tierstore reshard, makes one store of it"
+            f"{directory}: made by {state.ranks} ranks; make one store of it with tierstore deploy or tierstore reshard"
         )
     spec, lora = recorded_spec(directory, state), recorded_lora(directory, state)
     experts = summary.schema(EXPERT_SCHEMA)
     if experts is None:
-        raise StoreError(f"{directory}: it holds no experts")
+        raise StoreError(f"{directory}: the store holds no experts")
     return ServedStore(
         state=state,
         spec=spec,
@@ -336,7 +336,7 @@ def read_stored(directory: Path) -> ServedStore:
 
 
 def served_predictor(config: ServeConfig, spec: ModelSpec) -> Predictor:
-    """The predictor that ``config`` names, for all experts of a layer of ``spec``."""
+    """Create the predictor that ``config`` names, for the experts of ``spec``."""
     most = config.prefetch.guesses
     if not most and config.prefetch.predictor is PredictorName.ROUTER:
         most = GUESSED_PER_CHOSEN * spec.architecture.top_k
@@ -345,7 +345,7 @@ def served_predictor(config: ServeConfig, spec: ModelSpec) -> Predictor:
 
 @dataclass(frozen=True)
 class _ExpertOpening:
-    """Opens the experts of ``store``, which is open to read, for the layers of a model; ``stack`` closes what is opened.
+    """Opens the source of a model's experts over ``store``, which is open for reading; ``stack`` closes it.
 
     Raises BudgetError, CapabilityError, OSError.
     """
@@ -360,12 +360,12 @@ class _ExpertOpening:
 
     @property
     def copied(self) -> bool:
-        """Whether experts are copied to slots of the device."""
+        """Whether experts are copied to device slots."""
         return copies_weights(self.config, DeviceKind.of(self.device.type))
 
     def cached(self) -> CachedExperts:
-        """Experts of the host cache. With pairs that were trained beside them, a pass over a layer copies the pairs that it
-        needs to memory of its own, beside the budgets, and then walks the experts.
+        """Experts leased from the host cache. If they have LoRA pairs, a pass over a layer first copies the pairs that it
+        needs to memory outside the budgets, then leases the experts.
         """
         spec, experts, pairs = self.stored.spec, self.budgets.slots, self.budgets.pairs
         residency = self.store.cache.residency
@@ -387,7 +387,7 @@ class _ExpertOpening:
         return CachedExperts(leased, residency)
 
     def slotted(self, timeline: TimelineSink) -> SlottedExperts:
-        """Experts in the slots of a device: a ring of whole layers, or those that are chosen."""
+        """Experts in device slots: a ring of whole layers, or chosen experts."""
         config, spec, schema = self.config, self.stored.spec, self.stored.experts
         experts, prefetch, link = self.budgets.slots, config.prefetch, config.links.copy
         predictor = served_predictor(config, spec)
@@ -455,7 +455,7 @@ class _ExpertOpening:
         return limited_tier(opened, self.store.engine, self.config.links.copy)
 
     def _records(self, key: Callable[[int, int], str]) -> RecordsByExpert:
-        """The records called ``key(layer, expert)`` of all experts. Raises StoreError for one that is missing."""
+        """The records ``key(layer, expert)`` of all experts. Raises StoreError if one is missing."""
         spec, store = self.stored.spec, self.store
         try:
             return {

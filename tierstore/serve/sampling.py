@@ -1,6 +1,6 @@
-"""Which token follows, chosen by the logits, and what a model's generation_config.json says of it.
+"""Choose the next token from logits, and read a model's generation_config.json.
 
-Shapes: V vocabulary. Numbers are drawn per request: a seed gives the same text in any batch.
+Shapes: V vocabulary. Each request has its own random generator, so what a seed draws does not depend on the batch.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from tierstore.hf.describing import CONFIG_NAME, read_config, transformers
 from tierstore.hf.spec import HfSpec
 from tierstore.moe.seeds import keyed_generator
 
-#: transformers' processors, in its order, by the key of generation_config.json that asks for them: the class and its
-#: arguments. These come before the temperature; the warpers come after top-p.
+#: transformers' processors, in its order, by their key in generation_config.json: the class and its arguments. Processors
+#: are applied before the temperature, warpers after top-p.
 _PROCESSORS = {
     "no_repeat_ngram_size": ("NoRepeatNGramLogitsProcessor", "value"),
     "bad_words_ids": ("NoBadWordsLogitsProcessor", "value ends"),
@@ -38,10 +38,10 @@ _WARPERS = {
     "epsilon_cutoff": ("EpsilonLogitsWarper", "value"),
     "eta_cutoff": ("EtaLogitsWarper", "value"),
 }
-#: Those keys, and the keys that hold only where tokens are sampled.
+#: The keys above, and the keys that apply only to sampling.
 PROCESSED = (*_PROCESSORS, *_WARPERS)
 SAMPLED = ("temperature", "top_k", "top_p", *_WARPERS)
-#: The values with which transformers does nothing.
+#: The values with which a processor does nothing.
 _IDLE = dict.fromkeys(
     ("no_repeat_ngram_size", "min_length", "min_new_tokens", "epsilon_cutoff", "eta_cutoff"), 0
 )
@@ -50,12 +50,12 @@ _IDLE["typical_p"] = 1
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-    """How a text is sampled, in the order of transformers' processors: the penalty, the temperature, top-k, top-p.
+    """How a text is sampled, in the order of transformers' processors: penalty, temperature, top-k, top-p.
 
-    ``temperature`` 0 takes the most probable token. ``top_k`` 0: of all tokens. ``repetition_penalty`` divides the logits of
-    tokens that the text has, prompt and answer, where they are positive, and multiplies them where they are not (Keskar et
-    al. 2019, "CTRL", section 4.1). ``processed``: values of the keys ``PROCESSED``, for transformers' own processors;
-    ``ends``: the tokens that end a text, for them. ``seed`` None: a new one each time.
+    ``temperature`` 0 takes the most probable token. ``top_k`` 0 keeps all tokens. ``repetition_penalty`` divides the
+    positive logits, and multiplies the negative ones, of tokens that occur in the prompt or the answer (Keskar et al. 2019,
+    "CTRL", section 4.1). ``processed`` (values of the keys ``PROCESSED``) and ``ends`` (end-of-sequence tokens) are for
+    transformers' processors. ``seed`` None: a random seed for each text.
     """
 
     temperature: float = 1.0
@@ -80,14 +80,14 @@ class SamplingOptions:
 class TokenSampler:
     """Chooses the tokens of one text, which begins with ``prompt``, one after another.
 
-    What it gives depends on the options, the prompt and the logits, and on nothing else.
+    With a seed, the choice depends only on the options, the prompt and the logits.
     """
 
     def __init__(self, options: SamplingOptions, prompt: Sequence[int] = ()) -> None:
         self._options = options
         seed = secrets.randbits(63) if options.seed is None else options.seed
         self._generator = keyed_generator(seed, "sample")
-        #: Tokens that the text has, where they are penalised.
+        #: Tokens that occur in the text; None without a penalty.
         self._present = set(prompt) if options.repetition_penalty != 1 else None
         self._tokens = list(prompt)
         self._processors = _make(_PROCESSORS, options, len(prompt))
@@ -112,7 +112,7 @@ class TokenSampler:
         logits_V = logits_V / options.temperature
         if not math.isfinite(
             float(logits_V.max())
-        ):  # a temperature, or a penalty, so low that one token is left
+        ):  # the temperature or the penalty is so low that one token is left
             return most_probable
         if 0 < options.top_k < logits_V.numel():
             least = logits_V.topk(options.top_k).values[-1]
@@ -142,11 +142,11 @@ class TokenSampler:
 
 
 def _make(table: Mapping[str, tuple[str, str]], options: SamplingOptions, prompt: int) -> list[Any]:
-    """The processors of ``table`` for a prompt of ``prompt`` tokens."""
+    """Create the processors of ``table`` that ``options`` enables, for a prompt of ``prompt`` tokens."""
     made = []
     for key, (name, arguments) in table.items():
         value = options.processed.get(key)
-        # transformers has one of the two: the latter takes the place of the former
+        # as in transformers, min_new_tokens replaces min_length
         covered = key == "min_length" and "min_new_tokens" in options.processed
         if value is None or value == _IDLE.get(key) or covered:
             continue
@@ -160,7 +160,7 @@ def _make(table: Mapping[str, tuple[str, str]], options: SamplingOptions, prompt
 
 
 def _nucleus(probability_V: Tensor, top_p: float) -> Tensor:
-    """The fewest tokens, the most probable first, that have ``top_p`` together; the others get 0."""
+    """Keep the fewest most probable tokens whose probabilities sum to ``top_p``; set all others to 0."""
     ordered_V, token_V = probability_V.sort(descending=True, stable=True)
     before_V = ordered_V.cumsum(dim=0) - ordered_V
     dropped_V = before_V >= top_p
@@ -169,18 +169,18 @@ def _nucleus(probability_V: Tensor, top_p: float) -> Tensor:
     return torch.zeros_like(probability_V).index_put((token_V,), ordered_V)
 
 
-# What a model says of generation ----------------------------------------------------------------------------
+# generation_config.json -------------------------------------------------------------------------------------
 
-#: The file in which a model says how its texts end and are sampled.
+#: The file with a model's defaults for sampling and its end-of-sequence tokens.
 GENERATION_NAME = "generation_config.json"
-_TOP_K = 50  # transformers' own, where a model says nothing
-#: Keys that are applied, or that change no text here.
+_TOP_K = 50  # transformers' default
+#: Keys that are applied, or that do not affect the text.
 _READ = {
     *("do_sample", "temperature", "top_k", "top_p", "repetition_penalty", *PROCESSED, "stop_strings"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "renormalize_logits"),
     *("use_cache", "return_dict_in_generate", "transformers_version"),
 }
-#: With these values, others change none either.
+#: Values with which these keys do not affect the text either.
 _UNUSED = {
     **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences", "length_penalty"), 1),
     **dict.fromkeys(("guidance_scale", "encoder_repetition_penalty"), 1),
@@ -191,11 +191,11 @@ _SHOWN = 40  # characters of a value in a message
 
 
 def generation_defaults(spec: HfSpec) -> tuple[SamplingOptions, list[str], list[str]]:
-    """What a model says of generation: how texts are sampled and which tokens end them, stop strings, and a line for what
-    cannot be read or is not applied.
+    """A model's defaults: sampling options with end-of-sequence tokens, stop strings, and lines about what cannot be read or
+    is not applied.
 
-    Reads generation_config.json, or config.json (as older models have it) where the model has no other file, or one that
-    cannot be read. Raises ConfigError naming the file and the key.
+    Reads generation_config.json; if it is missing or cannot be read, config.json, as for older models. Raises ConfigError
+    naming the file and the key.
     """
     where, lines, values = (spec.directory or Path()) / GENERATION_NAME, [], None
     if spec.directory is not None and where.exists():
@@ -212,12 +212,12 @@ def generation_defaults(spec: HfSpec) -> tuple[SamplingOptions, list[str], list[
     stop = _several(values.get("stop_strings"))
     if not all(isinstance(text, str) and text for text in stop):
         raise ConfigError(
-            f"{where}: stop_strings: expected a string or several, got {values['stop_strings']!r}"
+            f"{where}: stop_strings: expected a string or a list, got {values['stop_strings']!r}"
         )
     found = values.get("eos_token_id", spec.config.get("eos_token_id"))
     ends = _several(found)
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in ends):
-        raise ConfigError(f"{spec.directory}: eos_token_id: expected a token or several, got {found!r}")
+        raise ConfigError(f"{spec.directory}: eos_token_id: expected a token or a list, got {found!r}")
     defaults = sampling_defaults(values, where=str(where), vocabulary=spec.vocab_size, ends=frozenset(ends))
     return defaults, stop, [*lines, *not_applied(values, where=where.name)]
 
@@ -229,15 +229,15 @@ def _several(found: Any) -> list[Any]:
 def sampling_defaults(
     values: Mapping[str, Any], *, where: str, vocabulary: int = 2, ends: frozenset[int] = frozenset()
 ) -> SamplingOptions:
-    """What a generation_config.json says of sampling. As in transformers, a model samples only where it says so, and of 50
-    tokens where it does not say of how many.
+    """The sampling options in a generation_config.json. As in transformers, tokens are sampled only if ``do_sample`` is set,
+    and ``top_k`` is 50 by default.
 
     Raises ConfigError naming ``where`` and the key.
     """
     samples = bool(values.get("do_sample"))
     processed = {key: values[key] for key in PROCESSED if values.get(key) is not None}
     try:
-        # Processors check their values when they are made, and first used.
+        # Processors check their values when they are created, and when first used.
         for key, value in processed.items():
             try:
                 TokenSampler(SamplingOptions(processed={key: value}, ends=ends), [0])(torch.zeros(vocabulary))
@@ -253,13 +253,13 @@ def sampling_defaults(
         )
     except ConfigError as error:
         read = {key: value for key, value in values.items() if samples or key not in SAMPLED}
-        if len(read) < len(values):  # of no use where nothing is sampled: transformers does not look at them
+        if len(read) < len(values):  # without sampling, transformers ignores the other keys
             return sampling_defaults(read, where=where, vocabulary=vocabulary, ends=ends)
         raise ConfigError(f"{where}: {error}") from error
 
 
 def not_applied(values: Mapping[str, Any], *, where: str) -> list[str]:
-    """A line that names what a generation_config.json asks for and serving does not do; none where there is nothing."""
+    """A line that names the settings of a generation_config.json that serving does not apply; none if it applies all."""
     left = [
         f"{key} = {json.dumps(value)[:_SHOWN]}"
         for key, value in values.items()
