@@ -171,7 +171,7 @@ def test_inductor_is_near_the_eager_model(tmp_path: Path, monkeypatch: pytest.Mo
     ("values", "reason"),
     [
         ({"batch__invariant": True}, "batch.invariant promises the bits of eager passes"),
-        ({"prefetch__predictor": "router"}, "prefetch.predictor = router listens inside of blocks"),
+        ({"prefetch__predictor": "router"}, "prefetch.predictor = router has hooks inside blocks"),
     ],
 )
 def test_what_excludes_graphs(store: Path, values: dict[str, Any], reason: str) -> None:

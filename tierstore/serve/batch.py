@@ -1,10 +1,10 @@
-"""Sequences that a model continues together: they join, take steps and leave.
+"""Batches of sequences, which join, take decode steps and leave.
 
-Shapes: B sequences of a group, T tokens of a pass, S tokens with those before, V vocabulary.
+Shapes: B sequences of a group, T tokens of a pass, S tokens including earlier ones, V vocabulary.
 
-Sequences are in groups, each a padded batch with a cache. ``BatchRunner`` keeps all sequences in one group;
-``InvariantRunner`` gives each a group of its own, and thereby the bits that it gets alone.
-The passes of several groups meet at the experts (``MeetingPasses``): one lease of an expert serves all of them.
+Sequences form groups, each a padded batch with a cache. ``BatchRunner`` keeps all sequences in one group where caches allow
+it; ``InvariantRunner`` gives each its own group, and thereby the same bits as if it were alone. The passes of several groups
+meet at the experts (``MeetingPasses``): one lease of an expert serves all of them.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ from tierstore.serve.model import (
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A sequence that is in the batch from now on: its ``number``, and the logits (V,) of what follows its prompt."""
+    """A sequence that has joined the batch: its ``number``, and the logits (V,) that follow its prompt."""
 
     number: int
     logits_V: Tensor
 
 
 class AskerBits:
-    """A bit for each sequence of a batch, of the ``ASKERS`` that there are.
+    """Gives each sequence of a batch one of ``ASKERS`` bits, by which cache policies tell sequences apart.
 
-    A sequence that joins gets the bit that the fewest sequences share, and of equals the one unused for longest, so that a
-    policy rarely takes it for an earlier sequence. The same joins and leaves give the same bits.
+    A sequence that joins gets the bit that the fewest sequences share, and among equals the one unused for longest, so that
+    a policy rarely confuses it with an earlier sequence. The same joins and leaves give the same bits.
     """
 
     def __init__(self) -> None:
         self._bit_of: dict[int, int] = {}
-        #: All of them, those first that were given back longest ago.
+        #: All bits, the least recently released first.
         self._bits = [1 << number for number in range(ASKERS)]
 
     def update(self, sequences: Collection[int]) -> None:
-        """The batch has these sequences, in the order in which they joined."""
+        """Set the sequences of the batch, in the order in which they joined."""
         for gone in [sequence for sequence in self._bit_of if sequence not in sequences]:
             bit = self._bit_of.pop(gone)
             self._bits.remove(bit)
@@ -74,10 +74,10 @@ class AskerBits:
 
 
 def askers_of(calls: Sequence[ExpertPass], bits: Sequence[Sequence[int]]) -> dict[int, int]:
-    """The sequences that ask for each expert, a bit each; experts that none asks for are left out.
+    """The bits of the sequences that request each expert; experts without requests are left out.
 
-    ``bits[i]``: of the sequences of ``calls[i]``, whose tokens lie there one sequence after another, as many of each. A
-    sequence asks with its last token, from which it goes on.
+    ``bits[i]``: the bits of the sequences of ``calls[i]``, whose tokens are stored sequence by sequence, equally many each.
+    Only the last token of a sequence counts.
     """
     found: dict[int, int] = {}
     for call, own in zip(calls, bits, strict=True):
@@ -92,25 +92,25 @@ def askers_of(calls: Sequence[ExpertPass], bits: Sequence[Sequence[int]]) -> dic
 
 
 ExpertCall = tuple[Tensor, Tensor, ExpertPass]
-#: Receives the calls of a layer, one of each pass, before its experts are leased.
+#: Receives the calls of a layer, one from each pass, before its experts are leased.
 Called = Callable[[Sequence[ExpertPass]], None]
 
 
 class MeetingPasses:
-    """Forward passes that go on side by side over a model whose experts are leased through ``slot``.
+    """Runs forward passes side by side over a model whose experts are leased through ``slot``.
 
-    Each pass runs in a greenlet of its own, as the micro-batches of a step in layer order do. It stops where it calls for
-    experts; when all have come there, the experts that any of them needs are leased once, and each pass's rows are computed
-    by themselves. So a pass has the bits that it has alone.
+    Each pass runs in its own greenlet, like the micro-batches of a step in layer order. It stops where it calls experts;
+    when all passes have stopped, the experts that any of them needs are leased once, and the rows of each pass are computed
+    separately. So a pass has the same bits as if it were alone.
     """
 
     def __init__(self, slot: SourceSlot) -> None:
         self._slot = slot
 
     def run(self, passes: Sequence[Callable[[], Tensor]], called: Called | None = None) -> list[Tensor]:
-        """What each of ``passes`` returns. They are passes of one model: all of them call for experts of the same layers.
+        """Run ``passes`` of one model, which all call experts of the same layers; return their results.
 
-        Raises what one of them or its source raises; none goes on then.
+        If a pass or the source raises, all passes end, and the error is raised.
         """
         if len(passes) == 1 and called is None:
             return [passes[0]()]
@@ -122,10 +122,10 @@ class MeetingPasses:
             self._slot.meeting = None
             for lane in lanes:
                 if not lane.dead:
-                    lane.throw()  # ends it: what it has open is closed
+                    lane.throw()  # ends the pass, which closes what it has open
 
     def compute(self, x_TD: Tensor, weight_TK: Tensor, call: ExpertPass) -> Tensor:
-        """The experts' results for the pass in progress, which stops here until they are computed (``Meeting``)."""
+        """The experts' results for the current pass, which stops here until they are computed (``Meeting``)."""
         parent = greenlet.getcurrent().parent
         assert parent is not None
         result: Tensor = parent.switch((x_TD, weight_TK, call))
@@ -135,7 +135,7 @@ class MeetingPasses:
         stops: list[ExpertCall | Tensor] = [lane.switch() for lane in lanes]
         while calls := [stop for stop in stops if not isinstance(stop, Tensor)]:
             if len(calls) < len(lanes):
-                raise RuntimeError("some passes of a model end where others call for experts")
+                raise RuntimeError("some passes of a model ended while others call experts")
             stops.clear()
             if called is not None:
                 called([call for _, _, call in calls])
@@ -147,7 +147,7 @@ class MeetingPasses:
 
 @dataclass(slots=True, eq=False)
 class SequenceGroup:
-    """Sequences whose tokens are one batch, padded on the left. ``mask_BS``: 1 for a token, 0 for padding."""
+    """Sequences that form one batch, padded on the left. ``mask_BS``: 1 for a token, 0 for padding."""
 
     numbers: list[int]
     cache: LayeredCache
@@ -155,7 +155,7 @@ class SequenceGroup:
     drift: StreamDrift
 
     def forward(self, model: ServedModel, tokens_BT: Tensor) -> Tensor:
-        """Logits (B, V) of what follows ``tokens_BT``, of which the last columns of ``mask_BS`` tell."""
+        """Compute the logits (B, V) that follow ``tokens_BT``; ``mask_BS`` must already include these tokens."""
         positions_BS = (self.mask_BS.cumsum(-1) - 1).masked_fill(self.mask_BS == 0, 0)
         positions_BT = positions_BS[:, -tokens_BT.shape[1] :]
         token = PASS_DRIFT.set(self.drift)
@@ -165,7 +165,7 @@ class SequenceGroup:
             PASS_DRIFT.reset(token)
 
     def keep(self, rows: Sequence[int]) -> None:
-        """The other sequences leave; columns that are padding for all that stay go with them where they can."""
+        """Keep only the sequences in ``rows``. If the cache allows it, drop columns that are padding for all of them."""
         select_rows(self.cache, rows)
         self.drift = self.drift.select(rows)
         self.numbers = [self.numbers[row] for row in rows]
@@ -176,7 +176,7 @@ class SequenceGroup:
             self.mask_BS = self.mask_BS[:, columns:]
 
     def split(self, numbers: Set[int]) -> SequenceGroup:
-        """Takes the sequences ``numbers``, which are not all, out into a group of their own."""
+        """Move the sequences ``numbers`` (some, not all) to a new group, which is returned."""
         rows = [row for row, number in enumerate(self.numbers) if number in numbers]
         others = [row for row, number in enumerate(self.numbers) if number not in numbers]
         taken = SequenceGroup(
@@ -190,12 +190,11 @@ class SequenceGroup:
 
 
 class BatchRunner:
-    """Continues at most ``sequences`` sequences with ``model``, whose experts ``experts`` leases. They are one padded batch.
+    """Continues at most ``sequences`` sequences as one padded batch. ``experts`` leases the experts of ``model``.
 
-    Sequences join and leave between steps. One caller: the thread that runs the model. If a pass raises (ChecksumError,
-    OSError, BudgetError), its sequences have left and all others are as they were: the next call is good.
-    Tokens beyond the vocabulary are a ValueError, and a sequence beyond the model's context is a BudgetError; both are
-    raised before anything has changed.
+    Sequences join and leave between steps. Only the model's thread may call it. If a pass raises (ChecksumError, OSError,
+    BudgetError), its sequences have left, all others are unchanged, and further calls work. A token outside the vocabulary
+    raises ValueError and a sequence beyond the model's context BudgetError, both before anything changes.
     """
 
     def __init__(
@@ -208,8 +207,8 @@ class BatchRunner:
         device: torch.device | None = None,
         askers: AskerBits | None = None,
     ) -> None:
-        """With ``askers``, ``experts`` receives the sequences that request each expert. A prompt requests most of a
-        layer; the requests of its last token predict the next ones.
+        """With ``askers``, ``experts`` is told which sequences request each expert. Of a prompt only the last token counts:
+        a prompt requests most of a layer, but its last token predicts the next requests.
         """
         self.model = model
         self.sequences = sequences
@@ -218,7 +217,7 @@ class BatchRunner:
         self._device = device or torch.device("cpu")
         self._askers = askers
         self._groups: list[SequenceGroup] = []
-        #: Tokens of each sequence, by number, in the order in which they joined.
+        #: The length of each sequence in tokens, by its number, in the order in which they joined.
         self._lengths: dict[int, int] = {}
         self._joined = 0
 
@@ -229,19 +228,19 @@ class BatchRunner:
 
     @cached_property
     def apart(self) -> str:
-        """Why sequences that join at different times are not one batch; empty where they are."""
+        """Why sequences that join at different times cannot form one batch; empty if they can."""
         return why_apart(self.model.new_cache())
 
     def describe(self) -> str:
-        """One line: how sequences are put together."""
+        """One line on how sequences are batched."""
         if self.apart:
-            return f"padded: one for the sequences that join together, since {self.apart}"
-        return "padded: one for all sequences"
+            return f"padded, only sequences that joined together, since {self.apart}"
+        return "padded, all sequences together"
 
     @torch.inference_mode()
     def join(self, prompts: Sequence[Sequence[int]]) -> list[Joined]:
-        """Prefill: computes ``prompts`` (each of at least one token) together, each layer once. Raises BudgetError where
-        the batch has no room for so many, or the model's context for one.
+        """Prefill: compute ``prompts`` (at least one token each) together, each layer once. Raises BudgetError if the batch
+        has no room for all of them, or a prompt exceeds the model's context.
         """
         self._check_prompts(prompts)
         if not prompts:
@@ -262,15 +261,15 @@ class BatchRunner:
 
     @torch.inference_mode()
     def step(self, tokens: Mapping[int, int]) -> dict[int, Tensor]:
-        """Decoding: each sequence of ``tokens`` goes on with one token; returns the logits (V,) of what follows it. Raises
-        BudgetError where a sequence has as many tokens as the model's context.
+        """Decode: add one token to each sequence in ``tokens``; return the logits (V,) that follow. Raises BudgetError if a
+        sequence already has as many tokens as the model's context.
         """
         self._check_tokens(tokens)
         if not tokens:
             return {}
         lengths = {number: length + (number in tokens) for number, length in self._lengths.items()}
         taken = self._take(set(tokens))
-        # In a pass the caches change: the sequences are back in the batch when all has gone well.
+        # A pass changes the caches, so its sequences return to the batch only if it succeeds.
         self._lengths = {number: length for number, length in lengths.items() if number not in tokens}
         groups = self._arranged(taken)
         del taken
@@ -285,8 +284,8 @@ class BatchRunner:
         return logits
 
     def resume(self, prompt: Sequence[int], tokens: Sequence[int]) -> Joined:
-        """A sequence joins that had left when its pass failed, with the ``tokens`` (at least one) that followed ``prompt``;
-        the logits are of what follows them. Raises what ``join`` and ``step`` do.
+        """Join a sequence again that left when its pass failed, with the ``tokens`` (at least one) after its ``prompt``; the
+        logits are those that follow them. Raises what ``join`` and ``step`` do.
         """
         # One prefill: the bits of a padded batch depend on its passes anyway.
         (joined,) = self.join([(*prompt, *tokens)])
@@ -294,7 +293,7 @@ class BatchRunner:
 
     @torch.inference_mode()
     def leave(self, number: int) -> None:
-        """The sequence has ended: its memory is free. KeyError for one that is not in the batch."""
+        """Remove a sequence and free its memory. Raises KeyError if it is not in the batch."""
         del self._lengths[number]
         for group in self._groups:
             if number in group.numbers:
@@ -306,7 +305,7 @@ class BatchRunner:
                 return
 
     def _called(self, groups: Sequence[SequenceGroup], batch: Collection[int]) -> Called | None:
-        """Tells ``experts`` which sequences ask for which, in passes of ``groups``."""
+        """A callback that tells ``experts`` which sequences of ``groups`` request which experts; None without askers."""
         if self._askers is None:
             return None
         self._askers.update(batch)
@@ -320,7 +319,7 @@ class BatchRunner:
         tokens: Sequence[Tensor],
         called: Called | None,
     ) -> dict[int, Tensor]:
-        """The passes of ``groups`` over ``tokens``: the logits (V,) by sequence."""
+        """Run the passes of ``groups`` over ``tokens``; return the logits (V,) by sequence."""
         self._experts.begin(phase, sum(each.numel() for each in tokens))
         results = self._passes.run(
             [
@@ -338,7 +337,7 @@ class BatchRunner:
     def _new_group(
         self, numbers: list[int], prompts: Sequence[Sequence[int]]
     ) -> tuple[SequenceGroup, Tensor]:
-        """A group without anything in its cache, and its tokens (B, T)."""
+        """A group with an empty cache, and its tokens (B, T)."""
         longest = max(len(prompt) for prompt in prompts)
         padding = [longest - len(prompt) for prompt in prompts]
         pad = self.model.pad_token
@@ -353,7 +352,7 @@ class BatchRunner:
         return group, torch.tensor(tokens, device=self._device)
 
     def _take(self, numbers: set[int]) -> list[SequenceGroup]:
-        """Takes the sequences ``numbers`` out of the batch, in groups."""
+        """Take the sequences ``numbers`` out of the batch; return them in groups."""
         taken, left = [], []
         for group in self._groups:
             asked = numbers.intersection(group.numbers)
@@ -370,7 +369,7 @@ class BatchRunner:
     def _check_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
         if len(self._lengths) + len(prompts) > self.sequences:
             raise BudgetError(
-                f"batch.sequences: {len(prompts)} sequences join {len(self._lengths)}, and the batch holds "
+                f"batch.sequences: {len(prompts)} sequences cannot join {len(self._lengths)}: the batch holds at most "
                 f"{self.sequences}"
             )
         for prompt in prompts:
@@ -378,7 +377,7 @@ class BatchRunner:
                 raise ValueError("a prompt needs at least one token")
             if len(prompt) > self.model.context:
                 raise BudgetError(
-                    f"batch.context: a prompt of {len(prompt)} tokens, and a sequence holds {self.model.context}"
+                    f"batch.context: a prompt of {len(prompt)} tokens exceeds the context of {self.model.context}"
                 )
             self._check_vocabulary(min(prompt), max(prompt))
 
@@ -386,7 +385,7 @@ class BatchRunner:
         for number, token in tokens.items():
             if self._lengths[number] >= self.model.context:
                 raise BudgetError(
-                    f"batch.context: sequence {number} has {self._lengths[number]} tokens, the most of a sequence"
+                    f"batch.context: sequence {number} has {self._lengths[number]} tokens, which fill the context"
                 )
             self._check_vocabulary(token, token)
 
@@ -396,11 +395,11 @@ class BatchRunner:
             raise ValueError(f"token {token}: expected 0 to {self.model.vocabulary - 1}")
 
     def _parts(self, rows: Sequence[int]) -> list[list[int]]:
-        """Which of the prompts ``rows`` are a group."""
+        """Divide the prompts ``rows`` into groups."""
         return [list(rows)]
 
     def _arranged(self, groups: list[SequenceGroup]) -> list[SequenceGroup]:
-        """The groups that take a step, as the pass has them."""
+        """The groups of a step's pass: ``groups`` merged into one where caches allow it."""
         if len(groups) == 1 or self.apart:
             return groups
         groups.sort(key=lambda group: group.numbers)
@@ -420,13 +419,13 @@ class BatchRunner:
 
 
 class InvariantRunner(BatchRunner):
-    """Each sequence is a group of its own, and gets the bits that it gets alone."""
+    """Puts each sequence into its own group, so that it has the same bits as if it were alone."""
 
     def describe(self) -> str:
-        return "invariant: each sequence is a pass of its own, and its bits are those that it gets alone"
+        return "invariant, each sequence is its own pass, with the same bits as alone"
 
     def resume(self, prompt: Sequence[int], tokens: Sequence[int]) -> Joined:
-        # Token by token, as they were computed before: a prefill of all of them would round otherwise.
+        # Token by token, as they were computed before: one prefill of all tokens would round differently.
         (joined,) = self.join([prompt])
         number, logits_V = joined.number, joined.logits_V
         for token in tokens:

@@ -1,11 +1,11 @@
-"""Dense parameters of a served model: loaded, and computed with in quick products of few rows or in compiled graphs.
+"""Dense parameters of a served model: loading, fast products of few rows, and compiled graphs.
 
-Graphs are those of torch's compiler (step 3 of SE-MoE section 3.1: conversion). Experts stay outside: a block is compiled
-up to the call of its experts, and from there on. What the compiler fuses is rounded in other places, so the bits are not
-those of the eager model: graphs are off unless they are requested.
+Graphs are compiled by ``torch.compile`` (step 3 of SE-MoE section 3.1: conversion). Experts stay outside: a block is
+compiled up to the call of its experts, and after it. Fused operations round differently from the eager model, so graphs are
+off by default.
 
-The first passes compile (minutes on a small machine; later processes find the kernels in ``graphs.cache``). A graph that the
-compiler refuses is computed eagerly, and the reason is kept.
+The first passes compile (minutes on a small machine; later processes find the kernels in ``graphs.cache``). A graph that
+the compiler refuses runs eagerly, and the reason is kept.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tierstore.store.core import StoreCore
 def load_dense(
     store: StoreCore, model: Model, state: TrainState, *, compute: torch.dtype, device: torch.device
 ) -> None:
-    """Reads the dense parameters of ``model``, each group once, in the types that passes need, and the model's own state.
+    """Load the dense parameters of ``model``, each group once, in the types that passes need, and the model's own state.
 
     Raises StoreError, ChecksumError, OSError.
     """
@@ -50,7 +50,7 @@ def load_dense(
             f"{store.directory}: the conditions of the run are damaged: {error}"
         ) from error
     narrow = model.cast_parameters()
-    # With pairs on attention: what is frozen, and the pairs, as records of their own.
+    # With LoRA pairs on attention, frozen parameters and pairs have separate records.
     for units in (model.frozen_units(), model.dense_units()):
         layouts = unit_layouts(units, ranks=1, narrow=narrow, fusion=fusion)
         load_frozen(
@@ -65,7 +65,7 @@ class FewRowsLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """``input`` (.., inputs) -> (.., outputs)."""
-        # Of rows that lie apart torch may make a product for each sequence; another type it refuses.
+        # If rows are not contiguous, torch may compute one product for each sequence; it refuses mixed types.
         if input.dtype != self.weight.dtype or not input.is_contiguous():
             return super().forward(input)
         out_RN = product(input.view(-1, self.in_features), self.weight)
@@ -73,8 +73,8 @@ class FewRowsLinear(nn.Linear):
 
 
 def quicken_linears(module: nn.Module) -> int:
-    """Makes what can be of ``module``'s linear layers ``FewRowsLinear``, for passes without gradients; returns how many.
-    Their parameters, names and hooks stay.
+    """Turn all suitable linear layers of ``module`` into ``FewRowsLinear``, for passes without gradients; return their
+    number. Parameters, names and hooks are kept.
     """
     found = [
         linear
@@ -92,32 +92,32 @@ def quicken_linears(module: nn.Module) -> int:
 
 _LOG = logging.getLogger("tierstore.serve")
 _Graph = Callable[..., Any]
-#: Compilations of one function: each block is one, and prompts and single tokens are others.
+#: Most compilations of a block's function, for each block: prompts and single tokens are compiled separately.
 _COMPILATIONS_PER_BLOCK = 4
 
 
 @dataclass(slots=True)
 class CompiledBlocks:
-    """What became of the blocks of a model."""
+    """The result of compiling a model's blocks."""
 
     resolution: Resolution
-    #: Graphs that have been compiled.
+    #: Number of compiled graphs.
     compiled: int = 0
-    #: Why graphs are computed eagerly, each reason once.
+    #: Why graphs run eagerly, each reason once.
     refused: list[str] = field(default_factory=list)
 
 
 def find_compiler(config: ServeConfig, model: Model) -> Finding:
     """Whether blocks can be compiled."""
     if not any(True for _ in experts_modules(model.module)):
-        return Finding(False, "the built-in model has its experts inside of its blocks")
+        return Finding(False, "the built-in model has its experts inside its blocks")
     if config.prefetch.predictor is PredictorName.ROUTER and config.prefetch.depth:
-        return Finding(False, "prefetch.predictor = router listens inside of blocks")
+        return Finding(False, "prefetch.predictor = router has hooks inside blocks")
     if config.batch.invariant:
         return Finding(False, "batch.invariant promises the bits of eager passes")
     compiler = os.environ.get("CXX", "g++")
     if config.device in ("auto", "cpu") and shutil.which(compiler) is None:
-        return Finding(False, f"inductor needs a C++ compiler, and there is no {compiler}")
+        return Finding(False, f"inductor needs a C++ compiler, but {compiler} was not found")
     return Finding(True, "inductor")
 
 
@@ -125,10 +125,10 @@ def find_compiler(config: ServeConfig, model: Model) -> Finding:
 def compiled_blocks(
     model: Model, config: ServeConfig, *, compile_graph: _Graph | None = None
 ) -> Iterator[CompiledBlocks]:
-    """The blocks of ``model`` compile as passes reach them, until the end of the context.
+    """Compile the blocks of ``model`` as passes reach them, until the end of the context.
 
-    ``compile_graph``: makes a function of a graph and its example inputs (default: inductor). Raises CapabilityError for
-    ``graphs.compile = on`` where it cannot be.
+    ``compile_graph``: turns a graph and its example inputs into a function (default: inductor). Raises CapabilityError if
+    ``graphs.compile = on`` is not possible.
     """
     resolution = resolve("graphs.compile", config.graphs.compile, lambda: find_compiler(config, model))
     blocks = list(model.blocks)
@@ -164,10 +164,10 @@ def _backend(made: CompiledBlocks, compile_graph: _Graph) -> _Graph:
     def backend(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
         try:
             compiled = compile_graph(graph, inputs)
-        except RestartAnalysis:  # no failure: the compiler wants the graph again, traced otherwise
+        except RestartAnalysis:  # not a failure: the compiler wants to trace the graph again
             raise
         except Exception as error:
-            # Of the compiler's own types there are many, and all mean the same.
+            # The compiler raises errors of many types; all mean that it cannot compile the graph.
             reason = (
                 f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
             )
@@ -189,7 +189,7 @@ def _inductor(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
 
 @contextlib.contextmanager
 def _environment(name: str, value: object) -> Iterator[None]:
-    """``value`` (None: whatever it is) as the environment variable ``name``."""
+    """Set the environment variable ``name`` to ``value`` within the context (None: leave it as it is)."""
     before = os.environ.get(name)
     if value is not None:
         os.environ[name] = str(value)

@@ -78,7 +78,7 @@ class GenerationTotals:
 
 
 class TextGenerator:
-    """Continues texts with ``runner``. ``added`` receives the index of a text and its new piece; ``stopped`` is called before
+    """Continues texts with ``runner``. ``added`` receives a text's index and its new piece; ``stopped`` is called before
     each pass, and True ends the run.
     """
 

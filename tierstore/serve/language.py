@@ -1,4 +1,4 @@
-"""Text to tokens and back: tokenizers, chat templates, whole characters, stop strings; reasoning apart from the answer.
+"""Text to tokens and back: tokenizers, chat templates, incomplete characters, stop strings, and reasoning.
 
 Models of OpenAI's harmony format (gpt-oss) write messages, each in a channel:
 ``<|start|>assistant<|channel|>analysis<|message|>...<|end|>``. A message in the channel ``final``, or in none, is the
@@ -22,20 +22,20 @@ from tierstore.units import is_unicode
 
 #: What decoders write for bytes that are not a character, or not yet.
 _REPLACED = "\ufffd"
-#: Text that may still change is given after this many tokens; text that ends in bytes of no character, four later.
+#: Text that may still change is returned after this many tokens at the latest, or four more if it ends in such bytes.
 _LONGEST_HELD = 16
-#: The end of a text in which transformers' clean-up of blanks changes with what follows: " n" before "'t".
+#: The end of a text that transformers' clean-up of spaces may change, depending on what follows: " n" before "'t".
 _CLEANED_LATER = re.compile(r"[ '][ n'vr]*\Z")
-#: The special tokens of the harmony format: those that no other format has together, and all of them.
+#: The special tokens of the harmony format: those that identify it, and all of them.
 _HARMONY = frozenset({"<|start|>", "<|channel|>", "<|message|>"})
 _MARKS = _HARMONY | {"<|constrain|>", "<|end|>", "<|return|>", "<|call|>"}
-#: The role in a header of ours, and what may follow it: the recipient of a call.
+#: The role in a header of an answer, and the role with the recipient of a call that may follow it.
 _ROLE = "assistant"
 _RECIPIENT = f"{_ROLE} to="
 
 
 class BytePieces:
-    """Makes text of the tokens of a model that reads bytes. ``context``: those before the text, which may end within a
+    """Decodes the tokens of a model whose tokens are bytes. ``context``: the tokens before the text, which may end within a
     character.
     """
 
@@ -49,17 +49,17 @@ class BytePieces:
         return self._decoder.decode(bytes([token % 256]))
 
     def finish(self) -> str:
-        """No token follows, or none of the same message: the text of what was incomplete."""
+        """End the text, or a message of it; return the text of incomplete bytes."""
         return self._decoder.decode(b"", final=True)
 
 
 class TokenPieces:
-    """``BytePieces`` of a model with a tokenizer: together the pieces are what ``decode`` of all tokens adds to that of
+    """``BytePieces`` for a model with a tokenizer: joined, the pieces are what ``decode`` of all tokens adds to that of
     ``context``.
 
-    A token's text can depend on the tokens before it (a blank, a character of several tokens) and on those behind it. So
-    the last tokens are decoded with each new one, and text that can no longer change is given. ``stray``: the token of a
-    byte that is no character, where a run of bytes is decoded as a whole. ``cleans``: the tokenizer cleans up blanks.
+    A token's text can depend on the tokens before it (a space, a character of several tokens) and after it. So the last
+    tokens are decoded again with each new one, and text that can no longer change is returned. ``stray``: a token for a byte
+    that is not a character, if runs of bytes are decoded as a whole. ``cleans``: whether the tokenizer cleans up spaces.
     """
 
     def __init__(
@@ -73,12 +73,12 @@ class TokenPieces:
         self._decode = decode
         self._stray = [] if stray is None else [stray]
         self._cleans = cleans
-        #: The last tokens, and what is given of their text.
+        #: The last tokens, and the part of their text that has been returned.
         tail = context[-8 * _LONGEST_HELD :]
         self._window = list(tail if decode(tail) else context)
         self._given = decode(self._window)
-        self._held = 0  # tokens since some of the text is not given
-        self._longest = 0  # of the window
+        self._held = 0  # tokens since some of the text is held back
+        self._longest = 0  # length at which the window is shortened
         self._shorten()
 
     def push(self, token: int) -> str:
@@ -108,8 +108,8 @@ class TokenPieces:
         return text[same:]
 
     def _shorten(self) -> None:
-        """Drops the first tokens of a long window. Those that stay have text, since decoders omit the blank that begins one,
-        and it does not begin within a character or with what is cleaned up.
+        """Drop the first tokens of a long window. The others must have text (decoders omit a leading space) that does not
+        begin within a character or with something that is cleaned up.
         """
         if len(self._window) < self._longest:
             return
@@ -123,18 +123,18 @@ class TokenPieces:
 
 
 class _Part(Enum):
-    """What a text is part of."""
+    """What a piece of text is part of."""
 
     ANSWER = "answer"
     REASONING = "reasoning"
-    HIDDEN = "hidden"  # what only stop strings see: special tokens
+    HIDDEN = "hidden"  # special tokens, which only stop strings match
 
 
 class StreamedText:
-    """The text of one answer, which ends before the first of ``stop``. Raises ConfigError for an empty stop string.
+    """Decodes one answer, which ends before the first stop string of ``stop``. Raises ConfigError for an empty stop string.
 
-    ``specials``: tokens that decoding leaves out, and what stop strings, and the harmony format, call them. ``prompt``: the
-    tokens before the answer, whose last message the answer may go on with.
+    ``specials``: tokens that decoding omits, and their names in stop strings and in the harmony format. ``prompt``: the
+    tokens before the answer, whose last message the answer may continue.
     """
 
     def __init__(
@@ -151,13 +151,13 @@ class StreamedText:
         self._stop: tuple[str, ...] = ()
         self._specials = specials or {}
         self._channels = set(self._specials.values()) >= _HARMONY
-        #: Of the header of a message that has begun: its role, and its channel.
+        #: Role and channel in the header of a message that has begun.
         self._role: str | None = None
         self._channel: str | None = None
         self._part = _Part.ANSWER
-        self._given = dict.fromkeys(_Part, "")  # until it is taken
+        self._given = dict.fromkeys(_Part, "")  # certain text that has not been returned yet
         self._begun: set[_Part] = set()
-        #: The text that is not given yet (a stop string may begin in it), and the part of each character.
+        #: Text that is held back (a stop string may begin in it), and the part of each character.
         self._held = ""
         self._parts: list[_Part] = []
         self._stopped = False
@@ -170,11 +170,11 @@ class StreamedText:
 
     @property
     def stopped(self) -> bool:
-        """A stop string was met: what came before it has been given."""
+        """Whether a stop string was found; the text before it has been returned."""
         return self._stopped
 
     def push(self, token: int) -> str:
-        """The text that is certain now; nothing once it has stopped."""
+        """Add a token; return the text of the answer that is certain now (empty after a stop string)."""
         if self._stopped:
             return ""
         special = self._specials.get(token)
@@ -192,17 +192,17 @@ class StreamedText:
         return self._take(_Part.ANSWER)
 
     def finish(self) -> str:
-        """No token follows: the rest of the text."""
+        """End the text; return the rest of the answer."""
         self._write(self._pieces.finish())
         self._give(len(self._held))
         return self._take(_Part.ANSWER)
 
     def reasoning(self) -> str:
-        """The text beside the answer that is certain, since the last call."""
+        """The reasoning that has become certain since the last call."""
         return self._take(_Part.REASONING)
 
     def _mark(self, mark: str) -> None:
-        """A special token of the harmony format."""
+        """Process a special token of the harmony format."""
         if mark == "<|message|>":
             final = self._channel is None or self._channel.split()[:1] == ["final"]
             self._part = _Part.ANSWER if final else _Part.REASONING
@@ -217,7 +217,7 @@ class StreamedText:
             self._role, self._channel = "", None
 
     def _write(self, text: str) -> None:
-        """Text of a header, or of a message. Behind a role, what can be no header is a message without one."""
+        """Process text of a header or a message. After a role, text that cannot be a header is a message without one."""
         if self._channel is not None:
             self._channel += text
         elif self._role is not None:
@@ -227,16 +227,16 @@ class StreamedText:
                 self._part = _Part.ANSWER
         if self._channel is None and self._role is None:
             self._hold(text, self._part)
-        elif self._held:  # a stop string that began with a special token may go on in the header
+        elif self._held:  # a stop string that began with a special token may continue in the header
             self._hold(text, _Part.HIDDEN)
 
     def _hold(self, text: str, part: _Part) -> None:
-        """Adds ``text`` and gives what is certain."""
+        """Add ``text``, and release what is certain."""
         if self._stopped:
             return
         self._held += text
         self._parts += [part] * len(text)
-        # The stop string that ends first, whatever pieces the text comes in; then the one that begins first.
+        # Take the stop string that ends first, however the text is split into pieces; then the one that begins first.
         found = [(at + len(stop), at) for stop in self._stop if (at := self._held.find(stop)) >= 0]
         if found:
             self._give(min(found)[1])
@@ -256,14 +256,14 @@ class StreamedText:
 
 
 def _common(one: str, other: str) -> int:
-    """How many characters both begin with."""
+    """Length of the common prefix."""
     return next(
         (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
     )
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How many characters at the end of ``text`` are the beginning of ``stop``."""
+    """Length of the longest proper prefix of ``stop`` at the end of ``text``."""
     return next(
         (count for count in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:count])), 0
     )
@@ -271,10 +271,10 @@ def _overlap(text: str, stop: str) -> int:
 
 @dataclass(frozen=True)
 class Language:
-    """The text side of a model. ``tokenizer`` None: every byte is a token. ``vocabulary``: tokens are below it.
+    """Encodes and decodes text for a model. ``tokenizer`` None: every byte is a token. ``vocabulary``: number of token ids.
 
-    ``end_tokens`` and the strings ``stop`` end a text and are no part of it; ``defaults`` sample it unless a request says
-    otherwise. ``lines``: what of the model's generation_config.json cannot be read, or is not applied.
+    ``end_tokens`` and the strings ``stop`` end a text and are not part of it; requests override the sampling ``defaults``.
+    ``lines``: what of the model's generation_config.json cannot be read, or is not applied.
     """
 
     tokenizer: DocumentTokenizer | None = None
@@ -286,27 +286,27 @@ class Language:
     lines: Sequence[str] = ()
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a prompt. Raises DataError for one without any, or that is no text."""
+        """The tokens of a prompt. Raises DataError if it has none, or ``text`` has half of a surrogate pair."""
         if not is_unicode(text):
-            raise DataError("the prompt holds half of a surrogate pair, which is no character")
+            raise DataError("the prompt contains half of a surrogate pair, which is not a character")
         tokens = list(text.encode()) if self.tokenizer is None else self.tokenizer.encode(text)
         if not tokens:
             raise DataError("the prompt has no tokens")
         return tokens
 
     def encode_chat(self, messages: Sequence[Mapping[str, object]]) -> list[int]:
-        """The tokens of a conversation, each message with ``role`` and ``content``, up to where the assistant speaks. Raises
-        DataError where the model has no template for it, or the template refuses it.
+        """The tokens of a conversation, each message with ``role`` and ``content``, up to the assistant's turn. Raises
+        DataError if the model has no chat template, or the template refuses the messages.
         """
         if self.tokenizer is None:
-            raise DataError("this model has no chat template: it continues text")
+            raise DataError("this model has no chat template; it can only continue text")
         return self.tokenizer.chat_prompt(messages)
 
     def text(
         self, stop: Sequence[str] = (), *, prompt: Sequence[int] = (), context: Sequence[int] = ()
     ) -> StreamedText:
-        """Makes the text of what follows ``prompt``, which ends before the first of ``stop``. It goes on from the text of
-        ``context``: the prompt where it is continued, nothing where a chat is answered.
+        """A decoder of the answer to ``prompt``, which ends before the first stop string. The text continues that of
+        ``context``: the prompt for a completion, nothing for a chat.
         """
         stop, tokenizer = (*self.stop, *stop), self.tokenizer
         if tokenizer is None:
@@ -316,7 +316,7 @@ class Language:
 
 
 def open_language(spec: ModelSpec) -> Language:
-    """The text side of the model of ``spec``. Raises ConfigError naming a file that is damaged, CapabilityError."""
+    """The ``Language`` of the model of ``spec``. Raises ConfigError naming a damaged file, CapabilityError."""
     tokenizer = None if spec.tokenizer is None else DocumentTokenizer(spec.tokenizer)
     if not isinstance(spec, HfSpec):
         return Language(tokenizer, vocabulary=spec.vocab_size)

@@ -1,10 +1,10 @@
-"""Where a served model's experts are leased from.
+"""The sources from which a served model's experts are leased.
 
 ::
 
-    cached.py   the host cache, or slots over it; guesses must pay for themselves
-    ring.py     whole layers in slots
-    slotted.py  chosen and guessed experts in slots, in turns with a ring
+    cached.py   the host cache; pauses guesses that do not pay
+    ring.py     whole layers in device slots
+    slotted.py  chosen and guessed experts in device slots, alternating with a ring
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ from tierstore.prefetch.program import GuessCounts
 
 
 class ServingPhase(Enum):
-    """What a forward pass is part of."""
+    """The phase of a forward pass."""
 
-    PREFILL = "prefill"  # whole prompts: a layer reaches most of its experts
-    DECODE = "decode"  # a token of each sequence
+    PREFILL = "prefill"  # whole prompts, which reach most experts of a layer
+    DECODE = "decode"  # one token of each sequence
 
 
 class ServedExperts(ExpertSource, GuessListener, Protocol):
-    """Leases for forward passes. ``begin`` comes before each forward pass of the model, ``forward`` in the order of its
-    layers (a layer may be passed over; a pass that raised is followed by ``begin``).
+    """Leases experts for forward passes. Call ``begin`` before each forward pass, also after one that raised, then
+    ``forward`` in the order of the model's layers, some of which may be skipped.
     """
 
     def begin(self, phase: ServingPhase, tokens: int) -> None:
-        """A forward pass of ``tokens`` tokens in all begins."""
+        """Begin a forward pass of ``tokens`` tokens in all."""
         ...
 
     def tell_askers(self, askers: Mapping[int, int]) -> None:
-        """Of the layer that comes next: the sequences that ask for each expert, a bit each (``Need.FIRST_ASKER``), for the
-        cache policy; in a prompt those whose last token does. It may be left out.
+        """Tell the cache policy which sequences request each expert of the next layer, one bit each (``Need.FIRST_ASKER``).
+        In a prompt only last tokens count. Calling it is optional.
         """
         ...
 
     @property
     def guesses(self) -> GuessCounts:
-        """How its passes were guessed."""
+        """Counts of the guesses for its passes."""
         ...
 
     @property
     def late_prefetch_bytes(self) -> int:
-        """Bytes that were on their way, but not there, when they were needed."""
+        """Bytes of prefetches that were still in flight when they were needed."""
         ...
 
     def describe(self) -> list[str]:

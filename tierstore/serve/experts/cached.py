@@ -1,9 +1,9 @@
-"""Experts leased from the host cache, and speculation that pays for itself.
+"""Experts leased from the host cache, with guesses only while they pay.
 
-A read on a guess that comes true hides a wait; one that does not takes the disk's time and a place in memory. Which of them
-prevails depends on the model, its cache and the text. So the residency core's own counts decide: where less than half of
-what was speculated, and has come to its end, was used, guesses are passed over for a while, and then tried again. The counts
-follow from the program's order alone, and so do the decisions.
+Reading a correct guess hides a wait; reading a wrong one costs disk time and space in the cache. Which prevails depends on
+the model, its cache and the text. So the counters of the residency core decide: if less than half of the speculated bytes
+whose outcome is known were used, guesses pause for some passes and are then tried again. The counters depend only on the
+order of the program, and so do the decisions.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from tierstore.prefetch.predictor import Counts, Predictor
 from tierstore.prefetch.program import GuessCounts
 from tierstore.serve.experts import ServingPhase
 
-#: The share of speculated bytes that must be used: a wasted read costs what a used one saves.
+#: The least share of speculated bytes that must be used: a wasted read costs what a used one saves.
 LEAST_USED = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """Speculated bytes that have come to their end since the store was opened: used, or wasted."""
+    """Speculated bytes whose outcome is known, since the store was opened: used, or wasted."""
 
     used: int = 0
     wasted: int = 0
@@ -39,8 +39,8 @@ class Settled:
 
 
 class GatedPredictor:
-    """``inner``, or no guess (``Predictor``). ``settled`` counts; after ``window`` bytes they are judged, and where they
-    fall short the rest of the pass and ``pause`` more have no guesses.
+    """Guesses like ``inner``, or not at all (``Predictor``). Each ``window`` bytes that ``settled`` counts are judged: if
+    too few were used, the rest of the pass and ``pause`` more passes have no guesses.
     """
 
     def __init__(
@@ -49,14 +49,14 @@ class GatedPredictor:
         self._inner, self._settled = inner, settled
         self._window, self._pause = window, pause
         self._since = settled()
-        #: Passes that are left of a pause, with the present one.
+        #: Passes left of a pause, including the current one.
         self._left = 0
-        #: Whether the present pass goes without guesses.
+        #: Whether the current pass has no guesses.
         self.closed = True
 
     def begin(self, *, read: bool) -> None:
-        """A forward pass begins. Where nothing was ``read`` in the one before, all that is used lies in memory: this one
-        goes without guesses, which cost a router's product in each layer.
+        """Begin a forward pass. If the last one ``read`` nothing, all experts in use are in memory, and this pass skips
+        guesses, which cost a router's product in each layer.
         """
         if self._left:
             self._left -= 1
@@ -71,7 +71,7 @@ class GatedPredictor:
         self._inner.offer(source, layer, chosen_E)
 
     def predict(self, layer: int) -> list[int]:
-        """What ``inner`` predicts, unless nothing has to be read, or too little of it is used."""
+        """The guesses of ``inner``; none if nothing has to be read, or too little of what is read is used."""
         if self.closed:
             return []
         now = self._settled() - self._since
@@ -85,24 +85,24 @@ class GatedPredictor:
 
 
 def settled_bytes(residency: Residency) -> Settled:
-    """What ``residency`` has counted."""
+    """The counters of ``residency``."""
     stats = residency.stats()
     return Settled(stats.useful_prefetch_bytes, stats.wasted_prefetch_bytes)
 
 
 class CachedExperts:
-    """Experts leased from the host cache, where they lie or through a few slots of the device (``ServedExperts``)."""
+    """Experts leased from the host cache, in place or through a few device slots (``ServedExperts``)."""
 
     def __init__(
         self, frozen: FrozenExperts | LoraExperts, residency: Residency, gate: GatedPredictor | None = None
     ) -> None:
-        """``residency``: of the host cache; ``gate``: what may pass over the guesses that ``frozen`` would take."""
+        """``residency``: that of the host cache; ``gate``: the predictor of ``frozen``, if it may pause guesses."""
         self._frozen = frozen
         self._gate, self._residency = gate, residency
         self._begun = False
-        #: The leases of the layer that was asked for last.
+        #: The leases of the last requested layer.
         self._leases: Iterator[ExpertLease] | None = None
-        #: What had been read when the last pass began; None before the first.
+        #: Bytes that had been read when the last pass began; None before the first.
         self._read_bytes: int | None = None
 
     @property
@@ -114,10 +114,10 @@ class CachedExperts:
         return self._frozen.late_prefetch_bytes
 
     def begin(self, phase: ServingPhase, tokens: int) -> None:
-        """A forward pass begins. What an earlier one that raised has left open is ended."""
+        """Begin a forward pass. Leases that a pass left open when it raised are closed."""
         self._end()
         if self._begun:
-            self._residency.end_step()  # to policies and in traces each pass is a step
+            self._residency.end_step()  # for policies and in traces each pass is a step
         self._begun = True
         if self._gate is not None:
             read_bytes = self._residency.stats().read_bytes
@@ -129,7 +129,7 @@ class CachedExperts:
         self._frozen.tell_askers(askers)
 
     def forward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
-        """Leases of ``experts`` (ascending), those in memory first."""
+        """Lease ``experts`` (ascending), those in memory first."""
         self._end()
         self._leases = self._frozen.forward(layer, experts)
         return self._leases
@@ -148,10 +148,10 @@ class CachedExperts:
         self._frozen.offer(source, layer, chosen_E)
 
     def describe(self) -> list[str]:
-        return ["experts on the device: the ring is not used: the CPU reads the host cache directly"]
+        return ["experts on the device: the ring is not used, since the CPU reads the host cache directly"]
 
     def _end(self) -> None:
-        """Ends the access that is open, if any: a traceback may hold its iterator for long."""
+        """Close the open access, if any: a traceback may keep its iterator alive for long."""
         leases, self._leases = self._leases, None
         close = getattr(leases, "close", None)
         if close is not None:

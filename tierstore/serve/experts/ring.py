@@ -1,9 +1,8 @@
-"""Ring memory (SE-MoE section 3.2): the experts of K of the N MoE layers, in the slots of a device.
+"""Ring memory (SE-MoE section 3.2): device slots that hold the experts of K of the N MoE layers.
 
-A plan over the device's cache (``DeviceCache``): when layer i has computed, its experts are given up, and those of the first
-layer that comes next and is not in the ring are copied in the background. Where passes follow one another that is the one K
-ahead, counted around the N layers, so that the first layers of the next token are there when it begins. With K = N all is
-resident and nothing moves.
+It controls the device's cache (``DeviceCache``): when layer i has computed, its experts are given up, and those of the next
+layer that is not in the ring are copied in the background. In consecutive passes that is layer i + K modulo N, so the first
+layers of the next token are in the ring when it begins. With K = N all layers are resident and nothing moves.
 
 ::
 
@@ -11,8 +10,8 @@ resident and nothing moves.
     in the ring                        0 1  1 2  2 3  3 4  4 0  0 1  1 2
     copied when it has computed        2    3    4    0    1    2    3
 
-What is copied depends on the order of passes alone. A layer that is passed over, or a pass that begins again after an error,
-is no special case: the ring then holds layers that are not next, and gives them up first.
+Copies depend only on the order of passes. A skipped layer, or a pass that starts again after an error, is not a special
+case: the ring then holds layers that are not next, and gives them up first.
 """
 
 from __future__ import annotations
@@ -41,9 +40,9 @@ class _Refill:
 
 
 class Ring:
-    """The experts of ``count`` of ``layers`` (in the order of passes, ``experts`` each) in the slots of ``source``.
+    """Holds the experts of ``count`` of ``layers`` (in the order of passes, ``experts`` each) in the slots of ``source``.
 
-    ``depth``: how many layers beyond those in the ring the host cache reads ahead. ``done``: whether a ticket has finished.
+    ``depth``: number of layers beyond the ring that the host cache reads ahead. ``done``: whether a ticket has finished.
     """
 
     def __init__(
@@ -70,19 +69,19 @@ class Ring:
         self._depth = depth
         self._done = done
         self._timeline = timeline or NullTimeline()
-        #: The layers that are in the ring, or on their way; the one that comes next is the first.
+        #: The layers that are in the ring or being copied, the next one first.
         self.held: list[int] = []
         self._refills: list[_Refill] = []
 
     def clear(self) -> None:
-        """The slots are the ring's from now on: nothing is in them."""
+        """Empty all slots, for use by the ring."""
         for layer in self._layers:
             self._walk.give_up(layer)
         self.held.clear()
         self._refills.clear()
 
     def forward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
-        """Leases of ``experts`` in their order; when the last has been computed the ring turns."""
+        """Lease ``experts`` in order; when the last has been computed, the ring turns."""
         place = self._layers.index(layer)
         self._turn_to(place)
         begun = time.monotonic_ns() if self._timeline.enabled else 0
@@ -98,7 +97,7 @@ class Ring:
         self._turn_to(place + 1)
 
     def _turn_to(self, place: int) -> None:
-        """Brings the layers from ``place`` on into the ring, nearest first."""
+        """Bring the layers from ``place`` on into the ring, nearest first."""
         total = len(self._layers)
         wanted = [self._layers[(place + ahead) % total] for ahead in range(self._count)]
         if self.held == wanted:
@@ -116,7 +115,7 @@ class Ring:
                 return
 
     def _draw(self) -> None:
-        """Puts the copies that have ended on the timeline; their end is when that was seen."""
+        """Add finished copies to the timeline; their end is the time of this call."""
         if not self._refills:
             return
         now = time.monotonic_ns()

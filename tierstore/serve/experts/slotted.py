@@ -1,12 +1,12 @@
-"""Experts of a served model on a device with memory of its own: chosen experts, and whole layers in a ring, in turns.
+"""A served model's experts in device slots: chosen experts, or whole layers in a ring.
 
 **Chosen experts** (the sparse case of SE-MoE section 3.2): the slots are a cache over the host cache (``DeviceCache``), so
-that an expert that was used at the last token is not copied again. Guesses are read into the host cache and copied to the
-device while the present layer computes.
+an expert that the last token used is not copied again. Guessed experts are read into the host cache and copied to the device
+while the current layer computes.
 
-**In turns**: the ring (``ring.py``) uses the same slots. A pass has one of the two from its beginning to its end. When the
-ring gives way, chosen experts start with what it holds; when it comes back it starts empty. The choice follows from the
-configuration, the number of tokens and what earlier passes requested: it never looks at a clock.
+**Alternation**: the ring (``ring.py``) uses the same slots, and each pass uses one of the two. Chosen experts start with
+what the ring left in the slots; the ring starts empty. The choice depends on the configuration, the number of tokens and
+the requests of earlier passes, never on a clock.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from tierstore.units import format_bytes, format_seconds
 
 @dataclass(slots=True)
 class PhaseCounts:
-    """What the passes of one phase asked for. ``expected``: experts that an even router would have reached."""
+    """Experts that the passes of one phase requested. ``expected``: experts that an even router would have reached."""
 
     asked: int = 0
     expected: float = 0.0
-    #: Of passes without a ring: experts asked for, those that the device had, and those that were on their way.
+    #: In passes without a ring: experts requested, those the device kept from earlier passes, and those guessed into slots.
     sparse_asked: int = 0
     resident: int = 0
     guessed: int = 0
@@ -58,9 +58,10 @@ class PhaseCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryChooser:
-    """Chooses for the passes of one model. ``copy``: of an expert to the device, where its link is limited.
+    """Chooses between a ring and chosen experts for each pass of a model. ``copy``: the cost of copying an expert to the
+    device, if that link is limited.
 
-    Raises BudgetError when it is made: a ring was asked for, and the device cannot hold a layer.
+    Raises BudgetError when created if the configuration asks for a ring and the device cannot hold a layer.
     """
 
     asked: ExpertMemory
@@ -78,7 +79,7 @@ class MemoryChooser:
             )
 
     def choose(self, phase: ServingPhase, tokens: int, counts: PhaseCounts) -> Decision[ExpertMemory]:
-        """For a pass of ``tokens`` tokens, where earlier passes of ``phase`` have counted ``counts``."""
+        """Choose for a pass of ``tokens`` tokens; ``counts`` are those of earlier passes of ``phase``."""
         ring, name = ExpertMemory.RING, "experts on the device"
         if self.asked is not ExpertMemory.AUTO:
             return Decision(name, self.asked, "as configured")
@@ -99,9 +100,9 @@ class MemoryChooser:
 
 
 class SlottedExperts(CachedExperts):
-    """``ServedExperts`` in device slots. ``ring``: None where the device cannot hold a layer.
+    """``ServedExperts`` in device slots. ``ring``: None if the device cannot hold a layer.
 
-    ``say`` is given a line for each change between the two.
+    ``say`` receives a line at each change between ring and chosen experts.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class SlottedExperts(CachedExperts):
         chooser: MemoryChooser,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """``residency``: of the host cache; ``predictor``: that of ``frozen``."""
+        """``residency``: that of the host cache; ``predictor``: that of ``frozen``."""
         super().__init__(frozen, residency)
         self._slots = frozen.walk.slots
         self._ring = ring
@@ -123,7 +124,7 @@ class SlottedExperts(CachedExperts):
         self._say = say
         self._counts = {phase: PhaseCounts() for phase in ServingPhase}
         self._phase, self._tokens = ServingPhase.PREFILL, 0
-        #: What passes have now, and why; None before the first.
+        #: The current choice and its reason; None before the first pass.
         self.choice: Decision[ExpertMemory] | None = None
 
     def begin(self, phase: ServingPhase, tokens: int) -> None:
@@ -137,19 +138,19 @@ class SlottedExperts(CachedExperts):
             self._say(choice.describe())
 
     def forward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
-        """Leases of ``experts`` (ascending). Raises ChecksumError, OSError, BudgetError."""
+        """Lease ``experts`` (ascending). Raises ChecksumError, OSError, BudgetError."""
         self._end()
-        if self.choice is None:  # no pass was begun
+        if self.choice is None:  # ``begin`` was not called
             self.begin(self._phase, 1)
         self._leases = self._in_turns(layer, experts)
         return self._leases
 
     def backward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
-        """As ``forward``: gradients flow through the experts, and none of theirs is made."""
+        """As ``forward``: gradients flow through the experts, whose own gradients are not computed."""
         return self.forward(layer, experts)
 
     def reach(self, layer: int) -> list[int]:
-        """The layers that guesses are wanted of; a ring needs none."""
+        """The layers to guess experts of; none with a ring."""
         return [] if self._rings else super().reach(layer)
 
     def describe(self) -> list[str]:
@@ -172,5 +173,5 @@ class SlottedExperts(CachedExperts):
 
     @property
     def _rings(self) -> bool:
-        """Whether passes have the ring now."""
+        """Whether passes use the ring now."""
         return self.choice is not None and self.choice.value is ExpertMemory.RING
