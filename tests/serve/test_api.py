@@ -385,12 +385,12 @@ def test_other_statuses(plain: httpx.Client) -> None:
         answer = plain.request(method, path, **given)  # type: ignore[arg-type]
         return answer.status_code, answer.json()["error"]["message"]
 
-    assert status("GET", "/nothing") == (404, "there is nothing at /nothing")
-    assert status("GET", "/v1/completions") == (405, "GET is not for this path")
+    assert status("GET", "/nothing") == (404, "unknown path /nothing")
+    assert status("GET", "/v1/completions") == (405, "GET is not allowed for this path")
     body = {"model": "other", "prompt": "x"}
     assert status("POST", "/v1/completions", json=body) == (
         404,
-        "the model 'other' is not served here, but 'fake' is",
+        "unknown model 'other': this server serves 'fake'",
     )
     assert status("POST", "/v1/completions", content=b"{}")[0] == 415
     large = {"model": MODEL, "prompt": "x" * (5 << 20)}

@@ -171,7 +171,7 @@ def test_keys(tmp_path: Path) -> None:
         for path_, status in (("/v1/models", 401), ("/metrics", 401), ("/health", 200), ("/", 200)):
             assert httpx.get(f"{fake.url}{path_}").status_code == status
         wrong = httpx.get(f"{fake.url}/v1/models", headers={"Authorization": "Bearer first-key-of-all-keyz"})
-        assert (wrong.status_code, error(wrong)) == (401, "the key is not known")
+        assert (wrong.status_code, error(wrong)) == (401, "unknown API key")
         assert wrong.headers["www-authenticate"] == "Bearer"
         right = httpx.get(f"{fake.url}/v1/models", headers={"Authorization": "Bearer first-key-of-all-keys"})
         assert right.status_code == 200

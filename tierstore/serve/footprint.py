@@ -1,10 +1,10 @@
-"""What serving takes of memory, before anything is opened. Imports no torch.
+"""The memory that serving needs, computed before anything is opened. Imports no torch.
 
-``host_budget`` holds experts and nothing else: the host cache of their weights, scratch for records whose missed steps are
-replayed, and on a CPU the slots of the device tier. Dense parameters and the cache of keys and values are beside it.
+``host_budget`` is for experts only: the host cache of their weights, scratch for records whose missed steps are replayed,
+and on a CPU the slots of the device tier. It does not include dense parameters and the cache of keys and values.
 
-A sequence takes memory as it grows, and at most what its context needs: so ``batch.sequences`` sequences of
-``batch.context`` tokens are the bound, which is held against the machine before anything is served.
+A sequence takes memory as it grows, up to what its context needs. So ``batch.sequences`` sequences of ``batch.context``
+tokens are the upper bound, which is compared with the machine's memory before anything is served.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from tierstore.store.opening import minimum_host_budget
 from tierstore.tiers.slots import DeviceKind, DeviceSlots
 from tierstore.units import format_bytes
 
-#: Weight slots beyond which overlap gains nothing, where a budget does not ask for more.
+#: Weight slots if no budget asks for more; further slots would not improve overlap.
 _FEW = 4
 
 
 def copies_weights(config: ServeConfig, device: DeviceKind) -> bool:
-    """Whether experts are copied to slots of the device. A CPU computes with them where they lie in the host cache, unless a
-    ring is asked for, or the configuration says otherwise. Raises ConfigError where it says both.
+    """Whether experts are copied to device slots. A CPU computes with them in place in the host cache, unless a ring, copies
+    or a limited copy link are configured. Raises ConfigError for a ring with ``weights_in_place = on``.
     """
     if device is not DeviceKind.CPU:
         return True
@@ -45,10 +45,10 @@ def copies_weights(config: ServeConfig, device: DeviceKind) -> bool:
 def slot_count(
     config: ServeConfig, spec: ModelSpec, device: DeviceKind, *, each: int, room: int, free: int | None = None
 ) -> int:
-    """Slots of ``each`` bytes. ``room``: bytes of the host budget that are left for them on a CPU. ``free``: bytes of an
-    accelerator that they may take where ``device_budget`` is 0.
+    """Number of device slots of ``each`` bytes. ``room``: bytes of the host budget left for them on a CPU. ``free``: bytes
+    of an accelerator that they may take if ``device_budget`` is 0.
 
-    As many as ``ring.layers`` needs, or as ``device_budget`` or ``free`` holds; without any of them a few, for overlap.
+    As many as ``ring.layers`` needs, or as fit in ``device_budget`` or ``free``; without any of these a few, for overlap.
     Raises BudgetError, ConfigError.
     """
     layers = len(spec.moe_layers)
@@ -86,21 +86,21 @@ def _too_small(name: str, budget: int, layers: int, least: int) -> BudgetError:
     )
 
 
-#: Of pairs, which a pass copies one after another.
+#: Slots for LoRA pairs, which a pass copies one after another.
 _PAIR_SLOTS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServedBudgets:
-    """How the budgets for experts are divided, in bytes. ``cache`` includes the ``scratch`` of replays; on a CPU cache and
-    slots are the host budget. ``lookahead``: what speculation may hold of the cache.
+    """How the budgets for experts are divided, in bytes. ``cache`` includes the ``scratch`` of replays; on a CPU, cache and
+    slots together are the host budget. ``lookahead``: the part of the cache that speculation may hold.
     """
 
     cache: int
     scratch: int
     lookahead: int
     slots: DeviceSlots[ComputeDtype]
-    #: Of the pairs that were trained beside frozen experts.
+    #: Slots for the LoRA pairs of frozen experts.
     pairs: DeviceSlots[ComputeDtype] | None = None
 
 
@@ -114,11 +114,11 @@ def served_budgets(
     pairs: RecordSchema | None = None,
     free: int | None = None,
 ) -> ServedBudgets:
-    """Divides the budgets of ``config`` for experts whose records are of ``schema``, and their ``pairs``. ``scratch``: what
-    replays of missed steps need (``replay_scratch_bytes``). ``free``: bytes of an accelerator that experts may take where
+    """Divide the budgets of ``config`` for experts with records of ``schema``, and their LoRA ``pairs``. ``scratch``: bytes
+    for replaying missed steps (``replay_scratch_bytes``). ``free``: bytes of an accelerator that experts may take if
     ``device_budget`` is 0 (None: not known). Raises BudgetError naming the minimum.
 
-    The device tier gets the slots that ``slot_count`` says, and fewer where the host budget is tight; at least one.
+    The device tier gets ``slot_count`` slots: fewer if the host budget is tight, but at least one.
     """
     one = DeviceSlots(schema.numel, spec.compute_dtype, weights=1, gradients=0, quantized=schema.quantized)
     on_host = device is DeviceKind.CPU
@@ -156,49 +156,49 @@ def served_budgets(
 
 
 def dense_parameter_bytes(spec: ModelSpec) -> int:
-    """What the dense parameters of ``spec`` take; they are on the device."""
+    """Bytes that the dense parameters of ``spec`` take on the device."""
     compute = spec.compute_dtype.itemsize
     units = sum(compute * unit.matrices + 4 * unit.others for unit in spec.architecture.units)
     return units + 4 * sum(spec.adapter_units)
 
 
 def check_memory(host_budget: int, dense: int, device: DeviceKind, *, usable: int) -> None:
-    """Raises BudgetError where this machine's ``usable`` bytes do not hold ``host_budget`` for experts and, on a CPU, the
+    """Raise BudgetError if this machine's ``usable`` bytes cannot hold ``host_budget`` for experts and, on a CPU, the
     ``dense`` parameters.
     """
     beside = dense if device is DeviceKind.CPU else 0
     if host_budget + beside > usable:
         named = f" beside {format_bytes(dense)} of dense parameters" if device is DeviceKind.CPU else ""
         raise BudgetError(
-            f"host_budget: expected at most {format_bytes(max(usable - beside, 0))}{named}, for this machine gives "
-            f"{format_bytes(usable)}; got {format_bytes(host_budget)}"
+            f"host_budget: expected at most {format_bytes(max(usable - beside, 0))}{named}, since this machine has "
+            f"{format_bytes(usable)} to use; got {format_bytes(host_budget)}"
         )
 
 
-#: A shorter context is of no use.
+#: The shortest useful context.
 _LEAST_CONTEXT = 128
-#: Columns by which a context is made shorter.
+#: A reduced context is a multiple of this.
 _ROUND = 64
 
 
 def sequence_bytes(spec: ModelSpec, tokens: int) -> int:
-    """The most that a sequence of ``tokens`` tokens takes."""
+    """Most bytes that the keys and values of a sequence of ``tokens`` tokens take."""
     if not isinstance(spec, HfSpec):
         return tokens * 2 * spec.d_model * (len(spec.architecture.units) - 2) * spec.compute_dtype.itemsize
     return spec.cache_bytes(tokens) + _state_bytes(spec)
 
 
 def batch_bytes(spec: ModelSpec, *, sequences: int, context: int) -> int:
-    """The most that a batch takes: while a pass appends to a layer, that layer is there twice."""
+    """Most bytes that a batch takes: while a pass appends to a layer, that layer exists twice."""
     layers = len(spec.architecture.units) - 2
     whole = sequences * sequence_bytes(spec, context)
     return whole + -(-whole // layers)
 
 
 def fitted_context(spec: ModelSpec, batch: BatchConfig, *, longest: int, room: int) -> int:
-    """The context of ``batch``: at most ``longest`` tokens, such that its sequences fit in ``room`` bytes.
+    """The context of ``batch``; if it is 0, the longest up to ``longest`` tokens such that all sequences fit in ``room``.
 
-    Without one (0) it is as long as fits. Raises BudgetError where the one that is given, or a short one, does not fit.
+    Raises BudgetError if the given context, or without one the shortest useful one, does not fit.
     """
     asked = batch.context or longest
     needed = batch_bytes(spec, sequences=batch.sequences, context=asked)
@@ -208,15 +208,15 @@ def fitted_context(spec: ModelSpec, batch: BatchConfig, *, longest: int, room: i
     most = (room - constant) * asked // max(needed - constant, 1) // _ROUND * _ROUND
     if batch.context or most < _LEAST_CONTEXT:
         raise BudgetError(
-            f"batch.context: {batch.sequences} sequences of {asked} tokens take {format_bytes(needed)} for keys and "
-            f"values, and {format_bytes(max(room, 0))} are left; {max(most, 0)} tokens would fit, or fewer sequences "
-            "(batch.sequences)"
+            f"batch.context: {batch.sequences} sequences of {asked} tokens need {format_bytes(needed)} for keys and "
+            f"values, but only {format_bytes(max(room, 0))} are left; {max(most, 0)} tokens would fit, or fewer "
+            "sequences (batch.sequences)"
         )
     return most
 
 
 def _state_bytes(spec: HfSpec) -> int:
-    """States of linear attention (gated delta rule): what the convolution looks back to, and a matrix for each head."""
+    """Bytes of linear attention's states (gated delta rule): the convolution's window, and a matrix for each head."""
     config, total = spec.config, 0
     heads = int(config.get("linear_num_value_heads", 0))
     matrix = int(config.get("linear_key_head_dim", 0)) * int(config.get("linear_value_head_dim", 0))

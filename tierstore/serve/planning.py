@@ -1,10 +1,10 @@
-"""What serving a model takes and how fast it is, by the memory that its experts get. Imports no torch.
+"""Predict the memory and the speed of serving a model, for different expert budgets. Imports no torch.
 
-For each budget, a prefill pass and a decode pass are predicted. Budgets are divided as a server divides them
-(``served_budgets``). Bytes come from a trace (``tierstore generate --record-trace``), replayed through the residency core
-with the frames that are left for the cache: with the budget and the settings of the run, the counts are the run's own.
-Without a trace they come from even routing: a pass of T tokens reaches d(T) = E (1 - (1 - k / E)^T) experts of a layer, and
-the part that the cache holds is in memory.
+For each budget, a prefill pass and a decode pass are predicted. Budgets are divided as in a server (``served_budgets``).
+The bytes read come from a trace (``tierstore generate --record-trace``), replayed through the residency core with the frames
+left for the cache: with the budget and the settings of the recorded run, the counts are those of the run. Without a trace,
+even routing is assumed: a pass of T tokens reaches d(T) = E (1 - (1 - k / E)^T) experts of a layer, of which the share that
+the cache holds is in memory.
 
 Time: a layer's experts that are in memory are computed while the others are read, so a pass takes
 
@@ -41,17 +41,17 @@ from tierstore.trace.replay import STEP_COUNTS, quotas_by_layer, replay_steps
 if TYPE_CHECKING:  # it imports torch
     from tierstore.serve.opening import ServedStore
 
-#: Budgets that are planned where none are given, as parts of all experts.
+#: The default budgets, as shares of all experts.
 SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0)
-#: Tokens of a sequence where none are named.
+#: The default context in tokens.
 _CONTEXT = 4096
 _HITS, _MISSES, _READ = (STEP_COUNTS.index(name) for name in ("hits", "misses", "read_bytes"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServedWork:
-    """What is served: ``sequences`` together, prompts of ``prompt_tokens``, up to ``context`` tokens of each (0: 4096, or as
-    many as the model allows). ``trace``: of a run with as many sequences. Raises ConfigError.
+    """What is served: ``sequences`` together, prompts of ``prompt_tokens``, up to ``context`` tokens each (0: 4096, or the
+    model's limit if that is less). ``trace``: that of a run with as many sequences. Raises ConfigError.
     """
 
     sequences: int = 1
@@ -65,7 +65,7 @@ class ServedWork:
                 raise ConfigError(f"{name}: expected at least {least}, got {getattr(self, name)}")
 
     def of(self, spec: HfSpec) -> ServedWork:
-        """With the context that ``spec`` allows. Raises ConfigError where it allows less than was asked for."""
+        """A copy with the context set for ``spec``. Raises ConfigError if the model allows less than was asked for."""
         most = cached_positions(spec.config) or max(_CONTEXT, self.context, self.prompt_tokens)
         for name in ("prompt_tokens", "context"):
             if getattr(self, name) > most:
@@ -77,8 +77,8 @@ class ServedWork:
 
 @dataclass(frozen=True)
 class PassPlan:
-    """A forward pass: experts that it asks for over all layers, those that are not in memory, and what it takes.
-    ``passes_count``: of how many it is the mean; 0 where none was recorded.
+    """A forward pass: experts that it requests over all layers, those that are not in memory, bytes read, and time.
+    ``passes_count``: number of recorded passes of which this is the mean (0: none was recorded).
     """
 
     passes_count: int
@@ -91,7 +91,7 @@ class PassPlan:
 
 @dataclass(frozen=True)
 class BudgetPlan:
-    """One budget for experts. ``memory_bytes``: of the whole process. ``prefill`` is None where a trace has no prefill."""
+    """The plan of one expert budget. ``memory_bytes``: of the whole process. ``prefill``: None if a trace has no prefill."""
 
     host_budget_bytes: int
     experts_ratio: float
@@ -102,9 +102,9 @@ class BudgetPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class ServingPlan:
-    """Every budget; and memory beside the experts: dense parameters, keys and values of ``context_tokens_count`` tokens of
-    each sequence, the process. ``missed_records_count``: records of a training store that are read whole and replayed
-    before they are served (None: not a store).
+    """Plans of all budgets, and memory beside the experts: dense parameters, keys and values of ``context_tokens_count``
+    tokens of each sequence, the process. ``missed_records_count``: records of a training store that have missed steps, and
+    so are read whole and replayed (None: not a store).
     """
 
     budgets: tuple[BudgetPlan, ...]
@@ -120,14 +120,14 @@ class ServingPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Cache:
-    """The host cache of a server, in frames: all, those that speculation may hold, those of an expert."""
+    """The host cache of a server, in frames: all of them, the most for speculation, and those of one expert."""
 
     frames: int
     lookahead_frames: int
     expert_frames: int
 
 
-#: Means of a number of passes: the number, experts asked for, experts missed, and bytes read.
+#: The number of passes, and the means of experts requested, experts missed, and bytes read.
 _Counts = tuple[int, float, float, float]
 
 
@@ -141,9 +141,9 @@ def plan_serving(
     device: DeviceKind = DeviceKind.CPU,
     stored: ServedStore | None = None,
 ) -> ServingPlan:
-    """The plan of ``spec`` for ``budgets`` (bytes for experts; default: such that the cache holds ``SHARES`` of them all).
+    """Plan serving ``spec`` with ``budgets`` (bytes for experts; default: such that the cache holds ``SHARES`` of them all).
 
-    ``config``: how it is served, but for its budget and its batch. ``stored``: its store; without one, experts are frozen.
+    ``config``: how it is served; its budget and batch are not used. ``stored``: its store; without one, experts are frozen.
     Raises ConfigError, BudgetError (a budget that a server refuses), DataError for a trace of another model.
     """
     work, config = work.of(spec), config or ServeConfig()
@@ -166,7 +166,7 @@ def plan_serving(
         return _Cache(frames, min(given.lookahead // frame, frames), each)
 
     count = spec.experts * len(spec.moe_layers)
-    if not budgets:  # a server takes as much besides of one that holds all, and no more of others
+    if not budgets:  # bytes beside the cache: those of a budget that holds all, the most of any
         each = sum(part.padded_nbytes for part in experts.layout(Group.WEIGHTS).sections)
         beside = 16 * count * each - divided(16 * count * each).cache + scratch
         budgets = [max(round(share * count), 1) * each + beside for share in SHARES]
@@ -220,15 +220,15 @@ def _even(spec: HfSpec, work: ServedWork, held: float) -> tuple[_Counts, _Counts
 
 
 def _replayed(trace: Path, cache: _Cache, *, sequences: int, spec: HfSpec) -> tuple[_Counts | None, _Counts]:
-    """The mean prefill and decode pass of ``trace`` with that cache: a pass that asks for more records of its layers than
-    ``sequences`` tokens can choose is a prefill.
+    """The mean prefill and decode pass of ``trace`` with ``cache``: a pass that requests more records than ``sequences``
+    tokens can choose is a prefill.
 
-    Raises DataError, BudgetError (an access needs more), OSError.
+    Raises DataError, BudgetError (an access needs a larger cache), OSError.
     """
     with trace.open("rb") as file:
         header = read_header(file)
     table, layers = header.table, np.unique(header.table.layers).tolist()
-    # Of each layer: its experts, and the pairs that were trained beside them.
+    # Kinds of records: 1 for experts, 2 with their LoRA pairs.
     kinds, more = divmod(len(table), spec.experts * len(spec.moe_layers))
     if more or layers != list(spec.moe_layers) or cache.expert_frames not in table.frames[:, Group.WEIGHTS]:
         raise DataError(f"{trace}: its records are not the experts of this model")
@@ -242,11 +242,11 @@ def _replayed(trace: Path, cache: _Cache, *, sequences: int, spec: HfSpec) -> tu
         layer_quotas=quotas_by_layer(layers, cache.frames, quotas) if quotas else (),
     )
     asked = counts[:, _HITS] + counts[:, _MISSES]
-    first = int(np.argmax(asked > 0))  # what opening the store asked for is not a pass
+    first = int(np.argmax(asked > 0))  # requests while the store opened are not a pass
     asked, counts = asked[first:], counts[first:]
     decode = asked <= sequences * spec.top_k * len(layers) * kinds
     if len(asked) > 1 and not decode.any():
-        decode = asked == len(table)  # with a ring every pass asks for whole layers
+        decode = asked == len(table)  # with a ring every pass requests whole layers
     if not decode.any():
         raise DataError(f"{trace}: has no decode pass of {sequences} sequences")
     return None if decode.all() else _mean(counts[~decode]), _mean(counts[decode])
@@ -268,7 +268,7 @@ def _timed(spec: HfSpec, counts: _Counts, tokens: int, profile: Profile) -> Pass
         2.0 * model.expert_numel * model.top_k * tokens / profile.expert_flops.per_s,
         asked / layers * expert_bytes / profile.copy.per_s,
     )
-    reads = read_bytes / layers / expert_bytes  # ahead or on demand, a latency each
+    reads = read_bytes / layers / expert_bytes  # ahead or on demand, each with a latency
     read_s = reads * profile.disk_read.seconds(expert_bytes)
     seconds = dense_s + layers * max(compute_s, read_s)
     return PassPlan(passes, asked, missed, read_bytes, seconds, tokens / seconds)

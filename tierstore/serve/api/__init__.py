@@ -2,10 +2,10 @@
 
 ::
 
-    bodies.py   bodies of requests: every field of its type, or refused by name
+    bodies.py   request bodies, validated field by field
     answers.py  an answer as one JSON object, or as events while it grows
-    app.py      the routes; keys, sizes and times of what comes in
-    metrics.py  what /metrics shows
-    server.py   signals, draining, limits of connections
+    app.py      the routes; API keys, limits on the size and time of request bodies
+    metrics.py  the metrics of /metrics
+    server.py   signals, draining, connection limits
     page.html   the page at /
 """

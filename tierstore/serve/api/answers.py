@@ -1,4 +1,4 @@
-"""The objects that OpenAI's API answers with: an answer as one, or as server-sent events while it grows."""
+"""Answers as OpenAI's API sends them: one JSON object, or server-sent events while the answer grows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tierstore.serve.engine import ServingEngine
 
 
 class RequestKind(Enum):
-    """Of which of the two requests an answer is."""
+    """The kind of a request. The value is the prefix of its answer's id."""
 
     COMPLETION = "cmpl"
     CHAT = "chatcmpl"
@@ -28,7 +28,7 @@ class RequestKind(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """The objects of one answer, which share an id and a time. ``usage``: whether its events say how many tokens it took."""
+    """Builds the objects of one answer, which share an id and a time. ``usage``: whether its events include token counts."""
 
     style: RequestKind
     model: str
@@ -39,7 +39,7 @@ class Shape:
     def whole(
         self, text: str, finish: Finish, usage: dict[str, int], *, reasoning: str = ""
     ) -> dict[str, object]:
-        """The answer as one object. A chat has its reasoning, where there is any."""
+        """The answer as one object. A chat includes its reasoning, if there is any."""
         if self.style is RequestKind.CHAT:
             message = {"role": "assistant", "content": text, "refusal": None}
             thought = {"reasoning_content": reasoning} if reasoning else {}
@@ -49,13 +49,13 @@ class Shape:
         return self._object("text_completion", [_choice(finish, text=text)]) | {"usage": usage}
 
     def opening(self) -> bytes | None:
-        """The event before any text, where there is one."""
+        """The event before any text; None for a completion."""
         if self.style is RequestKind.COMPLETION:
             return None
         return self._chunk([_choice(None, delta={"role": "assistant", "content": ""})])
 
     def added(self, text: str, reasoning: str = "") -> bytes:
-        """The event of more text. A chat has its reasoning, too."""
+        """The event with more text. A chat includes reasoning, too."""
         if self.style is RequestKind.CHAT:
             named = {"reasoning_content": reasoning, "content": text}
             return self._chunk([_choice(None, delta={name: value for name, value in named.items() if value})])
@@ -94,7 +94,7 @@ def _choice(finish: Finish | None, **content: object) -> dict[str, object]:
 
 
 def event(body: dict[str, object]) -> bytes:
-    """A server-sent event. JSON has no bare ends of lines, so that one line holds it."""
+    """A server-sent event. JSON escapes line breaks in strings, so the body is one line."""
     return f"data: {json.dumps(body, ensure_ascii=False)}\n\n".encode()
 
 
@@ -107,7 +107,7 @@ T = TypeVar("T")
 
 
 async def while_there(receive: Receive, work: Awaitable[T]) -> T | None:
-    """What ``work`` returns; None where the client leaves first: then ``work`` is cancelled. The body has been read."""
+    """The result of ``work``; None if the client leaves first, which cancels ``work``. The body must have been read."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_left(receive))
     try:
@@ -125,7 +125,7 @@ async def _left(receive: Receive) -> None:
 
 
 class Answering:
-    """One request that was accepted. ``request_s``: how long it may take from then on."""
+    """Answers one accepted request. ``request_s``: seconds that it may take from now on."""
 
     def __init__(
         self, engine: ServingEngine, request: GenerationRequest, shape: Shape, *, request_s: float
@@ -137,7 +137,7 @@ class Answering:
         self._deadline_s = asyncio.get_running_loop().time() + request_s
 
     def usage(self, tokens: int) -> dict[str, int]:
-        """As OpenAI names it, with ``tokens`` of answer."""
+        """Token counts under OpenAI's names; ``tokens``: those of the answer."""
         prompt = len(self._request.prompt)
         return {
             "prompt_tokens": prompt,
@@ -146,7 +146,7 @@ class Answering:
         }
 
     async def updates(self) -> AsyncGenerator[Update, None]:
-        """The answer as it grows. Raises ApiError where it ends early; leaving before the end cancels the request."""
+        """Yield the answer as it grows. Raises ApiError if it ends early. Closing the generator cancels the request."""
         outcome = RequestOutcome.CANCELLED
         try:
             while True:
@@ -164,11 +164,11 @@ class Answering:
             self._engine.cancel(self._request, outcome)
 
     def leave(self) -> None:
-        """The client no longer waits: cancels the request, unless it has ended."""
+        """Cancel the request, unless it has ended: the client has left."""
         self._engine.cancel(self._request)
 
     async def whole(self) -> Response:
-        """The answer as one object."""
+        """Wait for the answer and return it as one object."""
         text = reasoning = ""
         async for update in self.updates():
             text, reasoning = text + update.text, reasoning + update.reasoning
@@ -177,7 +177,7 @@ class Answering:
         return JSONResponse(self._shape.whole(text, update.finish, usage, reasoning=reasoning))
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """The answer as events. Where it ends early, the last is the error."""
+        """Yield the answer as events. If it ends early, the last event is the error."""
         if (opening := self._shape.opening()) is not None:
             yield opening
         tokens, finish = 0, Finish.STOP
@@ -197,7 +197,7 @@ class Answering:
 
 
 class EventStream(Response):
-    """Sends the events of an answer. A client that leaves cancels it."""
+    """Sends the events of an answer, which is cancelled if the client leaves."""
 
     media_type = "text/event-stream"
 
@@ -207,11 +207,11 @@ class EventStream(Response):
         self._answering = answering
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Until the last event, or until the client leaves."""
+        """Send until the last event, or until the client leaves."""
         try:
             await while_there(receive, self._send(send))
         finally:
-            self._answering.leave()  # also where not even the first event could be sent
+            self._answering.leave()  # also if not even the first event could be sent
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

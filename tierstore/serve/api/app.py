@@ -1,4 +1,4 @@
-"""The routes; the keys that a request must bear, and bodies of a limited size in a limited time."""
+"""The routes; API keys, and limits on the size and time of request bodies."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ from tierstore.serve.engine import ServingEngine
 from tierstore.serve.sampling import TokenSampler
 
 _SHORTEST_KEY = 16
-# Bodies up to this many times the limit are read to their end, unkept: a client that is still sending when its connection is
-# closed sees a reset, not the answer.
+# Bodies up to this many times the limit are read to their end and discarded: a client that is still sending when its
+# connection is closed sees a reset, not the answer.
 _DISCARDED = 8
 
 
 class Keys:
-    """Bearer keys. Without any, requests need no key."""
+    """The API keys that requests may present as bearer tokens. Without any, requests need no key."""
 
     def __init__(self, keys: tuple[str, ...] = ()) -> None:
         self._digests = tuple(_digest(key) for key in keys)
 
     @classmethod
     def read(cls, path: Path) -> Keys:
-        """The keys of a file: one a line; empty lines and lines that start with # are passed over. Raises ConfigError for
-        a file without keys, or with one that is short or has blanks, OSError for one that cannot be read.
+        """Read the keys in a file, one per line; empty lines and lines that start with # are skipped. Raises ConfigError if
+        the file has no keys, or one that is too short or has spaces, OSError if it cannot be read.
         """
         try:
             lines = [line.strip() for line in path.read_text("utf-8").splitlines()]
@@ -57,21 +57,21 @@ class Keys:
                 continue
             if len(line) < _SHORTEST_KEY or not line.isascii() or " " in line or not line.isprintable():
                 raise ConfigError(
-                    f"--api-keys: {path}:{number}: expected at least {_SHORTEST_KEY} ASCII characters without blanks"
+                    f"--api-keys: {path}:{number}: expected at least {_SHORTEST_KEY} ASCII characters without spaces"
                 )
             keys.append(line)
         if not keys:
-            raise ConfigError(f"--api-keys: {path} holds no key")
+            raise ConfigError(f"--api-keys: {path} contains no keys")
         return cls(tuple(keys))
 
     @property
     def required(self) -> bool:
-        """Whether a key must be given."""
+        """Whether requests need a key."""
         return bool(self._digests)
 
     def check(self, header: str | None) -> None:
-        """``header``: the field Authorization. Raises ApiError. The time it takes does not tell how much of a key is right:
-        digests are compared, with all keys.
+        """Check ``header``, the field Authorization. Raises ApiError. Digests are compared in constant time, with all keys,
+        so the time does not reveal how much of a key is right.
         """
         if not self._digests:
             return
@@ -80,7 +80,7 @@ class Keys:
         known = [hmac.compare_digest(given, digest) for digest in self._digests]
         if scheme.lower() != "bearer" or not any(known):
             message = (
-                "a key is needed, as Authorization: Bearer KEY" if header is None else "the key is not known"
+                "an API key is required (Authorization: Bearer KEY)" if header is None else "unknown API key"
             )
             raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
@@ -90,9 +90,9 @@ def _digest(key: str) -> bytes:
 
 
 async def receive_body(request: Request, limits: LimitsConfig) -> bytes:
-    """A JSON request's body. Raises ApiError where it is too large, too slow, or said to be something else."""
+    """Receive the body of a JSON request. Raises ApiError if it is too large, too slow, or of another content type."""
     given = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if given != "application/json":  # a page of another origin can send others without being asked
+    if given != "application/json":  # browsers let pages of other origins send other types unasked
         raise ApiError(415, "Content-Type must be application/json")
     parts, size = [], 0
     try:
@@ -105,7 +105,7 @@ async def receive_body(request: Request, limits: LimitsConfig) -> bytes:
                     break
     except TimeoutError as error:
         raise ApiError(
-            408, f"the body did not come within {limits.receive_s:g} s", headers={"Connection": "close"}
+            408, f"the body did not arrive within {limits.receive_s:g} s", headers={"Connection": "close"}
         ) from error
     except ClientDisconnect as error:
         raise ApiError(400, "the client left before its request was complete") from error
@@ -122,7 +122,7 @@ _OPENING = "the model is being opened"
 
 
 class Service:
-    """The routes, and what they answer from. ``engine`` has been entered. ``model``: the name of its model."""
+    """The routes and their state. ``engine`` has been entered; ``model``: the name of its model."""
 
     def __init__(
         self,
@@ -141,12 +141,12 @@ class Service:
         self._model = model
         self._log = log or ServerLog()
         self._created = int(time.time())
-        # One thread: tokenizers are not made for several, and the event loop waits for none.
+        # One thread: tokenizers are not thread-safe, and the event loop must not wait for them.
         self._texts = ThreadPoolExecutor(1, thread_name_prefix="tierstore-text")
         self._page = importlib.resources.files("tierstore.serve.api").joinpath("page.html").read_text("utf-8")
 
     def app(self) -> FastAPI:
-        """The application. It needs no other state, and leaves none."""
+        """Create the ASGI application."""
 
         @asynccontextmanager
         async def lifespan(app: FastAPI) -> Any:
@@ -154,7 +154,7 @@ class Service:
                 yield
             self._texts.shutdown()
 
-        # No pages of FastAPI's own: they load scripts from elsewhere.
+        # No documentation pages of FastAPI: they load scripts from other sites.
         app = FastAPI(title="tierstore", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
         app.add_exception_handler(ApiError, self._refuse)
         app.add_exception_handler(HTTPException, self._refuse)
@@ -196,7 +196,7 @@ class Service:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     def _admit(self, request: Request) -> None:
-        """Raises ApiError for a request that bears no key, and while the model is not open."""
+        """Raise ApiError for a request without a valid key, and while the model is not open."""
         self._keys.check(request.headers.get("authorization"))
         if not self.engine.opened:
             raise ApiError(503, _OPENING, headers={"Retry-After": "1"})
@@ -237,7 +237,7 @@ class Service:
         if name != self._model:
             raise ApiError(
                 404,
-                f"the model {shown(name)!r} is not served here, but {self._model!r} is",
+                f"unknown model {shown(name)!r}: this server serves {self._model!r}",
                 param="model",
                 code="model_not_found",
             )
@@ -250,7 +250,7 @@ class Service:
             work = partial(language.encode, body.prompt)
         else:
             if any(token >= language.vocabulary for token in body.prompt):
-                raise bad("prompt", f"tokens of this model are below {language.vocabulary}")
+                raise bad("prompt", f"expected tokens below {language.vocabulary}")
             return body.prompt
         try:
             return await asyncio.get_running_loop().run_in_executor(self._texts, work)
@@ -260,7 +260,7 @@ class Service:
     def _submit(self, body: ChatBody | CompletionBody, prompt: list[int]) -> GenerationRequest:
         field, limits, running = body.prompt_field, self._limits, self.engine.running
         if not prompt:
-            raise bad(field, "holds no token")
+            raise bad(field, "contains no tokens")
         left = running.context - len(prompt)
         if left < 1:
             raise ApiError(
@@ -270,14 +270,14 @@ class Service:
                 code="context_length_exceeded",
             )
         if any(token >= running.language.vocabulary for token in body.stop_token_ids):
-            raise bad("stop_token_ids", f"tokens of this model are below {running.language.vocabulary}")
+            raise bad("stop_token_ids", f"expected tokens below {running.language.vocabulary}")
         most = min(left, limits.tokens or left)
         asked = body.limit
         if asked is not None and asked > most:
-            reason = f"the context of {running.context}" if most == left else "the limit of this server"
+            reason = f"the context of {running.context} leaves" if most == left else "this server allows"
             raise ApiError(
                 400,
-                f"max_tokens: {asked} are more than the {most} that {reason} leaves for an answer",
+                f"max_tokens: {asked} exceeds the {most} tokens that {reason} for an answer",
                 param="max_tokens",
                 code="context_length_exceeded" if most == left else None,
             )
@@ -285,7 +285,7 @@ class Service:
             prompt=prompt,
             max_tokens=min(most, limits.default_tokens) if asked is None else asked,
             sampler=TokenSampler(body.sampled(running.language.defaults), prompt),
-            # A completion goes on with its prompt; a chat's answer is a text of its own.
+            # A completion continues the text of its prompt; a chat's answer is a new text.
             text=running.language.text(
                 body.stop, prompt=prompt, context=() if isinstance(body, ChatBody) else prompt
             ),
@@ -301,10 +301,10 @@ class Service:
             raise ApiError(503, str(error), headers={"Connection": "close"}) from error
 
     async def _refuse(self, request: Request, error: Exception) -> Response:
-        if isinstance(error, HTTPException):  # of routing
+        if isinstance(error, HTTPException):  # raised by routing
             reasons = {
-                404: f"there is nothing at {shown(request.url.path)}",
-                405: f"{request.method} is not for this path",
+                404: f"unknown path {shown(request.url.path)}",
+                405: f"{request.method} is not allowed for this path",
             }
             error = ApiError(
                 error.status_code,
@@ -316,13 +316,13 @@ class Service:
         return JSONResponse(error.body(), status_code=error.status, headers=error.headers)
 
     async def _fail(self, request: Request, error: Exception) -> Response:
-        """An error of the program itself."""
+        """Answer an error of the program itself with status 500; log its traceback."""
         self._log.write("".join(traceback.format_exception(error)).rstrip())
-        return await self._refuse(request, ApiError(500, "the server failed, and its log says how"))
+        return await self._refuse(request, ApiError(500, "internal error; the server's log has the details"))
 
 
 class _NoResponse(Response):
-    """The client has left: nothing is sent."""
+    """Sends nothing: the client has left."""
 
     async def __call__(self, scope: Any, receive: Any, send: Callable[[Any], Awaitable[None]]) -> None:
         return

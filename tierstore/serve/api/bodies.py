@@ -1,6 +1,6 @@
-"""Bodies of requests: pydantic reads each field of its type, or it is refused by name in OpenAI's shape.
+"""Request bodies: pydantic validates each field, and errors name the field in OpenAI's format.
 
-Fields that are not offered are accepted where their value changes nothing. Null is as if left out.
+Unsupported fields are accepted if their value changes nothing. Null counts as missing.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ _MOST_STOPS, _LONGEST_STOP = 4, 256
 _MOST_TOKENS = 1 << 31
 _SEEDS = 1 << 63
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-#: Messages for those of pydantic's errors that name its types.
+#: Messages that replace those of pydantic's that name its types.
 _WORDS = {"extra_forbidden": "unknown field", "missing": "is missing", "model_type": "expected an object"}
-#: Fields whose items have no name of their own.
+#: Fields whose items are not named in errors.
 _WHOLE = ("stop", "stop_token_ids", "prompt")
 Body = TypeVar("Body", bound=BaseModel)
 
 
 class ApiError(Exception):
-    """A refusal: a status, and one sentence. ``param`` is the field that is to blame."""
+    """A refusal: an HTTP status, and one sentence. ``param``: the field at fault."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, object]:
-        """The object that is sent."""
+        """The JSON object to send."""
         return {
             "error": {
                 "message": str(self),
@@ -78,19 +78,19 @@ class ApiError(Exception):
 
 
 def bad(param: str, message: str) -> ApiError:
-    """A field that cannot be served: 400. ``message`` goes on after the field's name."""
+    """Status 400 for a field. ``message`` follows the field's name."""
     return ApiError(400, f"{param}: {message}", param=param)
 
 
 def shown(value: object, *, most: int = _SHOWN) -> str:
-    """A value in a message: short, printable, on one line."""
+    """``value`` for a message: shortened, printable, on one line."""
     text = value if isinstance(value, str) else json.dumps(value)
     text = "".join(letter if letter.isprintable() else " " for letter in text)
     return text if len(text) <= most else f"{text[:most]}..."
 
 
 def parse_body(kind: type[Body], content: bytes) -> Body:
-    """The request in ``content``. Raises ApiError naming the field."""
+    """Parse the request in ``content``. Raises ApiError naming the field."""
     try:
         value = json.loads(content, parse_constant=_not_json)
     except UnicodeDecodeError as error:
@@ -112,7 +112,7 @@ def _not_json(text: str) -> object:
 
 
 def _refusal(error: ValidationError) -> ApiError:
-    """The first of the errors that pydantic found."""
+    """The first error that pydantic found."""
     found = error.errors(include_url=False, include_context=False, include_input=False)[0]
     first, *rest = found["loc"] or ("body",)
     param = str(first)
@@ -126,8 +126,8 @@ def _refused(message: str) -> PydanticCustomError:
     return PydanticCustomError("refused", "{text}", {"text": message})
 
 
-def _only(*values: object, why: str = "is not offered by this server") -> PlainValidator:
-    """A field that is not offered: these values change nothing, and are accepted. A boolean is not a number."""
+def _only(*values: object, why: str = "is not supported by this server") -> PlainValidator:
+    """An unsupported field: only ``values``, which change nothing, are accepted. A boolean does not equal a number."""
 
     def checked(value: object) -> object:
         if any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values):
@@ -138,9 +138,9 @@ def _only(*values: object, why: str = "is not offered by this server") -> PlainV
 
 
 def _unicode(text: str) -> str:
-    """JSON can write lone surrogates, which are not text."""
+    """Refuse lone surrogates, which JSON can write but which are not text."""
     if not is_unicode(text):
-        raise _refused("holds half of a surrogate pair, which is no character")
+        raise _refused("contains half of a surrogate pair, which is not a character")
     return text
 
 
@@ -148,7 +148,7 @@ Text = Annotated[str, AfterValidator(_unicode)]
 
 
 class _Object(BaseModel):
-    """An object without other fields."""
+    """A JSON object that refuses unknown fields and ignores fields that are null."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -160,15 +160,15 @@ class _Object(BaseModel):
         return {name: value for name, value in values.items() if value is not None}
 
 
-# What both kinds of requests have ---------------------------------------------------------------------------
+# Fields of both kinds of requests ---------------------------------------------------------------------------
 
-_NO_PENALTY = "penalties are not offered by this server"
-_NO_LOGPROBS = "log probabilities are not offered by this server"
+_NO_PENALTY = "is not supported by this server, only repetition_penalty is"
+_NO_LOGPROBS = "log probabilities are not supported by this server"
 
 
 class _StreamOptions(_Object):
     include_usage: bool = False
-    include_obfuscation: Annotated[Any, _only(False, why="obfuscation is not offered by this server")] = False
+    include_obfuscation: Annotated[Any, _only(False, why="obfuscation is not supported here")] = False
 
 
 def _listed(value: object) -> object:
@@ -179,7 +179,7 @@ _Stop = Annotated[Text, Field(min_length=1, max_length=_LONGEST_STOP)]
 
 
 class RequestBody(_Object):
-    """How an answer is sampled and when it stops; ``top_k`` and ``repetition_penalty`` are not OpenAI's."""
+    """How an answer is sampled and when it stops. OpenAI has no ``top_k``, ``repetition_penalty`` and ``stop_token_ids``."""
 
     model: Text
     max_tokens: int | None = Field(None, ge=1, le=_MOST_TOKENS)
@@ -192,10 +192,10 @@ class RequestBody(_Object):
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = []
     stream: bool = False
     stream_options: _StreamOptions | None = None
-    n: Annotated[Any, _only(1, why="several choices are not offered: send as many requests")] = 1
+    n: Annotated[Any, _only(1, why="only one choice is supported; send several requests")] = 1
     presence_penalty: Annotated[Any, _only(0, why=_NO_PENALTY)] = 0
     frequency_penalty: Annotated[Any, _only(0, why=_NO_PENALTY)] = 0
-    logit_bias: Annotated[Any, _only({}, why="biased tokens are not offered by this server")] = None
+    logit_bias: Annotated[Any, _only({}, why="biased tokens are not supported by this server")] = None
     logprobs: Annotated[Any, _only(False, why=_NO_LOGPROBS)] = False
     top_logprobs: Annotated[Any, _only(0, why=_NO_LOGPROBS)] = 0
     user: str | None = None
@@ -204,26 +204,26 @@ class RequestBody(_Object):
     @classmethod
     def _streams(cls, value: _StreamOptions, info: ValidationInfo) -> _StreamOptions:
         if not info.data.get("stream"):
-            raise _refused("is for requests with stream = true")
+            raise _refused("requires stream = true")
         return value
 
     @property
     def prompt_field(self) -> str:
-        """The field that the prompt came in."""
+        """The name of the field that holds the prompt."""
         return "prompt"
 
     @property
     def limit(self) -> int | None:
-        """The most tokens of the answer; None where the request names none."""
+        """The most tokens of the answer; None if the request sets no limit."""
         return self.max_tokens
 
     @property
     def include_usage(self) -> bool:
-        """Whether the events of the answer say how many tokens it took."""
+        """Whether the events of the answer include token counts."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     def sampled(self, defaults: SamplingOptions) -> SamplingOptions:
-        """``defaults`` with what the request says."""
+        """``defaults``, overridden by the fields of the request."""
         names = ("temperature", "top_p", "top_k", "repetition_penalty", "seed")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return replace(defaults, **given)
@@ -240,9 +240,9 @@ def _prompt(value: object) -> str | list[int]:
     if not isinstance(value, list):
         raise _refused("expected a string or an array of tokens")
     if any(isinstance(one, str | list) for one in value):
-        raise _refused("several prompts in one request are not offered: send as many requests")
+        raise _refused("only one prompt in a request is supported; send several requests")
     if any(isinstance(one, bool) or not isinstance(one, int) or one < 0 for one in value):
-        raise _refused("expected an array of tokens, which are whole numbers from 0")
+        raise _refused("expected an array of tokens (integers of at least 0)")
     return value
 
 
@@ -251,17 +251,17 @@ class CompletionBody(RequestBody):
 
     prompt: Annotated[str | list[int], PlainValidator(_prompt)]
     best_of: Annotated[Any, _only(1)] = 1
-    echo: Annotated[Any, _only(False, why="an echo of the prompt is not offered by this server")] = False
+    echo: Annotated[Any, _only(False, why="an echo of the prompt is not supported by this server")] = False
     suffix: Annotated[Any, _only("")] = ""
 
 
 # Chats ------------------------------------------------------------------------------------------------------
 
-_NO_TOOLS = "tools are not offered by this server"
+_NO_TOOLS = "tools are not supported by this server"
 
 
 class _TextOnly(_Object):
-    """An object of a type that must be text; the type is checked before fields that others have."""
+    """An object whose type must be text. The type is checked first, before fields that only other types have."""
 
     type: str
 
@@ -269,7 +269,7 @@ class _TextOnly(_Object):
     @classmethod
     def _is_text(cls, values: Any) -> Any:
         if isinstance(values, dict) and isinstance(kind := values.get("type"), str) and kind != "text":
-            raise _refused(f"only text is offered, got {shown(kind)}")
+            raise _refused(f"only text is supported, got {shown(kind)}")
         return values
 
 
@@ -289,18 +289,18 @@ def _role(role: str) -> str:
 
 
 class _Message(_Object):
-    """``type`` is what older versions of lm-eval send; ``annotations`` come with the messages of answers."""
+    """A message of a chat. Older versions of lm-eval send ``type``; ``annotations`` come with the messages of answers."""
 
     role: Annotated[str, AfterValidator(_role)]
     reasoning_content: Text | None = None
     content: list[_Part] = Field(None, validate_default=True)
-    annotations: Annotated[Any, _only([], why="annotations are not offered by this server")] = None
-    audio: Annotated[Any, _only(why="audio is not offered by this server")] = None
+    annotations: Annotated[Any, _only([], why="annotations are not supported by this server")] = None
+    audio: Annotated[Any, _only(why="audio is not supported by this server")] = None
     function_call: Annotated[Any, _only([], why=_NO_TOOLS)] = None
     name: str | None = None
     refusal: str | None = None
     tool_calls: Annotated[Any, _only([], why=_NO_TOOLS)] = None
-    type: Annotated[Any, _only("text", why="only text is offered")] = None
+    type: Annotated[Any, _only("text", why="only text is supported")] = None
 
     @field_validator("content", mode="before")
     @classmethod
@@ -327,9 +327,9 @@ class ChatBody(RequestBody):
     response_format: _TextOnly | None = None
     audio: Annotated[Any, _only()] = None
     function_call: Annotated[Any, _only("none", "auto", why=_NO_TOOLS)] = None
-    functions: Annotated[Any, _only([], why="functions are not offered by this server")] = None
+    functions: Annotated[Any, _only([], why="functions are not supported by this server")] = None
     metadata: dict[str, Any] | None = None
-    modalities: Annotated[Any, _only(["text"], why="only text is offered")] = None
+    modalities: Annotated[Any, _only(["text"], why="only text is supported")] = None
     moderation: Annotated[Any, _only()] = None
     parallel_tool_calls: bool | None = None
     prediction: Annotated[Any, _only()] = None
@@ -339,9 +339,9 @@ class ChatBody(RequestBody):
     reasoning_effort: Annotated[Any, _only()] = None
     safety_identifier: str | None = None
     service_tier: Annotated[
-        Any, _only("auto", "default", why="other tiers are not offered by this server")
+        Any, _only("auto", "default", why="other tiers are not supported by this server")
     ] = None
-    store: Annotated[Any, _only(False, why="stored answers are not offered by this server")] = None
+    store: Annotated[Any, _only(False, why="stored answers are not supported by this server")] = None
     tool_choice: Annotated[Any, _only("none", "auto", why=_NO_TOOLS)] = None
     tools: Annotated[Any, _only([], why=_NO_TOOLS)] = None
     verbosity: Annotated[Any, _only("medium")] = None
@@ -351,7 +351,7 @@ class ChatBody(RequestBody):
     @classmethod
     def _one_limit(cls, value: int, info: ValidationInfo) -> int:
         if info.data.get("max_tokens") not in (None, value):
-            raise _refused("differs from max_tokens, and one of them is enough")
+            raise _refused("differs from max_tokens; set only one of them")
         return value
 
     @property

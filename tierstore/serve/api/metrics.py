@@ -1,4 +1,4 @@
-"""The metrics of /metrics, in a registry of the server's own."""
+"""The Prometheus metrics of /metrics, in the server's own registry."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 
 class ServerMetrics:
-    """A Watcher of an engine, and what it has seen as Prometheus reads it."""
+    """Counts what happens in an engine (``Watcher``), for Prometheus."""
 
     def __init__(self) -> None:
         self.registry = prometheus.CollectorRegistry()
@@ -29,17 +29,17 @@ class ServerMetrics:
         def histogram(name: str, text: str, buckets: tuple[float, ...] = _SECONDS) -> prometheus.Histogram:
             return prometheus.Histogram(f"tierstore_{name}", text, registry=self.registry, buckets=buckets)
 
-        self._ended = counter("requests", "Requests that were accepted and have ended, by how.", "outcome")
-        self._refused = counter("refused", "Requests that were refused, by HTTP status.", "status")
-        self._prompt = counter("prompt_tokens", "Tokens of prompts that were computed.")
-        self._generated = counter("generated_tokens", "Tokens of answers.")
+        self._ended = counter("requests", "Accepted requests that have ended, by outcome.", "outcome")
+        self._refused = counter("refused", "Refused requests, by HTTP status.", "status")
+        self._prompt = counter("prompt_tokens", "Prompt tokens computed.")
+        self._generated = counter("generated_tokens", "Answer tokens generated.")
         self._first = histogram("time_to_first_token_seconds", "From accepting a request to its first token.")
-        self._between = histogram("inter_token_seconds", "Between two tokens of an answer.")
-        self._prefill = histogram("prefill_seconds", "Passes over prompts.")
-        self._step = histogram("step_seconds", "Passes that decode.")
-        self._batch = histogram("batch_size", "Sequences of a pass that decodes.", _SIZES)
+        self._between = histogram("inter_token_seconds", "Time between two tokens of an answer.")
+        self._prefill = histogram("prefill_seconds", "Time of a prefill.")
+        self._step = histogram("step_seconds", "Time of a decode step.")
+        self._batch = histogram("batch_size", "Sequences in a decode step.", _SIZES)
         self._split_up = counter(
-            "split_passes", "Passes of several sequences that failed: each was computed on its own."
+            "split_passes", "Passes of several sequences that failed and were repeated one by one."
         )
         for outcome in RequestOutcome:
             self._ended.labels(outcome.value)
@@ -47,27 +47,27 @@ class ServerMetrics:
         self._outcomes = Counter[RequestOutcome]()
 
     def show(self, engine: ServingEngine) -> None:
-        """Show the state of ``engine`` and of this process too."""
+        """Add metrics for the state of ``engine`` and of this process."""
         self.registry.register(_State(engine))
 
     def text(self) -> bytes:
-        """In Prometheus's text format."""
+        """The metrics in Prometheus's text format."""
         return prometheus.generate_latest(self.registry)
 
     def refused(self, status: int) -> None:
-        """A request was answered with an error before it was accepted. By the event loop."""
+        """Count a request that was answered with an error before it was accepted. The event loop calls it."""
         self._refused.labels(str(status)).inc()
 
     @property
     def totals(self) -> dict[str, object]:
-        """Counts of all requests, for the end of a run."""
+        """Totals of all requests, for the end of a run."""
         return {
             "prompt_tokens_count": self._tokens[0],
             "generated_tokens_count": self._tokens[1],
             **{f"{outcome.value}_requests_count": self._outcomes[outcome] for outcome in RequestOutcome},
         }
 
-    # A Watcher's, on the engine's thread; prometheus_client locks what it counts.
+    # The methods of ``Watcher``, mostly on the engine's thread; prometheus_client locks its counters.
 
     def joined(self, *, sequences: int, tokens: int, seconds: float) -> None:
         self._prompt.inc(tokens)
@@ -99,7 +99,7 @@ class _State:
         self._process = psutil.Process()
 
     def collect(self) -> Iterator[Metric]:
-        """The families."""
+        """Yield the metric families."""
         engine, counts = self._engine, self._engine.counts
         for name, text, value in (
             ("queue_requests", "Requests that wait for a place in the batch.", len(engine.queue)),
@@ -113,7 +113,7 @@ class _State:
             yield GaugeMetricFamily(f"tierstore_{name}", text, value=value)
         for name, text, value in (
             ("expert_hits", "Experts that were in memory when they were needed.", counts.hits),
-            ("expert_misses", "Experts that were not.", counts.misses),
+            ("expert_misses", "Experts that were not in memory when they were needed.", counts.misses),
         ):
             yield CounterMetricFamily(f"tierstore_{name}", text, value=value)
         moved = CounterMetricFamily(

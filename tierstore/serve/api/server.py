@@ -1,10 +1,10 @@
-"""The HTTP server: a socket, signals, limits of connections, and an end without losing what is under way.
+"""The HTTP server: a socket, signals, connection limits, and a shutdown that lets accepted requests finish.
 
-The first SIGTERM or SIGINT drains: requests are refused with 503, those accepted go on for at most ``limits.drain_s``
-seconds. The second ends the process at once.
+The first SIGTERM or SIGINT drains: new requests are refused with 503, accepted ones continue for at most
+``limits.drain_s`` seconds. The second ends the process at once.
 
-uvicorn bounds how long a connection may idle between requests, and nothing else: a client that sends its header one byte
-at a time, or reads nothing of its answer, would keep a descriptor for as long as it likes.
+uvicorn limits only how long a connection may idle between requests: a client that sends its header one byte at a time, or
+does not read its answer, would keep a descriptor for as long as it likes.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from tierstore.serve.engine import ServingEngine
 
 
 class LimitedProtocol(H11Protocol):
-    """A connection that is cut when a header takes more than ``receive_s`` to come, or what was sent more than ``send_s`` to
-    be taken. ``limits`` is set by ``limited_protocol``.
+    """A connection that is closed if a header takes longer than ``receive_s`` to arrive, or the client takes longer than
+    ``send_s`` to accept what was sent. ``limited_protocol`` sets ``limits``.
     """
 
     limits: ClassVar[LimitsConfig]
@@ -41,7 +41,7 @@ class LimitedProtocol(H11Protocol):
         super().connection_made(transport)
         self._receiving: asyncio.TimerHandle | None = None
         self._sending: asyncio.TimerHandle | None = None
-        # The writer is paused as soon as the socket takes no more, so that the time below counts from there.
+        # Writing pauses as soon as the socket accepts no more; ``send_s`` counts from then on.
         transport.set_write_buffer_limits(high=0)
         self._await_header()
 
@@ -72,7 +72,7 @@ class LimitedProtocol(H11Protocol):
         self._sent()
 
     def _in_request(self) -> bool:
-        """Whether a header is complete and its response is not."""
+        """Whether a request's header is complete and its response is not."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def _await_header(self) -> None:
@@ -91,15 +91,15 @@ class LimitedProtocol(H11Protocol):
 
 
 def limited_protocol(limits: LimitsConfig) -> type[LimitedProtocol]:
-    """The class of connections under ``limits``; uvicorn makes them itself, without arguments of ours."""
+    """A class of connections with ``limits``: uvicorn creates connections itself and cannot pass them."""
     return type("LimitedProtocol", (LimitedProtocol,), {"limits": limits})
 
 
-_LAST_WORDS_S = 5  # for what has been computed, to reach its clients
+_LAST_WORDS_S = 5  # for computed answers to reach their clients, and log lines to be written
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens; clients that connect before the server runs wait for it. Port 0 takes a free one.
+    """Open a listening socket; clients that connect before the server runs wait for it. Port 0 takes a free port.
 
     Raises OSError naming the address.
     """
@@ -107,7 +107,7 @@ def listen(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        # asyncio sets TCP_NODELAY where the protocol is named: without it a response of two writes takes 40 ms more.
+        # asyncio sets TCP_NODELAY only if the protocol is given; without it a response of two writes takes 40 ms more.
         bound = socket.socket(family, kind, protocol)
         try:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -122,7 +122,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def url(bound: socket.socket) -> str:
-    """Where a client finds the server."""
+    """The URL of the server that listens on ``bound``."""
     host, port = bound.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -133,23 +133,23 @@ def is_loopback(bound: socket.socket) -> bool:
 
 
 class ServerLog:
-    """Lines for a descriptor, which stays open: a server's standard error.
+    """Writes log lines to a descriptor (default: standard error), which stays open.
 
-    While the event loop runs, ``write`` never waits: aiofiles writes the lines on a thread of the loop's executor, so that a
-    stream that no process reads (a full pipe, a disk that hangs) stops neither the loop nor the model. The last ``KEPT``
-    unwritten lines are kept; those that cannot be written are dropped.
+    While the event loop runs, ``write`` never waits: aiofiles writes the lines on a thread of the loop's executor, so a
+    stream that blocks (a full pipe, a disk that hangs) stops neither the loop nor the model. The last ``KEPT`` unwritten
+    lines are kept; lines whose write fails are dropped.
     """
 
     KEPT = 1000
 
     def __init__(self, fd: int = 2) -> None:
         self._fd = fd
-        self._lines: deque[str] = deque(maxlen=self.KEPT)  # a thread appends or takes at once
+        self._lines: deque[str] = deque(maxlen=self.KEPT)  # append and popleft are atomic
         self._ready = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def write(self, line: str) -> None:
-        """From any thread."""
+        """Write a line, from any thread."""
         if self._loop is None:
             with open(self._fd, "a", closefd=False) as file:
                 print(line, file=file)
@@ -160,7 +160,7 @@ class ServerLog:
 
     @contextlib.asynccontextmanager
     async def writing(self) -> AsyncIterator[None]:
-        """Writes lines as they come. At the end the rest gets ``_LAST_WORDS_S`` seconds."""
+        """Write lines as they come. At the end, the remaining lines get ``_LAST_WORDS_S`` seconds."""
         self._loop = asyncio.get_running_loop()
         task = asyncio.create_task(self._write_all())
         try:
@@ -186,7 +186,7 @@ class ServerLog:
 
 
 class ApiServer(uvicorn.Server):
-    """Serves ``app`` for as long as ``engine`` runs. ``opened`` is called once, when its model is open."""
+    """Serves ``app`` while ``engine`` runs. ``opened`` is called once, when the model is open."""
 
     def __init__(
         self,
@@ -217,14 +217,14 @@ class ApiServer(uvicorn.Server):
         self._until_s = math.inf
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal. The second leaves at once: the store is open for reading only, and a pass may take seconds more."""
+        """Handle a signal. The second exits at once: the store is open for reading only, and a pass may take seconds."""
         if self._until_s < math.inf:
             os._exit(128 + sig)
         self._until_s = time.monotonic() + self._drain_s
         self._engine.drain()
 
     async def on_tick(self, counter: int) -> bool:
-        """Ten times a second: whether it is over."""
+        """Called ten times a second; True ends the server."""
         if self._opened is not None and self._engine.opened:
             opened, self._opened = self._opened, None
             await asyncio.to_thread(opened)  # it prints
