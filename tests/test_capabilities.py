@@ -133,7 +133,7 @@ def test_direct_io_where_no_file_can_be_made(
     found = probe_direct_io(tmp_path)
     assert not found.available
     assert found.reason.startswith(f"{errno.errorcode[code]} from ")
-    assert found.reason.endswith("no file can be made to try it")
+    assert found.reason.endswith("no file can be created to test it")
 
 
 def test_direct_io_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -312,7 +312,7 @@ def test_dump_refuses_what_would_not_load_back() -> None:
         dump(Run(model=Model(dropout=float("inf"))))
     with pytest.raises(ConfigError, match=r"name: .* UTF-8"):
         dump(Run(name="\ud800"))
-    with pytest.raises(ConfigError, match="the word 'none' stands for no value"):
+    with pytest.raises(ConfigError, match="the word 'none' means None"):
         dump(Run(cache=Cache(directory=Path("none"))))
 
 

@@ -68,7 +68,7 @@ def test_links_lead_to_what_is_replaced(tmp_path: Path) -> None:
         write_output(link, OutputKind.PAGE, text)
         assert (link.is_symlink(), target.is_symlink(), target.read_text()) == (True, False, text)
     target.write_text("a source")
-    with pytest.raises(ConfigError, match="link: a file that is not an HTML page"):
+    with pytest.raises(ConfigError, match="link: this file is not an HTML page"):
         write_output(link, OutputKind.PAGE, "<html>3")
 
 
@@ -147,7 +147,7 @@ def test_an_empty_file_of_a_store_is_its_own(tmp_path: Path) -> None:
     (tmp_path / "tokens").mkdir()
     for lock in (tmp_path / "lock", tmp_path / "tokens" / "lock"):
         lock.touch()
-        with pytest.raises(ConfigError, match="lock: a file that is not metrics"):
+        with pytest.raises(ConfigError, match="lock: this file is not metrics"):
             check_output(lock, OutputKind.METRICS)
 
 
@@ -201,7 +201,7 @@ def test_no_option_overwrites_a_source(tmp_path: Path, command: str, option: cli
     given = [option.opts[0]] if isinstance(option, click.Option) else []
     result = CliRunner().invoke(cli, [*command.split(), *given, str(source)])
     assert result.exit_code == 2
-    assert f"{source}: a file that is not" in result.stderr
+    assert f"{source}: this file is not" in result.stderr
     assert source.read_text() == OTHERS["chat"]
 
 

@@ -1,6 +1,6 @@
 """tierstore: a heterogeneous memory and parameter store for Mixture-of-Experts models.
 
-Names are imported on first use, so that ``import tierstore`` takes no torch. ``docs/API.md`` lists them all.
+Names are imported on first use, so that ``import tierstore`` does not import torch. ``docs/API.md`` lists them all.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What this machine can do, and what each capability setting comes to on it.
+"""What this machine can do, and what each capability setting resolves to.
 
-A capability is set to OFF, AUTO or ON. AUTO takes it where a probe finds it and says why when it does not;
-ON fails with CapabilityError instead of falling back. A probe tries the thing where it can (a ring, a
-direct write), since a kernel's version says little about what a container may do.
+A capability is set to OFF, AUTO or ON. AUTO uses it where a probe finds it, and otherwise records why not; ON raises
+CapabilityError instead of falling back. A probe tries the operation itself where it can (a ring, a direct write), since a
+kernel's version says little about what a container may do.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SYS = Path("/sys")
 _PAGE_BYTES = 4096
 _PROBE = ".tierstore-probe-"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-#: Errors of a place that takes no new file.
+#: Errors of a directory in which no file can be created.
 _NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, *_FULL)
 
 
@@ -52,7 +52,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Resolution:
-    """What a setting came to. ``effective`` is OFF or ON, never AUTO."""
+    """A resolved setting. ``effective`` is OFF or ON, never AUTO."""
 
     name: str
     setting: Capability
@@ -64,18 +64,18 @@ class Resolution:
 
 
 def resolve(name: str, setting: Capability, probe: Callable[[], Finding]) -> Resolution:
-    """``setting`` made effective. OFF does not probe. Raises CapabilityError for ON where it is lacking."""
+    """Resolve ``setting``. OFF does not probe. Raises CapabilityError if it is ON and the machine lacks the capability."""
     if setting is Capability.OFF:
         return Resolution(name, setting, Capability.OFF, "switched off")
     found = probe()
     if not found.available and setting is Capability.ON:
-        raise CapabilityError(f"{name} is set to on, and this machine lacks it: {found.reason}")
+        raise CapabilityError(f"{name} is set to on, but this machine lacks it: {found.reason}")
     effective = Capability.ON if found.available else Capability.OFF
     return Resolution(name, setting, effective, found.reason)
 
 
 def probe_io_uring(proc: Path = _PROC) -> Finding:
-    """Whether this process may use a ring: the native engine sets one up, and sends an operation through it."""
+    """Whether this process may use io_uring: the native engine sets up a ring and sends an operation through it."""
     if importlib.util.find_spec("tierstore._native") is None:
         return Finding(False, "the native core is not built")
     from tierstore import _native
@@ -92,9 +92,9 @@ def probe_io_uring(proc: Path = _PROC) -> Finding:
 
 
 def probe_direct_io(directory: Path) -> Finding:
-    """Whether files in ``directory`` take O_DIRECT: it writes a page to one, and removes it.
+    """Whether files in ``directory`` accept O_DIRECT: writes a page to a temporary file.
 
-    Raises OSError, naming the directory, where there is none.
+    Raises OSError, naming the directory, if it does not exist.
     """
     try:
         fd, name = tempfile.mkstemp(prefix=_PROBE, dir=directory)
@@ -102,7 +102,7 @@ def probe_direct_io(directory: Path) -> Finding:
         if exc.errno not in _NOT_WRITABLE:
             raise
         return Finding(
-            False, f"{_name_of(exc)} from {filesystem_type(directory)}: no file can be made to try it"
+            False, f"{_name_of(exc)} from {filesystem_type(directory)}: no file can be created to test it"
         )
     os.close(fd)
     try:
@@ -123,9 +123,9 @@ def probe_direct_io(directory: Path) -> Finding:
 
 
 def probe_fallocate(directory: Path) -> Finding:
-    """Whether files in ``directory`` can reserve their space, without which there is no store: one reserves a page.
+    """Whether files in ``directory`` can reserve space, as a store must: reserves a page in a temporary file.
 
-    Raises OSError, naming the directory, where there is none.
+    Raises OSError, naming the directory, if it does not exist.
     """
     if importlib.util.find_spec("tierstore._native") is None:
         return Finding(False, "the native core is not built")
@@ -143,18 +143,18 @@ def probe_fallocate(directory: Path) -> Finding:
     except OSError as error:
         tried = error.errno not in _NOT_WRITABLE
         what = (
-            "a store cannot reserve its space here, and is refused"
+            "a store cannot reserve its space here and is refused"
             if tried
-            else "no file can be made to try it"
+            else "no file can be created to test it"
         )
         return Finding(False, f"{_name_of(error)} from {kind}: {what}")
     return Finding(True, f"{kind} reserved a page")
 
 
 def probe_locks(directory: Path) -> Finding:
-    """Whether a directory like ``directory`` can be locked (``flock``), and a file in it, where one can be made.
+    """Whether ``directory`` can be locked (``flock``), and a file in it, if one can be created.
 
-    Raises OSError, naming the directory, where there is none.
+    Raises OSError, naming the directory, if it does not exist.
     """
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -176,7 +176,7 @@ def probe_locks(directory: Path) -> Finding:
 
 
 def _refused(fd: int) -> str:
-    """The error of a shared ``flock``; empty where it is granted, or was to another."""
+    """The error of a shared ``flock``; empty if it is granted or another process holds the lock."""
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -191,7 +191,7 @@ def _name_of(error: OSError) -> str:
 
 
 def probe_huge_pages(sys: Path = _SYS) -> Finding:
-    """Whether memory can be asked to be of transparent huge pages."""
+    """Whether transparent huge pages can be requested for memory."""
     text = kernel_text(sys / "kernel/mm/transparent_hugepage/enabled")
     if not text:
         return Finding(False, "the kernel has no transparent huge pages")
@@ -200,7 +200,7 @@ def probe_huge_pages(sys: Path = _SYS) -> Finding:
 
 
 def instruction_sets(proc: Path = _PROC) -> list[str]:
-    """Those of the optimizer's instruction sets that the processor has, best first; ``scalar`` always."""
+    """The optimizer's instruction sets that the processor has, best first; ``scalar`` is always included."""
     flags: set[str] = set()
     for line in kernel_text(proc / "cpuinfo").splitlines():
         if line.startswith("flags"):
@@ -229,10 +229,10 @@ def _probe_instructions(name: str, proc: Path) -> Finding:
 
 
 def chosen_instruction_set() -> str:
-    """What the native core runs: the best, or the one that TIERSTORE_ISA names.
+    """The instruction set that the native core uses: the best one, or the one that TIERSTORE_ISA names.
 
-    The processor's best where the core is not built, since a doctor must work then, too. Raises
-    CapabilityError when TIERSTORE_ISA names what cannot be.
+    Where the core is not built: the processor's best, since ``tierstore doctor`` must work then too. Raises
+    CapabilityError if TIERSTORE_ISA names an unknown or unsupported one.
     """
     if importlib.util.find_spec("tierstore._native") is None:
         return instruction_sets()[0]
@@ -245,7 +245,7 @@ def chosen_instruction_set() -> str:
 
 
 def probe_dax(directory: Path, proc: Path = _PROC) -> Finding:
-    """Whether ``directory`` is mounted with DAX: loads and stores reach persistent memory without a cache."""
+    """Whether ``directory`` is mounted with DAX: loads and stores reach persistent memory without the page cache."""
     mount = _mount_of(directory, proc)
     if mount is None:
         return Finding(False, "its mount is not listed")
@@ -281,16 +281,14 @@ def _mount_of(directory: Path, proc: Path) -> _Mount | None:
             continue
         point = Path(unescaped(fields[4]))
         options = (*fields[5].split(","), *(rest[2].split(",") if len(rest) > 2 else ()))
-        # The last of equals: a later mount covers an earlier one.
+        # Of equal matches, the last: a later mount covers an earlier one.
         if resolved.is_relative_to(point) and (best is None or len(point.parts) >= len(best.point.parts)):
             best = _Mount(point, rest[0], options)
     return best
 
 
 def kernel_text(path: Path) -> str:
-    """The text of a kernel file without its end of line, or nothing where the kernel does not have it. Names in it are as
-    ``os.fsdecode`` has them.
-    """
+    """The stripped text of a kernel file, decoded by ``os.fsdecode``; empty if the kernel has no such file."""
     try:
         return os.fsdecode(path.read_bytes()).strip()
     except OSError:
@@ -298,13 +296,13 @@ def kernel_text(path: Path) -> str:
 
 
 def unescaped(name: str) -> str:
-    """A name in mountinfo, which has blanks and backslashes as three octal digits."""
+    """Decode a name in mountinfo, where blanks and backslashes are three octal digits."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), name)
 
 
 def require_package(name: str, purpose: str, *, extra: str = "hf") -> Any:
-    """The module ``name`` of a package of the extra ``extra``, imported when it is first needed. Raises CapabilityError
-    saying how to install it for ``purpose``.
+    """Import the module ``name``, which the extra ``extra`` installs. Raises CapabilityError that says how to install it
+    for ``purpose``.
     """
     try:
         return importlib.import_module(name)
@@ -316,8 +314,8 @@ def require_package(name: str, purpose: str, *, extra: str = "hf") -> Any:
 
 @contextmanager
 def package_path(path: str | os.PathLike[str]) -> Iterator[str]:
-    """``path`` for packages that take UTF-8 alone (tokenizers, pyarrow): where it is not, another name of it, good
-    within the block.
+    """Yield ``path`` for packages that accept only UTF-8 (tokenizers, pyarrow): if it is not UTF-8, another name of the
+    file, valid within the block.
     """
     name = os.fspath(path)
     if os.fsencode(name).decode(errors="replace") == name:

@@ -8,15 +8,14 @@ A field is one of ``int``, ``float``, ``bool``, ``str``, ``Path``, an ``Enum`` (
 dataclass, ``T | None``, ``tuple[T, ...]``, ``Mapping[str, float | str]``: an open table, whose keys the
 component checks, or ``Mapping[str, X]`` of a dataclass X: tables of one kind, whose names the user
 chooses (``[tasks.code]``, and ``tasks.code.weight=2`` as an override).
-Metadata: ``help`` is what ``dotted_fields`` shows, and
-``read_as`` is the dataclass of a field whose annotation is wider,
-``words`` gives names to values of an ``int``, which are then read and written by these names alone, and
-``size`` marks bytes: an ``int`` then also takes ``"512MiB"``; a ``str`` stays the text, checked, so that
-a fraction such as ``"25%"`` can be resolved once the whole is known.
+Metadata: ``help`` is the text that ``dotted_fields`` shows; ``read_as`` is the dataclass of a field whose
+annotation is wider; ``words`` names values of an ``int``, which are then read and written by these names
+alone; ``size`` marks bytes: an ``int`` then also takes ``"512MiB"``; a ``str`` is checked and stays text, so
+that a fraction such as ``"25%"`` can be resolved once the whole is known.
 
 TOML has no null, so the word ``none`` stands for one: in a field that may be None, ``"none"`` is None.
 
-A user's mistake raises ConfigError with one line: the file, the dotted key, what was expected. A
+A user's mistake raises ConfigError with one line that names the file, the dotted key, what was expected. A
 declaration that this module cannot read raises TypeError. ``docs/DESIGN.md`` says which libraries
 were tried in its place.
 """
@@ -49,7 +48,7 @@ _NONE = "none"
 _BOOLS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
 _WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "text", Path: "a path"}
 _TABLE_NAME = re.compile(r"[A-Za-z0-9_-]+")
-_ANY_WHOLE = 2**62  # a whole to check a fraction's syntax against, before the real one is known
+_ANY_WHOLE = 2**62  # a whole for checking a fraction's syntax, before the real one is known
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,21 +60,21 @@ class FieldInfo:
     default: object
     required: bool
     help: str
-    #: The scalar's or the element's type, the nested dataclass (each table's, of named ones), or dict for an open table.
+    #: The type of the scalar or element; the nested dataclass (of each table, if ``named``); or dict for an open table.
     kind: Any
     optional: bool
     repeated: bool
     length: int | None  # of a tuple with a fixed number of elements
     size: bool
-    #: Values of an integer that have names.
+    #: Names of values of an integer.
     words: Mapping[str, int]
     metadata: Mapping[str, Any]
-    #: Whether it holds tables by names of the user's.
+    #: Whether it holds tables whose names the user chooses.
     named: bool = False
 
     @property
     def nested(self) -> bool:
-        """Whether the field is a dataclass of its own."""
+        """Whether the field is a nested dataclass."""
         return dataclasses.is_dataclass(self.kind) and not self.named
 
     @property
@@ -84,16 +83,15 @@ class FieldInfo:
         return self.kind is dict
 
     def in_words(self, value: object) -> object:
-        """The name of ``value``, where it has one, else itself."""
+        """The name of ``value`` if it has one, else ``value`` itself."""
         return next((word for word, number in self.words.items() if number == value), value)
 
 
 def load(cls: type[T], path: Path | None, overrides: Mapping[str, object] | None = None) -> T:
-    """A ``cls`` from the TOML file at ``path`` (None: its defaults), then ``overrides`` by dotted name.
+    """Read a ``cls`` from the TOML file at ``path`` (None: defaults), then apply ``overrides`` by dotted name.
 
-    An override that is text is converted to its field's type (a tuple's elements are separated by
-    commas, or stand in brackets as in TOML); any other value is taken as it is. An override of None means
-    "not given" and is skipped.
+    An override that is text is converted to its field's type (a tuple's elements are separated by commas, or written
+    in brackets as in TOML); any other value is used as it is. An override of None is skipped.
     Raises ConfigError for anything that does not fit, OSError for a file that cannot be read.
     """
     table, origin = ({}, "") if path is None else (_parsed(path), f"{path}: ")
@@ -103,7 +101,7 @@ def load(cls: type[T], path: Path | None, overrides: Mapping[str, object] | None
     for name, value in given.items():
         _override(leaves, values, name, value)
     if given and path is not None:
-        # An error that the file alone does not have comes from an override: then the file is not named.
+        # If the file alone is valid, an override causes the error: then the file is not named.
         with contextlib.suppress(ConfigError):
             from_dict(cls, table)
             origin = ""
@@ -111,32 +109,32 @@ def load(cls: type[T], path: Path | None, overrides: Mapping[str, object] | None
 
 
 def from_dict(cls: type[T], table: Mapping[str, object], *, origin: str = "") -> T:
-    """The inverse of ``as_dict``. ``origin`` (a file) is what errors name. Raises ConfigError."""
+    """The inverse of ``as_dict``. ``origin``: the file that errors name. Raises ConfigError."""
     where = f"{origin}: " if origin else ""
     return _build(cls, dict(_read(cls, table, origin=where)), None, origin=where)
 
 
 def as_dict(config: object) -> dict[str, object]:
-    """``config`` as JSON can hold it: paths and enums as text, tuples as lists, tables as dicts."""
+    """``config`` in the types of JSON: paths and enums as text, tuples as lists, tables as dicts."""
     return {info.name: _plain(info.in_words(getattr(config, info.name))) for info in _fields(type(config))}
 
 
 def dump(config: object) -> str:
-    """TOML text that loads back to a value equal to ``config``.
+    """TOML text that loads back as a value equal to ``config``.
 
     Raises ConfigError for what TOML text cannot hold (a number that is not finite, text that is not UTF-8).
     """
-    import tomli_w  # no command writes a configuration
+    import tomli_w  # here, because no command writes a configuration
 
     text = tomli_w.dumps({key: _writable(value, key) for key, value in as_dict(config).items()})
     if from_dict(type(config), tomllib.loads(text)) != config:
-        raise ConfigError(f"the word {_NONE!r} stands for no value, and cannot be one")
+        raise ConfigError(f"the word {_NONE!r} means None and cannot be a value itself")
     return text
 
 
 def dotted_fields(cls: type[object]) -> list[FieldInfo]:
-    """Every value that ``cls`` and its tables hold, in order of declaration; of tables that the user names, those of one
-    called NAME.
+    """Every field of ``cls`` and its nested tables, in order of declaration. Tables that the user names appear once, under
+    NAME.
     """
     found: list[FieldInfo] = []
     for info in _leaves(cls):
@@ -158,7 +156,7 @@ def _hints(cls: type[object]) -> dict[str, Any]:
 
 
 def _fields(cls: type[object], base: object = None, prefix: str = "") -> list[FieldInfo]:
-    """The fields of ``cls``; their defaults are those of ``base``, an instance, where there is one."""
+    """The fields of ``cls``; defaults come from the instance ``base``, if given."""
     if not dataclasses.is_dataclass(cls):
         raise TypeError(f"{cls.__name__} is not a dataclass")
     hints = _hints(cls)
@@ -182,7 +180,7 @@ def _fields(cls: type[object], base: object = None, prefix: str = "") -> list[Fi
 
 
 def _info(field: dataclasses.Field[object], hint: Any, default: object, prefix: str) -> FieldInfo:
-    """Takes the annotation ``hint`` apart. Raises TypeError for one that a configuration cannot hold."""
+    """Parse the annotation ``hint``. Raises TypeError for one that a configuration cannot hold."""
     members, optional = [hint], False
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         members = [member for member in typing.get_args(hint) if member is not types.NoneType]
@@ -244,8 +242,8 @@ def _in_words(kind: Any, words: Iterable[str], *, size: bool, repeated: bool, le
 
 
 # Reading ----------------------------------------------------------------------------------------------------
-# Values that were given travel by dotted name until _build makes the dataclasses, so that each __post_init__
-# sees the file and the overrides together.
+# Values travel by dotted name until _build makes the dataclasses, so that each __post_init__ sees the file and
+# the overrides together.
 
 
 def _parsed(path: Path) -> dict[str, object]:
@@ -260,7 +258,7 @@ def _parsed(path: Path) -> dict[str, object]:
 def _read(
     cls: type[object], table: Mapping[str, object], *, prefix: str = "", origin: str
 ) -> Iterator[tuple[str, object]]:
-    """The values of ``table`` by dotted name, each converted as its field declares it."""
+    """Yield the values of ``table`` by dotted name, each converted to the type of its field."""
     infos = {info.name: info for info in _fields(cls, prefix=prefix)}
     for key, value in table.items():
         name = prefix + key
@@ -282,14 +280,14 @@ def _read(
 
 
 def _table_name(info: FieldInfo, item: str, *, origin: str = "") -> str:
-    """The dotted name of the table ``item`` of ``info``, which stands in the values for the table itself."""
+    """The dotted name of the table ``item`` of ``info``; as a key of the values it says that the table exists."""
     if not _TABLE_NAME.fullmatch(item):
         raise ConfigError(f"{origin}{info.name}: expected names of letters, digits, - and _, got {item!r}")
     return f"{info.name}.{item}"
 
 
 def _override(leaves: Mapping[str, FieldInfo], values: dict[str, object], name: str, value: object) -> None:
-    """Sets ``name``, one of ``leaves``, in ``values``; text is converted to the type of its field."""
+    """Set ``name``, one of ``leaves``, in ``values``; text is converted to the type of its field."""
     for info in leaves.values():
         item = name.removeprefix(f"{info.name}.")
         if info.open and item != name:
@@ -314,7 +312,7 @@ def _override(leaves: Mapping[str, FieldInfo], values: dict[str, object], name: 
 
 
 def _listed(info: FieldInfo, value: object) -> object:
-    """A list that was typed on a command line: with commas, or in brackets as a file would have it."""
+    """Parse a list from the command line: separated by commas, or in brackets as in TOML."""
     if not isinstance(value, str) or (info.optional and value == _NONE):
         return value
     if not value.startswith("["):
@@ -328,7 +326,7 @@ def _listed(info: FieldInfo, value: object) -> object:
 
 
 def _number(value: object) -> object:
-    """An item of an open table that was typed on a command line: a number if it reads as one."""
+    """Parse an item of an open table from the command line: a number if it reads as one."""
     if isinstance(value, str):
         for kind in (int, float):
             with contextlib.suppress(ValueError):
@@ -337,7 +335,7 @@ def _number(value: object) -> object:
 
 
 def _converted(info: FieldInfo, value: Any, *, origin: str = "", typed: bool = False) -> Any:
-    """``value`` as ``info`` declares it. ``typed``: text was typed on a command line. Raises ConfigError."""
+    """Convert ``value`` to the type of ``info``. ``typed``: text comes from the command line. Raises ConfigError."""
     if info.open:
         return _table(info, value, origin)
     if info.optional and (value is None or value == _NONE):
@@ -355,7 +353,7 @@ def _converted(info: FieldInfo, value: Any, *, origin: str = "", typed: bool = F
 
 
 def _table(info: FieldInfo, value: object, origin: str) -> dict[str, object]:
-    """The items of an open table, as they were typed."""
+    """Check the items of an open table and return them unconverted. Raises ConfigError."""
     if not isinstance(value, Mapping):
         raise ConfigError(f"{origin}{info.name}: expected a table, got {_shown(value)}")
     for key, item in value.items():
@@ -366,7 +364,7 @@ def _table(info: FieldInfo, value: object, origin: str) -> dict[str, object]:
 
 
 def _scalar(info: FieldInfo, value: Any, *, typed: bool) -> object:
-    """One value, or ValueError. Of what TOML or Python typed nothing is guessed, but an integer is also a number."""
+    """Convert one value or raise ValueError. Values that TOML or Python typed are not converted, except int to float."""
     kind = info.kind
     if info.size:
         if isinstance(value, bool) or not isinstance(value, int | str):
@@ -386,7 +384,7 @@ def _scalar(info: FieldInfo, value: Any, *, typed: bool) -> object:
         return float(value)
     if kind is Path and isinstance(value, str) and value:
         return Path(value)
-    if value in info.words.values():  # it has a name, and goes by it alone
+    if value in info.words.values():  # a value with a name must be given by that name
         raise ValueError
     finite = not isinstance(value, float) or math.isfinite(value)
     if isinstance(value, kind) and finite and (kind is bool or not isinstance(value, bool)):
@@ -395,7 +393,7 @@ def _scalar(info: FieldInfo, value: Any, *, typed: bool) -> object:
 
 
 def _build(cls: type[T], values: Mapping[str, object], base: T | None, *, prefix: str = "", origin: str) -> T:
-    """A ``cls`` of ``values``; what they leave out comes from ``base``, or from the declared defaults."""
+    """Build a ``cls`` from ``values``; missing ones come from ``base``, or from the declared defaults."""
     given: dict[str, Any] = {}
     for info in _fields(cls, base, prefix):
         key = info.name.removeprefix(prefix)
@@ -422,8 +420,8 @@ def _build(cls: type[T], values: Mapping[str, object], base: T | None, *, prefix
             given[key] = info.default
     try:
         return cls(**given)
-    except ValueError as exc:  # a ConfigError, or a dataclass that checks itself the plain way
-        # A message that names its option or its dotted key needs no table's name.
+    except ValueError as exc:  # a ConfigError, or any other error of a dataclass's check
+        # A message that starts with its option or dotted key does not need the table's name.
         where = f"[{prefix[:-1]}] " if prefix and not str(exc).startswith((prefix, "--")) else ""
         raise ConfigError(f"{origin}{where}{exc}") from exc
 
@@ -457,7 +455,7 @@ def _plain(value: object) -> object:
 
 
 def _writable(value: object, name: str) -> object:
-    """``value`` as TOML can hold it: the word ``none`` stands for None."""
+    """``value`` in the types of TOML, with the word ``none`` for None."""
     if isinstance(value, dict):
         return {key: _writable(item, f"{name}.{key}") for key, item in value.items()}
     if isinstance(value, list):
@@ -465,5 +463,5 @@ def _writable(value: object, name: str) -> object:
     try:
         str(value).encode()
     except UnicodeEncodeError as exc:
-        raise ConfigError(f"{name}: {value!r} is not text that UTF-8 can hold") from exc
+        raise ConfigError(f"{name}: {value!r} cannot be encoded as UTF-8") from exc
     return _NONE if value is None else value

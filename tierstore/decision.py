@@ -1,4 +1,4 @@
-"""What a run takes for a setting that may be AUTO, and why."""
+"""What a run chooses for a setting that may be AUTO, and why."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Decision(Generic[T]):
-    """What a run takes for a setting that may be AUTO. ``value``: what ``name`` is, as configured or chosen; ``facts``: the
-    figures that reports print beside it.
+    """What a run chose for the setting ``name``, which may be AUTO. ``value``: as configured or chosen; ``facts``: figures
+    that reports print beside it.
     """
 
     name: str
@@ -22,6 +22,6 @@ class Decision(Generic[T]):
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def describe(self) -> str:
-        """One line."""
+        """The decision in one line."""
         value = self.value.value if isinstance(self.value, Enum) else self.value
         return f"{self.name}: {value} ({self.reason})"

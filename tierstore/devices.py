@@ -1,11 +1,11 @@
-"""The disks under a directory, and what they say of their own health.
+"""The disks under a directory, and the health that they report.
 
-Which disks: through mounts, partitions, loop files, device mapper and RAID, read from ``/proc/self/mountinfo`` and
-``/sys``, which needs no rights.
+Disks are found through mounts, partitions, loop files, device mapper and RAID, read from ``/proc/self/mountinfo`` and
+``/sys``, which needs no privileges.
 
-Health: an NVMe controller is asked directly (Get Log Page 02h, *SMART / Health Information*; NVM Express Base
-Specification 2.0, figure 207), which needs the right to open ``/dev/nvmeN``. Where it is refused, and for SATA and SAS,
-``smartctl --json`` and ``nvme smart-log`` are asked, if they are installed.
+Health: an NVMe controller is queried directly (Get Log Page 02h, *SMART / Health Information*; NVM Express Base
+Specification 2.0, figure 207), which needs permission to open ``/dev/nvmeN``. Where that is refused, and for SATA and
+SAS, ``smartctl --json`` and ``nvme smart-log`` are run, if they are installed.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from tierstore.capabilities import kernel_text, unescaped
 
 _PROC = Path("/proc")
 _SYS = Path("/sys")
-_SECTOR = 512  # the unit of sizes in /sys, whatever a disk's own is
-#: Where a disk hangs, by a piece of its path in /sys; the first that is found.
+_SECTOR = 512  # the unit of sizes in /sys, whatever the disk's sector size
+#: Buses, recognised by a part of the disk's path in /sys; the first match is taken.
 _BUSES = ("virtio", "nvme", "usb", "ata", "scsi", "xen", "mmc")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Disk:
-    """A whole disk. ``through``: what lies between it and the file system (``vda1``, ``dm-0``), the nearest first.
+    """A whole disk. ``through``: the devices between it and the file system (``vda1``, ``dm-0``), nearest first.
 
-    ``rotational`` is None where the kernel does not say; ``bus`` is empty where it is none that is known.
+    ``rotational`` is None where the kernel does not say; ``bus`` is empty if it is unknown.
     """
 
     name: str
@@ -58,9 +58,9 @@ class Disk:
 
 
 def disks_under(directory: Path, *, proc: Path = _PROC, sys: Path = _SYS) -> list[Disk]:
-    """The disks that a file in ``directory`` lies on, several for a RAID; none for what has no block device (tmpfs, NFS).
+    """The disks that hold a file in ``directory``: several for a RAID, none without a block device (tmpfs, NFS).
 
-    Raises OSError, naming it, where there is no such directory.
+    Raises OSError, naming the directory, if it does not exist.
     """
     number = os.stat(directory).st_dev
     entry = _entry(f"{os.major(number)}:{os.minor(number)}", proc, sys)
@@ -68,8 +68,7 @@ def disks_under(directory: Path, *, proc: Path = _PROC, sys: Path = _SYS) -> lis
 
 
 def _entry(number: str, proc: Path, sys: Path) -> Path | None:
-    """The directory in /sys of a device number. A file system may have a number of its own (btrfs): then it is the device
-    that was mounted."""
+    """The /sys directory of a device number; of the mounted device if a file system has its own number (btrfs)."""
     entry = sys / "dev/block" / number
     if entry.exists():
         return entry.resolve()
@@ -81,7 +80,7 @@ def _entry(number: str, proc: Path, sys: Path) -> Path | None:
 
 
 def _source(number: str, proc: Path) -> str | None:
-    """What was mounted as device ``number``, if it is a path under /dev."""
+    """The path that was mounted as device ``number``, if it is under /dev."""
     for line in kernel_text(proc / "self/mountinfo").split("\n"):
         mount, _, origin = line.partition(" - ")
         fields, parts = mount.split(), origin.split()
@@ -132,7 +131,7 @@ _COMMAND = struct.Struct("=B3xI16xQ4xII20xI4x")
 _GET_LOG_PAGE = 0x02
 _HEALTH_PAGE = 0x02
 _ALL_NAMESPACES = 0xFFFFFFFF
-#: Of the log's critical warning byte, from bit 0 on.
+#: Meanings of the log's critical warning bits, from bit 0.
 _WARNINGS = (
     "its spare capacity is below the threshold",
     "its temperature is out of range",
@@ -148,8 +147,8 @@ _ATA_LBAS_WRITTEN = 241
 
 @dataclass(frozen=True, kw_only=True)
 class Health:
-    """What a disk reports; None where it does not. ``warnings``: reasons to replace it. ``reason``: why nothing is known;
-    empty when something is.
+    """What a disk reports; None: not reported. ``warnings``: reasons to replace it. ``reason``: why nothing is known; empty
+    if something is.
     """
 
     source: str = ""
@@ -201,11 +200,11 @@ def disk_health(disk: Disk, *, sys: Path = _SYS, dev: Path = _DEV) -> Health:
 
 
 def _controller(disk: Disk, sys: Path) -> str:
-    """The NVMe controller of a disk's namespace, by name; empty for another kind of disk."""
+    """The name of the NVMe controller of a disk's namespace; empty for other disks."""
     if not re.fullmatch(r"nvme\d+n\d+", disk.name):
         return ""
     device = (sys / "class/block" / disk.name / "device").resolve()
-    # With multipath a namespace belongs to a subsystem, which has its controllers below it.
+    # With multipath, a namespace belongs to a subsystem, whose controllers are below it.
     for candidate in (device, *sorted(device.glob("nvme*"))):
         if re.fullmatch(r"nvme\d+", candidate.name):
             return candidate.name
@@ -213,7 +212,7 @@ def _controller(disk: Disk, sys: Path) -> str:
 
 
 def _read_page(controller: Path) -> bytes:
-    """The health log page. Raises OSError naming the controller, also for a status that is no success."""
+    """Read the health log page. Raises OSError naming the controller, also if the command ends with an error status."""
     page = ctypes.create_string_buffer(_PAGE_BYTES)
     cdw10 = (_PAGE_BYTES // 4 - 1) << 16 | _HEALTH_PAGE
     address, timeout_ms = ctypes.addressof(page), _TIMEOUT_S * 1000
@@ -233,7 +232,7 @@ def _read_page(controller: Path) -> bytes:
 
 
 def parse_health_page(page: bytes) -> Health:
-    """The health log page, 512 bytes. Raises ValueError for another length."""
+    """Parse the health log page, 512 bytes. Raises ValueError for another length."""
     if len(page) != _PAGE_BYTES:
         raise ValueError(f"a health log page has {_PAGE_BYTES} bytes, not {len(page)}")
 
@@ -259,7 +258,7 @@ def _critical(bits: int) -> tuple[str, ...]:
 
 
 def parse_smartctl(text: str) -> Health:
-    """What ``smartctl --json -H -A`` prints, for NVMe, SATA and SAS. Raises ValueError where no health status."""
+    """Parse the output of ``smartctl --json -H -A`` for NVMe, SATA or SAS. Raises ValueError if it has no health status."""
     found = _object(text)
     log = found.get("nvme_smart_health_information_log")
     if isinstance(log, Mapping):
@@ -290,7 +289,7 @@ def parse_smartctl(text: str) -> Health:
 
 
 def parse_nvme(text: str) -> Health:
-    """What ``nvme smart-log -o json`` prints. Raises ValueError where it is no health log."""
+    """Parse the output of ``nvme smart-log -o json``. Raises ValueError if it is no health log."""
     log = _object(text)
     if "critical_warning" not in log:
         raise ValueError("nvme: not a health log")
@@ -315,7 +314,7 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def _whole(table: Mapping[str, Any], key: str) -> int | None:
-    # nvme prints what exceeds 64 bits, and in some versions all of its large numbers, as text with separators.
+    # nvme prints numbers above 64 bits, and in some versions all large numbers, as text with separators.
     value = table.get(key)
     return None if value is None else int(str(value).replace(",", ""))
 
@@ -326,6 +325,6 @@ def _units(table: Mapping[str, Any], key: str) -> int | None:
 
 
 def _run(*command: str) -> str:
-    # smartctl's status is a set of bits of which most say something of the disk: what it prints is what counts.
+    # smartctl's exit status is a set of bits, most of them about the disk: only its output counts.
     done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     return done.stdout

@@ -68,7 +68,7 @@ class CapabilityError(TierstoreError):
 class PeerError(TierstoreError):
     """A collective failed: another rank died, hung or lost its connection.
 
-    ``operation`` is the collective; ``rank`` the rank of the world that is to blame, or None where unknown.
+    ``operation``: the collective; ``rank``: the global rank that failed, or None if unknown.
     """
 
     def __init__(self, operation: str, reason: str, *, rank: int | None = None) -> None:
@@ -98,7 +98,7 @@ class StoreFormatError(StoreError):
 
 
 class StorePoisonedError(StoreError):
-    """A write or sync failed earlier: the store takes no more work, and its last commit stands."""
+    """A write or sync failed earlier: the store accepts no more work; its last commit stays readable."""
 
 
 class ChecksumError(StoreError):
@@ -107,7 +107,7 @@ class ChecksumError(StoreError):
 
 @contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """An OSError of the block that names no file, as those of writing and closing one, names ``path``."""
+    """Add ``path`` to an OSError of the block that names no file, as those of writing and closing do not."""
     try:
         yield
     except OSError as error:

@@ -1,7 +1,7 @@
 """Packages whose names are imported when they are first used.
 
-A package that re-exports its modules imports all of them for whoever wants one; where one of them imports torch, that
-is a second. Such a package lists its imports once, for type checkers, and ``exports`` carries them out on first use
+A package that re-exports its modules imports all of them even if only one is used; where one of them imports torch, that
+takes a second. Such a package lists its imports once, for type checkers, and ``exports`` performs them on first use
 (PEP 562)::
 
     if TYPE_CHECKING:
@@ -9,7 +9,7 @@ is a second. Such a package lists its imports once, for type checkers, and ``exp
     else:
         __getattr__, __dir__ = exports(__name__, __file__)
 
-One that users import also lists them in ``__all__``, as ``docs/API.md`` does.
+A package that users import also lists the names in ``__all__``, as ``docs/API.md`` does.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from pathlib import Path
 
 
 def exported(file: str) -> dict[str, str]:
-    """The names that a package exports, whose source is ``file``, and the module of each."""
+    """The names that the package with the source ``file`` exports, and the module of each."""
     return dict(_imports(ast.parse(Path(file).read_text(encoding="utf-8"))))
 
 
 def exports(package: str, file: str) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """``__getattr__`` and ``__dir__`` of ``package``, whose source is ``file``."""
+    """``__getattr__`` and ``__dir__`` of ``package``, whose source is ``file``. Raises ValueError for a name clash."""
     home = exported(file)
-    # Importing a module makes it an attribute of its package, and that one is found first.
+    # Importing a module makes it an attribute of its package, which hides an exported name of the same spelling.
     inside = {module.removeprefix(f"{package}.").split(".")[0] for module in home.values()}
     if hidden := [name for name, module in home.items() if name in inside and module != package]:
         raise ValueError(f"{package}: {hidden} are modules and cannot be exported names too")

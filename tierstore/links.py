@@ -1,22 +1,22 @@
-"""Links that can be limited, so that overlap can be studied on machines whose own are too fast, or missing.
+"""Links with emulated limits, to study overlap on machines whose real links are too fast or missing.
 
-Links can be given a bandwidth and a latency: ``copy`` (host <-> device), ``gather`` (collectives between ranks;
-of each, the bytes that this rank sends) and ``disk`` (reads and writes of extents). What computation blocks on
-(all-to-alls, agreements) goes over ``gather`` too, behind the gathers issued before it, unless it is given a
-link of its own, ``exchange``. What goes to ranks of other nodes goes over ``node`` instead, where that is limited,
-and there each message to a rank pays the latency. Off by default; a run that has them on says so first.
+These links can be given a bandwidth and a latency: ``copy`` (host <-> device), ``gather`` (collectives between ranks;
+only the bytes that this rank sends count) and ``disk`` (reads and writes of extents). Collectives that computation
+blocks on (all-to-alls, agreements) use ``gather`` too, after the gathers issued before them, unless ``exchange`` is
+limited. Messages to ranks of other nodes use ``node`` instead, if it is limited; there each message to a rank pays the
+latency. Off by default; a run with limits prints them first.
 
-There is one emulation, outside what it slows: ``tierstore.tiers.LimitedTier`` wraps a device tier,
-``tierstore.parallel.LimitedGroup`` is a group whose messages take turns. A link serves one transfer at a time,
-in order of asking::
+There is one emulation, outside the code that it slows: ``tierstore.tiers.LimitedTier`` wraps a device tier,
+``tierstore.parallel.LimitedGroup`` is a group whose messages take turns. A link serves one transfer at a time, in the
+order of requests::
 
     start = max(now, free_at)
     free_at = start + latency + nbytes / bandwidth
 
-and a transfer is complete when the real one is and ``free_at`` has come. So limits change times, and
-neither bits nor decisions. For operations of the ticket engine ``Engine.hold`` waits for the link beside the
-real operation (``limited`` joins the two); for collectives ``Link.reserve`` gives the deadline, which a
-wait for them includes (``wait_until``).
+and a transfer is complete when the real one is and ``free_at`` has passed. So limits change times, but neither bits
+nor decisions. For operations of the ticket engine ``Engine.hold`` waits for the link in parallel to the real operation
+(``limited`` joins the two); for collectives ``Link.reserve`` gives the deadline, which waiting for them includes
+(``wait_until``).
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from tierstore.units import format_bytes, format_seconds
 
 @dataclass(frozen=True, kw_only=True)
 class LinkConfig:
-    """One link's limits; the defaults are none."""
+    """The limits of one link; default: unlimited."""
 
     bandwidth: int = field(default=0, metadata={"size": True, "help": "bytes a second (0: no limit)"})
-    latency: float = field(default=0.0, metadata={"help": "seconds that each transfer takes besides"})
+    latency: float = field(default=0.0, metadata={"help": "seconds added to each transfer"})
 
     def __post_init__(self) -> None:
         if self.bandwidth < 0:
@@ -65,7 +65,7 @@ class LinksConfig:
 
     @property
     def rows(self) -> LinkConfig:
-        """What rows travel over on their way to experts, within a node."""
+        """The link that rows take to their experts within a node."""
         return self.exchange if self.exchange.on else self.gather
 
     def describe(self) -> str | None:
@@ -76,7 +76,7 @@ class LinksConfig:
 
 
 def open_link(config: LinkConfig) -> Link | None:
-    """A link that ``config`` limits, free from now on; None where it says no limit."""
+    """A link with the limits of ``config``, free from now on; None if it is unlimited."""
     return Link(config.bandwidth or math.inf, config.latency) if config.on else None
 
 
@@ -90,8 +90,8 @@ def limited(
     after: Sequence[int] = (),
     priority: Priority = Priority.DEMAND,
 ) -> int:
-    """A ticket for the operation ``ticket`` over ``link``: done when both are. ``after`` is what the operation
-    follows too. Without a link it is ``ticket`` itself.
+    """A ticket that is done when the operation ``ticket`` and its turn on ``link`` are. ``after``: tickets that the
+    operation itself follows. Without a link: ``ticket`` itself.
     """
     if link is None:
         return ticket
@@ -100,13 +100,11 @@ def limited(
 
 
 class CollectiveLink:
-    """The link of a group's collectives: it may have no limit (None), may be given one later, and remembers its last
-    turn, for a timeline.
-    """
+    """The link of a group's collectives: unlimited if None, replaceable later; remembers its last turn for a timeline."""
 
     def __init__(self, link: Link | None) -> None:
         self.link = link
-        #: When what is issued now may be sent (ns of CLOCK_MONOTONIC): at once, or when a device has computed it.
+        #: When a message issued now may be sent (ns of CLOCK_MONOTONIC): at once, or when a device has computed it.
         self.clock_ns: Callable[[], int] = time.monotonic_ns
         #: Begin and end (ns of CLOCK_MONOTONIC) of the last message's turn.
         self.last_turn = (0, 0)
@@ -115,7 +113,7 @@ class CollectiveLink:
         self.sent_bytes = 0
 
     def reserve(self, nbytes: int) -> int:
-        """When (ns of CLOCK_MONOTONIC) a message of ``nbytes`` that is issued now has passed the link."""
+        """Reserve a turn for a message of ``nbytes`` issued now; returns its end (ns of CLOCK_MONOTONIC)."""
         now = self.clock_ns()
         self.messages += 1
         self.sent_bytes += nbytes
@@ -128,6 +126,6 @@ class CollectiveLink:
 
 
 def wait_until(deadline_ns: int) -> None:
-    """Sleeps until CLOCK_MONOTONIC shows ``deadline_ns``, never less."""
+    """Sleep until CLOCK_MONOTONIC shows at least ``deadline_ns``."""
     while (left := deadline_ns - time.monotonic_ns()) > 0:
         time.sleep(left / 1e9)

@@ -26,7 +26,7 @@ class Memory:
 
     @property
     def usable_bytes(self) -> int:
-        """What this process could have at most: the total, or the limit where that is less."""
+        """The most that this process could use: the total, or the limit if that is less."""
         return self.total_bytes if self.limit_bytes is None else min(self.total_bytes, self.limit_bytes)
 
 
@@ -45,7 +45,7 @@ def cores() -> int:
 
 
 def processor(proc: Path = _PROC) -> str:
-    """The processor's name as the kernel has it, or the architecture where it has none."""
+    """The processor's name according to the kernel, else the architecture."""
     try:
         lines = (proc / "cpuinfo").read_text().splitlines()
     except OSError:
@@ -60,7 +60,7 @@ def kernel() -> str:
 
 
 def openmp_wait_policy() -> str:
-    """OMP_WAIT_POLICY as torch's OpenMP saw it, or ``unset``, under which idle workers spin."""
+    """OMP_WAIT_POLICY as torch's OpenMP saw it, or ``unset``, which makes idle workers spin."""
     return os.environ.get("OMP_WAIT_POLICY", "unset")
 
 
@@ -78,9 +78,9 @@ def memory() -> Memory:
 def cgroup_limit_bytes(proc: Path = _PROC, root: Path = _CGROUPS) -> int | None:
     """The tightest memory limit of this process's cgroup and of those above it; None for no limit.
 
-    Both versions: ``memory.max`` (v2, where ``max`` means none) and ``memory.limit_in_bytes`` (v1, where
-    none is a number near 2**63). A container may show its own cgroup as the root of the mount, so a path
-    that is not there is taken from the root.
+    Supports ``memory.max`` (v2, where ``max`` means no limit) and ``memory.limit_in_bytes`` (v1, where no limit is a
+    number near 2**63). A container may show its own cgroup as the root of the mount, so a path that does not exist is
+    replaced by the root.
     """
     limits: list[int] = []
     for line in filter(None, kernel_text(proc / "self/cgroup").split("\n")):
@@ -113,13 +113,13 @@ def _limit(path: Path) -> int | None:
 
 
 def existing_parent(directory: Path) -> Path:
-    """``directory``, or the nearest one above it that exists."""
+    """``directory``, or its nearest ancestor that exists."""
     whole = directory.absolute()
     return next(path for path in (whole, *whole.parents) if path.is_dir())
 
 
 def disk(directory: Path) -> FileSystem:
-    """The file system under ``directory``. Raises OSError, naming it, where there is no such directory."""
+    """The file system under ``directory``. Raises OSError, naming the directory, if it does not exist."""
     space = os.statvfs(directory)
     return FileSystem(
         filesystem=filesystem_type(directory),
@@ -129,16 +129,16 @@ def disk(directory: Path) -> FileSystem:
 
 
 def block_device(directory: Path, sys: Path = _SYS) -> str:
-    """The block device under ``directory``, with its model where it says one: ``nvme0n1p2 (Samsung SSD 990)``.
+    """The block device under ``directory``, with its model if known: ``nvme0n1p2 (Samsung SSD 990)``.
 
-    ``unknown`` for file systems without one. Raises OSError where there is no such directory.
+    ``unknown`` for file systems without one. Raises OSError if the directory does not exist.
     """
     number = os.stat(directory).st_dev
     entry = sys / "dev/block" / f"{os.major(number)}:{os.minor(number)}"
     if not entry.exists():
         return "unknown"
     place = entry.resolve()
-    for holder in (place, place.parent):  # a partition's model is its disk's
+    for holder in (place, place.parent):  # a partition has the model of its disk
         try:
             return f"{place.name} ({(holder / 'device/model').read_text().strip()})"
         except OSError:

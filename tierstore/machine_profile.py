@@ -1,9 +1,9 @@
-"""How long things take: alpha-beta models (latency + bytes / bandwidth), the profile of a machine that holds them, and the
-profile of its disks.
+"""How long operations take: alpha-beta models (latency + bytes / bandwidth), the machine profile that holds them, and
+the I/O profile of its disks.
 
-PipeMoE (section 3.2) models collectives so, and computation alike with floating point operations in the place of bytes.
-``tierstore bench machine`` measures a profile with the engine and the collectives that a run uses; without one the
-figures of ``ASSUMED`` stand in, and whatever is predicted from them says so.
+PipeMoE (section 3.2) models collectives like this; computation is modelled alike, by floating point operations instead
+of bytes. ``tierstore bench machine`` measures a profile with the engine and the collectives that a run uses. Without
+one, the figures of ``ASSUMED`` are used, and predictions made from them say so.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PROFILE_VERSION = 1
 
 
 class Evidence(StrEnum):
-    """Where a number comes from: a plan shows no figure without it. ``FORMULA`` is exact arithmetic on the configuration,
+    """Where a number comes from: every figure of a plan carries it. ``FORMULA`` is exact arithmetic on the configuration,
     ``ASSUMED`` a default that was not measured here.
     """
 
@@ -38,14 +38,14 @@ class Evidence(StrEnum):
     ASSUMED = "assumed"
 
     def weaker(self, other: Evidence) -> Evidence:
-        """What a figure made of both is worth: no more than the weaker of them."""
+        """The evidence of a figure made of both: the weaker of the two."""
         order = (Evidence.FORMULA, Evidence.MEASURED, Evidence.ASSUMED)
         return max(self, other, key=order.index)
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """``latency_s + amount / per_s``; nothing costs nothing. ``amount`` is bytes, or floating point operations."""
+    """``latency_s + amount / per_s``; an amount of 0 costs nothing. ``amount`` is bytes, or floating point operations."""
 
     latency_s: float
     per_s: float
@@ -60,7 +60,7 @@ class Cost:
         return self.latency_s + amount / self.per_s if amount > 0 else 0.0
 
     def slower(self, other: Cost, amount: float) -> float:
-        """Seconds where both must have ended, as on a limited link."""
+        """Seconds until both have ended, as on a limited link."""
         return max(self.seconds(amount), other.seconds(amount))
 
 
@@ -70,8 +70,8 @@ def over_link(cost: Cost, link: LinkConfig) -> Cost:
 
 
 def fit_cost(amounts: Sequence[float], seconds: Sequence[float]) -> Cost:
-    """The line through the medians of measurements, by Theil and Sen. Up to 29% of wild measurements do not move it. At
-    least two different amounts; a slope that is not positive (all latency) becomes an infinite rate, a negative latency 0.
+    """The line through the medians of measurements (Theil-Sen); up to 29% of outliers do not move it. Needs two different
+    amounts. A slope that is not positive (all latency) becomes an infinite rate, a negative latency 0.
     """
     medians = _medians(amounts, seconds)
     if len(medians) < 2:
@@ -83,12 +83,12 @@ def fit_cost(amounts: Sequence[float], seconds: Sequence[float]) -> Cost:
 
 
 def fit_errors(cost: Cost, amounts: Sequence[float], seconds: Sequence[float]) -> list[float]:
-    """By how much of itself the median of each amount's ``seconds`` is off ``cost``, by amount."""
+    """The relative error of ``cost`` against the median of the ``seconds`` of each amount, by amount."""
     return [abs(cost.seconds(amount) / median - 1) for amount, median in _medians(amounts, seconds).items()]
 
 
 def _medians(amounts: Sequence[float], seconds: Sequence[float]) -> dict[float, float]:
-    """Of the ``seconds`` of each amount, ascending by amount."""
+    """The median of the ``seconds`` of each amount, ascending by amount."""
     points: dict[float, list[float]] = {}
     for amount, spent in zip(amounts, seconds, strict=True):
         points.setdefault(amount, []).append(spent)
@@ -97,11 +97,11 @@ def _medians(amounts: Sequence[float], seconds: Sequence[float]) -> dict[float, 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """The costs of a machine. Collectives by the bytes that one rank sends, ``disk_*`` one transfer among many,
+    """The costs of a machine: collectives by the bytes that one rank sends, ``disk_*`` for one transfer among many,
     ``adamw`` by the bytes that a step touches, ``*_flops`` by floating point operations.
 
-    Profiles that were written earlier lack the last three: ``exchanges`` are all-to-alls by the number of ranks,
-    ``expert_forward`` and ``expert_backward`` one expert's products by their floating point operations.
+    Older profiles lack the last three: ``exchanges`` are all-to-alls by the number of ranks, ``expert_forward`` and
+    ``expert_backward`` the products of one expert by their floating point operations.
     """
 
     evidence: Evidence
@@ -123,12 +123,12 @@ class Profile:
     expert_backward: Cost | None = None
 
     def exchange(self, ranks: int) -> Cost:
-        """An all-to-all of ``ranks``: as measured with so many, else with the next lower number, else ``all_to_all``."""
+        """The cost of an all-to-all of ``ranks``: as measured, else with the next lower number, else ``all_to_all``."""
         lower = [count for count in self.exchanges if count <= ranks]
         return self.exchanges[max(lower)] if lower else self.all_to_all
 
 
-#: The costs that stand in where nothing was measured.
+#: The costs that are assumed where nothing was measured.
 ASSUMED = Profile(
     evidence=Evidence.ASSUMED,
     machine="no profile",
@@ -152,7 +152,7 @@ _LATER = {f.name for f in fields(Profile) if f.default is not MISSING or f.defau
 
 
 def save_profile(profile: Profile, path: Path) -> None:
-    """Writes ``profile`` as JSON. Raises OSError."""
+    """Write ``profile`` as JSON. Raises OSError."""
     plain = {name: value for name, value in asdict(profile).items() if name not in _LATER or value}
     for costs in (plain, plain.get("exchanges", {})):
         for cost in costs.values():
@@ -226,10 +226,10 @@ def _cost(path: Path, name: str, value: object) -> Cost:
 
 # Profiles of disks ------------------------------------------------------------------------------------------
 #
-# The best transfer size and depth of each disk, as measured: what `tierstore bench io` leaves for stores to use. One JSON
-# file a user, $XDG_STATE_HOME/tierstore/io-profile.json (~/.local/state without it), or the file that TIERSTORE_IO_PROFILE
-# names; "none" there turns the profile off. Entries go by host and device, so several machines may share a home directory,
-# and a disk may be mounted elsewhere. Transfer size and depth change how fast bytes move: never which, nor what is computed.
+# The best transfer size and queue depth of each disk, measured by `tierstore bench io` for stores to use. One JSON file per
+# user: $XDG_STATE_HOME/tierstore/io-profile.json (~/.local/state if unset), or the file that TIERSTORE_IO_PROFILE names;
+# "none" there turns the profile off. Entries are keyed by host and device, so several machines may share a home directory,
+# and a disk may be mounted elsewhere. Transfer size and depth change how fast bytes move, never which, nor what is computed.
 
 IO_PROFILE_VERSION = 1
 _FORMAT = "tierstore-io-profile"
@@ -241,7 +241,7 @@ _GREATEST_DEPTH = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class IoPoint:
-    """Transfers of ``chunk_bytes``, ``queue_depth`` in flight, and what they reached; ``measured``: the day (ISO 8601)."""
+    """Transfers of ``chunk_bytes``, ``queue_depth`` in flight, and the rates reached; ``measured``: the day (ISO 8601)."""
 
     chunk_bytes: int
     queue_depth: int
@@ -251,7 +251,7 @@ class IoPoint:
 
 
 def profile_path() -> Path | None:
-    """Where the profile is or would be; None when there is to be none."""
+    """The profile's path, whether or not it exists; None if the profile is off."""
     named = os.environ.get(_VARIABLE)
     if named is not None:
         return None if named in ("", "none") else Path(named)
@@ -261,7 +261,7 @@ def profile_path() -> Path | None:
 
 
 def device_name(directory: Path) -> str:
-    """What names the disk under ``directory`` across restarts: host, file system and its size, device and model.
+    """A name of the disk under ``directory`` that survives restarts: host, file system and its size, device and model.
 
     Without a block device (tmpfs, NFS, overlay): host, file system and the directory where it is mounted. Raises OSError.
     """
@@ -279,7 +279,7 @@ def _mount_point(directory: Path) -> Path:
 
 
 def load_io_point(directory: Path) -> IoPoint | None:
-    """What was measured for the disk under ``directory``; None for nothing.
+    """The point measured for the disk under ``directory``; None if there is none.
 
     Raises DataError naming the file and what is wrong with it, OSError.
     """
@@ -295,9 +295,9 @@ def load_io_point(directory: Path) -> IoPoint | None:
 
 
 def save_io_point(directory: Path, point: IoPoint) -> Path | None:
-    """Puts ``point`` in the profile for the disk under ``directory``, whole or not at all. Where it went, or None.
+    """Save ``point`` atomically for the disk under ``directory``. Returns the profile's path, or None if the profile is off.
 
-    A profile of another version, or that cannot be read, is an error and not overwritten. Raises DataError, OSError.
+    A profile of another version, or one that cannot be read, is not overwritten. Raises DataError, OSError.
     """
     path = profile_path()
     if path is None:

@@ -1,8 +1,8 @@
-"""What commands write: results as JSON holds them, and files: what each may replace, and how it takes its place.
+"""What commands write: results in the types of JSON, and files: what each may replace, and how.
 
-An output replaces an earlier output of its own kind, or an empty file, and nothing else: no source, no store, no model.
-It is written beside its place and renamed once it is whole. A link is followed. A pipe, a device or an open descriptor
-(``/dev/stdout``) is written directly, or refused where the format needs a file to seek in.
+An output replaces an earlier output of its own kind or an empty file, and nothing else: no source, store or model. It is
+written to a temporary file beside its target and renamed when complete. A symbolic link is followed. A pipe, a device or
+an open descriptor (``/dev/stdout``) is written directly, or refused if the format needs a seekable file.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
 
 _HEAD_BYTES = 1 << 16
-#: As ``tierstore.store.disk.home`` has it: an empty file of a store is its lock, say.
+#: The file that marks a store (``tierstore.store.disk.home``): an empty file in a store may be its lock.
 _STORE = "tierstore.json"
 _DESCRIPTOR = re.compile(r"/(?:proc/(?:self|\d+)|dev)/fd/(\d+)")
 
 
 class OutputKind(Enum):
-    """What an output holds: its name in errors, and how such a file begins."""
+    """What an output holds: its name in errors, and a regular expression for the beginning of such a file."""
 
     TRACE = "a trace", rb"tsrtrace"
     TIMELINE = "a timeline", rb'\[\s*(\{"ph"|\])'
@@ -49,7 +49,7 @@ class OutputKind(Enum):
     NAMES = "names of records, none twice", rb"([^\s,{\0]+\n)+([^\s,{\0]+)?\Z"
 
     def begins(self, head: bytes) -> bool:
-        """Whether ``head`` can be the start of such a file."""
+        """Whether such a file can begin with ``head``."""
         lines = head.splitlines() if self is OutputKind.NAMES else []
         return re.match(self.value[1], head) is not None and len(set(lines)) == len(lines)
 
@@ -57,10 +57,10 @@ class OutputKind(Enum):
 def check_output(
     path: str | os.PathLike[str], kind: OutputKind, *, sources: Iterable[str | os.PathLike[str]] = ()
 ) -> Path:
-    """The regular file that ``path`` stands for, or ``path`` itself where it is written directly.
+    """The regular file that ``path`` resolves to, or ``path`` itself if it is written directly.
 
-    Raises ConfigError where it may not be written: it is one of ``sources`` by any name, holds something else than
-    ``kind``, cannot seek, or its directory is missing or takes no file; OSError.
+    Raises ConfigError if it may not be written: it is one of ``sources`` by any name, holds something other than
+    ``kind``, cannot seek, or its directory is missing or not writable. Raises OSError.
     """
     target = Path(os.path.realpath(path))
     if target.is_dir():
@@ -72,7 +72,7 @@ def check_output(
     if not target.parent.is_dir():
         raise ConfigError(f"there is no directory {target.parent}")
     if not os.access(target.parent, os.W_OK):
-        raise ConfigError(f"{path} cannot be written: {target.parent} takes no file")
+        raise ConfigError(f"{path} cannot be written: {target.parent} is not writable")
     refuse_same(target, sources)
     if not target.exists():
         return target
@@ -80,12 +80,12 @@ def check_output(
         head = file.read(_HEAD_BYTES)
     in_store = any((folder / _STORE).exists() for folder in target.parents)
     if not kind.begins(head) if head else in_store:
-        raise ConfigError(f"{path}: a file that is not {kind.value[0]}, and is not overwritten")
+        raise ConfigError(f"{path}: this file is not {kind.value[0]} and is not overwritten")
     return target
 
 
 def refuse_same(path: str | os.PathLike[str], others: Iterable[str | os.PathLike[str]]) -> None:
-    """Raises ConfigError where ``path`` is one of ``others``, by whatever name."""
+    """Raise ConfigError if ``path`` is one of ``others``, by any name."""
     for other in others:
         if os.path.realpath(other) == os.path.realpath(path) or (
             os.path.exists(other) and os.path.exists(path) and os.path.samefile(other, path)
@@ -98,9 +98,9 @@ def _is_direct(path: str | os.PathLike[str]) -> bool:
 
 
 def _descriptor(path: str | os.PathLike[str]) -> int | None:
-    """The open descriptor that ``path`` is a name of, as ``/dev/stdout`` is."""
+    """The open descriptor that ``path`` names, as ``/dev/stdout`` does."""
     name = os.fspath(path)
-    for _ in range(40):  # links, as many as the kernel follows
+    for _ in range(40):  # as many links as the kernel follows
         if match := _DESCRIPTOR.fullmatch(name):
             return int(match[1])
         if not os.path.islink(name):
@@ -110,7 +110,7 @@ def _descriptor(path: str | os.PathLike[str]) -> int | None:
 
 
 class _NamedFile(io.FileIO):
-    """A file whose failures to write name the output that it becomes."""
+    """A file whose write errors name the output that it becomes."""
 
     def __init__(self, fd: int, path: str | os.PathLike[str]) -> None:
         super().__init__(fd, "wb")
@@ -127,8 +127,7 @@ class _NamedFile(io.FileIO):
 def replacing(
     path: str | os.PathLike[str], kind: OutputKind, *, sources: Iterable[str | os.PathLike[str]] = ()
 ) -> Iterator[BinaryIO]:
-    """A file to write in the block, which is at ``path`` when the block ends. If the block raises, ``path`` stays as it was.
-
+    """Yield a file to write; it is at ``path`` when the block ends. If the block raises, ``path`` stays as it was.
     Raises as ``check_output`` does, and OSError naming ``path``.
     """
     target = check_output(path, kind, sources=sources)
@@ -151,22 +150,22 @@ def replacing(
         except OSError as error:
             if error.errno != errno.EBUSY:
                 raise
-            shutil.copyfile(partial, target)  # a file that is a mount point, as containers have it
+            shutil.copyfile(partial, target)  # a file that is a mount point, as in containers
     finally:
         partial.unlink(missing_ok=True)
 
 
 def write_output(path: str | os.PathLike[str], kind: OutputKind, text: str) -> None:
-    """Writes ``text`` as UTF-8 to ``path``, whole or not at all. Raises as ``replacing`` does."""
+    """Write ``text`` as UTF-8 to ``path``, whole or not at all. Raises as ``replacing`` does."""
     with replacing(path, kind) as file:
         file.write(text.encode(errors="surrogateescape"))
 
 
 def to_json(value: object) -> object:
-    """``value`` as JSON can hold it.
+    """``value`` in the types of JSON.
 
-    A dataclass is what its ``as_json`` gives, or its fields by name; an enum its value, a path its text. Numbers that are
-    not finite, as a loss may become, are None.
+    A dataclass becomes the result of its ``as_json``, or its fields by name; an enum its value, a path its text. Numbers
+    that are not finite, such as a diverged loss, become None.
     """
     if hasattr(value, "as_json"):
         return to_json(value.as_json())

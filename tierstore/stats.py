@@ -6,10 +6,10 @@ A *stall* is time in which the calling thread does nothing but wait for a tier. 
         with ledger.stall(layer=3, tier=Tier.NVME, cause=Cause.DEMAND_READ):
             ticket.wait()
 
-so a request that does not wait pays for its own test and nothing here. Stalls nest: the inner one takes
-its time out of the outer one, so that the charges add up to the time stalled and no moment counts twice.
+so a request that does not wait pays for its own test and nothing here. Stalls nest: the inner one's time is taken out of
+the outer one, so that the charges add up to the time stalled and no moment counts twice.
 
-One serialised caller (see the decisions in program order): the ledger holds no lock.
+Not thread-safe: callers must be serialised; the ledger holds no lock.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from types import TracebackType
 from typing import TypeAlias, TypeVar
 
 K = TypeVar("K")
-#: Is called with how much is done, and how much there is in all.
+#: Called with the amount done and the total.
 OnProgress: TypeAlias = Callable[[int, int], None]
 
 
 class Dimension(Enum):
-    """Along which way it was to come: from other ranks, or up and down the tiers of this one."""
+    """Where the awaited data was to come from: other ranks, or the tiers of this one."""
 
     HORIZONTAL = "horizontal"
     VERTICAL = "vertical"
@@ -50,21 +50,21 @@ class Tier(Enum):
 class Cause(Enum):
     """Why it was waited for."""
 
-    DEMAND_READ = "demand read"  # it was not asked for before it was needed
-    LATE_PREFETCH = "late prefetch"  # it was on its way, and not there yet
+    DEMAND_READ = "demand read"  # it was not requested before it was needed
+    LATE_PREFETCH = "late prefetch"  # it was in flight, but not there yet
     OPTIMIZER = "optimizer"  # its step, or the replay of its missed steps, had not finished
     WRITE_BACK = "write-back"  # its memory was still being written to disk
-    GRADIENT_SPILL = "gradient spill"  # gradients that did not fit the budget, going out or coming back
-    BOUNDARY_SPILL = "boundary spill"  # block inputs that did not fit their budget, going out or coming back
+    GRADIENT_SPILL = "gradient spill"  # gradients that did not fit the budget, written or read back
+    BOUNDARY_SPILL = "boundary spill"  # block inputs that did not fit their budget, written or read back
     COPY = "copy"  # a transfer between host and device
     COMMIT = "commit"
-    WRITE_BUDGET = "write budget"  # what may be written a day was used up
+    WRITE_BUDGET = "write budget"  # the daily write budget was used up
     DATA = "data"  # the next batch
     GATHER = "gather"  # of a layer's dense parameters
     REDUCE = "reduce-scatter"  # of their gradients
     ALL_TO_ALL = "all-to-all"  # of tokens, to their experts and back
-    ALL_REDUCE = "all-reduce"  # of what tensor-parallel ranks have computed with their parts of a layer
-    PIPELINE = "pipeline"  # what the stage before or behind this one has yet to send
+    ALL_REDUCE = "all-reduce"  # of the partial results of tensor-parallel ranks
+    PIPELINE = "pipeline"  # what the previous or next stage has yet to send
     AGREEMENT = "agreement"  # on losses, norms and commits
 
 
@@ -98,7 +98,7 @@ class Stall:
 
 
 class StallLedger:
-    """Charges stalled intervals. ``listener``, if any, gets each with its start and end (for a timeline).
+    """Charges stalled intervals. ``listener``, if any, is called with each, its start and its end (for a timeline).
 
     ``clock`` gives nanoseconds and never goes back; the default is the native engine's (CLOCK_MONOTONIC).
     """
@@ -117,16 +117,16 @@ class StallLedger:
         self._watchers: tuple[Callable[[], None], Callable[[], None]] | None = None
 
     def stall(self, *, layer: int | None, tier: Tier, cause: Cause) -> _OpenStall:
-        """A context manager: the time inside it is charged, also when it raises."""
+        """A context manager that charges the time inside it, also when it raises."""
         return _OpenStall(self, StallKey(layer, tier, cause))
 
     def divert(self, cause: Cause, spent_ns: Callable[[], int]) -> None:
-        """From now on what ``spent_ns`` (it only grows) grows by in a stall is charged to ``cause`` instead."""
+        """From now on, charge what ``spent_ns`` (non-decreasing) grows by during a stall to ``cause`` instead."""
         self._diverted = cause, spent_ns
 
     def watch(self, begun: Callable[[], None], ended: Callable[[], None]) -> None:
-        """From now on calls ``begun`` when the caller begins to stall and ``ended`` when it goes on; stalls that nest
-        are one.
+        """From now on, call ``begun`` when the caller begins to stall and ``ended`` when it continues; nested stalls count
+        as one.
         """
         self._watchers = begun, ended
 
@@ -139,7 +139,7 @@ class StallLedger:
         entry[1] += 1
 
     def rows(self) -> list[Stall]:
-        """What was charged, longest first; ties by layer, tier and cause."""
+        """The charges, longest first; ties by layer, tier and cause."""
         stalls = [Stall(key, entry[0], entry[1]) for key, entry in self._charges.items()]
         return sorted(stalls, key=_rank)
 
@@ -152,12 +152,12 @@ class StallLedger:
 
     @property
     def total_ns(self) -> int:
-        """All that was charged, in nanoseconds. A stall that is still open is not in it."""
+        """All nanoseconds charged; a stall that is still open is not included."""
         return sum(entry[0] for entry in self._charges.values())
 
     @property
     def total_s(self) -> float:
-        """All that was charged, in seconds."""
+        """All seconds charged."""
         return self.total_ns / 1e9
 
     def _enter(self, stall: _OpenStall) -> None:
@@ -175,7 +175,7 @@ class StallLedger:
     def _leave(self, stall: _OpenStall) -> None:
         now = self._clock()
         if not self._open or self._open.pop() is not stall:
-            raise RuntimeError("stalls were left in another order than they were entered")
+            raise RuntimeError("stalls were not left in the reverse order of entering")
         stall.pause(now)
         diverted_ns = min(stall.diverted_ns, stall.spent_ns)
         self.charge(stall.key, stall.spent_ns - diverted_ns)
@@ -190,7 +190,7 @@ class StallLedger:
 
 
 class _OpenStall:
-    """One interval being measured; it is paused while one inside it is."""
+    """One interval being measured; paused while a nested one is open."""
 
     __slots__ = ("_diverted_since_ns", "_ledger", "_since_ns", "diverted_ns", "first_ns", "key", "spent_ns")
 
@@ -227,7 +227,7 @@ def _rank(stall: Stall) -> tuple[int, int, str, str]:
 
 
 def delta(earlier: Mapping[str, int], later: Mapping[str, int]) -> dict[str, int]:
-    """``later - earlier``, name by name. A name that ``earlier`` lacks counts from 0."""
+    """``later - earlier``, name by name. A name missing in ``earlier`` counts from 0."""
     return {name: count - earlier.get(name, 0) for name, count in later.items()}
 
 
@@ -242,7 +242,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
     position = (len(ordered) - 1) * percent / 100
     below = math.floor(position)
     above = min(below + 1, len(ordered) - 1)
-    # Ends that are equal are returned as they are: interpolating could round away from both.
+    # Equal neighbours are returned unchanged: interpolation could round away from both.
     if ordered[below] == ordered[above]:
         return float(ordered[below])
     return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
@@ -273,11 +273,11 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def median_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
-    """Slope and intercept of the line through points of at least two different ``x``, by Theil and Sen: the medians of all
-    slopes, then of all intercepts.
+    """Slope and intercept of the Theil-Sen line through points of at least two different ``x``: the medians of all slopes,
+    then of all intercepts.
     """
     import itertools
-    import statistics  # decimals with it: not for those who only count
+    import statistics  # imports decimal, which most users do not need
 
     pairs = itertools.combinations(range(len(x)), 2)
     slope = statistics.median((y[j] - y[i]) / (x[j] - x[i]) for i, j in pairs)

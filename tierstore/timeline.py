@@ -4,9 +4,9 @@ Spans lie on named tracks. Those of synchronous work (``span``, a context manage
 Those of asynchronous work (``add``, with both ends known) may overlap, which one lane cannot show: each goes
 to the first lane of its track that is free at its start.
 
-The file is the format's *array* form, written as the run goes through a small buffer. Closing ends it as
-valid JSON; when the process is killed before that, both viewers still open what was written, because they
-do not ask for the closing bracket.
+The file has the format's *array* form and is written through a small buffer as the run goes. Closing makes it valid
+JSON; if the process is killed before that, both viewers still open what was written, because they do not need the
+closing bracket.
 
 Times are nanoseconds of CLOCK_MONOTONIC, which ``time.monotonic_ns`` and the native engine's
 ``steady_clock`` both read. Any thread may record: one lock guards the buffer.
@@ -34,7 +34,7 @@ Args = Mapping[str, str | int | float | bool | None]
 
 _BUFFER_BYTES = 1 << 18
 _NOTHING = nullcontext()
-_LANES = 1000  # lanes a track may have in the numbering; the track's number times this is its first
+_LANES = 1000  # lane numbers of a track; the track's number times this is its first
 
 
 class Track(Enum):
@@ -63,12 +63,12 @@ _TRACKS = {
 
 
 class TimelineSink(AbstractContextManager["TimelineSink"]):
-    """What a component records to: a Timeline, or a NullTimeline when no timeline is asked for. Closes on leaving.
+    """The interface that components record to: a Timeline, or a NullTimeline if none is requested. Closes on exit.
 
-    This class records nothing, at the price of a call.
+    This class records nothing, at the cost of a call.
     """
 
-    #: Whether anything is recorded: lets a caller skip gathering what only a timeline would show.
+    #: Whether anything is recorded; lets a caller skip gathering what only a timeline would show.
     enabled = False
     #: Why the file ends early, if it does; closing raises it.
     failure: OSError | None = None
@@ -78,7 +78,7 @@ class TimelineSink(AbstractContextManager["TimelineSink"]):
         return _NOTHING
 
     def add(self, track: Track, name: str, start_ns: int, end_ns: int, args: Args | None = None) -> None:
-        """Record work that is over. It may overlap other work of its track."""
+        """Record work that has ended. It may overlap other work of its track."""
 
     def count(self, name: str, values: Mapping[str, int | float]) -> None:
         """Record values as of now; each name is drawn as a curve, its values stacked."""
@@ -97,11 +97,11 @@ class NullTimeline(TimelineSink):
 
 
 class Timeline(TimelineSink):
-    """Writes the trace to ``path``, in the place of an earlier one. A context manager; it closes on exceptions too.
+    """Writes the trace to ``path``, replacing an earlier one. A context manager that also closes on exceptions.
 
-    A context that an exception leaves before anything was recorded leaves the file as it was, or none: what is refused
-    changes nothing. Raises as ``check_output`` does, and OSError, naming ``path``, when the file cannot be opened. One that
-    cannot be written fails no work that is recorded: no more is recorded (``failure``), and closing raises.
+    If an exception leaves the context before anything was recorded, the file stays as it was, or absent. Raises as
+    ``check_output`` does, and OSError, naming ``path``, if the file cannot be opened. A failed write does not fail the work
+    that is recorded: recording stops (``failure``), and closing raises the error.
     """
 
     enabled = True
@@ -133,7 +133,7 @@ class Timeline(TimelineSink):
         with self._lock:
             ends = self._lane_ends[track]
             lane = next((lane for lane, end in enumerate(ends) if end <= start_ns), len(ends))
-            # With all lanes of the numbering taken, the last one is shared: an untidy picture, not a failure.
+            # If all lanes of the numbering are taken, the last one is shared: an untidy picture, not a failure.
             lane = min(lane, _LANES - 2)
             if lane == len(ends):
                 ends.append(end_ns)
@@ -215,7 +215,7 @@ class Timeline(TimelineSink):
             self._flush()
 
     def _flush(self) -> None:
-        # An unbuffered descriptor and not a file object: no error waits for a destructor.
+        # An unbuffered descriptor, not a file object: no write error is left to a destructor.
         data = memoryview(b"".join(self._buffer))
         self._buffer.clear()
         self._buffered = 0
@@ -250,11 +250,11 @@ class _Span:
 
 
 class OperationSpans:
-    """Draws what the ticket engine does: ``engine`` remembers when its operations ran, and ``drain`` (say, after each
-    step) puts them on their tracks. Where a link is limited, its turns are drawn too, named so. Operations without an
-    activity are drawn by the code that queued them.
+    """Draws the operations of the ticket engine: ``engine`` records when they ran, and ``drain`` (say, after each step) puts
+    them on their tracks. Turns on a limited link are drawn too, marked "(link)". Operations without an activity are drawn by
+    the code that queued them.
 
-    ``CAPACITY`` operations between two drains are kept; what comes beyond is counted, not drawn.
+    At most ``CAPACITY`` operations between two drains are kept; further ones are counted, not drawn.
     """
 
     CAPACITY = 1 << 16
@@ -266,7 +266,7 @@ class OperationSpans:
             engine.record_spans(self.CAPACITY)
 
     def drain(self) -> None:
-        """Draws what ended since the last call."""
+        """Draw what ended since the last call."""
         if not self._sink.enabled:
             return
         spans, lost = self._engine.drain_spans()
@@ -289,7 +289,7 @@ def open_timeline(path: Path | None) -> Timeline | NullTimeline:
 
 
 class TimelineSlice(NamedTuple):
-    """Something that ran from ``begin`` to ``end``, in microseconds of CLOCK_MONOTONIC."""
+    """A span from ``begin`` to ``end``, in microseconds of CLOCK_MONOTONIC."""
 
     name: str
     begin: float
@@ -297,7 +297,7 @@ class TimelineSlice(NamedTuple):
 
 
 def read_slices(timeline: Path) -> dict[str, list[TimelineSlice]]:
-    """The slices of ``timeline``, which was closed, by track. Raises OSError."""
+    """The slices of the closed ``timeline``, by track. Raises OSError."""
     return slices_by_track(json.loads(timeline.read_text()))
 
 

@@ -1,4 +1,4 @@
-"""Sizes and durations, as people write them and as people read them; the life of a drive; and text that is not UTF-8."""
+"""Parsing and formatting of sizes and durations; the life of a drive; and text that is not UTF-8."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _UNITS = {
     "gib": 2**30,
     "tib": 2**40,
 }
-_MOST_BYTES = 2**63  # a size is less: what signed integers of 64 bits hold
+_MOST_BYTES = 2**63  # sizes are below it, in the range of signed 64-bit integers
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*|%)\s*")
 
@@ -30,7 +30,7 @@ def parse_size(text: str | int, *, whole: int | None = None, name: str = "size")
     """Bytes of ``text``: ``512MiB``, ``4GB``, a plain number of bytes, or a fraction of ``whole``.
 
     A fraction is written ``0.25`` (a number with a decimal point, at most 1) or ``25%``, and needs
-    ``whole`` (bytes). ``name`` is what the error calls the value. Raises ConfigError.
+    ``whole`` (bytes). ``name`` names the value in errors. Raises ConfigError.
     """
     if isinstance(text, int) and not isinstance(text, bool):
         if text < 0:
@@ -94,16 +94,16 @@ def drive_life_s(endurance_bytes: float, written_bytes: float, elapsed_s: float)
 
 
 def printable(text: str) -> str:
-    """``text`` in UTF-8: what it has no character for, as the names of files may, is escaped."""
+    """``text`` in UTF-8; characters without an encoding, as in file names, are escaped."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def is_unicode(value: object) -> bool:
-    """Whether every text in ``value``, of JSON's types, is of characters. Halves of surrogate pairs are none: JSON can write
+    """Whether every text in ``value``, of JSON's types, is valid Unicode. Halves of surrogate pairs are not: JSON can write
     them, and Python makes them of bytes on a command line that are not UTF-8.
     """
     waiting = [value]
-    while waiting:  # a loop: values may be nested deeper than calls
+    while waiting:  # not recursive: values may be nested deeper than the call stack
         one = waiting.pop()
         if isinstance(one, str):
             if not one.isascii() and _HALF_PAIR.search(one):

@@ -72,7 +72,7 @@ def test_on_fails_where_it_is_lacking(tmp_path: Path) -> None:
     name = lacking[0]["name"]
     result = CliRunner().invoke(cli, ["doctor", "--dir", str(tmp_path), "--capability", f"{name}=on"])
     assert (result.exit_code, result.stdout) == (2, "")
-    expected = f"{name} is set to on, and this machine lacks it: {lacking[0]['reason']}"
+    expected = f"{name} is set to on, but this machine lacks it: {lacking[0]['reason']}"
     assert result.stderr == f"tierstore: error: {expected}\n"
 
 

@@ -22,9 +22,9 @@ class Scope(Enum):
 
 
 class GroupOrder(Enum):
-    """In which order an access that does not fit at once is cut into groups.
+    """The order in which an access that does not fit at once is cut into groups.
 
-    ``KEY`` depends on nothing that the cache holds: for ranks that must work on the same experts in the same order.
+    ``KEY`` does not depend on the cache's content: for ranks that must work on the same experts in the same order.
     """
 
     RESIDENT_FIRST = "resident-first"
@@ -114,6 +114,6 @@ class CacheConfig:
             return None
         return (
             f"cache.options.threshold = {known.threshold:g} with a half-life of {known.half_life:g}: entries that "
-            "decay below the threshold are kept although nobody asks for them; the fallback victim is the "
-            "least hit entry"
+            "decay below the threshold are kept although nothing requests them; the fallback victim is the "
+            "least-hit entry"
         )

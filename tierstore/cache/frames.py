@@ -1,4 +1,4 @@
-"""The host arena in equal frames, so that no entry is ever refused for fragmentation: their size and allocation."""
+"""The host arena in equal frames, so that no allocation fails because of fragmentation: their size and allocation."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from tierstore._native import Arena, Buffer
 
-#: A frame is a multiple of this (direct I/O), and not smaller than MIN_FRAME_BYTES (vectored I/O takes at
-#: most
-#: 1,024 pieces, and bookkeeping costs time per frame).
+#: A frame is a multiple of this (direct I/O), and at least MIN_FRAME_BYTES (vectored I/O takes at most 1,024 pieces,
+#: and each frame costs bookkeeping time).
 _ALIGNMENT = 4096
 MIN_FRAME_BYTES = 64 * 1024
 _FEW_FRAMES = 64
@@ -20,16 +19,16 @@ _MOST_WASTE = 0.02
 
 
 def frames_of(section_nbytes: Iterable[int], frame_bytes: int) -> int:
-    """Frames that hold these sections: each section begins a frame of its own."""
+    """The number of frames for these sections; each section begins a new frame."""
     return sum(-(-nbytes // frame_bytes) for nbytes in section_nbytes)
 
 
 def choose_frame_bytes(section_nbytes: Iterable[int]) -> int:
     """The frame size for sections of these sizes (bytes).
 
-    The greatest common divisor wastes nothing. Where it is too small (below MIN_FRAME_BYTES with sections of
-    many frames), the size between MIN_FRAME_BYTES and the smallest section that wastes the least over one of
-    each section is taken, the larger of equals.
+    The greatest common divisor wastes nothing. If it is too small (below MIN_FRAME_BYTES with sections of many frames),
+    the size between MIN_FRAME_BYTES and the smallest section that wastes the least over one of each section is taken; of
+    equals, the larger.
     """
     padded = [-(-nbytes // _ALIGNMENT) * _ALIGNMENT for nbytes in section_nbytes]
     if not padded:
@@ -44,10 +43,9 @@ def choose_frame_bytes(section_nbytes: Iterable[int]) -> int:
 
 
 def choose_frame_bytes_beside(section_nbytes: Iterable[int], scale_nbytes: Iterable[int]) -> int:
-    """The frame size for sections of these sizes (bytes) and for scales, which are far smaller than a frame of theirs.
+    """The frame size for sections of these sizes (bytes) and for scales, which are far smaller than a frame of the sections.
 
-    It divides the size that the sections alone would get: the largest such size with which sections and scales together
-    waste at most 2%.
+    The largest divisor of the frame size of the sections alone with which sections and scales together waste at most 2%.
     """
     sections, scales = list(section_nbytes), list(scale_nbytes)
     frame = choose_frame_bytes(sections)
@@ -62,10 +60,10 @@ def choose_frame_bytes_beside(section_nbytes: Iterable[int], scale_nbytes: Itera
 
 
 class FrameAllocator:
-    """Cuts ``arena`` in frames of ``frame_bytes``. A freed frame is *guarded* by what its last owner has queued on it:
-    tickets, of which ``done`` says whether they have finished.
+    """Cuts ``arena`` into frames of ``frame_bytes``. A freed frame is *guarded* by the tickets that its last owner queued on
+    it; ``done`` says whether a ticket has finished.
 
-    Frames that nothing guards are taken first; then those freed longest ago, whose transfers are nearest to their end.
+    Unguarded frames are taken first, then those freed longest ago, whose transfers are nearest to their end.
     """
 
     def __init__(self, arena: Arena, frame_bytes: int, done: Callable[[int], bool]) -> None:
@@ -82,7 +80,7 @@ class FrameAllocator:
         return frames_of(section_nbytes, self._frame_bytes)
 
     def allocate(self, section_nbytes: Sequence[int]) -> tuple[tuple[Buffer, ...], list[int]]:
-        """One Buffer a section, and the tickets that must finish before they are written."""
+        """One Buffer per section, and the tickets that must finish before they are written."""
         counts = [self.count([nbytes]) for nbytes in section_nbytes]
         frames, guards = self._take(sum(counts))
         sections, at = [], 0
@@ -92,11 +90,11 @@ class FrameAllocator:
         return tuple(sections), guards
 
     def _take(self, count: int) -> tuple[list[int], list[int]]:
-        """``count`` frames, ascending, and their guards."""
+        """Take ``count`` frames; returns them ascending, and their guards."""
         while self._guarded and all(map(self._done, self._guarded[0][1])):
             for frame in self._guarded.popleft()[0]:
                 heapq.heappush(self._free, frame)
-        # Lowest first: neighbours tend to come together, and their spans merge into one.
+        # Lowest first: neighbours tend to be allocated together, and their spans merge into one.
         frames = [heapq.heappop(self._free) for _ in range(min(count, len(self._free)))]
         guards: set[int] = set()
         while missing := count - len(frames):
@@ -108,7 +106,7 @@ class FrameAllocator:
         return sorted(frames), sorted(guards)
 
     def free(self, sections: Sequence[Buffer], after: Sequence[int]) -> None:
-        """Frees the memory; its next writer follows the tickets ``after``."""
+        """Free the memory; its next writer must follow the tickets ``after``."""
         size = self._frame_bytes
         spans = [span for section in sections for span in section.spans]
         frames = [

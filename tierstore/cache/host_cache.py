@@ -1,15 +1,15 @@
-"""The host cache: where entries lie in memory, and in which order their bytes may move.
+"""The host cache: where entries are in memory, and in which order their bytes may move.
 
-The native residency core (``tierstore._native.Residency``) decides, in program order and without looking at a clock,
-which entry is a hit, which is fetched and which is evicted. This module carries the decisions out: it gives entries
-frames of the host arena and queues their reads and write-backs on the ticket engine. It never waits.
+The native residency core (``tierstore._native.Residency``) decides, in program order and without a clock, which entry is
+a hit, which is fetched and which is evicted. This module executes the decisions: it gives entries frames of the host
+arena and queues their reads and write-backs on the ticket engine. It never waits.
 
-Two rules keep every byte right, and both are nothing but ``after=`` lists:
+Two rules keep every byte right; both are expressed as ``after=`` lists:
 
-- what *writes* an entry's memory follows the ticket that wrote it last and everything that reads it since;
-- what takes over a frame follows everything that its last owner had queued on it.
+- a *write* of an entry's memory follows the ticket that wrote it last and all tickets that read it since;
+- a new owner of a frame follows everything that its last owner had queued on it.
 
-An *entry* is one section group of one record, numbered by record and group (``GROUP_STRIDE``). One caller at a time.
+An *entry* is one section group of one record, numbered by record and group (``GROUP_STRIDE``). Callers are serialised.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tierstore._native import Buffer, Engine, Priority, Residency
 from tierstore.cache.access import GROUP_STRIDE
 from tierstore.cache.frames import FrameAllocator
 
-#: Between commits the tickets of write-backs pile up; those that succeeded are swept at this many.
+#: Tickets of write-backs accumulate between commits; at this number, those that succeeded are removed.
 _SWEEP_WRITES = 4096
 
 
@@ -42,7 +42,7 @@ class WriteBacks:
     def add(self, ticket: int) -> None:
         self._tickets.append(ticket)
         if len(self._tickets) >= self._sweep_at:
-            # One that failed stays, for the commit to find.
+            # A failed one stays, so that the commit finds it.
             self._tickets = [ticket for ticket in self._tickets if not self._succeeded(ticket)]
             self._sweep_at = 2 * len(self._tickets) + _SWEEP_WRITES
 
@@ -63,14 +63,14 @@ class WriteBacks:
 
 Decision = _native.Decision
 _GRADIENTS = 2
-#: From this many readers of an entry on, finished ones are removed.
+#: With this many readers of an entry, finished ones are removed.
 _READERS = 16
 
 
 class Backing(Protocol):
-    """Where a record's entries come from and go to: its slots on disk. Both calls queue work and return its ticket."""
+    """Where a record's entries are stored: its slots on disk. Both calls queue work and return its ticket."""
 
-    #: What messages call the record.
+    #: The record's name in messages.
     @property
     def key(self) -> str: ...
 
@@ -91,7 +91,7 @@ class Fetched:
 
 @dataclass(slots=True)
 class _Entry:
-    """A resident entry's memory. ``ready``: the ticket that wrote it last. ``readers``: tickets reading it since."""
+    """A resident entry's memory. ``ready``: the ticket that wrote it last. ``readers``: tickets that read it since."""
 
     sections: tuple[Buffer, ...] = ()
     ready: int = 0
@@ -102,7 +102,7 @@ class _Entry:
 class HostCache:
     """Executes residency decisions over ``arena``, cut in frames of ``frame_bytes``.
 
-    The arena is the budget: nothing here allocates record memory anywhere else.
+    The arena is the budget: record memory is allocated nowhere else.
     """
 
     def __init__(
@@ -117,22 +117,20 @@ class HostCache:
         self.engine = engine
         self.residency = residency
         self._frames = FrameAllocator(arena, frame_bytes, engine.done)
-        #: Those that are resident.
+        #: Resident entries.
         self._entries: dict[int, _Entry] = {}
-        # Of the records, by number. Where each has an object, a hundred thousand of them would be most of the index.
+        # Shapes of the records, by number. An object for each of a hundred thousand records would be most of the index.
         self._shapes: list[tuple[tuple[int, ...], ...]] = []  # bytes of the sections of each group
         self._shape_of = array("H")
         self._find_backing = find_backing
-        #: What a commit waits for.
+        #: Write-backs that a commit waits for.
         self.write_backs = WriteBacks(engine)
         self._writes: list[Callable[[int], None]] = []
         self._broken = ""
 
     @property
     def broken(self) -> str:
-        """Why decisions that the core has taken, or was about to take, were not carried out; nothing here can be
-        relied on after that. Empty if all is well.
-        """
+        """Why a decision of the core was not executed; nothing here can be relied on after that. Empty if all is well."""
         if self.residency.policy_failed:
             return self._broken or "the cache policy failed"
         return self._broken
@@ -145,12 +143,11 @@ class HostCache:
         *,
         stored: bool,
     ) -> int:
-        """Registers a record of each of ``layers``, whose group g has sections of ``groups[g]`` bytes; returns the number of
-        the first.
+        """Register a record for each of ``layers``, whose group g has sections of ``groups[g]`` bytes; returns the first's
+        number.
 
-        ``charged[g]`` is what one transfer of group g moves (bytes, padding included).
-        ``stored`` says whether weights and moments, as far as there are sections of them, are on disk already; an entry
-        that is not is created, not read.
+        ``charged[g]``: bytes that one transfer of group g moves, padding included. ``stored``: whether weights and moments,
+        if there are sections of them, are on disk already; an entry that is not on disk is created, not read.
         """
         shape = tuple(map(tuple, groups))
         if shape not in self._shapes:
@@ -170,12 +167,12 @@ class HostCache:
         records: npt.NDArray[np.uint32],
         flags: npt.NDArray[np.uint16],
     ) -> int:
-        """Opens one atomic event and returns the number of groups that it was split into."""
+        """Open one atomic access; returns the number of groups that it was split into."""
         groups, _ = self.residency.begin_access(phase, layer, records, flags)
         return groups
 
     def next_group(self) -> list[int]:
-        """Pins the next group; its fetches are queued ahead of the speculation for the groups after it.
+        """Pin the next group; its fetches are queued before the speculative ones for the groups after it.
 
         Returns its units, as indices into the access, in the order in which they are served: pinned, and resident
         or in flight.
@@ -187,7 +184,7 @@ class HostCache:
         return served
 
     def end_unit(self, unit: int) -> None:
-        """Ends one unit of the open group: flags are applied, and its memory may be evicted from here on."""
+        """End one unit of the open group: its flags are applied, and its memory may be evicted from now on."""
         self._execute(self.residency.end_unit(unit), Priority.WRITE_BACK)
 
     def end_group(self) -> None:
@@ -200,68 +197,64 @@ class HostCache:
         records: npt.NDArray[np.uint32],
         flags: npt.NDArray[np.uint16],
     ) -> int:
-        """Speculates on a coming access; returns how many of its units are covered."""
+        """Prefetch for a coming access; returns how many of its units are covered."""
         taken, decisions = self.residency.prefetch(phase, layer, records, flags)
         self._execute(decisions, Priority.SPECULATIVE)
         return taken
 
     def unpin(self, records: npt.NDArray[np.uint32], flags: npt.NDArray[np.uint16]) -> None:
-        """Ends what ``residency.pin`` of the same arguments, in an open access, keeps pinned beyond its end."""
+        """Release the pins that ``residency.pin`` of the same arguments, in an open access, kept beyond its end."""
         self._execute(self.residency.unpin(records, flags), Priority.WRITE_BACK)
 
     @property
     def filled(self) -> float:
-        """The part of the memory that entries take."""
+        """The fraction of the memory that entries occupy."""
         return self.residency.used_frames / self._frames.total
 
     def clean(self, records: Sequence[int] | None = None) -> None:
-        """Queues the write-back of every dirty weights and moments entry, or of those of ``records``; they stay
-        resident.
-        """
+        """Queue the write-back of all dirty weights and moments entries, or of those of ``records``; they stay resident."""
         numbers = None if records is None else np.asarray(records, np.uint32)
         self._execute(self.residency.clean(numbers), Priority.WRITE_BACK)
 
     def drop(self, entries: Sequence[int]) -> None:
-        """Discards entries without writing them."""
+        """Discard entries without writing them."""
         self._execute(self.residency.drop(np.asarray(entries, dtype=np.uint32)), Priority.WRITE_BACK)
 
     def unclean(self) -> list[Backing]:
-        """Backings of records with dirty weights or moments. After ``clean`` those are pinned."""
+        """Backings of records with dirty weights or moments; after ``clean``, only pinned ones are left."""
         dirty = self.residency.dirty_entries().tolist()
         return [self._find_backing(e // GROUP_STRIDE) for e in dirty if e % GROUP_STRIDE != _GRADIENTS]
 
     # Memory of resident entries -----------------------------------------------------------------------------
 
     def sections(self, entry: int) -> tuple[Buffer, ...]:
-        """An entry's memory, one Buffer a section; empty if it is not resident. Its bytes are valid after
+        """An entry's memory, one Buffer per section; empty if it is not resident. Its bytes are valid after
         ``ready(entry)``.
         """
         state = self._entries.get(entry)
         return () if state is None else state.sections
 
     def ready(self, entry: int) -> list[int]:
-        """The ticket after which the entry's content is what program order says; none if it is already."""
+        """The ticket after which the entry has the content of program order; empty if it has it already."""
         state = self._entries.get(entry)
         return [state.ready] if state is not None and state.ready else []
 
     def came(self, entry: int) -> None:
-        """The caller has waited for ``ready(entry)``, or a follower of it, without a failure: no caller needs to again."""
+        """The caller has waited for ``ready(entry)``, or a later ticket, without failure: no caller needs to wait again."""
         self._entries[entry].ready = 0
 
     def fetched(self, entry: int) -> Fetched | None:
-        """The read that brought a resident entry in; None for one that was created in memory, or is not resident."""
+        """The read that fetched a resident entry; None if it was created in memory or is not resident."""
         state = self._entries.get(entry)
         return None if state is None else state.fetched
 
     def before_write(self, entry: int) -> list[int]:
-        """Tickets that must finish before something writes the entry's memory."""
+        """Tickets that must finish before the entry's memory is written."""
         state = self._entries[entry]
         return [state.ready, *state.readers] if state.ready else list(state.readers)
 
     def wrote(self, entry: int, ticket: int) -> None:
-        """Records that ``ticket`` (queued after ``before_write``) writes the entry. 0: the caller has written
-        it.
-        """
+        """Record that ``ticket`` (queued after ``before_write``) writes the entry. 0: the caller has written it already."""
         state = self._entries[entry]
         state.ready = ticket
         state.readers.clear()
@@ -269,19 +262,19 @@ class HostCache:
             written(entry)
 
     def observe_writes(self, written: Callable[[int], None]) -> None:
-        """From now on ``written`` is called with each entry that something writes, when that is queued."""
+        """From now on, call ``written`` with each entry when a write of it is queued."""
         self._writes.append(written)
 
     def reads(self, entry: int, ticket: int) -> None:
-        """Records that ``ticket`` reads the entry's memory."""
+        """Record that ``ticket`` reads the entry's memory."""
         readers = self._entries[entry].readers
         if len(readers) >= _READERS:  # nothing writes an entry that is only read
             readers[:] = [earlier for earlier in readers if not self.engine.done(earlier)]
         readers.append(ticket)
 
     def read_again(self, entry: int) -> list[int]:
-        """Queues another read of a resident, clean entry whose last one failed; returns its ticket. Nothing waits for the
-        old one any more, or reads what it left.
+        """Queue another read of a resident, clean entry whose last read failed; returns its ticket. The failed ticket and
+        its readers are forgotten.
         """
         state = self._entries[entry]
         backing = self._find_backing(entry // GROUP_STRIDE)
@@ -297,7 +290,7 @@ class HostCache:
         try:
             self._carry_out(decisions, priority)
         except BaseException as error:
-            # The core has moved on: what it believes and what is so differ from here on.
+            # The core has moved on: from here, its state and the real one differ.
             self._broken = self._broken or f"the host cache could not carry out a decision: {error}"
             raise
 
@@ -305,7 +298,7 @@ class HostCache:
         self, decisions: tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint32]], priority: Priority
     ) -> None:
         kinds, entries = decisions
-        if not len(kinds):  # most requests of what is only read
+        if not len(kinds):  # most accesses of read-only records
             return
         for kind, entry in zip(kinds.tolist(), entries.tolist(), strict=True):
             if kind == Decision.HIT:
@@ -337,7 +330,7 @@ class HostCache:
         return ticket
 
     def _allocate(self, entry: int) -> tuple[_Entry, list[int]]:
-        """Memory for a new resident, and the tickets that must finish before it is written."""
+        """Allocate memory for a new resident entry; also returns the tickets that must finish before it is written."""
         record, group = divmod(entry, GROUP_STRIDE)
         sections, guards = self._frames.allocate(self._shapes[self._shape_of[record]][group])
         state = self._entries[entry] = _Entry(sections)
@@ -345,7 +338,7 @@ class HostCache:
 
     def _free(self, entry: int) -> None:
         state = self._entries.pop(entry, None)
-        if state is None:  # it is not resident, and only its copy on disk was dropped
+        if state is None:  # not resident: only its copy on disk was dropped
             return
         queued = [t for t in (state.ready, *state.readers) if t and not self.engine.done(t)]
         self._frames.free(state.sections, queued)

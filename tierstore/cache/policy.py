@@ -4,8 +4,8 @@
 are its keyword arguments (numbers arrive as floats). The live store, ``tierstore.trace.format.replay`` and the
 simulator call the same object, some ten times slower than a native policy.
 
-A policy must be deterministic: it looks at no clock, and iterates over no set. What it raises comes out of the
-store as it is, with a note that names the class; the store then refuses to go on and reopens at its last commit.
+A policy must be deterministic: it must not look at a clock or iterate over a set. Its exceptions pass through the
+store unchanged, with a note that names the class; the store then accepts no more work and reopens at its last commit.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from tierstore._native import Candidates, Clock
 class PythonPolicy(Protocol):
     """The calls that the cache makes. Entries are numbers.
 
-    More methods are called if the class has them: ``set_capacity(frames)`` first of all;
-    ``add(entry, record, layer, frames)`` for each entry before any other call about it (0 frames: it never
-    comes); ``access(phase, layer, entries)`` as each access begins (``tierstore.cache.access.Phase``); and
+    Further methods are called if the class has them: ``set_capacity(frames)`` first of all;
+    ``add(entry, record, layer, frames)`` for each entry before any other call about it (0 frames: it never becomes
+    resident); ``access(phase, layer, entries)`` as each access begins (``tierstore.cache.access.Phase``); and
     ``miss(entry)`` before frames are freed for an entry.
     """
 
     def insert(self, entry: int) -> None:
-        """``entry`` has become resident: for a request, or by a prefetch that was not used yet."""
+        """``entry`` has become resident: for a request, or by a prefetch that has not been used yet."""
 
     def hit(self, entry: int) -> None:
         """``entry`` was requested while resident."""
@@ -38,8 +38,8 @@ class PythonPolicy(Protocol):
         """``Clock.REQUEST`` after each request, ``Clock.STEP`` at the end of each training step."""
 
     def select(self, frames: int, candidates: Candidates) -> Iterable[int]:
-        """Entries to evict, in order: of those for which ``candidates.evictable(entry)``, until their
-        ``candidates.frames(entry)`` sum to ``frames``, or all. The rest is ignored.
+        """Entries to evict, in order: each must satisfy ``candidates.evictable(entry)``, and their
+        ``candidates.frames(entry)`` must sum to ``frames``, or all are given. The rest is ignored.
 
-        Evicts nothing: ``remove`` is called for each.
+        This call only selects: ``remove`` is called for each evicted entry.
         """

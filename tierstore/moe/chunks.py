@@ -1,9 +1,9 @@
 """Passes over experts in chunks: while one chunk's experts are computed, the rows of others travel (PipeMoE).
 
-All of a pass's rows set off when it begins, chunk by chunk; then experts are computed as their source leases them, each
-once its own chunk has arrived; a chunk's results leave as soon as its last expert has been computed and the results of all
-chunks before it have left. So every rank issues its all-to-alls in one order, whatever order its experts come in, and what
-is computed and added up does not depend on the number of chunks.
+All rows of a pass are sent when it begins, chunk by chunk. Experts are computed as their source leases them, each once its
+own chunk has arrived. A chunk's results are sent as soon as its last expert has been computed and the results of all
+chunks before it have been sent. So every rank issues its all-to-alls in the same order, whatever order its experts come in,
+and what is computed and added up does not depend on the number of chunks.
 """
 
 from __future__ import annotations
@@ -22,41 +22,41 @@ from tierstore.timeline import Track
 
 
 class RowsAtExperts:
-    """A tensor's M rows at their experts, which arrive chunk by chunk."""
+    """A tensor's M rows at their experts, arriving chunk by chunk."""
 
     def __init__(self, rows: Rows, chunks: Sequence[RowChunk], rows_N: Tensor) -> None:
         self._chunks = chunks
         self._rows_N: Tensor | None = rows_N
-        #: All M, those included that have not arrived.
+        #: All M rows, including those that have not arrived.
         self.rows = rows.at_experts(rows_N)
         self._arrivals: list[Arrival] = []
 
     def send(self, number: int) -> Arrival:
-        """Chunk ``number`` sets off; chunks do so in ascending order."""
+        """Send chunk ``number``; chunks are sent in ascending order."""
         assert self._rows_N is not None
         self._arrivals.append(self._chunks[number].to_experts(self._rows_N, self.rows))
         if len(self._arrivals) == len(self._chunks):
-            self._rows_N = None  # what a message reads is held by it
+            self._rows_N = None  # a message holds what it reads
         return self._arrivals[-1]
 
     def of(self, number: int, span: slice) -> Tensor:
-        """The rows ``span``, which lie in chunk ``number``, waited for. Raises PeerError."""
+        """Wait for the rows ``span``, which lie in chunk ``number``, and return them. Raises PeerError."""
         self.wait_for(number)
         return self.rows[span]
 
     def wait_for(self, number: int) -> None:
-        """Waits for those of chunk ``number``. Raises PeerError."""
+        """Wait for the rows of chunk ``number``. Raises PeerError."""
         self._arrivals[number].wait()
 
     def wait(self) -> Tensor:
-        """All rows. Raises PeerError."""
+        """Wait for all rows and return them. Raises PeerError."""
         for arrival in self._arrivals:
             arrival.wait()
         return self.rows
 
 
 class RowsHere:
-    """The M rows of an earlier pass, which were kept."""
+    """The M rows kept from an earlier pass."""
 
     def __init__(self, rows_M: Tensor) -> None:
         self._rows_M = rows_M
@@ -67,7 +67,7 @@ class RowsHere:
 
 
 class PlacedLease(NamedTuple):
-    """A leased expert that has rows: ``span``, of chunk ``number``."""
+    """A leased expert that has rows: ``span``, in chunk ``number``."""
 
     lease: ExpertLease
     number: int
@@ -75,9 +75,9 @@ class PlacedLease(NamedTuple):
 
 
 class ExpertWalk(ABC):
-    """A pass over the experts of one call: made, driven by a :class:`Travel`, and finished.
+    """A pass over the experts of one call: created, driven by a :class:`Travel`, and finished.
 
-    ``sent``: what goes to the experts; ``returned``: their results, and where each comes back to.
+    ``sent``: rows that go to the experts; ``returned``: their results, and the tensor that each result goes to.
     """
 
     def __init__(self, rows: Rows, degree: int) -> None:
@@ -91,17 +91,17 @@ class ExpertWalk(ABC):
         self._returning: list[Arrival] = []
 
     def send(self, number: int) -> list[Arrival]:
-        """The rows of chunk ``number`` set off for the ranks of its experts."""
+        """Send the rows of chunk ``number`` to the ranks of its experts."""
         return [rows.send(number) for rows in self.sent]
 
     def compute(self, leases: Sequence[ExpertLease]) -> list[int]:
-        """Computes the rows of the leased experts, as far as they have any; returns the numbers of their chunks."""
+        """Compute the rows of the leased experts, if they have any; returns the numbers of their chunks."""
         placed, numbers = [], [self._number[lease.expert] for lease in leases]
         for lease, number in zip(leases, numbers, strict=True):
             span = self._rows.span(lease.expert)
             if span.start < span.stop:
                 placed.append(PlacedLease(lease, number, span))
-            else:  # only another replica's tokens reached it
+            else:  # only tokens of another replica reached it
                 lease.zero_gradients()
         self._compute(placed)
         for number in numbers:
@@ -113,14 +113,14 @@ class ExpertWalk(ABC):
         return not self._left[number]
 
     def send_back(self, number: int) -> list[Arrival]:
-        """The results of chunk ``number`` set off for the ranks of their tokens."""
+        """Send the results of chunk ``number`` to the ranks of their tokens."""
         chunk = self.chunks[number]
         back = [chunk.to_tokens(rows_M, rows_N) for rows_M, rows_N in self.returned]
         self._returning += back
         return back
 
     def wait(self) -> None:
-        """Waits for all that travels, when all chunks have been sent back. Raises PeerError."""
+        """Wait for everything in flight, once all chunks have been sent back. Raises PeerError."""
         for rows in self.sent:
             rows.wait()
         for arrival in self._returning:
@@ -128,12 +128,12 @@ class ExpertWalk(ABC):
 
     @abstractmethod
     def _compute(self, placed: Sequence[PlacedLease]) -> None:
-        """Computes the leased experts' rows."""
+        """Compute the leased experts' rows."""
 
 
 class Travel:
-    """Sends the rows of ``walks`` and their results, those of several micro-batches say, in an order that does not depend
-    on the rank: chunk by chunk, and of each chunk walk by walk, first all rows and then all results.
+    """Sends the rows of ``walks`` and their results, say of several micro-batches, in an order that does not depend on the
+    rank: chunk by chunk and, within a chunk, walk by walk; first all rows, then all results.
     """
 
     def __init__(self, walks: Sequence[ExpertWalk], pipelining: Pipelining, label: str) -> None:
@@ -148,14 +148,14 @@ class Travel:
             self._draw("dispatch", number, micro, walks[micro].send(number))
 
     def compute(self, leases: Sequence[ExpertLease], micro: int = 0) -> None:
-        """Computes the leased experts for one of the walks, and sends what is complete."""
+        """Compute the leased experts for one of the walks, and send the results of complete chunks."""
         started = time.monotonic_ns()
         for number in self._walks[micro].compute(leases):
             self._begun.setdefault((number, micro), started)
         self._send_complete()
 
     def end(self) -> None:
-        """All leases have been given."""
+        """Called after the last lease. Raises RuntimeError if experts are missing."""
         self._send_complete()
         if self._due:
             raise RuntimeError(f"{self._label}: not all experts were leased")
@@ -169,7 +169,7 @@ class Travel:
             self._draw("combine", number, micro, self._walks[micro].send_back(number))
 
     def _draw(self, what: str, number: int, micro: int, arrivals: Sequence[Arrival]) -> None:
-        """Shows each of ``arrivals`` from now until it has been waited for."""
+        """Draw each of ``arrivals`` on the timeline, from now until it has been waited for."""
         if not self._timeline.enabled:
             return
         started, name = time.monotonic_ns(), self._name(what, number, micro)

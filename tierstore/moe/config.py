@@ -1,6 +1,6 @@
-"""What a mixture is: its experts' shape, its router, what it keeps. Imports no torch.
+"""Configuration of a mixture: the shape of its experts, its router, what it keeps. Imports no torch.
 
-A plan, and a command line that only reads a configuration, must not pay for torch.
+A plan, and a command that only reads a configuration, must not pay for importing torch.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 class Activation(StrEnum):
-    """The formula of a feed-forward network; ``moe/experts.py`` writes each of them out.
+    """The formula of a feed-forward network; ``moe/experts.py`` implements them.
 
-    The built-in model has the first two. The others are those of models that come from elsewhere.
+    The built-in model supports the first two. The others are those of imported models.
     """
 
     SWIGLU = "swiglu"
@@ -33,12 +33,12 @@ class Activation(StrEnum):
 
     @property
     def gated(self) -> bool:
-        """Whether a gate and an up projection feed it."""
+        """Whether it has a gate projection beside the up projection."""
         return self is not Activation.GELU
 
     @property
     def transposed(self) -> bool:
-        """Whether matrices lie as (inputs, outputs) and have biases."""
+        """Whether matrices are stored as (inputs, outputs) and have biases."""
         return self is Activation.CLAMPED_SWIGLU
 
 
@@ -46,7 +46,7 @@ BUILT_IN_ACTIVATIONS = (Activation.SWIGLU, Activation.GELU)
 
 
 def network_divisions(activation: Activation) -> tuple[Division, Division]:
-    """How tensor parallelism divides a feed-forward network's ``inner`` (gate above up, or up alone) and its ``down``."""
+    """How tensor parallelism splits a feed-forward network's ``inner`` (gate above up, or up alone) and its ``down``."""
     return Division(0, blocks=2 if activation.gated else 1), Division(1)
 
 
@@ -91,7 +91,7 @@ class ExpertShape:
 
     @property
     def inner_rows(self) -> int:
-        """P: the width of what feeds the activation."""
+        """P: the number of outputs of ``inner``, which feed the activation."""
         return 2 * self.d_ff if self.activation.gated else self.d_ff
 
     @property
@@ -101,8 +101,8 @@ class ExpertShape:
         return (self.inner_rows + self.d_ff) * self.d_model + biases
 
     def quantized(self, codes: CodeFormat) -> QuantizedLayout:
-        """How the weights lie as codes: parts in the order of the flat ones, so that ``inner`` is the first, and ``down``
-        the second or, behind the bias of ``inner``, the third. Biases stay fp32.
+        """The layout of the weights as codes: parts in the order of the flat ones, so that ``inner`` is the first, and
+        ``down`` the second or, after the bias of ``inner``, the third. Biases stay fp32.
         """
         sizes = ((self.inner_rows, self.d_model), (self.d_model, self.d_ff))
         if not self.activation.transposed:
@@ -158,20 +158,19 @@ class RouterNoise(StrEnum):
 class SaveActivations(StrEnum):
     """What a layer keeps for its backward pass."""
 
-    SAVE = "save"  # N * P values of the compute type, in one buffer; with other ranks' tokens, N * D more
+    SAVE = "save"  # N * P values of the compute type, in one buffer; N * D more with tokens of other ranks
     RECOMPUTE = (
-        "recompute"  # the input alone; the backward pass repeats one product an expert (and its exchange)
+        "recompute"  # only the input; the backward pass repeats one product per expert (and its exchange)
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
-    """What one router does. Raises ConfigError naming the field.
+    """Configuration of one router. Raises ConfigError naming the field.
 
-    ``capacity_factor`` None is dropless; otherwise an expert takes at most
-    ``ceil(capacity_factor * T * K / E)`` assignments. ``normalize_topk`` None means: the K weights of a
-    token sum to 1 when K is at least 2; with K = 1 the weight is the probability, without which the router
-    would get no gradient.
+    ``capacity_factor`` None: dropless; otherwise an expert takes at most ``ceil(capacity_factor * T * K / E)``
+    assignments. ``normalize_topk`` None: the K weights of a token sum to 1 if K is at least 2; with K = 1 the weight is
+    the probability, without which the router would get no gradient.
     """
 
     experts: int
@@ -213,7 +212,7 @@ class RouterConfig:
         return self.top_k > 1 if self.normalize_topk is None else self.normalize_topk
 
     def capacity(self, tokens: int) -> int | None:
-        """The most assignments that one expert takes out of a pass of ``tokens``; None is no limit."""
+        """The most assignments that one expert takes from a pass of ``tokens``; None: no limit."""
         if self.capacity_factor is None:
             return None
         return max(1, math.ceil(self.capacity_factor * tokens * self.top_k / self.experts))

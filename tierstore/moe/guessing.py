@@ -1,25 +1,23 @@
-"""Guesses of the experts of coming layers: their routers, applied to what the present layer starts from.
+"""Guesses of the experts of coming layers: their routers, applied to the input of the present layer.
 
 Shapes: T tokens, K experts a token, E experts, D width of the model.
 
-A layer adds little to the residual stream, so what enters it is nearly what the next layer's router will see, and that
-router's choice among it is known before the present layer's experts have been computed (Eliseev and Mazur 2023, "Fast
+A layer adds little to the residual stream, so its input is close to what the next layer's router will see, and that
+router's choice can be guessed before the present layer's experts have been computed (Eliseev and Mazur 2023, "Fast
 inference of mixture-of-experts language models with offloading", section 3.2). The stream goes through the coming layer's
-own norm: that guesses better than the present one's does.
+own norm, which guesses better than the present layer's.
 
-The coming router's parameters may lie in slices when they are needed. So a copy of each router and its norm is kept. It is
-taken when the layer itself is passed: in every training pass, and in the first evaluation pass after training. A guess in
-the first micro-batch of a step is thus one step old, and in the first pass of all there is none. Of parameters that never
-change the copy is taken at once, and is one matrix, where that chooses as they do (``LayerRouter.folded``): one call instead
-of a dozen small operations (a third of a millisecond on two cores). Routers choose as they do in evaluation: noise and
-jitter are not guessed. The guess is computed on the calling thread, depends on the passes alone, and no result depends on
-it.
+The coming router's parameters may be sharded when they are needed, so a copy of each router and its norm is kept. It is
+taken when the layer itself runs: in every training pass, and in the first evaluation pass after training. A guess in the
+first micro-batch of a step is thus one step old, and the very first pass has none. If parameters never change, the copy is
+taken at once, as a single matrix if that makes the same choice (``LayerRouter.folded``): one call instead of a dozen small
+operations (a third of a millisecond on two cores). Routers choose as in evaluation: noise and jitter are not guessed. The
+guess is computed on the calling thread and depends on the passes alone; no result depends on it.
 
-In decoding, where the batch keeps a ``StreamDrift``, what the layers between will add is expected from the tokens before;
-while that is not known, nothing is guessed.
+In decoding, if the batch keeps a ``StreamDrift``, what the layers between will add is estimated from the tokens before;
+until that is known, nothing is guessed.
 
-On several ranks an expert is reached by tokens of others, too: the ranks add up what they count, in one small exchange a
-pass.
+On several ranks an expert also gets tokens of other ranks: the ranks sum their counts, in one small exchange per pass.
 """
 
 from __future__ import annotations
@@ -44,23 +42,23 @@ from tierstore.stats import Cause, StallLedger, Tier
 
 
 class GuessListener(Protocol):
-    """Whom guesses are for: an expert source that looks ahead."""
+    """Receives guesses: an expert source that looks ahead."""
 
     def reach(self, layer: int) -> Sequence[int]:
-        """The layers that guesses are wanted of, from the pass of ``layer`` that begins; of none in a recomputation."""
+        """The layers to guess for when the pass of ``layer`` begins; none in a recomputation."""
         ...
 
     def offer(self, source: int, layer: int, chosen_E: npt.NDArray[np.int64]) -> None:
-        """The router of ``layer`` chooses each expert so many times, for what ``source`` starts from."""
+        """The router of ``layer`` chooses each expert this many times, given the input of layer ``source``."""
         ...
 
 
 class RouterGuesses:
-    """Hooks on the norms of ``routers`` until ``remove``: each forward pass offers its guesses to ``listener``.
+    """Hooks on the norms of ``routers`` until ``remove``: each forward pass offers guesses to ``listener``.
 
     ``mesh``: the ranks whose tokens make up the global batch; with more than one, each pass is a collective, and
-    waiting for the others is charged to ``ledger``. ``training``: whether the present pass asks for experts as
-    training does. ``frozen``: the parameters of ``routers`` never change, and streams are of this type.
+    waiting for the others is charged to ``ledger``. ``training``: whether the present pass requests experts as
+    training does. ``frozen``: the parameters of ``routers`` never change, and streams have this type.
     """
 
     def __init__(
@@ -79,9 +77,9 @@ class RouterGuesses:
         self._ledger = ledger or StallLedger()
         self._training = training
         self._frozen = frozen is not None
-        self._first = min(self._routers)  # of which no layer guesses
+        self._first = min(self._routers)  # no layer guesses for it
         self._copies: dict[int, LayerRouter | FoldedRouter] = {}
-        #: Layers whose copy may be older than their parameters, where these change.
+        #: Layers whose parameters may have changed since they were copied.
         self._stale: set[int] = set(self._routers)
         if frozen is not None:
             with torch.no_grad():
@@ -94,14 +92,14 @@ class RouterGuesses:
         ]
 
     def remove(self) -> None:
-        """Takes the hooks off the model."""
+        """Remove the hooks from the model."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     @property
     def nbytes(self) -> int:
-        """What the copies hold."""
+        """Bytes of the copies."""
         return sum(made.nbytes for made in self._copies.values())
 
     def _begin(self, layer: int, norm: nn.Module, arguments: tuple[Any, ...]) -> None:
@@ -109,7 +107,7 @@ class RouterGuesses:
         self.offer(layer, stream.detach())
 
     def offer(self, layer: int, stream: Tensor) -> None:
-        """The pass of ``layer`` begins with ``stream``; its parameters are whole. On several ranks a collective.
+        """The pass of ``layer`` begins with ``stream``; its parameters are gathered. A collective on several ranks.
         Raises PeerError.
         """
         graph, training = torch.is_grad_enabled(), self._training()
@@ -137,18 +135,18 @@ class RouterGuesses:
             self._listener.offer(layer, target, chosen_E)
 
     def _count(self, layer: int, target: int, stream: Tensor, drift: StreamDrift | None) -> Tensor:
-        """How often ``target`` is guessed to choose each expert (E,) for the stream that ``layer`` starts from."""
+        """How often each expert (E,) of ``target`` is guessed to be chosen, given the input of ``layer``."""
         added = None
         if drift is not None:
             added = drift.ahead(layer, target, stream)
             if added is None and stream.shape[1] == 1:
-                # An offer of no expert. Without any offer a predictor goes by how often experts were used before.
+                # A guess of no expert. Without any guess, a predictor goes by how often experts were used before.
                 return torch.zeros(self._routers[target].experts, dtype=torch.int64)
         return self._copies[target].count(stream, added)
 
     def _of_all(self, own: Tensor, mesh: Mesh, layer: int, training: bool) -> Tensor:
-        """The sums of ``own`` over the ranks whose tokens come to this rank's experts; in training, all ranks, as what one
-        replica of an expert is asked for, the others are asked for.
+        """The sums of ``own`` over the ranks whose tokens use this rank's experts; in training over all ranks, because all
+        replicas of an expert are then requested together.
         """
         charge = partial(self._ledger.stall, layer=layer, tier=Tier.RANKS, cause=Cause.ALL_TO_ALL)
         all_Rn = gather_counts(own.flatten(), mesh.data, charge)
@@ -156,7 +154,7 @@ class RouterGuesses:
         return all_Rn[ranks].sum(dim=0).view_as(own)
 
     def _take(self, layer: int, graph: bool) -> None:
-        """Copies the parameters of ``layer``, unless the copy is as they are. ``graph``: the pass has one."""
+        """Copy the parameters of ``layer`` unless the copy is current. ``graph``: whether the pass records a graph."""
         router = self._routers[layer]
         if layer in self._stale:
             held = self._copies.get(layer)
@@ -172,45 +170,44 @@ class RouterGuesses:
 # The drift of the stream ------------------------------------------------------------------------------------
 #
 # Shapes: B sequences, T tokens of a pass, D width of the model.
-#
 # A router that guesses for a coming layer sees the stream without what the layers between will add. From one token of
-# a sequence to the next that changes little: attention reads nearly the same context, and most experts are the same
-# ones. So the decayed average of what they added to the sequence's last tokens, those of its prompt included, is
-# added to the stream before the router guesses. A single sequence must have shown a few tokens first: until then half
-# of what is read on guesses is wasted. Of a batch, what few tokens show is true of enough sequences.
+# a sequence to the next that changes little: attention reads nearly the same context, and most experts are the same.
+# So the decayed average of what was added to the sequence's last tokens, including its prompt, is added to the stream
+# before the router guesses. A single sequence must have produced a few tokens first: until then, half of the reads on
+# guesses are wasted. In a batch, averages over few tokens are right for enough of the sequences.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Average:
-    """Over the last ``tokens`` of each sequence."""
+    """The average over the last ``tokens`` of each sequence."""
 
     mean_B1D: Tensor
     tokens: int
 
 
 class StreamDrift:
-    """Of B sequences that are one batch: how their streams change from one layer to a later one, on average.
+    """How the streams of the B sequences of a batch change from one layer to a later one, on average.
 
-    ``lengths``: tokens of each one's prompt, where padding precedes the shorter ones.
+    ``lengths``: tokens of each prompt, if the shorter ones are padded on the left.
     """
 
-    #: The share of the average that stays when a token is added. Between .5 and .75 guesses are equally good.
+    #: The weight that the average keeps when a token is added. Guesses are equally good between .5 and .75.
     DECAY = 0.75
-    #: Tokens, of all sequences, from which on averages are given.
+    #: Averages are used from this number of tokens on, over all sequences.
     TOKENS = 3
-    #: Tokens of a prompt that count, its last ones: all before them would weigh a tenth.
+    #: The last tokens of a prompt, which alone count: all before them would weigh a tenth.
     PROMPT_TOKENS = 8
 
     def __init__(self, lengths: Sequence[int] = ()) -> None:
         self._lengths = lengths
-        #: By the layer that is to come and the one that looks ahead to it.
+        #: Averages by target layer, then by the layer that looks ahead to it.
         self._known: dict[int, dict[int, _Average]] = {}
-        #: Last tokens of the present pass (B, T, D), in the same order.
+        #: Last tokens of the present pass (B, T, D), by the same keys.
         self._seen: dict[int, dict[int, Tensor]] = {}
 
     def ahead(self, layer: int, target: int, stream_BTD: Tensor) -> Tensor | None:
-        """What is expected to be added (B, 1, D) to the stream of ``layer`` until ``target`` starts; None where
-        too little is known. It changes when ``target`` starts.
+        """What is expected to be added (B, 1, D) to the stream from ``layer`` until ``target`` starts; None if too little
+        is known. The tensor changes when ``target`` starts.
         """
         self._seen.setdefault(target, {})[layer] = self._last(stream_BTD)
         known = self._known.get(target, {}).get(layer)
@@ -219,9 +216,9 @@ class StreamDrift:
         return known.mean_B1D
 
     def arrive(self, layer: int, stream_BTD: Tensor) -> None:
-        """``layer`` starts from ``stream_BTD``: what was added since layers looked ahead to it joins their averages.
+        """``layer`` starts from ``stream_BTD``: update the averages of the layers that looked ahead to it.
 
-        An average that this pass has nothing for ends: when it is asked for again, its tokens will be long past.
+        An average without new data in this pass is dropped: when it is needed again, its tokens will be long past.
         """
         before, seen = self._known.pop(layer, {}), self._seen.pop(layer, {})
         if seen:
@@ -239,24 +236,24 @@ class StreamDrift:
         return _Average(known.mean_B1D, known.tokens + 1)
 
     def _of_prompt(self, added_BTD: Tensor, dtype: torch.dtype) -> _Average:
-        """As if its tokens had come one after another."""
+        """The average as if the prompt's tokens had come one after another."""
         rows, tokens, _ = added_BTD.shape
         counted = [min(length, tokens) for length in self._lengths or [tokens] * rows]
         age_T1 = torch.arange(tokens - 1, -1, -1, device=added_BTD.device).unsqueeze(1)
         oldest_B11 = torch.tensor(counted, device=added_BTD.device).view(-1, 1, 1) - 1
         weight_T1 = self.DECAY**age_T1
         weight_BT1 = torch.where(age_T1 < oldest_B11, (1 - self.DECAY) * weight_T1, weight_T1)
-        # What padding holds may be no number.
+        # Padding may hold NaN.
         weighted_BTD = (added_BTD * weight_BT1).masked_fill_(age_T1 > oldest_B11, 0)
         return _Average(weighted_BTD.sum(dim=1, keepdim=True).to(dtype), min(counted))
 
     def _last(self, stream_BTD: Tensor) -> Tensor:
-        """The last tokens; of many, a copy that does not keep the others."""
+        """The last tokens; of many, a copy that does not keep the others alive."""
         tokens = stream_BTD.shape[1]
         return stream_BTD if tokens == 1 else stream_BTD[:, -self.PROMPT_TOKENS :].clone()
 
     def select(self, rows: Sequence[int]) -> StreamDrift:
-        """That of the sequences ``rows`` alone, in this order."""
+        """The drift of the sequences ``rows``, in this order."""
         made = StreamDrift()
         made._known = {
             target: {
@@ -268,7 +265,7 @@ class StreamDrift:
 
     @staticmethod
     def joined(parts: Sequence[StreamDrift]) -> StreamDrift:
-        """Those of several batches as one batch: what all of them know."""
+        """The drift of several batches joined into one: the averages that all of them have."""
         made = StreamDrift()
         first, *others = parts
         for target, known in first._known.items():
@@ -283,5 +280,5 @@ class StreamDrift:
         return made
 
 
-#: Of the batch whose pass is under way, where a batch keeps one.
+#: The drift of the batch whose pass is running, if the batch keeps one.
 PASS_DRIFT: ContextVar[StreamDrift | None] = ContextVar("pass_drift", default=None)

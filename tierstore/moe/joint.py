@@ -1,6 +1,6 @@
 """The experts of one layer for several micro-batches: one lease of each serves all of them.
 
-Each micro-batch's rows are computed by themselves, in products of the shapes that they would have alone, in the order of
+Each micro-batch's rows are computed separately, in products of the shapes that they would have alone, in the order of
 micro-batches: the bits are those of one micro-batch after another.
 
 ::
@@ -8,7 +8,7 @@ micro-batches: the bits are those of one micro-batch after another.
     results = forward_together(source, [(x, weights, call) for each micro-batch])
     ...                                       # the rest of the block, and later its recomputation:
     pending = PendingExperts(x, weights, call)
-    y = pending.output()                      # without content: what stands behind it is known, and nothing reads it
+    y = pending.output()                      # no content: what follows it is known, and nothing reads it
     ...                                       # out = the rest of the block; the gradient of y is found
     backward_together(source, [(pending, grad_y) for each micro-batch])
     out.backward(grad_out)                    # passes the experts' gradients on
@@ -31,7 +31,7 @@ from tierstore.moe.source import JointSource, pipelining_of, together, users_of
 
 
 def forward_together(source: JointSource, calls: Sequence[tuple[Tensor, Tensor, ExpertPass]]) -> list[Tensor]:
-    """The results of ``calls`` (tokens, their weights, the pass), one a micro-batch, for the experts of one layer."""
+    """The results of ``calls`` (tokens, weights, pass), one per micro-batch, for the experts of one layer."""
     scratch = Scratch()
     walks = [
         ForwardWalk(x_TD, weight_TK, call, saving=False, scratch=scratch) for x_TD, weight_TK, call in calls
@@ -43,7 +43,7 @@ def forward_together(source: JointSource, calls: Sequence[tuple[Tensor, Tensor, 
         if len(walks) == 1:
             travel.compute(leases)
             continue
-        for lease in leases:  # one after another: the processor's caches hold it for all that use it
+        for lease in leases:  # one by one: the processor's caches hold it for all its users
             for micro in users[lease.expert]:
                 travel.compute([lease], micro)
     travel.end()
@@ -51,11 +51,11 @@ def forward_together(source: JointSource, calls: Sequence[tuple[Tensor, Tensor, 
 
 
 class PendingExperts:
-    """A call for experts in a block that is computed again, whose gradients come from ``backward_together``."""
+    """A call for experts in a recomputed block; its gradients come from ``backward_together``."""
 
     def __init__(self, x_TD: Tensor, weight_TK: Tensor, call: ExpertPass) -> None:
         self.inputs: tuple[Tensor, Tensor, ExpertPass] | None = (x_TD.detach(), weight_TK.detach(), call)
-        #: Of the tokens and of their weights, once they are known.
+        #: The gradients of the tokens and of their weights, once they are known.
         self._gradients: tuple[Tensor, Tensor] | None = None
         anchor = torch.empty(0, dtype=x_TD.dtype, device=x_TD.device, requires_grad=True)
         apply: Any = _Pending.apply
@@ -64,13 +64,13 @@ class PendingExperts:
         self._edge: GradientEdge | None = get_gradient_edge(self._output)
 
     def output(self) -> Tensor:
-        """What the experts' results would be, without their content: it is not a number. Once."""
+        """A stand-in for the experts' results, filled with NaN. Can be called once."""
         output, self._output = self._output, None
         assert output is not None
         return output
 
     def output_gradient(self, made: Tensor, gradient: Tensor | None) -> Tensor:
-        """The gradient of the output, where ``made`` has come of it and has ``gradient``. The graph stays. Once."""
+        """The gradient of the output, from ``gradient`` of ``made``, which was computed from it. Keeps the graph. Once."""
         edge, self._edge = self._edge, None  # or the graph and this would hold each other
         assert edge is not None
         gradients = None if gradient is None else [gradient]
@@ -78,11 +78,11 @@ class PendingExperts:
         return found
 
     def finish(self, gradients: tuple[Tensor, Tensor]) -> None:
-        """The gradients of the tokens and of their weights are known."""
+        """Set the gradients of the tokens and of their weights."""
         self.inputs, self._gradients = None, gradients
 
     def gradients(self) -> tuple[Tensor, Tensor]:
-        """What ``finish`` was given. Once."""
+        """The gradients given to ``finish``. Can be called once."""
         gradients, self._gradients = self._gradients, None
         if gradients is None:
             raise RuntimeError("a backward pass through experts whose gradients are not known yet")
@@ -102,7 +102,7 @@ class _Pending(torch.autograd.Function):
 
 
 def backward_together(source: JointSource, pending: Sequence[tuple[PendingExperts, Tensor]]) -> None:
-    """Finds the gradients of ``pending``, whose outputs have those beside them, and leaves the experts' with ``source``."""
+    """Compute the gradients of ``pending``, given those of their outputs; leaves the experts' gradients with ``source``."""
     scratch = Scratch()
     walks: list[BackwardWalk] = []
     calls: list[ExpertPass] = []

@@ -1,17 +1,16 @@
-"""The MoE layer: route, lay side by side, compute each expert whole, bring back.
+"""The MoE layer: route, dispatch, compute each expert whole, combine.
 
 Shapes: T tokens, K experts a token, N assignments, D width of the model, P what feeds the activation (2F
 or F).
 
-Experts are not parameters of this module. They come from an :class:`ExpertSource`, one by one in ascending
-order, in the forward pass and again in the backward pass. Each expert is computed whole, one product over
-all of its tokens, so that no shape depends on how many fit in memory at once. Experts without a token are
-never asked for.
+Experts are not parameters of this module. They come from an :class:`ExpertSource`, one by one, in the forward
+pass and again in the backward pass. Each expert is computed whole, in one product over all of its tokens, so
+that no shape depends on how many fit in memory at once. Experts without a token are never requested.
 
 On several ranks (``mesh``), tokens travel to the ranks that own their experts and results travel back; every
-forward and backward pass is then a collective of all ranks, with or without tokens. What a rank differentiates
-is its share of the global batch's objective, so that gradients are sums over ranks. Replicas of an expert get
-its gradient from their own tokens; summing it over them is the source's part (see ``ExpertSource``).
+forward and backward pass is then a collective of all ranks, with or without tokens. Each rank differentiates
+its share of the global batch's objective, so that gradients are sums over ranks. Replicas of an expert get its
+gradient from their own tokens; the source sums it over them (see ``ExpertSource``).
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from tierstore.stats import Cause, StallLedger, Tier
 
 
 class FeedForward(nn.Module):
-    """A feed-forward network of ordinary parameters: a dense block's, or a shared expert.
+    """A feed-forward network with ordinary parameters: a dense block's, or a shared expert.
 
     With ``tensor``, each of its ranks holds and computes a part of the inner width, and a pass is a collective of them.
     """
@@ -68,8 +67,8 @@ class FeedForward(nn.Module):
 class MoELayer(nn.Module):
     """A mixture of experts whose experts live in ``source``. ``layer`` is their layer number there.
 
-    ``mesh``: the ranks whose tokens make up the global batch, and how experts are spread over them; what is waited
-    for on their account is charged to ``ledger``.
+    ``mesh``: the ranks whose tokens make up the global batch, and how experts are spread over them; waiting for
+    them is charged to ``ledger``.
     """
 
     def __init__(
@@ -87,7 +86,7 @@ class MoELayer(nn.Module):
     ) -> None:
         super().__init__()
         if shape.activation not in BUILT_IN_ACTIVATIONS:
-            raise ValueError(f"a MoELayer has no experts of {shape.activation}")
+            raise ValueError(f"a MoELayer does not support experts of {shape.activation}")
         self.shape = shape
         self.mesh = mesh
         self._charge: Charge | None = None

@@ -1,7 +1,7 @@
-"""Low-rank adaptation (LoRA, Hu et al. 2021) of experts: what it is configured with, and the layout of a pair.
+"""Low-rank adaptation (LoRA, Hu et al. 2021) of experts: its configuration, and the layout of a pair.
 
-An expert stays as it is; beside each of its two projections trains a pair of narrow matrices:
-``y = W x + scale * B (A x)``. The pairs of one expert are one flat fp32 tensor, as they lie in their record:
+The expert is frozen; beside each of its two projections a pair of narrow matrices is trained:
+``y = W x + scale * B (A x)``. The pairs of one expert are one flat fp32 tensor, as stored in their record:
 ``[inner A r x D | inner B P x r | down A r x F | down B D x r]``, with D the width of the model, F that of the expert, P
 what feeds the activation (gate and up where there are both, in the columns' order) and r the rank. Imports no torch.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class LoraTargets(Enum):
-    """What gets pairs."""
+    """Which layers get pairs."""
 
     ATTENTION = "attention"
     EXPERTS = "experts"
@@ -30,21 +30,20 @@ class LoraTargets(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """Low-rank adaptation in place of full training: everything but the pairs is frozen. Off with ``rank`` 0.
-
-    ``alpha``: the pairs' output is scaled by ``alpha / rank``; 0 means twice the rank. ``modules``: names of the linear
-    layers of attention that get a pair, as peft's ``target_modules``; none means all of them. ``seed``: of first values.
+    """Low-rank adaptation instead of full training: everything but the pairs is frozen. Disabled with ``rank`` 0.
+    ``alpha``: the pairs' output is scaled by ``alpha / rank``; 0 means twice the rank. ``modules``: names of attention's
+    linear layers that get a pair, as peft's ``target_modules``; empty: all. ``seed``: of the initial values.
     """
 
     rank: int = field(default=0, metadata={"help": "rank of the pairs (0: everything is trained)"})
     alpha: float = field(
         default=0.0, metadata={"help": "pairs are scaled by alpha / rank (0: twice the rank)"}
     )
-    targets: LoraTargets = field(default=LoraTargets.BOTH, metadata={"help": "what gets pairs"})
+    targets: LoraTargets = field(default=LoraTargets.BOTH, metadata={"help": "which layers get pairs"})
     modules: tuple[str, ...] = field(
-        default=(), metadata={"help": "linear layers of attention that get a pair (none: all of them)"}
+        default=(), metadata={"help": "linear layers of attention that get a pair (default: all)"}
     )
-    seed: int = field(default=0, metadata={"help": "of the pairs' first values"})
+    seed: int = field(default=0, metadata={"help": "seed of the pairs' initial values"})
 
     def __post_init__(self) -> None:
         if self.rank < 0:
@@ -70,7 +69,7 @@ class LoraConfig:
 
     @property
     def scaled_alpha(self) -> float:
-        """``alpha``, or what 0 means."""
+        """``alpha``, with 0 resolved to twice the rank."""
         return self.alpha or 2.0 * self.rank
 
 

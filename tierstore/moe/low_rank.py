@@ -17,10 +17,10 @@ from tierstore.moe.seeds import keyed_generator
 
 
 def initial_pair(shape: PairShape, *, seed: int, layer: int, expert: int) -> Tensor:
-    """First values of one expert's pairs, flat fp32 on the CPU: a function of the arguments alone.
+    """Initial values of one expert's pairs, flat fp32 on the CPU: a function of the arguments alone.
 
-    ``A`` is uniform within 1 / sqrt(I), as peft has it (and torch's linear layers); ``B`` is zero, so the expert
-    begins as it is.
+    ``A`` is uniform within 1 / sqrt(I), as in peft (and torch's linear layers); ``B`` is zero, so the expert is
+    unchanged at first.
     """
     flat = torch.zeros(shape.numel, dtype=torch.float32)
     generator = keyed_generator(seed, "lora", layer, expert)
@@ -39,7 +39,7 @@ def merged_expert(shape: PairShape, weights: Tensor, pair: Tensor) -> Tensor:
 
 
 def merge_pair(shape: PairShape, weights: Tensor, pair: Tensor) -> None:
-    """Adds the terms to ``weights``, flat fp32, in place."""
+    """Add the terms to ``weights``, flat fp32, in place."""
     matrices, pairs = shape.expert.views(weights), shape.views(pair.to(torch.float32))
     for matrix, a_RI, b_OR in (
         (matrices.inner, pairs.inner_a, pairs.inner_b),
@@ -51,7 +51,7 @@ def merge_pair(shape: PairShape, weights: Tensor, pair: Tensor) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LowRankTerm:
-    """The term of one projection. The gradients are None in a forward pass."""
+    """Add the term of ``x`` to ``out``."""
 
     a_RI: Tensor
     b_OR: Tensor
@@ -65,12 +65,12 @@ class LowRankTerm:
         _add_product(low_MR, self.b_OR.t(), self.scale, out_MO)
 
     def add_back(self, grad_out_MO: Tensor, grad_x_MI: Tensor) -> None:
-        """Adds what flows back through the term to ``grad_x``."""
+        """Add the gradient that flows back through the term to ``grad_x``."""
         grad_low_MR = torch.mm(grad_out_MO.to(self.b_OR.dtype), self.b_OR)
         _add_product(grad_low_MR, self.a_RI, self.scale, grad_x_MI)
 
     def write_gradients(self, x_MI: Tensor, grad_out_MO: Tensor) -> None:
-        """Overwrites the gradients of ``A`` and ``B``."""
+        """Overwrite the gradients of ``A`` and ``B``."""
         assert self.grad_a_RI is not None
         assert self.grad_b_OR is not None
         x_MI, grad_out_MO = x_MI.to(self.a_RI.dtype), grad_out_MO.to(self.b_OR.dtype)
@@ -110,7 +110,7 @@ class PairLease:
 
     @property
     def down(self) -> LowRankTerm:
-        """The term of the projection back."""
+        """The term of the output projection."""
         views, grads = self._views()
         pair = (views.down_a, views.down_b, self.shape.scale)
         return (

@@ -1,5 +1,5 @@
-"""What torch needs many calls for, in one (``native/torch``): products of several experts, by torch's own kernel, and what
-routers guess.
+"""Operations that torch needs many calls for, each in one (``native/torch``): products of several experts, by torch's own
+kernel, and the guesses of routers.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def multiply_at_once(
 
 
 def product(x_RK: Tensor, w_NK: Tensor) -> Tensor:
-    """``x W^T`` (R, N) of contiguous matrices of one type, bit for bit as by ``torch.mm``, without
-    gradients, as fast as there is a way to.
+    """``x W^T`` (R, N) of contiguous matrices of one type, bit for bit as by ``torch.mm``, without gradients, in the
+    fastest available way.
     """
     if not multiplies_at_once(w_NK) or x_RK.shape[1] != w_NK.shape[1]:
         return x_RK @ w_NK.T  # which refuses other widths
@@ -50,8 +50,8 @@ def product(x_RK: Tensor, w_NK: Tensor) -> Tensor:
 
 
 def count_chosen(x: Tensor, added: Tensor | None, w_NK: Tensor, top_k: int) -> Tensor:
-    """How often (N,) each row of ``w_NK`` has one of the ``top_k`` largest products with a row of ``x + added`` (.., K), of
-    equal ones the first. All of one type, contiguous and without gradients, where ``multiplies_at_once``.
+    """How often (N,) each row of ``w_NK`` has one of the ``top_k`` largest products with a row of ``x + added`` (.., K);
+    ties go to the first. All of one type, contiguous and without gradients; requires ``multiplies_at_once``.
     """
     products = _products()
     assert products is not None
@@ -64,7 +64,7 @@ def count_chosen(x: Tensor, added: Tensor | None, w_NK: Tensor, top_k: int) -> T
 
 
 def fade_towards(mean: Tensor, now: Tensor, before: Tensor, decay: float) -> None:
-    """``mean`` becomes ``decay * mean + (1 - decay) * (now - before)``, all of one shape."""
+    """Set ``mean`` to ``decay * mean + (1 - decay) * (now - before)``, all of one shape."""
     kind = mean.shape, mean.dtype
     plain = mean.device.type == "cpu" and mean.dtype in _TYPES
     if plain and all(
@@ -78,7 +78,7 @@ def fade_towards(mean: Tensor, now: Tensor, before: Tensor, decay: float) -> Non
 
 @functools.cache
 def _products() -> _native.TorchProducts | None:
-    """None where this build of torch does not offer what they need."""
+    """None if this build of torch lacks the kernels."""
     try:
         return _native.TorchProducts(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
     except RuntimeError:

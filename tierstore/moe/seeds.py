@@ -1,8 +1,8 @@
-"""Seeds that depend on what they are for, never on what was drawn before.
+"""Seeds that depend on their purpose, never on what was drawn before.
 
-Everything random (initial values, router noise, data order) has a key of its own: so an expert's first
-weights do not depend on how many experts were made before it, a recomputed layer sees the same noise
-again, and a run that is resumed draws what it would have drawn.
+Everything random (initial values, router noise, data order) has its own key: so an expert's initial weights do not
+depend on how many experts were made before it, a recomputed layer sees the same noise again, and a resumed run draws the
+same numbers as an uninterrupted one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Where experts live, as the MoE layer sees it.
 
-The layer never holds an expert: it asks a source for the ones that its router chose, one after another,
-and each is valid until the next is asked for. A tiered store, a dictionary in memory and a test's fake are
-all sources.
+The layer never holds an expert: it requests the experts that its router chose from a source, one after another, and each
+is valid until the next is requested. A tiered store, a dictionary in memory and a test's fake are all sources.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ class ExpertLease:
     until the layer has overwritten all of it. Its type is that of the weights or a wider one. ``pair``: the low-rank pairs
     that train beside a frozen expert.
 
-    All start on a multiple of 64 bytes: below that, products with few rows choose other kernels, and the
-    bits would depend on where an expert happens to lie.
+    All start on a multiple of 64 bytes: otherwise products with few rows choose other kernels, and the bits would
+    depend on an expert's address.
     """
 
     expert: int
@@ -49,11 +48,11 @@ class ExpertLease:
 
     @property
     def flat(self) -> Tensor:
-        """``weights`` where nothing else will do, a backward pass say. Raises ConfigError where they are quantised."""
+        """``weights`` for uses that need them plain, such as a backward pass. Raises ConfigError if they are quantised."""
         return plain_weights(self.weights)
 
     def zero_gradients(self) -> None:
-        """No token of this rank reached the expert."""
+        """Clear the gradients: no token of this rank reached the expert."""
         for gradients in (self.gradients, None if self.pair is None else self.pair.gradients):
             if gradients is not None:
                 gradients.zero_()
@@ -70,15 +69,15 @@ def together(leases: Iterable[ExpertLease]) -> Iterator[list[ExpertLease]]:
 
 
 class ExpertSource(Protocol):
-    """Gives a lease of each expert asked for (ascending), in an order of its own. Advancing past a
-    lease says that its work is complete.
+    """Gives a lease of each requested expert (ascending), in an order that the source chooses. Advancing past a lease
+    marks its work as complete.
 
     The layer runs every iterator to its end, unless the computation raises. With activation checkpointing,
     or when a layer recomputes, ``forward`` is also called inside the backward pass.
 
-    Where an expert has replicas on other ranks, what the layer leaves in ``gradients`` is of this replica's
-    tokens. A backward pass then asks for the same experts, in the same order, on all of them, and the source sums
-    each gradient over the replicas, in rank order, before it takes it as complete.
+    If an expert has replicas on other ranks, the layer leaves in ``gradients`` what this replica's tokens contribute. A
+    backward pass then requests the same experts, in the same order, on all replicas, and the source sums each gradient
+    over them, in rank order, before it takes it as complete.
     """
 
     def forward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]: ...
@@ -89,27 +88,27 @@ class JointSource(ExpertSource, Protocol):
     """A source whose lease of an expert may serve several micro-batches."""
 
     def backward_each(self, layer: int, asked: Sequence[Sequence[int]]) -> Iterator[tuple[int, ExpertLease]]:
-        """For each expert that a micro-batch asks for, and each micro-batch that does, its number and a lease: ``asked[m]``
-        are those of micro-batch m, ascending.
+        """For each requested expert and each micro-batch that requests it, yield the micro-batch and a lease. ``asked[m]``:
+        the experts of micro-batch m, ascending.
 
-        An expert's leases come one after another, in the order of micro-batches, with the same weights. What is left in
-        ``gradients`` is added up in that order, in fp32; advancing past the last takes the sum as complete.
+        An expert's leases come one after another, in the order of micro-batches, with the same weights. Their
+        ``gradients`` are summed in that order, in fp32; advancing past the last lease completes the sum.
         """
         ...
 
 
 class Meeting(Protocol):
-    """Where the calls of several micro-batches for one layer's experts meet."""
+    """Where the calls of several micro-batches for the experts of one layer are joined."""
 
     def compute(self, x_TD: Tensor, weight_TK: Tensor, call: ExpertPass) -> Tensor:
-        """What ``compute_experts`` returns, for the micro-batch that is under way."""
+        """What ``compute_experts`` returns, for the present micro-batch."""
         ...
 
 
 class SourceSlot:
     """The source of a model that is built before its experts are opened: ``target`` is set later.
 
-    While there is a ``meeting``, calls for experts go there. ``pipelining``: how passes are cut into chunks.
+    While there is a ``meeting``, calls for experts go to it. ``pipelining``: how passes are cut into chunks.
     """
 
     def __init__(self, pipelining: Pipelining | None = None) -> None:
@@ -126,24 +125,24 @@ class SourceSlot:
         return self.target.backward(layer, experts)
 
     def backward_each(self, layer: int, asked: Sequence[Sequence[int]]) -> Iterator[tuple[int, ExpertLease]]:
-        """Of a target that is a ``JointSource``."""
+        """Requires a target that is a ``JointSource``."""
         target: Any = self.target
         leases: Iterator[tuple[int, ExpertLease]] = target.backward_each(layer, asked)
         return leases
 
 
 def pipelining_of(source: ExpertSource) -> Pipelining:
-    """How passes over the experts of ``source`` are cut into chunks: not at all where it does not say."""
+    """How passes over the experts of ``source`` are cut into chunks; by default they are not."""
     return source.pipelining if isinstance(source, SourceSlot) else Pipelining()
 
 
 def in_training(source: ExpertSource) -> bool:
-    """Whether the present forward pass is one of training: it has a graph, or will have one when it is computed again."""
+    """Whether the present forward pass is one of training: it records a graph, or will when it is recomputed."""
     return torch.is_grad_enabled() or (isinstance(source, SourceSlot) and source.meeting is not None)
 
 
 def users_of(asked: Sequence[Sequence[int]]) -> dict[int, list[int]]:
-    """The experts that micro-batches ask for (``asked[m]``), ascending, and which micro-batches ask for each."""
+    """The experts that micro-batches request (``asked[m]``), ascending, and which micro-batches request each."""
     users: dict[int, list[int]] = {}
     for micro, experts in enumerate(asked):
         for expert in experts:
@@ -152,11 +151,11 @@ def users_of(asked: Sequence[Sequence[int]]) -> dict[int, list[int]]:
 
 
 class InMemoryExperts:
-    """Every expert in memory, fp32 masters, gradients summed in fp32 (fp64 if so asked).
+    """Keeps every expert in memory: fp32 masters, gradients summed in fp32 (fp64 if ``compute`` is fp64).
 
-    ``masters[layer, expert]`` is flat; ``grads[layer, expert]`` appears with the first backward pass that
-    reaches the expert; ``zero_grad()`` forgets them all. ``compute`` is the type in which leases give the
-    weights. ``replicas``: the ranks that hold these experts too.
+    ``masters[layer, expert]`` is flat; ``grads[layer, expert]`` appears with the first backward pass that reaches the
+    expert; ``zero_grad()`` clears them all. ``compute``: the type of leased weights. ``replicas``: the ranks that hold
+    these experts too.
     """
 
     def __init__(
@@ -218,7 +217,7 @@ class InMemoryExperts:
 
 @dataclass(frozen=True, slots=True)
 class PipelineDegrees:
-    """In how many chunks passes go."""
+    """The number of chunks of forward and of backward passes."""
 
     forward: int = 1
     backward: int = 1
@@ -228,9 +227,9 @@ class PipelineDegrees:
 
 
 class Pipelining:
-    """How the passes over a model's experts are cut into chunks, and what they carried. Shared by all of its layers.
+    """How the passes over a model's experts are cut into chunks, and the loads that they carried. Shared by all layers.
 
-    ``degrees`` may change between steps, on all ranks alike. Backward passes are counted.
+    ``degrees`` may change between steps, on all ranks alike. Only backward passes are counted.
     """
 
     def __init__(self, timeline: TimelineSink | None = None) -> None:
@@ -240,7 +239,7 @@ class Pipelining:
         self._passes = 0
 
     def count(self, rows: Rows) -> None:
-        """A backward pass takes the way of ``rows``."""
+        """Count a backward pass that moves ``rows``."""
         loads = rows.most()
         if loads is not None:
             self._counted += astuple(loads)
