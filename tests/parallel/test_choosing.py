@@ -98,13 +98,13 @@ def test_ranks_that_were_told_otherwise(ranks: Ranks) -> None:
         ranks.run(4, _told, [2, 2, 1, 1], ["hierarchical"] * 4)
     assert (
         str(failed.value).count(
-            "parallel.exchange: hierarchical cannot be: nodes have different numbers of ranks"
+            "parallel.exchange: hierarchical is impossible: nodes have different numbers of ranks"
         )
         == 4
     )
     with pytest.raises(RankFailedError) as failed:
         ranks.run(4, _told, [2] * 4, ["flat", "flat", "auto", "flat"])
-    assert str(failed.value).count("parallel.exchange: rank 2 was given auto, rank 0 flat") == 4
+    assert str(failed.value).count("parallel.exchange: rank 2 has auto, but rank 0 has flat") == 4
 
 
 class _Recorded:

@@ -115,7 +115,7 @@ def test_no_one_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    expected = r"joining: a rank failed: rank 1 of 2 met no one at 127\.0\.0\.1:9: "
+    expected = r"joining: a rank failed: rank 1 of 2 could not join the others at 127\.0\.0\.1:9: "
     with pytest.raises(PeerError, match=expected), launch(ParallelConfig(timeout_s=1.0), device="cpu"):
         pass
 
@@ -129,7 +129,7 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "accelerator_type", lambda: None)
     assert rank_device("auto", third) == torch.device("cpu")
     with pytest.raises(
-        CapabilityError, match=r"^device: cuda was asked for, and torch .* finds no CUDA device"
+        CapabilityError, match=r"^device: cuda was requested, but torch .* finds no CUDA device"
     ):
         rank_device("cuda", alone)
     monkeypatch.setattr(launching, "accelerator_type", lambda: "cuda")

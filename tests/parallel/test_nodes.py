@@ -71,12 +71,12 @@ def test_who_says_where_nodes_end() -> None:
         (4, {"node_ranks": 1}, "each node has one rank of an expert group of 4"),
         (4, {"node_ranks": 3}, "nodes of 3 ranks do not divide the expert groups of 4 evenly"),
         (8, {"node_ranks": 4, "expert": 2}, "each expert group of 2 is within one node of 4 ranks"),
-        (8, {"node_ranks": 4, "tensor": 8}, "parallel.tensor has no exchange in two steps"),
+        (8, {"node_ranks": 4, "tensor": 8}, "parallel.tensor does not support an exchange in two steps"),
     ],
 )
 def test_hierarchical_where_it_cannot_be(world: int, settings: dict[str, int], reason: str) -> None:
     asked = ParallelConfig(exchange=ExchangeMode.HIERARCHICAL, **settings)
-    with pytest.raises(ConfigError, match=rf"^parallel\.exchange: hierarchical cannot be: {reason}"):
+    with pytest.raises(ConfigError, match=rf"^parallel\.exchange: hierarchical is impossible: {reason}"):
         check_exchange(asked, RankEnvironment(world=world))
     check_exchange(ParallelConfig(**settings), RankEnvironment(world=world))
     check_exchange(ParallelConfig(exchange=ExchangeMode.HIERARCHICAL, node_ranks=2), RankEnvironment(world=4))

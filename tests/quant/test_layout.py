@@ -127,7 +127,7 @@ def test_extreme_blocks() -> None:
         np.testing.assert_allclose(dequantize(layout, packed(layout, same)), same, rtol=1e-6)
         # Code 127, or 15, would stand for infinity.
         wide = np.array([most, -most, 0], np.float32)
-        with pytest.raises(DataError, match=f"too large to be kept as {codes.value}"):
+        with pytest.raises(DataError, match=f"too large to be stored as {codes.value}"):
             packed(layout, wide)
         np.testing.assert_allclose(
             dequantize(layout, packed(layout, wide / 4)), wide / 4, rtol=1e-6, atol=most / 50

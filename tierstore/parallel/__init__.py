@@ -1,4 +1,4 @@
-"""Several ranks: joining them, their groups, and collectives with fixed orders of summation."""
+"""Several ranks: joining them, their groups, and collectives that sum in a fixed order."""
 
 from __future__ import annotations
 

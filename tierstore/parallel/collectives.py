@@ -1,19 +1,19 @@
-"""Collectives whose sums have the same bits whatever arrived first and however messages were cut.
+"""Collectives whose sums have the same bits whatever arrives first and however messages are cut.
 
-Sums are composed from all-to-alls of bytes and an addition in rank order, element by element, in fp32 for
-bf16 and fp16: so no bit depends on arrival, on the backend's ring, or on the size of a message. It is also
-faster than Gloo's own: its all-to-all runs at several times the bandwidth of its reduce-scatter and
-all-gather, which is why gathers go through it too where the backend is Gloo. NCCL gathers itself.
+Sums are composed of all-to-alls of bytes and an addition in rank order, element by element, in fp32 for bf16 and fp16: so
+no bit depends on arrival, on the backend's ring, or on the size of a message. It is also faster than Gloo's own: Gloo's
+all-to-all has several times the bandwidth of its reduce-scatter and all-gather, which is why gathers use it too on Gloo.
+NCCL gathers itself.
 
-Order. All ranks of a group issue the same collectives in the same order, each from one thread at a time; what
-has been issued may be waited for in any order.
+Order. All ranks of a group issue the same collectives in the same order, each from one thread at a time; issued
+collectives may be waited for in any order.
 
 Channels. A group has two communicators: STREAM for what runs ahead of computation (gathers, reductions), and
 EXCHANGE for what computation blocks on (all-to-alls of tokens, flags), so that neither queues behind the
-other. With Gloo a communicator costs three threads, which sleep unless it is used: one that polls its sockets
-and two that run collectives, so that two of them can be under way on each channel.
+other. With Gloo a communicator costs three threads, which sleep unless it is used: one polls its sockets
+and two run collectives, so that two collectives can run at once on each channel.
 
-A group of one rank needs no process group: nothing is sent, and only copies that a caller asked for are made.
+A group of one rank needs no process group: nothing is sent, and only the copies that a caller requests are made.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tierstore.errors import PeerError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_SMALL_BYTES = 1 << 14  # below that, one message of everything is faster than two of parts
+_SMALL_BYTES = 1 << 14  # below this size, one message of everything is faster than two of parts
 
 
 class Collective(StrEnum):
@@ -56,8 +56,8 @@ class Channel(StrEnum):
 
 @dataclass(slots=True)
 class CollectiveTraffic:
-    """What this rank has sent to others of a group: ``sent_bytes`` in ``calls`` collectives, as ``messages`` that are not
-    empty, one to each rank that is sent any. Of these, ``node_messages`` and ``node_bytes`` went to other nodes.
+    """What this rank has sent to others of a group: ``sent_bytes`` in ``calls`` collectives, as ``messages`` (non-empty
+    ones, counted per destination). Of these, ``node_messages`` and ``node_bytes`` went to other nodes.
     """
 
     calls: int = 0
@@ -67,7 +67,7 @@ class CollectiveTraffic:
     node_bytes: int = 0
 
     def add(self, other: CollectiveTraffic) -> None:
-        """Counts ``other`` too."""
+        """Add the counts of ``other``."""
         self.calls += other.calls
         self.sent_bytes += other.sent_bytes
         self.messages += other.messages
@@ -77,16 +77,16 @@ class CollectiveTraffic:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why the job cannot go on: the rank of the world that ended first (None: unknown), and its reason."""
+    """Why the job cannot continue: the global rank that ended first (None: unknown), and its reason."""
 
     rank: int | None
     reason: str
 
 
 class Work:
-    """One collective under way. Its tensors are in use, and its results undefined, until ``wait`` returns.
+    """A running collective. Its tensors are in use, and its results undefined, until ``wait`` returns.
 
-    With NCCL, ``wait`` orders the present stream behind the collective instead of blocking the thread.
+    With NCCL, ``wait`` orders the current stream after the collective instead of blocking the thread.
     """
 
     def __init__(
@@ -110,9 +110,9 @@ class Work:
         return self._pending is None or bool(self._pending.is_completed())
 
     def wait(self, charge: Callable[[], AbstractContextManager[None]] | None = None) -> None:
-        """Wait until the results are there. Raises PeerError. Once it has returned, it always returns.
+        """Wait for the results. Raises PeerError. After it has returned once, it returns at once.
 
-        ``charge`` makes the context in which it blocks (a ledger's stall), if it has to.
+        ``charge`` makes the context in which it blocks (a ledger's stall), if it has to block.
         """
         if charge is None or self.done():
             self._complete()
@@ -138,10 +138,10 @@ class Work:
 
 
 class RankGroup:
-    """The ranks of ``ranks`` (of the world, ascending), of which this process is number ``rank``.
+    """The global ranks ``ranks`` (ascending), of which this process is number ``rank``.
 
-    Raises ValueError for tensors that do not fit together. Every method but ``done`` and ``wait`` of a Work
-    is a collective: all ranks call it, with the same shapes where not said otherwise.
+    Raises ValueError for tensors that do not fit together. Every method but ``done`` and ``wait`` of a Work is a
+    collective: all ranks call it, with the same shapes unless stated otherwise.
     """
 
     def __init__(
@@ -154,8 +154,8 @@ class RankGroup:
         node_ranks: int = 0,
         blame: Callable[[], Failure | None] | None = None,
     ) -> None:
-        """``blame`` says who ended first; ``native_gather``: the backend's gather is as good as any (NCCL);
-        ``node_ranks``: ranks of the world on each node (0: all are on one).
+        """``blame`` returns the failure that ended the job; ``native_gather``: the backend gathers well itself (NCCL);
+        ``node_ranks``: global ranks per node (0: all are on one).
         """
         self.rank = rank
         self.ranks = tuple(ranks)
@@ -176,15 +176,15 @@ class RankGroup:
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return len(self.ranks)
 
     def communicator(self, channel: Channel) -> ProcessGroup:
-        """The process group behind ``channel``. What is issued there directly must be issued by all ranks alike."""
+        """The process group behind ``channel``. All ranks must issue the same operations on it."""
         return self._communicators[channel]
 
     def close(self) -> None:
-        """Drops the communicators; only a group of one can be used any more."""
+        """Drop the communicators; afterwards only a group of one can be used."""
         self._communicators = {}
 
     # Ahead of the computation ------------------------------------------------------------------------------
@@ -199,8 +199,8 @@ class RankGroup:
     ) -> Work:
         """Rank r's ``piece`` (n,) becomes ``out_flat[r * n : (r + 1) * n]`` on all ranks.
 
-        ``piece`` may be a view of the part of ``out_flat`` that it becomes. ``scratch``: as ``out_flat``, in use until
-        the Work is complete; needed on Gloo with three ranks and more, and made when not given.
+        ``piece`` may be a view of its part of ``out_flat``. ``scratch``: memory like ``out_flat``, in use until the Work is
+        complete; needed on Gloo with three or more ranks, and allocated if not given.
         """
         numel = piece.numel()
         _check_flat(out_flat, piece, self.size)
@@ -212,7 +212,7 @@ class RankGroup:
         if self._native_gather:
             return self._gather_natively(out_flat, piece, channel)
         if self.size == 2:
-            # To and from the other only: no byte is copied that does not travel.
+            # To and from the other only: no byte is copied that is not sent.
             other = 1 - self.rank
             splits = [numel if r == other else 0 for r in range(2)]
             target = out_flat[other * numel : (other + 1) * numel]
@@ -225,9 +225,9 @@ class RankGroup:
     def reduce_scatter(self, in_flat: Tensor, out_piece: Tensor, *, scratch: Tensor | None = None) -> Work:
         """``out_piece`` (n,) becomes the sum over ranks, in rank order, of ``in_flat[r * n : (r + 1) * n]``.
 
-        The sum is taken in the wider of fp32 and the type of ``out_piece``, which may be wider than
-        ``in_flat``, and rounded once. ``out_piece`` may be any memory but ``scratch``: as ``in_flat``, in use
-        until the Work is complete, and made when not given.
+        The sum is computed in the wider of fp32 and the type of ``out_piece``, which may be wider than ``in_flat``, and
+        rounded once. ``out_piece`` may be any memory except ``scratch``: memory like ``in_flat``, in use until the Work is
+        complete, and allocated if not given.
         """
         _check_flat(in_flat, out_piece, self.size, same_type=False)
         numel = out_piece.numel()
@@ -268,10 +268,10 @@ class RankGroup:
         return self._exchange(Collective.ALL_TO_ALL, channel, out_rows, in_rows, out_splits, in_splits)
 
     def all_reduce(self, *tensors: Tensor, channel: Channel = Channel.EXCHANGE) -> Work:
-        """Each of ``tensors`` (of one type) becomes its sum over ranks, in rank order: the same bits everywhere.
+        """Replace each of ``tensors`` (of one type) by its sum over ranks, in rank order: the same bits everywhere.
 
-        They travel in one message. On more than two ranks, a large sum is a reduction of one part on each rank
-        and a gathering of the parts, which ``wait`` issues: ranks then wait in the same order too.
+        They travel in one message. On more than two ranks, a large sum is a reduction of one part on each rank and a
+        gather of the parts, which ``wait`` issues: ranks must then also wait in the same order.
         """
         if self.size == 1:
             return Work()
@@ -298,7 +298,7 @@ class RankGroup:
         return self._reduce_and_gather(flat, channel, spread)
 
     def max(self, tensor: Tensor) -> None:
-        """``tensor`` becomes its maximum over ranks, element by element; NaN where any rank has one."""
+        """Replace ``tensor`` by its maximum over ranks, element by element; NaN if any rank has one."""
         if self.size > 1:
             gathered = tensor.new_empty((self.size, tensor.numel()))
 
@@ -314,7 +314,7 @@ class RankGroup:
         return bool(value)
 
     def barrier(self) -> None:
-        """Returns when all ranks have called it."""
+        """Return when all ranks have called it."""
         self.any(False)
 
     def all_gather_object(self, value: Any) -> list[Any]:
@@ -334,8 +334,8 @@ class RankGroup:
     # Messages from one rank to another ---------------------------------------------------------------------
 
     def sending(self, nbytes: int, channel: Channel = Channel.EXCHANGE) -> int:
-        """A message of ``nbytes`` to one other rank is about to be issued on the communicator itself. Returns when it will
-        have travelled (nanoseconds of the monotonic clock), which its receiver waits for; 0 where no link is limited.
+        """Called before a message of ``nbytes`` to one other rank is issued on the communicator itself. Returns when it will
+        have arrived (ns of the monotonic clock), which its receiver waits for; 0 if no link is limited.
         """
         traffic = self.traffic[Collective.SEND]
         traffic.calls += 1
@@ -343,7 +343,7 @@ class RankGroup:
         return 0
 
     def explained(self, operation: Collective, error: RuntimeError) -> PeerError:
-        """What ``error`` of a communicator is: that the job cannot go on, and whose end is the cause, if it is known."""
+        """The PeerError for ``error`` of a communicator: the job cannot continue; names the rank to blame if known."""
         failure = None if self._blame is None else self._blame()
         if failure is None:
             return PeerError(operation, str(error).split("\n", 1)[0])
@@ -355,7 +355,7 @@ class RankGroup:
         theirs = torch.empty_like(flat)
 
         def finish() -> None:
-            # Of two, the order does not matter: addition commutes.
+            # With two ranks the order does not matter: addition commutes.
             _ordered_sum([flat, theirs], flat)
             spread()
 
@@ -397,7 +397,7 @@ class RankGroup:
             Collective.ALL_GATHER,
             channel,
             [piece.numel() * piece.element_size()] * self.size,
-            # Not into a list of views: NCCL would gather into memory of its own, and copy.
+            # Not into a list of views: NCCL would gather into its own memory and copy.
             lambda: dist.all_gather_into_tensor(out_flat, piece, group=group, async_op=True),
         )
 
@@ -435,8 +435,8 @@ class RankGroup:
         start: Callable[[], Any],
         finish: Callable[[], None] | None = None,
     ) -> Work:
-        """Sends each rank ``sent[rank]`` bytes, its own aside: every collective is made of these, and ``LimitedGroup``
-        gives each its turn on a link.
+        """Send each other rank ``sent[rank]`` bytes: every collective is made of these, and ``LimitedGroup`` gives each its
+        turn on a link.
         """
         traffic = self.traffic[operation]
         traffic.calls += 1
@@ -457,7 +457,7 @@ class RankGroup:
 
 @contextlib.contextmanager
 def uncounted(*groups: RankGroup) -> Iterator[None]:
-    """What ``groups`` send meanwhile is not counted as traffic."""
+    """Do not count what ``groups`` send in the block as traffic."""
     counts = [sent for group in groups for sent in group.traffic.values()]
     before = [replace(sent) for sent in counts]
     yield
@@ -467,7 +467,7 @@ def uncounted(*groups: RankGroup) -> Iterator[None]:
 
 
 def check_rows(out_rows: Tensor, in_rows: Tensor, came: int, go: int) -> None:
-    """Raises ValueError unless ``came`` rows fit ``out_rows`` and ``go`` rows fit ``in_rows``, and both are alike."""
+    """Raise ValueError unless ``came`` rows fit ``out_rows`` and ``go`` rows fit ``in_rows``, with rows alike."""
     if out_rows.shape[0] != came or in_rows.shape[0] != go:
         raise ValueError(
             f"splits of {came} and {go} rows do not fit tensors of {out_rows.shape[0]} and {in_rows.shape[0]}"
@@ -494,7 +494,7 @@ def _check_flat(whole: Tensor, piece: Tensor, size: int, *, same_type: bool = Tr
 
 
 def _rows_of_bytes(rows: Tensor) -> Tensor:
-    """The same memory as bytes: no backend's choice of types or of rounding can matter."""
+    """The same memory as bytes, so that no backend's types or rounding matter."""
     return rows.view(rows.shape[0], -1).view(torch.uint8) if rows.numel() else rows.new_empty(0).byte()
 
 

@@ -18,25 +18,25 @@ class RowPlacement(StrEnum):
 
     AUTO = "auto"  # whichever sends fewer bytes
     GATHERED = "gathered"  # the whole table is gathered from its ZeRO-3 slices
-    PARTITIONED = "partitioned"  # rows stay with their rank, and tokens' rows travel (SE-MoE section 4.3)
+    PARTITIONED = "partitioned"  # each rank keeps its rows; rows of tokens travel (SE-MoE section 4.3)
 
 
 class ExchangeMode(StrEnum):
-    """How rows go to the ranks of their experts, and back."""
+    """How rows travel to the ranks of their experts and back."""
 
     #: One all-to-all over all ranks of an expert group.
     FLAT = "flat"
-    #: Within each node, then between the ranks of the same place in their nodes (SE-MoE, section 4.2).
+    #: Within each node, then between the ranks with the same place in their nodes (SE-MoE, section 4.2).
     HIERARCHICAL = "hierarchical"
-    #: The one that a short measurement at the beginning says is faster, by the size of messages.
+    #: Whichever is faster for the size of the messages, according to a short measurement at the start.
     AUTO = "auto"
 
 
 class Elastic(Enum):
-    """What a resumed run does with the store of another number of ranks.
+    """What a resumed run does with a store of a different number of ranks.
 
-    OFF refuses it. RESHARD reshards it for the ranks that there are, keeps the old one until the first commit and goes
-    on: what ``torchrun --nnodes 1:4 --max-restarts`` needs to do without a person.
+    OFF refuses it. RESHARD reshards it for the present ranks, keeps the old one until the first commit and continues,
+    as ``torchrun --nnodes 1:4 --max-restarts`` needs to work unattended.
     """
 
     OFF = "off"
@@ -45,26 +45,26 @@ class Elastic(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """How the ranks that ``torchrun`` started share the work. Without effect in a single process."""
+    """How the ranks that ``torchrun`` started share the work. No effect in a single process."""
 
     expert: int = field(
         default=0,
-        metadata={"help": "ranks that share one copy of the experts (0: all of a stage; divides them)"},
+        metadata={"help": "ranks per copy of the experts (0: all ranks of a stage; must divide them)"},
     )
     tensor: int = field(
         default=1, metadata={"help": "ranks that compute the same tokens with parts of each layer"}
     )
-    stages: int = field(default=1, metadata={"help": "pipeline stages, each of some of the layers"})
+    stages: int = field(default=1, metadata={"help": "pipeline stages, each with a part of the layers"})
     stage_blocks: tuple[int, ...] = field(
-        default=(), metadata={"help": "blocks of each pipeline stage (none: balanced by their parameters)"}
+        default=(), metadata={"help": "blocks of each pipeline stage (default: balanced by parameters)"}
     )
     embedding: RowPlacement = field(
         default=RowPlacement.AUTO,
-        metadata={"help": "whether the embedding is gathered, or its rows stay divided over data ranks"},
+        metadata={"help": "whether the embedding is gathered, or its rows stay partitioned over data ranks"},
     )
     head: RowPlacement = field(
         default=RowPlacement.AUTO,
-        metadata={"help": "the same of the head, whose loss is then computed by vocabulary slices"},
+        metadata={"help": "the same for the head; partitioned, its loss is computed by vocabulary slices"},
     )
     exchange: ExchangeMode = field(
         default=ExchangeMode.AUTO,
@@ -80,13 +80,13 @@ class ParallelConfig:
         default=AUTO_DEGREE,
         metadata={
             "words": {"auto": AUTO_DEGREE},
-            "help": "chunks in which tokens travel to experts while others are computed",
+            "help": "chunks of a pass: tokens of one travel to experts while another is computed",
         },
     )
     profile: Path | None = field(
         default=None,
         metadata={
-            "help": "what bench machine measured: an auto pipeline_degree takes its costs (none: probed when a run begins)"
+            "help": "profile by bench machine whose costs an auto pipeline_degree uses (none: probed at the start)"
         },
     )
     elastic: Elastic = field(
@@ -94,16 +94,16 @@ class ParallelConfig:
         metadata={"help": "off, or reshard: a resume with a different number of ranks reshards the store"},
     )
     timeout_s: float = field(
-        default=600.0, metadata={"help": "seconds after which a collective without an answer fails"}
+        default=600.0, metadata={"help": "seconds after which an unanswered collective fails"}
     )
     grace_s: float = field(
-        default=5.0, metadata={"help": "seconds that a rank has to end by itself once another has died"}
+        default=5.0, metadata={"help": "seconds that a rank has to end by itself after another has died"}
     )
 
     def most_chunks(self, *, experts: int, sharing: int) -> int:
-        """The most chunks that a pass may go in over ``experts`` of a layer, spread over ``sharing`` ranks: 1 where no rows
-        travel, else the configured number, or the fewest experts that any rank owns. Raises ConfigError for a configured
-        number above that.
+        """The most chunks of a pass over ``experts`` of a layer, spread over ``sharing`` ranks: 1 if no rows travel, else
+        the configured number, or the fewest experts that any rank owns. Raises ConfigError if the configured number is
+        higher.
         """
         if sharing == 1:
             return 1
@@ -133,7 +133,7 @@ class ParallelConfig:
             )
         if self.profile is not None and self.pipeline_degree != AUTO_DEGREE:
             raise ConfigError(
-                f"parallel.profile: expected none with parallel.pipeline_degree = {self.pipeline_degree}: auto chooses by "
+                f"parallel.profile: expected none with parallel.pipeline_degree = {self.pipeline_degree}: only auto uses "
                 "its costs"
             )
         for name in ("timeout_s", "grace_s"):

@@ -1,23 +1,23 @@
-"""How rows go from every rank of an expert group to every other: at once, or in two steps (SE-MoE, section 4.2).
+"""Exchanges of rows between all ranks of an expert group: at once, or in two steps (SE-MoE, section 4.2).
 
 Shapes: S ranks, on m nodes with p places each (S = m p; rank = node * p + place); ``rows_SS[s, d]`` rows go from rank s to
-rank d. All ranks know the whole of it, since they know the loads of all experts: no message says what comes.
+rank d. All ranks know the whole matrix, since they know the loads of all experts: no message announces sizes.
 
-In two steps each rank gives every neighbour on its node what goes to the ranks of the neighbour's place, on any node;
-then the ranks of one place exchange between nodes. Between nodes a rank sends m - 1 messages instead of (m - 1) p,
-of the same bytes in all; within the node p - 1 messages as before, of m times the bytes. Rows arrive in the order of
-their sources, so the results are those of one all-to-all, to the bit.
+In two steps each rank gives every neighbour on its node the rows for the ranks with the neighbour's place, on any node;
+then the ranks with the same place exchange between nodes. Between nodes a rank sends m - 1 messages instead of
+(m - 1) p, with the same bytes in total; within the node p - 1 messages as before, with m times the bytes. Rows arrive
+in the order of their sources, so the results are bit-identical to those of one all-to-all.
 
-Copies. Rows lie by rank of destination, so both orders of the steps have two copies of all rows: by place in front of the
-node's step and by node in front of the other, or by place between both and by source behind. With the node's step first
-no copy is left to do when the last rows have come over the slow link. A node step of m collectives, one for each
-node of destination, would need no copies, but m (p - 1) messages; and two steps pay only where messages are small.
+Copies. Rows are ordered by destination rank, so either order of the steps copies all rows twice: by place before the
+node's step and by node before the other, or by place between both and by source at the end. With the node's step first,
+no copy is left to do when the last rows have arrived over the slow link. A node step of m collectives, one for each
+destination node, would need no copies, but m (p - 1) messages; and two steps pay only if messages are small.
 
-Order. The second step can be issued when the first has come, and all ranks must issue their second steps in one order.
-That order is the one of the exchanges themselves: a wait for an exchange issues the second steps of all before it first,
-whichever of them a rank waits for first. Issuing an exchange, and waiting for one, also issues those whose first step
-has come meanwhile, in the same order, so that they travel while the rank computes. So between an exchange and its
-wait a rank must not block on what another rank of the group does only behind that wait.
+Order. The second step can be issued when the first has arrived, and all ranks must issue their second steps in the same
+order, that of the exchanges: waiting for an exchange first issues the second steps of all earlier ones, whichever
+exchange a rank waits for first. Issuing an exchange, and waiting for one, also issues the second steps whose first has
+arrived meanwhile, in the same order, so that they travel while the rank computes. So between an exchange and its wait a
+rank must not block on what another rank of the group does only after that wait.
 With CUDA a wait blocks no thread, and the second step is issued with the first.
 """
 
@@ -82,7 +82,7 @@ class HierarchicalExchange:
     def __init__(self, neighbours: RankGroup, rail: RankGroup) -> None:
         self._neighbours, self._rail = neighbours, rail
         self._places, self._nodes = neighbours.size, rail.size
-        #: Those whose second step has not been issued, oldest first.
+        #: Exchanges whose second step has not been issued, oldest first.
         self._first_steps: deque[_TwoSteps] = deque()
 
     @property
@@ -97,7 +97,7 @@ class HierarchicalExchange:
         node, place = self._rail.rank, self._neighbours.rank
         # Rows by node of the source, its place, node of the destination, its place.
         rows_npnp = rows_SS.reshape(self._nodes, self._places, self._nodes, self._places)
-        # Here, since the second step would be the first to find it.
+        # Checked here, since otherwise the second step would be the first to find it.
         check_rows(out_rows, in_rows, int(rows_SS[:, self.rank].sum()), int(rows_SS[self.rank].sum()))
         by_place = _transposed(in_rows, rows_npnp[node, place])
         gone_pn = rows_npnp[node, :, :, place]  # from each neighbour, to each node
@@ -120,7 +120,7 @@ class HierarchicalExchange:
         return work
 
     def _issue_through(self, work: _TwoSteps) -> None:
-        """Issues the second steps of ``work`` and all before it, waiting for their first ones; then what is ready."""
+        """Issue the second steps of ``work`` and all before it, waiting for their first ones; then those that are ready."""
         while work.second is None:
             self._first_steps[0].issue_second()
             self._first_steps.popleft()
@@ -133,7 +133,7 @@ class HierarchicalExchange:
 
 
 class _TwoSteps(Work):
-    """Complete when the second step is. ``through`` issues it, behind those before it."""
+    """Complete when the second step is. ``through`` issues it, after those before it."""
 
     def __init__(self, first: Work, start: Callable[[], Work], through: Callable[[_TwoSteps], None]) -> None:
         super().__init__()
@@ -158,8 +158,8 @@ class _TwoSteps(Work):
 
 
 class SizedExchange:
-    """Hierarchical where messages have less than ``below_bytes`` on average, flat where they are larger. Every rank knows
-    the sizes of all, and chooses alike.
+    """Hierarchical if messages have less than ``below_bytes`` on average, else flat. Every rank knows all sizes and
+    chooses alike.
     """
 
     def __init__(self, flat: FlatExchange, hierarchical: HierarchicalExchange, below_bytes: float) -> None:
@@ -182,7 +182,7 @@ class SizedExchange:
 
 
 def _transposed(rows: Tensor, count_AB: Tensor) -> Tensor:
-    """``rows``, which lie in blocks of ``count_AB[a, b]`` by (a, b), by (b, a)."""
+    """Reorder ``rows``, which lie in blocks of ``count_AB[a, b]`` by (a, b), by (b, a)."""
     outer, inner = count_AB.shape
     blocks = torch.split(rows, count_AB.flatten().tolist())
     return torch.cat([blocks[a * inner + b] for b in range(inner) for a in range(outer)])
@@ -191,16 +191,16 @@ def _transposed(rows: Tensor, count_AB: Tensor) -> Tensor:
 # The cost of an exchange (SE-MoE, section 4.2) --------------------------------------------------------------
 #
 # m nodes, p ranks of the group on each; every rank sends every other a message of b bytes. Between nodes a message
-# costs ``message_s`` and a byte ``byte_s``; the step within the node costs ``step_s`` and a byte that it moves
-# ``step_byte_s`` (its collective, two copies and the neighbours' links together); a collective between nodes costs
-# ``fixed_s`` besides:
+# costs ``message_s`` and a byte ``byte_s``; the step within the node costs ``step_s``, and each byte that it moves
+# ``step_byte_s`` (its collective, two copies and the neighbours' links together); in addition, a collective between
+# nodes costs ``fixed_s``:
 #
 #     flat(b)         = fixed + (m - 1) p message + (m - 1) p b byte
 #     hierarchical(b) = fixed + (m - 1) message   + (m - 1) p b byte + step + m (p - 1) b step_byte
 #
-# Within the node a flat exchange runs beside its slower messages. What travels between nodes is the same, so only
-# messages and the further step decide, and two steps pay below one size of messages or never. ``message_s`` is the
-# time that a message keeps a link busy; a delay that messages spend on their way together is in ``fixed_s``.
+# Within the node a flat exchange runs in parallel to its slower messages. What travels between nodes is the same, so
+# only messages and the extra step decide: two steps pay below one size of messages, or never. ``message_s`` is the time
+# that a message keeps a link busy; a latency that concurrent messages share is in ``fixed_s``.
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +215,7 @@ class MessageCost:
 
     @classmethod
     def fitted(cls, points: Sequence[tuple[float, float]]) -> MessageCost:
-        """The line through ``points`` (bytes, seconds) with the least squares of relative errors, and no negative part.
+        """The line through ``points`` (bytes, seconds) with the least squared relative errors and no negative coefficient.
 
         Raises ValueError for fewer than two sizes.
         """
@@ -233,7 +233,7 @@ class MessageCost:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeModel:
-    """Seconds by the bytes of a message: ``flat`` and ``hierarchical``, and ``rail``, the second of its two steps."""
+    """Seconds by bytes of a message: ``flat``, ``hierarchical``, and ``rail``, the second step of the latter."""
 
     grid: NodeGrid
     flat: MessageCost
@@ -242,22 +242,22 @@ class ExchangeModel:
 
     @property
     def message_s(self) -> float:
-        """Of a message between nodes."""
+        """Seconds per message between nodes."""
         return (self.flat.start_s - self.rail.start_s) / ((self.grid.nodes - 1) * (self.grid.each - 1))
 
     @property
     def step_s(self) -> float:
-        """Of the step within the node, without its bytes."""
+        """Seconds of the step within the node, without its bytes."""
         return self.hierarchical.start_s - self.rail.start_s
 
     @property
     def step_byte_s(self) -> float:
-        """Of a byte in the step within the node."""
+        """Seconds per byte of the step within the node."""
         return (self.hierarchical.byte_s - self.rail.byte_s) / (self.grid.nodes * (self.grid.each - 1))
 
     @property
     def below_bytes(self) -> float:
-        """Two steps are faster for messages of less than this (0: for none, infinite: for all)."""
+        """Two steps are faster for messages below this size (0: never; infinite: always)."""
         gain_s = self.flat.start_s - self.hierarchical.start_s
         if gain_s <= 0:
             return 0.0
@@ -265,7 +265,7 @@ class ExchangeModel:
         return gain_s / loss_s if loss_s > 0 else math.inf
 
     def describe(self) -> str:
-        """What decides, in a few words."""
+        """The costs that decide, in a few words."""
         byte_s = self.step_byte_s
         speed = f" and {format_bytes(round(1 / byte_s))}/s" if byte_s > 0 else ""
         return (

@@ -1,5 +1,5 @@
-"""What a job remembers from one attempt to the next: ``torchrun --max-restarts`` starts all ranks anew, and they must
-know whether the stores that they find are their own.
+"""What a job remembers between attempts: ``torchrun --max-restarts`` starts all ranks anew, and they must know whether the
+stores that they find are their own.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class MemoryJobStore:
 
 
 class SharedJobStore:
-    """``torchrun`` keeps it, in the store where ranks meet, which outlives each attempt. Connects on first use."""
+    """A store kept by ``torchrun``, where ranks meet; it outlives each attempt. Connects on first use."""
 
     def __init__(self, address: tuple[str, int], timeout_s: float) -> None:
         self._address = address
@@ -66,7 +66,7 @@ class SharedJobStore:
 def open_job_store(
     environment: RankEnvironment, timeout_s: float, environ: Mapping[str, str] | None = None
 ) -> JobStore:
-    """The store of the job that this process belongs to; in memory where ``torchrun`` keeps none."""
+    """The store of the job that this process belongs to; in memory if ``torchrun`` keeps none."""
     if environment.supervised and agents_store_given(environ):
         return SharedJobStore(environment.address, timeout_s)
     return MemoryJobStore()
@@ -74,16 +74,16 @@ def open_job_store(
 
 # Where the ranks of one attempt meet ------------------------------------------------------------------------
 #
-# ``torchrun`` starts ranks again when one has failed, and when nodes come or go. Where its agents give ranks a store
-# of theirs, that store outlives attempts, and the addresses that dead ranks left there must not be taken for those of
-# the living. No number tells attempts apart: each agent counts the restarts that it asked for itself, and none counts
-# those for a new node. So rank 0 opens a store that ends with its process, and leaves its port with the agents.
-# Another rank may find the port of an earlier attempt there: it goes on looking until it gets through and is the
-# first of its number to come.
+# ``torchrun`` starts ranks again when one has failed, and when nodes come or go. If its agents give ranks a store of
+# theirs, that store outlives attempts, and the addresses that dead ranks left there must not be taken for those of
+# the living. No number identifies an attempt: each agent counts the restarts that it requested itself, and none counts
+# those for a new node. So rank 0 opens a store that ends with its process, and publishes its port in the agents' store.
+# Another rank may find the port of an earlier attempt there: it retries until it connects and is the first with its
+# number.
 
 
-#: In the agents' store: port and token of rank 0's. In rank 0's: its token, so that a port that another program has taken
-#: since is told from it.
+#: In the agents' store: port and token of rank 0's store. In rank 0's store: its token, which tells it from another
+#: program that has taken the port since.
 _MEETING, _TOKEN = "tierstore/meeting", "token"
 _PROBE_S, _AGAIN_S = 5.0, 0.05
 
@@ -97,7 +97,7 @@ def agents_store_given(environ: Mapping[str, str] | None = None) -> bool:
 def meeting_store(
     environment: RankEnvironment, timeout_s: float, environ: Mapping[str, str] | None = None
 ) -> TCPStore:
-    """The store of this attempt's ranks. Raises PeerError, and RuntimeError where there is nothing to connect to."""
+    """The store of this attempt's ranks. Raises PeerError, and RuntimeError if nothing listens at the address."""
     from torch._C._distributed_c10d import TCPStore
 
     host, port = environment.address
@@ -129,11 +129,11 @@ def meeting_store(
 
 
 def _entered(address: tuple[str, int], token: str, rank: int) -> TCPStore | None:
-    """The store of rank 0 at ``address``; None where it is gone, or ``rank`` was there in an earlier attempt."""
+    """The store of rank 0 at ``address``; None if it is gone, or ``rank`` was there in an earlier attempt."""
     from torch._C._distributed_c10d import TCPStore
 
     try:
-        # The store's own attempts to connect are long, and not quiet.
+        # The store's own attempts to connect are slow and noisy.
         socket.create_connection(address, _PROBE_S).close()
         store = TCPStore(
             *address, is_master=False, timeout=timedelta(seconds=_PROBE_S), wait_for_workers=False

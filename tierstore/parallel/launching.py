@@ -1,13 +1,13 @@
-"""Joins the ranks that ``torchrun`` started, and leaves them in order.
+"""Joins the ranks that ``torchrun`` started, and ends them in order.
 
 ::
 
     with launch(config) as mesh:
         ...  # mesh.world, mesh.expert, mesh.replica, mesh.device
 
-A single process imports no distributed backend, and starts no thread unless ``torchrun`` has to be watched.
-Leaving the context without an error is a collective: no rank goes before all have come; leaving it with one tells
-the others the reason.
+A single process imports no distributed backend, and starts no thread unless ``torchrun`` must be watched.
+Leaving the context without an error is a collective: no rank leaves before all have come; leaving it with an error
+tells the others the reason.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ if TYPE_CHECKING:
 
 
 def rank_device(asked: str, environment: RankEnvironment) -> torch.device:
-    """The device of this rank: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``. ``auto`` is CUDA where there is one.
+    """The device of this rank: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``. ``auto`` is CUDA if available.
 
-    With CUDA, rank ``local_rank`` of a machine has GPU ``local_rank``. Raises ConfigError, and CapabilityError for
-    CUDA on a machine without.
+    With CUDA, rank ``local_rank`` of a machine has GPU ``local_rank``. Raises ConfigError, and CapabilityError if CUDA
+    is requested on a machine without it.
     """
     import torch
 
@@ -71,7 +71,7 @@ def rank_device(asked: str, environment: RankEnvironment) -> torch.device:
         return torch.device("cpu")
     if found is None or kind not in ("auto", found):
         raise CapabilityError(
-            f"device: {asked} was asked for, and torch {torch.__version__} finds no CUDA device"
+            f"device: {asked} was requested, but torch {torch.__version__} finds no CUDA device"
         )
     if index and environment.world > 1:
         raise ConfigError(
@@ -81,7 +81,7 @@ def rank_device(asked: str, environment: RankEnvironment) -> torch.device:
     count = device_count()
     number = int(index) if index else environment.local_rank
     if not index and count == 1 and environment.world > 1:
-        number = 0  # some launchers show each rank its own GPU alone; ranks that share one are refused when they meet
+        number = 0  # some launchers show each rank only its own GPU; ranks that share one are refused when they join
     if number >= count:
         what = (
             f"LOCAL_RANK: {number} needs GPU {number}"
@@ -96,8 +96,8 @@ def rank_device(asked: str, environment: RankEnvironment) -> torch.device:
 def launch(
     config: ParallelConfig, *, device: str = "auto", make_group: Callable[..., RankGroup] = RankGroup
 ) -> Iterator[Mesh]:
-    """The mesh of this process. ``make_group`` makes its groups of more than one rank: ``RankGroup``, or what takes the
-    same arguments.
+    """The mesh of this process. ``make_group`` makes its groups of more than one rank: ``RankGroup``, or a callable with
+    the same arguments.
 
     Raises ConfigError for an environment or a layout that cannot work, PeerError when the ranks cannot meet.
     """
@@ -149,7 +149,7 @@ def launch(
 
 @contextlib.contextmanager
 def _watched_alone(config: ParallelConfig, environment: RankEnvironment) -> Iterator[None]:
-    """One rank has no peers, and ends with its ``torchrun`` all the same."""
+    """A single rank has no peers, but must still end with its ``torchrun``."""
     if not environment.supervised:
         yield
         return
@@ -167,7 +167,7 @@ def _watched_alone(config: ParallelConfig, environment: RankEnvironment) -> Iter
 
 
 def _part(mesh: Mesh | None, communicators: list[ProcessGroup]) -> None:
-    """Drops the last references, so that the backend's threads are joined here: one that still frees a tensor
+    """Drop the last references, so that the backend's threads are joined here: a thread that still frees a tensor
     while the interpreter ends would abort the process.
     """
     import torch.distributed as dist
@@ -199,12 +199,13 @@ def _join(config: ParallelConfig, environment: RankEnvironment, device: torch.de
         where = f"{environment.address[0]}:{environment.address[1]}"
         reason = str(error).split("\n", 1)[0]
         raise PeerError(
-            "joining", f"rank {environment.rank} of {environment.world} met no one at {where}: {reason}"
+            "joining",
+            f"rank {environment.rank} of {environment.world} could not join the others at {where}: {reason}",
         ) from error
 
 
 def check_devices(store: Store, environment: RankEnvironment, device: torch.device) -> None:
-    """Raises ConfigError where two ranks have one GPU, which NCCL refuses. A collective where they have GPUs."""
+    """Raise ConfigError if two ranks have the same GPU, which NCCL refuses. A collective on GPUs."""
     if not has_own_memory(device):
         return
     own = identity(device)
@@ -212,17 +213,17 @@ def check_devices(store: Store, environment: RankEnvironment, device: torch.devi
     for rank in range(environment.world):
         if rank != environment.rank and store.get(str(rank)).decode() == own:
             first, second = sorted((rank, environment.rank))
-            raise ConfigError(f"device: ranks {first} and {second} have one GPU, and each rank needs its own")
+            raise ConfigError(f"device: ranks {first} and {second} share a GPU, but each rank needs its own")
 
 
 # AUTO for the exchange of rows ------------------------------------------------------------------------------
 #
-# Decided once, when the ranks have joined. AUTO measures exchanges of some sizes at once and in two steps, each a few
-# times; the fastest counts, since all that disturbs one makes it slower. Times are the slowest rank's, so every rank
-# fits the same model and decides alike. The decision changes when rows arrive, and no bit.
+# Decided once, when the ranks have joined. AUTO measures exchanges of some sizes, flat and in two steps, each a few
+# times; the fastest counts, since disturbances only slow one down. Times are those of the slowest rank, so every rank
+# fits the same model and decides alike. The decision changes when rows arrive, but no bit.
 
 
-#: Bytes of the messages that AUTO measures, and how often.
+#: Bytes of the messages that AUTO measures, and the number of repetitions.
 PROBE_BYTES = (1 << 10, 8 << 10, 64 << 10, 256 << 10)
 PROBE_ROUNDS = 5
 
@@ -237,7 +238,7 @@ class GroupMaker:
     timeout_s: float
 
     def group(self, rank: int, rows: list[list[int]], node_ranks: int) -> RankGroup:
-        """The group of the world's ``rank`` among ``rows``, which hold every rank once; for exchanges. A collective."""
+        """The group of global rank ``rank`` among ``rows``, which hold every rank once; for exchanges. A collective."""
         import torch.distributed as dist
 
         timeout = timedelta(seconds=self.timeout_s)
@@ -248,7 +249,7 @@ class GroupMaker:
         return self.make(ranks.index(rank), ranks, channels, node_ranks=node_ranks, blame=self.blame)
 
     def drop(self, group: RankGroup) -> None:
-        """Ends a group that ``group`` made, on all of its ranks."""
+        """Destroy a group that ``group`` made, on all of its ranks."""
         import torch.distributed as dist
 
         made = group.communicator(Channel.EXCHANGE)
@@ -258,9 +259,9 @@ class GroupMaker:
 
 
 def expert_grid(config: ParallelConfig, environment: RankEnvironment) -> NodeGrid | str:
-    """How expert groups lie on nodes; the reason where rows cannot be exchanged in two steps."""
+    """How expert groups are spread over nodes; the reason if rows cannot be exchanged in two steps."""
     if config.tensor > 1:
-        return "parallel.tensor has no exchange in two steps"
+        return "parallel.tensor does not support an exchange in two steps"
     groups = layout_of(config, environment.world).rows("expert")
     node_ranks = ranks_of_a_node(config, environment)
     found = node_grid(groups, node_ranks)
@@ -270,10 +271,10 @@ def expert_grid(config: ParallelConfig, environment: RankEnvironment) -> NodeGri
 
 
 def check_exchange(config: ParallelConfig, environment: RankEnvironment) -> None:
-    """Raises ConfigError where HIERARCHICAL is configured and impossible."""
+    """Raise ConfigError if HIERARCHICAL is configured but impossible."""
     grid = expert_grid(config, environment)
     if config.exchange is ExchangeMode.HIERARCHICAL and isinstance(grid, str):
-        raise ConfigError(f"parallel.exchange: hierarchical cannot be: {grid}")
+        raise ConfigError(f"parallel.exchange: hierarchical is impossible: {grid}")
 
 
 def with_exchange(config: ParallelConfig, mesh: Mesh, maker: GroupMaker) -> Mesh:
@@ -290,7 +291,7 @@ def _chosen(config: ParallelConfig, mesh: Mesh, maker: GroupMaker) -> tuple[Exch
     said = mesh.world.all_gather_object((mode, grid))
     for rank, (other, _) in enumerate(said):
         if other is not said[0][0]:
-            raise ConfigError(f"parallel.exchange: rank {rank} was given {other}, rank 0 {said[0][0]}")
+            raise ConfigError(f"parallel.exchange: rank {rank} has {other}, but rank 0 has {said[0][0]}")
     # torchrun may have started other numbers of ranks on other nodes.
     if any(other != said[0][1] for _, other in said):
         grid = "nodes have different numbers of ranks"
@@ -298,7 +299,7 @@ def _chosen(config: ParallelConfig, mesh: Mesh, maker: GroupMaker) -> tuple[Exch
         return flat, exchange_decision(mode, 0.0, "as configured")
     if isinstance(grid, str):
         if mode is ExchangeMode.HIERARCHICAL:
-            raise ConfigError(f"parallel.exchange: hierarchical cannot be: {grid}")
+            raise ConfigError(f"parallel.exchange: hierarchical is impossible: {grid}")
         return flat, exchange_decision(mode, 0.0, grid)
     hierarchical = _hierarchical(config, mesh, grid, maker)
     if mode is ExchangeMode.HIERARCHICAL:
@@ -313,7 +314,7 @@ def _chosen(config: ParallelConfig, mesh: Mesh, maker: GroupMaker) -> tuple[Exch
 
 
 def exchange_decision(mode: ExchangeMode, below_bytes: float, reason: str) -> Decision[str]:
-    """What ``parallel.exchange = mode`` came to: hierarchical below ``below_bytes`` a message (0: never)."""
+    """What ``parallel.exchange = mode`` resolved to: hierarchical below ``below_bytes`` per message (0: never)."""
     if below_bytes <= 0:
         value = "flat"
     elif below_bytes == math.inf:
@@ -344,8 +345,8 @@ def measured_model(
     sizes: tuple[int, ...] = PROBE_BYTES,
     rounds: int = PROBE_ROUNDS,
 ) -> ExchangeModel:
-    """What exchanges cost between these ranks, from messages of ``sizes`` bytes, which are not counted as traffic. A
-    collective. Raises PeerError.
+    """Measure what exchanges cost between these ranks, with messages of ``sizes`` bytes, which are not counted as
+    traffic. A collective. Raises PeerError.
     """
     flat, (_, rail) = FlatExchange(mesh.expert), hierarchical.groups
     ways: list[tuple[Exchange, int]] = [(flat, 1), (FlatExchange(rail), grid.each), (hierarchical, 1)]
@@ -361,7 +362,7 @@ def measured_model(
 
 
 def _least_s(mesh: Mesh, exchange: Exchange, ranks: int, nbytes: int, rounds: int) -> float:
-    """Of an exchange in which each of ``ranks`` ranks sends each a message of ``nbytes``."""
+    """The least seconds of an exchange in which each of ``ranks`` ranks sends each a message of ``nbytes``."""
     given = torch.zeros((ranks, nbytes), dtype=torch.uint8)
     received = torch.empty_like(given)
     once_SS = torch.ones((ranks, ranks), dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""How ranks are laid out, in numbers: stages of copies of the experts, each over a group of ranks. Imports no torch."""
+"""The layout of ranks, in numbers: stages of copies of the experts, each over a group of ranks. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tierstore.parallel.config import ParallelConfig
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How many ranks there are of each kind: ``stages`` stages of ``replicas`` copies of the experts, each over ``expert``
-    ranks, which are tensor-parallel or (``tensor`` = 1) have pieces of the batch of their own.
+    """The number of ranks of each kind: ``stages`` stages of ``replicas`` copies of the experts, each over ``expert`` ranks,
+    which are tensor-parallel or (``tensor`` = 1) each have their own piece of the batch.
     """
 
     stages: int
@@ -41,11 +41,11 @@ class Layout:
 
     @property
     def data(self) -> int:
-        """The ranks of a stage that compute other pieces of the global batch."""
+        """The number of ranks of a stage that compute different pieces of the global batch."""
         return self.replicas if self.tensor > 1 else self.replicas * self.expert
 
     def rows(self, dimension: str) -> list[list[int]]:
-        """The groups of ``dimension`` (a field of ``Mesh``), each its ranks, ascending."""
+        """The groups along ``dimension`` (a field of ``Mesh``), each as its ranks, ascending."""
         replicas, experts = range(self.replicas), range(self.expert)
         stages = [
             [
@@ -69,7 +69,7 @@ class Layout:
 
 
 def layout_of(config: ParallelConfig, world: int) -> Layout:
-    """The layout of ``world`` ranks. Raises ConfigError naming the setting unless they can be laid out so."""
+    """The layout of ``world`` ranks. Raises ConfigError naming the setting that does not divide them."""
     each, more = divmod(world, config.stages)
     if more:
         raise ConfigError(f"parallel.stages: expected a divisor of the {world} ranks, got {config.stages}")
@@ -93,20 +93,20 @@ def layout_of(config: ParallelConfig, world: int) -> Layout:
 
 
 _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-#: Only where nodes end depends on it.
+#: Optional: it only says where nodes end.
 _LOCAL_WORLD = "LOCAL_WORLD_SIZE"
 _JOB = "TORCHELASTIC_RUN_ID"
-#: What torchrun calls every job that was given no ``--rdzv-id``.
+#: The job id that torchrun gives without ``--rdzv-id``.
 _NO_JOB = "none"
 _NEEDED = (*_NUMBERS, "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankEnvironment:
-    """Rank ``rank`` of ``world``; ``local_rank`` among the ``local_world`` ranks of its machine (0: it is not said).
+    """Rank ``rank`` of ``world``; ``local_rank`` among the ``local_world`` ranks of its machine (0: unknown).
 
-    ``address``: the machine of rank 0, and the port where ranks meet. ``supervised``: a ``torchrun`` process
-    started this one and must outlive it. ``job``: the ``--rdzv-id`` that it was given, which all attempts of a job share.
+    ``address``: the machine of rank 0, and the port where ranks meet. ``supervised``: a ``torchrun`` process started
+    this one and must outlive it. ``job``: its ``--rdzv-id``, which all attempts of a job share.
     """
 
     rank: int = 0
@@ -119,12 +119,12 @@ class RankEnvironment:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> RankEnvironment:
-        """What ``environ`` (this process's, when None) says; one process alone if it says nothing of ranks.
+        """Read ``environ`` (None: this process's); a single process if it does not mention ranks.
 
-        Raises ConfigError naming the variable for an environment that is only half there or cannot be.
+        Raises ConfigError naming the variable if the environment is incomplete or inconsistent.
         """
         environ = os.environ if environ is None else environ
-        # MASTER_* alone says nothing: clusters set it for every process of a job.
+        # MASTER_* alone means nothing: clusters set it for every process of a job.
         if not any(name in environ for name in _NUMBERS):
             return cls()
         missing = [name for name in _NEEDED if not environ.get(name)]
@@ -175,7 +175,7 @@ def _number(environ: Mapping[str, str], name: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class NodeGrid:
-    """An expert group as ``nodes`` x ``each``: ``each`` of its ranks, neighbours by number, on each of its nodes."""
+    """An expert group as ``nodes`` x ``each``: ``each`` of its ranks, with adjacent numbers, on each of its nodes."""
 
     nodes: int
     each: int
@@ -185,25 +185,25 @@ class NodeGrid:
         return self.nodes * self.each
 
     def neighbours(self, ranks: Sequence[int]) -> list[list[int]]:
-        """Of a group's ``ranks``, those of each node."""
+        """A group's ``ranks``, by node."""
         return [list(ranks[first : first + self.each]) for first in range(0, self.ranks, self.each)]
 
     def rails(self, ranks: Sequence[int]) -> list[list[int]]:
-        """Of a group's ``ranks``, those of each place: one rank of every node."""
+        """A group's ``ranks``, by place in their nodes: one rank of every node."""
         return [list(ranks[place :: self.each]) for place in range(self.each)]
 
 
 def ranks_of_a_node(config: ParallelConfig, environment: RankEnvironment) -> int:
-    """Ranks of a node; all of the world's where neither the configuration nor ``torchrun`` says it."""
+    """Ranks of a node; all ranks if neither the configuration nor ``torchrun`` says it."""
     return config.node_ranks or environment.local_world or environment.world
 
 
 def node_grid(groups: Sequence[Sequence[int]], node_ranks: int) -> NodeGrid | str:
-    """How each of the expert ``groups`` (ranks of the world, ascending) lies on nodes of ``node_ranks`` ranks; the reason
-    where that leaves nothing to do in two steps, or is not the same for all nodes.
+    """How each of the expert ``groups`` (global ranks, ascending) is spread over nodes of ``node_ranks`` ranks; the reason
+    if that leaves nothing to do in two steps, or differs between nodes.
     """
     size = len(groups[0])
-    # Of each group, how many of its ranks are on each of its nodes.
+    # For each group, the number of its ranks on each of its nodes.
     spreads = {tuple(Counter(rank // node_ranks for rank in group).values()) for group in groups}
     if all(len(counts) == 1 for counts in spreads):
         return f"each expert group of {size} is within one node of {node_ranks} ranks"
@@ -217,8 +217,8 @@ def node_grid(groups: Sequence[Sequence[int]], node_ranks: int) -> NodeGrid | st
 
 # Parameters divided over tensor-parallel ranks --------------------------------------------------------------
 #
-# A parameter may be several matrices side by side: queries, keys and values, or gate and up. Each of these *blocks*
-# is cut by itself, and a rank's *part* is its pieces, block after block: of ``[Q0 Q1 | K0 K1 | V0 V1]`` rank 0 has
+# A parameter may be several matrices side by side: queries, keys and values, or gate and up. Each of these *blocks* is
+# cut separately, and a rank's *part* is its pieces, block after block: of ``[Q0 Q1 | K0 K1 | V0 V1]`` rank 0 has
 # ``[Q0 K0 V0]``.
 
 
@@ -230,7 +230,7 @@ class Division:
     blocks: int = 1
 
     def part_shape(self, shape: Sequence[int], ranks: int) -> tuple[int, ...]:
-        """What one of ``ranks`` ranks holds of a parameter of ``shape``. Raises ValueError where it cannot be cut so."""
+        """The shape of one of ``ranks`` parts of a parameter of ``shape``. Raises ValueError if it does not divide."""
         length, more = divmod(shape[self.dimension], self.blocks * ranks)
         if more:
             raise ValueError(
@@ -241,8 +241,8 @@ class Division:
         return tuple(part)
 
     def pieces(self, length: int, rank: int, ranks: int) -> Iterator[slice]:
-        """Where the part of ``rank`` lies along ``dimension``, of ``length`` elements in the whole parameter: one piece of
-        each block, in the order in which they lie in the part.
+        """The slices of ``rank`` along ``dimension``, of ``length`` elements in the whole parameter: one piece of each
+        block, in the order of the part.
         """
         block = length // self.blocks
         piece = block // ranks
@@ -254,14 +254,14 @@ class Division:
 # Tables divided by rows over ranks (SE-MoE, section 4.3) ----------------------------------------------------
 
 
-#: Slices are multiples of this many elements: 64 bytes in fp32, 32 in bf16. Then no vector kernel meets a tail.
+#: Slices are multiples of this many elements: 64 bytes in fp32, 32 in bf16. So vector kernels have no remainder.
 SLICE_ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True)
 class TableRows:
-    """A table of ``rows`` rows of ``width`` elements in contiguous blocks over ``ranks`` ranks, all blocks of ``each`` rows:
-    those behind the last row of the table are padding, and zero. The last ranks may have padding alone.
+    """A table of ``rows`` rows of ``width`` elements in contiguous blocks over ``ranks`` ranks, all of ``each`` rows: those
+    after the last row of the table are padding, and zero. The last ranks may have only padding.
     """
 
     rows: int
@@ -279,7 +279,7 @@ class TableRows:
         return range(min(rank * self.each, self.rows), min((rank + 1) * self.each, self.rows))
 
     def owner(self, row: int) -> int:
-        """The rank that holds ``row``. Raises ValueError if there is none such."""
+        """The rank that holds ``row``. Raises ValueError if it is out of range."""
         if not 0 <= row < self.rows:
             raise ValueError(f"expected a row of 0 to {self.rows - 1}, got {row}")
         return row // self.each

@@ -1,4 +1,4 @@
-"""Collectives over links that are slower than the machine's: emulation, outside the group itself."""
+"""Emulation of collectives over links slower than the machine's, outside the group itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tierstore.parallel.collectives import Channel, Collective, RankGroup, Work
 
 
 def limited_groups(config: LinksConfig) -> Callable[..., RankGroup]:
-    """What makes the groups of a run: ``RankGroup`` itself where ``config`` limits no collective."""
+    """The class of a run's groups: ``RankGroup`` itself if ``config`` limits no collective."""
     if not (config.gather.on or config.exchange.on or config.node.on):
         return RankGroup
     link, exchange = CollectiveLink(open_link(config.gather)), open_link(config.exchange)
@@ -21,12 +21,12 @@ def limited_groups(config: LinksConfig) -> Callable[..., RankGroup]:
 
 
 class LimitedGroup(RankGroup):
-    """A group whose collectives each take a turn on a link: ``exchange``, where there is one, carries those of the channel
-    EXCHANGE, and ``link`` all others.
+    """A group whose collectives each take a turn on a link: ``exchange``, if given, carries those of the channel EXCHANGE,
+    and ``link`` all others.
 
-    ``node``, where there is one, carries what goes to ranks of other nodes instead, and there each message to a rank has
-    its own turn. It is this rank's alone: processes share no link, so where the ranks of a node share an adapter each is
-    given its part of the bandwidth.
+    ``node``, if given, carries messages to ranks of other nodes instead, and there each message to a rank has its own
+    turn. Each rank has its own links: processes share none, so if the ranks of a node share an adapter, each is given its
+    part of the bandwidth.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class LimitedGroup(RankGroup):
         self._node = node
 
     def sending(self, nbytes: int, channel: Channel = Channel.EXCHANGE) -> int:
-        """The message's turn on the link begins now; returns when it ends."""
+        """Reserve the message's turn on the link, from now; returns when it ends."""
         super().sending(nbytes, channel)
         return self._links[channel].reserve(nbytes)
 
@@ -58,13 +58,13 @@ class LimitedGroup(RankGroup):
         return _LimitedWork(super()._issue(operation, channel, sent, start, finish), deadline_ns)
 
     def _deadline_ns(self, link: CollectiveLink | Link, sent: Sequence[int]) -> int:
-        """When all that is sent has passed its links."""
+        """When everything sent has passed its links."""
         others = [(rank, nbytes) for rank, nbytes in enumerate(sent) if rank != self.rank]
         if self._node is None:
             return link.reserve(sum(nbytes for _, nbytes in others))
         leaving = [nbytes for rank, nbytes in others if nbytes and self._elsewhere[rank]]
         within = sum(nbytes for rank, nbytes in others if not self._elsewhere[rank])
-        # A collective that stays within the node has its turn even when it carries nothing.
+        # A collective that stays within the node takes its turn even if it carries nothing.
         deadlines_ns = [] if leaving and not within else [link.reserve(within)]
         return max(deadlines_ns + [self._node.reserve(nbytes) for nbytes in leaving])
 

@@ -1,9 +1,9 @@
-"""The world as (stage x replica x expert): which ranks compute which layers, which share the experts, and which owns each.
+"""The world as (stage x replica x expert): which ranks compute which layers, share the experts, and own each of them.
 
 Rank = (stage * R + replica) * E + rank in the expert group, for R replicas of the experts, in groups of E ranks. Without
-tensor parallelism each rank of a stage has a piece of the global batch of its own, so a batch that is cut into contiguous
+tensor parallelism each rank of a stage has its own piece of the global batch, so a batch that is cut into contiguous
 pieces by rank is also cut contiguously by expert group, and within each. With tensor parallelism the expert group is the
-tensor-parallel group, whose ranks compute the same tokens, and the pieces of the batch are cut by replica.
+tensor-parallel group, whose ranks compute the same tokens, and the batch is cut by replica.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ExpertBlocks:
-    """``experts`` in contiguous blocks over ``ranks`` of an expert group, the first ones larger by one."""
+    """``experts`` in contiguous blocks over ``ranks`` of an expert group; the first blocks may be larger by one."""
 
     experts: int
     ranks: int
 
     def start(self, rank: int) -> int:
-        """The first expert of ``rank``; the number of experts for ``ranks``."""
+        """The first expert of ``rank``; for ``ranks`` itself, the number of experts."""
         share, more = divmod(self.experts, self.ranks)
         return rank * share + min(rank, more)
 
     def owned(self, rank: int) -> range:
-        """The experts of ``rank``; none where there are fewer experts than ranks."""
+        """The experts of ``rank``; may be none if there are fewer experts than ranks."""
         return range(self.start(rank), self.start(rank + 1))
 
     def owner(self, expert: int) -> int:
-        """The rank of the expert group that holds ``expert``. Raises ValueError if there is none such."""
+        """The rank of the expert group that holds ``expert``. Raises ValueError if it is out of range."""
         if not 0 <= expert < self.experts:
             raise ValueError(f"expected an expert of 0 to {self.experts - 1}, got {expert}")
         share, more = divmod(self.experts, self.ranks)
@@ -57,12 +57,12 @@ class ExpertBlocks:
 class Mesh:
     """This process among the others. Groups with the same ranks are the same object.
 
-    ``world``: all ranks, which agree, check and commit together. ``data``: the ranks of this stage that compute other
-    pieces of the global batch with the same part of the dense parameters, whose ZeRO-3 slices are cut over them.
+    ``world``: all ranks, which agree, check and commit together. ``data``: the ranks of this stage that compute different
+    pieces of the global batch with the same part of the dense parameters, which ZeRO-3 shards over them.
     ``expert``: the ranks that share one copy of the experts with this one. ``replica``: the ranks that hold the same
     experts as this one, in the other copies. ``tensor``: the ranks that compute the same tokens with other parts of the
-    dense parameters. ``pipeline``: the ranks of the other stages that this one's tokens pass, by stage.
-    ``exchange``: how rows go between the ranks of ``expert``.
+    dense parameters. ``pipeline``: the ranks of all stages that this rank's tokens pass, by stage.
+    ``exchange``: how rows travel between the ranks of ``expert``.
     ``job_store``: what earlier attempts of this job have set.
     """
 
@@ -75,7 +75,7 @@ class Mesh:
     tensor: RankGroup
     pipeline: RankGroup
     exchange: Exchange
-    #: Why ``exchange`` is what it is; None where nothing was to be chosen.
+    #: The reason for ``exchange``; None if nothing had to be chosen.
     exchange_choice: Decision[str] | None = None
     job_store: JobStore = field(default_factory=MemoryJobStore)
 
@@ -100,12 +100,12 @@ class Mesh:
 
     @property
     def stages(self) -> int:
-        """How many pipeline stages there are; this one is number ``pipeline.rank``."""
+        """The number of pipeline stages; this one is number ``pipeline.rank``."""
         return self.pipeline.size
 
     @property
     def expert_sources(self) -> range:
-        """The ranks of ``data`` (numbers there) whose rows come to the experts of this one's expert group."""
+        """The ranks of ``data`` (numbers there) whose rows go to the experts of this rank's expert group."""
         if self.tensor.size > 1:
             return range(self.data.rank, self.data.rank + 1)
         first = self.replica.rank * self.expert.size
@@ -113,18 +113,18 @@ class Mesh:
 
     @property
     def replicas(self) -> int:
-        """How many copies of the experts there are."""
+        """The number of copies of the experts."""
         return self.replica.size
 
     @property
     def layout(self) -> Layout:
-        """How many ranks there are of each kind."""
+        """The number of ranks of each kind."""
         return Layout(self.stages, self.replicas, self.expert.size, self.tensor.size)
 
     def device_mesh(self) -> DeviceMesh:
-        """The same dimensions, those of more than one rank, for torch's own parallel modules (``fully_shard``).
+        """The dimensions with more than one rank, for torch's own parallel modules (``fully_shard``).
 
-        It keeps the groups alive: drop it before leaving. Raises ValueError for a single process.
+        It keeps the groups alive: drop it before leaving. Raises ValueError in a single process.
         """
         from torch.distributed.device_mesh import DeviceMesh
 
@@ -137,7 +137,7 @@ class Mesh:
         return DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=tuple(named))
 
     def close(self) -> None:
-        """Drops the communicators; no collective is possible any more."""
+        """Drop the communicators; no collective is possible afterwards."""
         for group in self._groups():
             group.close()
 
@@ -175,16 +175,16 @@ def build_mesh(
     make_group: Callable[..., RankGroup],
     blame: Callable[[], Failure | None],
 ) -> tuple[Mesh, list[ProcessGroup]]:
-    """The mesh, of groups that ``make_group`` makes, and its communicators. A collective, behind
+    """The mesh, with groups made by ``make_group``, and its communicators. A collective, to be called after
     ``init_process_group``. Raises ConfigError.
 
-    Communicators: 2 for the world, and 2 more for each kind of group that is neither the world nor one rank, nor the same
-    as another. On Gloo each costs three threads that mostly sleep: one wakes 100 times a second to look at its sockets.
+    Communicators: 2 for the world, and 2 for each further set of groups that is neither the world nor one rank. On Gloo each
+    costs three threads that mostly sleep: one wakes 100 times a second to poll its sockets.
     """
     import torch.distributed as dist
 
     everyone = dist.group.WORLD
-    assert everyone is not None  # only behind init_process_group
+    assert everyone is not None  # only after init_process_group
     communicators: list[ProcessGroup] = [everyone]
     layout, timeout = layout_of(config, environment.world), timedelta(seconds=config.timeout_s)
     node_ranks, alone = ranks_of_a_node(config, environment), RankGroup.alone(environment.rank)
@@ -199,7 +199,7 @@ def build_mesh(
         return mine
 
     def along(dimension: str) -> RankGroup:
-        """This rank's group along ``dimension``: one for all dimensions along which the same ranks meet."""
+        """This rank's group along ``dimension``; dimensions with the same ranks share one group."""
         rows = layout.rows(dimension)
         if len(rows[0]) == 1:
             return alone
@@ -219,7 +219,7 @@ def build_mesh(
         made.append((rows, group))
         return group
 
-    # First, for the world's own communicator to be used by all that have its ranks.
+    # First, so that all dimensions with the world's ranks use the world's own communicator.
     world = along("world")
     expert = along("expert")
     mesh = Mesh(

@@ -1,9 +1,9 @@
-"""In how many chunks a pass over a MoE layer's experts goes: the question of PipeMoE, answered exactly.
+"""The number of chunks of a pass over a MoE layer's experts: PipeMoE's question, answered exactly.
 
 A pass sends rows to the ranks of their experts (dispatch), computes them there, and sends results back (combine). In r
-chunks one chunk's rows travel while another's are computed. There is one network for both directions and one device. All
-dispatches are issued before all combines; with equal chunks the pass then takes, for the seconds d, e and c of one chunk's
-dispatch, experts and combine ::
+chunks, the rows of one chunk travel while another is computed. One network serves both directions, and there is one device.
+All dispatches are issued before all combines; with equal chunks, and d, e and c seconds for one chunk's dispatch, experts
+and combine, the pass takes ::
 
     T(r) = max(r d + r c,          the network is never idle
                d + r e + c,        the device is never idle from the first chunk's rows on
@@ -12,13 +12,13 @@ dispatch, experts and combine ::
 
     d(r) = starts alpha_a + beta_a bytes / r        e(r) = starts alpha_e + beta_e work / r        c(r) as d(r)
 
-Where dispatch and combine move the same bytes, as in a forward pass, the first two decide alone (but for r = 1, where all
-four are one)::
+If dispatch and combine move the same bytes, as in a forward pass, the first two terms decide alone (for r = 1 all four are
+equal)::
 
     T(r) = max(2 r a_a + 2 b_a n_d,  2 a_a + 2 b_a n_d / r + r a_e + b_e n_e)
 
-Each term has the form ``A + B r + C / r``: convex, and so is their maximum. Its least value lies at the least value of one
-term, ``sqrt(C / B)``, or where two cross, a quadratic equation; the best whole r is beside one of these at most 16 points.
+Each term has the form ``A + B r + C / r``: convex, and so is their maximum. Its minimum is at the minimum of one term,
+``sqrt(C / B)``, or where two cross, a quadratic equation; the best whole r is next to one of these at most 16 points.
 Every term is a lower bound of every schedule in that order, and one of them is attained: ``plan.pipemoe`` compares them with
 a discrete-event simulation. Pure functions of their arguments; no torch.
 """
@@ -31,19 +31,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from enum import Enum
 
-#: Times that differ by less than this share are equal: of these the smaller r is better.
+#: Times that differ by less than this fraction are equal; then the smaller r is better.
 _EQUAL = 1e-12
-#: The share by which another number of chunks must be faster to be chosen.
+#: The fraction by which another number of chunks must be faster to be chosen.
 _WORTH = 0.02
-#: The highest r that is looked at where nothing caps it: no starts cost anything.
+#: The highest r considered if nothing caps it because starts cost nothing.
 _HIGHEST = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineCosts:
-    """What one chunk costs. ``alpha_a``: seconds that one all-to-all takes to start; ``beta_a``: seconds for each byte that
-    a rank sends in it. ``alpha_e``: seconds that a chunk adds to the computation of its experts; ``beta_e``: seconds for
-    each unit of work (floating point operations, or whatever ``LayerPass`` counts). Raises ValueError for less than 0.
+    """The costs of one chunk. ``alpha_a``: seconds to start one all-to-all; ``beta_a``: seconds per byte that a rank sends
+    in it. ``alpha_e``: seconds that a chunk adds to the computation of its experts; ``beta_e``: seconds per unit of work
+    (floating point operations, or whatever ``LayerPass`` counts). Raises ValueError for negative numbers.
     """
 
     alpha_a: float
@@ -60,8 +60,8 @@ class PipelineCosts:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What a pass asks of the network one way, or of the device. ``starts``: of one chunk (its messages; how often its
-    experts are gone through); ``amount``: bytes or work of the whole pass.
+    """What a pass needs of the network in one direction, or of the device. ``starts``: per chunk (its messages, or passes
+    over its experts); ``amount``: bytes or work of the whole pass.
     """
 
     starts: float
@@ -76,7 +76,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class LayerPass:
-    """One pass over a layer's experts, of the rank that has most to do."""
+    """One pass over a layer's experts, of the rank with the most to do."""
 
     dispatch: Share
     experts: Share
@@ -84,18 +84,18 @@ class LayerPass:
 
 
 class Inputs(Enum):
-    """Where a backward pass has the experts' rows from."""
+    """Where a backward pass gets the experts' rows from."""
 
     SAVED = "saved"
     SENT_AGAIN = "sent again"
 
 
 class WeightGradients(Enum):
-    """Where a backward pass finds the gradients of the router's weights (``moe.computing.Weighting``)."""
+    """Where a backward pass computes the gradients of the router's weights (``moe.computing.Weighting``)."""
 
     #: With the experts: weights travel there, and their gradients back.
     AT_EXPERTS = "at experts"
-    #: With the tokens, from outputs, which travel back once more where they were not kept.
+    #: With the tokens, from outputs, which travel back once more if they were not kept.
     AT_TOKENS = "at tokens"
 
 
@@ -117,7 +117,7 @@ def backward_pass(
 
     To the experts: the gradients of their outputs; AT_EXPERTS also the rows' weights (``weights_bytes``); SENT_AGAIN also
     the rows. Back: the gradients of the rows; AT_EXPERTS also those of the weights, else, with SENT_AGAIN, the outputs. Two
-    products for each of the forward pass, and ``again`` of work that the forward pass did already.
+    products for each one of the forward pass, plus ``again``: work of the forward pass that is repeated.
     """
     sent, back = [rows_bytes], [rows_bytes]
     if gradients is WeightGradients.AT_EXPERTS:
@@ -136,7 +136,7 @@ def backward_pass(
 
 @dataclass(frozen=True, slots=True)
 class Degree:
-    """The best number of chunks. ``seconds``: T of it; ``wanted``: what would be best if there were no cap."""
+    """The best number of chunks. ``seconds``: T of it; ``wanted``: the best number without a cap."""
 
     degree: int
     seconds: float
@@ -144,8 +144,8 @@ class Degree:
 
 
 def worthwhile_degree(costs: PipelineCosts, work: LayerPass, *, present: int, most: int) -> Degree:
-    """What AUTO goes over to from ``present`` chunks: the best number where it is faster by 2%, else it stays: what is
-    measured and counted varies. Raises ValueError.
+    """The number that AUTO changes to from ``present`` chunks: the best number if it is faster by 2%, else ``present``,
+    since measurements vary. Raises ValueError.
     """
     best = best_degree(costs, work, most=most)
     stays = pass_seconds(costs, work, present)
@@ -160,7 +160,7 @@ def pass_seconds(costs: PipelineCosts, work: LayerPass, degree: int) -> float:
 
 
 def best_degree(costs: PipelineCosts, work: LayerPass, *, most: int) -> Degree:
-    """The number of chunks, ``most`` at most, in which ``work`` takes least time; of equal ones the smallest.
+    """The number of chunks, at most ``most``, with which ``work`` takes the least time; of equals the smallest.
 
     ``most`` is the fewest experts that any rank owns, since a chunk has at least one of each. Raises ValueError.
     """
@@ -199,7 +199,7 @@ def _terms(costs: PipelineCosts, work: LayerPass) -> tuple[_Term, ...]:
 
 
 def _points(terms: tuple[_Term, ...]) -> Iterator[float]:
-    """Where the maximum of ``terms`` may be least."""
+    """The points at which the maximum of ``terms`` may be least."""
     for term in terms:
         if term.by_r > 0:
             yield math.sqrt(term.by_inverse / term.by_r)
@@ -212,7 +212,7 @@ def _points(terms: tuple[_Term, ...]) -> Iterator[float]:
             continue
         inside = a * a - 4 * b * c
         if inside >= 0:
-            # The root of the larger sum first, the other by the product of both: no difference of near numbers.
+            # The root of the larger sum first, the other from the product of both: no difference of nearly equal numbers.
             larger = -(a + math.copysign(math.sqrt(inside), a)) / 2
             yield larger / b
             if larger != 0.0:
@@ -220,7 +220,7 @@ def _points(terms: tuple[_Term, ...]) -> Iterator[float]:
 
 
 def _least(terms: tuple[_Term, ...], points: list[float], most: int) -> tuple[int, float]:
-    """The best whole r in 1..most beside ``points``, and T of it."""
+    """The best whole r in 1..most next to ``points``, and T of it."""
     candidates = {1, most}
     for point in points:
         if math.isfinite(point) and point > 0:

@@ -1,10 +1,10 @@
-"""Tensor parallelism of the dense layers: the sums over ranks at both ends of each divided pair of products.
+"""Tensor parallelism of the dense layers: the sums over ranks at both ends of each split pair of products.
 
-A pair of products with a nonlinear function between them is divided as ``tierstore.parallel.layout`` says. Each rank
-computes its part from the whole input, and the outputs of all ranks are added up. Megatron-LM (Shoeybi et al. 2019,
-section 3) calls the two ends f and g: ``enter`` passes its input on, and adds the gradients of all ranks up;
-``leave`` adds the outputs of all ranks up, and passes its gradient on. Sums are in rank order, so every rank has the same
-bits of all that is not divided: of the residual stream, of its gradient, and of those of norms and routers.
+A pair of products with a nonlinear function between them is split as ``tierstore.parallel.layout`` describes. Each rank
+computes its part from the whole input, and the outputs of all ranks are summed. Megatron-LM (Shoeybi et al. 2019,
+section 3) calls the two ends f and g: ``enter`` passes its input on, and sums the gradients of all ranks; ``leave`` sums
+the outputs of all ranks, and passes its gradient on. Sums are in rank order, so all ranks have the same bits of whatever
+is not split: the residual stream, its gradient, and the gradients of norms and routers.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from tierstore.stats import Cause, StallLedger, Tier
 
 
 class TensorRanks:
-    """The ranks of ``group``, which compute the same tokens with parts of a layer's parameters. With one of them nothing is
-    divided. Waiting for the others is charged to ``ledger``.
+    """The ranks of ``group``, which compute the same tokens with parts of a layer's parameters. With one rank nothing is
+    split. Waiting for the others is charged to ``ledger``.
     """
 
     def __init__(
@@ -38,11 +38,11 @@ class TensorRanks:
 
     @property
     def size(self) -> int:
-        """How many parts there are."""
+        """The number of parts."""
         return self.group.size
 
     def enter(self, x: Tensor) -> Tensor:
-        """``x``, which is the same on all ranks, on its way to this rank's part of the products (f)."""
+        """Pass ``x``, which is the same on all ranks, to this rank's part of the products (f)."""
         if self.size == 1:
             return x
         apply: Any = _Enter.apply
@@ -58,17 +58,17 @@ class TensorRanks:
         return left
 
     def summed(self, x: Tensor) -> Tensor:
-        """A new tensor: the sum over ranks, in rank order."""
+        """The sum over ranks, in rank order, as a new tensor."""
         total = x.clone(memory_format=torch.contiguous_format)
         self.group.all_reduce(total).wait(self._charge)
         return total
 
     def part(self, whole: Tensor, division: Division) -> Tensor:
-        """A copy of what this rank has of ``whole``."""
+        """A copy of this rank's part of ``whole``."""
         return part_of(whole, division, self.group.rank, self.size)
 
     def parameter(self, whole: Tensor, division: Division) -> nn.Parameter:
-        """This rank's part of ``whole``, as a parameter; all of it, not copied, where there is one rank."""
+        """This rank's part of ``whole`` as a parameter; with one rank ``whole`` itself, not copied."""
         return nn.Parameter(whole if self.size == 1 else self.part(whole, division))
 
 
@@ -96,7 +96,7 @@ class _Leave(torch.autograd.Function):
 
 
 def part_of(whole: Tensor, division: Division, rank: int, ranks: int) -> Tensor:
-    """A copy of what ``rank`` of ``ranks`` holds of ``whole``."""
+    """A copy of the part of ``rank``, of ``ranks``, of ``whole``."""
     dimension = division.dimension
     pieces = [
         whole.narrow(dimension, piece.start, piece.stop - piece.start)
@@ -106,7 +106,7 @@ def part_of(whole: Tensor, division: Division, rank: int, ranks: int) -> Tensor:
 
 
 def whole_of(parts: list[Tensor], division: Division) -> Tensor:
-    """The parameter whose ``parts``, by rank, these are."""
+    """The parameter assembled from ``parts``, ordered by rank."""
     dimension = division.dimension
     blocks = [part.chunk(division.blocks, dim=dimension) for part in parts]
     return torch.cat([piece for block in zip(*blocks, strict=True) for piece in block], dim=dimension)

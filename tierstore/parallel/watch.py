@@ -1,15 +1,14 @@
-"""A death watch: a rank that ends without leaving takes the others down within seconds, reason printed.
+"""A death watch: a rank that ends without leaving takes the others down within seconds, with the reason printed.
 
-Every rank holds one TCP connection to a hub on rank 0, silent until something happens. The kernel closes a
-dead process's connection whatever killed it, so its end is seen at once, by the hub or, if rank 0 died, by
-all; the hub passes it on. A rank that fails says why before it ends. Keepalive probes notice a machine that
-vanished. Under ``torchrun`` each rank also watches its parent through a pidfd, since a killed ``torchrun``
-cannot stop its ranks.
+Every rank holds one TCP connection to a hub on rank 0, silent until something happens. The kernel closes a dead process's
+connection whatever killed it, so its end is noticed at once, by the hub or, if rank 0 died, by all; the hub passes it on. A
+rank that fails sends its reason before it ends. Keepalive probes detect a machine that vanished. Under ``torchrun`` each
+rank also watches its parent through a pidfd, since a killed ``torchrun`` cannot stop its ranks.
 
-What a rank then does: the watch prints the reason and calls ``on_failure`` (which aborts the communicators, so
-that collectives raise), and the process has ``grace_s`` to end by itself. After that it is ended here: a store
-stands at its last commit at any instant. One thread, asleep in ``select``, and one more for ``on_failure``: to abort
-can mean to wait for a device that waits for the dead rank, and what counts the seconds must not.
+What a rank then does: the watch prints the reason and calls ``on_failure`` (which aborts the communicators, so that
+collectives raise), and the process has ``grace_s`` to end by itself. After that the watch ends it: a store's last commit
+is intact at any time. One thread sleeps in ``select``; another runs ``on_failure``, since aborting may wait for a device
+that waits for the dead rank, which must not delay the deadline.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ _ENDED = "its process ended"
 
 
 class DeathWatch:
-    """Watches the ranks of ``world`` from the construction (a collective) until ``leave``.
+    """Watches the ranks of ``world`` from its construction (a collective) until ``leave``.
 
-    ``failure`` is what was found, for good, or None. Methods may be called from any thread.
+    ``failure``: the first failure found, or None; it never changes back. Methods may be called from any thread.
     """
 
     def __init__(
@@ -71,14 +70,14 @@ class DeathWatch:
         self._thread.start()
 
     def blame(self, within_s: float = 1.0) -> Failure | None:
-        """The rank that ended first, if that becomes known within ``within_s``: a broken collective often knows first."""
+        """The failure that ended the job, if known within ``within_s``: a broken collective is often noticed first."""
         self._found.wait(within_s)
         return self._failure
 
     def leave(self, error: BaseException | None = None) -> None:
-        """This rank's part is over: done, or failed with ``error``, which the other ranks receive.
+        """This rank is done, or failed with ``error``, which the other ranks receive.
 
-        After a failure of any rank ``on_failure`` has returned, or the process is ended after ``grace_s``.
+        After any rank's failure, ``on_failure`` has returned when this returns, or the process is ended after ``grace_s``.
         """
         if self._left.is_set():
             return
@@ -102,11 +101,11 @@ class DeathWatch:
                 os.close(descriptor)
 
     def _abort(self) -> None:
-        if self._failure is None:  # else the thread has begun
+        if self._failure is None:  # else the thread was started
             self._aborting.start()
         self._aborting.join(self._grace_s)
         if self._aborting.is_alive():
-            self._say(f"communicators not aborted within {self._grace_s:g} s of the failure, so ended now")
+            self._say(f"communicators not aborted within {self._grace_s:g} s of the failure; ending now")
             self._end(EXIT_STATUS)
 
     # The thread --------------------------------------------------------------------------------------------
@@ -120,7 +119,7 @@ class DeathWatch:
                 elif key.data is not None:
                     self._read(key.data, buffers)
         if self._failure is not None and not self._left.wait(self._grace_s):
-            self._say(f"not ended within {self._grace_s:g} s of the failure, so ended now")
+            self._say(f"still running {self._grace_s:g} s after the failure; ending now")
             self._end(EXIT_STATUS)
 
     def _read(self, rank: int, buffers: dict[int, bytes]) -> None:
@@ -158,7 +157,7 @@ class DeathWatch:
         line = json.dumps(message).encode() + b"\n"
         with self._lock:
             for connection in self._peers.values():
-                with contextlib.suppress(OSError):  # that one is gone itself
+                with contextlib.suppress(OSError):  # that rank is gone itself
                     connection.sendall(line)
 
     def _say(self, text: str) -> None:
@@ -170,7 +169,7 @@ class DeathWatch:
 
 
 def _connect(environment: RankEnvironment, world: RankGroup, timeout_s: float) -> dict[int, socket.socket]:
-    """Rank 0: a connection from every other rank. The others: one to rank 0. By rank."""
+    """The connections by rank. Rank 0: one from every other rank; the others: one to rank 0."""
     if world.size == 1:
         return {}
     listener = None
@@ -207,7 +206,7 @@ def _accept(listener: socket.socket, token: str, count: int) -> dict[int, socket
         given, _, rank = hello.decode("ascii", "replace").strip().partition(" ")
         if given == token and rank.isdigit():
             peers[int(rank)] = _kept_alive(connection)
-        else:  # a stranger that knocked at the port
+        else:  # a stranger that connected to the port
             connection.close()
     return peers
 
@@ -221,7 +220,7 @@ def _kept_alive(connection: socket.socket) -> socket.socket:
 
 
 def _parent_pidfd() -> int:
-    """A descriptor that becomes readable when the parent ends. Raises PeerError if it has already."""
+    """A descriptor that becomes readable when the parent ends. Raises PeerError if it has already ended."""
     parent = os.getppid()
     try:
         descriptor = os.pidfd_open(parent)

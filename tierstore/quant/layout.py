@@ -1,9 +1,9 @@
-"""How quantised weights lie in a record, and flat fp32 weights to such bytes and back. Imports no torch.
+"""The layout of quantised weights in a record, and conversion of flat fp32 weights to such bytes and back. Without torch.
 
-A record's weights are parts, one after another: matrices, and values that stay as they are (biases). A matrix of N rows
-(outputs) and K columns (inputs) is kept as codes, N x ceil(K / 64) blocks of 64, followed by the fp32 numbers of its
-blocks. Each array starts at a multiple of ``ALIGNMENT`` bytes; the gaps are zero. ``native/quant/quantize.hpp`` defines
-what a code stands for.
+A record's weights are parts, one after another: matrices, and values that stay fp32 (biases). A matrix of N rows (outputs)
+and K columns (inputs) is stored as codes, N x ceil(K / 64) blocks of 64, followed by the fp32 numbers of its blocks. Each
+array starts at a multiple of ``ALIGNMENT`` bytes; the gaps are zero. ``native/quant/quantize.hpp`` defines the value of a
+code.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ ALIGNMENT = 64
 
 
 class CodeFormat(StrEnum):
-    """Codes of 8 bits with a scale a block (1.06 bytes a weight), or of 4 bits with a scale and a least value (0.63)."""
+    """Codes of 8 bits with a scale per block (1.06 bytes a weight), or of 4 bits with a scale and a least value (0.63)."""
 
     INT8 = "int8"
     INT4 = "int4"
 
     @property
     def native(self) -> _native.QuantFormat:
-        """What the kernels call it."""
+        """The kernels' enum value."""
         return _native.QuantFormat.INT8 if self is CodeFormat.INT8 else _native.QuantFormat.INT4
 
     @property
@@ -43,21 +43,21 @@ class CodeFormat(StrEnum):
 
     @property
     def block_floats(self) -> int:
-        """Numbers beside the codes of a block."""
+        """Numbers stored with the codes of a block."""
         return 1 if self is CodeFormat.INT8 else 2
 
 
 class PartKind(StrEnum):
-    """What a part of an expert's flat weights is."""
+    """The kind of a part of an expert's flat weights."""
 
     MATRIX = "matrix"  # (rows, columns) = (outputs, inputs)
-    TRANSPOSED = "transposed"  # flat, it lies as (columns, rows); its codes are those of a MATRIX
+    TRANSPOSED = "transposed"  # stored flat as (columns, rows); its codes are those of a MATRIX
     PLAIN = "plain"  # values that stay fp32
 
 
 @dataclass(frozen=True)
 class WeightPart:
-    """``rows`` x ``columns`` values, which follow those of the part before. Of PLAIN ones ``rows`` is 1."""
+    """``rows`` x ``columns`` values, which follow those of the part before. PLAIN parts have 1 row."""
 
     kind: PartKind
     rows: int
@@ -74,9 +74,9 @@ class WeightPart:
 
 @dataclass(frozen=True)
 class PartSpan:
-    """Where a part lies: ``first`` value in the flat weights; byte ``codes`` and ``scales`` in the record, with their ends.
+    """The position of a part: its ``first`` value in the flat weights; bytes of ``codes`` and ``scales`` in the record.
 
-    A PLAIN part has no codes, and its values where others have scales.
+    A PLAIN part has no codes, and its values in place of scales.
     """
 
     part: WeightPart
@@ -89,19 +89,19 @@ class PartSpan:
 
 @dataclass(frozen=True)
 class QuantizedLayout:
-    """How the weights of a class of records lie."""
+    """The layout of the weights of a class of records."""
 
     codes: CodeFormat
     parts: tuple[WeightPart, ...]
 
     @cached_property
     def numel(self) -> int:
-        """Weights."""
+        """The number of weights."""
         return sum(part.numel for part in self.parts)
 
     @cached_property
     def spans(self) -> tuple[PartSpan, ...]:
-        """Where each part lies."""
+        """The position of each part."""
         spans: list[PartSpan] = []
         first = offset = 0
         for part in self.parts:
@@ -120,12 +120,12 @@ class QuantizedLayout:
         return _aligned(self.spans[-1].scales_end)
 
     def as_json(self) -> dict[str, object]:
-        """The parts alone: the format is the schema's."""
+        """The parts alone: the schema holds the format."""
         return {"parts": [[part.kind.value, part.rows, part.columns] for part in self.parts]}
 
     @classmethod
     def from_json(cls, codes: CodeFormat, parts: object) -> QuantizedLayout:
-        """Raises TypeError, ValueError or ConfigError for what ``as_json`` would not have written."""
+        """The inverse of ``as_json``. Raises TypeError, ValueError or ConfigError for anything else."""
         if not isinstance(parts, Sequence) or not parts:
             raise ValueError(f"parts: expected a list of [kind, rows, columns], got {parts!r}")
         made = tuple(WeightPart(PartKind(kind), int(rows), int(columns)) for kind, rows, columns in parts)
@@ -141,9 +141,9 @@ Floats = npt.NDArray[np.float32]
 
 
 def quantize(layout: QuantizedLayout, weights: Floats, into: Bytes, *, name: str) -> None:
-    """Writes all of ``into`` (``layout.nbytes``): a function of ``weights`` (flat) alone.
+    """Write all of ``into`` (``layout.nbytes``), a function of ``weights`` (flat) alone.
 
-    Raises DataError naming ``name`` for a weight, or the spread of a block, that is not finite.
+    Raises DataError naming ``name`` if a weight, or the spread of a block, is not finite.
     """
     if weights.shape != (layout.numel,) or into.shape != (layout.nbytes,):
         raise ValueError(
@@ -163,13 +163,13 @@ def quantize(layout: QuantizedLayout, weights: Floats, into: Bytes, *, name: str
             finite = _native.quantize(layout.codes.native, codes, scales, values)
         if not finite:
             raise DataError(
-                f"{name}: has a weight that is not finite, or too large to be kept as {layout.codes.value}"
+                f"{name}: has a weight that is not finite, or too large to be stored as {layout.codes.value}"
             )
     into[end:] = 0
 
 
 def dequantize(layout: QuantizedLayout, data: Bytes) -> Floats:
-    """The flat fp32 weights that ``data`` stands for."""
+    """Decode ``data`` to flat fp32 weights."""
     weights = np.empty(layout.numel, np.float32)
     for span in layout.spans:
         part = span.part

@@ -1,4 +1,4 @@
-"""Quantised weights as a computation sees them: where they lie, and products with them.
+"""Quantised weights for computation: where they are stored, and products with them.
 
 On the CPU products read the codes themselves (``native/quant``); on another device a matrix is first dequantised to the
 compute type.
@@ -17,13 +17,13 @@ from tierstore import _native
 from tierstore.errors import ConfigError
 from tierstore.quant.layout import BLOCK, CodeFormat, PartSpan, QuantizedLayout
 
-#: Codes that share a byte lie this far apart.
+#: Codes that share a byte are this far apart.
 _HALF = 16
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeights:
-    """The weights of one expert: the bytes of its record, 1-D uint8. ``products`` computes, if they are the CPU's."""
+    """The weights of one expert: the bytes of its record, 1-D uint8. On the CPU ``products`` computes with them."""
 
     layout: QuantizedLayout
     data: Tensor
@@ -35,12 +35,12 @@ class QuantizedWeights:
                 f"expected {self.layout.nbytes} bytes, got {tuple(self.data.shape)} of {self.data.dtype}"
             )
         if self.data.device.type == "cpu" and self.products is None:
-            raise ValueError("products: expected what computes them on the CPU")
+            raise ValueError("products: required on the CPU")
 
     def multiply(self, index: int, x_MK: Tensor, out_MN: Tensor) -> None:
         """``out = x W^T`` with part ``index``, a matrix; both are fp32 or bf16.
 
-        On the CPU a row of ``out`` depends on its row of ``x`` alone: sums are fp32, in an order that the matrix fixes.
+        On the CPU a row of ``out`` depends on its row of ``x`` alone: sums are fp32, in an order set by the matrix.
         """
         span = self.layout.spans[index]
         if self.products is None:
@@ -60,12 +60,12 @@ class QuantizedWeights:
             out_MN.copy_(out)
 
     def plain(self, index: int) -> Tensor:
-        """Part ``index``, values that are kept as they are: fp32, 1-D."""
+        """Part ``index``, which stays unquantised: fp32, 1-D."""
         span = self.layout.spans[index]
         return self.data[span.scales : span.scales_end].view(torch.float32)
 
     def matrix(self, index: int, dtype: torch.dtype) -> Tensor:
-        """Part ``index``, a matrix, dequantised in fp32 and rounded to ``dtype``: (outputs, inputs), where the codes are."""
+        """Part ``index``, a matrix, dequantised in fp32 and rounded to ``dtype``: (outputs, inputs), on the same device."""
         span = self.layout.spans[index]
         blocks = -(-span.part.columns // BLOCK)
         codes = self.data[span.codes : span.codes_end].view(span.part.rows, blocks, -1)
@@ -87,17 +87,17 @@ Weights = Tensor | QuantizedWeights
 
 
 def plain_weights(weights: Weights) -> Tensor:
-    """``weights`` where nothing but a flat tensor will do. Raises ConfigError for quantised ones."""
+    """``weights`` for uses that need a flat tensor. Raises ConfigError if they are quantised."""
     if isinstance(weights, QuantizedWeights):
         raise ConfigError(
-            f"experts in {weights.layout.codes.value} compute forward passes alone: they are not trained, and no gradient "
+            f"experts in {weights.layout.codes.value} support only forward passes: they are not trained, and no gradient "
             "flows through them"
         )
     return weights
 
 
 def native_array(matrix: Tensor) -> Any:
-    """A view that native products take: fp32, or bf16's bits; which, mypy cannot know. Raises ValueError for others."""
+    """A view for native products: fp32, or the bits of bf16 (mypy cannot tell which). Raises ValueError for other types."""
     plain = matrix.detach()
     if plain.dtype == torch.bfloat16:
         return plain.view(torch.uint16).numpy()

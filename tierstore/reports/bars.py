@@ -1,7 +1,7 @@
 """Bars over time, in rows, as an SVG picture.
 
-The same bars give the same bytes. Text is text. The background is white, so that a picture reads alike on light and dark
-pages; bars of one row and colour are one path, so that a picture of a thousand of them is small.
+The same bars give the same bytes. Text stays text. The background is white, so that a picture looks alike on light and dark
+pages; bars of one row and colour are one path, so that a picture of a thousand bars is small.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 _LEFT, _WIDTH, _ALL = 116, 752, 880
 _TOP, _ROW_HEIGHT, _BAR_HEIGHT, _HEADING_HEIGHT = 8, 26, 20, 24
-#: A label is drawn where its bar has this room for a character, and around it.
+#: Width of a character, and of the margin: a label is drawn if its bar has room for it.
 _CHARACTER, _AROUND = 6.6, 1.0
 _DARK, _LIGHT = "#222", "#fff"
 
 
 class Bar(NamedTuple):
-    """From ``begin`` to ``end``, in milliseconds; ``label`` is drawn where the bar has room for it."""
+    """A bar from ``begin`` to ``end``, in milliseconds; ``label`` is drawn if the bar has room for it."""
 
     begin: float
     end: float
@@ -29,7 +29,7 @@ class Bar(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class BarPanel:
-    """Rows under each other, by title. ``heading`` stands above the titles, each of ``marks`` above its time."""
+    """Rows one below the other, by title. ``heading`` stands above the titles, each of ``marks`` above its time."""
 
     rows: Mapping[str, Sequence[Bar]]
     heading: str = ""
@@ -37,7 +37,7 @@ class BarPanel:
 
 
 def draw_bars(panels: Sequence[BarPanel], *, length: float, caption: str) -> str:
-    """An SVG of ``panels`` from 0 to ``length`` milliseconds; what is outside is not drawn."""
+    """An SVG of ``panels`` from 0 to ``length`` milliseconds; anything outside is not drawn."""
     scale = _WIDTH / length
     body: list[str] = []
     top = _TOP
@@ -89,7 +89,7 @@ def _row(title: str, bars: Sequence[Bar], top: int, length: float, scale: float)
 
 
 def _ink(colour: str) -> str:
-    """The ink that is read best on ``colour`` (#rrggbb)."""
+    """The more readable ink on ``colour`` (#rrggbb)."""
     red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
     return _DARK if 0.299 * red + 0.587 * green + 0.114 * blue > 128 else _LIGHT
 
@@ -105,7 +105,7 @@ def _axis(bottom: int, length: float, scale: float) -> Iterator[str]:
 
 
 def joined(spans: Sequence[tuple[float, float]], gap: float) -> list[tuple[float, float]]:
-    """``spans`` (begin, end), where those at most ``gap`` apart are one."""
+    """``spans`` (begin, end), with those at most ``gap`` apart merged."""
     found: list[tuple[float, float]] = []
     for start, end in sorted(spans):
         if found and start - found[-1][1] <= gap:

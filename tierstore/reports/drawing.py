@@ -1,7 +1,7 @@
-"""How the plots of a page are drawn: inline SVG that takes the page's fonts and, for its ink, the page's text colour.
+"""Drawing of a page's plots: inline SVG that uses the page's fonts and, as its ink, the page's text colour.
 
-Colours are Okabe and Ito's, which colour-blind readers tell apart; every line has a marker of its own too. Needs matplotlib.
-Figures are made, drawn on and turned into SVG within ``rc_context(SETTINGS)``.
+Colours are Okabe and Ito's, which colour-blind readers can tell apart; every line also has its own marker. Needs matplotlib.
+Figures are made, drawn on and converted to SVG within ``rc_context(SETTINGS)``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ INK = "#010203"  # becomes currentColor
 _PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C7A00")
 _MARKERS = "osD^vPX<>*hpd8H"
 _LINES = ("-", "--", "-.", ":")
-_SIZE = (4.7, 3.1)  # inches: small, so that text is readable at the width of a telephone
+_SIZE = (4.7, 3.1)  # inches: small, so that text is readable at the width of a phone
 SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "tierstore",
@@ -45,7 +45,7 @@ SETTINGS: dict[Any, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class PlotStyle:
-    """How one line is drawn, in every plot alike."""
+    """The style of one line, the same in every plot."""
 
     colour: str
     marker: str
@@ -54,7 +54,7 @@ class PlotStyle:
 
 
 def style(number: int) -> PlotStyle:
-    """The look of line ``number`` of a plot."""
+    """The style of line ``number`` of a plot."""
     colour = _PALETTE[number % len(_PALETTE)]
     return PlotStyle(
         colour, _MARKERS[number % len(_MARKERS)], _LINES[number // len(_PALETTE) % len(_LINES)], 1.3
@@ -82,7 +82,7 @@ def line(axes: Axes, xs: Sequence[float], ys: Sequence[float], label: str, look:
 
 
 def set_legend(figure: Figure, axes: Axes) -> None:
-    """Below the plot, and the figure grows by it: a legend inside hides lines, one beside shrinks them."""
+    """Put the legend below the plot and enlarge the figure: inside it would hide lines, beside it would shrink them."""
     handles, labels = axes.get_legend_handles_labels()
     columns = 2 if max(map(len, labels)) > 16 else 3
     rows = -(-len(labels) // columns)
@@ -91,12 +91,12 @@ def set_legend(figure: Figure, axes: Axes) -> None:
 
 
 def svg_of(figure: Figure) -> str:
-    """The drawing as an element for a page, whose width it takes."""
+    """The drawing as an SVG element that takes the width of its page."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()
     text = text[text.index("<svg") :].replace(INK, "currentColor")
-    # The page gives the width; the view box keeps the proportions.
+    # The page sets the width; the view box keeps the proportions.
     text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
     text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
     return re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)

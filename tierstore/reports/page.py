@@ -1,6 +1,6 @@
-"""A report as one HTML file, without network or script. Needs matplotlib and Jinja2 (``tierstore[report]``).
+"""Reports as one HTML file, without network or script. Needs matplotlib and Jinja2 (``tierstore[report]``).
 
-A page is sections of paragraphs, plots and tables. Marks, members of an enum, say where numbers come from.
+A page is sections of paragraphs, plots and tables. Marks, members of an enum, show where numbers come from.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from tierstore.units import printable
 
 _NEEDED = ("matplotlib", "jinja2")
 
-#: Words, with marks between them.
+#: Text, with marks between its pieces.
 Text = str | Sequence[str | enum.Enum]
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A number of a table, as shown."""
+    """A table cell, as shown."""
 
     text: str
     style: str = ""  # a class of the page: best (the least of its column), text
@@ -69,7 +69,7 @@ class Plot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageSection:
-    """Shown in the order of the fields; ``notes`` stand out."""
+    """Fields are shown in their order; ``notes`` are highlighted."""
 
     title: str = ""
     anchor: str = ""
@@ -80,7 +80,7 @@ class PageSection:
 
 
 def check_report() -> None:
-    """Before the work that a report is to show. Raises CapabilityError if the extra is not installed."""
+    """Call before the work that a report is to show. Raises CapabilityError if the extra is not installed."""
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise CapabilityError(
@@ -91,7 +91,7 @@ def check_report() -> None:
 def render_page(
     title: str, sections: Sequence[PageSection], *, marks: Iterable[tuple[enum.Enum, str]], foot: PageSection
 ) -> str:
-    """The page. ``marks``: each with its meaning. The extra must be there (``check_report``)."""
+    """Render the page. ``marks``: each with its meaning. The extra must be installed (``check_report``)."""
     import jinja2  # an extra, like matplotlib in tierstore.reports.drawing
 
     numbers = count()
@@ -102,11 +102,11 @@ def render_page(
         resources.files("tierstore.reports").joinpath("page.html").read_text("utf-8")
     )
     page = template.render(title=title, sections=sections, marks=list(marks), foot=foot)
-    return printable(page)  # names of files may be in it
+    return printable(page)  # it may contain file names
 
 
 def own_ids(svg: str, prefix: str) -> str:
-    """``svg`` with ``prefix`` before its ids."""
+    """``svg`` with ``prefix`` added to its ids."""
     svg = re.sub(r'\bid="', f'id="{prefix}', svg)
     svg = re.sub(r'href="#', f'href="#{prefix}', svg)
     return svg.replace("url(#", f"url(#{prefix}")
