@@ -32,7 +32,7 @@ def test_a_work_directory_is_removed_whatever_happens(tmp_path: Path) -> None:
         fail()
     assert not directory.exists()
     with (
-        pytest.raises(ConfigError, match="exists; the benchmark wants a directory of its own"),
+        pytest.raises(ConfigError, match="exists; the benchmark needs a directory of its own"),
         work_directory(tmp_path),
     ):
         pass

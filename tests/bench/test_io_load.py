@@ -165,7 +165,7 @@ def test_notes_before_the_object() -> None:
 
 @pytest.mark.parametrize("text", ["", "no object", "{}", '{"jobs": []}', '{"jobs": [{"error": 0}]}', "{"])
 def test_other_output(text: str) -> None:
-    with pytest.raises(FioError, match="not what it was expected"):
+    with pytest.raises(FioError, match="has an unexpected form"):
         parse(text)
 
 

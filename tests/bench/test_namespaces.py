@@ -67,7 +67,7 @@ def test_off_probes_nothing() -> None:
 
 def test_who_may_not_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert probe_namespaces().reason == "only root may make network namespaces"
+    assert probe_namespaces().reason == "only root may create network namespaces"
     with (
         pytest.raises(CapabilityError, match="only root"),
         rank_namespaces(2, bandwidth=1, setting=Capability.ON),

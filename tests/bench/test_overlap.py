@@ -208,7 +208,7 @@ def test_ranks_whose_messages_the_kernel_limits(
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert bench_status(*limit) == 2
     assert capsys.readouterr().err == (
-        "tierstore: error: --namespace-bandwidth: no network namespaces here: only root may make network namespaces\n"
+        "tierstore: error: --namespace-bandwidth: no network namespaces here: only root may create network namespaces\n"
     )
     assert not (tmp_path / "bench").exists()
 

@@ -1,20 +1,20 @@
-"""How fast the native AdamW is: against torch's fused AdamW and against the machine's copy bandwidth.
+"""The speed of the native AdamW, against torch's fused AdamW and the machine's copy bandwidth.
 
-Each round measures every program once, in turn, so that a machine whose speed drifts treats them alike.
+Each round measures every program once, in turn, so that a drift in the machine's speed affects them alike.
 Figures are medians over the rounds with their spread; a ratio is the median of the rounds' ratios.
 
-Beside them: the replay of one record of ``RECORD_PARAMETERS`` by an engine with the store's default settings, against
-the read of such a record from a file (12 bytes a parameter, many reads in flight, past the page cache).
+Also measured: the replay of one record of ``RECORD_PARAMETERS`` by an engine with the store's default settings, against
+the read of such a record from a file (12 bytes a parameter, many reads in flight, bypassing the page cache).
 
 Programs: ``copy`` (memory to memory), ``torch`` (``torch.optim.AdamW(fused=True)``), ``step`` (one step),
-``replay`` (``REPLAYED`` missed steps in one pass, without a gradient) and ``subnormal`` (the same over
+``replay`` (``REPLAYED`` missed steps in one pass, without a gradient) and ``subnormal`` (the same with
 moments that are subnormal, or become so). ``bf16``, ``bf16_replay``, ``int8`` and ``int8_replay`` are step and replay
 with narrow moments, over the same weights and gradients.
 
 A step reads weight, exp_avg, exp_avg_sq and grad and writes the first three: 28 bytes a parameter in fp32, 20 with
-bf16 moments, 16 and the scales with int8. A copy counts each byte once read and once written. What a processor reads
-of a destination before writing it is not counted, and only the copy has such a destination: a step in place may
-exceed the copy.
+bf16 moments, 16 plus scales with int8. A copy counts each byte once read and once written. The processor's read of a
+destination before writing it is not counted, and only the copy has such a destination: a step in place may exceed the
+copy.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from tierstore.bench.probes import Bytes, DiskProbe
 from tierstore.store.config import IoConfig, tune
 from tierstore.store.opening import make_engine
 
-_STEP_BYTES = 28  # a parameter, as the following
+_STEP_BYTES = 28  # per parameter, like the following
 _NARROW_BYTES = {"bf16": 20.0, "int8": 16 + 16 / _native.MOMENT_BLOCK}
 _COPIED_BYTES = 8
 _GRADIENT_BYTES = 4
 REPLAYED = 16
 RECORD_PARAMETERS = 1 << 20
-_OF_TORCH = 0.95  # the speed that is to be reached at least
+_OF_TORCH = 0.95  # least speed to reach
 _OF_COPY = 0.9  # of memory bandwidth, with bf16 moments
 _READ_BYTES = 256 << 20
 _PROBE_BYTES = 1 << 30
@@ -59,20 +59,20 @@ _LR, _BETA1, _BETA2, _EPS, _DECAY = 1e-3, 0.9, 0.999, 1e-8, 0.01
 class AdamWBench(Benchmark):
     """The native AdamW against torch's fused AdamW, the machine's copy bandwidth, and a read from disk.
 
-    Every program has the same number of threads; ours are Python threads over equal parts, with the GIL released. A round
-    that is not counted goes first. Needs about 26 bytes a parameter.
+    Every program has the same number of threads; tierstore's are Python threads over equal parts, with the GIL released.
+    The first round is not counted. Needs about 26 bytes a parameter.
     """
 
     parameters: int = option(100_000_000, "fp32 parameters.")
     threads: int = option(2)
     repeats: int = option(7, "Rounds.")
-    store: Path = option(Path(), "Where to measure the read of a record.", path=ExistingPath.DIRECTORY)
+    store: Path = option(Path(), "Directory to measure the record read in.", path=ExistingPath.DIRECTORY)
 
     def __post_init__(self) -> None:
         at_least(1, parameters=self.parameters, threads=self.threads, repeats=self.repeats)
 
     def run(self, progress: Progress) -> Found:
-        """Measures. Sets torch's thread count meanwhile."""
+        """Run the benchmark. Sets torch's thread count meanwhile."""
         import torch
 
         threads_before = torch.get_num_threads()
@@ -93,7 +93,7 @@ def found_in(
     threads: int,
     record: Mapping[str, Sequence[float]],
 ) -> Found:
-    """What ``samples`` say, the seconds of each program in each round; ``record``: of its replay and of its read."""
+    """Evaluate ``samples``, the seconds of each program in each round; ``record``: those of its replay and its read."""
     import torch
 
     compared = [
@@ -104,7 +104,7 @@ def found_in(
         _Ratio("replay_to_step", "replay to one step", "replay", "step"),
         _Ratio("subnormal_to_replay", "subnormal to normal replay", "subnormal", "replay"),
     ]
-    # Without a gradient 4 of the bytes are not read.
+    # Without a gradient, 4 of the bytes are not read.
     moved: dict[str, float] = {"copy": _COPIED_BYTES}
     moved |= dict.fromkeys(("replay", "subnormal"), _STEP_BYTES - _GRADIENT_BYTES)
     for name, nbytes in _NARROW_BYTES.items():
@@ -173,7 +173,7 @@ class _Ratio:
 
 
 def _times(samples_s: Sequence[float], parameters: int, moved_bytes: float) -> dict[str, object]:
-    """One program's seconds for all parameters; ``moved_bytes``: what it reads and writes of one parameter."""
+    """Summarise one program's seconds for all parameters; ``moved_bytes``: bytes that it reads and writes per parameter."""
     median_s = statistics.median(samples_s)
     return {
         "samples_s": samples_s,
@@ -186,7 +186,7 @@ def _times(samples_s: Sequence[float], parameters: int, moved_bytes: float) -> d
 
 
 def _record(directory: Path, repeats: int) -> dict[str, list[float]]:
-    """Seconds to replay one record, as the store's engine does it, and to read it, in turn."""
+    """Seconds to replay one record, as the store's engine does, and to read it, in turn."""
     section = RECORD_PARAMETERS * 4
     nbytes = section * 3
     arena = _native.Arena(nbytes, _native.HugePages.AUTO)
@@ -207,7 +207,7 @@ def _record(directory: Path, repeats: int) -> dict[str, list[float]]:
 
 
 class _Memory:
-    """What all programs work on, over equal parts on the threads of ``pool``."""
+    """The memory that all programs work on, in equal parts on the threads of ``pool``."""
 
     def __init__(self, parameters: int, threads: int, pool: ThreadPoolExecutor) -> None:
         import torch
@@ -220,7 +220,7 @@ class _Memory:
             [theirs], lr=_LR, betas=(_BETA1, _BETA2), eps=_EPS, weight_decay=_DECAY, fused=True
         )
         self.optimizer.step()  # makes torch's state
-        # The very same memory for both: the placement of pages is worth more than what is measured here.
+        # The same memory for both: the placement of pages matters more than the differences measured here.
         state = self.optimizer.state[theirs]
         self._weight: _Array = theirs.detach().numpy()
         self._exp_avg: _Array = state["exp_avg"].numpy()
@@ -242,7 +242,7 @@ class _Memory:
             future.result()
 
     def adamw(self, steps: _Array) -> None:
-        """Ours: one step with the gradient; several without one."""
+        """tierstore's AdamW: one step with the gradient, or several without."""
 
         def work(part: slice) -> None:
             gradient = self._grad[part] if len(steps) == 1 else None
@@ -295,8 +295,8 @@ def _measure(parameters: int, threads: int, repeats: int, pool: ThreadPoolExecut
     for form in (_native.MomentFormat.BF16, _native.MomentFormat.INT8):
         programs[form.name.lower()] = partial(memory.narrow_adamw, form, one)
         programs[f"{form.name.lower()}_replay"] = partial(memory.narrow_adamw, form, missed)
-    # Set up untimed. The last replay starts from an exp_avg that falls below the smallest normal fp32, 1.2e-38, on its
-    # way, and an exp_avg_sq that lies there already.
+    # Set up untimed. The subnormal replay starts from an exp_avg that falls below the smallest normal fp32, 1.2e-38, on
+    # its way, and an exp_avg_sq that is already below it.
     moments = {"replay": (1e-3, 1e-6), "subnormal": (2e-38, 1e-40)}
     samples: dict[str, list[float]] = {name: [] for name in programs}
     for turn in range(repeats + 1):

@@ -1,8 +1,7 @@
-"""How fast cache policies are simulated: requests a second of each, and the time of a whole set of curves.
+"""The speed of simulated cache policies: requests a second of each, and the time of a whole set of curves.
 
-Two kinds of requests: single keys with Zipf popularity, and the experts of layer passes, each pass one atomic
-event. Times are CPU time of one thread; the median of the repeats, which take turns. The curves are timed by
-the clock, on all cores.
+Two kinds of requests: single keys with Zipf popularity, and the experts of layer passes, each pass one atomic event. Times
+are CPU time of one thread, the median of the repeats, which take turns. The curves are timed by wall clock, on all cores.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ class CacheBench(Benchmark):
     --requests 20000000 --repeats 1 --curve-points 10 shows how long all curves of a large trace take.
     """
 
-    requests: int = option(2_000_000, "Of each trace.")
-    keys: int = option(100_000, "Of the trace of single keys.")
+    requests: int = option(2_000_000, "Requests in each trace.")
+    keys: int = option(100_000, "Keys in the trace of single keys.")
     repeats: int = option(3, "Rounds.")
     curve_points: int = option(0, "Also time every policy's curve of N points.", least=0)
 
@@ -44,7 +43,7 @@ class CacheBench(Benchmark):
         at_least(1, **{"--requests": self.requests, "--keys": self.keys, "--repeats": self.repeats})
 
     def run(self, progress: Progress) -> Found:
-        """The rates of every policy for which the requests are suited; with ``curve_points`` the time of all curves."""
+        """The rates of every policy that suits the requests; with ``curve_points`` also the time of all curves."""
         traces = (key_requests(self.requests, self.keys), pass_requests(self.requests))
         policies: dict[str, dict[str, object]] = {}
         measurements = []
@@ -86,7 +85,7 @@ class CacheBench(Benchmark):
 
 
 def key_requests(count: int, keys: int, *, seed: int = 0) -> Requests:
-    """``count`` single requests for ``keys`` keys, the r-th key in proportion to 1/r."""
+    """``count`` single requests for ``keys`` keys; the r-th key has a popularity proportional to 1/r."""
     rng = np.random.default_rng(seed)
     popularity = np.cumsum(1 / np.arange(1, keys + 1))
     rank = np.searchsorted(popularity, rng.random(count) * popularity[-1])
@@ -99,7 +98,7 @@ def pass_requests(count: int, *, seed: int = 0) -> Requests:
     rng = np.random.default_rng(seed)
     events = max(count // _ACTIVE, 1)
     chosen = np.empty((events, _ACTIVE), np.uint32)
-    for begin in range(0, events, _PASSES_AT_ONCE):  # weights of all would be most of the memory
+    for begin in range(0, events, _PASSES_AT_ONCE):  # weights of all passes would take most of the memory
         part = chosen[begin : begin + _PASSES_AT_ONCE]
         weights = rng.random((len(part), _EXPERTS)) * np.arange(1, _EXPERTS + 1)
         part[:] = np.sort(np.argpartition(weights, -_ACTIVE, axis=1)[:, -_ACTIVE:], axis=1)
@@ -114,7 +113,7 @@ def pass_requests(count: int, *, seed: int = 0) -> Requests:
 
 
 def _times(requests: Requests, policies: Sequence[PolicySpec], repeats: int) -> dict[str, list[float]]:
-    """CPU seconds a request of each policy, in each repeat."""
+    """CPU seconds per request of each policy, in each repeat."""
     capacity = requests.table.frames_of(_CAPACITY)
     settings = [ReplaySetting(policy, capacity) for policy in policies if suits(requests, policy.name)]
     times = policy_time(requests, settings, repeats=repeats)

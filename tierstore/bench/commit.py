@@ -1,9 +1,9 @@
-"""What a commit costs beyond the bytes that it must write.
+"""The cost of a commit beyond the bytes that it must write.
 
 Every record of a store is stepped, so that the whole cache is dirty, and the commit is timed from the moment
-that nothing is in flight. In turn with it the same bytes, in transfers of the same sizes, are written to a
-preallocated file beside the store and synced. Then a commit is awaited beside a heartbeat: how late the heartbeat comes,
-against the same in an idle loop, is how long the commit keeps an event loop from its other work.
+that nothing is in flight. In turn with it, the same bytes are written in transfers of the same sizes to a preallocated
+file beside the store and synced. Then a commit is awaited beside a heartbeat: the delay of the heartbeat, compared with
+that in an idle loop, is how long the commit keeps an event loop from other work.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from tierstore.stats import spread
 from tierstore.store import ParameterStore, RecordSchema, StoreConfig
 
 _BEAT_S = 0.002
-_TO_WRITE = 1.2  # what a commit may take at most, in times of writing its bytes
-#: What is timed in each round: its keys' prefix, and its name.
+_TO_WRITE = 1.2  # the most that a commit may take, relative to writing its bytes
+#: What is timed in each round: the prefix of its keys, and its name.
 _TIMED = {
     "commit": "commit",
     "write": "durable write of the same bytes",
@@ -62,7 +62,7 @@ class CommitBench(Benchmark):
         at_least(12, record_bytes=self.record_bytes)
 
     def run(self, progress: Progress) -> Found:
-        """Measures in ``store``, made and removed here."""
+        """Measure in ``store``, which is made and removed here."""
         numel = self.record_bytes // 12
         with work_directory(self.store) as directory:
             samples, dirty = _measure(directory, self.records, numel, self.rounds)
@@ -98,7 +98,7 @@ def _times(samples_s: list[float]) -> dict[str, object]:
 
 
 def _measure(directory: Path, records: int, numel: int, rounds: int) -> tuple[dict[str, list[float]], int]:
-    """Seconds of each round by what was timed, and the bytes that a commit wrote."""
+    """Seconds of each round for each thing timed, and the bytes that a commit wrote."""
     keys = [f"record.{number:05d}" for number in range(records)]
     gradient = np.full(numel, 1e-3, np.float32)
     config = StoreConfig(host_budget=(records + 1) * (numel * 12 + numel // 2 + (1 << 20)))
@@ -110,7 +110,7 @@ def _measure(directory: Path, records: int, numel: int, rounds: int) -> tuple[di
             store.register(key, "record", weight=gradient)
         store.commit()
         with closing(DiskProbe(directory, records * numel * 12, (numel * 4, numel * 8), config.io)) as probe:
-            for turn in range(rounds + 2):  # two that do not count: the first writes to fresh slots
+            for turn in range(rounds + 2):  # two are not counted: the first writes to fresh slots
                 _make_dirty(store, keys, gradient)
                 before = int(store.core.engine.stats()["written_bytes"])
                 begun = time.perf_counter()
@@ -134,7 +134,7 @@ def _make_dirty(store: ParameterStore, keys: list[str], gradient: NDArray[np.flo
 
 
 async def _lateness(work: Coroutine[Any, Any, object]) -> float:
-    """By how many seconds, at most, a heartbeat comes late while ``work`` is awaited."""
+    """The greatest delay in seconds of a heartbeat while ``work`` is awaited."""
     task = asyncio.create_task(work)
     latest = 0.0
     while not task.done():

@@ -1,8 +1,8 @@
-"""What got better or worse between two runs of a benchmark, beyond the noise within the runs (docs/BENCH.md).
+"""Comparison of two runs of a benchmark: what changed beyond the noise within the runs (docs/BENCH.md).
 
-The ratio is that of the medians, new over old, with a 95% interval: the percentile bootstrap of both runs' samples (or,
-where only quartiles were kept, the normal approximation of a median's error), taken in logarithms, and widened by
-Student's quantile for the fewer samples of the two: three of them alone say little.
+The ratio is that of the medians, new over old, with a 95% interval: the percentile bootstrap of both runs' samples (or, if
+only quartiles were kept, the normal approximation of a median's error), in logarithms, widened by Student's quantile for
+the smaller number of samples, since as few as three samples say little.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from tierstore.bench.documents import Better, Document, Measurement, Origin, sho
 from tierstore.errors import DataError
 from tierstore.lab.bootstrap import student_quantile
 
-_TAIL = 0.975  # of a 95% interval
+_TAIL = 0.975  # upper tail of a 95% interval
 _RESAMPLES = 2000
-#: Student's quantile at 0.975 for 1 to 6 degrees of freedom; an expansion serves from 7.
+#: Student's quantile at 0.975 for 1 to 6 degrees of freedom; an expansion is used from 7.
 _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447)
-#: The quartiles of a normal distribution are this many deviations apart; a median's error is larger than a mean's.
+#: The quartiles of a normal distribution are this many deviations apart; a median's error exceeds a mean's by this.
 _QUARTILES_APART, _MEDIAN_ERROR = 1.349, 1.2533
 
 
 class ChangeKind(StrEnum):
-    """How one measurement changed, in the order of the table."""
+    """How a measurement changed, in the order of the table."""
 
     WORSE = "worse"
     BETTER = "better"
-    CHANGED = "changed"  # beyond noise, of something that has no good direction
-    UNKNOWN = "noise unknown"  # one sample on one side or both
+    CHANGED = "changed"  # beyond noise, for a measurement without a better direction
+    UNKNOWN = "noise unknown"  # at least one side has only one sample
     WITHIN = "within noise"
     SAME = "same"
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One measurement in both documents. ``low`` and ``high`` of the ratio are None where the noise is unknown, and so
-    is the ratio where a median is not above 0.
+    """One measurement in both documents. ``low`` and ``high`` of the ratio are None if the noise is unknown; the ratio is
+    None if a median is not above 0.
     """
 
     old: Measurement
@@ -68,7 +68,7 @@ class Compared:
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """Two runs of ``bench``. ``warnings``: why they may not be comparable; ``only_old`` and ``only_new``: labels of
-    what the other lacks.
+    measurements that the other run lacks.
     """
 
     bench: str
@@ -79,7 +79,7 @@ class Comparison:
 
 
 def compare(old: Document, new: Document) -> Comparison:
-    """``new`` against ``old``. Raises DataError where they are of different benchmarks or share no measurement."""
+    """Compare ``new`` with ``old``. Raises DataError if they are of different benchmarks or share no measurement."""
     if old.bench != new.bench:
         raise DataError(f"expected a document of bench {new.bench} to compare with, got one of {old.bench}")
     before = {one.key: one for one in old.measurements}
@@ -134,7 +134,7 @@ def _direction(better: Better, grew: bool) -> ChangeKind:
 
 
 def _half_width(old: Measurement, new: Measurement) -> tuple[float, float] | None:
-    """How far the interval of the ratio's logarithm reaches down and up; None where nothing is known of noise."""
+    """The lower and upper half-width of the interval of the ratio's logarithm; None if the noise is unknown."""
     fewest = min(old.count, new.count)
     if fewest < 2:
         return None
@@ -155,7 +155,7 @@ def _half_width(old: Measurement, new: Measurement) -> tuple[float, float] | Non
 
 
 def _medians(samples: Sequence[float], rng: np.random.Generator) -> NDArray[np.float64]:
-    """The medians of resamples [resamples]."""
+    """The medians of bootstrap resamples [resamples]."""
     values = np.asarray(samples, np.float64)
     medians: NDArray[np.float64] = np.median(
         values[rng.integers(0, len(values), (_RESAMPLES, len(values)))], axis=1
@@ -168,7 +168,7 @@ def _student(freedom: int) -> float:
 
 
 def table(comparison: Comparison) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Columns and rows for people: what changed for the worse first, then for the better, then the rest."""
+    """Columns and rows for people: changes for the worse first, then for the better, then the rest."""
     order = list(ChangeKind)
     rows = sorted(comparison.rows, key=lambda row: order.index(row.change))
     return (

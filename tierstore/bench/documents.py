@@ -1,13 +1,13 @@
-"""What a benchmark found, as one JSON document: for programs, for the report, and for a later run to compare with.
+"""The results of a benchmark as one JSON document: for programs, for the report, and for comparison with later runs.
 
 ::
 
-    Document              one run of one benchmark: command, options, machine, when, and
+    Document              one run of one benchmark: command, options, machine, times, and
     ├── Measurement ..    one thing measured: name, parameters, unit, samples or their summary, target
-    └── figures           what ``--json`` prints, as it is
+    └── figures           the output of ``--json``
 
-Every benchmark makes its measurements with ``measured`` (clocks and counters), ``counted`` (exact, without noise) and
-``derived`` (ratios and the like). Names are stable: two documents are compared by benchmark, name and parameters.
+Every benchmark creates its measurements with ``measured`` (clocks and counters), ``counted`` (exact, without noise) or
+``derived`` (such as ratios). Names are stable: two documents are compared by benchmark, name and parameters.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tierstore.units import format_bytes, format_seconds
 FORMAT_VERSION = 1
 _FORMAT = "tierstore-bench"
 _NOTHING: Mapping[str, float | str] = MappingProxyType({})
-#: What a document's keys hold, in the file and in errors.
+#: The type of each key's value, in the file and in errors.
 _KINDS = {
     **dict.fromkeys(("tool_version", "bench", "started", "ended"), (str, "text")),
     **dict.fromkeys(("options", "machine", "figures"), (dict, "a table")),
@@ -42,7 +42,7 @@ _KINDS = {
 
 
 class Better(StrEnum):
-    """Which way is good."""
+    """Which direction is better."""
 
     HIGHER = "higher"
     LOWER = "lower"
@@ -59,11 +59,11 @@ class Origin(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One thing that was measured. ``samples`` may be empty where only their summary was kept.
+    """One thing that was measured. ``samples`` may be empty if only their summary was kept.
 
-    ``unit`` is what the numbers are in: ``s``, ``bytes``, ``bytes/s``, ``ratio``, or a plural noun (``collectives``).
-    ``low`` and ``high`` are the quartiles of ``count`` samples. ``target``: at least this (higher is better) or at most
-    (lower is). Raises ConfigError for what contradicts itself.
+    ``unit`` is the unit of the numbers: ``s``, ``bytes``, ``bytes/s``, ``ratio``, or a plural noun (``collectives``).
+    ``low`` and ``high`` are the quartiles of ``count`` samples. ``target``: the least value if higher is better, else the
+    greatest. Raises ConfigError for contradictions.
     """
 
     name: str
@@ -86,7 +86,7 @@ class Measurement:
         if not self.low <= self.median <= self.high:
             raise ConfigError(f"median: {self.median} is not between {self.low} and {self.high}")
         if self.target is not None and self.better is Better.NEITHER:
-            raise ConfigError("target: without a direction nothing can meet it")
+            raise ConfigError("target: needs a direction (better: higher or lower)")
 
     @property
     def met(self) -> bool | None:
@@ -103,7 +103,7 @@ class Measurement:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What two documents are compared by."""
+        """The key by which two documents are compared."""
         return (self.name, self.unit, tuple(sorted(self.parameters.items())))
 
 
@@ -117,7 +117,7 @@ def measured(
     target: float | None = None,
     evidence: Origin = Origin.MEASURED,
 ) -> Measurement:
-    """A measurement of ``samples``, one or several. Raises ConfigError for none, or one that is not finite."""
+    """A measurement of one or several ``samples``. Raises ConfigError if there are none, or one is not finite."""
     values = tuple(map(float, [samples] if isinstance(samples, int | float) else samples))
     if not values or not all(map(math.isfinite, values)):
         raise ConfigError(f"{name}: expected finite samples, got {samples}")
@@ -138,7 +138,7 @@ def measured(
 
 #: An exact number: bytes moved, messages sent.
 counted = partial(measured, evidence=Origin.COUNTED)
-#: What was computed from measurements, such as a ratio: one value, or one a round.
+#: A number computed from measurements, such as a ratio: one value, or one per round.
 derived = partial(measured, evidence=Origin.DERIVED)
 
 
@@ -153,7 +153,7 @@ def shown(value: float, unit: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class MachineFacts:
-    """Where it ran. ``filesystem`` and ``device`` are those of the directory measured in, ``none`` without one."""
+    """Where the benchmark ran. ``filesystem`` and ``device`` are those of the measured directory, ``none`` without one."""
 
     processor: str
     cores: int
@@ -165,7 +165,7 @@ class MachineFacts:
 
 
 def machine_facts(directory: Path | None = None) -> MachineFacts:
-    """Those of this machine. ``directory`` need not exist: its nearest parent counts."""
+    """The facts of this machine. ``directory`` need not exist: its nearest existing parent is used."""
     parent = None if directory is None else machine.existing_parent(directory)
     return MachineFacts(
         processor=machine.processor(),
@@ -200,12 +200,12 @@ class Document:
 
 
 def now() -> str:
-    """This moment, as documents have it."""
+    """The present time, in the format of documents."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def save_document(document: Document, path: Path) -> None:
-    """Writes ``document``, whole or not at all. Raises OSError."""
+    """Write ``document``, whole or not at all. Raises OSError."""
     plain = {
         "format": _FORMAT,
         "format_version": FORMAT_VERSION,

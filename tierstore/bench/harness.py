@@ -1,9 +1,9 @@
-"""What all benchmarks share: options, results, tables, ratios, targets, and what is refused before the work.
+"""What all benchmarks share: options, results, tables, ratios, targets, and checks before the work.
 
-A benchmark is one file of this package. It has a frozen dataclass that derives from ``Benchmark``: the fields are the
-options of ``tierstore bench NAME``, the docstring is its help, and ``run`` measures and returns ``Found``. The command line
-(``tierstore.cli.bench``) derives the options, prints the tables, and does ``--json``, ``--save``, ``--compare`` and
-``--html``. A module of this package that declares such a class is a benchmark: there is no list to add it to.
+A benchmark is one file of this package, with a frozen dataclass derived from ``Benchmark``: its fields are the options of
+``tierstore bench NAME``, its docstring is the help, and ``run`` measures and returns ``Found``. The command line
+(``tierstore.cli.bench``) derives the options, prints the tables, and implements ``--json``, ``--save``, ``--compare`` and
+``--html``. Every module of this package that declares such a class is a benchmark: there is no list of them.
 
 ``Found.figures`` is the object of ``--json``. The end of a key is the unit of its number: ``_s``, ``_bytes``,
 ``_bytes_per_s``, ``_per_s``, ``_ratio``, ``_count``. Tables are views of such objects, formatted by these units.
@@ -26,7 +26,7 @@ from tierstore.errors import ConfigError
 from tierstore.machine import existing_parent
 from tierstore.units import parse_size
 
-#: Where benchmarks make their stores without ``--store``.
+#: Where benchmarks make their stores if ``--store`` is not given.
 WORK_DIRECTORY = Path("tierstore-bench")
 
 
@@ -34,64 +34,64 @@ WORK_DIRECTORY = Path("tierstore-bench")
 
 
 class ExistingPath(Enum):
-    """A path of an option that must exist."""
+    """The kind of a path that must exist, for an option."""
 
     FILE = "file"
     DIRECTORY = "directory"
 
 
 def option(default: Any = dataclasses.MISSING, text: str = "", **how: Any) -> Any:
-    """A field of a ``Benchmark`` that is an option of its command. ``text`` is its help. ``how``:
+    """A field of a ``Benchmark`` that is an option of its command. ``text``: its help. ``how``:
 
-    ``flag`` (the option, where it is not the field's name), ``size`` (bytes, typed as 512MiB), ``least`` (of an integer),
+    ``flag`` (the option, if not the field's name), ``size`` (bytes, typed as 512MiB), ``least`` (of an integer),
     ``path`` (an ``ExistingPath``, or the ``OutputKind`` of a file to write), ``choices`` (of an enum's members),
-    ``argument`` (positional), ``shown`` (False: ``--help`` and the command line have no default, and the field's stands
-    for an option that was not given), ``key`` (the option sets this key of the benchmark's configuration).
+    ``argument`` (positional), ``shown`` (False: ``--help`` shows no default, and the field's default is used if the option
+    is not given), ``key`` (the option sets this key of the benchmark's configuration).
     """
     return field(default=default, metadata={"help": text, **how})
 
 
 def size_option(default: str, text: str = "", **how: Any) -> Any:
-    """An option in bytes, whose default is text such as 512MiB."""
+    """An option in bytes whose default is text such as 512MiB."""
     return option(parse_size(default), text, size=True, typed=default, **how)
 
 
 def store_option(**how: Any) -> Any:
     """``--store``: the benchmark's work directory."""
-    return option(WORK_DIRECTORY, "A directory to make, measure in, and remove.", shown=False, **how)
+    return option(WORK_DIRECTORY, "Directory to create, measure in, and remove.", shown=False, **how)
 
 
 class Benchmark(ABC):
-    """The base of all benchmarks, which are frozen dataclasses of their options."""
+    """The base class of all benchmarks, which are frozen dataclasses of their options."""
 
     @abstractmethod
     def run(self, progress: Progress) -> Found:
-        """Measures. Raises ConfigError, OSError."""
+        """Run the benchmark. Raises ConfigError, OSError."""
 
     @property
     def measured_in(self) -> Path | None:
-        """The directory whose file system and device a document names; None where no disk is measured."""
+        """The directory whose file system and device a document names; None if no disk is measured."""
         store = getattr(self, "store", None)
         return store if isinstance(store, Path) else None
 
     @property
     def saved_as(self) -> str | None:
-        """The benchmark's name in documents, where that is not the command's."""
+        """The benchmark's name in documents, if it is not the command's."""
         return None
 
 
 class Progress:
-    """Where a benchmark reports how far it is. This one is silent."""
+    """Receives a benchmark's progress. This one is silent."""
 
     def say(self, text: str) -> None:
-        """One line for people."""
+        """Show one line for people."""
 
     def update(self, done: int, total: int, fields: Mapping[str, object]) -> None:
         """``done`` of ``total`` are done; ``fields`` are shown beside it."""
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[Callable[[], bool]]:
-        """Within the block an interrupt does not end the program; the function returns whether there was one."""
+        """In the block, an interrupt does not end the program; the yielded function says whether there was one."""
         yield lambda: False
 
 
@@ -99,7 +99,7 @@ class Progress:
 
 
 def unit_of(key: str) -> str:
-    """The unit in the end of a figure's key; nothing where it has none."""
+    """The unit in the end of a figure's key; empty if it has none."""
     for end, unit in (("bytes_per_s", "bytes/s"), ("bytes", "bytes"), ("_per_s", "/s"), ("ratio", "ratio")):
         if key.endswith(end):
             return unit
@@ -107,7 +107,7 @@ def unit_of(key: str) -> str:
 
 
 def text_of(key: str, value: object) -> str:
-    """``value``, whose key is ``key``, for people."""
+    """Format ``value`` for people by its ``key``."""
     if value is None:
         return "-"
     if not isinstance(value, int | float) or isinstance(value, bool):
@@ -120,7 +120,7 @@ def text_of(key: str, value: object) -> str:
 
 @dataclass(frozen=True)
 class FigureTable:
-    """A table for people. ``columns``: by heading, the key of a row's value (``latency.p50_s`` for one of an inner
+    """A table for people. ``columns``: the key of a row's value by heading (``latency.p50_s`` for a value of a nested
     object). A value that is missing or None is shown as a dash.
     """
 
@@ -136,7 +136,7 @@ class FigureTable:
     def transposed(
         title: str, rows: Mapping[str, str], objects: Mapping[str, Mapping[str, object]]
     ) -> FigureTable:
-        """A column for each of ``objects``, a row for each of ``rows``: its heading and its key."""
+        """One column for each of ``objects``, one row for each of ``rows`` (heading and key)."""
         shown = [
             {"": heading, **{name: text_of(key, _at(one, key)) for name, one in objects.items()}}
             for heading, key in rows.items()
@@ -155,7 +155,7 @@ def _at(row: Mapping[str, object], key: str) -> object:
 @dataclass(frozen=True, kw_only=True)
 class Found:
     """What a benchmark found: ``figures`` for programs, ``measurements`` for documents, ``shown`` (tables, and lines between
-    them) for people, who see all measurements where it is empty. ``failed``: a check failed: exit status 1.
+    them) for people; if it is empty, they see all measurements. ``failed``: a check failed; the exit status is 1.
     """
 
     figures: Mapping[str, object]
@@ -164,7 +164,7 @@ class Found:
     failed: bool = False
 
     def summary(self) -> FigureTable:
-        """The measurements: all of them, or beside tables of the benchmark's own those with a target and ratios of the
+        """The measurements: all of them, or, if the benchmark has its own tables, only those with a target and ratios of the
         whole run.
         """
         rows = [
@@ -198,7 +198,7 @@ def prefixed(prefix: str, figures: Mapping[str, object]) -> dict[str, object]:
 
 
 def ratios(numerators: Iterable[float], denominators: Iterable[float], scale: float = 1.0) -> list[float]:
-    """``scale * a / b`` of the two measurements of each round."""
+    """``scale * a / b`` for the two measurements of each round."""
     return [scale * a / b for a, b in zip(numerators, denominators, strict=True)]
 
 
@@ -206,28 +206,28 @@ def ratios(numerators: Iterable[float], denominators: Iterable[float], scale: fl
 
 
 def at_least(least: int, **values: float) -> None:
-    """Raises ConfigError for the first of ``values`` that is below ``least``, by its name."""
+    """Raise ConfigError naming the first of ``values`` that is below ``least``."""
     for name, value in values.items():
         if value < least:
             raise ConfigError(f"{name}: expected at least {least}, got {value}")
 
 
 def more_than_0(**values: float) -> None:
-    """Raises ConfigError for the first of ``values`` that is not above 0, by its name."""
+    """Raise ConfigError naming the first of ``values`` that is not above 0."""
     for name, value in values.items():
         if value <= 0:
             raise ConfigError(f"{name}: expected more than 0, got {value}")
 
 
 def refuse_existing(directory: Path) -> None:
-    """Raises ConfigError where ``directory`` exists: a benchmark removes the whole of its work directory."""
+    """Raise ConfigError if ``directory`` exists, since a benchmark removes its whole work directory."""
     if directory.exists():
-        raise ConfigError(f"store: {directory} exists; the benchmark wants a directory of its own")
+        raise ConfigError(f"store: {directory} exists; the benchmark needs a directory of its own")
 
 
 @contextlib.contextmanager
 def work_directory(directory: Path) -> Iterator[Path]:
-    """Makes ``directory``, and removes it with all that is in it. Raises ConfigError where it exists, OSError."""
+    """Create ``directory``, and remove it with its content at exit. Raises ConfigError if it exists, OSError."""
     refuse_existing(directory)
     directory.mkdir(parents=True)
     try:
@@ -237,7 +237,7 @@ def work_directory(directory: Path) -> Iterator[Path]:
 
 
 def require_free(directory: Path, nbytes: int, what: str) -> None:
-    """Raises ConfigError where the disk that ``directory`` will lie on has less than ``nbytes`` for ``what``."""
+    """Raise ConfigError if the disk of ``directory`` has less than ``nbytes`` free; ``what`` describes their use."""
     parent = existing_parent(directory)
     free = shutil.disk_usage(parent).free
     if free < nbytes:

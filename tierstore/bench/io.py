@@ -1,9 +1,9 @@
-"""What disks can bear, raw: jobs through the engine over files of the bench's own, beside fio and other libraries; and the
-block size and depth at which a disk moves the most bytes, for stores to use (docs/BENCH.md).
+"""The raw speed of disks: jobs through the engine on the bench's own files, beside fio and other libraries; and the block
+size and depth with which a disk moves the most bytes, for stores to use (docs/BENCH.md).
 
-Programs do a job in turns, and each measurement lasts a share of the time that the whole may take.
+Programs run a job in turns; each measurement gets an equal share of the total time.
 
-Of points near the best the one with the fewest bytes in flight wins: it asks for less memory, and what is urgent waits less
+Of points near the best, the one with the fewest bytes in flight wins: it needs less memory, and urgent transfers wait less
 behind it. Depths below 4 are measured but not chosen: a store also compares checksums between transfers, and with fewer in
 flight the disk would wait for that.
 """
@@ -52,20 +52,20 @@ from tierstore.units import format_bytes, format_seconds
 _KIB, _MIB = 1 << 10, 1 << 20
 _MINUTES, _FULL_MINUTES = 1.0, 30.0
 _LEAST_S, _MOST_S = 0.02, 5.0
-_SHARE = 0.5  # of the time for measuring; the rest is for files, buffers, fio's start, and the libraries
+_SHARE = 0.5  # of the time is for measuring; the rest for files, buffers, fio's start, and the libraries
 _BOTH = (TransferKind.READ, TransferKind.WRITE)
 _CHECKED_BYTES = 256 * _MIB
-_COPIES = 4  # of the records at most, in the libraries' forms
+_COPIES = 4  # of the records at most, in the libraries' formats
 _FULL_BLOCKS = tuple(1 << shift for shift in range(12, 27, 2))  # 4 KiB .. 64 MiB
 _FULL_DEPTHS = (1, 4, 16, 64)
-#: Backends that can be asked for; the first is measured in most detail.
+#: Backends that can be requested; the first is measured in most detail.
 _BACKENDS = tuple(each for each in IoBackendName if each is not IoBackendName.AUTO)
 
-# Of the search for the best point.
+# For the search for the best point.
 FINALISTS = 4
 _NEAR = 0.97
 _LEAST_DEPTH = 4
-_STORE_IN_FLIGHT = 128 * _MIB  # more than this a store should not have under way
+_STORE_IN_FLIGHT = 128 * _MIB  # a store should not have more than this in flight
 _BLOCKS, _DEPTHS = (256 * _KIB, _MIB, 4 * _MIB), (4, 8, 32)
 _ALL_BLOCKS, _ALL_DEPTHS = (
     tuple(64 * _KIB << shift for shift in range(10)),
@@ -77,24 +77,24 @@ _ALL_BLOCKS, _ALL_DEPTHS = (
 class IoBench(Benchmark):
     """Bandwidth, latency and CPU time of the disks under DIR (default: here), beside fio and other libraries.
 
-    Several directories are measured alone and striped. It writes files of its own there and removes them; the best
-    transfer size and depth are kept for stores on that disk, and shown by `tierstore doctor`.
+    Several directories are measured alone and striped. It writes temporary files there; the best transfer size and depth
+    are kept for stores on that disk, and shown by `tierstore doctor`.
     """
 
     directories: tuple[Path, ...] = option((), argument=True, shown=False)
-    size: int = size_option("512MiB", "Of the file in each directory.")
-    full: bool = option(False, "Every block size, depth, pattern and backend, not a few points.")
-    minutes: float | None = option(None, "About how long it may take (default: 1, with --full 30).")
-    rounds: int = option(3, "Measurements of each, in turns.")
+    size: int = size_option("512MiB", "Size of the file in each directory.")
+    full: bool = option(False, "Measure all block sizes, depths, patterns and backends.")
+    minutes: float | None = option(None, "Approximate total time (default: 1, with --full 30).")
+    rounds: int = option(3, "Measurements of each job, in turns.")
     backends: tuple[IoBackendName, ...] = option(
         _BACKENDS,
-        "Measure these, the first in most detail (default: all).",
+        "Backends to measure, the first in most detail (default: all).",
         flag="--backend",
         choices=_BACKENDS,
         shown=False,
     )
-    record_bytes: int = size_option("48MiB", "Of the cold reads of records.")
-    records: int = option(4, "Of those.")
+    record_bytes: int = size_option("48MiB", "Size of a record in the cold reads.")
+    records: int = option(4, "Records in the cold reads.")
     no_profile: bool = option(False, "Do not keep the best point for stores to use.")
     #: AUTO until ``effective`` has probed the directories.
     direct: Capability = Capability.AUTO
@@ -131,7 +131,7 @@ class IoBench(Benchmark):
         )
 
     def run(self, progress: Progress) -> Found:
-        """Measures. Raises ConfigError for too little free disk, CapabilityError, OSError, FioError, PeerMismatch."""
+        """Measure. Raises ConfigError for too little free disk, CapabilityError, OSError, FioError, PeerMismatch."""
         bench, notes = effective(self)
         fio = find_fio()
         if fio is None:
@@ -147,7 +147,7 @@ class IoBench(Benchmark):
                 bests.append(best)
                 tried.append({"best": best.figures(), "tried": [point.figures() for point in points]})
                 profile = None if bench.no_profile else save_io_point(directory, best.point())
-            # A part that is quickly written with checksums, before they can be compared.
+            # A part that is quickly written with checksums, which must exist before they can be compared.
             part = FileSet(files.striped.paths, min(bench.size, _CHECKED_BYTES))
             plans = [(plan, files.striped) for plan in (*_named(bench, bests[0], fio), *jobs(bench, fio))]
             comparisons = [
@@ -185,7 +185,7 @@ class IoBench(Benchmark):
 
 
 def effective(bench: IoBench) -> tuple[IoBench, list[str]]:
-    """``bench`` with what can be done here, and what cannot with the reason. Raises CapabilityError, OSError."""
+    """``bench`` limited to what works here, and notes on what does not. Raises CapabilityError, OSError."""
     notes: list[str] = []
     direct = Capability.ON
     for directory in bench.places:
@@ -200,7 +200,7 @@ def effective(bench: IoBench) -> tuple[IoBench, list[str]]:
         backends.remove(IoBackendName.URING)
         notes.append(f"without io_uring: {ring.reason}")
     if not backends:
-        raise ConfigError("--backend: none of those asked for can be used here: " + "; ".join(notes))
+        raise ConfigError("--backend: none of the requested backends can be used here: " + "; ".join(notes))
     if IoBackendName.PMEM in backends:
         notes += [
             f"pmem in {directory} is mapped page cache, not persistent memory: {dax.reason}"
@@ -215,7 +215,7 @@ class _Meter:
 
     def __init__(self, bench: IoBench, fio: Fio | None, progress: Progress) -> None:
         searched = (len(grid(bench)) + FINALISTS * (bench.rounds - 1)) * len(_BOTH) * len(bench.places)
-        # The best point is not known yet; a comparison at any other has as many programs.
+        # The best point is not known yet; a comparison at any other point has as many programs.
         any_point = [Job(kind=kind, block_bytes=_MIB, depth=8, direct=bench.direct) for kind in _BOTH]
         named = 2 * sum(with_fio(job, fio, "").programs for job in any_point)
         programs = named + sum(plan.programs for plan in (*jobs(bench, fio), *_checked(bench)))
@@ -237,7 +237,7 @@ class _Meter:
 
 
 def _named(bench: IoBench, best: GridPoint, fio: Fio | None) -> list[JobPlan]:
-    """The points that the targets speak of."""
+    """The points that have targets."""
     return [
         with_fio(bench.job(kind, block, depth), fio, title)
         for title, block, depth in (("1 MiB", _MIB, 8), ("best point", best.block_bytes, best.depth))
@@ -253,7 +253,7 @@ def _checked(bench: IoBench) -> list[JobPlan]:
 
 
 def _striped(bench: IoBench, files: DataFiles, meter: _Meter) -> list[ProgramComparison]:
-    """Each directory alone and all of them together, one after another."""
+    """Each directory alone, and all of them together."""
     if len(files.alone) < 2:
         return []
     sets = [("all directories", files.striped)]
@@ -287,7 +287,7 @@ def _peers(bench: IoBench, best: GridPoint, meter: _Meter) -> tuple[ProgramCompa
 
 
 def jobs(bench: IoBench, fio: Fio | None) -> list[JobPlan]:
-    """What the bench measures, but for the best point and checksums."""
+    """The jobs that the bench measures, except for the best point and checksums."""
     chosen = _full(bench) if bench.full else _quick(bench)
     plans = []
     for job in chosen:
@@ -299,7 +299,7 @@ def jobs(bench: IoBench, fio: Fio | None) -> list[JobPlan]:
 
 
 def _worth_fio(bench: IoBench, job: Job) -> bool:
-    """In a full sweep only random jobs past the page cache, or fio would take the most of the time."""
+    """In a full sweep only random jobs that bypass the page cache, or fio would take most of the time."""
     return not bench.full or (job.pattern is Pattern.RANDOM and job.direct is Capability.ON)
 
 
@@ -344,7 +344,7 @@ def _full(bench: IoBench) -> Iterator[Job]:
 
 @dataclass(kw_only=True)
 class GridPoint:
-    """A block size and a depth, and what they reached in each round (bytes per second)."""
+    """A block size and a depth, and the bytes per second that they reached in each round."""
 
     block_bytes: int
     depth: int
@@ -357,7 +357,7 @@ class GridPoint:
 
     @property
     def bytes_per_s(self) -> float:
-        """Of as many bytes read as written, by the medians."""
+        """The combined rate of as many bytes read as written, by the medians."""
         return 2 / (1 / percentile(self.reads, 50) + 1 / percentile(self.writes, 50))
 
     def figures(self) -> dict[str, Any]:
@@ -370,7 +370,7 @@ class GridPoint:
         }
 
     def point(self) -> IoPoint:
-        """As stores read it."""
+        """The point in the form that stores read."""
         return IoPoint(
             chunk_bytes=self.block_bytes,
             queue_depth=self.depth,
@@ -381,7 +381,7 @@ class GridPoint:
 
 
 def grid(bench: IoBench) -> list[GridPoint]:
-    """The points to try: a store can afford their bytes in flight, and the file is large enough."""
+    """The points to try: those whose bytes in flight a store can afford, and the file can hold."""
     return [
         GridPoint(block_bytes=block, depth=depth)
         for block in (_ALL_BLOCKS if bench.full else _BLOCKS)
@@ -391,7 +391,7 @@ def grid(bench: IoBench) -> list[GridPoint]:
 
 
 def choose(points: Sequence[GridPoint]) -> GridPoint:
-    """Of those near the best the one with the fewest bytes in flight; of equals the one with the larger blocks."""
+    """Of the points near the best, the one with the fewest bytes in flight; of equals, the one with the larger blocks."""
     best = max(point.bytes_per_s for point in points)
     near = [point for point in points if point.bytes_per_s >= _NEAR * best]
     return min(near, key=lambda point: (point.in_flight_bytes, point.depth))
@@ -473,7 +473,7 @@ def _shown(
 
 
 def _fastest(bench: IoBench, comparisons: Sequence[ProgramComparison]) -> list[ProgramComparison]:
-    """The named comparisons; of a full sweep, by kind, pattern, backend and direct flag, the fastest."""
+    """The named comparisons; of a full sweep, the fastest for each kind, pattern, backend and direct flag."""
     fastest: dict[object, ProgramComparison] = {}
     for one in comparisons:
         job = one.job

@@ -1,12 +1,12 @@
-"""One job of ``bench io``: a stream of transfers over files that lie where a store would, by the engine or by fio.
+"""One job of ``bench io``: a stream of transfers over files placed where a store would be, by the engine or by fio.
 
-The engine: N transfers of one block each are in flight, from a larger window of buffers: it does not wait for Python,
-which queues the next ones when the oldest of the window have ended. A latency is the time from the moment that the engine
-hands a transfer to the kernel until the kernel has done it.
+The engine: N transfers of one block each are in flight, from a larger window of buffers, so that the engine does not wait
+for Python, which queues the next ones when the oldest of the window have ended. A latency is the time from when the engine
+hands a transfer to the kernel until the kernel has completed it.
 
-fio, where it is installed, does the same job: same files, block size, depth, direct flag and number of seconds. It uses
-io_uring where the job does, and one process a transfer in flight (``psync``) where the job has threads. Its CPU time is that
-of its jobs, by its own account, without its start. Its latencies are its ``clat``: from submission to completion.
+fio, if installed, does the same job: same files, block size, depth, direct flag and number of seconds. It uses io_uring if
+the job does, and one process per transfer in flight (``psync``) if the job has threads. Its CPU time is that of its jobs,
+as it reports it, without its start. Its latencies are its ``clat``: from submission to completion.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from tierstore.machine import cores, disk
 from tierstore.store.config import IoBackendName
 from tierstore.units import format_bytes
 
-#: Bytes that a job may have in flight; what would need more is not measured.
+#: Bytes that a job may have in flight; jobs that need more are not measured.
 IN_FLIGHT_LIMIT = 256 << 20
 _LEAST_BLOCK, _GREATEST_BLOCK = 4 << 10, 64 << 20
 _MOST_THREADS = 64
-_DOUBLED_BYTES = 32 << 20  # in flight at most, for a window of twice as much
-_LATE_BYTES = 256 << 20  # of buffers that are used late: several times a processor's cache
+_DOUBLED_BYTES = 32 << 20  # most bytes in flight for a window of twice as many
+_LATE_BYTES = 256 << 20  # of buffers that are reused late: several times a processor's cache
 _RANDOM_SLOTS = 1 << 16  # taken in turn
 _SPANS = 1 << 20
 _FILL_BYTES = 4 << 20
@@ -62,16 +62,16 @@ class Checksums(StrEnum):
 
 
 class Reuse(StrEnum):
-    """When a buffer is used again. A device that writes to memory which the processor's cache holds, as it does once a
-    checksum was taken of it, has to wait for that: reads were a tenth slower, and more on a fast disk.
+    """When a buffer is used again. A device that writes to memory in the processor's cache, where a checksum has brought it,
+    has to wait for the cache: reads were a tenth slower, and more on a fast disk.
     """
 
     SOON = "soon"  # as soon as it is free, as fio does
-    LATE = "late"  # when the processor's cache has forgotten it: a store's memory is larger than that
+    LATE = "late"  # when it has left the processor's cache: a store's memory is larger than that
 
 
 class Pages(StrEnum):
-    """What the buffers lie in. The kernel pins a huge page at once, and small ones one by one."""
+    """The pages of the buffers. The kernel pins a huge page at once, but small ones one by one."""
 
     HUGE = "huge"
     SMALL = "small"
@@ -98,7 +98,7 @@ class Job:
         if not 1 <= self.depth <= 1024:
             raise ConfigError(f"depth: expected 1 to 1024, got {self.depth}")
         if self.direct is Capability.AUTO:
-            raise ConfigError("direct: a measurement has it on or off")
+            raise ConfigError("direct: expected on or off")
 
     @property
     def in_flight_bytes(self) -> int:
@@ -106,13 +106,13 @@ class Job:
 
     @property
     def past_cache(self) -> bool:
-        """Whether transfers pass by the page cache."""
+        """Whether transfers bypass the page cache."""
         return self.direct is Capability.ON and self.backend is not IoBackendName.PMEM
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """What one measurement moved, and what it took. ``cpu_s`` is of all threads, in the program and the kernel."""
+    """What one measurement moved, and what it cost. ``cpu_s``: of all threads, in user and kernel mode."""
 
     nbytes: int
     elapsed_s: float
@@ -126,13 +126,13 @@ class Sample:
 
     @property
     def cpu_per_gb_s(self) -> float:
-        """CPU seconds for 10**9 bytes."""
+        """CPU seconds per 10**9 bytes."""
         return self.cpu_s / self.nbytes * 1e9
 
 
 @dataclass(frozen=True)
 class FileSet:
-    """Files of ``nbytes`` each that a job is spread over, transfer by transfer."""
+    """Files of ``nbytes`` each, over which a job is spread transfer by transfer."""
 
     paths: tuple[Path, ...]
     nbytes: int
@@ -142,13 +142,13 @@ class FileSet:
         return self.nbytes * len(self.paths)
 
     def forget(self) -> None:
-        """Drops the files' pages from the page cache."""
+        """Drop the files' pages from the page cache."""
         for path in self.paths:
             drop_pages(path)
 
 
 class DataFiles:
-    """A file of ``nbytes`` in each of ``directories``, written once with noise; ``close`` removes them.
+    """A file of ``nbytes`` in each of ``directories``, filled with noise; ``close`` removes them.
 
     Raises OSError; see ``check_space``.
     """
@@ -168,13 +168,13 @@ class DataFiles:
             raise
 
     def close(self) -> None:
-        """Removes the files. Safe to call twice."""
+        """Remove the files. May be called twice."""
         for own in self._own:
             own.cleanup()
 
 
 def check_space(directories: Sequence[Path], each_bytes: int) -> None:
-    """Raises ConfigError where ``directories`` have less than ``each_bytes`` free each; several may share a disk."""
+    """Raise ConfigError if a directory has less than ``each_bytes`` free; directories may share a disk."""
     needed: dict[int, int] = {}
     for directory in directories:
         device = os.stat(directory).st_dev
@@ -189,7 +189,7 @@ def check_space(directories: Sequence[Path], each_bytes: int) -> None:
 
 
 def noise(arena: _native.Arena, seed: int = 0) -> None:
-    """Fills an arena with noise: a virtual disk may be faster with zeros, or with what it has seen before."""
+    """Fill an arena with noise: a virtual disk may be faster with zeros, or with content that it has seen before."""
     tile = np.frombuffer(np.random.default_rng(seed).bytes(min(_FILL_BYTES, arena.nbytes)), np.uint8)
     for number, offset in enumerate(range(0, arena.nbytes, _FILL_BYTES)):
         piece = arena.view(offset, min(_FILL_BYTES, arena.nbytes - offset))
@@ -211,13 +211,13 @@ def _fill(path: Path, nbytes: int) -> None:
 
 
 class Load:
-    """An engine, buffers and open files for ``job``. Raises OSError where it is refused."""
+    """An engine, buffers and open files for ``job``. Raises OSError if it is refused."""
 
     def __init__(self, job: Job, files: FileSet) -> None:
         size, depth = job.block_bytes, job.depth
         self._job, self._set = job, files
         self._block = size
-        # As many go at once when the oldest of them have ended.
+        # The number of transfers that are queued together when the oldest ones have ended.
         self._batch = depth if job.in_flight_bytes <= _DOUBLED_BYTES else max(depth // 2, 1)
         self._window = depth + self._batch
         late = min(_LATE_BYTES, files.total_bytes) if job.reuse is Reuse.LATE else 0
@@ -249,16 +249,16 @@ class Load:
         random = np.random.default_rng(1)
         if job.past_cache:
             self._order = random.integers(0, self._slots, _RANDOM_SLOTS).tolist()
-        else:  # each slot once a pass: what comes twice would come from memory
+        else:  # each slot once per pass: a second read would come from memory
             self._order = random.permutation(self._slots).tolist()
         self._coins = random.integers(0, 2, _RANDOM_SLOTS).tolist()
         self._submitted = 0
 
     def run(self, seconds: float) -> Sample:
-        """Transfers for ``seconds``, then waits for what is in flight.
+        """Run transfers for ``seconds``, then wait for those in flight.
 
-        Through the page cache no more than one pass over the files, whose pages are dropped before; what was written is
-        synced within the time, or it would be memory's speed.
+        Through the page cache at most one pass over the files, whose pages are dropped before; writes are synced within the
+        time, since otherwise memory would be measured.
         """
         batch, most = self._batch, 2**62
         if not self._job.past_cache:
@@ -316,7 +316,7 @@ class Load:
         return call(self._files[which], slot * self._block, buffers, self._table, entry)
 
     def _write_checked(self) -> None:
-        """Writes each slot once, and keeps its checksum for the reads."""
+        """Write each slot once, and keep its checksum for the reads."""
         tickets = [
             self._engine.write(
                 file,
@@ -331,18 +331,18 @@ class Load:
         self._engine.wait_all(tickets)
 
     def stats(self) -> Mapping[str, Any]:
-        """The engine's own account of what it moved."""
+        """The engine's own statistics of what it moved."""
         return self._engine.stats()
 
     def close(self) -> None:
-        """Waits for what is in flight. Safe to call twice."""
+        """Wait for what is in flight and close. May be called twice."""
         self._engine.close()
         for file in self._files:
             file.close()
 
 
 def cpu_s() -> float:
-    """CPU time of this process so far, in the program and the kernel."""
+    """CPU time of this process so far, in user and kernel mode."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
@@ -356,7 +356,7 @@ _PATIENCE_S = 60.0  # beyond its run time
 
 
 class FioError(TierstoreError):
-    """fio failed, or wrote what is not its JSON."""
+    """fio failed, or its output is not the expected JSON."""
 
 
 @dataclass(frozen=True)
@@ -367,7 +367,7 @@ class Fio:
     version: str
 
     def can_run(self, job: Job) -> bool:
-        """Whether fio has such a job: it has no mapped files, and no threads that share one sequence or one pass."""
+        """Whether fio supports such a job: it has no mapped files, and no threads that share one sequence or one pass."""
         if job.backend is IoBackendName.THREADS:
             return job.pattern is Pattern.RANDOM and job.direct is Capability.ON
         return job.backend in _ENGINES
@@ -393,20 +393,20 @@ class Fio:
             # Through the page cache a second pass would read memory, and writes without a sync would fill it.
             *(["--time_based", "--norandommap"] if job.direct is Capability.ON else ["--end_fsync=1"]),
             "--randrepeat=0",
-            "--scramble_buffers=0",  # the engine writes the same bytes again, too
+            "--scramble_buffers=0",  # the engine rewrites the same bytes, too
             "--allow_file_create=0",
             "--fallocate=none",
             "--output-format=json+",
         ]
 
     def run(self, job: Job, paths: Sequence[Path], nbytes: int, seconds: float) -> Sample:
-        """Runs ``job`` for ``seconds``. An interrupt ends fio first. Raises FioError, OSError."""
+        """Run ``job`` for ``seconds``. An interrupt ends fio first. Raises FioError, OSError."""
         command = self.arguments(job, paths, nbytes, seconds)
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
             try:
                 out, err = process.communicate(timeout=seconds + _PATIENCE_S)
             except subprocess.TimeoutExpired as error:
-                raise FioError(f"fio did not end within {_PATIENCE_S:g} s of its time") from error
+                raise FioError(f"fio still ran {_PATIENCE_S:g} s after its time") from error
             finally:
                 if process.poll() is None:
                     process.kill()
@@ -425,8 +425,8 @@ def find_fio() -> Fio | None:
 
 
 def parse(text: str) -> Sample:
-    """The sample in the output of ``--output-format=json+`` of one group of jobs. Raises FioError."""
-    # Notes for people may stand before the object.
+    """Parse the output of ``--output-format=json+`` of one group of jobs. Raises FioError."""
+    # Notes for people may precede the object.
     start = text.find("{")
     try:
         found = json.loads(text[max(start, 0) :])
@@ -438,7 +438,7 @@ def parse(text: str) -> Sample:
         latencies = Latencies()
         for way in ways:
             _add(latencies, way["clat_ns"])
-        # A job's run time is the sum over its processes, of which the percentages are.
+        # A job's run time is the sum over its processes; the percentages refer to it.
         cpu_s = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1e3
         elapsed_s = max(way["runtime"] for way in ways) / 1e3
         return Sample(
@@ -449,12 +449,12 @@ def parse(text: str) -> Sample:
             latencies=latencies,
         )
     except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise FioError(f"fio's output is not what it was expected to be: {error!r}") from error
+        raise FioError(f"fio's output has an unexpected form: {error!r}") from error
 
 
 def _add(latencies: Latencies, clat: Mapping[str, Any]) -> None:
     bins, greatest = clat["bins"], int(clat["max"])
-    # A bin goes by its upper end, which may lie beyond the greatest latency.
+    # A bin is represented by its upper end, which may exceed the greatest latency.
     values = [min(int(value), greatest) for value in bins]
     latencies.add(values, [int(count) for count in bins.values()])
 

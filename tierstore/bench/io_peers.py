@@ -1,8 +1,8 @@
-"""Cold reads of whole records, as a store would do them, beside the libraries that one might use in its place.
+"""Cold reads of whole records, as a store does them, beside the libraries that one might use instead.
 
-Each library has the same records on disk in its own form, written and synced; each reads all of them once into memory of its
-own, in the same shuffled order, and is timed. docs/BENCH.md says what *cold* is. A library that is not installed is left
-out, by name.
+Each library has the same records on disk in its own format, written and synced; each reads all of them once into its own
+memory, in the same shuffled order, and is timed. docs/BENCH.md defines *cold*. A library that is not installed is left out
+and named.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from tierstore.errors import TierstoreError
 from tierstore.machine import cores
 from tierstore.units import format_bytes
 
-#: Ours to theirs, at least.
+#: The least ratios of the engine's speed to the library's.
 PEER_TARGETS = {"aiofiles": 2.0, "lmdb": 2.0, "safetensors": 2.0, "deepspeed": 1.0}
-_COLD_SHARE = 0.01  # of the records in memory still counts as cold
-_DEEPSPEED_THREADS = 4  # that share one read; it takes records that they divide
+_COLD_SHARE = 0.01  # of the records may be in memory and still count as cold
+_DEEPSPEED_THREADS = 4  # share one read; they must divide a record
 _AT_ONCE = 3  # records in memory at a time
 
 _Bytes = NDArray[np.uint8]
@@ -46,7 +46,7 @@ class PeerMismatch(TierstoreError):
 
 @dataclass(frozen=True)
 class PeerRecords:
-    """``count`` records of ``nbytes`` each, by number; each is noise of its own."""
+    """``count`` records of ``nbytes`` each, by number; the content of each is distinct noise."""
 
     count: int
     nbytes: int
@@ -56,7 +56,7 @@ class PeerRecords:
 
 
 class Peer(ABC):
-    """One library. ``prepare`` writes the records; ``read`` hands each one's bytes to ``take``, in the order given."""
+    """One library. ``prepare`` writes the records; ``read`` passes each one's bytes to ``take``, in the order given."""
 
     @abstractmethod
     def prepare(self, directory: Path, records: PeerRecords) -> list[Path]: ...
@@ -65,7 +65,7 @@ class Peer(ABC):
     def read(self, order: Sequence[int], take: _Take) -> None: ...
 
     def close(self) -> None:  # noqa: B027
-        """Ends what is open between reads: in most libraries nothing."""
+        """Close what is open between reads: for most libraries nothing."""
 
 
 class _Flat(Peer):
@@ -84,11 +84,11 @@ class _Flat(Peer):
         return [self.path]
 
     def _opened(self) -> None:
-        """The file is there now."""
+        """Called when the file exists."""
 
 
 class Ours(_Flat):
-    """The engine, with the block size and depth found best, checksums compared."""
+    """The engine, with the best block size and depth found; checksums are compared."""
 
     def __init__(self, chunk_bytes: int, queue_depth: int) -> None:
         self._chunk_bytes, self._queue_depth = chunk_bytes, queue_depth
@@ -126,7 +126,7 @@ class Ours(_Flat):
 
 
 class _Aiofiles(_Flat):
-    """``readinto`` of as many files at once as we have buffers."""
+    """``readinto`` of as many files at once as there are buffers."""
 
     def read(self, order: Sequence[int], take: _Take) -> None:
         asyncio.run(self._all(order, take))
@@ -163,7 +163,7 @@ class _Memmap(_Flat):
 
 
 class _Lmdb(Peer):
-    """A value each, copied out of the map."""
+    """One value per record, copied out of the map."""
 
     def prepare(self, directory: Path, records: PeerRecords) -> list[Path]:
         import lmdb
@@ -185,7 +185,7 @@ class _Lmdb(Peer):
         import lmdb
 
         buffer = np.empty(self._nbytes, np.uint8)
-        # Opened anew: the kernel does not drop pages that are mapped.
+        # Opened anew, since the kernel does not drop mapped pages.
         with (
             lmdb.open(os.fsencode(self._path), readonly=True, lock=False) as environment,
             environment.begin(buffers=True) as transaction,
@@ -199,7 +199,7 @@ class _Lmdb(Peer):
 
 
 class _Safetensors(Peer):
-    """A tensor each in one file, loaded one by one."""
+    """One tensor per record, in one file, loaded one by one."""
 
     def prepare(self, directory: Path, records: PeerRecords) -> list[Path]:
         from safetensors.numpy import save_file
@@ -217,7 +217,7 @@ class _Safetensors(Peer):
 
 
 class _DeepSpeed(Peer):
-    """Its asynchronous I/O handle, a file a record, as many reads at once as we have buffers."""
+    """DeepSpeed's asynchronous I/O handle: one file per record, as many reads at once as there are buffers."""
 
     def __init__(self, chunk_bytes: int, queue_depth: int) -> None:
         self._chunk_bytes, self._queue_depth = chunk_bytes, queue_depth
@@ -247,7 +247,7 @@ class _DeepSpeed(Peer):
                 if self._handle.async_pread(tensor, str(self._paths[number]), 0) != 0:
                     raise PeerMismatch(f"deepspeed: record {number} was refused")
             if self._handle.wait() != len(group):
-                raise PeerMismatch("deepspeed: fewer reads completed than were asked for")
+                raise PeerMismatch("deepspeed: fewer reads completed than were requested")
             for number, tensor in zip(group, self._tensors, strict=False):
                 take(number, tensor.numpy())
 
@@ -256,7 +256,7 @@ class _DeepSpeed(Peer):
             self._handle.free_cpu_locked_tensor(tensor)
 
 
-#: By the name of the module that must be there.
+#: By the name of the module that must be installed.
 PEERS: dict[str, Callable[[int, int], Peer]] = {
     "aiofiles": lambda chunk, depth: _Aiofiles(),
     "lmdb": lambda chunk, depth: _Lmdb(),
@@ -296,7 +296,7 @@ class _PeerProgram:
         )
 
     def warm(self) -> str | None:
-        """A note on what dropping its pages leaves in the page cache; None where that is next to nothing."""
+        """A note on how much stays in the page cache after dropping its pages; None if next to nothing."""
         for path in self.paths:
             drop_pages(path)
         left = page_cache_bytes(self.paths)
@@ -305,7 +305,7 @@ class _PeerProgram:
         return f"{self.program}: {format_bytes(left)} of its records stay in the page cache when they are dropped"
 
     def check(self, records: PeerRecords) -> None:
-        """Raises PeerMismatch unless every record arrives once, as it was written."""
+        """Raise PeerMismatch unless every record arrives once, as it was written."""
         seen: list[int] = []
 
         def take(number: int, content: _Bytes) -> None:
@@ -327,9 +327,9 @@ def compare_peers(
     rounds: int,
     tick: Callable[[], None] = lambda: None,
 ) -> tuple[ProgramComparison, list[str]]:
-    """Reads in turns, with files in ``directory``; and notes about each library that is left out, or reads warm.
+    """Measure reads in turns, with files in ``directory``; also returns notes on libraries left out or reading warm.
 
-    A library that reads other bytes is left out; the engine that does is a PeerMismatch. Raises OSError.
+    A library that reads wrong bytes is left out; for the engine, PeerMismatch is raised. Raises OSError.
     """
     absent = missing_peers()
     missing = [f"{name}: not installed" for name in absent]
@@ -342,7 +342,7 @@ def compare_peers(
             except (ImportError, RuntimeError, AttributeError, PeerMismatch) as error:
                 if name == OURS:
                     raise
-                missing.append(f"{name}: {str(error) or type(error).__name__}")  # installed, and of no use
+                missing.append(f"{name}: {str(error) or type(error).__name__}")  # installed, but unusable
                 continue
             stack.enter_context(closing(peer))
             programs.append(program)
@@ -355,7 +355,7 @@ def compare_peers(
 
 
 def _program(name: str, peer: Peer, directory: Path, records: PeerRecords) -> _PeerProgram:
-    """``peer`` with its records written, durable and read once. Raises PeerMismatch, and what it raises."""
+    """``peer`` with its records written, synced and read once. Raises PeerMismatch, and whatever the library raises."""
     paths = peer.prepare(directory, records)
     for path in paths:
         _sync(path)

@@ -1,6 +1,6 @@
-"""Programs of ``bench io`` that do the same, in turns: their series, their ratios, and the comparisons to make.
+"""Programs of ``bench io`` that do the same job in turns: their series, their ratios, and planned comparisons.
 
-Apart from the benchmark because its libraries (``io_peers``) take turns as well.
+Separate from the benchmark because its libraries (``io_peers``) take turns as well.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from tierstore.bench.io_load import Checksums, FileSet, Fio, Job, Load, Pages, R
 from tierstore.bench.probes import Latencies
 from tierstore.stats import percentile, spread
 
-#: Bandwidth of fio that the engine is to reach, and the CPU time a byte that it may take, in fio's.
+#: The bandwidth that the engine must reach, and the CPU time a byte that it may take, relative to fio.
 FIO_TARGET, CPU_TARGET = 0.95, 1.3
-#: Throughput with checksums that must remain, of that without.
+#: The least throughput with checksums, relative to that without.
 CHECKSUM_TARGET = 0.95
 OURS, SMALL_PAGES, CHECKED = "tierstore", "tierstore, 4 KiB pages", "tierstore, checksums"
 _WARM_S = 0.05
@@ -26,7 +26,7 @@ _WARM_S = 0.05
 
 @dataclass(frozen=True)
 class Series:
-    """One program's rounds of a job, in their order."""
+    """One program's rounds of a job, in order."""
 
     program: str
     samples: Sequence[Sample]
@@ -37,7 +37,7 @@ class Series:
 
     @property
     def costs(self) -> list[float]:
-        """CPU seconds for 10**9 bytes."""
+        """CPU seconds per 10**9 bytes."""
         return [sample.cpu_per_gb_s for sample in self.samples]
 
     def figures(self) -> dict[str, Any]:
@@ -58,9 +58,9 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedRatio:
-    """One program's bandwidth to that of the program ``to``, round by round, and its CPU time a byte to the other's.
+    """One program's bandwidth relative to that of the program ``to``, by round, and the same of CPU time a byte.
 
-    ``cpu`` is None where the other's CPU time was too short to count. ``target``: the least median.
+    ``cpu`` is None if the other's CPU time was too short to measure. ``target``: the least median.
     """
 
     to: str
@@ -90,7 +90,7 @@ class SpeedRatio:
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramComparison:
-    """Programs that did the same, in turns; the first is ours. ``targets``: the least ratio of ours to another, by name."""
+    """Programs that did the same in turns; the first is ours. ``targets``: least ratios of ours to another, by name."""
 
     title: str
     job: Job | None = None
@@ -99,13 +99,13 @@ class ProgramComparison:
 
     @property
     def ratios(self) -> list[SpeedRatio]:
-        """Ours to each of the others'."""
+        """Our ratio to each of the others."""
         ours, *others = self.series
         return [SpeedRatio.of(ours, theirs, self.targets.get(theirs.program)) for theirs in others]
 
     @property
     def small_pages_to_fio(self) -> SpeedRatio | None:
-        """The ratio of the engine with buffers in small pages, as fio's are; None where one of both took no part."""
+        """The ratio of the engine with buffers in small pages, as fio's are, to fio; None if either was not measured."""
         series = {one.program: one for one in self.series}
         if not {SMALL_PAGES, "fio"} <= series.keys():
             return None
@@ -120,9 +120,9 @@ class ProgramComparison:
         }
 
     def measurements(self) -> Iterator[Measurement]:
-        """Bandwidths, CPU times and latencies of each series, ratios with their targets.
+        """Bandwidths, CPU times and latencies of each series, and ratios with their targets.
 
-        The points that have a title have names of their own: two runs may find their best point in different places.
+        Points with a title have their own names: two runs may find their best point in different places.
         """
         for one in self.series:
             how = self._parameters | {"program": one.program}
@@ -163,7 +163,7 @@ class ProgramComparison:
 
 
 class Program(Protocol):
-    """A program that does a job again and again."""
+    """A program that does a job repeatedly."""
 
     @property
     def program(self) -> str: ...
@@ -171,7 +171,7 @@ class Program(Protocol):
 
 
 def take_turns(programs: Sequence[Program], rounds: int, tick: Callable[[], None]) -> list[Series]:
-    """Each program's measurements; the order turns round from one round to the next. ``tick`` after each measurement."""
+    """Each program's measurements; the order is reversed every round. ``tick`` is called after each measurement."""
     samples: dict[str, list[Sample]] = {program.program: [] for program in programs}
     for number in range(rounds):
         for program in programs if number % 2 == 0 else reversed(programs):
@@ -202,7 +202,7 @@ class _FioProgram:
 
 @dataclass(frozen=True, kw_only=True)
 class JobPlan:
-    """One comparison to come: ``ours`` are the engine's programs by name, ours first; with fio where ``fio`` is it."""
+    """A planned comparison: ``ours`` are the engine's programs by name, ours first; with fio if ``fio`` is given."""
 
     title: str
     ours: Mapping[str, Job]
@@ -217,7 +217,7 @@ class JobPlan:
 def compare(
     plan: JobPlan, files: FileSet, *, seconds: float, rounds: int, tick: Callable[[], None] = lambda: None
 ) -> ProgramComparison:
-    """Carries out ``plan``. Raises OSError, FioError, ChecksumMismatch."""
+    """Run ``plan``. Raises OSError, FioError, ChecksumMismatch."""
     job = next(iter(plan.ours.values()))
     with contextlib.ExitStack() as stack:
         programs: list[Program] = []
@@ -233,7 +233,7 @@ def compare(
 
 
 def with_fio(job: Job, fio: Fio | None, title: str) -> JobPlan:
-    """``job`` beside fio, with a target: in huge pages, as the store's memory is, and in small ones, as fio's."""
+    """``job`` beside fio, with a target: in huge pages, like the store's memory, and in small ones, like fio's."""
     if fio is None or not fio.can_run(job):
         return JobPlan(title=title, ours={OURS: job})
     ours = {OURS: job, SMALL_PAGES: replace(job, pages=Pages.SMALL)}
@@ -241,7 +241,7 @@ def with_fio(job: Job, fio: Fio | None, title: str) -> JobPlan:
 
 
 def with_checksums(job: Job) -> JobPlan:
-    """``job`` with checksums, and without; in memory like a store's."""
+    """``job`` with and without checksums, in memory like a store's."""
     job = replace(job, reuse=Reuse.LATE)
     ours = {CHECKED: replace(job, checksums=Checksums.ON), OURS: job}
     return JobPlan(title="checksums", ours=ours, targets={OURS: CHECKSUM_TARGET})

@@ -1,12 +1,12 @@
-"""The costs of this machine that ``tierstore plan`` predicts with, as alpha-beta lines.
+"""The costs of this machine, as alpha-beta lines, with which ``tierstore plan`` predicts.
 
-Disk: streams of transfers through the engine, past the page cache, of several sizes. Copies and AdamW: the engine's own
-kernels. Computation: a block of the model under autograd, and one expert's formulas, forward and backward, over several
+Disk: streams of transfers through the engine, bypassing the page cache, in several sizes. Copies and AdamW: the engine's own
+kernels. Computation: a block of the model under autograd, and one expert's formulas, forward and backward, for several
 numbers of tokens. Collectives: the group's own, between local ranks on Gloo; all-to-alls also of fewer ranks. Each point is
-measured several times, in turns; lines go through the medians (``machine_profile.fit_cost``).
+measured several times, in turns; lines are fitted to the medians (``machine_profile.fit_cost``).
 
-It is a benchmark and not part of ``plan``, which measures nothing and answers at once. Run as a module
-it is one rank that measures collectives.
+This is a benchmark and not part of ``plan``, which measures nothing and answers at once. Run as a module, it is one rank
+that measures collectives.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ from tierstore.train.config import TrainConfig
 from tierstore.train.footprint import resident_bytes
 
 _Points = list[tuple[float, float]]
-#: How the all-to-alls of a number of ranks are called.
+#: Name prefix of the all-to-alls of a number of ranks.
 _EXCHANGE = "all_to_all of "
-#: Floating point operations are the amounts of these costs, bytes those of the others.
+#: Costs whose amounts are floating point operations; those of the others are bytes.
 _COMPUTING = ("dense_flops", "expert_flops", "expert_forward", "expert_backward")
 
 
@@ -65,7 +65,7 @@ class MachineBench(Benchmark):
     profile: Path = option(argument=True, path=OutputKind.PROFILE)
     ranks: int = option(2, "Local ranks for the collectives.")
     repeats: int = option(5, "Measurements of each point.")
-    threads: int = option(0, "torch's threads (0: as they are).")
+    threads: int = option(0, "Threads of torch (0: unchanged).")
     disk_bytes: int = size_option("64MiB", "Bytes of one transfer stream.")
     directory: Path = option(
         Path(), "Measure the disk under this directory.", flag="--dir", path=ExistingPath.DIRECTORY
@@ -85,7 +85,7 @@ class MachineBench(Benchmark):
         return self.directory
 
     def run(self, progress: Progress) -> Found:
-        """Measures, and writes the profile. Raises OSError, WorkerError."""
+        """Measure, and write the profile. Raises OSError, WorkerError."""
         found = measure_machine(self, progress)
         save_profile(found.profile, self.profile)
         costs, rows = [], []
@@ -120,19 +120,19 @@ class MachineBench(Benchmark):
 
 @dataclass(frozen=True, slots=True)
 class MeasuredMachine:
-    """A profile, and by the names of its costs the points that its lines go through: amounts, and seconds for each."""
+    """A profile, and for each of its costs, by name, the points (amount, seconds) that its line was fitted to."""
 
     profile: Profile
     points: Mapping[str, _Points]
 
     def error_ratios(self, name: str) -> list[float]:
-        """By how much of itself each point of the cost ``name`` is off its line."""
+        """The relative error of the line at each point of the cost ``name``."""
         points, cost = self.points[name], cost_of(self.profile, name)
         return fit_errors(cost, [amount for amount, _ in points], [spent for _, spent in points])
 
 
 def measure_machine(bench: MachineBench, progress: Progress) -> MeasuredMachine:
-    """The profile of this machine. Raises OSError, WorkerError."""
+    """Measure the profile of this machine. Raises OSError, WorkerError."""
     progress.say("computation")
     points = _computation(bench)
     process = resident_bytes()  # torch and its libraries are imported by now
@@ -154,7 +154,7 @@ def measure_machine(bench: MachineBench, progress: Progress) -> MeasuredMachine:
 
 
 def cost_of(profile: Profile, name: str) -> Cost:
-    """The cost that ``points`` call ``name``."""
+    """The cost with the name ``name`` in ``points``."""
     if name.startswith(_EXCHANGE):
         return profile.exchanges[int(name.removeprefix(_EXCHANGE))]
     cost: Cost = getattr(profile, name)
@@ -171,7 +171,7 @@ def _fit(points: _Points) -> Cost:
 
 
 def _timed(work: Callable[[], object], repeats: int) -> list[float]:
-    """Seconds of ``work``, once it has run unmeasured."""
+    """Seconds of ``work`` in each repeat, after one unmeasured run."""
     work()
     found = []
     for _ in range(repeats):
@@ -195,7 +195,7 @@ def _assumed(name: str) -> Cost:
 
 
 def measurements(found: MeasuredMachine) -> Iterator[Measurement]:
-    """What ``run`` found, for a document: each point with its samples, and the lines through them."""
+    """The measurements of ``run`` for a document: each point with its samples, and the fitted lines."""
     for name, points in found.points.items():
         kind = "operations" if name in _COMPUTING else "bytes"
         samples: dict[float, list[float]] = {}
@@ -271,7 +271,7 @@ def _computation(bench: MachineBench) -> dict[str, _Points]:
 
 
 def _dense_points(repeats: int) -> _Points:
-    """One dense block, forward and backward: 6 operations a parameter and token, and attention's. Two passes."""
+    """One dense block, forward and backward: 6 operations a parameter and token, and those of attention. Two passes."""
     import torch
 
     from tierstore.model.attention import rotary_tables
@@ -292,14 +292,14 @@ def _dense_points(repeats: int) -> _Points:
             y, _ = block(x, cos, sin, NoiseKey())
             torch.autograd.backward(y.sum())
 
-        # A pass is a third of this on average: forward 2, backward 4 of the 6 operations.
+        # One pass is half of this on average: forward 2, backward 4 of the 6 operations.
         flops = 6 * batch * positions * (numel + positions * d)
         points += [(flops / 2, spent / 2) for spent in _timed(work, repeats)]
     return points
 
 
 def _expert_points(repeats: int) -> dict[str, _Points]:
-    """One expert by its rows: forward, backward, and a pass of either in the mean."""
+    """One expert by its rows: forward, backward, and the mean of both."""
     import torch
 
     from tierstore.moe.config import ExpertShape
@@ -367,7 +367,7 @@ def collective_times(
                 started = time.perf_counter()
                 issue().wait()
                 found[name].append((numel * others * 4, time.perf_counter() - started))
-    # The first of each is slower: connections are made.
+    # The first of each is slower, since connections are made.
     return {name: _without_first(pairs, repeats + 1) for name, pairs in found.items()}
 
 

@@ -1,8 +1,8 @@
-"""Ranks in network namespaces of their own, with a token-bucket limit on what each sends.
+"""Ranks in their own network namespaces, with a token-bucket limit on what each sends.
 
 The limit of ``tierstore.links`` is emulated beside the real messages; this one is the kernel's, on the messages
-themselves: one bridge, one virtual cable to each rank, and ``tc tbf`` at the rank's end. It wants root, ``ip`` and
-``tc``; where they are not to be had, the capability says why.
+themselves: one bridge, one virtual cable to each rank, and ``tc tbf`` at the rank's end. It needs root, ``ip`` and
+``tc``; if they are missing, the capability says why.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ from tierstore.capabilities import Capability, Finding, Resolution, resolve
 from tierstore.errors import CapabilityError, ConfigError
 
 _INTERFACE = "eth0"
-#: What a bucket holds: a few of the largest frames that a virtual cable carries.
+#: Size of a bucket: a few of the largest frames that a virtual cable carries.
 _BURST_BYTES = 256 << 10
-#: How long a message may wait for tokens before the kernel drops it, and TCP has to send it again.
+#: How long a message may wait for tokens before the kernel drops it and TCP must send it again.
 _QUEUE_MS = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class RankNamespace:
-    """Where one rank lives. ``environment`` is what it needs besides its rank to find the others."""
+    """The namespace of one rank. ``environment``: the variables, besides its rank, that it needs to find the others."""
 
     name: str
     address: str
     environment: dict[str, str]
 
     def command(self, arguments: Sequence[str]) -> list[str]:
-        """``arguments`` as a command that runs inside."""
+        """The command that runs ``arguments`` inside."""
         return ["ip", "netns", "exec", self.name, *arguments]
 
 
 def limit_namespace(namespace: RankNamespace, bandwidth: int) -> None:
-    """``namespace`` sends at most ``bandwidth`` bytes a second from now on. Raises CapabilityError."""
+    """From now on, limit ``namespace`` to sending ``bandwidth`` bytes a second. Raises CapabilityError."""
     bucket = ["rate", f"{bandwidth}bps", "burst", str(_BURST_BYTES), "latency", f"{_QUEUE_MS}ms"]
     _run(["tc", "-n", namespace.name, "qdisc", "replace", "dev", _INTERFACE, "root", "tbf", *bucket])
 
 
 def probe_namespaces() -> Finding:
-    """Whether network namespaces can be made here: one is, and removed."""
+    """Whether network namespaces can be made here: makes one and removes it."""
     if os.geteuid() != 0:
-        return Finding(False, "only root may make network namespaces")
+        return Finding(False, "only root may create network namespaces")
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
         return Finding(False, f"there is no {' and no '.join(missing)}")
@@ -62,10 +62,10 @@ def probe_namespaces() -> Finding:
 def rank_namespaces(
     ranks: int, *, bandwidth: int, setting: Capability = Capability.AUTO
 ) -> Iterator[tuple[Resolution, list[RankNamespace]]]:
-    """``ranks`` namespaces, each of which sends at most ``bandwidth`` bytes a second; none where the capability
-    resolves to OFF. They are removed at exit, and a process that still runs in one loses its network.
+    """Yield ``ranks`` namespaces, each limited to sending ``bandwidth`` bytes a second; none if the capability resolves to
+    OFF. They are removed at exit, and a process that still runs in one loses its network.
 
-    Raises CapabilityError for ON where it is lacking, ConfigError for what is no bandwidth.
+    Raises CapabilityError for ON if it is lacking, ConfigError for an invalid number.
     """
     if ranks < 1 or bandwidth < 1:
         raise ConfigError(
@@ -82,7 +82,7 @@ def rank_namespaces(
 
 @contextlib.contextmanager
 def namespaces_limited_to(bandwidth: int, ranks: int) -> Iterator[list[RankNamespace]]:
-    """What ``--namespace-bandwidth`` asks for: none for 0, else one for each of ``ranks`` ranks, or CapabilityError."""
+    """The namespaces for ``--namespace-bandwidth``: none for 0, else one per rank. Raises CapabilityError."""
     if bandwidth == 0:
         yield []
         return
@@ -116,7 +116,7 @@ def _network(prefix: str, ranks: int, bandwidth: int) -> Iterator[list[RankNames
 
 def _add_namespace(name: str, stack: contextlib.ExitStack) -> None:
     _ip("netns", "add", name)
-    # Its cables go with it.
+    # Its cables are removed with it.
     stack.callback(_ip, "netns", "delete", name)
 
 

@@ -1,12 +1,12 @@
-"""How much of gathers and expert fetches disappears behind computation, and behind each other.
+"""How much of gathers and expert fetches is hidden behind computation, and behind each other.
 
-Two ranks step the same stack of layers (``tierstore.bench.overlap_rank``, or the trainer) over links that are
-limited such that computation, gathers and expert fetches each take a chosen time of their own. Serial, a step
-would take their sum; overlapped perfectly, the longest of them. The figure is the step over the longest.
+Two ranks step the same stack of layers (``tierstore.bench.overlap_rank``, or the trainer) over links limited so that
+computation, gathers and expert fetches each take a chosen time. Serially, a step would take their sum; overlapped perfectly,
+the longest of them. The figure is the step divided by the longest.
 
-The three times: computation is measured in the same run, alone; the other two are what the run moved in a step,
-by what its link carries. A first run over unlimited links says how many bytes that will be, and how long a step takes
-in which nothing is waited for: computation and the program that drives it. A second ratio takes that for the computation.
+The three times: computation is measured alone in the same run; the other two are what the run moved in a step, divided by
+the bandwidth of its link. A first run over unlimited links measures how many bytes that is, and how long a step takes in
+which nothing is waited for: computation and the program that drives it. A second ratio uses that as the computation.
 
 Each rank (``tierstore.bench.overlap_rank``) gets any number of ``RankRequest``, the same for all, and answers each with
 ``RankSteps``.
@@ -45,12 +45,12 @@ from tierstore.timeline import TimelineSlice, Track, read_slices
 from tierstore.train.config import TrainConfig
 
 _RANKS = 2
-#: The device copies are not among the three: their link is that much faster than the disk's.
+#: The device copies are not among the three: their link is this many times faster than the disk's.
 _COPY_SPEED = 4.0
-#: What a step may take at most, in times of the longest of the three: all equal, and one three times the others.
+#: The most that a step may take, relative to the longest of the three: all equal, and one three times the others.
 _TO_LONGEST, _TO_LONGEST_OF_ALL = 1.15, 1.05
-#: Steps that are not measured once computation was measured alone: meanwhile the links have caught up with what was
-#: asked of them, and a first step would find all that it needs.
+#: Steps that are not measured after computation was measured alone: meanwhile the links have completed all requests, and
+#: the first step would find all that it needs.
 CAUGHT_UP = 1
 
 
@@ -73,9 +73,9 @@ class Prefetch(StrEnum):
 
 
 class Stack(StrEnum):
-    """What steps."""
+    """What is stepped."""
 
-    SYNTHETIC = "synthetic"  # layers that do nothing but take time: tierstore.bench.overlap_rank
+    SYNTHETIC = "synthetic"  # layers that only take time: tierstore.bench.overlap_rank
     TRAINER = "trainer"
 
 
@@ -83,7 +83,7 @@ class Computation(StrEnum):
     """What a layer's computation is."""
 
     MATMUL = "matmul"  # on the processor that also drives the queues
-    DEVICE = "device"  # a given time on a device that the processor does not wait for, as on a GPU
+    DEVICE = "device"  # a given time on a device, during which the processor is free, as with a GPU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,7 @@ class StackShape:
     """The size of a stack of layers, and how far ahead its queues look.
 
     ``forward_s``: computation of one forward pass; a backward pass takes twice that. Half of it is the experts'.
-    ``cached_layers``: how many layers' experts, whole, the host cache holds. ``experts``: of each layer, on each rank.
+    ``cached_layers``: the number of layers whose experts fit in the host cache. ``experts``: per layer and rank.
     """
 
     layers: int = 16
@@ -126,8 +126,8 @@ class StackShape:
 
 @dataclass(frozen=True, kw_only=True)
 class RankRequest:
-    """What a rank runs and measures; it makes ``directory`` and removes it. ``shape`` is for the synthetic
-    stack, ``train`` for the trainer.
+    """What a rank runs and measures; it makes ``directory`` and removes it. ``shape``: for the synthetic stack; ``train``:
+    for the trainer.
     """
 
     directory: Path
@@ -142,7 +142,7 @@ class RankRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class RankSteps:
-    """What one rank measured: seconds of each step, and what a step moved and was stalled, in the mean.
+    """What one rank measured: the seconds of each step, and the means per step of what it moved and how long it stalled.
 
     ``computing_s``: the computation of a step alone. ``stalls``: seconds by dimension and cause.
     """
@@ -162,7 +162,7 @@ class RankSteps:
 
     @staticmethod
     def slowest(ranks: Sequence[RankSteps]) -> RankSteps:
-        """Of each figure the greatest: a step is over when all ranks have done it."""
+        """The greatest of each figure: a step is over when all ranks have finished it."""
         means = ("computing_s", "disk_bytes", "disk_transfers", "sent_bytes", "collectives")
         causes = {cause for rank in ranks for cause in rank.stalls}
         return RankSteps(
@@ -177,22 +177,22 @@ class OverlapBench(Benchmark):
     """Two ranks over limited links: how much of gathers and expert fetches is hidden, and by which queue."""
 
     stack: Stack = option(
-        Stack.SYNTHETIC, "Layers that only take time, or the trainer as CONFIG and --set say."
+        Stack.SYNTHETIC, "Layers that only take time, or the trainer, configured by CONFIG and --set."
     )
-    layers: int = option(16, "Of the synthetic stack.")
-    steps: int = option(4, "Steps measured of each run.")
-    warmup: int = option(6, "Steps before them.")
-    forward_ms: float = option(40.0, "Computation of a layer's forward pass.")
+    layers: int = option(16, "Layers of the synthetic stack.")
+    steps: int = option(4, "Steps measured in each run.")
+    warmup: int = option(6, "Unmeasured steps before them.")
+    forward_ms: float = option(40.0, "Computation time of a layer's forward pass.")
     computation: Computation = option(
-        Computation.MATMUL, "On the processor, or as a device would: a time in which the processor is free."
+        Computation.MATMUL, "On the processor, or as on a device: a time in which the processor is free."
     )
     store: Path = store_option()
     timeline: Path | None = option(
-        None, "Rank 0's Chrome trace of the balanced run.", path=OutputKind.TIMELINE
+        None, "Write rank 0's Chrome trace of the balanced run.", path=OutputKind.TIMELINE
     )
-    svg: Path | None = option(None, "A picture of one of its steps.", path=OutputKind.PICTURE)
+    svg: Path | None = option(None, "Draw one of its steps.", path=OutputKind.PICTURE)
     namespace_bandwidth: int = size_option(
-        "0", "Ranks in network namespaces, in which each sends N bytes a second (needs root, ip and tc)."
+        "0", "Run ranks in network namespaces that limit each to N bytes a second (needs root, ip and tc)."
     )
     train: TrainConfig = field(
         default_factory=TrainConfig, metadata={"configuration": (), "fixed": {"threads": 1}}
@@ -202,7 +202,7 @@ class OverlapBench(Benchmark):
         at_least(1, layers=self.layers, steps=self.steps, warmup=self.warmup)
         if self.svg is not None and self.stack is Stack.TRAINER:
             raise ConfigError("svg: a picture is drawn of the synthetic stack only")
-        assert self.shape  # raises ConfigError for a computation that takes no time
+        assert self.shape  # raises ConfigError if computation takes no time
 
     @property
     def shape(self) -> StackShape:
@@ -216,7 +216,7 @@ class OverlapBench(Benchmark):
         )
 
     def run(self, progress: Progress) -> Found:
-        """Measures. Raises ConfigError (``store`` exists), CapabilityError (no namespaces), WorkerError, OSError."""
+        """Measure. Raises ConfigError (``store`` exists), CapabilityError (no namespaces), WorkerError, OSError."""
         with (
             work_directory(self.store),
             namespaces_limited_to(self.namespace_bandwidth, _RANKS) as namespaces,
@@ -226,7 +226,7 @@ class OverlapBench(Benchmark):
 
 
 def links_for(balance: Balance, computing_s: float, sent_bytes: float, disk_bytes: float) -> LinksConfig:
-    """Links over which gathers and fetches take as long as ``balance`` says."""
+    """Links over which gathers and fetches take the times of ``balance``."""
     least = computing_s / 3 if balance is Balance.COMPUTATION else computing_s
     gathers = 3 * least if balance is Balance.GATHERS else least
     fetches = 3 * least if balance is Balance.FETCHES else least
@@ -298,12 +298,12 @@ def _run(bench: OverlapBench, ranks: RankProcesses, progress: Progress) -> Found
 
 
 def _stalled_s(one: Mapping[str, Any], dimension: str) -> object:
-    """Seconds of a step that were stalled along ``dimension``, for all causes."""
+    """Seconds of a step stalled along ``dimension``, for all causes."""
     return sum(stall["step_stall_s"] for stall in one["stalls"] if stall["cause"].startswith(dimension))
 
 
 def _limited_to(asked: RankRequest, prefetch: Prefetch) -> RankRequest:
-    """The measurement with the lookahead of the other queue taken away."""
+    """The request without the lookahead of the other queue."""
     shape, ahead = asked.shape, asked.train.prefetch
     if prefetch in (Prefetch.NONE, Prefetch.VERTICAL):
         shape, ahead = replace(shape, horizontal_depth=0), replace(ahead, gather_depth=0)
@@ -315,9 +315,9 @@ def _limited_to(asked: RankRequest, prefetch: Prefetch) -> RankRequest:
 def overlap_run(
     balance: Balance, prefetch: Prefetch, links: LinksConfig, found: RankSteps, unlimited_s: float
 ) -> dict[str, Any]:
-    """What ``found`` says of the overlap over ``links``; ``unlimited_s``: a step over unlimited ones.
+    """Evaluate the overlap of ``found`` over ``links``; ``unlimited_s``: a step over unlimited ones.
 
-    The ratios: a step to the longest of the three, and to that or a step over unlimited links, if that is longer.
+    Ratios: of a step to the longest of the three, and to the longer of that and a step over unlimited links.
     """
     gathers_s, fetches_s = found.sent_bytes / links.gather.bandwidth, found.disk_bytes / links.disk.bandwidth
     times = (found.computing_s, gathers_s, fetches_s)
@@ -353,13 +353,13 @@ def _measurements(runs: Sequence[Mapping[str, Any]]) -> Iterator[Measurement]:
 
 
 class RankProcesses(AskedRanks):
-    """The processes of the ranks; a context manager. ``namespaces``: one for each to live in, if any."""
+    """The processes of the ranks; a context manager. ``namespaces``: one for each rank, if any."""
 
     def __init__(self, namespaces: Sequence[RankNamespace] = ()) -> None:
         super().__init__("tierstore.bench.overlap_rank", _RANKS, namespaces=namespaces)
 
     def measure(self, asked: RankRequest) -> RankSteps:
-        """What the ranks measured, each figure that of the slowest. Raises WorkerError."""
+        """Measure on all ranks; each figure is that of the slowest. Raises WorkerError."""
         # One timeline is enough, and one file cannot hold two.
         others = replace(asked, timeline=None)
         answers = self.ask([as_dict(asked if rank == 0 else others) for rank in range(_RANKS)])
@@ -368,7 +368,7 @@ class RankProcesses(AskedRanks):
 
 # The picture of one step: what computed, and what was on which link meanwhile -------------------------------
 
-#: Rows from the top: title, track, whether only the turns on its link are drawn, colour.
+#: Rows from the top: title, track, whether only turns on the link are drawn, colour.
 _ROWS = (
     ("computation", Track.COMPUTE, False, "#4c72b0"),
     ("stalls", Track.STALLS, False, "#c44e52"),
@@ -383,7 +383,7 @@ _CAPTION = "ms: one step of one of two ranks (forward blue, backward orange)"
 
 
 def draw(timeline: Path, svg: Path) -> None:
-    """Draws the last step of ``timeline`` into ``svg``."""
+    """Draw the last step of ``timeline`` into ``svg``."""
     slices, (begin, end) = last_step(read_slices(timeline))
     rows: dict[str, list[Bar]] = {}
     for title, track, link_only, colour in _ROWS:
@@ -393,7 +393,7 @@ def draw(timeline: Path, svg: Path) -> None:
             face = _PASS_COLOURS.get(name.split()[0], colour) if track is Track.COMPUTE else colour
             bars.append(Bar((start - begin) / 1e3, (stop - begin) / 1e3, face))
         if link_only:
-            # Transfers that follow one another at once are one bar: a reader cannot see them apart.
+            # Transfers that follow one another immediately are one bar: a reader could not tell them apart.
             spans = joined([(bar.begin, bar.end) for bar in bars], (end - begin) / 1e6)
             bars = [Bar(*span, colour) for span in spans]
         rows[title] = bars
@@ -404,7 +404,7 @@ def draw(timeline: Path, svg: Path) -> None:
 def last_step(
     slices: Mapping[str, Sequence[TimelineSlice]],
 ) -> tuple[dict[str, list[TimelineSlice]], tuple[float, float]]:
-    """``slices`` by track, and begin and end of the last step: from its first forward pass."""
+    """``slices`` of the last step by track, and its begin and end: from its first forward pass."""
     compute = slices[Track.COMPUTE.value]
     begin = max(start for name, start, _ in compute if name == "forward 0")
     end = max(end for _, _, end in compute)
