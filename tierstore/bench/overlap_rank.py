@@ -1,14 +1,14 @@
-"""One rank of ``bench overlap``, in a process of its own: a stack of synthetic layers, or the trainer, and its measurement.
+"""One rank of ``bench overlap``, in its own process: a stack of synthetic layers, or the trainer, and its measurement.
 
-It is apart from the benchmark, whose options are listed without torch. ``experiments/`` use the emulated device.
+It is separate from the benchmark, whose options are listed without torch. ``experiments/`` use the emulated device.
 
 The data path is the real one (collectives, store, host cache, device tier, engine, schedule and its two queues);
-only the layers are made up: all they do is to take time. Each is one MoE layer that uses all of its experts.
+only the layers are synthetic: all they do is take time. Each is one MoE layer that uses all of its experts.
 
-The emulated device takes time only. As with a GPU's stream, it works off in order what is launched, and the
-program that launches it goes on meanwhile. Weights and gradients in its slots stay as they are until it has finished, and
-collectives start on their link when it has come to where they were issued, as those of NCCL do on theirs. (Each rank's
-device for itself: they do not wait for one another's, which compute the same and keep step.)
+The emulated device only takes time. As with a GPU's stream, it executes in order what is launched, while the program that
+launches it continues. Weights and gradients in its slots stay unchanged until it has finished, and collectives start on
+their link when the device has reached the point where they were issued, like those of NCCL. (Each rank has its own device;
+ranks do not wait for one another's devices, which compute the same and keep in step.)
 """
 
 from __future__ import annotations
@@ -68,15 +68,15 @@ class Computer(Protocol):
     def launch(self, seconds: float) -> None: ...
 
     def finished(self) -> list[int]:
-        """Tickets after which all that was launched is done."""
+        """Tickets after which everything launched is done."""
         ...
 
     def synchronize(self) -> None:
-        """Returns when all that was launched is done."""
+        """Return when everything launched is done."""
         ...
 
     def clock_ns(self) -> int:
-        """Now, or when what was launched will be done: time in which it computes does not pass."""
+        """Now, or the time when everything launched will be done: while it computes, time does not pass."""
         ...
 
 
@@ -106,14 +106,14 @@ class Processor:
         return []
 
     def synchronize(self) -> None:
-        """All is done already."""
+        """Nothing is pending."""
 
     def clock_ns(self) -> int:
         return time.monotonic_ns()
 
 
 class EmulatedDevice:
-    """A device that is busy for the times that it is given."""
+    """A device that is busy for given times."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -123,7 +123,7 @@ class EmulatedDevice:
     def launch(self, seconds: float) -> None:
         now = time.monotonic_ns()
         self._free_at_ns = max(now, self._free_at_ns) + round(seconds * 1e9)
-        # A link of its own: all that it is used for is one time from now.
+        # A separate link, used only to wait for one point in time.
         left = Link(math.inf, (self._free_at_ns - now) / 1e9)
         self._last = [self._engine.hold(left, 0, Activity.OTHER)]
 
@@ -138,7 +138,7 @@ class EmulatedDevice:
 
 
 def schedule_of(shape: StackShape) -> Schedule:
-    """A unit a layer, each stepped as soon as its gradients are there."""
+    """One unit per layer, each stepped as soon as its gradients exist."""
     units = tuple(Unit(f"layer {i}", 4 * shape.dense_numel, i) for i in range(shape.layers))
     return Schedule(
         units=units,
@@ -149,7 +149,7 @@ def schedule_of(shape: StackShape) -> Schedule:
 
 
 class SlicedUnits:
-    """Flat fp32 units in equal slices; what is gathered lies in buffers that are reused."""
+    """Flat fp32 units in equal slices, gathered into buffers that are reused."""
 
     def __init__(
         self,
@@ -189,7 +189,7 @@ class SlicedUnits:
         return self._gathered[unit][0]
 
     def reduce(self, unit: int) -> None:
-        """Scatters a gradient (the parameters themselves) without waiting for it."""
+        """Reduce-scatter a gradient (the parameters themselves) without waiting for it."""
         buffer = self._spare.popleft() if self._spare else torch.empty(self._numel)
         buffer.copy_(self._gathered[unit][0])
         piece = torch.empty_like(self._slices[unit])
@@ -242,7 +242,7 @@ class SyntheticStack:
         return (self._computer.clock_ns() - started) / 1e9
 
     def step(self) -> float:
-        """One training step; returns its seconds."""
+        """Run one training step; returns its seconds."""
         clock_ns = self._computer.clock_ns
         started = clock_ns()
         with self.store.optimizer_step(1e-3):
@@ -265,7 +265,7 @@ class SyntheticStack:
 
     def _forward(self, unit: int) -> None:
         self._computer.launch(self._dense_s(Phase.FORWARD))
-        self._computer.synchronize()  # the program asks for the experts that a router has chosen
+        self._computer.synchronize()  # as a program does to request the experts that a router chose
         for _ in self._experts.forward(unit, range(self._shape.experts)):
             self._computer.launch(self._expert_s(Phase.FORWARD))
 
@@ -284,7 +284,7 @@ class SyntheticStack:
         return self._dense_s(phase) / self._shape.experts
 
     def drain(self) -> None:
-        """Releases what was gathered ahead."""
+        """Release what was gathered ahead."""
         self._dense.wait_all()
         self._queue.reset()
 
@@ -300,7 +300,7 @@ def open_stack(
     copy: LinkConfig,
     timeline: TimelineSink,
 ) -> Iterator[SyntheticStack]:
-    """A stack over a new store in ``directory``. ``link`` is that of ``group``, whose messages follow what was computed."""
+    """A stack over a new store in ``directory``. ``link``: that of ``group``, whose messages follow the computation."""
     schedule = schedule_of(shape)
     schema = RecordSchema("expert", shape.expert_numel)
     host_budget, lookahead = shape.budgets
@@ -387,7 +387,7 @@ def _measure(asked: RankRequest, world: RankGroup, link: CollectiveLink) -> Rank
 def _steps(
     step: Callable[[], float], count: int, store: StoreCore, ledger: StallLedger, link: CollectiveLink
 ) -> RankSteps:
-    """Measures ``count`` calls of ``step``, which returns its seconds. Takes all of a step for computation."""
+    """Measure ``count`` calls of ``step``, which returns its seconds. The whole step counts as computation."""
     before, stalls = _counts(store, link), _stalls(ledger)
     seconds = [step() for _ in range(count)]
     after, stalled = _counts(store, link), _stalls(ledger)
@@ -400,7 +400,7 @@ def _steps(
 
 
 def _counts(store: StoreCore, link: CollectiveLink) -> dict[str, float]:
-    """Bytes of experts as they are asked for: some are always under way, at both ends of what is measured."""
+    """Counters of bytes moved; those of experts count at the request, since some are always in flight when a step ends."""
     engine, residency = store.engine.stats(), store.cache.residency.stats()
     return {
         "disk_bytes": float(residency.read_bytes + residency.written_bytes),
@@ -417,8 +417,8 @@ def _stalls(ledger: StallLedger) -> dict[str, float]:
 
 
 def _measure_training(asked: RankRequest, mesh: Mesh, link: CollectiveLink) -> RankSteps:
-    """Measures the trainer as ``_measure`` does the synthetic stack. The trainer's computation cannot run alone: the
-    step over unlimited links stands for it.
+    """Measure the trainer as ``_measure`` does the synthetic stack. Its computation cannot run alone: the step over
+    unlimited links is used instead.
     """
     link.link = open_link(asked.links.gather)
     config = replace(asked.train, store=asked.directory, links=asked.links)
@@ -430,7 +430,7 @@ def _measure_training(asked: RankRequest, mesh: Mesh, link: CollectiveLink) -> R
             for _ in range(asked.warmup):
                 trainer.step()
             found = _steps(lambda: trainer.step().seconds, asked.steps, trainer.store, trainer.ledger, link)
-        # No rank begins the next measurement, in the same directory, before all have ended this one.
+        # No rank begins the next measurement, in the same directory, before all have finished this one.
         mesh.world.barrier()
         if mesh.world.rank == 0:
             shutil.rmtree(asked.directory)
@@ -444,7 +444,7 @@ def _answers(requests: Iterator[Any]) -> Generator[Mapping[str, object]]:
     import torch
 
     torch.set_num_threads(1)
-    # The exchanges' link is never the gathers': what is measured is the overlap of the queues.
+    # Exchanges never use the gathers' link: the overlap of the queues is measured.
     link, exchange = CollectiveLink(None), CollectiveLink(None)
     groups = partial(LimitedGroup, link=link, exchange=exchange)
     with launch(ParallelConfig(timeout_s=60.0), device="cpu", make_group=groups) as mesh:

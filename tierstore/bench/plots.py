@@ -1,7 +1,7 @@
 """The plots of the benchmarks' report: one for each name and unit of a document's measurements.
 
-Where a parameter takes three or more values in numbers, medians over it, a line for each combination of the others;
-else a row for each measurement, with its samples. Quartiles are drawn where there are several samples, targets dotted.
+If a parameter has three or more numeric values, medians over it, with a line for each combination of the others; else a
+row for each measurement, with its samples. Quartiles are drawn if there are several samples; targets are dotted.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from tierstore.reports.drawing import INK, SETTINGS, line, new_figure, set_legen
 from tierstore.reports.page import Plot
 from tierstore.units import format_bytes
 
-_MOST_LINES = 7  # more hide each other
+_MOST_LINES = 7  # more would hide each other
 _MOST_ROWS = 40
 _LEAST_POINTS = 3
-_LOGARITHMIC = 16.0  # largest over least, from which an axis is logarithmic ...
+_LOGARITHMIC = 16.0  # largest over least value from which an axis is logarithmic ...
 _WIDE = 300.0  # ... and from which only powers of ten are labelled
 _TARGET: dict[str, Any] = {"color": "#888888", "linestyle": (0, (2, 2)), "linewidth": 1.2}
 
@@ -29,8 +29,8 @@ _Family = Sequence[Measurement]
 
 
 def plots_of(measurements: Sequence[Measurement]) -> list[Plot]:
-    """The plots of one document. Measurements that are alone with their name share a plot by unit; a single value has
-    a row in the table and no plot.
+    """The plots of one document. Measurements whose name is unique share a plot by unit; a single value is shown only in
+    the table.
     """
     families: dict[tuple[str, str], list[Measurement]] = {}
     for one in measurements:
@@ -77,12 +77,12 @@ def _across(family: _Family) -> str | None:
 
 
 def _apart(family: _Family, others: Sequence[str]) -> Iterator[tuple[str, _Family]]:
-    """``family`` cut by as few of the ``others`` as leave no more lines than a plot can show."""
+    """Split ``family`` by as few of ``others`` as needed so that each plot can show its lines."""
     lines = {tuple(one.parameters.get(name) for name in others) for one in family}
     if len(lines) <= _MOST_LINES or not others:
         yield "", family
         return
-    by = others[-1]  # of fewest values: the plots are few and full
+    by = others[-1]  # the one with the fewest values: few and full plots
     for value in dict.fromkeys(one.parameters.get(by) for one in family):
         part = [one for one in family if one.parameters.get(by) == value]
         for said, smaller in _apart(part, others[:-1]):
@@ -159,7 +159,7 @@ def _rows(family: _Family) -> str:
 
 
 def _scale(axes: Axes, which: str, values: Sequence[float], unit: str) -> None:
-    """A logarithmic axis where the values spread far, else one that begins at 0 if they are positive; ticks for ``unit``."""
+    """A logarithmic axis if the values spread far, else one that begins at 0 if they are positive; ticks for ``unit``."""
     axis = axes.xaxis if which == "x" else axes.yaxis
     axis.set_major_locator(MaxNLocator(5))
     if min(values) > 0 and max(values) / min(values) >= _LOGARITHMIC:

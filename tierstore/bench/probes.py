@@ -1,4 +1,4 @@
-"""What several benchmarks measure with: the disk's speed, latencies, a memory limit, and what a process holds."""
+"""Measuring tools that benchmarks share: disk speed, latencies, a memory limit, and the resources of a process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _IN_FLIGHT_BYTES = 96 << 20
 
 
 def drop_pages(path: Path) -> None:
-    """Writes back what is dirty of a file, then asks the kernel to forget its pages (POSIX_FADV_DONTNEED)."""
+    """Write back a file's dirty pages, then ask the kernel to drop its pages (POSIX_FADV_DONTNEED)."""
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         os.fdatasync(fd)
@@ -66,11 +66,11 @@ class Durable(Enum):
 
 
 class DiskProbe:
-    """The disk's speed for transfers of the sizes, and in the mix of reads and writes, that a run needs.
+    """The disk's speed for the transfer sizes and the mix of reads and writes that a run needs.
 
-    Transfers go through the engine, past the page cache where the file system allows it, between a small arena and a file
-    of ``nbytes`` in ``directory``: preallocated and written once beforehand, as extents are, and removed by ``close``.
-    ``transfer_bytes`` are the sizes of transfers, taken in turn. Raises OSError.
+    Transfers go through the engine, bypassing the page cache if the file system allows it, between a small arena and a
+    file of ``nbytes`` in ``directory``: preallocated and written once beforehand, like extents, and removed by ``close``.
+    ``transfer_bytes``: the sizes of transfers, taken in turn. Raises OSError.
     """
 
     def __init__(self, directory: Path, nbytes: int, transfer_bytes: Sequence[int], io: IoConfig) -> None:
@@ -115,8 +115,8 @@ class DiskProbe:
             raise
 
     def disk_bytes_per_s(self, mix: Bytes) -> float:
-        """``bytes_per_s`` of the disk itself: without O_DIRECT the file's pages are dropped before, and what is written
-        is synced within the time, or it would be memory's. At most the file's bytes are read once each.
+        """``bytes_per_s`` of the disk itself: without O_DIRECT, the file's pages are dropped before and writes are synced
+        within the time, since otherwise memory would be measured. Each of the file's bytes is read at most once.
         """
         if self._file.direct:
             return self.bytes_per_s(mix)
@@ -130,7 +130,7 @@ class DiskProbe:
         begun = time.perf_counter()
         while moved.read < mix.read or moved.written < mix.written:
             size = next(sizes)
-            # Whichever is further behind goes next.
+            # The one that is further behind goes next.
             if moved.written * mix.read >= moved.read * mix.written and moved.read < mix.read:
                 self._submit("read", next(self._order), size)
                 moved = Bytes(moved.read + size, moved.written)
@@ -163,21 +163,21 @@ class DiskProbe:
         self._tickets = [0] * len(self._tickets)
 
     def close(self) -> None:
-        """Removes the file. Safe to call twice."""
+        """Remove the file. May be called twice."""
         self._engine.close()
         self._path.unlink(missing_ok=True)
 
 
 # Latencies ---------------------------------------------------------------------------------------------------
 
-_HALF = 128  # buckets a power of two
-_EXACT = 2 * _HALF  # below this each value has a bucket of its own
+_HALF = 128  # buckets per power of two
+_EXACT = 2 * _HALF  # below this, each value has its own bucket
 _SHIFTS = 64 - 8
 _BUCKETS = _EXACT + _SHIFTS * _HALF
 
 
 class Latencies:
-    """Durations in nanoseconds in a log-linear histogram, as HDR histograms keep them: of constant size, mergeable, within
+    """Durations in nanoseconds in a log-linear histogram, as in HDR histograms: of constant size, mergeable, accurate to
     1/128; the greatest one is exact.
     """
 
@@ -190,7 +190,7 @@ class Latencies:
         return int(self._counts.sum())
 
     def add(self, values_ns: Sequence[int] | NDArray[np.int64], times: Sequence[int] | None = None) -> None:
-        """Counts each of ``values_ns`` (at least 0) once, or as often as ``times`` says. Raises ValueError."""
+        """Count each of ``values_ns`` (at least 0) once, or as often as ``times`` says. Raises ValueError."""
         values = np.asarray(values_ns, np.int64)
         if not values.size:
             return
@@ -201,14 +201,14 @@ class Latencies:
         self.greatest_ns = max(self.greatest_ns, int(values.max()))
 
     def merge(self, other: Latencies) -> None:
-        """Counts what ``other`` has counted, too."""
+        """Add the counts of ``other``."""
         self._counts += other._counts
         self.greatest_ns = max(self.greatest_ns, other.greatest_ns)
 
     def percentile_ns(self, percent: float) -> int:
         """The value that ``percent`` of the durations do not exceed (nearest rank), as the top of its bucket.
 
-        Raises ValueError where nothing was counted, or for a percent outside 0..100.
+        Raises ValueError if nothing was counted, or for a percent outside 0..100.
         """
         total = self.count
         if not total or not 0 <= percent <= 100:
@@ -219,7 +219,7 @@ class Latencies:
         return min(_top(bucket), self.greatest_ns)
 
     def summary(self) -> dict[str, float]:
-        """Percentiles and the greatest, seconds; nothing where nothing was counted."""
+        """Percentiles and the greatest, in seconds; empty if nothing was counted."""
         if not self.count:
             return {}
         percents = {f"p{percent:g}_s": self.percentile_ns(percent) / 1e9 for percent in (50, 90, 99, 99.9)}
@@ -227,7 +227,7 @@ class Latencies:
 
 
 def _buckets(values: NDArray[np.int64]) -> NDArray[np.int64]:
-    # frexp gives the bit length; of what a double rounds up to a power of two it gives one more.
+    # frexp gives the bit length, or one more for values that a double rounds up to a power of two.
     lengths = np.frexp(values.astype(np.float64))[1].astype(np.int64)
     shift = np.maximum(lengths - 8, 0)
     shift = np.where((shift > 0) & ((values >> shift) < _HALF), shift - 1, shift)
@@ -248,12 +248,11 @@ _ROOT = Path("/sys/fs/cgroup")
 
 
 class MemoryLimit:
-    """A memory cgroup limited to ``limit_bytes``, without swap; ``close`` removes it. It proves that a run fits: the kernel
-    kills what does not. The page cache that its processes fill counts too, as it does in a container. ``name`` tells several
-    of one process apart.
+    """A memory cgroup limited to ``limit_bytes``, without swap; ``close`` removes it. It proves that a run fits, since the
+    kernel kills a run that does not. The page cache that its processes fill counts too, as in a container. ``name``
+    distinguishes several limits of one process.
 
-    Raises CapabilityError where the machine does not let this process make one (version 1 or 2 of cgroups, as root or in a
-    delegated subtree).
+    Raises CapabilityError if this process cannot create one (cgroups version 1 or 2, as root or in a delegated subtree).
     """
 
     def __init__(self, limit_bytes: int, *, root: Path = _ROOT, name: str = "") -> None:
@@ -273,11 +272,11 @@ class MemoryLimit:
             raise CapabilityError(f"memory limit: {error.filename}: {error.strerror}") from error
 
     def add(self, pid: int) -> None:
-        """Puts process ``pid`` into the group."""
+        """Move process ``pid`` into the group."""
         (self._path / "cgroup.procs").write_text(f"{pid}\n")
 
     def use(self) -> dict[str, int]:
-        """What the group has seen so far: its greatest use (page cache included), and processes killed."""
+        """What the group has recorded so far: its greatest use (page cache included), and processes killed."""
         peak = "memory.peak" if self._unified else "memory.max_usage_in_bytes"
         events = "memory.events" if self._unified else "memory.oom_control"
         kills = 0
@@ -289,7 +288,7 @@ class MemoryLimit:
         return {"limit_bytes": self.limit_bytes, "peak_bytes": peak_bytes, "kills_count": kills}
 
     def close(self) -> None:
-        """Removes the group; its processes must have ended."""
+        """Remove the group; its processes must have ended."""
         for _ in range(50):  # a process that has just ended may still be leaving
             try:
                 self._path.rmdir()
@@ -302,7 +301,7 @@ class MemoryLimit:
 
 
 def page_cache_bytes(files: Iterable[Path]) -> int | None:
-    """Bytes of ``files`` that the page cache holds, as fincore (util-linux) says; None without it."""
+    """Bytes of ``files`` in the page cache, according to fincore (util-linux); None without it."""
     names = [str(path) for path in files]
     tool = shutil.which("fincore")
     if tool is None or not names:
@@ -324,7 +323,7 @@ _LEAST_SAMPLES = 12
 
 @dataclass(frozen=True)
 class ProcessUsage:
-    """Of this process now: bytes resident, descriptors open, and bytes of blocks that its store takes."""
+    """This process's resident bytes and open descriptors, and the bytes of the blocks that its store occupies."""
 
     resident_bytes: int
     descriptors: int
@@ -332,7 +331,7 @@ class ProcessUsage:
 
 
 def usage(*directories: Path) -> ProcessUsage:
-    """The ProcessUsage of this process, whose store is in ``directories``. Open files without a name count."""
+    """The usage of this process, whose store is in ``directories``. Open files without a name count too."""
     nameless = 0
     descriptors = os.listdir("/proc/self/fd")
     for descriptor in descriptors:
@@ -348,7 +347,7 @@ def usage(*directories: Path) -> ProcessUsage:
 
 
 def disk_bytes(directory: Path) -> int:
-    """Bytes of blocks of all files under ``directory``: what they take, not what they are long."""
+    """Bytes of the blocks of all files under ``directory``: occupied space, not length."""
     total = 0
     for where, _, names in os.walk(directory):
         for name in names:
@@ -358,7 +357,7 @@ def disk_bytes(directory: Path) -> int:
 
 
 def process_bytes() -> tuple[int, int]:
-    """Bytes that this process has caused to be read from storage, and sent to it: direct transfers, page faults, and page
+    """Bytes that this process has caused to be read from and written to storage: direct transfers, page faults, and page
     cache that it made dirty.
     """
     with open("/proc/self/io") as file:
@@ -374,10 +373,10 @@ def process_written_bytes() -> int:
 def trend_of(
     times: Sequence[float], values: Sequence[float], unit: str, *, tolerance: float, least_span_s: float
 ) -> dict[str, Any]:
-    """The trend of ``values`` at ``times`` (seconds, rising), by a straight line through those after the first quarter.
+    """The trend of ``values`` at ``times`` (seconds, rising): a straight line fitted to those after the first quarter.
 
     ``unit``: ``bytes`` or ``count``. ``grows``: the line rises by more than ``tolerance`` within the samples, and by more
-    than three standard errors of its slope. ``judged``: there were samples enough, over time enough, to say so. Raises
+    than three standard errors of its slope. ``judged``: there were enough samples over enough time to decide. Raises
     ValueError for no values.
     """
     if not values:

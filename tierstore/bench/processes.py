@@ -1,7 +1,7 @@
-"""Workers and ranks of benchmarks in processes of their own, and JSON objects between them and their parent, one a line.
+"""Workers and ranks of benchmarks in their own processes; they exchange JSON objects with the parent, one per line.
 
-A child is a module of this package. It keeps its standard output for its answers (``answer_channel``), and says of a
-failure ``{"error": text}``.
+A child is a module of this package. Its standard output is reserved for its answers (``answer_channel``); it reports a
+failure as ``{"error": text}``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _Process = subprocess.Popen[bytes]
 
 
 class WorkerError(TierstoreError):
-    """A process of a benchmark that failed, or was killed."""
+    """A process of a benchmark failed or was killed."""
 
 
 def start_module(
@@ -35,11 +35,11 @@ def start_module(
     inside: Sequence[str] = (),
     new_session: bool = False,
 ) -> _Process:
-    """``python -m module arguments`` with pipes to and from it. ``inside``: a command that runs it, as ``ip netns`` does."""
+    """Start ``python -m module arguments`` with pipes to and from it. ``inside``: a command to run it in (``ip netns``)."""
     package = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join([package, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     return subprocess.Popen(
-        # -P: the installed package, whatever lies in the directory that this is called from.
+        # -P: import the installed package, whatever is in the current directory.
         [*inside, sys.executable, "-P", "-m", module, *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -55,19 +55,19 @@ def _pipes(process: _Process) -> tuple[IO[bytes], IO[bytes]]:
 
 
 def write_line(pipe: IO[bytes], content: Mapping[str, object]) -> None:
-    """One object, sent at once."""
+    """Write and flush one object."""
     pipe.write(json.dumps(content).encode() + b"\n")
     pipe.flush()
 
 
 def send(process: _Process, request: Mapping[str, object]) -> None:
-    """Sends ``request``. A process that has died raises nothing: its missing answer says so."""
+    """Send ``request``. A dead process raises nothing here: ``receive`` reports it."""
     with contextlib.suppress(BrokenPipeError):
         write_line(_pipes(process)[0], request)
 
 
 def receive(process: _Process, who: str) -> dict[str, Any]:
-    """The next answer. Raises WorkerError, naming ``who``, for an error, and for a process that has ended."""
+    """The next answer. Raises WorkerError, naming ``who``, for an error, or if the process has ended."""
     line = _pipes(process)[1].readline()
     if not line:
         status = process.wait()
@@ -92,27 +92,27 @@ def ask_module(
 
 
 def close_input(process: _Process) -> None:
-    """Closes the pipe to ``process``, which ends it. Safe to call twice."""
+    """Close the pipe to ``process``, which ends it. May be called twice."""
     with contextlib.suppress(BrokenPipeError):
         _pipes(process)[0].close()
 
 
 def end(process: _Process) -> None:
-    """Closes the pipes of ``process``, and waits for its end. Safe to call twice."""
+    """Close the pipes of ``process``, and wait for its end. May be called twice."""
     close_input(process)
     process.wait()
     _pipes(process)[1].close()
 
 
 def answer_channel() -> IO[bytes]:
-    """The child's standard output, for its answers alone: whatever a library prints goes to stderr from now on."""
+    """The child's standard output, reserved for its answers: what libraries print goes to stderr from now on."""
     channel = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     return channel
 
 
 def serve(answers: Callable[[Iterator[Any]], Generator[Mapping[str, object]]]) -> None:
-    """A child's work: it sends its parent what ``answers`` yields for the requests. A failure is the last answer."""
+    """The child's main function: sends what ``answers`` yields for the requests. A failure is the last answer."""
     channel = answer_channel()
     try:
         with contextlib.closing(answers(json.loads(line) for line in sys.stdin.buffer)) as found:
@@ -125,7 +125,7 @@ def serve(answers: Callable[[Iterator[Any]], Generator[Mapping[str, object]]]) -
 class AskedRanks:
     """``python -m module`` as ``count`` ranks that answer requests until they are closed; a context manager.
 
-    They meet on the loopback, or in ``namespaces``, if any: one for each to live in.
+    They meet on the loopback interface, or, if given, each in its own one of ``namespaces``.
     """
 
     def __init__(self, module: str, count: int, *, namespaces: Sequence[RankNamespace] = ()) -> None:

@@ -23,16 +23,16 @@ _MARKS = {
     Origin.DERIVED: "computed from measurements. Quartiles and medians are over the samples of one run",
 }
 _FOOT = (
-    "The spread is that within a run: what differs between any two runs of one machine is not in it. "
+    "The spread is that within a run: it does not include differences between runs on the same machine. "
     f"Made by tierstore {__version__}."
 )
-_OPEN_ROWS = 40  # a table of more is folded where there are plots
+_OPEN_ROWS = 40  # longer tables are folded if there are plots
 
 
 def write_report(
     documents: Sequence[Document], path: Path, *, comparisons: Sequence[Comparison] = ()
 ) -> None:
-    """Writes the page of ``documents`` to ``path``. Raises CapabilityError if the extra is not installed, or OSError."""
+    """Write the page of ``documents`` to ``path``. Raises CapabilityError if the extra is not installed, or OSError."""
     write_output(path, OutputKind.PAGE, render_report(documents, comparisons=comparisons))
 
 
@@ -86,7 +86,7 @@ def _rows(document: Document, folded: bool) -> Table:
 
 
 def _amount(one: Measurement, value: float) -> str:
-    own = one.unit in ("s", "bytes", "bytes/s", "ratio")  # which say it themselves
+    own = one.unit in ("s", "bytes", "bytes/s", "ratio")  # already in the formatted text
     return shown(value, one.unit) + ("" if own else f" {one.unit}")
 
 

@@ -1,11 +1,11 @@
-"""How a store's costs grow with n, the number of its records: each a curve with the exponent that fits it.
+"""How a store's costs grow with n, the number of its records: one curve per cost, with a fitted exponent.
 
-For each n a store is made with n small records in layers of 256, committed, opened in a new process, changed in 1% of its
-records and committed again, several times, in turn with durable writes of the same bytes in the same sizes; then it is
-verified, and collected. Decisions are taken without a store, to ten times as many records and more. Every record is on
-disk whole: n of 12 KiB take 12 KiB x n twice, for a commit never overwrites the one before it.
+For each n, a store is created with n small records in layers of 256, committed, opened in a new process, changed in 1% of
+its records and committed again, several times, in turn with durable writes of the same bytes in the same sizes; then it is
+verified and garbage-collected. Decisions are timed without a store, up to ten times as many records. Every record is whole
+on disk: n records of 12 KiB take 12 KiB x n twice, since a commit never overwrites the previous one.
 
-Run as a module it is the process that opens stores, for ``_opening``.
+Run as a module, it is the process that opens stores, for ``_opening``.
 """
 
 from __future__ import annotations
@@ -47,45 +47,45 @@ from tierstore.store.format import COMMITTED_GROUPS
 from tierstore.store.gc import Mode, collect
 from tierstore.units import format_bytes, parse_size
 
-_NUMEL = 12  # bytes a parameter
-_SMALL = 1  # records of the store whose memory is taken off
+_NUMEL = 12  # bytes per parameter
+_SMALL = 1  # records of the store whose memory is subtracted
 _KEPT = 1 << 27  # free disk to leave
 _DIRTY = ("48KiB", "192KiB", "1MiB", "4MiB")
 
 _DECIDE = "decide an access"
 _TO_WRITE = "commit to write"
 
-#: What is to hold at the largest store: at most these.
+#: Upper limits at the largest store.
 TARGETS = {"open": 1.0, _DECIDE: 100e-6, "index memory a record": 400.0, _TO_WRITE: 1.2}
 _UNITS = {"index memory": "bytes", "index memory a record": "bytes", _TO_WRITE: "ratio"}
 #: Costs that do not depend on n: their exponent is 0.
 _CONSTANT = frozenset({_DECIDE, "index memory a record", _TO_WRITE})
-_SLACK = 0.1  # of an exponent. Caches and pages: memory is slower the more there is of it
+_SLACK = 0.1  # of an exponent, for caches and pages: more memory is slower memory
 
-#: Seconds, bytes or ratios of a cost: for each number of records its samples.
+#: Samples of a cost (seconds, bytes or ratios) by number of records.
 _Curve = Mapping[int, Sequence[float]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleBench(Benchmark):
-    """What one machine's store costs with 1,000 to 100,000 records: curves, and the exponents that fit them.
+    """The costs of one machine's store with 1,000 to 100,000 records: curves, and the exponents that fit them.
 
-    The largest store takes 2.4 GB of disk by default. Decisions go on to a million records, without a store.
+    The largest store takes 2.4 GB of disk by default. Decisions are measured up to a million records, without a store.
     """
 
     records: tuple[int, ...] = option((1000, 10_000, 100_000), "Sizes of stores.")
-    decided: tuple[int, ...] = option((1_000_000,), "Further sizes, for decisions alone.")
-    record_bytes: int = size_option("12KiB", "12 a parameter.")
+    decided: tuple[int, ...] = option((1_000_000,), "Further sizes, for decisions only.")
+    record_bytes: int = size_option("12KiB", "Size of a record (12 bytes a parameter).")
     dirty_bytes: tuple[int, ...] = option(
         tuple(map(parse_size, _DIRTY)),
-        "Sizes of the records that are dirty in further commits, in the store of the middle size.",
+        "Sizes of the dirty records in further commits, in the store of the middle size.",
         size=True,
         typed=_DIRTY,
     )
     policies: tuple[str, ...] = option(
         ("lfu-decay", "next-use"), "Cache policies whose decisions are timed.", flag="--policy"
     )
-    accesses: int = option(4000, "Accesses to time, in each round.")
+    accesses: int = option(4000, "Accesses timed in each round.")
     rounds: int = option(5)
     store: Path = store_option()
     host_budget: int = 64 << 20
@@ -106,18 +106,18 @@ class ScaleBench(Benchmark):
 
     @property
     def disk_bytes(self) -> int:
-        """What the largest store takes, with the second copy of its records, and the probe's file."""
+        """Bytes of the largest store, with the second copy of its records, and of the probe's file."""
         slot = sum(-(-part * self.numel // 4096) * 4096 for part in (4, 8))
         further = 3 * max(self.dirty_bytes, default=0) * -(-self.middle // 100)
         return max(self.records) * (2 * slot + 2048) + further + _KEPT
 
     @property
     def middle(self) -> int:
-        """The records of the stores of ``dirty_bytes``."""
+        """The number of records of the stores for ``dirty_bytes``."""
         return self.sizes[len(self.sizes) // 2]
 
     def run(self, progress: Progress) -> Found:
-        """Measures in ``store``, made and removed here."""
+        """Measure in ``store``, which is made and removed here."""
         require_free(self.store, self.disk_bytes, "the largest store takes")
         samples: dict[str, dict[int, Sequence[float]]] = {}
         with work_directory(self.store) as directory:
@@ -165,7 +165,7 @@ def _found(bench: ScaleBench, samples: Mapping[str, _Curve], dirty: _Curve) -> F
         )
         for nbytes, values in dirty.items()
     ]
-    #: From which size of dirty records on a commit is within its target; 0 if from none.
+    #: The size of dirty records from which on a commit is within its target; 0 if there is none.
     within = 0
     for nbytes, values in reversed(list(dirty.items())):
         if statistics.median(values) > TARGETS[_TO_WRITE]:
@@ -187,7 +187,7 @@ def _found(bench: ScaleBench, samples: Mapping[str, _Curve], dirty: _Curve) -> F
 
 
 def _growth(name: str, samples: _Curve) -> dict[str, Any]:
-    """A curve's medians, the exponent that fits them, and the most that it may be beyond twice its spread."""
+    """A curve's medians, the fitted exponent and its standard error, and the exponent's limit."""
     unit, sizes = _UNITS.get(name, "s"), list(samples)
     medians = [statistics.median(values) for values in samples.values()]
     exponent, spread = fit_exponent(sizes, [max(median, 1e-9) for median in medians])
@@ -231,9 +231,9 @@ def _table(bench: ScaleBench, curves: Mapping[str, Mapping[str, Any]]) -> Figure
 
 
 def fit_exponent(sizes: Sequence[float], costs: Sequence[float]) -> tuple[float, float]:
-    """The slope of log(cost) over log(size), ordinary least squares, and its standard error (0 for two points).
+    """The least-squares slope of log(cost) over log(size), and its standard error (0 for two points).
 
-    Raises ValueError for fewer than two sizes, or what has no logarithm.
+    Raises ValueError for fewer than two sizes, or numbers without a logarithm.
     """
     if len(sizes) != len(costs) or len(set(sizes)) < 2:
         raise ValueError(f"expected costs of two sizes or more, got {len(costs)} of {len(set(sizes))}")
@@ -248,7 +248,7 @@ def fit_exponent(sizes: Sequence[float], costs: Sequence[float]) -> tuple[float,
 
 
 def n_log_n_exponent(sizes: Sequence[float]) -> float:
-    """What ``fit_exponent`` makes of n log n over ``sizes``, a little above 1."""
+    """The result of ``fit_exponent`` for n log n over ``sizes``: a little above 1."""
     return fit_exponent(sizes, [size * math.log(size) for size in sizes])[0]
 
 
@@ -256,7 +256,7 @@ def n_log_n_exponent(sizes: Sequence[float]) -> float:
 
 
 def _make(bench: ScaleBench, directory: Path, count: int) -> tuple[float, float]:
-    """A store of ``count`` records; returns the seconds of its creation, and of its first commit."""
+    """Create a store of ``count`` records; returns the seconds of its creation and of its first commit."""
     weight = np.full(bench.numel, 1e-2, np.float32)
     begun = time.perf_counter()
     with ParameterStore.create(
@@ -269,7 +269,7 @@ def _make(bench: ScaleBench, directory: Path, count: int) -> tuple[float, float]
 
 
 def keys(count: int) -> Iterator[tuple[str, int]]:
-    """Keys and layers of ``count`` records, named as an import does."""
+    """Keys and layers of ``count`` records, named as by an import."""
     for number in range(count):
         layer, expert = divmod(number, EXPERTS)
         yield f"expert.{layer:04d}.{expert:05d}", layer
@@ -300,7 +300,7 @@ def _measure_store(bench: ScaleBench, directory: Path, count: int) -> dict[str, 
 
 
 def _opening(bench: ScaleBench, directory: Path, place: Path, count: int) -> dict[str, Sequence[float]]:
-    """Times of openings in one process, and their memory in another, whose Python is slower for it."""
+    """Times of openings in one process, and their memory in another, whose malloc counts it but is slower."""
     request = {
         "small": str(directory / "small"),
         "large": str(place),
@@ -322,13 +322,13 @@ def _opening(bench: ScaleBench, directory: Path, place: Path, count: int) -> dic
 def commit_times(
     store: ParameterStore, changed: Sequence[str], numel: int, directory: Path, rounds: int
 ) -> tuple[list[float], list[float]]:
-    """Seconds of commits in which the records ``changed`` are dirty, and of durable writes of the same bytes, in turn."""
+    """Seconds of commits with the records ``changed`` dirty, and of durable writes of the same bytes, in turn."""
     gradients = dict.fromkeys(changed, np.full(numel, 1e-3, np.float32))
     commits, writes = [], []
     engine = store.core.engine
     probe_bytes = len(changed) * 3 * (numel * 4 + 4096)
     with closing(DiskProbe(directory, probe_bytes, (numel * 4, numel * 8), store.config.io)) as probe:
-        for turn in range(rounds + 2):  # two that do not count: the first writes to fresh slots
+        for turn in range(rounds + 2):  # two are not counted: the first writes to fresh slots
             store.update(gradients, lr=1e-3)
             store.core.wait([t for key in changed for t in _ready(store, key)])
             before = int(engine.stats()["written_bytes"])
@@ -344,12 +344,12 @@ def commit_times(
 
 
 def _commits_of(bench: ScaleBench, directory: Path, nbytes: int) -> list[float]:
-    """Commits to writes where the 1% of records that are dirty have ``nbytes`` and the others ``record_bytes``."""
+    """Ratios of commits to writes if the 1% dirty records have ``nbytes`` and the others ``record_bytes``."""
     numel, named = nbytes // _NUMEL, list(keys(bench.middle))
     changed = [key for key, _ in named][50::100]
     large = frozenset(changed)
     schemas = [RecordSchema("expert", bench.numel), RecordSchema("large", numel)]
-    # All that is dirty at once, each with its gradient.
+    # The budget holds everything dirty at once, each record with its gradient.
     config = StoreConfig(host_budget=bench.host_budget + 2 * len(changed) * nbytes)
     with (
         work_directory(directory / "store"),
@@ -369,8 +369,8 @@ def _ready(store: ParameterStore, key: str) -> list[int]:
 
 # Decisions --------------------------------------------------------------------------------------------------
 
-EXPERTS = 256  # of a layer
-_WIDTH = 64  # experts of an access
+EXPERTS = 256  # per layer
+_WIDTH = 64  # experts per access
 _CAPACITY = 0.1  # of all frames
 _FRAMES = (1, 2, 1)  # of weights, moments and a gradient
 _VARIANTS = 16  # different choices of experts, taken in turn
@@ -378,12 +378,12 @@ _VARIANTS = 16  # different choices of experts, taken in turn
 
 @dataclass(frozen=True)
 class DecisionProgram:
-    """The walk of a training program through ``records`` records, for the time in which the residency core decides an
-    access without a store, a byte or a read.
+    """The walk of a training program through ``records`` records, to time the decisions of the residency core without a
+    store or any I/O.
 
-    Experts lie in layers of 256, as in the largest models. A step passes the layers forward, needing weights, and backward,
-    needing moments too; each access asks for 64 experts of its layer, some more often than others. A tenth of the records
-    fits, so nearly every access evicts. The number of accesses that are timed is the same for every n.
+    Experts are in layers of 256, as in the largest models. A step passes the layers forward, needing weights, and backward,
+    needing moments too; each access requests 64 experts of its layer, some more often than others. A tenth of the records
+    fits, so nearly every access evicts. The number of timed accesses is the same for every n.
     """
 
     records: int
@@ -401,7 +401,7 @@ class DecisionProgram:
         return min(record // (self.records // self.layers), self.layers - 1)
 
     def choices(self) -> list[np.ndarray[tuple[int], np.dtype[np.uint32]]]:
-        """Sets of experts, by their places in a layer: the r-th in proportion to 1/r."""
+        """Sets of experts, by their places in a layer: the r-th with a probability proportional to 1/r."""
         rng = np.random.default_rng(0)
         experts = self.records // self.layers
         odds = 1 / np.arange(1, experts + 1)
@@ -419,7 +419,7 @@ class DecisionProgram:
 
 
 def make_core(program: DecisionProgram, policy: str) -> Residency:
-    """A residency core that knows the records of ``program``, all of them on disk."""
+    """A residency core with the records of ``program``, all of them on disk."""
     capacity = max(int(program.records * sum(_FRAMES[:2]) * _CAPACITY), program.width * sum(_FRAMES))
     core = Residency(capacity, policy=policy)
     for record in range(program.records):
@@ -428,7 +428,7 @@ def make_core(program: DecisionProgram, policy: str) -> Residency:
 
 
 def access_times(program: DecisionProgram, policy: str, *, accesses: int, repeats: int) -> list[float]:
-    """Seconds an access in each of ``repeats`` stretches of ``accesses``, after one whole step that is not timed."""
+    """Seconds per access in each of ``repeats`` runs of ``accesses``, after one whole step that is not timed."""
     core, choices = make_core(program, policy), program.choices()
     width, stride = program.width, program.records // program.layers
     flags = {need: np.full(width, need, np.uint16) for need in (Need.WEIGHTS, Need.STEP)}
@@ -460,9 +460,9 @@ def access_times(program: DecisionProgram, policy: str, *, accesses: int, repeat
 class _MallInfo(ctypes.Structure):
     """glibc's ``struct mallinfo2``, of all arenas together.
 
-    Memory is what malloc has given out and no caller has freed: natively, and, with ``PYTHONMALLOC=malloc``, to Python
-    and numpy. The resident set says less: memory that is free again stays in it. The host budget is mapped, not malloc's.
-    A small store is taken off: what is left is the index.
+    It counts what malloc has given out and nobody has freed: natively, and, with ``PYTHONMALLOC=malloc``, to Python and
+    numpy. The resident set is less precise: freed memory stays in it. The host budget is mapped, not malloc's. The memory
+    of a small store is subtracted: what is left is the index.
     """
 
     _fields_ = tuple(
@@ -475,7 +475,7 @@ class _MallInfo(ctypes.Structure):
 
 
 def allocated_bytes() -> int:
-    """Bytes that malloc has given out, mapped blocks included. Raises OSError where it does not count them."""
+    """Bytes that malloc has given out, mapped blocks included. Raises OSError if libc does not count them."""
     gc.collect()
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallinfo2"):
@@ -486,7 +486,7 @@ def allocated_bytes() -> int:
 
 
 def _open(directory: str, host_budget: int) -> tuple[float, int]:
-    """The seconds that opening the store took, and the memory that came with it."""
+    """The seconds that opening the store took, and the memory that it added."""
     before = allocated_bytes()
     begun = time.perf_counter()
     with ParameterStore.open(directory, StoreConfig(host_budget=host_budget)) as store:
@@ -496,7 +496,7 @@ def _open(directory: str, host_budget: int) -> tuple[float, int]:
 
 
 def measure(request: Mapping[str, Any]) -> dict[str, object]:
-    """``open_s`` and ``index_bytes``, one of each a turn; a first turn, which fills caches, does not count."""
+    """``open_s`` and ``index_bytes``, one of each per turn; a first turn, which fills caches, is not counted."""
     times, nbytes = [], []
     for turn in range(int(request["repeats"]) + 1):
         _, least = _open(request["small"], request["host_budget"])

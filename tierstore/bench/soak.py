@@ -1,9 +1,9 @@
-"""A store under full load for minutes, killed at random moments, every byte that it reads checked (docs/BENCH.md).
+"""A store under full load for minutes, killed at random moments, with every byte that it reads checked (docs/BENCH.md).
 
 This process holds the model of what the store must contain; another one (``soak_worker``) works on the store and is
-killed with SIGKILL. Both follow the same plan, so this one does not rely on what the store says: it moves its model along
-as commits are announced (``begin``) and acknowledged (``done``), and sends the next life what the store may be at:
-the last acknowledged commit, or the one that had begun.
+killed with SIGKILL. Both follow the same plan, so this one does not rely on what the store says: it advances its model
+when commits are announced (``begin``) and acknowledged (``done``), and sends the next life the possible states of the
+store: the last acknowledged commit, or the one that had begun.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from tierstore.store.disk.store_extents import extent_bytes, scratch_bytes
 from tierstore.store.index.database import index_bytes
 from tierstore.units import format_bytes
 
-_STEADY_LEAST_S = 60.0  # shorter soaks are killed all the time
+_STEADY_LEAST_S = 60.0  # shorter soaks may be killed at any time
 _JUDGED_SPAN_S = 10.0
 _MEMORY_TOLERANCE_BYTES = 4 << 20
 _DISK_TOLERANCE_RATIO = 0.01
@@ -54,10 +54,10 @@ _REPORT_S = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class SoakBench:
-    """How long (seconds), what store, how often it is killed (seconds between kills, the mean; 0: never).
+    """The duration (seconds), the store, and the mean seconds between kills (0: never).
 
-    The store is spread over ``directory`` and the directories ``further``, all of them to be made and removed.
-    ``between_lives``, if any, is called with the number of each life that was killed, while no process has the store open.
+    The store is spread over ``directory`` and the directories ``further``; all are created and removed. ``between_lives``,
+    if given, is called with the number of each life that was killed, while no process has the store open.
     """
 
     directory: Path
@@ -79,7 +79,7 @@ class SoakBench:
 
 
 def stored_bytes(shape: SoakShape) -> int:
-    """What a soak of ``shape`` takes of the disk."""
+    """Disk bytes of a soak of ``shape``."""
     records = shape.records // 2
     extents = sum(
         extent_bytes(schema, records, shape.retain) + scratch_bytes(schema, records)
@@ -96,7 +96,7 @@ class _Failure:
 
 
 class MessageReader:
-    """Messages of a worker, as they come; what is cut off by its death is not one."""
+    """Messages of a worker as they arrive; a message cut off by its death is dropped."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdin is not None
@@ -105,7 +105,7 @@ class MessageReader:
         self._buffer = b""
 
     def next(self, timeout_s: float | None) -> dict[str, Any] | None:
-        """The next message, ``{"say": "ended"}`` after the last; None where none arrives in time. Without a time, waits."""
+        """The next message, ``{"say": "ended"}`` after the last; None if none arrives in time. Without a time, waits."""
         while b"\n" not in self._buffer:
             wait = None if timeout_s is None else max(timeout_s, 0.0)
             if not select.select([self._pipe], [], [], wait)[0]:
@@ -136,7 +136,7 @@ class _Soak:
         self._begun: tuple[int, StoreModel] | None = None
         self._counts: Counter[str] = Counter()
         self._life_counts: dict[str, int] = {}
-        #: What each life held, sample by sample, with the time of the sample.
+        #: The resources of each life, sample by sample, with the time of the sample.
         self._lives: list[list[tuple[float, ProcessUsage]]] = []
         self._opens_s: list[float] = []
         self._commits_s: list[float] = []
@@ -148,12 +148,12 @@ class _Soak:
 
     @property
     def _elapsed_s(self) -> float:
-        """Since the store was first open."""
+        """Seconds since the store was first open."""
         return 0.0 if self._start_s is None else time.monotonic() - self._start_s
 
     def run(self) -> dict[str, Any]:
         life, killed = 0, True
-        # A kill is never the end: what it left is looked at.
+        # A kill is never the end: the next life examines what it left.
         while killed or (
             self._elapsed_s < self._bench.seconds and not self._failure and not self._interrupted
         ):
@@ -166,8 +166,8 @@ class _Soak:
     # One life -----------------------------------------------------------------------------------------------
 
     def _live(self, life: int) -> bool:
-        """A life until it is killed (True), has ended by itself, or the time is over."""
-        # An interrupt from the terminal is this process's to handle: it stops the worker.
+        """Run a life until it is killed (True), has ended by itself, or the time is over."""
+        # This process handles an interrupt from the terminal: it stops the worker.
         process = start_module("tierstore.bench.soak_worker", new_session=True)
         self._lives.append([])
         self._life_counts = {}
@@ -189,7 +189,7 @@ class _Soak:
                 message = reader.next(min(kill_at, end, now + _REPORT_S) - now)
                 if message is None:
                     if now - heard > _PATIENCE_S:
-                        self._fail("Hang", f"the worker said nothing for {_PATIENCE_S:g} s")
+                        self._fail("Hang", f"no message from the worker for {_PATIENCE_S:g} s")
                         return False
                     continue
                 heard = time.monotonic()
@@ -209,7 +209,7 @@ class _Soak:
         return 1.0 + (2 * median(self._opens_s) if self._opens_s else 0.0)
 
     def _next_kill(self, delay_s: float) -> float:
-        """When (of the monotonic clock) the process is killed that would be after ``delay_s``."""
+        """When (monotonic clock) to kill a process due after ``delay_s``: not in the middle third of a long soak."""
         begun, seconds = time.monotonic() - self._elapsed_s, self._bench.seconds
         at = time.monotonic() + delay_s
         steady = seconds >= _STEADY_LEAST_S and seconds / 3 <= at - begun < seconds * 2 / 3
@@ -234,7 +234,7 @@ class _Soak:
         return True
 
     def _stop(self, process: subprocess.Popen[bytes], reader: MessageReader) -> bool:
-        """The last life reads everything once more, and closes the store."""
+        """Let the last life read everything once more and close the store."""
         assert process.stdin is not None
         process.stdin.close()
         deadline = time.monotonic() + _PATIENCE_S
@@ -244,7 +244,7 @@ class _Soak:
                 return self._ended(process)
             if message is not None:
                 self._receive(message)
-        self._fail("Hang", f"the worker did not end within {_PATIENCE_S:g} s of its pipe being closed")
+        self._fail("Hang", f"the worker did not end within {_PATIENCE_S:g} s after its pipe was closed")
         return False
 
     def _ended(self, process: subprocess.Popen[bytes]) -> bool:
@@ -280,14 +280,14 @@ class _Soak:
                 self._fail(message["error"], message["text"], int(message["wrong_bytes"]))
 
     def _follow(self, model: StoreModel, begin: int, position: int) -> None:
-        """``model``, which is at operation ``begin``, after the operation ``position`` (-1: the registration)."""
+        """Advance ``model`` from operation ``begin`` to after the operation ``position`` (-1: the registration)."""
         if position < 0:
             model.commit()
         for done in range(begin, position + 1):
             self._plan.apply(model, done)
 
     def _opened(self, message: Mapping[str, Any]) -> None:
-        """What it was opened at is acknowledged from now on."""
+        """The commit at which the store was opened counts as acknowledged from now on."""
         if self._begun is not None and int(message["position"]) == self._begun[0] and not message["created"]:
             self._acknowledged = self._begun
             self._later += 1
@@ -317,7 +317,7 @@ class _Soak:
         trends = self._trends()
         failures = [f"{failure.error}: {failure.text}"] if failure else []
         if not (failures or self._interrupted or counts["fetch"]):
-            failures.append("nothing was fetched in this time; give it more")
+            failures.append("nothing was fetched in this time; choose a longer one")
         failures += [f"{name} grows" for name, trend in trends.items() if trend["grows"]]
         return {
             "bench": "soak",
@@ -351,7 +351,7 @@ class _Soak:
         }
 
     def _trends(self) -> dict[str, dict[str, Any]]:
-        """Memory and descriptors of the longest life; disk over all."""
+        """Trends of memory and descriptors in the longest life, and of disk over all lives."""
         samples = [sample for life in self._lives for sample in life]
         if not samples:
             return {}
@@ -378,7 +378,7 @@ def _durations(seconds: Sequence[float]) -> dict[str, Any]:
 
 def _measurements(figures: Mapping[str, Any]) -> Iterator[Measurement]:
     yield counted("wrong bytes", figures["wrong_bytes"], "bytes", Better.LOWER)
-    # What was done in the time is not the same each time.
+    # The amount of work done in the time varies.
     yield measured("kills", figures["kills_count"], "kills")
     for name in ("read", "written", "verified"):
         yield measured(name, figures[f"{name}_bytes"], "bytes")
@@ -392,7 +392,7 @@ def _measurements(figures: Mapping[str, Any]) -> Iterator[Measurement]:
 
 def _shown(figures: Mapping[str, Any]) -> Iterator[FigureTable | str]:
     if figures["interrupted"]:
-        yield "interrupted; what follows is what was done until then"
+        yield "interrupted; the results up to then follow"
     operations = [f"{count} {name.removesuffix('_count')}" for name, count in figures["operations"].items()]
     yield f"{figures['records']} records, {format_bytes(figures['stored_bytes'])} of disk: {', '.join(operations)}"
     rows = {
@@ -419,7 +419,7 @@ def _shown(figures: Mapping[str, Any]) -> Iterator[FigureTable | str]:
 
 
 def soak(bench: SoakBench, progress: Progress) -> Found:
-    """Soaks. ``progress`` is updated about every second, and an interrupt ends the soak early. The store is removed
+    """Run the soak. ``progress`` is updated about every second, and an interrupt ends the soak early. The store is removed
     afterwards unless something failed. Raises ConfigError, OSError.
     """
     require_free(bench.directory, stored_bytes(bench.shape), "the soak takes")

@@ -1,21 +1,21 @@
 """What a soak does to a store, what the store must hold then, and the audit of a closed store against that.
 
-The model, from first principles: no byte of it comes from the store. AdamW with both betas 0, eps 1, weight decay 1 and
-learning rate 1 forgets: after a step with gradient g a record is
+The model is built from first principles: no byte of it comes from the store. AdamW with both betas 0, eps 1, weight decay
+1 and learning rate 1 forgets: after a step with gradient g a record is
 
     weight = 0 * weight - g / (|g| + 1)        exp_avg = g        exp_avg_sq = g * g
 
-in single precision, whatever it was before. So its content follows from the gradient alone, and gradients are noise
-that follows from (seed, record, version). A version is the position, from 1, of the operation that stepped the
-record; version 0 is its registration, with noise as its weight and zeros as its moments. Records without a gradient
-stay as they are (``Inactive.SKIP``).
+in single precision, whatever it was before. So its content follows from the gradient alone, and gradients are noise that
+follows from (seed, record, version). A version is the position, from 1, of the operation that stepped the record; version
+0 is its registration, with noise as its weight and zeros as its moments. Records without a gradient stay unchanged
+(``Inactive.SKIP``).
 
-The plan is a pure function of the seed and the position, so that it can be done again: the process that works on the store
-follows it, and the one that kills it moves its own model along. Records are asked for as often as their rank in a Zipf
-distribution says; the ranks change with every block of operations.
+The plan is a pure function of the seed and the position, so that it can be repeated: the process that works on the store
+follows it, and the one that kills it advances its own model. Records are requested by their rank in a Zipf distribution;
+the ranks change with every block of operations.
 
-The audit reads the last commit and every snapshot with plain reads, at the offsets that the index names. Nothing of the
-store's own reading is used: no cache, no engine, no checksum.
+The audit reads the last commit and every snapshot with plain reads, at the offsets that the index names. It uses nothing of
+the store's own reading: no cache, no engine, no checksum.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tierstore.store.index.table import RecordEntry
 from tierstore.store.opening import minimum_host_budget
 from tierstore.store.reading import reading
 
-#: The optimizer under which content follows from the last gradient.
+#: The optimizer under which content follows from the last gradient alone.
 FORGETFUL = AdamWConfig(betas=(0.0, 0.0), eps=1.0, weight_decay=1.0, inactive=Inactive.SKIP)
 LEARNING_RATE = 1.0
 _SIGN_AND_FRACTION = np.uint32(0x80FF_FFFF)
@@ -44,7 +44,7 @@ _EXPONENT = np.uint32(0x3F00_0000)
 
 
 def gradient(seed: int, record: int, version: int, numel: int) -> NDArray[np.float32]:
-    """Noise [numel] of magnitude 0.5 to 2, of any sign: products and quotients of it are normal numbers."""
+    """Noise [numel] of magnitude 0.5 to 2 and either sign, whose products and quotients are normal numbers."""
     generator = np.random.Generator(np.random.SFC64([seed, record, version]))
     bits = generator.integers(0, 1 << 32, numel, np.uint32)
     bits &= _SIGN_AND_FRACTION
@@ -53,7 +53,7 @@ def gradient(seed: int, record: int, version: int, numel: int) -> NDArray[np.flo
 
 
 def content(seed: int, record: int, version: int, schema: RecordSchema) -> dict[str, NDArray[np.generic]]:
-    """Every section of the record by name, as version ``version`` left it."""
+    """Every section of the record by name, as left by version ``version``."""
     noise = gradient(seed, record, version, schema.numel)
     sections: dict[str, NDArray[np.generic]]
     if version:
@@ -69,14 +69,14 @@ def content(seed: int, record: int, version: int, schema: RecordSchema) -> dict[
     if schema.weight_format is WeightFormat.FP32:
         return sections | {"weight": weight}
     bits = weight.view(np.uint32)
-    # Magnitudes below 2 leave a bit for the carry, so rounding half away from zero is an addition to the bits.
+    # Magnitudes below 2 leave a bit for the carry, so adding to the bits rounds half away from zero.
     high = (bits + np.uint32(0x8000)) >> np.uint32(16)
     low = (bits - (high << np.uint32(16))).astype(np.uint16).view(np.int16)
     return sections | {"weight_hi": high.astype(np.uint16), "weight_lo": low}
 
 
 def wrong_bytes(found: NDArray[np.generic], expected: NDArray[np.generic]) -> int:
-    """How many bytes differ; all of the longer one where the lengths do."""
+    """The number of bytes that differ; if the lengths do, all bytes of the longer one."""
     if found.nbytes != expected.nbytes:
         return max(found.nbytes, expected.nbytes)
     if found.nbytes % 8 == 0 and np.array_equal(found.view(np.uint64), expected.view(np.uint64)):
@@ -86,7 +86,7 @@ def wrong_bytes(found: NDArray[np.generic], expected: NDArray[np.generic]) -> in
 
 @dataclass
 class StoreModel:
-    """Which version every record is at: now, at the last commit, and at each retained snapshot (oldest first)."""
+    """The version of every record: now, at the last commit, and at each retained snapshot (oldest first)."""
 
     seed: int
     versions: list[int]
@@ -96,12 +96,12 @@ class StoreModel:
     snapshots: dict[str, list[int]] = field(default_factory=dict)
 
     def update(self, records: Iterable[int], version: int) -> None:
-        """``records`` are stepped by the operation that makes ``version`` of them."""
+        """``records`` are stepped by the operation that gives them ``version``."""
         for record in records:
             self.versions[record] = version
 
     def commit(self, snapshot: str | None = None) -> None:
-        """All so far is durable, and kept under the name ``snapshot``; the oldest snapshots go."""
+        """Everything so far is durable, and kept under the name ``snapshot``, if given; the oldest snapshots are dropped."""
         self.generation += 1
         self.committed = list(self.versions)
         if snapshot is not None:
@@ -110,11 +110,11 @@ class StoreModel:
                 del self.snapshots[next(iter(self.snapshots))]
 
     def reopen(self) -> None:
-        """What was not committed is gone."""
+        """Drop what was not committed."""
         self.versions = list(self.committed)
 
     def copies(self) -> int:
-        """Records, of each version that is live, committed or in a snapshot, that cannot share their bytes."""
+        """The number of record copies that cannot share their bytes, over live, committed and snapshot versions."""
         tables: Sequence[list[int]] = [self.versions, self.committed, *self.snapshots.values()]
         return sum(len(set(versions)) for versions in zip(*(table for table in tables if table), strict=True))
 
@@ -122,7 +122,7 @@ class StoreModel:
 # The plan ---------------------------------------------------------------------------------------------------
 
 _BLOCK = 256
-_MOST_RECORDS = 4  # of one operation
+_MOST_RECORDS = 4  # in one operation
 _ALPHA = 0.8
 _PAGE_NUMEL = 1024
 _GROUPS = ((Group.WEIGHTS,), (Group.MOMENTS,), (Group.WEIGHTS, Group.MOMENTS))
@@ -140,7 +140,7 @@ class OperationKind(Enum):
 
 
 class Misuse(Enum):
-    """Something that must be refused with the documented error, and change nothing."""
+    """A misuse that must be refused with the documented error, and change nothing."""
 
     UNKNOWN_KEY = "fetch of an unknown key"
     LEASED_UPDATE = "update of a leased record"
@@ -164,7 +164,7 @@ _SHARES = {
 
 @dataclass(frozen=True)
 class SoakOperation:
-    """One operation on ``records``; ``groups`` are those of a fetch."""
+    """One operation on ``records``; ``groups``: those of a fetch."""
 
     kind: OperationKind
     records: tuple[int, ...]
@@ -174,8 +174,8 @@ class SoakOperation:
 
 @dataclass(frozen=True, kw_only=True)
 class SoakShape:
-    """The store: ``store_bytes`` of records of about ``record_bytes``, every other one with split weights and of a size
-    that fills no page; ``host_budget_bytes`` of cache; ``retain`` snapshots.
+    """The store: ``store_bytes`` of records of about ``record_bytes``, every other one with split weights and a size that
+    does not fill pages; ``host_budget_bytes`` of cache; ``retain`` snapshots.
     """
 
     seed: int = 0
@@ -192,7 +192,7 @@ class SoakShape:
 
     @property
     def records(self) -> int:
-        """An even number, and enough that not even half of them fit the budget."""
+        """An even number, large enough that not even half of the records fit the budget."""
         pair = sum(schema.record_bytes for schema in self.schemas)
         return 2 * max(self.store_bytes // pair, 2 * self.budget // pair + 1)
 
@@ -201,12 +201,12 @@ class SoakShape:
 
     @property
     def budget(self) -> int:
-        """Bytes of host cache: as asked for, but enough for the records of one operation."""
+        """Bytes of host cache: as configured, but at least enough for the records of one operation."""
         return max(self.host_budget_bytes, (_MOST_RECORDS + 1) * minimum_host_budget(self.schemas))
 
     @property
     def fetches_at_once(self) -> int:
-        """How many fetches of the most records may be leased together, half of the budget being left for the rest."""
+        """How many of the largest fetches may be leased at once, leaving half of the budget for the rest."""
         largest = max(schema.record_bytes for schema in self.schemas)
         return min(max(self.budget // (2 * _MOST_RECORDS * largest), 1), 6)
 
@@ -251,7 +251,7 @@ class SoakPlan:
         ]
 
     def apply(self, model: StoreModel, position: int) -> None:
-        """What the operation at ``position`` does to ``model``."""
+        """Apply the operation at ``position`` to ``model``."""
         operation = self.operation(position)
         match operation.kind:
             case OperationKind.UPDATE:
@@ -275,7 +275,7 @@ def snapshot_name(position: int) -> str:
 
 @dataclass
 class Audit:
-    """What was read; ``wrong`` says of each section that differs what and where, ``wrong_bytes`` how much in all."""
+    """The result of an audit: ``wrong`` names each section that differs and where, ``wrong_bytes`` their total."""
 
     verified_bytes: int = 0
     wrong_bytes: int = 0
@@ -287,16 +287,16 @@ class Audit:
 
 
 def committed_generation(directory: Path) -> int:
-    """The generation of the last commit of the store in ``directory``, which no process may have open to write."""
+    """The generation of the last commit of the store in ``directory``, which no process may have open for writing."""
     with reading(directory) as (_, index):
         return index.read_commit().generation
 
 
 def audit(directory: Path, shape: SoakShape, model: StoreModel, *, further: Sequence[Path] = ()) -> Audit:
-    """Compares the last commit with ``model.committed`` and the snapshots with its own. No process may have it open to
-    write.
+    """Compare the last commit with ``model.committed`` and the snapshots with the model's. No process may have the store
+    open for writing.
 
-    ``further`` are its other directories, in their order.
+    ``further``: its other directories, in order.
     """
     roots = (directory, *further)
     result = Audit()
@@ -310,7 +310,7 @@ def audit(directory: Path, shape: SoakShape, model: StoreModel, *, further: Sequ
         seen: set[tuple[int, Group, int, int, int]] = set()
         for where, commit, versions in commits:
             if sorted(commit.records) != [key_of(record) for record in range(shape.records)]:
-                result.complain(f"{where}: it has other records than were registered", 0)
+                result.complain(f"{where}: its records are not those registered", 0)
                 continue
             for record, version in enumerate(versions):
                 _check(roots, shape, model.seed, result, (where, record, version), commit, seen)
@@ -326,7 +326,7 @@ def _check(
     commit: Commit,
     seen: set[tuple[int, Group, int, int, int]],
 ) -> None:
-    """One record of one commit. A slot that commits share, at the same version, is read once."""
+    """Check one record of one commit. A slot that commits share, at the same version, is read once."""
     where, record, version = what
     entry = commit.records[key_of(record)]
     slots = {

@@ -1,9 +1,9 @@
-"""The process of a soak that works on the store, until its input ends or it is killed.
+"""The process of a soak that works on the store until its input ends or it is killed.
 
-The protocol is one JSON object a line. The parent sends what the store may be at: a list of models, one of which has
-the store's generation. The child audits the closed store against that one, opens it, reads every record through it,
-and follows the plan from there. It says ``begin`` and ``done`` around each commit, what it holds and has done from time
-to time, and ``failure`` for the first thing that is wrong. It ends when its standard input does.
+The protocol is one JSON object per line. The parent sends the possible states of the store: a list of models, one of which
+has the store's generation. The child audits the closed store against that one, opens it, reads every record through it,
+and follows the plan from there. It says ``begin`` and ``done`` around each commit, reports its resources and counts from
+time to time, and says ``failure`` for the first error. It ends when its standard input does.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from tierstore.store.disk.home import IDENTITY
 
 _SAMPLE_S = 0.25
 _CHECKING_THREADS = 2
-#: None of these changes what is stored, so every life may have its own.
+#: None of these changes what is stored, so every life may have a different one.
 _POLICIES = ("lfu-decay", "lru", "arc", "w-tinylfu")
 _BACKENDS = (IoBackendName.AUTO, IoBackendName.THREADS)
 _REFUSALS: Mapping[Misuse, type[Exception]] = {
@@ -71,7 +71,7 @@ _REFUSALS: Mapping[Misuse, type[Exception]] = {
 
 
 class SoakFailure(TierstoreError):
-    """The store is not what it should be. ``wrong_bytes``: how many bytes of it."""
+    """The store is not what it should be. ``wrong_bytes``: the number of its bytes that are wrong."""
 
     def __init__(self, text: str, *, wrong: int = 0) -> None:
         super().__init__(text)
@@ -79,7 +79,7 @@ class SoakFailure(TierstoreError):
 
 
 class SoakWorker:
-    """One life: it opens the store, works on it, and reports to ``out`` (a descriptor)."""
+    """One life: opens the store, works on it, and reports to ``out`` (a descriptor)."""
 
     def __init__(self, request: Mapping[str, Any], *, commands: int, out: int) -> None:
         self._directory = Path(request["directory"])
@@ -103,7 +103,7 @@ class SoakWorker:
             line = line[os.write(self._out, line) :]
 
     def _report(self, **held: int) -> None:
-        """What has been done, and what is held."""
+        """Report what has been done, and the resources held."""
         self._count_engine()
         self._say("sample", counts=dict(self._counts), held=held)
 
@@ -117,7 +117,7 @@ class SoakWorker:
     # Life ---------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Everything. Raises SoakFailure, and whatever the store raised and should not have."""
+        """Run the whole life. Raises SoakFailure, and any error that the store should not have raised."""
         self._model = self._begin()
         self._open_store(create=self._model.generation == 0)
         try:
@@ -131,7 +131,7 @@ class SoakWorker:
         self._say("closed", position=self._position)
 
     def _begin(self) -> StoreModel:
-        """The model that the store is at, audited."""
+        """The audited model of the store's present state."""
         generation = 0
         if (self._directory / IDENTITY).exists():
             generation = committed_generation(self._directory)
@@ -177,7 +177,7 @@ class SoakWorker:
         self._say("opened", position=self._position, open_s=opened, created=create)
 
     def _register(self) -> None:
-        """All records, and the first commit."""
+        """Register all records, and make the first commit."""
         shape, seed = self._shape, self._shape.seed
 
         def new(record: int) -> NewRecord:
@@ -212,7 +212,7 @@ class SoakWorker:
                 self._report(**asdict(usage(self._directory, *self._further)))
 
     async def _step(self) -> None:
-        """The operation at the position; a commit together with the fetches that follow it, fetches together."""
+        """Run the operation at the position; a commit together with the fetches that follow it, fetches together."""
         operation = self._plan.operation(self._position)
         commits = operation.kind in (OperationKind.COMMIT, OperationKind.SNAPSHOT)
         if not commits and operation.kind is not OperationKind.FETCH:
@@ -253,7 +253,7 @@ class SoakWorker:
         snapshot = snapshot_name(position) if operation.kind is OperationKind.SNAPSHOT else None
         self._say("begin", position=position)
         begun = time.perf_counter()
-        # What is fetched meanwhile changes nothing, so the commit holds what was there when it was asked for.
+        # Concurrent fetches change nothing, so the commit holds the state at its request.
         self._plan.apply(self._model, position)
         state = {"position": str(position).encode()}
         if position % 2:
@@ -295,7 +295,7 @@ class SoakWorker:
     # Checking -----------------------------------------------------------------------------------------------
 
     def _check(self, lease: Lease, record: int, groups: Sequence[Group]) -> int:
-        """The fetched sections of ``record`` against the model; how many bytes were right. On any thread."""
+        """Compare the fetched sections of ``record`` with the model; returns the number of right bytes. On any thread."""
         checked = 0
         schema, view = self._shape.schema(record), lease[key_of(record)]
         expected = content(self._shape.seed, record, self._model.versions[record], schema)
@@ -313,7 +313,7 @@ class SoakWorker:
         return checked
 
     def _check_all(self) -> None:
-        """Every record through the store, at the live version."""
+        """Check every record through the store, at the live version."""
         groups = (Group.WEIGHTS, Group.MOMENTS)
         for record in range(self._shape.records):
             with self._store.fetch([key_of(record)], groups) as lease:
@@ -325,7 +325,7 @@ class SoakWorker:
             raise SoakFailure(f"verify: {report.failures[0]}", wrong=1)
 
     def _misuse(self, operation: SoakOperation) -> None:
-        """Something wrong, which must be refused with the documented error. What it may have changed shows later."""
+        """Do something that must be refused with the documented error. What it may have changed shows later."""
         misuse, expected = operation.misuse, _REFUSALS[operation.misuse]
         try:
             self._do_wrong(misuse, operation.records[0])

@@ -1,8 +1,8 @@
-"""A store under load: what it serves, how long it takes, what it writes for what was changed, and what it takes.
+"""A store under load: throughput, latencies, bytes written for each byte changed, and disk space.
 
-Points of a sweep over record sizes, host budgets (which make the hit ratio) and dirty ratios. One store a record size,
-opened anew for each point; everything through ``ParameterStore`` and the engine, on a real file system. docs/BENCH.md
-defines the figures. With --minutes it is a soak (``tierstore.bench.soak``).
+Points of a sweep over record sizes, host budgets (which determine the hit ratio) and dirty ratios. One store per record
+size, opened anew for each point; everything goes through ``ParameterStore`` and the engine, on a real file system.
+docs/BENCH.md defines the figures. With --minutes it is a soak (``tierstore.bench.soak``).
 """
 
 from __future__ import annotations
@@ -57,18 +57,18 @@ from tierstore.store.index.database import index_bytes
 from tierstore.store.opening import minimum_host_budget
 from tierstore.units import drive_life_s, format_bytes
 
-#: Of training traffic: everything that is touched is stepped.
+#: For training traffic: everything that is touched is stepped.
 WRITE_AMPLIFICATION_TARGET = 1.05
 _RECORD_BYTES = (1 << 20, 64 << 10, 16 << 20)
 _FULL_RECORD_BYTES = tuple(size << 10 for size in (1024, 64, 256, 4096, 16384, 65536, 262144))
 _BUDGETS, _DIRTY = (0.25, 0.1, 0.5, 1.0), (1.0, 0.25, 0.0)
 _STORE_BYTES, _SECONDS, _FULL_SECONDS, _RETAIN = 192 << 20, 5.0, 10.0, 1
 _FETCHES_AT_ONCE, _COMMIT_EVERY = 4, 4
-_PAGE_NUMEL = 1024  # sections of so many elements fill whole pages, in each of their dtypes
-_STATE_BYTES = 12  # a parameter
+_PAGE_NUMEL = 1024  # sections of this many elements fill whole pages in every dtype
+_STATE_BYTES = 12  # per parameter
 _LEAST_RECORDS = 8
-_ROUNDS = 3  # of a point
-_METADATA_BYTES = 1 << 20  # what file systems count as a file's blocks besides its content
+_ROUNDS = 3  # per point
+_METADATA_BYTES = 1 << 20  # what file systems count as a file's blocks besides content
 _WARMUP_RATIO = 0.25  # of the time of a point
 
 
@@ -84,8 +84,8 @@ class TiersBench(Benchmark):
     """The store under load: throughput, latencies, write and space amplification, wear.
 
     A sweep of about a minute, from the first record size, budget and dirty ratio along each of them; --full for all
-    combinations. With --minutes a soak: a worker that is killed at random moments, and an independent model of every
-    byte.
+    combinations. With --minutes, a soak: a worker that is killed at random moments, checked against an independent model
+    of every byte.
     """
 
     store: Path = store_option()
@@ -96,21 +96,21 @@ class TiersBench(Benchmark):
         (), "Host budget as a fraction of the store; may be repeated. [default: 0.25, ..]"
     )
     dirty: tuple[float, ...] = option(
-        (), "Part of what a step touches that it changes; may be repeated. [default: 1.0, ..]"
+        (), "Fraction of the touched records that a step changes; may be repeated. [default: 1.0, ..]"
     )
-    store_bytes: int | None = option(None, "Bytes of the records of one store.", size=True)
-    seconds: float | None = option(None, "Time of one point.")
-    trace: Path | None = option(None, "Load of a trace.", path=ExistingPath.FILE)
-    endurance: int = size_option("600TB", "Bytes that the drive may be written.")
+    store_bytes: int | None = option(None, "Total size of the records of one store.", size=True)
+    seconds: float | None = option(None, "Seconds per point.")
+    trace: Path | None = option(None, "Replay the load of this trace.", path=ExistingPath.FILE)
+    endurance: int = size_option("600TB", "Bytes that the drive's warranty allows to be written.")
     full: bool = option(False, "Every combination, with records from 64 KiB to 256 MiB.")
-    minutes: float | None = option(None, "Soak instead: full load, kills, every byte that is read compared.")
-    kill_every: float = option(10.0, "Soak: seconds between kills, the mean (0: no kills).")
+    minutes: float | None = option(None, "Soak instead: full load, kills, and a check of every byte read.")
+    kill_every: float = option(10.0, "Soak: mean seconds between kills (0: no kills).")
     drives: tuple[Path, ...] = option(
         (),
-        "Soak: a directory to make and remove on another drive, which the store is spread over, too.",
+        "Soak: a directory to create and remove on another drive, to spread the store over.",
         flag="--drive",
     )
-    retain: int | None = option(None, "Snapshots that are kept.")
+    retain: int | None = option(None, "Number of snapshots to keep.")
     seed: int = option(0)
 
     def __post_init__(self) -> None:
@@ -118,7 +118,7 @@ class TiersBench(Benchmark):
             self._check_soak()
             return
         if self.drives:
-            raise ConfigError("--drive: expected --minutes with it")
+            raise ConfigError("--drive: requires --minutes")
         least = _STATE_BYTES * _PAGE_NUMEL
         if min(self.sizes) < least:
             raise ConfigError(f"record_bytes: expected at least {least}, got {min(self.sizes)}")
@@ -135,11 +135,11 @@ class TiersBench(Benchmark):
         refused = {"dirty": self.dirty, "trace": self.trace, "seconds": self.seconds, "full": self.full}
         for name, value in refused.items():
             if value:
-                raise ConfigError(f"--{name} does not go with --minutes")
+                raise ConfigError(f"--{name} cannot be combined with --minutes")
         for name, values in (("record-bytes", self.record_bytes), ("budget", self.budget)):
             if len(values) > 1:
                 raise ConfigError(f"--{name}: expected one with --minutes, got {len(values)}")
-        assert self.as_soak  # raises ConfigError for what cannot be
+        assert self.as_soak  # raises ConfigError if it is invalid
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -159,7 +159,7 @@ class TiersBench(Benchmark):
 
     @property
     def as_soak(self) -> SoakBench:
-        """The soak that --minutes asks for."""
+        """The soak that --minutes requests."""
         asked = {"store_bytes": self.store_bytes, "retain": self.retain}
         asked |= {"record_bytes": next(iter(self.record_bytes), None)}
         shape = SoakShape(seed=self.seed, **{key: value for key, value in asked.items() if value is not None})
@@ -176,7 +176,7 @@ class TiersBench(Benchmark):
 
     @property
     def points(self) -> list[Point]:
-        """By record size, in the order given."""
+        """All points, by record size, in the order given."""
         budgets, dirty_ratios = self.budget or _BUDGETS, self.dirty or _DIRTY
         if self.full:
             return [Point(*each) for each in product(self.sizes, budgets, dirty_ratios)]
@@ -187,7 +187,7 @@ class TiersBench(Benchmark):
         return star + [Point(other, budget, dirty) for other in self.sizes[1:]]
 
     def run(self, progress: Progress) -> Found:
-        """All points, or the soak. Raises ConfigError, DataError, OSError."""
+        """Measure all points, or run the soak. Raises ConfigError, DataError, OSError."""
         return self._sweep(progress) if self.minutes is None else soak(self.as_soak, progress)
 
     def _sweep(self, progress: Progress) -> Found:
@@ -265,7 +265,7 @@ def _tables(points: Sequence[dict[str, Any]]) -> Iterator[FigureTable]:
 
 
 def schema_of(record_bytes: int) -> RecordSchema:
-    """Records of at most ``record_bytes``, whose sections fill whole pages."""
+    """Records of at most ``record_bytes`` whose sections fill whole pages."""
     return RecordSchema("record", record_bytes // _STATE_BYTES // _PAGE_NUMEL * _PAGE_NUMEL)
 
 
@@ -277,14 +277,14 @@ def _traffic(bench: TiersBench, record_bytes: int) -> TierTraffic:
 
 
 def _stored_bytes(bench: TiersBench, record_bytes: int, records: int) -> int:
-    """What a store of ``records`` takes of the disk."""
+    """Disk bytes of a store of ``records``."""
     schema = schema_of(record_bytes)
     extents = extent_bytes(schema, records, bench.snapshots) + scratch_bytes(schema, records)
     return extents + index_bytes(records, bench.snapshots)
 
 
 class _FilledStore:
-    """One store of records of one size, filled once; a point opens it with its own budget."""
+    """One store of records of one size, filled once; each point opens it with its own budget."""
 
     def __init__(self, bench: TiersBench, record_bytes: int, traffic: TierTraffic) -> None:
         self._bench, self._traffic = bench, traffic
@@ -305,7 +305,7 @@ class _FilledStore:
 
     def _fill(self) -> None:
         noise = np.random.default_rng(self._bench.seed).standard_normal(self._schema.numel, np.float32)
-        # Records that were not touched stay as they are: otherwise fetching them would make them dirty.
+        # Untouched records stay unchanged: otherwise fetching them would make them dirty.
         adamw = AdamWConfig(inactive=Inactive.SKIP)
         new = (
             NewRecord(key, self._schema.name, layer, lambda: noise)
@@ -336,12 +336,12 @@ class _FilledStore:
             return [f"verify: {failure}" for failure in store.verify().failures]
 
     def _most_disk_bytes(self) -> int:
-        """One copy, one of what is dirty between commits (it may be all), one a snapshot; the index."""
+        """One copy, one of what is dirty between commits (at most everything), one per snapshot; and the index."""
         retain, records = self._bench.snapshots, len(self._keys)
         return extent_bytes(self._schema, records, retain) + index_bytes(records, retain) + _METADATA_BYTES
 
     def _figures(self, point: Point, rounds: Sequence[TierLoadResult]) -> dict[str, Any]:
-        """All rounds together. None: nothing was changed, dirty or written; or no target."""
+        """The figures of all rounds together. None: nothing was changed, dirty or written; or there is no target."""
         whole = TierLoadResult.joined(rounds)
         seconds, written, amplification = whole.elapsed_s, whole.written_bytes, whole.write_amplification
         endurance, allowed = float(self._bench.endurance), self._most_disk_bytes()
@@ -376,7 +376,7 @@ class _FilledStore:
             "index_written_bytes": written - whole.engine_written_bytes,
             "write_amplification_ratio": amplification,
             "write_to_dirty_ratio": written / whole.dirty_bytes if whole.dirty_bytes else None,
-            # Only training that steps what it touches has the target.
+            # Only training that steps everything it touches has the target.
             "write_target_met": met if point.dirty_ratio == 1 else None,
             "disk_bytes": whole.disk_bytes,
             "space_amplification_ratio": whole.disk_bytes / self._logical,

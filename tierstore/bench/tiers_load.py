@@ -1,8 +1,8 @@
-"""Traffic for ``bench tiers``, and what a store makes of it: fetches at once, optimizer steps, commits beside fetches.
+"""Traffic for ``bench tiers``, and its effect on a store: concurrent fetches, optimizer steps, commits beside fetches.
 
-A step of a trace fetches the weights of the records of each forward access, one fetch an access, several in flight;
-then steps the records that the trace leaves dirty, or as many of them as the dirty ratio says. A commit runs beside
-the fetches of the step after it, as it does in training.
+A step of a trace fetches the weights of the records of each forward access, one fetch per access, several in flight;
+then steps the records that the trace leaves dirty, or the fraction of them given by the dirty ratio. A commit runs beside
+the fetches of the step after it, as in training.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class TrafficStep:
 
 @dataclass(frozen=True)
 class TierTraffic:
-    """Steps over records numbered from 0, whose layers are ``layers``. ``record_bytes``: of the largest, as traced."""
+    """Steps over records numbered from 0, with layers ``layers``. ``record_bytes``: of the largest record in the trace."""
 
     name: str
     layers: tuple[int, ...]
@@ -55,7 +55,7 @@ class TierTraffic:
 
     @staticmethod
     def of(requests: Requests) -> TierTraffic:
-        """Gradients are left out: the store has its own."""
+        """The traffic of ``requests``, without gradients: the store has its own."""
         kept = requests.table.groups != _GRADIENT_GROUP
         known, numbers = np.unique(requests.table.records[kept], return_inverse=True)
         number = np.zeros(len(requests.table.records), np.int64)
@@ -87,7 +87,7 @@ class TierTraffic:
 
 
 def synthetic(records: int, seed: int) -> TierTraffic:
-    """Training of a router over about ``records`` experts: skewed, and with some persistence from token to token."""
+    """Training of a router over about ``records`` experts: skewed, with some persistence from token to token."""
     layers = 4 if records >= _MANY_RECORDS else 2
     experts = max(records // layers, 2)
     workload = RoutingWorkload(
@@ -110,7 +110,7 @@ def recorded(path: Path) -> TierTraffic:
 
 
 def partly_dirty(steps: Sequence[TrafficStep], ratio: float, seed: int) -> Iterator[TrafficStep]:
-    """``steps`` again and again, each record that is stepped being so with probability ``ratio``."""
+    """Repeat ``steps``; each stepped record is kept with probability ``ratio``."""
     rng = np.random.default_rng(seed)
     for step in cycle(steps):
         chosen = np.array(step.stepped, np.int64)
@@ -123,8 +123,8 @@ def partly_dirty(steps: Sequence[TrafficStep], ratio: float, seed: int) -> Itera
 
 @dataclass
 class TierLoadResult:
-    """What was done in ``elapsed_s``, from one commit to another. ``disk_bytes`` and ``needed_copies`` (of a record, of
-    any) are the greatest that there were.
+    """What was done in ``elapsed_s``, from one commit to another. ``disk_bytes`` and ``needed_copies`` (of records) are
+    the greatest observed.
     """
 
     elapsed_s: float = 0.0
@@ -146,7 +146,7 @@ class TierLoadResult:
 
     @staticmethod
     def joined(parts: Sequence[TierLoadResult]) -> TierLoadResult:
-        """All of ``parts``, one after another."""
+        """All of ``parts``, one after another, as one."""
         whole = TierLoadResult()
         for part in parts:
             for name in ("fetch", "update", "commit"):
@@ -159,7 +159,7 @@ class TierLoadResult:
 
     @property
     def written_bytes(self) -> int:
-        """As the kernel accounts them; as the engine does where that says nothing was (tmpfs is not on a disk)."""
+        """As counted by the kernel, or by the engine if the kernel counted nothing (tmpfs is not on a disk)."""
         return self.process_written_bytes or self.engine_written_bytes
 
     @property
@@ -167,7 +167,7 @@ class TierLoadResult:
         return self.written_bytes / self.changed_bytes if self.changed_bytes else None
 
     def rates(self) -> dict[str, float]:
-        """By the second."""
+        """Rates per second."""
         rated = ("steps", "fetched_bytes", "changed_bytes", "read_bytes", "written_bytes")
         return {f"{name}_per_s": getattr(self, name) / self.elapsed_s for name in rated}
 
@@ -200,7 +200,7 @@ class TierLoad:
         self._version = max(model.versions)
 
     async def run(self, steps: Iterator[TrafficStep], seconds: float) -> TierLoadResult:
-        """Steps until ``seconds`` are over; what was dirty before is committed first, and what they leave at last."""
+        """Run steps for ``seconds``. What is dirty before is committed first, and what they leave dirty at the end."""
         await self._commit()
         self._result = result = TierLoadResult()
         before, begun = self._counters(), time.perf_counter()
@@ -213,7 +213,7 @@ class TierLoad:
         after = self._counters()
         for name, count in after.items():
             setattr(result, name, count - before[name])
-        self._result = TierLoadResult()  # what comes later is not this run's
+        self._result = TierLoadResult()  # later work does not belong to this run
         return result
 
     def _counters(self) -> dict[str, int]:
@@ -235,7 +235,7 @@ class TierLoad:
             for keys in step.fetches
             for first in range(0, len(keys), self._most_keys)
         ]
-        # The commit goes first: what it must write is queued before a fetch can hold it.
+        # The commit goes first: its writes are queued before a fetch can delay them.
         await asyncio.gather(
             *([self._commit()] if commit_due else []), *(self._fetch(part, turns) for part in parts)
         )

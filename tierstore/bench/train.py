@@ -1,13 +1,13 @@
-"""The same training steps by several runs in turns (docs/BENCH.md).
+"""The same training steps in several runs that take turns (docs/BENCH.md).
 
-With everything in RAM and with experts on disk: how near to their bound the latter are (``train_bound``). With --orders:
-steps of several micro-batches in micro order and in layer order, the speed-up beside the ratio of the bytes moved, spilled
-block inputs included: where the disk is all that counts it can be no more. Two further ways show memory: one micro-batch,
+With everything in RAM and with experts on disk: how near the latter are to their bound (``train_bound``). With --orders:
+steps of several micro-batches in micro order and in layer order; the speed-up beside the ratio of the bytes moved, spilled
+block inputs included, which it cannot exceed if the disk is the only limit. Two further ways show memory: one micro-batch,
 and one of M-fold size whose blocks are checkpointed.
 
-Each run has a process of its own (``train_process``). All are open side by side and step in turns: a machine whose speed
-drifts treats them alike, each has a peak memory of its own, and only one computes at a time. The machine needs memory for
-all of them at once. Figures are medians, ratios those of the rounds.
+Each run has its own process (``train_process``). All are open side by side and step in turns, so that a drift in the
+machine's speed affects them alike, each has its own peak memory, and only one computes at a time. The machine needs memory
+for all of them at once. Figures are medians; ratios are those of the rounds.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from tierstore.train.config import TrainConfig
 from tierstore.train.files import MicroOrder
 from tierstore.units import format_bytes
 
-_TO_BOUND = 1.15  # what a step may take at most, in times of its bound
-_CPU_TO_IN_RAM = 1.05  # what processor time a tiered step may take at most, in times of one in RAM
-_OF_BYTES = 0.85  # of the ratio of bytes, the speed-up where the disk is the limit
+_TO_BOUND = 1.15  # the most that a step may take, relative to its bound
+_CPU_TO_IN_RAM = 1.05  # the most processor time of a tiered step, relative to one in RAM
+_OF_BYTES = 0.85  # least speed-up, relative to the ratio of bytes, if the disk is the limit
 _PROBE_BYTES = 1 << 30
-_PROBE_SHARE = 0.5  # of one step's bytes, moved for one measurement ...
-_PROBE_LEAST_BYTES = 256 << 20  # ... but no fewer than these
-_MICRO_BATCHES = 4  # with --orders, where none are configured
+_PROBE_SHARE = 0.5  # of one step's bytes are moved for one measurement ...
+_PROBE_LEAST_BYTES = 256 << 20  # ... but at least these
+_MICRO_BATCHES = 4  # with --orders, if none are configured
 
 
 class Baseline(Enum):
@@ -67,13 +67,13 @@ class Way(Enum):
 
     MICRO = "micro"
     LAYER = "layer"
-    #: A step of one micro-batch, of the same size.
+    #: A step of a single micro-batch, of the same size.
     ONE = "one"
-    #: The same tokens in one micro-batch, whose blocks are checkpointed.
+    #: The same tokens in one micro-batch, with checkpointed blocks.
     LARGER = "larger"
 
     def of(self, config: TrainConfig) -> TrainConfig:
-        """``config`` as this way takes its steps."""
+        """``config`` for steps taken in this way."""
         data = config.data
         if self is Way.ONE:
             return replace(config, data=replace(data, micro_batches=1))
@@ -88,7 +88,7 @@ class Way(Enum):
 class TrainBench(Benchmark):
     """The same steps with everything in RAM and with experts on disk, in turns; with --orders, in two step orders.
 
-    The bound of a step is max(the same step in RAM, compulsory bytes / bandwidth), the bandwidth that of the
+    The bound of a step is max(the same step in RAM, compulsory bytes / bandwidth), with the bandwidth for the
     same mix of reads and writes. Exit status 1: the runs computed different losses.
     """
 
@@ -102,20 +102,22 @@ class TrainBench(Benchmark):
     baseline: Baseline = option(
         Baseline.IN_RAM, "What to compare with; none for models that do not fit in RAM."
     )
-    cgroup_limit: int = size_option("0", "Confine the tiered run to a memory cgroup.")
+    cgroup_limit: int = size_option("0", "Confine the tiered run to a memory cgroup of this size.")
     orders: bool = option(False, "Compare micro order with layer order instead.")
     micro_batches: int | None = option(
-        None, "Of a step (with --orders by default data.micro_batches, or 4).", key="data.micro_batches"
+        None,
+        "Micro-batches per step (with --orders by default data.micro_batches, or 4).",
+        key="data.micro_batches",
     )
     boundary_budget: int | None = option(
-        None, "Memory for block inputs (default: all of them).", size=True, key="boundary_budget"
+        None, "Memory for block inputs (default: enough for all).", size=True, key="boundary_budget"
     )
     disk_bandwidth: int | None = option(
-        None, "Limits the disk to N bytes a second.", size=True, key="links.disk.bandwidth"
+        None, "Limit the disk to N bytes a second.", size=True, key="links.disk.bandwidth"
     )
     also: tuple[Way, ...] = option(
         (),
-        "With --orders: also one micro-batch, or one of the size of all with checkpointed blocks.",
+        "With --orders: also one micro-batch, or all tokens in one with checkpointed blocks.",
         choices=(Way.ONE, Way.LARGER),
     )
     train: TrainConfig = field(default_factory=TrainConfig, metadata={"configuration": ()})
@@ -124,7 +126,7 @@ class TrainBench(Benchmark):
         at_least(1, steps=self.steps, rounds=self.rounds)
         at_least(0, warmup=self.warmup, cgroup_limit=self.cgroup_limit)
         if self.also and not self.orders:
-            raise ConfigError("--also: expected --orders with it")
+            raise ConfigError("--also: requires --orders")
         if self.orders and (self.cgroup_limit or self.baseline is not Baseline.IN_RAM):
             raise ConfigError("--cgroup-limit and --baseline cannot be combined with --orders")
 
@@ -133,7 +135,7 @@ class TrainBench(Benchmark):
         return "order" if self.orders else None
 
     def run(self, progress: Progress) -> Found:
-        """Measures. Raises ConfigError (the store exists), BudgetError, CapabilityError, WorkerError, OSError."""
+        """Measure. Raises ConfigError (the store exists), BudgetError, CapabilityError, WorkerError, OSError."""
         config = replace(self.train, steps=self.warmup + self.steps * self.rounds)
         if self.orders:
             return _compare_orders(self, config, progress)
@@ -160,7 +162,7 @@ class TrainBench(Benchmark):
 
 
 class StepDisk(DiskProbe):
-    """The disk's speed at a share of the bytes of a step, ``mix``, with the transfers of ``config``."""
+    """The disk's speed for a share of the bytes of a step, ``mix``, with the transfer sizes of ``config``."""
 
     def __init__(self, directory: Path, config: TrainConfig, mix: Bytes) -> None:
         layouts = [expert_schema(config).layout(group) for group in COMMITTED_GROUPS]
@@ -188,7 +190,7 @@ def in_ram(config: TrainConfig) -> TrainConfig:
 
 @dataclass(kw_only=True)
 class _Rounds:
-    """Both runs, round by round; what the tiered run said when it was open, and what its files take at the end."""
+    """Both runs, by round; the tiered run's own description when opened, and the size of its files at the end."""
 
     opened: Opened
     tiered: list[RoundSteps] = field(default_factory=list)
@@ -214,7 +216,7 @@ def _medians(rounds: Sequence[RoundSteps]) -> list[float]:
 def _measure(
     config: TrainConfig, bench: TrainBench, limit: MemoryLimit | None, progress: Progress
 ) -> _Rounds:
-    """The rounds, with both processes ended: the trace is whole."""
+    """Measure the rounds. Both processes have ended then, so the trace is complete."""
     directory, store = config.store, config.store / "tiered"
     with contextlib.ExitStack() as stack:
         progress.say("opening the tiered run")
@@ -250,7 +252,7 @@ def _measure(
 
 
 def _figures(config: TrainConfig, bench: TrainBench, rounds: _Rounds, least: Compulsory) -> dict[str, Any]:
-    """What the rounds say. Compulsory bytes, and what a clairvoyant policy would move, are those of one step."""
+    """Evaluate the rounds. Compulsory and clairvoyant bytes are those of one step."""
     count = bench.steps * bench.rounds
     moved = least.least.per(count)
     tiered, whole = _medians(rounds.tiered), _medians(rounds.in_ram)
@@ -302,7 +304,7 @@ def _figures(config: TrainConfig, bench: TrainBench, rounds: _Rounds, least: Com
 
 
 def _step_times(rounds: Sequence[RoundSteps]) -> dict[str, Any]:
-    """The steps of one run: means over all steps, but for what says otherwise."""
+    """The steps of one run; values are means over all steps unless named otherwise."""
     seconds = [value for one in rounds for value in one.step_s]
     count, step = len(seconds), spread(seconds)
     hits, misses = sum(one.hits for one in rounds), sum(one.misses for one in rounds)
@@ -326,7 +328,7 @@ def _step_times(rounds: Sequence[RoundSteps]) -> dict[str, Any]:
 
 
 def _parts(rounds: Sequence[RoundSteps]) -> list[dict[str, Any]]:
-    """How the mean step divides (``tierstore.train.step_time``)."""
+    """The parts of the mean step (``tierstore.train.step_time``)."""
     count = sum(len(one.step_s) for one in rounds)
     return [
         {"part": name, "step_part_s": sum(one.part_s[name] for one in rounds) / count}
@@ -336,7 +338,7 @@ def _parts(rounds: Sequence[RoundSteps]) -> list[dict[str, Any]]:
 
 
 def same_losses(one: Sequence[RoundSteps], other: Sequence[RoundSteps]) -> bool:
-    """Whether both runs computed the same."""
+    """Whether both runs computed the same losses."""
     return [each.losses for each in one] == [each.losses for each in other]
 
 
@@ -346,7 +348,7 @@ def _measurements(figures: Mapping[str, Any]) -> Iterator[Measurement]:
             yield from _of_run(figures[key], {"run": name})
     if speeds := figures["round_disk_bytes_per_s"]:
         yield measured("disk, same mix", speeds, "bytes/s", Better.HIGHER)
-    # Without a run in RAM the bound is the disk's alone, and nothing was promised of it.
+    # Without a run in RAM the bound is the disk's alone, and has no target.
     target = _TO_BOUND if "in_ram" in figures else None
     to_bound = figures["round_step_to_bound_ratio"]
     yield derived("step to bound", to_bound, "ratio", Better.LOWER, target=target)
@@ -368,7 +370,7 @@ def _of_run(of: Mapping[str, Any], how: dict[str, float | str]) -> Iterator[Meas
         yield measured("stalled a step", stall["step_stall_s"], "s", lower, parameters=caused)
 
 
-#: How the mean step divides, for people.
+#: The parts of the mean step, for people.
 _PART_NAMES = {
     "computing_s": "the driving thread computes",
     "torch_cpu_s": "torch's other threads compute",
@@ -423,7 +425,7 @@ def _compare_orders(bench: TrainBench, config: TrainConfig, progress: Progress) 
         config = replace(config, data=replace(config.data, micro_batches=_MICRO_BATCHES))
     if config.data.micro_batches < 2:
         raise ConfigError(
-            f"data.micro_batches: expected at least 2 to have an order, got {config.data.micro_batches}"
+            f"data.micro_batches: expected at least 2 for an order, got {config.data.micro_batches}"
         )
     ways = tuple(dict.fromkeys((*_ORDERS, *bench.also)))
     rounds: dict[Way, list[RoundSteps]] = {way: [] for way in ways}
@@ -496,7 +498,7 @@ def _compare_orders(bench: TrainBench, config: TrainConfig, progress: Progress) 
 
 
 def _way_steps(rounds: Sequence[RoundSteps], planned: int) -> dict[str, Any]:
-    """Steps of one way; ``planned``: bytes of its budgets and of what it announced beside them."""
+    """Steps of one way; ``planned``: bytes of its budgets plus its announced fixed memory."""
     seconds = [value for one in rounds for value in one.step_s]
     count, peak = len(seconds), max(one.peak_resident_bytes for one in rounds)
     spilled = sum(one.spilled_bytes for one in rounds) // count

@@ -1,11 +1,10 @@
-"""What a training step could take at best: its computation, or its compulsory bytes over the disk's
-bandwidth.
+"""The best possible time of a training step: its computation, or its compulsory bytes over the disk's bandwidth.
 
-Compulsory bytes come from the trace of a run, its capacity and its sections, not from what the run happened
-to move: the trace is replayed without its speculation, through every native policy (with its default options, or
-as recorded), and the least is taken. ``clairvoyant`` is what an eviction that knows the whole future would move (Belady's
-rule, a heuristic for entries of several sizes; demanded entries admitted, one record pinned at a time): less, as a rule.
-It is shown beside the bound and does not enter it: no policy can know the future.
+Compulsory bytes come from the trace of a run, its capacity and its sections, not from what the run happened to move: the
+trace is replayed without its speculation, through every native policy (with its default options, or as recorded), and the
+least is taken. ``clairvoyant`` is what an eviction that knows the whole future would move (Belady's rule, a heuristic for
+entries of several sizes; demanded entries are admitted, one record is pinned at a time): usually less. It is shown beside
+the bound but is not part of it, since no policy can know the future.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from tierstore.trace.reader import load_trace
 from tierstore.trace.replay import make_replay
 
 _GROUPS = 3
-_NEED, _DIRTY, _DROP = 0, 3, 6  # shifts of a unit's flags
+_NEED, _DIRTY, _DROP = 0, 3, 6  # bit shifts of a unit's flags
 _SPECULATION = (TraceKind.PREFETCH, TraceKind.CANCEL)
 
 
 @dataclass(frozen=True, slots=True)
 class Compulsory:
-    """The least bytes that a policy moved in the steps that were asked for, and which one it was."""
+    """The least bytes that a policy moved in the requested steps, and which policy it was."""
 
     policy: str
     least: Bytes
@@ -42,14 +41,14 @@ class Compulsory:
 
 
 def bound_s(in_ram_s: float, moved: Bytes, bytes_per_s: float) -> float:
-    """The best step, seconds: ``max(the same in RAM, compulsory bytes / bandwidth)``."""
+    """The best step in seconds: ``max(the same in RAM, compulsory bytes / bandwidth)``."""
     if bytes_per_s <= 0:
         raise ValueError(f"bandwidth: expected more than 0 bytes per second, got {bytes_per_s}")
     return max(in_ram_s, moved.total / bytes_per_s)
 
 
 def compulsory(path: str | os.PathLike[str], *, first_step: int, steps: int) -> Compulsory:
-    """Bytes of the ``steps`` training steps after ``first_step`` of them, in the trace at ``path``.
+    """Bytes of the ``steps`` training steps after the first ``first_step`` ones, in the trace at ``path``.
 
     Raises DataError for a trace that is malformed or has fewer steps.
     """
@@ -70,7 +69,7 @@ def compulsory(path: str | os.PathLike[str], *, first_step: int, steps: int) -> 
 
 
 def replayed(trace: Trace, policy: str, begin: int, end: int) -> Bytes:
-    """Bytes that ``policy`` (as recorded, if it is the recorded one) moves in events ``begin`` to ``end``."""
+    """Bytes that ``policy`` moves in events ``begin`` to ``end``; with the recorded options if it is the recorded policy."""
     header = trace.header
     options = header.policy_options if policy == header.policy else {}
     header = replace(header, policy=policy, policy_options=options, lookahead_frames=0)
@@ -116,7 +115,7 @@ class _Use:
 
 
 def clairvoyant(trace: Trace, begin: int, end: int) -> Bytes:
-    """Bytes that move in events ``begin`` to ``end`` when the evicted entry is always the one that is needed last.
+    """Bytes moved in events ``begin`` to ``end`` if the evicted entry is always the one needed last.
 
     The last training step is assumed to repeat after the end, so that entries kept for a next step are kept
     here too.
@@ -149,7 +148,7 @@ def _uses(trace: Trace, begin: int, end: int) -> Iterator[_Use]:
 
 
 def _next_uses(uses: list[_Use]) -> NDArray[np.int64]:
-    """For each use the unit of the entry's next one; past the end for none."""
+    """For each use, the unit of the entry's next use; the greatest integer if there is none."""
     never = np.iinfo(np.int64).max
     following = np.full(len(uses), never, np.int64)
     seen: dict[int, int] = {}
@@ -165,7 +164,7 @@ class _Clairvoyant:
     def __init__(self, header: TraceHeader) -> None:
         self._records = tuple(header.records)
         self._free = header.capacity_frames
-        self._dirty: dict[int, bool] = {}  # of what is resident
+        self._dirty: dict[int, bool] = {}  # of resident entries
         self._next: dict[int, int] = {}
         self._stored = {
             number * GROUP_STRIDE + group
@@ -198,7 +197,7 @@ class _Clairvoyant:
         while self._free < frames:
             following, entry = heapq.heappop(self._heap)
             if entry not in self._dirty or self._next[entry] != -following:
-                continue  # used again, or gone, since it was pushed
+                continue  # used again or evicted since it was pushed
             if entry // 4 == use.entry // 4:  # the record in use
                 held.append((following, entry))
                 continue

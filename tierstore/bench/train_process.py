@@ -1,10 +1,9 @@
-"""A training run in a process of its own, that does a few steps at each request.
+"""A training run in its own process that does a few steps at each request.
 
-``bench train`` compares runs in turns. Each has its own process, so that each has its own peak memory, and
-the runs are open side by side, the one resting while the other steps: both see the same disk and the same
-neighbours.
+``bench train`` compares runs in turns. Each has its own process and so its own peak memory; the runs are open side by
+side, and one rests while the other steps: both see the same disk and the same neighbours.
 
-The protocol is one JSON object a line. The parent sends ``{"config": .., "trace": ..}``, then any number of
+The protocol is one JSON object per line. The parent sends ``{"config": .., "trace": ..}``, then any number of
 ``{"steps": n}``, then closes the pipe. The child answers each with one line: ``Opened``, then ``RoundSteps``; a
 failure is ``{"error": text}``.
 """
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from tierstore.train.step_time import StepTime
     from tierstore.train.trainer import Trainer
 
-#: What is shown of a step's time (``tierstore.train.step_time``).
+#: The parts of a step's time that are shown (``tierstore.train.step_time``).
 PARTS = (
     "computing_s",
     "torch_cpu_s",
@@ -49,7 +48,7 @@ class Opened:
 
 @dataclass(frozen=True, kw_only=True)
 class RoundSteps:
-    """Some steps of a run: the time and the loss of each, and what all of them took."""
+    """Some steps of a run: the time and loss of each, and what all of them took."""
 
     step_s: Sequence[float]
     losses: Sequence[float]
@@ -61,14 +60,14 @@ class RoundSteps:
     wasted_prefetch_bytes: int
     hits: int
     misses: int
-    #: Parts of ``StepTime``, seconds of all steps; those that the kernel does not count are left out.
+    #: Parts of ``StepTime``, in seconds over all steps, without those that the kernel does not count.
     part_s: Mapping[str, float]
-    #: Block inputs that went to disk and came back, in layer order.
+    #: Bytes of block inputs that were written to disk and read back, in layer order.
     spilled_bytes: int = 0
 
 
 class TrainingProcess:
-    """The parent's end. ``limit``: a memory cgroup for the process to live in."""
+    """The parent's end. ``limit``: a memory cgroup to run the process in."""
 
     def __init__(
         self, name: str, config: object, *, trace: Path | None = None, limit: MemoryLimit | None = None
@@ -86,12 +85,12 @@ class TrainingProcess:
             raise
 
     def run(self, steps: int) -> RoundSteps:
-        """Trains ``steps`` steps. Raises WorkerError."""
+        """Train ``steps`` steps. Raises WorkerError."""
         send(self._process, {"steps": steps})
         return RoundSteps(**receive(self._process, self._name))
 
     def close(self) -> None:
-        """Ends the process and waits for it; its trace is whole then."""
+        """End the process and wait for it; its trace is complete then."""
         end(self._process)
 
 
