@@ -1,12 +1,12 @@
 // bf16, and the split master weight: an fp32 as its bf16 rounding and a signed 16-bit remainder.
 //
 // hi rounds half away from zero: (bits + 0x8000) >> 16. lo is the signed difference of the bit patterns,
-// bits - (hi << 16), which lies in [-0x8000, 0x7fff] exactly because ties round away: half-to-even would
-// need +0x8000 too. Everything is modulo 2^32, so merging recovers every one of the 2^32 patterns: zeros,
-// subnormals, finite values whose hi rounds up to infinity, infinities, and NaNs with their payload.
+// bits - (hi << 16), which is in [-0x8000, 0x7fff] because ties round away: half-to-even would need +0x8000 too.
+// Everything is modulo 2^32, so merging recovers each of the 2^32 patterns: zeros, subnormals, finite values
+// whose hi rounds up to infinity, infinities, and NaNs with their payload.
 //
-// What hi alone shows of a NaN: NaNs with mantissas of 0x7f8000 and above carry over into the sign
-// (0x7fffffff shows as -0, 0xffffffff as +0), and those of at most 0x7fff show as infinity. The NaNs that
+// How a NaN appears in hi alone: NaNs with mantissas of 0x7f8000 and above carry over into the sign
+// (0x7fffffff becomes -0, 0xffffffff +0), and those of at most 0x7fff become infinity. The NaNs that
 // processors make (0x7fc00000, 0xffc00000) stay NaNs.
 #pragma once
 
@@ -20,7 +20,7 @@ inline constexpr std::uint16_t split_hi(std::uint32_t bits) {
 }
 
 inline constexpr std::int16_t split_lo(std::uint32_t bits) {
-    // bits - (hi << 16) modulo 2^16 is the low half itself; the sign says which way hi was rounded.
+    // bits - (hi << 16) modulo 2^16 is the low half itself; its sign says in which direction hi was rounded.
     return static_cast<std::int16_t>(static_cast<std::uint16_t>(bits));
 }
 

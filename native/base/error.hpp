@@ -1,4 +1,4 @@
-// What goes wrong in native code, as values: an operation keeps its failure, and every waiter gets a copy.
+// Errors of native code as values: an operation keeps its failure, and every waiter gets a copy.
 #pragma once
 
 #include <cstddef>
@@ -13,8 +13,8 @@
 
 namespace tierstore {
 
-// A failed system call, or a transfer that ended too early. Python sees OSError(err, message, path), and with
-// `file_offset` where a transfer failed.
+// A failed system call, or a transfer that ended too early. In Python it is OSError(err, message, path), with
+// `file_offset` if a transfer failed.
 struct SyscallError : std::runtime_error {
     SyscallError(int err_, std::string operation_, std::string path_ = {})
         : std::runtime_error(operation_ + ": " + std::generic_category().message(err_) +
@@ -26,7 +26,7 @@ struct SyscallError : std::runtime_error {
     int err;
     std::string operation;
     std::string path;
-    int64_t file_offset = -1;  // of a transfer: where in the file it failed
+    int64_t file_offset = -1;  // where in the file a transfer failed
 };
 
 // A section read from a file is not what was written there.
@@ -57,14 +57,14 @@ struct EngineClosed : std::runtime_error {
     EngineClosed() : std::runtime_error("the engine is closed") {}
 };
 
-// The operation failed too long ago for its error to be kept, or so long ago that nobody knows whether it failed.
+// The failure is too old for its error to be kept, or so old that nothing records whether the operation failed.
 struct ResultForgotten : std::runtime_error {
     ResultForgotten()
         : std::runtime_error("the result of an old operation is no longer known: many have failed since") {}
 };
 
-// One failure, shared by the operation and all that depend on it. It throws a fresh copy to each waiter: one
-// exception object rethrown in several threads would be shared mutable state.
+// A failure shared by an operation and all that depend on it. Each waiter throws its own copy: an exception object
+// rethrown in several threads would be shared mutable state.
 class Failure {
 public:
     using Error = std::variant<SyscallError, ChecksumMismatch, Cancelled, EngineClosed, ResultForgotten,
@@ -91,7 +91,7 @@ inline FailurePtr make_failure(Failure::Error error) {
     return std::make_shared<const Failure>(std::move(error));
 }
 
-// The exception being handled, as a value. Call it inside a catch block only.
+// The exception being handled, as a value. Call only inside a catch block.
 inline FailurePtr current_failure() {
     try {
         throw;

@@ -5,7 +5,7 @@
 
 namespace tierstore {
 
-// The thread's SSE control word for a scope: exceptions masked, round to nearest, whatever the caller had.
+// Sets the thread's SSE control word within a scope: exceptions masked, round to nearest.
 class FloatMode {
 public:
     enum class Subnormals { Keep, Flush };

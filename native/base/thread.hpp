@@ -1,4 +1,4 @@
-// What every thread of ours does first.
+// The first step of every thread that tierstore starts.
 #pragma once
 
 #include <pthread.h>
@@ -7,8 +7,8 @@
 
 namespace tierstore {
 
-// Names the thread (at most 15 characters) and blocks all signals on it: they are the interpreter's main
-// thread's.
+// Names the thread (at most 15 characters) and blocks all signals on it: the interpreter's main thread handles
+// them.
 inline void prepare_thread(const char* name) {
     sigset_t all;
     sigfillset(&all);

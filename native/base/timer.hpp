@@ -1,4 +1,4 @@
-// Tasks that are due at given times, on one thread that sleeps in between.
+// Tasks due at given times, on one thread that sleeps in between.
 #pragma once
 
 #include <condition_variable>
@@ -10,9 +10,8 @@
 
 namespace tierstore {
 
-// Tasks must not throw, and run one at a time, in order of their times, never early. The thread is started by
-// the first task, so that nothing is paid for a timer that nobody uses. It is joined in close(), which the
-// destructor calls, and which is not for a task to call.
+// Tasks must not throw; they run one at a time, in order of their times, never early. The first task starts the
+// thread, so an unused timer costs nothing. close() joins it; the destructor calls close(), and a task must not.
 class Timer {
 public:
     Timer() = default;
@@ -20,10 +19,10 @@ public:
     Timer(const Timer&) = delete;
     Timer& operator=(const Timer&) = delete;
 
-    // `due_ns` is of CLOCK_MONOTONIC. After close() the task is dropped.
+    // `due_ns`: of CLOCK_MONOTONIC. After close() the task is dropped.
     void at(uint64_t due_ns, std::function<void()> task);
 
-    // Drops what is not due yet, lets a running task finish, joins the thread. Later calls do nothing.
+    // Drops tasks that are not due, lets a running task finish, joins the thread. Later calls do nothing.
     void close();
 
 private:

@@ -1,4 +1,4 @@
-// A fixed number of threads that run tasks in order of urgency, then of arrival.
+// A fixed number of threads that run tasks by urgency, then in order of arrival.
 #pragma once
 
 #include <condition_variable>
@@ -13,8 +13,8 @@ namespace tierstore {
 
 enum class Urgency { Normal, Urgent };
 
-// Tasks must not throw and must not wait for one another. Threads are joined in close(), which the destructor
-// calls: never from a static destructor, where the threads' own data may be gone already.
+// Tasks must not throw and must not wait for one another. close() joins the threads; the destructor calls it, and
+// must not be that of a static object, since the threads' own data may be gone by then.
 class WorkerPool {
 public:
     // `on_start` runs first on each thread (to set its floating-point mode).
@@ -27,7 +27,7 @@ public:
 
     size_t size() const { return threads_.size(); }
 
-    // Runs what is queued, then joins the threads. Later calls do nothing.
+    // Runs all queued tasks, then joins the threads. Later calls do nothing.
     void close();
 
 private:

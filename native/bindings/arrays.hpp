@@ -1,4 +1,4 @@
-// Arrays of one dimension across the boundary, none of them copied.
+// One-dimensional arrays passed to and from Python without a copy.
 #pragma once
 
 #include <nanobind/ndarray.h>

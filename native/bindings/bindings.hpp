@@ -1,12 +1,12 @@
-// What module.cpp needs of each room's bindings.
+// What module.cpp needs from the bindings of each directory.
 #pragma once
 
 #include <nanobind/nanobind.h>
 
 #include <string>
 
-// Names of files are bytes, and Python's text of them need not be UTF-8 (PEP 383): every path, and every
-// message that may hold one, crosses by these.
+// File names are bytes, and their text in Python need not be UTF-8 (PEP 383): every path, and every message that may
+// contain one, is converted by these functions.
 std::string path_of(const nanobind::object& path);
 nanobind::str text_of(const std::string& text);
 

@@ -1,12 +1,11 @@
-// How native objects that operations keep alive are seen from Python.
+// How Python holds native objects that operations keep alive.
 #pragma once
 
 #include <memory>
 #include <utility>
 
-// Python owns the holder, the holder shares the object. Not nanobind's own shared_ptr conversion: its copies
-// hold a reference to the Python object, and a worker thread that drops the last one would need the
-// interpreter.
+// Python owns the holder, and the holder shares the object. Not nanobind's own shared_ptr conversion: its copies hold
+// a reference to the Python object, and a worker thread that drops the last one would need the interpreter.
 template <class T>
 struct Held {
     std::shared_ptr<T> ptr;

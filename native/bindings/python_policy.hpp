@@ -1,4 +1,4 @@
-// Cache policies by name, those written in Python among them.
+// Cache policies by name, including those written in Python.
 #pragma once
 
 #include <memory>
@@ -6,7 +6,7 @@
 
 #include "native/cache/policy.hpp"
 
-// A native policy, or for "package.module:Class" one that calls an instance of that class, made with the options
+// A native policy, or, for "package.module:Class", one that calls an instance of that class, created with the options
 // as keyword arguments. Needs the GIL; the policy's own methods may be called without it.
 std::unique_ptr<tierstore::Policy> make_any_policy(std::string_view name,
                                                    const tierstore::PolicyOptions& options);

@@ -10,21 +10,22 @@ namespace tierstore {
 
 struct ActivationOptions {
     double half_life = 24.0;  // passes of a layer after which a use counts half in a sequence's history
-    double rate = 0.02;       // of learning
+    double rate = 0.02;       // learning rate
 };
 
 // A logistic model of one use: for sequence s and place e (of the n in layer l),
 //     logit P(used in the next pass of l) = w . x + V[l][e] . state[s]
 // The features x are: 1; the log-odds of the sequence's own decayed frequency of e, and of all sequences'; whether the
 // present pass used e; how much likelier than on average e was in the past, one pass of l after the places used now
-// (counts of pairs, added up over all sequences).
-// The state says what the sequence's passes have used in all layers so far, this token's and those before: each place
-// of each layer has a vector of kRank numbers, and the state is their sum, fading by the pass at two speeds. What is
-// used in the early layers all but names the token, so later tokens and later layers follow from it; that is where most
-// of the information is (docs/RESULTS.md). Vectors, V and w are learned by gradient steps on the log loss whenever a layer
+// (counts of pairs, summed over all sequences).
+// The state summarises what the sequence's passes have used in all layers so far, for this token and those before: each
+// place of each layer has a vector of kRank numbers, and the state is their sum, which fades per pass at two speeds.
+// What the early layers use almost identifies the token, so later tokens and later layers follow from it; most of the
+// information is there (docs/RESULTS.md). Vectors, V and w are learned by gradient steps on the log loss whenever the
+// requests of a layer are known; w by Adagrad (Duchi et al. 2011).
 // says what it was asked for; w by Adagrad (Duchi et al. 2011).
-//
 // All in float, in one fixed order, without randomness: the same calls give the same numbers.
+// With n places in a layer and k used by a sequence, a pass costs O(n kRank + k kRank L) per sequence.
 // With n places in a layer and k used by a sequence, a pass costs O(n kRank + k kRank L) for each sequence.
 class ActivationModel {
 public:
@@ -33,19 +34,19 @@ public:
 
     explicit ActivationModel(const ActivationOptions& options);
 
-    // Layer `layer` has one place more than before: `layers` of them are passed in turn.
+    // Adds a place to layer `layer`. The program passes through the layers in turn.
     void add_place(std::uint32_t layer);
     std::uint32_t places(std::uint32_t layer) const {
         return static_cast<std::uint32_t>(layers_[layer].size);
     }
-    // What was known of the sequence is not true of the next one of this number.
+    // Forgets the sequence: its number is reused by another one.
     void forget(std::uint32_t sequence);
     // `sequence` has used `used` (ascending places, at least one) in the pass of `layer`: learns from it, and predicts
     // the next pass of this layer.
     void pass(std::uint32_t sequence, std::uint32_t layer, std::span<const std::uint32_t> used);
     // P(used in the next pass of `layer`) by place, as of the sequence's last pass of it.
     std::span<const float> chances(std::uint32_t sequence, std::uint32_t layer) const;
-    // The sequence's decayed frequency, by place, pulled towards all sequences'.
+    // The sequence's decayed frequency of a place, pulled towards that of all sequences.
     float frequency(std::uint32_t sequence, std::uint32_t layer, std::uint32_t place) const;
 
 private:
@@ -68,8 +69,8 @@ private:
         std::vector<float> vectors;  // [size][kRank]
         std::vector<float> outputs;  // [kState][size]
         std::vector<float> prior;    // all sequences' frequency
-        std::vector<float> pairs;    // [size][size]: first used, then the other in the next pass; or nothing
-        std::vector<float> firsts;   // how often each was the first of a pair
+        std::vector<float> pairs;   // [size][size]: the first used, then the other in the next pass; or empty
+        std::vector<float> firsts;  // how often each was the first of a pair
     };
 
     Seen& seen(std::uint32_t sequence, std::uint32_t layer) { return seen_[sequence][layer]; }

@@ -1,4 +1,4 @@
-// Several ordered lists of entries over one pair of links an entry: an entry is in at most one of them.
+// Several ordered lists of entries that share one pair of links per entry: an entry is in at most one of them.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace tierstore {
 
-// Lists are numbered from 1; an entry whose list is kNone is in none. Each list runs from oldest to newest and
+// Lists are numbered from 1; kNone means that an entry is in no list. Each list is ordered from oldest to newest and
 // knows the frames of its entries.
 class EntryLists {
 public:
@@ -18,7 +18,7 @@ public:
 
     explicit EntryLists(List lists);
 
-    // An entry in no list, with its size.
+    // Adds an entry, in no list yet, with its size.
     void add(EntryId entry, std::uint32_t frames);
 
     List list_of(EntryId entry) const { return nodes_[entry].list; }
@@ -39,7 +39,7 @@ public:
         ends.newest = entry;
         ends.frames += node.frames;
     }
-    // Out of the list that it is in; nothing if it is in none.
+    // Removes it from its list; does nothing if it is in none.
     void take(EntryId entry) {
         Node& node = nodes_[entry];
         if (node.list == kNone) return;

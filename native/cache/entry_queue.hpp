@@ -7,9 +7,9 @@
 
 namespace tierstore {
 
-// Entries from oldest to newest. Kept as a log with holes instead of a linked list: to renew an entry is one
-// random write and one sequential one, where a list touches the entry and four neighbours. When the log is
-// full, the holes are squeezed out; it has room for several times what lives in it, so that is rare.
+// Entries from oldest to newest, kept as a log with holes instead of a linked list: renewing an entry is one random
+// write and one sequential one, where a list touches the entry and four neighbours. When the log is full, the holes
+// are squeezed out; it has room for several times its live entries, so that is rare.
 class EntryQueue {
 public:
     using Position = std::uint32_t;
@@ -25,11 +25,11 @@ public:
         --live_;
     }
     std::uint32_t size() const { return live_; }
-    // Appends the oldest that can go until their frames sum to `frames`; returns what they sum to.
+    // Appends the oldest evictable entries until their frames sum to `frames`; returns the sum.
     std::uint64_t oldest(const Candidates& candidates, std::uint64_t frames, std::vector<EntryId>& victims);
 
-    // for (auto at = q.first(); at != q.end(); at = q.after(at)) q[at]: oldest to newest. push() and renew()
-    // move positions, except the hand; a hand on what was erased goes on to the next newer entry.
+    // for (auto at = q.first(); at != q.end(); at = q.after(at)) q[at]: oldest to newest. push() and renew() move
+    // positions, except the hand; a hand on an erased entry moves to the next newer one.
     Position first() {
         first_ = settle(first_);
         return first_;
@@ -49,7 +49,7 @@ public:
 
 private:
     static constexpr Position kNowhere = ~0u;
-    static constexpr std::uint32_t kSpread = 4;  // length of a new log, by what lives in it
+    static constexpr std::uint32_t kSpread = 4;  // length of a new log, relative to its live entries
 
     void append(EntryId entry) {
         if (end_ == log_.size()) squeeze();
@@ -63,8 +63,8 @@ private:
     void squeeze();
 
     std::vector<EntryId> log_;
-    std::vector<Position> where_;  // by entry: where it stands in the log; any other mention is a hole
-    Position first_ = 0;           // nothing lives before
+    std::vector<Position> where_;  // by entry: its position in the log; any other mention is a hole
+    Position first_ = 0;           // no live entry is before
     Position end_ = 0;
     Position hand_ = 0;
     std::uint32_t live_ = 0;

@@ -1,4 +1,4 @@
-// The observer that traces are recorded with: events as columns, which a sink takes many at a time.
+// The observer that records traces: buffers events as columns and passes many at a time to a sink.
 #pragma once
 
 #include <cstddef>
@@ -24,16 +24,16 @@ struct EventColumns {
 class EventBuffer final : public ResidencyObserver {
 public:
     using Sink = std::function<void(EventColumns&&)>;
-    // The sink is called with at least `rows` events or units, before the call that follows.
+    // The sink is called with at least `rows` events or units, before the event that follows.
     EventBuffer(std::size_t rows, Sink sink) : rows_(rows), sink_(std::move(sink)) {}
 
     void before_event() override;
     void on_event(const Event& event) override;
-    // Gives the sink what is buffered.
+    // Passes buffered events to the sink.
     void flush();
 
-    // Of all records, in order; the last `late_records` were added after the first other event. Only those
-    // have ADD events, neighbours in one.
+    // All records, in order; the last `late_records` were added after the first other event. Only those have ADD
+    // events, one for each run of neighbours.
     const std::vector<RecordInfo>& records() const { return records_; }
     std::size_t late_records() const { return late_records_; }
 

@@ -1,4 +1,4 @@
-// How often keys were asked for lately, in half a byte a counter.
+// How often keys were requested recently, with half a byte per counter.
 #pragma once
 
 #include <cstdint>
@@ -7,11 +7,11 @@
 namespace tierstore {
 
 // A count-min sketch of 4 rows of 4-bit counters with conservative update and aging: Einziger, Friedman and
-// Manes, "TinyLFU: a highly efficient cache admission policy", 2017. Estimates never fall short of the count
-// (up to 15) since the last halvings.
+// Manes, "TinyLFU: a highly efficient cache admission policy", 2017. An estimate is never below the count (up to 15)
+// since the last halvings.
 class FrequencySketch {
 public:
-    // Counters for about `keys` keys; all counts are halved once `sample` has been counted.
+    // Allocates counters for about `keys` keys; all counts are halved once `sample` has been counted.
     void reset(std::uint64_t keys, std::uint64_t sample);
     // One request, which counts `weight` towards the sample.
     void count(std::uint32_t key, std::uint32_t weight);
@@ -37,8 +37,8 @@ private:
         return static_cast<std::uint32_t>(table_[slot / 16] >> (slot % 16 * 4) & kMost);
     }
 
-    std::vector<std::uint64_t> table_;  // 16 counters a word
-    std::uint64_t mask_ = 0;            // counters of a row, less one
+    std::vector<std::uint64_t> table_;  // 16 counters per word
+    std::uint64_t mask_ = 0;            // counters per row, minus one
     std::uint64_t sample_ = 0;
     std::uint64_t counted_ = 0;
 };

@@ -1,4 +1,4 @@
-// Where a program is in its walk through the layers.
+// The position of a program in its walk through the layers.
 #pragma once
 
 #include <cstdint>
@@ -8,20 +8,20 @@
 
 namespace tierstore {
 
-// A program passes its layers forward, 0 to L - 1, and then, if it trains, backward. Passes are numbered within
-// one such cycle: layer l is passed at l, and backward at 2L - 1 - l. Whether there is a backward half is learned
-// from the accesses. Layers are counted in their order, whatever their numbers.
+// A program passes its layers forward, 0 to L - 1, and then, if it trains, backward. Passes are numbered within one
+// such cycle: layer l is passed at l, and backward at 2L - 1 - l. Whether there is a backward half is learned from the
+// accesses. Layers are counted in their order, whatever their numbers.
 class LayerCycle {
 public:
     enum class Pass : std::uint8_t {
         FORWARD,
-        AGAIN,  // forward once more just before its backward pass: activations are recomputed
+        AGAIN,  // forward again just before its backward pass: recomputation of activations
         BACKWARD,
-        NONE,  // no part of the walk
+        NONE,  // not part of the walk
     };
 
     void add_layer(std::uint32_t layer);
-    // What this access is; the position moves there.
+    // Classifies this access and moves the position there.
     Pass enter(Phase phase, std::uint32_t layer);
 
     bool trains() const { return trains_; }
@@ -31,10 +31,10 @@ public:
     bool has_layer(std::uint32_t layer) const { return layer < rank_.size() && rank_[layer] != kNone; }
     // The pass that the program is in, from 0 to length() - 1.
     std::uint32_t position() const { return position_ % length(); }
-    // Changes whenever trains() or a rank does.
+    // Changes whenever trains() or a rank changes.
     std::uint32_t version() const { return version_; }
 
-    // Passes until the next one of `layer`, from 1 to length(): its forward one, and its backward one.
+    // Passes until the next one of `layer`, from 1 to length(): its forward pass, and its backward pass.
     std::uint32_t to_forward(std::uint32_t layer) const { return until(rank_[layer]); }
     std::uint32_t to_backward(std::uint32_t layer) const { return until(2 * layers_ - 1 - rank_[layer]); }
 

@@ -1,4 +1,4 @@
-// What a residency core is asked, in program order: enough to ask another core the same.
+// The calls of a residency core, in program order: enough to repeat them on another core.
 #pragma once
 
 #include <array>
@@ -11,7 +11,7 @@ namespace tierstore {
 
 inline constexpr std::uint32_t kGroups = 3;  // weights, moments, gradients
 
-// What the core knows of a record. `stored`: the mask of groups that had a backing copy when it was added.
+// What the core knows about a record. `stored`: the mask of groups that had a backing copy when it was added.
 struct RecordInfo {
     std::uint32_t layer;
     std::array<std::uint32_t, kGroups> frames;
@@ -30,9 +30,9 @@ enum class EventKind : std::uint8_t {
     SET_STORED,  // records, and their masks as flags
     PIN,         // records with their flags
     UNPIN,       // records with their flags
-    END_UNIT,    // units of the open group (by index in their access) that ended before what follows
+    END_UNIT,    // units of the open group (by index in their access) that ended before the next event
     END_STEP,    // none; its step is the one that begins
-    ADD,         // records that were added, flags unused
+    ADD,         // added records, flags unused
 };
 inline constexpr std::uint8_t kEventKinds = 12;
 
@@ -40,8 +40,8 @@ struct Event {
     EventKind kind;
     Phase phase = Phase::INIT;  // of ACCESS and PREFETCH, as the layer
     std::uint32_t layer = 0;
-    // Where inside an access the event fell: 0 outside any; 2g + 1 when g groups had been begun and the last of
-    // them had ended; 2g when group g (counted from 1) was open.
+    // Where inside an access the event happened: 0 outside any; 2g + 1 when g groups had begun and the last of them had
+    // ended; 2g when group g (counted from 1) was open.
     std::uint32_t at = 0;
     std::uint32_t step = 0;
     std::span<const std::uint32_t> records = {};
@@ -49,12 +49,12 @@ struct Event {
     const RecordInfo* added = nullptr;          // of ADD
 };
 
-// Sees each call of a core that has succeeded. The spans are valid during the call only.
+// Sees each successful call of a core. The spans are valid only during the call.
 class ResidencyObserver {
 public:
     virtual ~ResidencyObserver() = default;
-    // Before an access, a prefetch or the end of a step, while nothing has changed: what is thrown here
-    // refuses it.
+    // Called before an access, a prefetch or the end of a step, while nothing has changed: an exception refuses the
+    // event.
     virtual void before_event() = 0;
     virtual void on_event(const Event& event) = 0;
 };

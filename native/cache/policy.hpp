@@ -1,5 +1,5 @@
-// What a cache policy is: it sees the requests of one cache and names victims. Live cache and replay run the
-// same objects, so a policy must be deterministic: no clock of its own, no unordered iteration.
+// The interface of cache policies: a policy sees the requests of one cache and names victims. The live cache and a
+// replay run the same objects, so a policy must be deterministic: no clock of its own, no unordered iteration.
 #pragma once
 
 #include <cstdint>
@@ -14,31 +14,31 @@
 namespace tierstore {
 
 using EntryId = std::uint32_t;
-inline constexpr std::uint32_t kGroupStride = 4;  // live, entry = record * kGroupStride + group
+inline constexpr std::uint32_t kGroupStride = 4;  // in the live cache, entry = record * kGroupStride + group
 
 enum class Clock : std::uint8_t { REQUEST, STEP };
 
-// Which part of the program an access belongs to.
+// The part of the program that an access belongs to.
 enum class Phase : std::uint8_t { INIT, FORWARD, BACKWARD, OPTIMIZER, USER, EXPORT };
 
-// What is known of an entry beforehand. Entries of one record are asked for by the same accesses, or some of them.
+// What is known of an entry beforehand. Entries of one record are requested by the same accesses, or some of them.
 struct EntryInfo {
     std::uint32_t record;
     std::uint32_t group;  // which of the record's entries it is
     std::uint32_t layer;
-    std::uint32_t frames;  // its size; 0 for one that never comes
+    std::uint32_t frames;  // its size; 0 if it never becomes resident
 };
 
-// One atomic access as it begins: all of the entries that it will ask for.
+// One atomic access as it begins, with all entries that it will request.
 struct AccessInfo {
     Phase phase;
     std::uint32_t layer;
     std::span<const EntryId> entries;
     std::span<const std::uint8_t>
-        askers;  // of each entry, the sequences that go on from it, a bit each; or empty: nobody says
+        askers;  // for each entry, the sequences whose last token requests it, a bit each; empty: unknown
 };
 
-// What a policy may know of entries when it chooses: their size, and whether they can go at all.
+// What a policy may know of entries when it chooses: their size, and whether they are evictable.
 struct Candidates {
     const std::uint32_t* frames;  // size of each entry, in frames
     const std::uint32_t* busy;    // non-zero: pinned or on hold, never a victim
@@ -48,39 +48,39 @@ struct Candidates {
 
 class Policy {
 public:
-    // headroom_frames: frames of the capacity that the policy wants left empty.
+    // headroom_frames: frames of the capacity that the policy leaves empty.
     explicit Policy(std::uint32_t headroom_frames = 0) : headroom_frames_(headroom_frames) {}
     Policy(const Policy&) = delete;
     Policy& operator=(const Policy&) = delete;
     virtual ~Policy() = default;
 
-    // First of all, once: the frames that this policy's entries may occupy (its headroom excluded).
+    // Called first, once: the frames that this policy's entries may occupy (excluding its headroom).
     virtual void set_capacity(std::uint64_t frames) { (void)frames; }
-    // Before anything else is said of it: an entry that may be asked for.
+    // Called before any other call about the entry: it may be requested.
     virtual void add(EntryId entry, const EntryInfo& info) { (void)entry, (void)info; }
-    // Only for a policy that wants to know the program's schedule: each access as it begins (with layer scope
-    // every layer's policy hears of all accesses).
+    // Only for a policy that needs the program's schedule: each access as it begins (with layer scope, every layer's
+    // policy is told of all accesses).
     virtual bool follows_accesses() const { return false; }
     virtual void access(const AccessInfo& info) { (void)info; }
 
-    // Not resident and wanted: room is made next, then comes insert() (for a guess, when somebody asks for it,
-    // or never). A policy with ghosts looks for the ghost here, before its victims become ghosts themselves.
+    // Requested and not resident: room is made next, then insert() follows (for a prefetch, when it is requested, or
+    // never). A policy with ghosts looks for the ghost here, before its victims become ghosts themselves.
     virtual void miss(EntryId entry) { (void)entry; }
-    virtual void insert(EntryId entry) = 0;  // became resident (a request, or a prefetch nobody has used)
+    virtual void insert(EntryId entry) = 0;  // became resident (by a request, or an unused prefetch)
     virtual void hit(EntryId entry) = 0;     // requested while resident
     virtual void remove(EntryId entry) = 0;  // no longer resident
-    // Requested and too large to be admitted: neither miss() nor insert() comes. Live caches refuse it instead.
+    // Requested, but too large to be admitted: neither miss() nor insert() follows. Live caches refuse it instead.
     virtual void bypass(EntryId entry) { (void)entry; }
     virtual void tick(Clock clock) = 0;  // after each request, and at the end of each step
-    // Appends evictable entries, in the order in which they should go, until their frames sum to at least
-    // `frames` or none is left. Evicts nothing: whoever does calls remove() for each, and that is where ghosts
-    // and counts belong; hands may move and marks may be cleared.
-    // Returns how many went only because nothing met the policy's own condition (LFU-decay's threshold).
+    // Appends evictable entries, in order of eviction, until their frames sum to at least `frames` or none is left.
+    // Does not evict: the caller calls remove() for each, and ghosts and counts must be updated there; hands may move
+    // and marks may be cleared. Returns how many were chosen only because no entry met the policy's own condition
+    // (LFU-decay's threshold).
     virtual std::uint64_t select(const Candidates& candidates, std::uint64_t frames,
                                  std::vector<EntryId>& victims) = 0;
 
     std::uint32_t headroom_frames() const { return headroom_frames_; }
-    // It has thrown, so decisions are missing: its cache cannot go on.
+    // The policy has thrown, so decisions are missing: its cache cannot be used any more.
     bool failed() const { return failed_; }
 
 protected:
@@ -99,7 +99,7 @@ std::unique_ptr<Policy> make_policy(std::string_view name, const PolicyOptions& 
 using PolicyFactory = std::unique_ptr<Policy> (*)(std::string_view name, const PolicyOptions& options);
 std::vector<std::string> policy_names();
 
-// Reads options one by one and refuses what was not asked for.
+// Reads options one by one and refuses unknown ones.
 class OptionReader {
 public:
     OptionReader(std::string_view policy, const PolicyOptions& options);

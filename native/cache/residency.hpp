@@ -1,12 +1,12 @@
-// What of the records is in the budget: every decision of the host cache, taken in program order. It counts
-// frames and knows neither memory nor I/O, so that a replay drives the very object that a live store runs.
+// Which records are resident: every decision of the host cache, taken in program order. It counts frames and knows
+// neither memory nor I/O, so a replay drives the same object that a live store runs.
 //
-// An entry is one section group of one record. It is ABSENT or RESIDENT; resident, it may be pinned (in use
-// by an access), on hold (brought in or kept for an access to come), dirty (newer than its backing copy).
+// An entry is one section group of one record. It is ABSENT or RESIDENT; a resident one may be pinned (in use by an
+// access), on hold (fetched or kept for a coming access), or dirty (newer than its backing copy).
 //
-// An access is one atomic event: the records that one layer needs at one moment. None of its entries evicts
-// another. What does not fit is split into the largest groups that do, each atomic: what is resident first, so
-// that no group evicts what a later one needs.
+// An access is one atomic event: the records that one layer needs at one moment. None of its entries evicts another.
+// If it does not fit, it is split into the largest groups that do, each atomic: residents first, so that no group
+// evicts what a later one needs.
 #pragma once
 
 #include <array>
@@ -27,31 +27,30 @@ inline constexpr std::uint32_t kGradients = 2;  // of kGroups
 enum class Decision : std::uint8_t {
     HIT,          // resident already
     FETCH,        // read its backing copy
-    CREATE,       // there is none: no read
-    EVICT,        // clean: its frames are free
-    EVICT_WRITE,  // write it back, then its frames are free
+    CREATE,       // no backing copy: no read
+    EVICT,        // clean: free its frames
+    EVICT_WRITE,  // write it back, then free its frames
     WRITE_BACK,   // write it back; it stays, clean
     DROP,         // discard it, resident or not, and its backing copy
 };
 
 enum class Scope : std::uint8_t { GLOBAL, LAYER };
 
-// In which order an access that takes several groups is cut into them. RESIDENT_FIRST: units with all they need
-// in memory, then those with a part of it, then the rest, each in record order. KEY: in record order, which
-// depends on nothing that the cache holds. GIVEN: as the access lists its records, which need not ascend.
+// The order in which an access that takes several groups is cut into them. RESIDENT_FIRST: units whose entries are all
+// resident, then those with some resident, then the rest, each in record order. KEY: in record order, which does not
+// depend on the cache's content. GIVEN: as the access lists its records, which need not be ascending.
 enum class GroupOrder : std::uint8_t { RESIDENT_FIRST, KEY, GIVEN };
 
-// What a step is to the policies.
-//  - STEPS: what ends with end_step().
-//  - ACCESSES: each access is a step, as nothing else would let time pass; but those of Phase::INIT and Phase::OPTIMIZER
-//    are none. It ends with the access's last group. From the first end_step() on, steps are as with STEPS.
-//  - LATE_ACCESSES: as ACCESSES, except that the first accesses, as many as there are records, are no steps. A program
-//    that calls end_step() before that sees no difference from STEPS.
+// What counts as a step for the policies.  - STEPS: what ends with end_step().  - ACCESSES: each access is a step,
+// since otherwise no time would pass, except those of Phase::INIT and    Phase::OPTIMIZER. It ends with the access's
+// last group. From the first end_step() on, steps are as with STEPS.  - LATE_ACCESSES: like ACCESSES, except that the
+// first accesses, as many as there are records, are not steps. A program    that calls end_step() before that sees no
+// difference from STEPS.
 enum class StepClock : std::uint8_t { STEPS, ACCESSES, LATE_ACCESSES };
 
-// Flags of a unit: what an access does with one record. `dirty` and `drop` only what it needs.
+// Flags of a unit: what an access does with one record. `dirty` and `drop` only for groups that it needs.
 inline constexpr std::uint16_t kNeedShift = 0, kDirtyShift = 3, kDropShift = 6;
-// Above them, of an access: which sequences of a batch ask for the record, a bit each (the numbers are the caller's).
+// Above them, in an access: the sequences of a batch that request the record, a bit each (the caller numbers them).
 inline constexpr std::uint16_t kAskersShift = 9;
 inline constexpr std::uint16_t kGroupMask = 7;
 
@@ -79,7 +78,7 @@ private:
 };
 
 struct HitCounts {
-    std::uint64_t hits = 0;    // needed and resident (in flight or on hold included) when asked for
+    std::uint64_t hits = 0;    // needed and resident (including in flight and on hold) when requested
     std::uint64_t misses = 0;  // needed and read
     bool operator==(const HitCounts&) const = default;
 };
@@ -88,7 +87,7 @@ struct ResidencyStats {
     std::uint64_t hits = 0, misses = 0, creates = 0, evictions = 0, write_backs = 0, drops = 0;
     std::uint64_t read_bytes = 0, written_bytes = 0;  // read_bytes counts prefetched bytes too
     std::uint64_t prefetch_read_bytes = 0, useful_prefetch_bytes = 0, wasted_prefetch_bytes = 0;
-    std::uint64_t prefetch_reads = 0;  // entries; the misses are the other reads
+    std::uint64_t prefetch_reads = 0;  // entries; the other reads are misses
     std::uint64_t starved = 0, groups = 0, accesses = 0, steps = 0;
     std::array<HitCounts, kGroups> by_group{};
     std::vector<HitCounts> by_layer;
@@ -97,9 +96,9 @@ struct ResidencyStats {
 
 struct ResidencyOptions {
     std::uint64_t capacity_frames = 0;
-    std::uint64_t lookahead_frames = 0;  // the most that prefetched, not yet used entries may occupy
+    std::uint64_t lookahead_frames = 0;  // the most that prefetched, unused entries may occupy
     Scope scope = Scope::GLOBAL;
-    std::vector<std::uint64_t> layer_quotas;  // with LAYER: frames of each layer, at most the capacity in sum
+    std::vector<std::uint64_t> layer_quotas;  // with LAYER: frames of each layer, in sum at most the capacity
     GroupOrder order = GroupOrder::RESIDENT_FIRST;
     StepClock clock = StepClock::STEPS;
     std::string policy = "lfu-decay";
@@ -112,46 +111,45 @@ struct EntryState {
     std::uint32_t pins;
 };
 
-// One thread at a time; calls throw std::invalid_argument for bad arguments and std::logic_error for calls
-// out of order, before anything changes.
+// One thread at a time. Calls throw std::invalid_argument for bad arguments and std::logic_error for calls out of
+// order, before anything changes.
 class Residency {
 public:
     explicit Residency(const ResidencyOptions& options);
     Residency(const Residency&) = delete;
     Residency& operator=(const Residency&) = delete;
 
-    // From now on `observer` sees what the core is asked; null: nobody does. Before there are records.
+    // From now on `observer` sees the core's calls; null: none. Call before there are records.
     void observe(std::shared_ptr<ResidencyObserver> observer);
-    // Numbers the steps from `step` on. Before anything else is asked.
+    // Numbers the steps from `step` on. Call before any other call.
     void start_at(std::uint32_t step);
 
     std::uint32_t add_record(const RecordInfo& record);
     void set_stored(std::uint32_t record, std::uint16_t mask);
 
-    // Opens an access; records strictly ascending (GroupOrder::GIVEN: distinct), units numbered as they are given.
-    // Returns the boundaries of its groups: group i has places [b[i], b[i+1]) of the order in which the units are
-    // served.
+    // Opens an access; records strictly ascending (GroupOrder::GIVEN: distinct), units numbered as given. Returns the
+    // boundaries of its groups: group i has places [b[i], b[i+1]) of the order in which the units are served.
     const std::vector<std::uint32_t>& begin_access(Phase phase, std::uint32_t layer,
                                                    std::span<const std::uint32_t> records,
                                                    std::span<const std::uint16_t> flags);
-    // Makes the next group resident and pins it: evictions first, then one decision for each needed entry in
-    // order. `ahead`: the following groups, as far as the lookahead allows. Returns the group's units.
+    // Makes the next group resident and pins it: evictions first, then one decision for each needed entry, in order.
+    // `ahead`: the following groups, as far as the lookahead allows. Returns the group's units.
     std::span<const std::uint32_t> next_group(Decided& demanded, Decided& ahead);
     void end_unit(std::uint32_t unit, Decided& decided);
-    void end_group(Decided& decided);  // ends the units that are not ended; the last group ends the access
+    void end_group(Decided& decided);  // ends the remaining units; the last group ends the access
 
-    // Speculation for an access to come, in the order given; stops at the first entry that does not fit.
-    // Returns how many leading units are wholly covered.
+    // Speculation for a coming access, in the given order; stops at the first entry that does not fit. Returns how many
+    // leading units are wholly covered.
     std::uint32_t prefetch(Phase phase, std::uint32_t layer, std::span<const std::uint32_t> records,
                            std::span<const std::uint16_t> flags, Decided& decided);
     void cancel_prefetch();
 
-    // Pins across accesses: the entries must be resident. unpin applies dirty and drop (a drop waits for the last pin).
+    // Pins across accesses; the entries must be resident. unpin applies dirty and drop (a drop waits for the last pin).
     void pin(std::span<const std::uint32_t> records, std::span<const std::uint16_t> flags);
     void unpin(std::span<const std::uint32_t> records, std::span<const std::uint16_t> flags,
                Decided& decided);
 
-    // Dirty weights and moments that no one has pinned.
+    // Dirty weights and moments that are not pinned.
     void clean(std::span<const std::uint32_t> records, Decided& decided);
     void clean_all(Decided& decided);
     void drop(std::span<const EntryId> entries, Decided& decided);
@@ -163,12 +161,12 @@ public:
     std::vector<EntryId> dirty_entries() const;
     std::uint64_t used_frames() const;
     bool policy_failed() const;
-    // What a step is now; and of the accesses until now.
+    // What counts as a step now; and what did for the accesses until now.
     StepClock clock() const { return stats_.steps == 0 ? options_.clock : StepClock::STEPS; }
     StepClock recorded_clock() const { return counted_accesses_ ? options_.clock : StepClock::STEPS; }
     const ResidencyOptions& options() const { return options_; }
     std::uint32_t record_count() const { return static_cast<std::uint32_t>(layer_of_.size()); }
-    // The open access, for whoever drives it: groups begun, groups in all, whether one is open now.
+    // The open access, for its driver: groups begun, groups in total, whether one is open now.
     bool access_open() const { return access_open_; }
     bool group_open() const { return group_open_; }
     bool can_end(std::uint32_t unit) const {  // a unit of the open group that has not ended
@@ -190,10 +188,10 @@ private:
         std::uint64_t lookahead = 0;
         std::uint64_t used = 0;
         std::uint64_t pinned = 0;
-        std::uint64_t busy = 0;  // pinned or on hold: what no policy can give up
+        std::uint64_t busy = 0;  // pinned or on hold: not evictable
     };
 
-    // What to check of units: an access's records ascend, or are distinct with GroupOrder::GIVEN; prefetched ones may
+    // How units are checked: an access's records ascend, or are distinct with GroupOrder::GIVEN; prefetched ones may
     // come in any order; pins may be of any layer, ascending.
     enum class Check : std::uint8_t { ACCESS, PREFETCH, RECORDS };
 
@@ -230,7 +228,7 @@ private:
     void clean_entry(EntryId entry, Decided& decided);
     std::vector<EntryId> entries_with(std::uint8_t flag) const;
 
-    // eviction.cpp: who stays and who goes.
+    // eviction.cpp: which entries stay and which are evicted.
     std::uint32_t hold_units(Domain& domain, std::span<const std::uint32_t> records,
                              std::span<const std::uint16_t> units, Decided& decided);
     bool hold(Domain& domain, EntryId entry, Decided& decided);
@@ -248,7 +246,7 @@ private:
 
     ResidencyOptions options_;
     std::shared_ptr<ResidencyObserver> observer_;
-    std::vector<std::uint32_t> ended_;  // units of the open group that the observer has yet to hear of
+    std::vector<std::uint32_t> ended_;  // units of the open group that the observer has not been told of
     std::uint32_t step_ = 0;
     std::vector<Domain> domains_;
     // By entry.
@@ -257,7 +255,7 @@ private:
     std::vector<std::uint8_t> flags_;
     std::vector<std::uint64_t> bytes_;
     std::vector<std::uint32_t> layer_of_;  // by record
-    // Entries on hold, oldest first; kNobody where one was released, until it is swept.
+    // Entries on hold, oldest first; kNobody for one that was released, until it is swept.
     std::vector<EntryId> holds_;
     std::vector<std::uint32_t> hold_slot_;  // by entry: where in holds_
     std::uint64_t fresh_held_frames_ = 0;
@@ -265,7 +263,7 @@ private:
     bool access_open_ = false;
     bool group_open_ = false;
     std::uint32_t access_layer_ = 0;
-    bool counts_access_ = false;  // the open one, as a step
+    bool counts_access_ = false;  // whether the open access counts as a step
     bool counted_accesses_ = false;
     std::uint64_t clocked_ = 0;  // accesses that may be steps
     std::uint32_t groups_begun_ = 0;

@@ -7,9 +7,9 @@
 
 namespace tierstore {
 
-// Entries by (score, entry), the smallest at the top: a heap of four children a node, so that the children that are
-// compared lie side by side. What a node says may be out of date: whoever owns the heap knows its entry's true
-// score and stamp, and looks at the top alone.
+// Entries by (score, entry), the smallest at the top: a heap with four children per node, so that the compared children
+// are adjacent in memory. A node may be out of date: the owner of the heap knows its entry's true score and stamp, and
+// only looks at the top.
 class ScoreHeap {
 public:
     struct Node {
@@ -44,7 +44,7 @@ public:
         sift_down(0, top);
     }
 
-    // Keeps the nodes for which `update`, which may change their scores, says so.
+    // Keeps the nodes for which `update`, which may change their scores, returns true.
     template <typename Update>
     void rebuild(Update update) {
         std::size_t kept = 0;

@@ -1,12 +1,12 @@
-// Victims from the old ends of two lists, without changing either.
+// Chooses victims from the old ends of two lists, without changing either.
 #pragma once
 
 #include "native/cache/entry_lists.hpp"
 
 namespace tierstore {
 
-// Walks both lists from their oldest entries, past those that cannot go; first_frames() is what the first list
-// would hold if what was taken had left it.
+// Walks both lists from their oldest entries, skipping those that are not evictable; first_frames() is what the first
+// list would hold without the entries taken.
 class TwoEnds {
 public:
     enum Side : std::uint8_t { FIRST, SECOND };
@@ -21,7 +21,7 @@ public:
     bool done() const { return at_[FIRST] == EntryLists::kEnd && at_[SECOND] == EntryLists::kEnd; }
     std::uint64_t first_frames() const { return first_frames_; }
 
-    // The oldest of the wanted side, or of the other where that has none.
+    // The oldest of the wanted side, or of the other if that has none.
     EntryId take(Side wanted) {
         const Side side = at_[wanted] != EntryLists::kEnd ? wanted : (wanted == FIRST ? SECOND : FIRST);
         const EntryId taken = at_[side];

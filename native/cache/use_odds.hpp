@@ -9,11 +9,11 @@
 
 namespace tierstore {
 
-// Counts of trials and uses by two facts about an entry: the cycles since its last use (0, 1, 2, 3, 4-7, 8-15,
-// 16-31, more) and its average use in sixteenths. The counts of one cycle weigh half after 64 later ones.
+// Counts of trials and uses by two facts about an entry: the cycles since its last use (0, 1, 2, 3, 4-7, 8-15, 16-31,
+// more) and its average use in sixteenths. The counts of one cycle weigh half after 64 later ones.
 class UseOdds {
 public:
-    // Before the counts of one layer's cycle, of `layers`.
+    // Called before the counts of one layer's cycle, of `layers`.
     void fade(std::uint32_t layers) {
         const double factor = std::exp2(-1.0 / (kHalfLife * layers));
         for (Cell& cell : cells_) {
@@ -22,7 +22,7 @@ public:
         }
     }
 
-    // Which counts are those of entries with this past.
+    // The index of the counts for entries with this past.
     static std::uint32_t past(std::uint32_t age, double use) {
         const auto bits = static_cast<std::uint32_t>(std::bit_width(age));
         const std::uint32_t row = std::min(age < 4 ? age : bits + 1, kAges - 1);
@@ -36,7 +36,7 @@ public:
         if (used) cell.uses += 1.0;
     }
 
-    // Where little was counted yet, `use` itself weighs as much as a few trials.
+    // While little has been counted, `use` itself weighs as much as a few trials.
     double chance(std::uint32_t past, double use) const {
         const Cell& cell = cells_[past];
         return (cell.uses + kPrior * use) / (cell.trials + kPrior);

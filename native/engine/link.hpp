@@ -1,5 +1,5 @@
-// A link of limited speed: for machines whose own links are too fast, or missing, for what is to be studied; and, with
-// a burst, an allowance of bytes.
+// A link of limited speed, for studies on machines whose own links are too fast or missing; and, with a burst, an
+// allowance of bytes.
 #pragma once
 
 #include <cstddef>
@@ -8,28 +8,28 @@
 
 namespace tierstore {
 
-// Transfers follow one another: each starts when it is asked for or when the one before has ended, whichever
-// is later, and takes latency + nbytes / bandwidth. Nothing is moved or waited for here. Thread-safe.
+// Transfers follow one another: each starts when it is requested or when the previous one has ended, whichever is
+// later, and takes latency + nbytes / bandwidth. Nothing is moved or waited for here. Thread-safe.
 //
-// With a burst it is a token bucket: unused time is credit, at most what `burst_bytes` take, and a transfer for which
-// there is credit ends at once. One that nobody waits for leaves half of the burst to those that somebody does: it ends
-// later, when half is there again.
+// With a burst it is a token bucket: unused time is credit, at most the time of `burst_bytes`, and a transfer with
+// enough credit ends at once. One that nobody waits for leaves half of the burst to those that are waited for: it ends
+// later, when half is available again.
 class Link {
 public:
     struct Slot {
         uint64_t start_ns;  // of CLOCK_MONOTONIC
         uint64_t end_ns;
-        uint64_t patient_end_ns;  // where nobody waits for it
+        uint64_t patient_end_ns;  // if nobody waits for it
     };
 
-    // Bytes a second (infinity: no limit) and seconds. Throws std::invalid_argument unless they are positive,
-    // and not negative and finite. A burst needs a finite bandwidth.
+    // Bytes a second (infinity: no limit) and seconds. Throws std::invalid_argument unless the bandwidth is positive
+    // and the latency finite and not negative. A burst needs a finite bandwidth.
     Link(double bandwidth, double latency_s, double burst_bytes = 0);
 
     double bandwidth() const { return bandwidth_; }
     double latency_s() const { return latency_s_; }
 
-    // The time of a transfer that is asked for at `now_ns`.
+    // The time slot of a transfer requested at `now_ns`.
     Slot reserve(size_t nbytes, uint64_t now_ns);
 
     struct Stats {
@@ -39,12 +39,12 @@ public:
     };
     Stats stats();
 
-    // Bytes of credit: at most the burst, negative where transfers are waited for.
+    // Bytes of credit: at most the burst, negative if transfers are waited for.
     double level(uint64_t now_ns);
-    // At most the burst.
+    // Sets the credit; at most the burst.
     void set_level(double nbytes, uint64_t now_ns);
 
-    // The time in which at least one transfer was waited for that the link alone held back.
+    // Measures the time in which at least one transfer was waited for that only the link held back.
     void block(uint64_t now_ns);
     void unblock(uint64_t now_ns);
     uint64_t blocked_ns(uint64_t now_ns);

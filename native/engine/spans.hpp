@@ -10,7 +10,7 @@ namespace tierstore {
 
 enum class Activity { Other, Read, Write, Sync, Punch, Copy, FillZero, Accumulate, SumOfSquares, AdamW };
 
-// What an operation does, and to how many bytes.
+// What an operation does, and with how many bytes.
 struct Label {
     Activity activity = Activity::Other;
     size_t nbytes = 0;
@@ -18,16 +18,16 @@ struct Label {
 
 struct OperationSpan {
     Label label;
-    bool held = false;  // the time that a limited link gave it, not its own
+    bool held = false;  // the turn on a limited link, not the operation's own time
     uint64_t ticket = 0;
     uint64_t start_ns = 0;  // of CLOCK_MONOTONIC
     uint64_t end_ns = 0;
 };
 
-// A ring: what nobody drains in time is overwritten, and counted. Not thread-safe.
+// A ring: spans that are not drained in time are overwritten, and counted. Not thread-safe.
 class SpanRing {
 public:
-    // Forgets what it holds; 0 switches it off.
+    // Drops its content; 0 switches it off.
     void resize(size_t capacity) {
         spans_.clear();
         spans_.reserve(capacity);
@@ -48,7 +48,7 @@ public:
         ++overwritten_;
     }
 
-    // In the order in which they were added. The count of those that were overwritten starts again.
+    // The spans in the order in which they were added, and how many were overwritten; that count starts again.
     std::pair<std::vector<OperationSpan>, uint64_t> drain() {
         std::vector<OperationSpan> out(spans_.begin() + static_cast<std::ptrdiff_t>(next_), spans_.end());
         out.insert(out.end(), spans_.begin(), spans_.begin() + static_cast<std::ptrdiff_t>(next_));
@@ -60,7 +60,7 @@ public:
 private:
     std::vector<OperationSpan> spans_;
     size_t capacity_ = 0;
-    size_t next_ = 0;  // of a full ring: the oldest
+    size_t next_ = 0;  // in a full ring: the oldest
     uint64_t overwritten_ = 0;
 };
 

@@ -1,5 +1,5 @@
-// What operations do on the engine's compute threads, as closures over the buffers that they keep alive. Each
-// function checks its arguments at once (std::invalid_argument) and returns the work.
+// What operations do on the engine's compute threads, as closures over the buffers that they keep alive. Each function
+// checks its arguments at once (std::invalid_argument) and returns the work.
 #pragma once
 
 #include <cstddef>
@@ -31,9 +31,9 @@ struct Transfer {
 
 // The memory of a transfer, sections padded, adjacent pieces merged.
 std::vector<Span> transfer_spans(const Transfer& transfer);
-// Throws ChecksumMismatch at the first section that is not what its checksum says.
+// Throws ChecksumMismatch at the first section that does not match its checksum.
 void verify_checksums(const Transfer& transfer);
-// Whether a write has a checksum to store or padding to zero; without, no compute thread need see it.
+// Whether a write has a checksum to store or padding to zero; if not, it needs no compute thread.
 bool needs_seal(const Transfer& transfer);
 // Zeroes the padding and stores each section's checksum.
 void seal(const Transfer& transfer);
@@ -50,16 +50,16 @@ struct AdamWRecord {
     std::vector<Buffer> weight;  // {fp32}, or {bf16 rounding, int16 remainder}
     Buffer exp_avg;              // of the format's type
     Buffer exp_avg_sq;
-    std::vector<Buffer> scales;  // Int8: {exp_avg's, exp_avg_sq's}, fp32, one a block; otherwise none
+    std::vector<Buffer> scales;  // Int8: {exp_avg's, exp_avg_sq's}, fp32, one per block; otherwise none
     std::vector<Buffer> grad;    // {fp32}, or none: zero gradient
     MomentFormat format = MomentFormat::Fp32;
-    uint64_t record_hash = 0;  // narrow moments are rounded by it
-    uint64_t last_step = 0;    // and by the number of each step; this is the last one's
+    uint64_t record_hash = 0;  // narrow moments are rounded by it ...
+    uint64_t last_step = 0;    // ... and by the number of each step; this is the last one
 };
 
-// One or more AdamW steps over a record in one pass; all but the last have zero gradient. Long ones come in up
-// to `most_parts` pieces for as many threads, cut between blocks: blocks are independent, so the bits are those
-// of one. Sections may lie in spans of any shape: a block that one divides is put together for the step.
+// One or more AdamW steps over a record in one pass; all but the last have zero gradient. Long ones are cut into up to
+// `most_parts` pieces for as many threads, between blocks: blocks are independent, so the bits are the same. Sections
+// may have spans of any shape: a block that a span boundary divides is assembled for the step.
 std::vector<Work> adamw_work(AdamWRecord record, std::vector<AdamWStep> steps, float grad_scale,
                              size_t most_parts);
 

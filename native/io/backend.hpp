@@ -1,4 +1,4 @@
-// What moves bytes between memory and files: one small interface, and what goes through it.
+// Backends that move bytes between memory and files: one small interface, and its requests.
 #pragma once
 
 #include <sys/uio.h>
@@ -16,7 +16,7 @@
 
 namespace tierstore {
 
-// registry.cpp makes each of them; Python has them under these names.
+// registry.cpp makes each of them; Python uses these names.
 enum class IoBackend { Auto, Uring, Threads, Pmem };
 inline constexpr std::pair<const char*, IoBackend> kIoBackends[] = {
     {"AUTO", IoBackend::Auto},
@@ -24,16 +24,16 @@ inline constexpr std::pair<const char*, IoBackend> kIoBackends[] = {
     {"THREADS", IoBackend::Threads},
     {"PMEM", IoBackend::Pmem},
 };
-// Punch gives the blocks of a range back; it then reads as zeros.
+// Punch returns the blocks of a range, which then reads as zeros.
 enum class IoKind { Read, Write, Sync, Punch };
 
-// How urgent an operation is. Demand passes ahead of everything queued; the other two go in order of arrival.
+// The urgency of an operation. Demand passes everything queued; the other two are served in order of arrival.
 enum class Priority { Demand, Speculative, WriteBack };
 
 struct IoResult {
     FailurePtr failure;       // null: every byte was transferred, or the sync succeeded
     uint64_t service_ns = 0;  // from the first chunk's start to the last one's end
-    uint64_t continued = 0;   // transfers that came back short and were continued
+    uint64_t continued = 0;   // transfers that ended short and were continued
 };
 
 struct IoRequest {
@@ -42,7 +42,7 @@ struct IoRequest {
     Priority priority = Priority::Demand;
     OpenFilePtr file;
     uint64_t offset = 0;
-    std::vector<iovec> parts;  // memory that outlives the request; none for a sync or punch
+    std::vector<iovec> parts;  // memory that outlives the request; empty for a sync or punch
     size_t nbytes = 0;         // the parts' sum
     uint64_t hole_bytes = 0;   // of a punch
     // Called once, on one of the backend's threads, with no lock of the backend held. Must not throw.
@@ -55,7 +55,7 @@ public:
     virtual ~Backend() = default;
 
     virtual void submit(IoRequest request) = 0;
-    // Takes a request back before any of it has started: true, and `complete` is never called.
+    // Cancels a request before any of it has started: returns true, and `complete` is never called.
     virtual bool cancel(uint64_t id) = 0;
     // Makes a request that has not started as urgent as a demanded one.
     virtual void promote(uint64_t id) = 0;
@@ -66,35 +66,34 @@ public:
 };
 
 struct BackendOptions {
-    size_t threads = 4;                // of the threads and pmem backends: so many chunks in flight
-    size_t queue_depth = 32;           // of the uring backend: so many chunks in flight
-    size_t chunk_bytes = 1 << 20;      // a larger request is cut into chunks of this
+    size_t threads = 4;                // of the threads and pmem backends: chunks in flight
+    size_t queue_depth = 32;           // of the uring backend: chunks in flight
+    size_t chunk_bytes = 1 << 20;      // larger requests are cut into chunks of this size
     std::vector<int> lease_fds;        // see make_uring_backend
     MapSync map_sync = MapSync::Auto;  // of the pmem backend
 };
 
 std::unique_ptr<Backend> make_threads_backend(const BackendOptions& options);
 
-// Throws SyscallError (ENOSYS, EPERM, EMFILE, ENOMEM, ...) where the kernel grants no ring. `lease_fds` are
-// registered in the ring: after SIGKILL the kernel tears a ring down asynchronously, and its direct writes may
-// still land; the ring holds the locks' open files until then, so that a flock on them cannot pass to another
-// process before. (Blocking writes of the threads backend end before their dead process's files are
-// closed.)
+// Throws SyscallError (ENOSYS, EPERM, EMFILE, ENOMEM, ...) if the kernel grants no ring. `lease_fds` are registered in
+// the ring: after SIGKILL the kernel tears a ring down asynchronously, and its direct writes may still land; the ring
+// holds the locks' open files until then, so that a flock on them cannot pass to another process before. (Blocking
+// writes of the threads backend end before the dead process's files are closed.)
 std::unique_ptr<Backend> make_uring_backend(const BackendOptions& options);
 
-// Files in memory: threads copy to and from mappings. Where a mapping is synchronous a write is durable when it
-// completes, and a sync costs nothing; elsewhere a sync is msync. Writes never meet a missing block, which would be
-// a SIGBUS: blocks are reserved first, and ENOSPC is an error like any other.
+// Files in memory: threads copy to and from mappings. If a mapping is synchronous, a write is durable when it
+// completes, and a sync costs nothing; else a sync is msync. Writes never meet a missing block, which would be a
+// SIGBUS: blocks are reserved first, and ENOSPC is an error like any other.
 std::unique_ptr<Backend> make_pmem_backend(const BackendOptions& options);
 
 struct MadeBackend {
     std::unique_ptr<Backend> backend;
     const char* name = "";
-    std::string reason;  // why Auto did not take io_uring; empty otherwise
+    std::string reason;  // why Auto did not choose io_uring; empty otherwise
 };
 
-// The backend `asked` for. Auto takes io_uring, and threads where the kernel grants no ring. Throws SyscallError
-// where the one asked for is refused, std::invalid_argument for a value that no backend has.
+// The backend `asked` for. Auto chooses io_uring, or threads if the kernel grants no ring. Throws SyscallError if the
+// requested one is refused, std::invalid_argument for a value that no backend has.
 MadeBackend make_backend(IoBackend asked, const BackendOptions& options);
 
 uint64_t monotonic_ns();

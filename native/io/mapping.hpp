@@ -1,5 +1,5 @@
-// Files in memory: for persistent memory behind a DAX file system, whose bytes the processor reads and writes
-// itself, and for any other file.
+// Files in memory: for persistent memory behind a DAX file system, whose bytes the processor reads and writes directly,
+// and for any other file.
 #pragma once
 
 #include <cstddef>
@@ -10,15 +10,15 @@
 
 namespace tierstore {
 
-// Whether stores are durable once they have left the processor's caches (MAP_SYNC on a DAX file system), with no
-// system call. Auto: where it can be had; elsewhere a sync does.
+// Whether stores are durable once they have left the processor's caches (MAP_SYNC on a DAX file system), without a
+// system call. Auto: if available; otherwise a sync makes them durable.
 enum class MapSync { Off, Auto, On };
 enum class FileAccess { ReadWrite, Read };
 
-// The whole of a file as it was when it was mapped.
+// A whole file as it was when it was mapped.
 class Mapped {
 public:
-    // Throws SyscallError; with MapSync::On also where the file system has no MAP_SYNC.
+    // Throws SyscallError; with MapSync::On also if the file system has no MAP_SYNC.
     Mapped(int fd, const std::string& path, size_t nbytes, MapSync wanted, FileAccess access);
     ~Mapped();
     Mapped(const Mapped&) = delete;
@@ -27,9 +27,9 @@ public:
     std::byte* data() const { return data_; }
     size_t size() const { return size_; }
     bool synchronous() const { return reason_.empty(); }
-    // Why stores need a sync; empty when they do not.
+    // Why stores need a sync; empty if they do not.
     const std::string& reason() const { return reason_; }
-    // Durable when it returns: 0 or an errno. `grown`: the file has become longer since the last one.
+    // Makes stores durable; returns 0 or an errno. `grown`: the file has become longer since the last sync.
     int sync(int fd, bool grown) const;
 
 private:
@@ -40,12 +40,12 @@ private:
 
 using MappedPtr = std::shared_ptr<const Mapped>;
 
-// The mapping of one open file, made anew when the file has grown; users keep the one that they have.
+// The mapping of one open file, replaced when the file has grown; users keep the one that they have.
 class FileMapping {
 public:
-    // One that holds [0, end). A file that is shorter is not lengthened: null. Throws SyscallError.
+    // A mapping that holds [0, end); null if the file is shorter (it is not lengthened). Throws SyscallError.
     MappedPtr covering(int fd, const std::string& path, uint64_t end, MapSync wanted, FileAccess access);
-    // What is mapped, or null; and whether the file has been mapped longer since the last call.
+    // The mapping, or null; and whether the file has been mapped longer since the last call.
     MappedPtr for_sync(bool& grown);
 
 private:

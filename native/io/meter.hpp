@@ -1,4 +1,4 @@
-// How fast a drive is while it works: what was moved, and for how long anything was under way.
+// The speed of a drive while it works: bytes moved, and the time in which anything was in flight.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace tierstore {
 
-// Transfers overlap, so their service times do not add up: `busy_ns` is the length of their union. Thread-safe.
+// Transfers overlap, so their service times cannot be summed: `busy_ns` is the length of their union. Thread-safe.
 class Meter {
 public:
     struct Reading {
@@ -19,7 +19,7 @@ public:
     void read(uint64_t nbytes, uint64_t start_ns, uint64_t end_ns) { add(nbytes, 0, start_ns, end_ns); }
     void wrote(uint64_t nbytes, uint64_t start_ns, uint64_t end_ns) { add(0, nbytes, start_ns, end_ns); }
 
-    // Since it was made.
+    // Totals since it was created.
     Reading reading();
 
 private:
@@ -32,7 +32,7 @@ private:
 
     std::mutex mutex_;  // guards what follows
     Reading total_;
-    std::deque<Busy> recent_;  // disjoint, in order: the last intervals, which a late one may still overlap
+    std::deque<Busy> recent_;  // disjoint, in order: the last intervals, which a late transfer may overlap
 };
 
 }  // namespace tierstore

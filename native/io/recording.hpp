@@ -1,20 +1,19 @@
-// A backend that keeps a log of what was written and synced, and in which order: crash tests build from it
-// every state of the disk that a power cut could leave.
+// A backend that logs what was written and synced, in order: crash tests build from the log every state of the disk
+// that a power cut could leave.
 //
 // The log is a sequence of records, integers little-endian:
 //
 //   u8  event      1 WRITE_SUBMIT, 2 WRITE_DONE, 3 SYNC_SUBMIT, 4 SYNC_DONE, 5 MARK, 6 PUNCH_SUBMIT, 7 PUNCH_DONE
 //   u64 id         of the operation (its ticket); 0 for MARK
 //   u64 offset     in the file, bytes (WRITE_SUBMIT, PUNCH_SUBMIT; else 0)
-//   u32 text_bytes, then so many bytes of UTF-8: the path (a SUBMIT), the mark's text
-//   (MARK), or
-//                  nothing; for a DONE the error's text, or nothing when it succeeded
-//   u64 data_bytes, then so many bytes: what is written (WRITE_SUBMIT), the length of the hole as a u64
+//   u32 text_bytes, then that many bytes of UTF-8: the path (a SUBMIT), the mark's text (MARK), or nothing; for a DONE
+//                  the error's text, or nothing if it succeeded
+//   u64 data_bytes, then that many bytes: what is written (WRITE_SUBMIT), the length of the hole as a u64
 //                  (PUNCH_SUBMIT), or nothing
 //
-// A SUBMIT stands before the operation reaches the kernel, a DONE after its result is known and before anyone
-// is told. So: a write with a DONE before some SYNC_SUBMIT of its file, whose SYNC_DONE stands before the
-// cut, is durable; any other submitted write may be there, or not, or in part. So with a punch.
+// A SUBMIT is logged before the operation reaches the kernel, a DONE after its result is known and before anyone is
+// told. So a write with a DONE before a SYNC_SUBMIT of its file, whose SYNC_DONE is before the cut, is durable; any
+// other submitted write may be there, or not, or in part. The same holds for a punch.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +28,7 @@ namespace tierstore {
 
 class EventLog {
 public:
-    // Appends to the file at `path`, created where there is none. Throws SyscallError.
+    // Appends to the file at `path`, which is created if missing. Throws SyscallError.
     explicit EventLog(const std::string& path);
     ~EventLog();
     EventLog(const EventLog&) = delete;
@@ -48,7 +47,7 @@ private:
     std::mutex mutex_;  // one record at a time
 };
 
-// Logs to `log`, and has `inner` do the work.
+// Logs to `log`, and lets `inner` do the work.
 std::unique_ptr<Backend> make_recording_backend(std::unique_ptr<Backend> inner,
                                                 std::shared_ptr<EventLog> log);
 

@@ -1,5 +1,4 @@
-// The order in which requests are cut into chunks, and what a chunk does when a transfer comes back: what all
-// backends share.
+// What all backends share: the order in which requests are cut into chunks, and how a chunk continues after a transfer.
 #pragma once
 
 #include <sys/types.h>
@@ -16,13 +15,13 @@
 
 namespace tierstore {
 
-// Where in a request's parts a byte lies.
+// The position of a byte in a request's parts.
 struct PartCursor {
     size_t part = 0;
     size_t within = 0;
 };
 
-// A request that a backend has taken.
+// A request that a backend has accepted.
 struct ActiveRequest {
     IoRequest request;
     PartCursor cursor;       // of the next chunk
@@ -36,16 +35,16 @@ struct ActiveRequest {
 
 enum class Progress { Done, Again, Failed };
 
-// One piece of a request, driven by system calls until all of it is transferred.
+// One piece of a request, driven by system calls until it is completely transferred.
 class Chunk {
 public:
     Chunk(std::shared_ptr<ActiveRequest> owner, size_t begin, size_t nbytes, PartCursor cursor);
 
-    // Whether memory is moved: a sync or a punch is one call without.
+    // Whether it moves memory: a sync or a punch is one call that does not.
     bool transfers() const { return kind() == IoKind::Read || kind() == IoKind::Write; }
     // Chooses the descriptor and the vector of the next transfer.
     void prepare();
-    // Takes its result: bytes, or a negative errno.
+    // Takes the transfer's result: bytes, or a negative errno.
     Progress advance(ssize_t result);
 
     IoKind kind() const { return owner_->request.kind; }
@@ -57,7 +56,7 @@ public:
     const FailurePtr& failure() const { return failure_; }
     const std::shared_ptr<ActiveRequest>& owner() const { return owner_; }
     uint64_t continued() const { return continued_; }
-    // Set when the last result asked for patience (EAGAIN): yield before trying again.
+    // Set when the last result was EAGAIN: yield before trying again.
     bool must_pause() const { return pauses_ > 0; }
 
 private:
@@ -88,13 +87,13 @@ public:
     bool cancel(uint64_t id);
     void promote(uint64_t id);
 
-    // The next chunk to start, or null. Demanded requests first, then the others in order of arrival; the
-    // chunks of one request in order of offset.
+    // The next chunk to start, or null. Demanded requests first, then the others in order of arrival; the chunks of one
+    // request in order of offset.
     std::unique_ptr<Chunk> next();
-    // Ends a chunk. Returns its request when that is complete: its `complete` is to be called with result().
+    // Ends a chunk. Returns its request if that is complete: the caller must call its `complete` with result().
     std::shared_ptr<ActiveRequest> retire(const Chunk& chunk);
 
-    // Whether next() may have a chunk.
+    // Whether next() may return a chunk.
     bool pending() const { return !demanded_.empty() || !others_.empty(); }
     size_t active() const { return active_; }  // requests pushed and not complete
 

@@ -1,4 +1,4 @@
-// One io_uring through raw system calls. Compiled only where the kernel's header is.
+// One io_uring through raw system calls. Compiled only if the kernel's header is available.
 #pragma once
 
 #if __has_include(<linux/io_uring.h>)
@@ -18,9 +18,8 @@ struct Completion {
     int result;  // of the system call, or a negative errno
 };
 
-// Made by any thread; enable() and everything below it are called by one thread only, which is so the only
-// one to touch the queues' indices on our side. The kernel is the other side: hence acquire and release on
-// its indices.
+// Created on any thread; enable() and everything below it are called by one thread only, so that only this thread
+// touches the queues' indices on our side. The kernel is the other side: hence acquire and release on its indices.
 class Ring {
 public:
     // Throws SyscallError.
@@ -29,18 +28,17 @@ public:
     Ring(const Ring&) = delete;
     Ring& operator=(const Ring&) = delete;
 
-    // The ring holds the open files behind `fds` until its last operation has ended, whatever becomes of the
-    // process. Called once.
+    // The ring holds the open files behind `fds` until its last operation has ended, even if the process dies. Called
+    // once.
     void hold(const std::vector<int>& fds);
 
-    // Lets go of those files now, with nothing in flight. A destroyed ring does too, but the kernel takes its
-    // time.
+    // Releases those files now, with nothing in flight. Destroying a ring does so too, but the kernel takes its time.
     void let_go();
 
     void enable();
-    // Throws SyscallError (ENOSYS) where the kernel lacks one of `opcodes`. Kernels before 5.6 do not tell.
+    // Throws SyscallError (ENOSYS) if the kernel lacks one of `opcodes`. Kernels before 5.6 do not tell.
     void require(std::initializer_list<unsigned> opcodes);
-    // A zeroed entry. There is room: at most `entries` are prepared between two calls of enter().
+    // A zeroed entry. There is always room: at most `entries` are prepared between two calls of enter().
     io_uring_sqe& prepare();
     // Submits what was prepared and waits for at least one completion. Throws SyscallError.
     void enter();

@@ -1,4 +1,4 @@
-// A backend of threads, each of which moves one chunk at a time in whatever way a Mover knows.
+// A backend of threads that each move one chunk at a time, by the method of a Mover.
 #pragma once
 
 #include <sys/types.h>

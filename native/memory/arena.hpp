@@ -1,4 +1,4 @@
-// One page-aligned piece of memory whose pages are all there from the start.
+// One page-aligned piece of memory, fully populated from the start.
 #pragma once
 
 #include <cstddef>
@@ -8,11 +8,10 @@ namespace tierstore {
 
 enum class HugePages { Off, Auto, On };
 
-// `nbytes` of zeroed anonymous memory at a 2 MiB boundary. Every page is populated by the constructor, so
-// that memory that is not to be had is a SyscallError (ENOMEM) there, never a signal later. Between
-// inaccessible guard pages: a kernel never merges it with a neighbour, so what smaps says of it is said of it
-// alone. Shared by shared_ptr: it goes when the last of its owner, buffers, views and operations in flight
-// has gone.
+// `nbytes` of zeroed anonymous memory at a 2 MiB boundary. The constructor populates every page, so that missing memory
+// is a SyscallError (ENOMEM) there, never a signal later. It lies between inaccessible guard pages, so that the kernel
+// never merges it with a neighbour and smaps describes it alone. Shared by shared_ptr: it is freed with the last of its
+// owner, buffers, views and operations in flight.
 class Arena {
 public:
     explicit Arena(size_t nbytes, HugePages huge_pages = HugePages::Auto);
@@ -24,7 +23,7 @@ public:
     size_t nbytes() const { return nbytes_; }
     HugePages huge_pages() const { return huge_pages_; }
 
-    // Bytes of it that the kernel backs by huge pages now (from /proc/self/smaps).
+    // Its bytes that the kernel backs by huge pages now (from /proc/self/smaps).
     size_t huge_bytes() const;
 
 private:

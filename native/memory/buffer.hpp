@@ -16,8 +16,8 @@ struct Span {
     size_t nbytes;
 };
 
-// A cheap handle (one reference count) on an immutable list of spans. The first `nbytes` bytes of the spans,
-// taken in order, are the content; capacity beyond them is room for the padding that direct I/O asks for.
+// A cheap handle (one reference count) on an immutable list of spans. The first `nbytes` bytes of the spans, in order,
+// are the content; further capacity is room for the padding that direct I/O needs.
 class Buffer {
 public:
     struct Extent {
@@ -33,12 +33,12 @@ public:
     const std::vector<Extent>& extents() const { return body_->extents; }
     const std::shared_ptr<Arena>& arena() const { return body_->arena; }
 
-    // The content, adjacent spans merged: `nbytes` bytes in all.
+    // The content, with adjacent spans merged: `nbytes` bytes in total.
     std::span<const Span> content() const { return body_->content; }
     // The first `n` bytes of the room, padding included; n is at most the capacity.
     std::vector<Span> room(size_t n) const;
 
-    // Content out to, and in from, `nbytes` bytes of ordinary memory.
+    // Copies the content to, or from, `nbytes` bytes of ordinary memory.
     void gather(std::byte* out) const;
     void scatter(const std::byte* in) const;
     // Zeroes the room from the end of the content to byte `n`.

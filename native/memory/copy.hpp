@@ -5,9 +5,8 @@
 
 namespace tierstore {
 
-// How a copy's stores treat the cache. A streaming store bypasses it: it does not read the destination's
-// lines first, nor push out what is in use. Faster from about 1 MiB on, and the copy is then not in the
-// cache.
+// How a copy's stores use the cache. A streaming store bypasses it: it neither reads the destination's lines first nor
+// evicts lines in use. Faster from about 1 MiB on, but the copy is then not in the cache.
 enum class Stores { Cached, Streaming };
 
 // For a copy of `total` bytes, however many pieces it is done in.

@@ -1,4 +1,4 @@
-// Keys by number and numbers by key: some 30 bytes a key of 20, where a dictionary of Python takes 150.
+// Keys by number and numbers by key: about 30 bytes per key of 20 bytes, where a Python dictionary takes 150.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 
 namespace tierstore {
 
-// Keys are numbered from 0 in the order in which they come. Open addressing: a place has a key's number, or kNone.
+// Keys are numbered from 0 in order of arrival. Open addressing: a place holds a key's number, or kNone.
 class KeyTable {
 public:
     static constexpr std::uint32_t kNone = ~std::uint32_t{0};
@@ -26,12 +26,12 @@ public:
         return std::string_view(text_).substr(begin, ends_[number] - begin);
     }
 
-    // Its number, kNone if there is none.
+    // The key's number, or kNone.
     std::uint32_t find(std::string_view key) const {
         return places_.empty() ? kNone : places_[place_of(key)];
     }
 
-    // Returns its number. Throws std::invalid_argument if it is there already.
+    // Adds a key and returns its number. Throws std::invalid_argument if it exists already.
     std::uint32_t add(std::string_view key) {
         if (4 * (ends_.size() + 1) > 3 * places_.size()) rehash();
         const std::size_t place = place_of(key);
@@ -43,13 +43,13 @@ public:
         return number;
     }
 
-    // Removes the key that came last.
+    // Removes the key that was added last.
     void pop() {
         const std::string_view last = key(size() - 1);
         std::size_t hole = place_of(last);
         text_.resize(text_.size() - last.size());
         ends_.pop_back();
-        // What was pushed past the hole moves up.
+        // Entries displaced past the hole move up.
         const std::size_t mask = places_.size() - 1;
         for (std::size_t at = (hole + 1) & mask; places_[at] != kNone; at = (at + 1) & mask) {
             const std::size_t home = std::hash<std::string_view>()(key(places_[at])) & mask;

@@ -1,4 +1,4 @@
-// A set of numbers below some size, as bits: an eighth of a byte each, whatever the order of what comes and goes.
+// A set of numbers below some size, as bits: an eighth of a byte each, whatever the order of additions and removals.
 #pragma once
 
 #include <bit>
@@ -8,8 +8,8 @@
 
 namespace tierstore {
 
-// Bits, and above them levels in which a bit says that the 64 below it are not all zero: the first number, the last,
-// and the next after one are found in as many steps as there are levels (four up to 16 million).
+// Bits, and above them levels in which a bit says that the 64 bits below it are not all zero: the first number, the
+// last, and the next after one are found in as many steps as there are levels (four up to 16 million).
 class NumberSet {
 public:
     std::size_t size() const { return size_; }
@@ -20,7 +20,7 @@ public:
                (levels_[0][word] >> (number % kBits) & 1) != 0;
     }
 
-    // Returns whether it was not there.
+    // Adds the number; returns whether it was new.
     bool add(std::uint32_t number) {
         if (contains(number)) return false;
         grow(number);
@@ -36,7 +36,7 @@ public:
         return true;
     }
 
-    // Returns whether it was there.
+    // Removes the number; returns whether it was present.
     bool discard(std::uint32_t number) {
         if (!contains(number)) return false;
         std::size_t at = number;
@@ -55,7 +55,7 @@ public:
         size_ = 0;
     }
 
-    // The smallest. There must be one.
+    // The smallest number. The set must not be empty.
     std::uint32_t first() const {
         std::size_t at = 0;
         for (std::size_t level = levels_.size(); level-- > 0;) {
@@ -101,7 +101,7 @@ private:
         for (std::size_t level = 0;; ++level) {
             if (level == levels_.size()) {
                 levels_.emplace_back();
-                // What is below has been there without it.
+                // The level below existed before this one: derive its bits.
                 const std::vector<std::uint64_t>& below = levels_[level - 1];
                 levels_[level].resize((below.size() + kBits - 1) / kBits);
                 for (std::size_t i = 0; i < below.size(); ++i) {

@@ -1,4 +1,4 @@
-// A fixed array of numbers that operations read and write while Python looks at it.
+// A fixed array of numbers that operations read and write while Python reads it.
 #pragma once
 
 #include <atomic>
@@ -8,7 +8,7 @@
 
 namespace tierstore {
 
-// Elements are loaded and stored whole (relaxed): who needs an order waits on a ticket.
+// Elements are loaded and stored atomically (relaxed): wait for a ticket to get an order.
 template <class T>
 class Table {
 public:

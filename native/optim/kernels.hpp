@@ -1,8 +1,8 @@
-// What each instruction set's translation unit offers. Internal to this room.
+// The functions of each instruction set's translation unit. Internal to this directory.
 //
-// Those units are compiled for processors that this one may not be, so they must not emit an inline
-// function that the linker could pick for everyone: they include no standard library but <cstddef> and
-// <cstdint>, and keep what they define in unnamed namespaces.
+// Those units are compiled for processors that this one may not be, so they must not emit an inline function that the
+// linker could choose for everyone: they include no standard library but <cstddef> and <cstdint>, and keep their
+// definitions in unnamed namespaces.
 #pragma once
 
 #include <cstddef>
@@ -10,12 +10,12 @@
 
 namespace tierstore::kernels {
 
-// A step's scalars, as the kernel uses them: see adamw.hpp.
+// A step's scalars, as the kernel uses them (adamw.hpp).
 struct Scalars {
     float decay, beta1, rest1, beta2, rest2, rate, floor;
 };
 
-// A step's key of the hash that rounds narrow moments: see moments.hpp.
+// A step's key for the hash that rounds narrow moments (moments.hpp).
 struct Key {
     std::uint32_t low, high;
 };
@@ -35,7 +35,7 @@ struct Sections {
     std::size_t numel;
 };
 
-// With moments in bf16. `first`: the first element's index in its record, modulo 2^32.
+// Sections with moments in bf16. `first`: the first element's index in its record, modulo 2^32.
 struct Bf16Sections {
     float* weight;
     std::uint16_t* weight_hi;
@@ -47,7 +47,7 @@ struct Bf16Sections {
     std::uint32_t first;
 };
 
-// With moments in 8 bits. `first` is a multiple of the block; only the last block may be shorter.
+// Sections with moments in 8 bits. `first` is a multiple of the block; only the last block may be shorter.
 struct Int8Sections {
     float* weight;
     std::uint16_t* weight_hi;
@@ -69,7 +69,7 @@ struct Int8Sections {
 inline constexpr std::size_t block_numel = 256;
 inline constexpr int code_shift = 20;
 inline constexpr int half_shift = code_shift - 13;
-inline constexpr unsigned half_mask = 0x8000u | 0x7fu << half_shift;  // of codes with a sign
+inline constexpr unsigned half_mask = 0x8000u | 0x7fu << half_shift;  // for codes with a sign
 inline constexpr std::uint32_t random_mask = (1u << code_shift) - 1u;
 inline constexpr std::uint32_t infinity_bits = 0x7f800000u;
 inline constexpr std::uint32_t largest_bf16_bits = 0x7f7f0000u;

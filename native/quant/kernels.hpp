@@ -1,4 +1,4 @@
-// What each instruction set's translation unit offers. Internal to this package.
+// The functions of each instruction set's translation unit. Internal to this directory.
 //
 // As in native/optim/kernels.hpp: no standard library but <cstddef> and <cstdint>, definitions in unnamed namespaces.
 #pragma once
@@ -8,21 +8,21 @@
 
 namespace tierstore::quant_kernels {
 
-// Sums are kept in this many lanes, on every instruction set: lane l adds up the products of columns l, l + 16, ...
+// Sums are kept in this many lanes, on every instruction set: lane l sums the products of columns l, l + 16, ...
 inline constexpr std::size_t lanes = 16;
-// Values that share a scale: whole lanes.
+// Values that share a scale: a whole number of lanes.
 inline constexpr std::size_t block = 64;
-// Rows of x at a time, and columns of a row that are dequantised at a time.
+// Rows of x, and columns of a row, that are processed at a time.
 inline constexpr std::size_t most_rows = 64, panel = 512;
 
 // Rows [begin, end) of a quantised matrix times rows of x: y[m, n] for m < rows.
 struct Product {
-    const float* x;  // rows x columns, zeros beyond the matrix's own; lines of 64 bytes
+    const float* x;  // rows x columns, zeros beyond the matrix's columns; 64-byte lines
     std::size_t rows;
     std::size_t columns;  // a multiple of `block`
     const std::uint8_t* codes;
     const float* scales;
-    float* y;  // one of both
+    float* y;  // either y or y_bf16
     std::uint16_t* y_bf16;
     std::size_t y_stride;
     std::size_t begin, end;

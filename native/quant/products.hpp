@@ -11,7 +11,7 @@
 
 namespace tierstore {
 
-// rows x columns, as quantize() leaves it; codes and scales need no alignment beyond the element's.
+// rows x columns, as written by quantize(); codes and scales need no alignment beyond that of the element.
 struct QuantMatrix {
     QuantFormat format;
     const std::uint8_t* codes;
@@ -19,7 +19,7 @@ struct QuantMatrix {
     std::size_t rows, columns;
 };
 
-// M rows, one after another, of fp32 or of bf16's bits: one pointer of the two.
+// M consecutive rows, of fp32 or of the bits of bf16: one of the two pointers is set.
 struct ConstRows {
     const float* fp32;
     const std::uint16_t* bf16;
@@ -29,17 +29,17 @@ struct Rows {
     std::uint16_t* bf16;
 };
 
-// Threads that share products by rows of W. Bits depend on neither their number, nor the instruction set, nor on the
-// other rows of x: an output is the sum in fp32 of products in fp32, in an order that W's columns fix
-// (native/quant/kernels.inl), rounded to nearest even where it is kept as bf16.
+// Threads that share products by rows of W. Bits depend neither on their number, nor the instruction set, nor the
+// other rows of x: an output is the fp32 sum of fp32 products, in an order set by W's columns
+// (native/quant/kernels.inl), rounded to nearest even if stored as bf16.
 //
 // Any thread may call multiply(), several at once; it computes too, and returns when all is done. Not after close().
 class QuantProducts {
 public:
-    // `threads`: those that compute, the caller included; at least 1.
+    // `threads`: computing threads, including the caller; at least 1.
     explicit QuantProducts(std::size_t threads);
 
-    // y[m, n] = sum over k of x[m, k] * w[n, k]; the best instruction set, unless `isa` names another. Throws
+    // y[m, n] = sum over k of x[m, k] * w[n, k]; with the best instruction set, unless `isa` names another. Throws
     // std::invalid_argument for one that this machine lacks.
     void multiply(const Rows& y, const ConstRows& x, std::size_t m, const QuantMatrix& w,
                   std::optional<InstructionSet> isa = std::nullopt);

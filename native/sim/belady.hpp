@@ -1,5 +1,5 @@
-// Belady's MIN (1966): what is asked for furthest in the future goes. Not a policy that could run: it must know all
-// of the requests beforehand.
+// Belady's MIN (1966): evicts the entry requested furthest in the future. It must know all requests beforehand, so no
+// real cache could run it.
 #pragma once
 
 #include <span>
@@ -10,18 +10,18 @@
 
 namespace tierstore {
 
-// `requests` is every request that this cache will hear of, in order; it must outlive the policy. Those that
-// no one will ask for again go first, smallest entry first; then by next request. Atomic sets need nothing
-// more: entries of one later set differ by their place in it, and which of them goes changes no count, unless
-// that set is split into groups.
+// `requests` is every request of this cache, in order; it must outlive the policy. Entries that are never requested
+// again are evicted first, smallest first; then by next request. Atomic sets need nothing more: entries of one later
+// set differ by their place in it, and which of them is evicted changes no count, unless that set is split into
+// groups.
 //
-// With entries of one size this is the fewest misses that forced admission allows, of sets that fit too, and of those
-// that are split in key order (residents first, what is kept decides the groups, and it is a heuristic): keeping an
-// entry from one request to the next saves a miss and occupies a frame at every event between, and of those
-// that cannot all be kept the one that ends last stands in the way of most. With optional admission (room is
-// made after a request, see simulation.hpp) it is the fewest of all. With unequal sizes both are heuristics,
-// and neither minimises write-backs. A warm-up has no limit (see simulation.hpp), so that no policy misses less after it,
-// whatever it did before.
+// With entries of one size this gives the fewest misses that forced admission allows, for sets that fit too, and for
+// those that are split in key order (with residents first, what is kept decides the groups, and it is a heuristic):
+// keeping an entry from one request to the next saves a miss and occupies a frame at every event between, and of those
+// that cannot all be kept, the one that ends last conflicts with most. With optional admission (room is made after a
+// request, see simulation.hpp) it gives the fewest of all. With unequal sizes both are heuristics, and neither
+// minimises write-backs. A warm-up has no limit (see simulation.hpp), so that no policy misses less after it, whatever
+// it did before.
 class Belady final : public Policy {
 public:
     static constexpr bool kKnowsFuture = true;
@@ -42,8 +42,8 @@ private:
     std::span<const EntryId> requests_;
     std::vector<std::uint32_t> after_;  // by request: the next one for the same entry, or kNever
     std::vector<std::uint32_t> next_;   // by entry: its next request, resident or not
-    OrderedBits ahead_;                 // next requests of what is resident
-    OrderedBits done_;                  // resident and never asked for again, counted from the last entry
+    OrderedBits ahead_;                 // next requests of resident entries
+    OrderedBits done_;                  // resident and never requested again, counted from the last entry
 };
 
 }  // namespace tierstore

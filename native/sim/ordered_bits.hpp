@@ -6,8 +6,8 @@
 
 namespace tierstore {
 
-// A set of numbers below a bound, ordered: a bit for each, and above each 64 words one that says which of
-// them are not empty. Finding a neighbour looks at a handful of words.
+// A set of numbers below a bound, ordered: one bit each, and above each 64 words one word that says which of them are
+// not empty. Finding a neighbour looks at a handful of words.
 class OrderedBits {
 public:
     using Number = std::uint32_t;
@@ -60,7 +60,7 @@ private:
         return number;
     }
 
-    std::vector<std::vector<std::uint64_t>> levels_;  // the numbers first, then what sums them up
+    std::vector<std::vector<std::uint64_t>> levels_;  // the numbers first, then their summaries
 };
 
 }  // namespace tierstore

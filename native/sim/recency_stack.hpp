@@ -8,15 +8,15 @@
 
 namespace tierstore {
 
-// Entries by how recently each was touched, with their depths. A touch appends to a log; a bit says where in
-// it each entry stands last, and a Fenwick tree counts the bits of each block, so that a depth takes
-// O(log entries). When the log is full, what is not an entry's last mention is squeezed out.
+// Entries by how recently each was touched, with their depths. A touch appends to a log; a bit marks the last mention
+// of each entry in it, and a Fenwick tree counts the bits of each block, so that a depth takes O(log entries). When
+// the log is full, all but the last mentions are squeezed out.
 class RecencyStack {
 public:
     explicit RecencyStack(std::uint32_t entry_count);  // below 2^30
 
     static constexpr std::uint32_t kNever = 0;
-    // How many entries, itself included, were touched no earlier than its last touch; kNever if it was not.
+    // How many entries, including itself, were touched no earlier than its last touch; kNever if it was not touched.
     std::uint32_t depth(EntryId entry) const {
         const std::uint32_t at = where_[entry];
         return at == kNowhere ? kNever : live_ - before(at);
@@ -39,7 +39,7 @@ private:
     static constexpr std::uint32_t kNowhere = ~0u;
     static constexpr std::uint32_t kBlock = 512;  // positions; one line of the cache
 
-    // Touched entries whose position is below `at`.
+    // The number of touched entries whose position is below `at`.
     std::uint32_t before(std::uint32_t at) const {
         std::uint32_t count = 0;
         for (std::uint32_t block = at / kBlock; block > 0; block &= block - 1) count += tree_[block];

@@ -1,4 +1,4 @@
-// Drives a Residency through a recorded trace, exactly as the run that was recorded drove its own.
+// Drives a Residency through a recorded trace, exactly as the recorded run drove its own.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +10,8 @@
 
 namespace tierstore {
 
-// Columns of a trace: one row an event; event i has units [offsets[i], offsets[i + 1]).
-// They are those of Event (native/cache/observer.hpp).
+// Columns of a trace: one row per event; event i has units [offsets[i], offsets[i + 1]). They are those of Event
+// (native/cache/observer.hpp).
 struct TraceColumns {
     std::span<const std::uint8_t> kinds;
     std::span<const std::uint8_t> phases;
@@ -22,15 +22,15 @@ struct TraceColumns {
     std::span<const std::uint16_t> flags;
 };
 
-// Runs the whole of the trace, or one piece of it after another: an access may go on in the next piece.
-// Throws std::invalid_argument, naming the event's number, for what the core refuses.
+// Runs the whole trace, or its pieces one after another: an access may continue in the next piece. Throws
+// std::invalid_argument with the event's number if the core refuses an event.
 class Replay {
 public:
-    // The residency has the trace's records but for the `late` ones, which ADD events add, in order.
+    // The residency has the trace's records except for the `late` ones, which ADD events add, in order.
     Replay(Residency& residency, std::vector<RecordInfo> late)
         : residency_(residency), first_late_(residency.record_count()), late_(std::move(late)) {}
     void run(const TraceColumns& trace);
-    void finish();  // ends the access that is open
+    void finish();  // ends the open access
 
 private:
     void apply(EventKind kind, Phase phase, std::uint32_t layer, std::span<const std::uint32_t> records,

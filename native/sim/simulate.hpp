@@ -1,5 +1,5 @@
-// The fast simulator: one cache policy over columns of requests, with no decisions kept. It drives the very
-// policy objects that a live store runs, and counts what a Residency would count on the same accesses.
+// The fast simulator: one cache policy over columns of requests, without keeping decisions. It drives the same policy
+// objects that a live store runs, and counts what a Residency would count on the same accesses.
 #pragma once
 
 #include <cstdint>
@@ -13,34 +13,33 @@
 namespace tierstore {
 
 // ATOMIC: an event's entries are one set, none of which evicts another; a set that does not fit is split into the
-// largest groups that do, as a GroupOrder says (the order given being that of keys), and never between neighbours of
-// one record. SEQUENTIAL: each entry is a request of its own.
+// largest groups that do, by GroupOrder (GIVEN is the order of keys), and never between entries of one record.
+// SEQUENTIAL: each entry is a request of its own.
 enum class Contract : std::uint8_t { ATOMIC, SEQUENTIAL };
 
-// An entry that no cache of this size can hold, or not beside the rest of its record that is asked for at once: REFUSE
-// throws CapacityError, as a live store does; BYPASS counts a miss that is not admitted, and is written through.
+// An entry that no cache of this size can hold, or not together with the rest of its record that is requested at once:
+// REFUSE throws CapacityError, as a live store does; BYPASS counts a miss that is not admitted, and writes through.
 enum class Oversized : std::uint8_t { REFUSE, BYPASS };
 
-// What is counted beside the totals: by step and layer, or by event as well.
+// What is counted besides the totals: by step and layer, or by event as well.
 enum class Detail : std::uint8_t { STEPS, EVENTS };
 
-// Event i asks for entries [offsets[i], offsets[i + 1]). Only `offsets` and `entries` are needed; an empty
-// column means what stands behind it.
+// Event i requests entries [offsets[i], offsets[i + 1]). Only `offsets` and `entries` are needed; the comment of each
+// other column ends with its default, which an empty column means.
 struct RequestColumns {
     std::span<const std::uint64_t> offsets{};   // one more than events
     std::span<const EntryId> entries{};         // by request
-    std::span<const std::uint8_t> writes{};     // by request: non-zero makes dirty; nothing does
+    std::span<const std::uint8_t> writes{};     // by request: non-zero makes dirty; none does
     std::span<const std::uint32_t> layers{};    // by event; the layer of its first entry
     std::span<const std::uint8_t> phases{};     // by event; Phase::FORWARD
     std::span<const std::uint32_t> steps{};     // by event, non-decreasing; one step
     std::span<const std::uint32_t> sizes{};     // by entry, in frames, at least 1; 1
-    std::span<const std::uint32_t> layer_of{};  // by entry; the layer of the first event that asks for it
-    std::span<const std::uint32_t> records{};   // by entry: which are of one record; each of its own
-    std::span<const std::uint8_t>
-        groups{};  // by entry: which of its record's it is; its place among neighbours
+    std::span<const std::uint32_t> layer_of{};  // by entry; the layer of the first event that requests it
+    std::span<const std::uint32_t> records{};   // by entry: its record; each has its own
+    std::span<const std::uint8_t> groups{};  // by entry: its group in its record; its place among neighbours
     std::span<const std::uint64_t> bytes{};  // by entry; its frames
     std::span<const std::uint8_t> pinned{};  // by entry: non-zero never leaves once resident; none is
-    std::span<const std::uint8_t> askers{};  // by request: which sequences ask, a bit each; nobody says
+    std::span<const std::uint8_t> askers{};  // by request: the requesting sequences, a bit each; unknown
     std::size_t events() const { return offsets.empty() ? 0 : offsets.size() - 1; }
 };
 
@@ -50,11 +49,11 @@ struct SimulationOptions {
     PolicyFactory make = &make_policy;
     std::uint64_t capacity_frames = 0;
     Scope scope = Scope::GLOBAL;
-    std::vector<std::uint64_t> layer_quotas{};  // with LAYER: frames of each, at most the capacity in sum
+    std::vector<std::uint64_t> layer_quotas{};  // with LAYER: frames of each, in sum at most the capacity
     Contract contract = Contract::ATOMIC;
     GroupOrder order = GroupOrder::RESIDENT_FIRST;
     Oversized oversized = Oversized::REFUSE;
-    std::uint64_t warmup_events = 0;  // carried out, and not counted anywhere
+    std::uint64_t warmup_events = 0;  // executed, but not counted anywhere
     Detail detail = Detail::STEPS;
 };
 
@@ -66,23 +65,24 @@ struct SimulationCounts {
 
 struct SimulationResult {
     SimulationCounts counts;
-    // By step, numbered in the order in which they come.
+    // By step, in order of appearance.
     std::vector<std::uint64_t> step_requests, step_misses, step_write_backs;
     // By event; empty unless the detail is EVENTS.
     std::vector<std::uint64_t> event_missed_bytes, event_written_bytes;
     std::vector<std::uint32_t> event_misses, event_write_backs;
-    // By layer; empty when nothing says which layer anything belongs to.
+    // By layer; empty if no column has layers.
     std::vector<std::uint64_t> layer_hits, layer_misses;
 };
 
-// What knows the requests to come: "belady" (everything that is asked for is admitted), "belady-bypass" (it need not
-// be), see belady.hpp, and "unbounded" (each entry misses once, whatever the capacity). They take no options. No policy
-// misses less than "unbounded", nor than the others with entries of one size (and sets that fit, for "belady").
+// The bounds, which know the future requests: "belady" (every requested entry is admitted), "belady-bypass" (it need
+// not be), see belady.hpp, and "unbounded" (each entry misses once, whatever the capacity). They take no options. No
+// policy misses less than "unbounded", nor than the others with entries of one size (and, for "belady", sets that
+// fit).
 std::vector<std::string> bound_names();
 
-// Throws std::invalid_argument, naming the column, for columns that do not fit together, for an entry twice
-// in one atomic event, and for whatever make_policy refuses; CapacityError when what is pinned, or (see Oversized)
-// what must be resident at once, does not fit.
+// Throws std::invalid_argument that names the column for inconsistent columns, for a duplicate entry in one atomic
+// event, and for whatever make_policy refuses; CapacityError if pinned entries, or (see Oversized) what must be
+// resident at once, do not fit.
 SimulationResult simulate(const RequestColumns& requests, const SimulationOptions& options);
 
 }  // namespace tierstore

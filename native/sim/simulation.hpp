@@ -1,4 +1,4 @@
-// The loop of the simulator, for any policy class: where that is a final one, its calls are direct.
+// The loop of the simulator, for any policy class: if that is final, its calls are direct.
 #pragma once
 
 #include <algorithm>
@@ -14,8 +14,8 @@
 
 namespace tierstore {
 
-// BEFORE: what is asked for is always admitted, and others make room for it first. AFTER: it passes through
-// a buffer of its own and then competes with the others for a place; sets of any size fit.
+// BEFORE: a requested entry is always admitted, and room is made for it first. AFTER: it passes through a separate
+// buffer and then competes with the others for a place; sets of any size fit.
 enum class Room : std::uint8_t { BEFORE, AFTER };
 
 // One cache: the whole capacity, or one layer's quota.
@@ -32,7 +32,7 @@ class Simulation {
 public:
     using Cache = SimulatedCache<P>;
 
-    // layer_of: by entry, or empty. The columns were checked.
+    // layer_of: by entry, or empty. The columns must have been checked.
     Simulation(const RequestColumns& requests, const SimulationOptions& options, std::uint32_t entry_count,
                std::span<const std::uint32_t> layer_of, std::vector<Cache> caches, Room room)
         : requests_(requests),
@@ -85,8 +85,8 @@ public:
     }
 
 private:
-    // Of an entry. IN_SET: asked for by the open group. FRESH: fetched by it, and not admitted yet. BYPASS: too large to
-    // be admitted for the request that comes next.
+    // Flags of an entry. IN_SET: requested by the open group. FRESH: fetched by it, and not admitted yet. BYPASS: too
+    // large to be admitted for the next request.
     enum Flag : std::uint8_t { RESIDENT = 1, DIRTY = 2, IN_SET = 4, FRESH = 8, STAYS = 16, BYPASS = 32 };
     static constexpr bool kClairvoyant = requires { P::kKnowsFuture; };
     static constexpr std::uint64_t kAhead = 16;  // requests between a prefetch and its use
@@ -116,7 +116,7 @@ private:
             const std::uint64_t last = requests_.offsets[event + 1];
             event_ = event;
             if (first == last) {
-                // Nothing is asked for, but the program has come to this layer.
+                // Nothing is requested, but the program has reached this layer.
                 if (requests_.layers.empty() || options_.contract == Contract::SEQUENTIAL) continue;
                 layer_ = requests_.layers[event];
                 if (follows_accesses_) announce(first, last);
@@ -182,7 +182,7 @@ private:
         }
     }
 
-    // As Residency has it: records with all that is asked for in memory, then those with a part of it, then the rest.
+    // As in Residency: records with all requested entries resident, then those with some, then the rest.
     void serve_residents_first() {
         rank_.resize(order_.size());
         for (std::size_t first = 0; first < order_.size();) {
@@ -207,10 +207,10 @@ private:
         return cache.limit > cache.pinned ? cache.limit - cache.pinned : 0;
     }
 
-    // Places [begin, end) of an event; request_at: which request stands there. What is pinned already stays anyway: a
-    // group adds the frames of the rest. All that an event asks for of one record is used at once, so that no group
-    // ends within it. Marks what is too large to be admitted. A set that competes for room afterwards, or that no
-    // limit holds for, is one group.
+    // Places [begin, end) of an event; request_at: the request at a place. Pinned entries stay anyway: a group adds
+    // the frames of the rest. All requests of an event for one record are used at once, so no group ends within a
+    // record. Marks entries that are too large to be admitted. A set that competes for room afterwards, or without a
+    // limit, is one group.
     template <typename RequestAt>
     std::uint64_t group_end(const Cache& cache, std::uint64_t begin, std::uint64_t end,
                             RequestAt request_at) {
@@ -241,8 +241,8 @@ private:
         return end;
     }
 
-    // Of entries of one record that need `added` frames at once, which are too many: what is resident stays, what fits
-    // beside it in order is admitted, the rest is not. Returns the frames of those that are.
+    // For entries of one record that need `added` frames at once, which are too many: residents stay, what fits beside
+    // them is admitted in order, the rest is not. Returns the frames of those that are kept.
     template <typename Each>
     std::uint64_t admitted(const Cache& cache, std::uint64_t added, Each each) {
         std::uint64_t frames = 0;
@@ -260,7 +260,7 @@ private:
         return frames;
     }
 
-    // For the entry's next request. `needed`: frames at once, which are more than there can be.
+    // For the entry's next request. `needed`: the frames needed at once, which are too many.
     void bypass(const Cache& cache, EntryId entry, std::uint64_t needed) {
         if (!bypasses_ || (flags_[entry] & STAYS) != 0) refuse_capacity(cache, needed);
         flags_[entry] |= BYPASS;
@@ -290,7 +290,7 @@ private:
             flags_[entry] = flags | IN_SET;
         }
         if (room_ == Room::BEFORE && cache.used + missing > cache.limit) {
-            // All are in use before anything is evicted: none of the group's entries evicts another.
+            // All are busy before anything is evicted: none of the group's entries evicts another.
             each([this](EntryId entry) { ++busy_[entry]; });
             make_room(cache, missing);
             each([this](EntryId entry) { --busy_[entry]; });
@@ -386,7 +386,7 @@ private:
         step_began_ = counts_;
     }
 
-    // Who knows the future begins with the best of all that any cache of this size could hold by now.
+    // A policy that knows the future begins with the best content that any cache of this size could hold by now.
     void end_warmup() {
         if (unlimited_) {
             unlimited_ = false;
@@ -405,13 +405,13 @@ private:
         }
     }
 
-    // The future is known: what a request will touch is on its way long before.
+    // The requests are known: prefetch what a later one will touch.
     void prefetch(std::uint64_t at) {
         if (at + kAhead >= requests_.entries.size()) return;
         const EntryId entry = requests_.entries[at + kAhead];
         __builtin_prefetch(&flags_[entry], 1);
         if constexpr (requires(const P& policy) { policy.prefetch(entry); }) {
-            // Of the cache that will be asked for it: another has never heard of it, and holds no place for it.
+            // Only in the cache that will get the request: another one has no place for the entry.
             cache_for(options_.scope == Scope::LAYER ? layer_of_[entry] : 0).policy->prefetch(entry);
         }
     }
@@ -421,7 +421,7 @@ private:
         return layer_of_.empty() ? 0 : layer_of_[requests_.entries[at]];
     }
 
-    // Sets that are split would hide an entry that comes twice.
+    // Splitting a set would hide a duplicate entry.
     void check_set(std::uint64_t begin, std::uint64_t end) {
         const auto set = requests_.entries.subspan(begin, end - begin);
         std::vector<EntryId> sorted(set.begin(), set.end());
@@ -445,18 +445,18 @@ private:
     std::span<const std::uint32_t> layer_of_;
     std::vector<Cache> caches_;
     Room room_;
-    bool bypasses_;           // what is too large, instead of refusing it
+    bool bypasses_;           // whether too large entries bypass instead of being refused
     bool unlimited_ = false;  // until the warm-up ends
     bool unit_sizes_;
     bool follows_accesses_ = false;
-    std::size_t event_ = 0;  // under way
+    std::size_t event_ = 0;  // the present one
     std::uint32_t layer_ = 0;
     // By entry.
     std::vector<std::uint8_t> flags_;
     std::vector<std::uint32_t> frames_;
     std::vector<std::uint32_t> busy_;
     std::vector<EntryId> victims_;      // scratch
-    std::vector<std::uint64_t> order_;  // of a set that is split: its requests as they are served
+    std::vector<std::uint64_t> order_;  // of a split set: its requests in the order of service
     std::vector<std::uint8_t> rank_;    // scratch
     SimulationCounts counts_;
     SimulationCounts step_began_;

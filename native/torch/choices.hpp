@@ -1,4 +1,4 @@
-// What a router that is one matrix would choose, of streams whose way to it is expected: one call instead of a dozen
+// What a router that is one matrix would choose for streams with an expected addition: one call instead of a dozen
 // small operations of torch, each of which costs more than its arithmetic.
 #pragma once
 
@@ -10,7 +10,7 @@
 
 namespace tierstore {
 
-// Streams (rows, k), and what is expected to be added to them on their way; null: nothing. Row-major and contiguous.
+// Streams (rows, k), and what is expected to be added to them; null: nothing. Row-major and contiguous.
 struct Streams {
     TorchType type;
     std::int64_t rows, k;
@@ -18,9 +18,8 @@ struct Streams {
     const void* added;
 };
 
-// Adds to counts[e] for how many of the streams row e of w (counts.size(), k) is one of the top_k, at most
-// counts.size(), that have the largest products with it; of equal ones the first. Throws std::runtime_error where torch
-// refuses a product.
+// For each row e of w (counts.size(), k), adds to counts[e] the number of streams for which e has one of the top_k (at
+// most counts.size()) largest products; ties go to the first. Throws std::runtime_error if torch refuses a product.
 void count_chosen(TorchProducts& torch, const Streams& streams, const void* w, std::int64_t top_k,
                   std::span<std::int64_t> counts);
 

@@ -1,10 +1,11 @@
 // Many products of small matrices in one call, computed by torch's own CPU kernel: the bits are those of torch.mm.
 //
-// torch exports a C interface for compiled models (torch/csrc/inductor/aoti_torch/c/shim.h), which it keeps compatible.
-// Its functions are looked up in the library that this process has loaded, so nothing here is built against torch.
+// torch exports a C interface for compiled models (torch/csrc/inductor/aoti_torch/c/shim.h), which it keeps
+// compatible. Its functions are looked up in the library that this process has loaded, so nothing here is built
+// against torch.
 //
-// Products of a few rows in bf16 are computed by few_rows.hpp, where its bits were found to be torch's: the first time
-// that a shape comes, torch is asked (sum_order.hpp).
+// Products of a few rows in bf16 are computed by few_rows.hpp if its bits were found to be torch's: torch is asked the
+// first time that a shape comes (sum_order.hpp).
 #pragma once
 
 #include <cstdint>
@@ -30,14 +31,14 @@ struct TorchProduct {
 
 class TorchProducts {
 public:
-    // `library`: the path of libtorch_cpu. Throws std::runtime_error where it is not loaded, or lacks a function.
+    // `library`: the path of libtorch_cpu. Throws std::runtime_error if it is not loaded, or lacks a function.
     explicit TorchProducts(const std::string& library);
 
-    // Computes `products` on the threads of torch. Throws std::runtime_error where torch refuses one.
+    // Computes `products` on torch's threads. Throws std::runtime_error if torch refuses one.
     void multiply(TorchType type, std::int64_t n, std::int64_t k, std::span<const TorchProduct> products);
 
-    // The run of columns with which few_rows.hpp has torch's bits for such a product in bf16, with as many threads as
-    // the caller has now; 0: torch computes it.
+    // The run of columns with which few_rows.hpp has torch's bits for such a product in bf16, with the caller's
+    // present number of threads; 0: torch computes it.
     std::size_t run(std::int64_t rows, std::int64_t n, std::int64_t k);
 
 private:
@@ -45,7 +46,7 @@ private:
     using Handle = void*;
     using Error = std::int32_t;
 
-    // A tensor over memory of somebody else, until the end of its scope.
+    // A tensor over borrowed memory, until the end of its scope.
     class View;
 
     void by_torch(TorchType type, std::int64_t n, std::int64_t k, const TorchProduct& product) const;
@@ -56,7 +57,7 @@ private:
     Error (*mm_out_)(Handle, Handle, Handle) = nullptr;
     std::int32_t types_[2] = {};  // by TorchType
     std::int32_t cpu_ = 0;
-    // torch's OpenMP: null where it has another.
+    // torch's OpenMP; null if it uses another one.
     Parallel parallel_ = nullptr;
     int (*max_threads_)() = nullptr;
 

@@ -105,9 +105,7 @@ class TrainBench(Benchmark):
     cgroup_limit: int = size_option("0", "Confine the tiered run to a memory cgroup of this size.")
     orders: bool = option(False, "Compare micro order with layer order instead.")
     micro_batches: int | None = option(
-        None,
-        "Micro-batches per step (with --orders by default data.micro_batches, or 4).",
-        key="data.micro_batches",
+        None, "Per step (with --orders by default data.micro_batches, or 4).", key="data.micro_batches"
     )
     boundary_budget: int | None = option(
         None, "Memory for block inputs (default: enough for all).", size=True, key="boundary_budget"

@@ -8,10 +8,10 @@
 
 namespace tierstore {
 
-// ARC: Megiddo and Modha, "ARC: a self-tuning, low overhead replacement cache", 2003. T1 holds what was asked
-// for once, T2 what was asked for again; B1 and B2 are their ghosts, and a miss on a ghost moves the target p of
-// T1. Sizes are frames; a step of p is as many frames as its entry has. Where several entries miss together, p
-// follows each of them before the victims are chosen, and the tie |T1| = p is broken for the last.
+// ARC: Megiddo and Modha, "ARC: a self-tuning, low overhead replacement cache", 2003. T1 holds entries requested once,
+// T2 those requested again; B1 and B2 are their ghosts, and a miss on a ghost moves the target p of T1. Sizes are
+// frames; a step of p is as many frames as its entry has. If several entries miss together, p follows each of them
+// before the victims are chosen, and the tie |T1| = p is broken for the last.
 class Arc final : public Policy {
 public:
     Arc() : lists_(5) {}
@@ -27,7 +27,7 @@ public:
     void prefetch(EntryId entry) const { lists_.prefetch(entry); }
 
 private:
-    // WANTED: its ghost was found, and it is on its way into T2.
+    // WANTED: its ghost was found, and it is about to enter T2.
     enum : EntryLists::List { T1 = 1, T2, B1, B2, WANTED };
 
     std::uint64_t capacity_ = 0;

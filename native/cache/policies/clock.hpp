@@ -8,9 +8,9 @@
 
 namespace tierstore {
 
-// CLOCK (second chance), generalised to a counter of `bits` bits: a hit adds one to an entry's counter, up to
-// 2^bits - 1; the hand takes one off and passes on, and evicts at zero. What cannot go keeps its place under
-// the hand and its counter.
+// CLOCK (second chance), generalised to a counter of `bits` bits: a hit increments an entry's counter, up to
+// 2^bits - 1; the hand decrements it and moves on, and evicts at zero. Entries that are not evictable keep their place
+// under the hand and their counter.
 class ClockPolicy final : public Policy {
 public:
     explicit ClockPolicy(std::uint8_t most) : most_(most) {}

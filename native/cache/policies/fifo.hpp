@@ -7,7 +7,7 @@
 
 namespace tierstore {
 
-// First in, first out. What cannot go keeps its place.
+// First in, first out. Entries that are not evictable keep their place.
 class Fifo final : public Policy {
 public:
     void insert(EntryId entry) override { queue_.push(entry); }

@@ -1,4 +1,4 @@
-// Eviction by a learned chance that some sequence uses an entry in the next pass of its layer.
+// Eviction by the learned probability that a sequence uses an entry in the next pass of its layer.
 #pragma once
 
 #include <array>
@@ -13,27 +13,27 @@ namespace tierstore {
 
 struct LearnedUseOptions {
     ActivationOptions model;
-    double price = 0.012;  // of holding an entry for one pass, in uses
-    double later = 0.4;    // what a use after the next pass counts
+    double price = 0.012;  // cost of holding an entry for one pass, in uses
+    double later = 0.4;    // weight of a use after the next pass
 };
 
-// For decoding: several sequences, a token each, walk through the layers together. An access may say which of them
-// asked for which entry (AccessInfo::askers); without that all are one. A prompt's access says it of each sequence's
-// last token: of what its other tokens ask for nothing is learned. A pass of layer l teaches an ActivationModel what
-// each sequence used, and an entry e of the layer then has, over the sequences s that took part,
+// For decoding: several sequences, with one token each, walk through the layers together. An access may say which of
+// them requested which entry (AccessInfo::askers); without that they count as one. A prompt's access says it for each
+// sequence's last token; nothing is learned from the requests of its other tokens. A pass of layer l teaches an
+// ActivationModel what each sequence used, and an entry e of the layer then has, over the sequences s that took part,
 //     p = 1 - prod_s (1 - P_s(e))      a use in the next pass of l
 //     q = 1 - prod_s (1 - f_s(e))      a use in any one pass, by decayed frequency
-// With D passes to come until l is passed again, its worth is
+// With D passes until l is passed again, its worth is
 //     p + later (1 - p) q - price D
-// and the victim is the entry of the least worth, ties by entry: what holding it brings, less what the memory would
-// bring elsewhere. What the open access announced and has not used yet goes last.
+// and the victim is the entry with the least worth, ties by entry: the benefit of holding it, minus what the memory
+// would bring elsewhere. Entries that the open access announced and has not used yet are evicted last.
 //
-// What is learned about a layer while the present token walks towards it is not used: even if the whole step's choices
-// were known at its beginning, evictions would hardly be better (docs/RESULTS.md), since what is not resident must be
-// read anyway.
+// What is learned about a layer while the present token approaches it is not used: even if all choices of the step were
+// known at its beginning, evictions would hardly be better (docs/RESULTS.md), since what is not resident must be read
+// anyway.
 //
-// A sequence that a whole cycle did not hear of has ended: its number may be another's. Cycles do not count in which
-// nobody asks for some entries of each access: those of prompts, between two tokens of the others.
+// A sequence without a request in a whole cycle has ended: its number may be reused. Cycles do not count in which
+// nobody requests some entries of each access: those of prompts, between two tokens of the other sequences.
 class LearnedUse final : public Policy {
 public:
     explicit LearnedUse(const LearnedUseOptions& options);
@@ -51,7 +51,7 @@ private:
     struct Entry {
         double value = 0.0;  // p + later (1 - p) q
         std::uint32_t layer = 0;
-        std::uint32_t place = 0;  // among the layer's
+        std::uint32_t place = 0;  // within its layer
         bool real = false;
         bool resident = false;
         bool pending = false;
@@ -63,7 +63,7 @@ private:
             return worth < other.worth || (worth == other.worth && entry < other.entry);
         }
     };
-    static constexpr std::uint32_t kAlone = ActivationModel::kSequences - 1;  // where nobody says who asks
+    static constexpr std::uint32_t kAlone = ActivationModel::kSequences - 1;  // if accesses name no sequences
 
     void announce(const AccessInfo& info);
     void pass(std::uint32_t layer, const AccessInfo& info);
@@ -74,13 +74,13 @@ private:
     LayerCycle cycle_;
     std::vector<Entry> entries_;
     std::vector<std::vector<EntryId>> layers_;  // the entries of each, by place
-    std::vector<EntryId> residents_;            // in no order that matters
+    std::vector<EntryId> residents_;            // in no particular order
     std::vector<std::uint32_t> resident_at_;    // by entry
     std::vector<EntryId> pending_;
-    std::uint64_t cycles_ = 1;  // in which somebody said who asks, and the present one
-    bool told_ = false;         // whether the present one is one of them
+    std::uint64_t cycles_ = 1;  // cycles in which an access named its sequences, and the present one
+    bool told_ = false;         // whether the present cycle is one of them
     std::uint32_t last_position_ = 0;
-    std::array<std::uint64_t, ActivationModel::kSequences> heard_{};            // the cycle; 0 for never
+    std::array<std::uint64_t, ActivationModel::kSequences> heard_{};            // in which cycle; 0: never
     std::array<std::vector<std::uint32_t>, ActivationModel::kSequences> used_;  // scratch: places
     std::vector<Ranked> ranked_;                                                // scratch
 };

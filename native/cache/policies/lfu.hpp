@@ -7,9 +7,9 @@
 
 namespace tierstore {
 
-// Least frequently used, in constant time (Shah, Mitra and Matani 2010): a list of entries for each count,
-// and the counts in order. Requests are counted while an entry is resident and forgotten when it leaves; of
-// those with the least, the one that was asked for longest ago goes. What cannot go keeps its place.
+// Least frequently used, in constant time (Shah, Mitra and Matani 2010): a list of entries for each count, with the
+// counts in order. Requests are counted while an entry is resident and forgotten when it leaves; of the entries with
+// the least count, the one requested longest ago is evicted. Entries that are not evictable keep their place.
 class Lfu final : public Policy {
 public:
     Lfu();
@@ -33,7 +33,7 @@ private:
         BucketId bucket;
     };
     struct Bucket {
-        std::uint64_t count;  // requests of each entry in it
+        std::uint64_t count;  // requests of each entry in the bucket
         EntryId oldest;
         EntryId newest;
         BucketId less;

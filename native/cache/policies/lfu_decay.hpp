@@ -9,17 +9,17 @@
 
 namespace tierstore {
 
-// PAPER, as printed: one frame stays empty (`acc + 1 < size`); the victim is the minimum of `hits`, taken
-// only if it is >= threshold, and all that tie with it go; K counts requests. Where the printed algorithm
-// would evict nothing and yet fetch, the smallest goes (counted as starved).
-// CORRECTED: the minimum among those with hits >= threshold, ties by entry, one at a time; K counts training
-// steps; the overall minimum when none qualifies (counted as starved).
-// Both: what is pinned is no candidate, and `hits` is forgotten on eviction.
+// PAPER, as printed: one frame stays empty (`acc + 1 < size`); the victim is the minimum of `hits`, only if it is
+// >= threshold, together with all that tie with it; K counts requests. Where the printed algorithm would evict nothing
+// and still fetch, the smallest is evicted (counted as starved).
+// CORRECTED: the minimum among those with hits >= threshold, ties by entry, one at a time; K counts training steps; the
+// overall minimum if none qualifies (counted as starved).
+// Both: pinned entries are no candidates, and `hits` is forgotten on eviction.
 //
-// The arithmetic. Multiplying every count by beta changes no order between them, so what grows instead is the
-// unit that a hit adds, by 1 / beta at each decay; `hits` is score / unit, and hits >= threshold is
-// score >= threshold * unit. Once the unit has reached 2^500 it and all scores are multiplied by 2^-500. For a
-// beta that is a power of two these are the very bits of counts multiplied one by one, down to 2^-500.
+// The arithmetic. Multiplying every count by beta changes no order between them, so instead the unit that a hit adds
+// grows by 1 / beta at each decay; `hits` is score / unit, and hits >= threshold is score >= threshold * unit. Once the
+// unit has reached 2^500, it and all scores are multiplied by 2^-500. If beta is a power of two, the bits are those of
+// counts multiplied one by one, down to 2^-500.
 enum class LfuVariant : std::uint8_t { PAPER, CORRECTED };
 
 inline constexpr double kLeastBeta = 0x1p-500;  // a unit below 2^500 is still finite when it has grown
@@ -31,8 +31,8 @@ struct LfuDecayOptions {
     std::uint64_t interval = 8;  // K, >= 1
 };
 
-// K and beta act through one number: after this many steps (requests, in PAPER) a hit counts half.
-// Infinite for beta = 1.
+// K and beta act through one number: after this many steps (requests, in PAPER) a hit counts half. Infinite for
+// beta = 1.
 double half_life(double beta, double interval);
 double beta_for_half_life(double half_life, double interval);
 
@@ -53,19 +53,19 @@ public:
     }
 
 private:
-    // Where a resident entry's node is. READY: its hits were at or above the threshold when that was last looked at;
-    // COLD: they are below it. NAMED: in neither heap, since select() took it out.
+    // Where a resident entry's node is. READY: its hits were at or above the threshold when last checked; COLD: they
+    // are below it. NAMED: in neither heap, since select() took it out.
     enum Place : std::uint8_t { NOWHERE, READY, COLD, NAMED };
     struct Entry {
         double score = 0.0;
-        std::uint32_t stamp = 0;  // of its latest node; those before are out of date
+        std::uint32_t stamp = 0;  // of its latest node; earlier ones are out of date
         Place place = NOWHERE;
     };
-    // A choice of victims under way.
+    // A choice of victims in progress.
     struct Choice {
         const Candidates& candidates;
         std::vector<EntryId>& victims;
-        std::uint64_t frames;  // that it must free
+        std::uint64_t frames;  // to free
         std::uint64_t freed = 0;
         std::uint64_t starved = 0;
 
@@ -88,12 +88,12 @@ private:
     double unit_ = 1.0;
     double floor_;  // threshold * unit_
     std::vector<Entry> entries_;
-    // A hit is one addition. Scores only grow, so a node says at most its entry's score, and the least of a heap is
-    // found by bringing its top up to date until it is.
+    // A hit is one addition. Scores only grow, so a node's score is at most its entry's score, and the least of a heap
+    // is found by updating its top until it is current.
     ScoreHeap ready_;
     ScoreHeap cold_;
-    std::size_t live_ = 0;        // nodes that are their entry's latest
-    std::vector<EntryId> named_;  // by the last choice: most of them leave
+    std::size_t live_ = 0;        // nodes that are the latest of their entry
+    std::vector<EntryId> named_;  // by the last choice; most of them are evicted
     std::vector<EntryId> busy_;   // scratch: passed over by a choice
 };
 

@@ -9,15 +9,15 @@
 namespace tierstore {
 
 struct LirsOptions {
-    double hir_fraction = 0.01;   // of the capacity: kept for entries of high inter-reference recency
+    double hir_fraction = 0.01;   // of the capacity: reserved for entries of high inter-reference recency
     double stack_fraction = 2.0;  // of the capacity: the most that stack S may hold, ghosts included
 };
 
-// LIRS: Jiang and Zhang, "LIRS: an efficient low inter-reference recency set replacement policy", 2002. Stack S
-// orders LIR entries, and HIR ones (ghosts too) that were used since its bottom; queue Q holds resident HIR
-// entries, and its front is the victim. An HIR entry used again while it is in S becomes LIR, and the bottom of
-// S then becomes HIR. S is bounded by forgetting the oldest ghosts. Where all of Q is busy, LIR entries go from
-// the bottom of S upwards, without a ghost.
+// LIRS: Jiang and Zhang, "LIRS: an efficient low inter-reference recency set replacement policy", 2002. Stack S orders
+// LIR entries, and the HIR ones (including ghosts) that were used since its bottom; queue Q holds resident HIR entries,
+// and its front is the victim. An HIR entry used again while it is in S becomes LIR, and the bottom of S then becomes
+// HIR. S is bounded by forgetting the oldest ghosts. If all of Q is busy, LIR entries are evicted from the bottom of S
+// upwards, without a ghost.
 class Lirs final : public Policy {
 public:
     explicit Lirs(const LirsOptions& options) : options_(options), stack_(1), status_(3) {}
@@ -36,7 +36,7 @@ public:
 
 private:
     static constexpr EntryLists::List kStack = 1;
-    // HIR is queue Q; GHOST runs from the entry evicted first; the order of LIR means nothing.
+    // HIR is queue Q; GHOST is ordered by eviction, oldest first; the order of LIR has no meaning.
     enum : EntryLists::List { LIR = 1, HIR, GHOST };
 
     bool in_stack(EntryId entry) const { return stack_.list_of(entry) == kStack; }

@@ -7,7 +7,7 @@
 
 namespace tierstore {
 
-// Least recently used. What cannot go keeps its place.
+// Least recently used. Entries that are not evictable keep their place.
 class Lru final : public Policy {
 public:
     void insert(EntryId entry) override { queue_.push(entry); }

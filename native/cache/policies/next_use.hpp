@@ -14,42 +14,42 @@ struct NextUseOptions {
     double half_life = 16.0;  // cycles after which a use counts half
 };
 
-// A cycle has C passes (layer_cycle.hpp): L forward ones, and L backward ones if the program trains. Time is
-// counted in passes. Within the pass of a layer, records are used in ascending order: the j-th of the n records of
-// a layer is used r = j / n after the pass begins. (Of an access that is split, residents come first; r orders the
-// entries of one layer, nothing more.)
+// A cycle has C passes (layer_cycle.hpp): L forward ones, and L backward ones if the program trains. Time is counted in
+// passes. Within the pass of a layer, records are used in ascending order: the j-th of the n records of a layer is used
+// r = j / n after the pass begins. (In an access that is split, residents come first; r only orders the entries of one
+// layer.)
 //
-// Learned for each entry when the cycle is over for its layer (after the backward pass, or the forward one if
-// there is none), each an average in which a cycle counts half after `half_life` later ones:
-//   u  the part of the cycles in which it is used,
-//   k  of those, the part in which its first use is in the backward pass,
-//   b  of the cycles in which its record is used forward, the part in which the backward pass uses the entry.
+// Learned for each entry when the cycle is over for its layer (after the backward pass, or the forward one if there is
+// none), each an average in which a cycle counts half after `half_life` later ones:
+//   u  the fraction of the cycles in which it is used,
+//   k  of those, the fraction in which its first use is in the backward pass,
+//   b  of the cycles in which its record is used forward, the fraction in which the backward pass uses the entry.
 // Weights have k = 0, b = 1; the moments of an expert that is stepped in its backward pass k = 1, b = 1.
 //
-// Entries are not used independently from cycle to cycle: what was just used is likelier to be used again. So u
-// is calibrated: of all entries that had been used last a cycles ago, and had a certain u, the part that the
-// next cycle did use is counted (use_odds.hpp), and that is p, the chance of a use in the next cycle.
+// Entries are not used independently from cycle to cycle: a recently used one is likelier to be used again. So u is
+// calibrated: of all entries that were last used a cycles ago, and had a certain u, the fraction that the next cycle
+// did use is counted (use_odds.hpp); that is p, the probability of a use in the next cycle.
 //
-// With D_F and D_B passes until the next forward and backward pass of layer l, of which d = 2 L - 1 - 2 l lie
-// between the two in one cycle, and the waiting time in cycles taken as geometric, the expected time until the
-// next use, counted from the next forward pass, is
+// With D_F and D_B passes until the next forward and backward pass of layer l, of which d = 2 L - 1 - 2 l are between
+// the two in one cycle, and a geometric waiting time in cycles, the expected time until the next use, counted from the
+// next forward pass, is
 //     tail = d k + C (1 - p) / p
 // An entry is in one of three states, each with its expected time until the next use:
-//     PENDING  announced by the open access, and not asked for yet:        r
+//     PENDING  announced by the open access, not requested yet:             r
 //     ACTIVE   its record was used forward, and the backward pass is due:  D_B + r + (1 - b) (2 l + 1 + tail)
 //     IDLE     neither:                                                    D_F + r + tail
-// (2 l + 1 passes lie between the backward pass of layer l and its next forward pass.) The victim is the entry
-// with the largest of these, ties by entry.
+// (2 l + 1 passes are between the backward pass of layer l and its next forward pass.) The victim is the entry with the
+// largest of these, ties by entry.
 //
-// All but D_F and D_B changes only in passes of the entry's own layer: the entries of a layer in one state keep
-// their order while the program walks on, and the layers' lists only shift against each other. So each layer has
-// a list for ACTIVE and one for IDLE, sorted when it is first needed after a pass (of the layer's n entries:
-// O(n log n), once a pass), and a victim is the first of 2 L lists; PENDING entries are sorted if they must go,
-// after all others. Averages are updated once a cycle, in O(n).
+// Everything but D_F and D_B changes only in passes of the entry's own layer: the entries of a layer in one state keep
+// their order while the program walks on, and the layers' lists only shift against each other. So each layer has a list
+// for ACTIVE and one for IDLE, sorted when first needed after a pass (of the layer's n entries: O(n log n), once per
+// pass), and a victim is the first of 2 L lists; PENDING entries are sorted if they must be evicted, after all others.
+// Averages are updated once per cycle, in O(n).
 //
-// The firsts of the lists are in a heap, by the time at which the next use is expected, which stays what it is until
-// the program reaches the pass that it is counted from: each pass moves one list. Times are compared exactly, and
-// distances as they are rounded: those that round to the same are ties. So a choice costs O(log L).
+// The heads of the lists are in a heap by the time of their expected next use, which is constant until the program
+// reaches the pass that it is counted from: each pass moves one list. Times are compared exactly, distances as rounded:
+// those that round to the same value are ties. So a choice costs O(log L).
 class NextUse final : public Policy {
 public:
     explicit NextUse(const NextUseOptions& options);
@@ -86,19 +86,19 @@ private:
         bool ever_active = false;    // b is known
     };
     struct Ranked {
-        double key;  // the expected time, but for D_F or D_B
+        double key;  // the expected time, without D_F or D_B
         EntryId entry;
     };
     // The resident entries of a layer in one state, the largest key first; those before `next` have left.
     struct List {
         std::vector<Ranked> ranked;
         std::size_t next = 0;
-        std::size_t at = 0;       // how far the present choice has got
-        double pass = 0.0;        // when the pass comes that keys count from, by clock_
-        std::uint32_t stamp = 0;  // of its place in the heap: others are no longer true
+        std::size_t at = 0;       // the progress of the present choice
+        double pass = 0.0;        // the time, by clock_, of the pass that keys count from
+        std::uint32_t stamp = 0;  // of its place in the heap: other stamps are out of date
         bool touched = false;     // by the present choice
     };
-    // The first of a list: sum + rest is its expected time, exactly.
+    // The head of a list: sum + rest is its exact expected time.
     struct First {
         double sum;
         double rest;
@@ -141,11 +141,11 @@ private:
     std::uint32_t version_ = 0;  // of the cycle, when the lists were last sorted
     std::vector<Entry> entries_;
     std::vector<Layer> layers_;
-    std::uint32_t own_layers_ = 0;             // those that have entries here
-    std::vector<EntryId> pending_;             // what the open access announced
+    std::uint32_t own_layers_ = 0;             // layers that have entries here
+    std::vector<EntryId> pending_;             // announced by the open access
     std::vector<List> lists_;                  // of layer l: 2 l + state
     std::vector<std::uint32_t> unsorted_;      // layers
-    std::vector<std::uint32_t> list_of_pass_;  // the list whose keys count from it, or kNoList
+    std::vector<std::uint32_t> list_of_pass_;  // the list whose keys count from the pass, or kNoList
     std::vector<First> heap_;                  // the largest first
     std::vector<std::uint32_t> touched_;       // scratch: lists
     std::vector<First> ties_;                  // scratch

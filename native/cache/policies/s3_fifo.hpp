@@ -10,15 +10,15 @@ namespace tierstore {
 
 struct S3FifoOptions {
     double small_fraction = 0.1;       // of the capacity: the small queue
-    double ghost_fraction = 0.9;       // of the capacity: ghosts of what left it
+    double ghost_fraction = 0.9;       // of the capacity: ghosts of entries that left it
     std::uint32_t move_threshold = 2;  // hits in the small queue that make an entry move to the main one
 };
 
-// S3-FIFO: Yang et al., "FIFO queues are all you need for cache eviction", 2023. A newcomer enters the small
-// queue, or the main one if its ghost is found. The small queue gives the victim while it has its share: its
-// oldest entry moves to the main queue if it was hit often enough, else it goes and leaves a ghost. The main
-// queue gives its oldest entry another turn for each of at most 3 hits. Until the first victim is named,
-// newcomers beyond the small queue's share fill the main one (the authors' code; the paper does not say).
+// S3-FIFO: Yang et al., "FIFO queues are all you need for cache eviction", 2023. A newcomer enters the small queue, or
+// the main one if its ghost is found. The small queue gives the victim while it has its share: its oldest entry moves
+// to the main queue if it was hit often enough, else it is evicted and leaves a ghost. The main queue gives its oldest
+// entry another turn for each of at most 3 hits. Until the first victim is named, newcomers beyond the small queue's
+// share fill the main one (as in the authors' code; the paper does not say).
 class S3Fifo final : public Policy {
 public:
     explicit S3Fifo(const S3FifoOptions& options) : options_(options), lists_(4) {}
@@ -37,10 +37,10 @@ public:
     }
 
 private:
-    // WANTED: its ghost was found, and it is on its way in.
+    // WANTED: its ghost was found, and it is about to enter.
     enum : EntryLists::List { SMALL = 1, MAIN, GHOST, WANTED };
 
-    // Where a choice of victims has got to: entries older than these are victims already, or busy.
+    // The progress of a choice of victims: entries older than these are victims already, or busy.
     struct Hands {
         EntryId small;
         EntryId main;

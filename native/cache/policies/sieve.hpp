@@ -8,9 +8,9 @@
 
 namespace tierstore {
 
-// SIEVE (Zhang et al., NSDI 2024): a queue in order of arrival that hits do not change; a hand goes from the
-// oldest to the newest and round again, clears the mark of what was hit and evicts what has none. What cannot
-// go keeps its place and its mark.
+// SIEVE (Zhang et al., NSDI 2024): a queue in order of arrival that hits do not change; a hand moves from the oldest to
+// the newest and round again, clears the mark of entries that were hit and evicts those without one. Entries that are
+// not evictable keep their place and their mark.
 class Sieve final : public Policy {
 public:
     void insert(EntryId entry) override;
@@ -24,10 +24,10 @@ public:
     }
 
 private:
-    // kNamed only inside select(): the hand may come round to what it has named.
+    // kNamed only inside select(): the hand may return to an entry that it has named.
     enum Mark : std::uint8_t { kUnvisited, kVisited, kNamed };
 
-    // Past the newest entry comes the oldest, and not the one that arrives next.
+    // After the newest entry comes the oldest, not the one that arrives next.
     void go_round();
 
     EntryQueue queue_;

@@ -8,10 +8,10 @@
 
 namespace tierstore {
 
-// Segmented LRU: Karedla, Love and Wherry, "Caching strategies to improve disk system performance", 1994, with
-// any number of segments as in Huang et al., "An analysis of Facebook photo caching", 2013 (S4LRU). A hit moves
-// an entry to the segment above; a segment that is too full lowers its oldest; the lowest segment's oldest is
-// the victim. While the cache fills, a newcomer enters the lowest segment that has room.
+// Segmented LRU: Karedla, Love and Wherry, "Caching strategies to improve disk system performance", 1994, with any
+// number of segments as in Huang et al., "An analysis of Facebook photo caching", 2013 (S4LRU). A hit moves an entry to
+// the segment above; a segment that is too full demotes its oldest entry; the oldest of the lowest segment is the
+// victim. While the cache fills, a newcomer enters the lowest segment that has room.
 class Slru final : public Policy {
 public:
     explicit Slru(std::uint32_t segments);

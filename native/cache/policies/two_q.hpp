@@ -9,13 +9,13 @@
 namespace tierstore {
 
 struct TwoQOptions {
-    double in_fraction = 0.25;  // of the capacity: entries that were asked for once
+    double in_fraction = 0.25;  // of the capacity: entries requested once
     double out_fraction = 0.5;  // of the capacity: ghosts of those
 };
 
-// 2Q, full version: Johnson and Shasha, "2Q: a low overhead high performance buffer management replacement
-// algorithm", 1994. A newcomer enters A1in, a FIFO whose victims leave a ghost in A1out; one whose ghost is
-// found enters Am, an LRU list. A1in gives the victim while it has more than its share, else Am.
+// 2Q, full version: Johnson and Shasha, "2Q: a low overhead high performance buffer management replacement algorithm",
+// 1994. A newcomer enters A1in, a FIFO whose victims leave a ghost in A1out; one whose ghost is found enters Am, an LRU
+// list. A1in gives the victim while it has more than its share, else Am.
 class TwoQ final : public Policy {
 public:
     explicit TwoQ(const TwoQOptions& options) : options_(options), lists_(4) {}
@@ -31,7 +31,7 @@ public:
     void prefetch(EntryId entry) const { lists_.prefetch(entry); }
 
 private:
-    // WANTED: its ghost was found, and it is on its way in.
+    // WANTED: its ghost was found, and it is about to enter.
     enum : EntryLists::List { IN = 1, MAIN, OUT, WANTED };
 
     TwoQOptions options_;

@@ -12,14 +12,14 @@ namespace tierstore {
 struct WTinyLfuOptions {
     double window_fraction = 0.01;    // of the capacity: the LRU window for newcomers
     double protected_fraction = 0.8;  // of the rest: the upper segment of the main SLRU
-    double sample_factor = 10.0;      // of the capacity: frames asked for between two halvings of the counts
+    double sample_factor = 10.0;      // of the capacity: frames requested between two halvings of the counts
 };
 
-// W-TinyLFU: Einziger, Friedman and Manes, "TinyLFU: a highly efficient cache admission policy", 2017. What is
-// asked for is always taken, into the window. What the window has too much of is a candidate for the main cache:
-// where there is no room, the candidate and the oldest entry of the main cache are compared by how often they
-// were asked for lately, and the one asked for less is the victim (the candidate, if equal). So a rejection
-// evicts the candidate; nothing that is asked for is ever turned away.
+// W-TinyLFU: Einziger, Friedman and Manes, "TinyLFU: a highly efficient cache admission policy", 2017. Every requested
+// entry is admitted, into the window. The oldest entries of a window that is too full are candidates for the main
+// cache: if there is no room, the candidate and the oldest entry of the main cache are compared by how often they were
+// requested recently, and the less requested one is the victim (the candidate, if equal). So a rejection evicts the
+// candidate; nothing that is requested is ever turned away.
 class WTinyLfu final : public Policy {
 public:
     explicit WTinyLfu(const WTinyLfuOptions& options) : options_(options), lists_(3) {}
@@ -39,8 +39,8 @@ public:
 private:
     enum : EntryLists::List { WINDOW = 1, PROBATION, PROTECTED };
 
-    // Where a choice of victims has got to: the oldest that is neither chosen nor busy in each list, and the
-    // frames that are left in window and main cache.
+    // The progress of a choice of victims: in each list the oldest entry that is neither chosen nor busy, and the
+    // frames that are left in the window and the main cache.
     struct Ends {
         EntryId window;
         EntryId probation;
@@ -61,7 +61,8 @@ private:
     std::uint64_t main_frames_ = 0;
     std::uint64_t protected_frames_ = 0;
     EntryLists lists_;
-    // By entry: what is counted. The live cache and a replay number entries differently, records and groups alike.
+    // By entry: the key that is counted. The live cache and a replay number entries differently, but records and
+    // groups alike.
     std::vector<std::uint32_t> keys_;
     FrequencySketch sketch_;
 };
