@@ -186,9 +186,7 @@ def _sharing(mesh: Mesh) -> None:
 
     own = identity(mesh.device)
     check([(0, "another"), (2, "a third")])
-    with pytest.raises(
-        ConfigError, match=r"^device: ranks 1 and 2 share a GPU, but each rank needs its own"
-    ):
+    with pytest.raises(ConfigError, match=r"^device: ranks 1 and 2 share a GPU, but each rank needs its own"):
         check([(0, "another"), (2, own)])
 
 
