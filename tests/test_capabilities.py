@@ -113,7 +113,7 @@ def test_a_file_system_without_fallocate_is_named(code: int, tmp_path: Path) -> 
     """As ext2's, and those of NFS before 4.2: the probe says so, doctor too, and a store is refused and not left."""
     found = json.loads(run_without({"fallocate": code}, TRY_FALLOCATE, str(tmp_path)))
     name, kind = errno.errorcode[code], filesystem_type(tmp_path)
-    reason = f"{name} from {kind}: a store cannot reserve its space here, and is refused"
+    reason = f"{name} from {kind}: a store cannot reserve its space here and is refused"
     assert found["probe"] == [False, reason]
     assert found["doctor"] == {
         "name": "fallocate", "setting": "auto", "effective": "off", "backend": "no store", "reason": reason,

@@ -162,7 +162,7 @@ def _choosing(mesh: Mesh) -> None:
     assert load(TrainConfig, None, {"device": "simgpu:3"}).device == "simgpu:3"
     with pytest.raises(ConfigError, match=r"^device: expected auto, cpu or cuda, got 'tpu'"):
         load(TrainConfig, None, {"device": "tpu"})
-    with pytest.raises(CapabilityError, match=r"^device: cuda was asked for, .* finds no CUDA device"):
+    with pytest.raises(CapabilityError, match=r"^device: cuda was requested, .* finds no CUDA device"):
         rank_device("cuda", alone)
     make_current(rank_device("simgpu:1", alone))
     assert torch.empty(1, device="simgpu").device.index == 1
