@@ -141,7 +141,7 @@ class RouterGuesses:
             added = drift.ahead(layer, target, stream)
             if added is None and stream.shape[1] == 1:
                 # A guess of no expert. Without any guess, a predictor goes by how often experts were used before.
-                return torch.zeros(self._routers[target].experts, dtype=torch.int64)
+                return torch.zeros(self._routers[target].experts, dtype=torch.int64, device=stream.device)
         return self._copies[target].count(stream, added)
 
     def _of_all(self, own: Tensor, mesh: Mesh, layer: int, training: bool) -> Tensor:
