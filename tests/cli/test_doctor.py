@@ -51,7 +51,7 @@ def test_json(tmp_path: Path) -> None:
 
 
 def test_what_ranks_exchange_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    unmeasured = "times of messages are not measured here, tierstore bench machine does"
+    unmeasured = "run tierstore bench machine to measure message times"
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     for devices, nccl in ((1, "NCCL between 1 CUDA device"), (2, "NCCL between 2 CUDA devices")):
         monkeypatch.setattr(doctor, "device_count", lambda devices=devices: devices)
@@ -59,7 +59,7 @@ def test_what_ranks_exchange_through(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
     assert rank_exchanges() == f"Gloo between CPUs; {unmeasured}"
     monkeypatch.setattr(dist, "is_gloo_available", lambda: False)
-    assert rank_exchanges() == "none: this torch has no Gloo, which several ranks need"
+    assert rank_exchanges() == "none: this torch has no Gloo, which multi-rank runs need"
 
 
 def test_on_fails_where_it_is_lacking(tmp_path: Path) -> None:

@@ -62,12 +62,12 @@ def test_a_group_says_all_of_what_its_commands_do(name: str) -> None:
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["doctr"], "no command 'doctr'; expected one of"),
-        (["cache", "simulat"], "no command 'simulat'; expected one of curve, import, record"),
+        (["doctr"], "unknown command 'doctr'; expected one of"),
+        (["cache", "simulat"], "unknown command 'simulat'; expected one of curve, import, record"),
         ([], "no command given; see tierstore --help"),
         (["--colour"], "No such option '--colour'"),
         (["verify"], "Missing argument 'STORE'"),
-        (["doctor", "--capability", "warp=on"], "no capability 'warp'; expected one of io_uring"),
+        (["doctor", "--capability", "warp=on"], "unknown name 'warp'; expected one of io_uring"),
         (["doctor", "--capability", "dax=sometimes"], "--capability dax: expected off, auto or on"),
         (["doctor", "--dir", "/no/such/place"], "/no/such/place: No such file or directory"),
     ],

@@ -104,7 +104,7 @@ def test_a_use_in_detail(capsys: pytest.CaptureFixture[str], model: Path, use: s
     assert ("keys and values" in names) == (use == "serve")
     extents = next(term for term in found["terms"] if term["name"] == "expert extents")
     assert extents["term_bytes"] == 4096 * _RECORDS
-    assert f"in detail, {use}:" in shown
+    assert f"details of the use {use}:" in shown
 
 
 def test_pairs_that_memory_cannot_hold(capsys: pytest.CaptureFixture[str], model: Path) -> None:
@@ -127,7 +127,7 @@ def test_pairs_that_memory_cannot_hold(capsys: pytest.CaptureFixture[str], model
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--preset", "mixtral-8x7b", "--model", "x"], "--preset, --model: expected one of them"),
+        (["--preset", "mixtral-8x7b", "--model", "x"], "--preset and --model cannot be combined"),
         (["--for", "lora"], "expected an imported model"),
         (["--model", "nowhere"], "missing; expected a model directory or its config.json"),
     ],

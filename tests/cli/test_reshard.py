@@ -18,7 +18,10 @@ from tierstore.cli.stores import reshard
         (("--head", "gathered", "--expert", "2"), "--expert, --tensor and --stages need --ranks"),
         (("--ranks", "0"), "--ranks: expected at least 1, got 0"),
         (("--ranks", "2", "--stage-blocks", "2,1"), "--stage-blocks needs --stages"),
-        (("--ranks", "2", "--stages", "2", "--stage-blocks", "2;1"), "--stage-blocks: expected integers"),
+        (
+            ("--ranks", "2", "--stages", "2", "--stage-blocks", "2;1"),
+            "--stage-blocks: expected comma-separated integers",
+        ),
     ],
 )
 def test_what_does_not_go_together(tmp_path: Path, options: tuple[str, ...], message: str) -> None:

@@ -354,7 +354,7 @@ def test_where_the_rate_stays_at_its_lowest_is_said(run: Run, tmp_path: Path) ->
     warm = ("--set", "schedule.warmup_steps=2", "--metrics", str(tmp_path / "m.jsonl"))
     assert "learning rate:" not in run(*warm, "--steps", "4").stdout
     assert (
-        "learning rate: stays at its lowest, 0.0002, from step 5 on: it falls until schedule.total_steps = 4"
+        "learning rate: stays at its minimum, 0.0002, from step 5 on: it has decayed by schedule.total_steps = 4"
         in run(*warm, "--resume").stdout
     )
     rates = [json.loads(line)["lr"] for line in (tmp_path / "m.jsonl").read_text().splitlines()]
@@ -423,7 +423,7 @@ def test_a_disk_that_warns_is_named_at_the_head(run: Run, monkeypatch: pytest.Mo
     )
     shown = run("--steps", "1", "--set", f"stripe.directories={run.directory / 'b'}").stdout
     assert (
-        f"\nwarning: {run.directory / 'b'} and {run.store} are on one disk, nvme0n1: together no faster\n"
+        f"\nwarning: {run.directory / 'b'} and {run.store} are on the same disk, nvme0n1: striping is no faster\n"
         in shown
     )
     assert f"\nwarning: nvme0n1 Worn under {run.store}: it has gone read-only\n" in shown

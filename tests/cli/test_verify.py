@@ -39,7 +39,7 @@ def test_a_whole_store(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "verify 1/4"
     assert lines[-1].startswith("store: 4 records, 12 sections, 2 snapshots; read 3 MiB in ")
-    assert lines[-1].endswith("; all whole")
+    assert lines[-1].endswith("; all intact")
 
 
 def test_a_corrupt_store(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

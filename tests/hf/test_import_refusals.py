@@ -205,7 +205,7 @@ def test_the_command(source: Path, tmp_path: Path) -> None:
     assert result["total_parameters"] == Manifest.read(tmp_path / "s").total_parameters
     assert result["compute"] == ComputeDtype.BF16.value
     assert result["records"] == 16 + 4
-    assert "moments start as zeros, which are not written" in run.stderr
+    assert "moments start at zero and are not written" in run.stderr
 
 
 def test_the_command_refuses_in_one_line(

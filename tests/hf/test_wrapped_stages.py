@@ -247,7 +247,7 @@ def test_the_command_cuts_where_it_is_told(whole: Whole, tmp_path: Path) -> None
     too_many = call("--stages", "2", "--stage-blocks", "2,2")
     assert (alone_.exit_code, words.exit_code) == (2, 2)
     assert "--stage-blocks needs --stages" in alone_.output
-    assert "expected integers with commas between them, got 'two,one'" in words.output
+    assert "expected comma-separated integers, got 'two,one'" in words.output
     assert "expected 2 numbers of at least 1 that add up to 3 blocks" in str(too_many.exception)
     made = call("--stages", "2", "--stage-blocks", "1,2", "--json")
     assert made.exit_code == 0, made.output

@@ -143,7 +143,7 @@ def test_prefetches_of_a_run_without_steps_are_not_scored(tmp_path):
     options = ["simulate", str(path), "--lookahead", "recorded", "--capacity", "1.0"]
     refused = CliRunner().invoke(cli, ["cache", *options])
     assert refused.exit_code == 2
-    assert "has no prefetches of a run that takes steps" in refused.stderr
+    assert "has no prefetches of a training run" in refused.stderr
 
 
 def test_the_grid_is_scored_with_the_prefetches_too(recorded, monkeypatch):
@@ -220,7 +220,7 @@ def test_the_commands_say_which(recorded):
     assert "event-atomic, no lookahead, global scope" in said("simulate", recorded, "--policy", "lru")
     assert "event-atomic, no lookahead, global scope" in said("curve", recorded, "--policy", "lru")
     assert "lookahead of 4 frames" in said("tune", recorded, "--capacity", "0.5", "--policy", "lru")
-    assert "expected policies, got belady, which knows the future" in said(
+    assert "expected policies, got belady, which no run can use" in said(
         "simulate", recorded, "--policy", "belady", "--lookahead", "recorded"
     )
     assert "expected --contract event-atomic" in said(

@@ -208,7 +208,7 @@ def test_channels_of_an_answer(channels: _Chain) -> None:
     assert "reets" not in shown
     assert (made["text"], made["reasoning"], made["ending"]) == ("Hello!", "rets", "end")
     shown, made = channels.generate("--prompt", "Hi", "--chat", "--stop", "s")
-    assert "its tokens went into reasoning" in shown
+    assert "all of its tokens are reasoning" in shown
     assert (made["text"], made["reasoning"], made["ending"]) == ("", "ret", "stop")
     message = [{"role": "user", "content": "Hi"}]
     for stop, answer, reasoning in (

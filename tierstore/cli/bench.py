@@ -1,7 +1,7 @@
-"""``tierstore bench``: a command a benchmark, with options derived from the benchmark's fields; report and compare.
+"""``tierstore bench``: one command for each benchmark, with options derived from its fields, and ``report`` and ``compare``.
 
-A run is a ``Session``: what could not be reported is refused before the work; after it the tables are printed, the document
-saved, compared and reported, and the object of ``--json`` printed last.
+``Reporting.begin`` refuses impossible output options before the work. ``Session.end`` saves the document, compares it,
+writes the report, and prints the JSON object last.
 """
 
 from __future__ import annotations
@@ -46,23 +46,23 @@ if TYPE_CHECKING:
     from tierstore.bench.comparing import Comparison
     from tierstore.bench.documents import Document, Measurement
 
-#: Exit status where a check of a benchmark failed.
+#: Exit status when a check of a benchmark failed.
 CHECK_FAILED = 1
 _EXISTING = {ExistingPath.FILE: EXISTING_FILE, ExistingPath.DIRECTORY: EXISTING_DIRECTORY}
 
 
 class BenchGroup(CommandGroup):
-    """The benchmarks, each imported when it is asked for."""
+    """The benchmarks; each is imported on first use."""
 
     _benchmarks = benchmarks()
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The benchmarks, then what is done with their documents."""
+        """The benchmarks, then the commands on their documents."""
         own = self._benchmarks
         return [*own, *(name for name in super().list_commands(ctx) if name not in own)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command, derived from its benchmark."""
+        """The command, built from its benchmark on first use."""
         if cmd_name in self._benchmarks and cmd_name not in self.commands:
             module = importlib.import_module(f"tierstore.bench.{cmd_name}")
             self.add_command(benchmark_command(cmd_name, getattr(module, self._benchmarks[cmd_name])))
@@ -72,9 +72,9 @@ class BenchGroup(CommandGroup):
 @click.group(cls=BenchGroup)
 @click.pass_context
 def bench(ctx: click.Context) -> None:
-    """Stress tests and benchmarks. Each prints a table; with --json the last line is one object.
+    """Stress tests and benchmarks. Each prints a table; with --json the last line is one JSON object.
 
-    With --save FILE.json all that was measured is kept, for `bench report` and --compare.
+    --save FILE.json keeps all measurements, for `bench report` and --compare.
     """
     ctx.with_resource(ended_by_sigterm())
 
@@ -83,7 +83,7 @@ def bench(ctx: click.Context) -> None:
 
 
 def benchmark_command(name: str, kind: type[Benchmark]) -> click.Command:
-    """The command of a benchmark."""
+    """Build the command of the benchmark ``kind``."""
     infos = [info for info in dotted_fields(kind) if "help" in info.metadata and "." not in info.name]
     configured = next((each for each in dataclasses.fields(kind) if "configuration" in each.metadata), None)  # type: ignore[arg-type]
 
@@ -112,7 +112,7 @@ def benchmark_command(name: str, kind: type[Benchmark]) -> click.Command:
 
 
 def _parameter(info: FieldInfo) -> Callable[[Any], Any]:
-    """The option of one field, or its argument."""
+    """The option, or the argument, of one field."""
     how, settings = info.metadata, dict[str, Any](multiple=info.repeated)
     path = how.get("path")
     if path is not None:
@@ -137,14 +137,14 @@ def _parameter(info: FieldInfo) -> Callable[[Any], Any]:
 
 
 def _was_given(info: FieldInfo, value: object) -> bool:
-    """Whether ``value`` is not that of an option that was left out, for which the field's default stands."""
+    """Whether the user gave the option; if not, the field keeps its default."""
     return value is not None and (value != () or info.metadata.get("shown", True))
 
 
 def _configuration(how: Mapping[str, Any], infos: list[FieldInfo], given: Mapping[str, Any]) -> Any:
-    """The TrainConfig of CONFIG, --set and the options that stand for keys of it.
+    """The TrainConfig built from CONFIG, --set and the options that stand for its keys.
 
-    ``how``: the field's ``configuration`` (how keys must begin that --set may set) and ``fixed`` (keys that have one value).
+    ``how``: the field's ``configuration`` (prefixes of the keys that --set may set) and ``fixed`` (keys with a fixed value).
     """
     from tierstore.train.config import TrainConfig
 
@@ -164,7 +164,7 @@ def _configuration(how: Mapping[str, Any], infos: list[FieldInfo], given: Mappin
 
 
 def results_options() -> Callable[[F], F]:
-    """The four options, as one argument ``reporting`` of the command."""
+    """The four output options; the command gets them as one argument ``reporting``."""
 
     return options(
         json_option,
@@ -172,19 +172,19 @@ def results_options() -> Callable[[F], F]:
             "--save",
             metavar="FILE.json",
             type=output_file(OutputKind.DOCUMENT),
-            help="Write everything, with all samples.",
+            help="Save all measurements, with all samples, as JSON.",
         ),
         click.option(
             "--html",
             metavar="FILE",
             type=output_file(OutputKind.PAGE),
-            help="Write a report with plots (see bench report).",
+            help="Write an HTML report with plots (see bench report).",
         ),
         click.option(
             "--compare",
             metavar="OLD.json",
             type=FILE,
-            help="Say what became slower or faster than in this --save, beyond noise.",
+            help="Compare with an earlier --save file: what became slower or faster, beyond noise.",
         ),
         bundled(Reporting, "reporting"),
     )
@@ -192,7 +192,7 @@ def results_options() -> Callable[[F], F]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reporting:
-    """What was asked for beside the table."""
+    """The outputs that the user requested in addition to the table."""
 
     output: Output
     save: Path | None
@@ -200,11 +200,11 @@ class Reporting:
     compare: Path | None
 
     def begin(self, *, name: str | None = None, directory: Path | None = None) -> Session:
-        """Call it before the work. ``name``: in documents, where it is not the command's. ``directory``: where the benchmark
-        measures; the document names its file system and device.
+        """Check the options before the work. ``name``: the benchmark's name in documents (default: the command's).
+        ``directory``: where the benchmark measures; the document names its file system and device.
 
-        Raises errors that would otherwise come after the work: DataError for a document that cannot be compared with,
-        CapabilityError without the report's libraries.
+        Raises early what would otherwise fail after the work: DataError if the document of --compare is unusable,
+        CapabilityError if the report's libraries are missing.
         """
         from tierstore.bench.documents import load_document, now
 
@@ -237,7 +237,7 @@ class Reporting:
 
 
 def _plain(value: object) -> float | str | None:
-    """An option's value as a document holds it; None where it was not given."""
+    """An option's value as a document stores it; None if the option was not given."""
     if value is None or value == ():
         return None
     if isinstance(value, tuple):
@@ -260,8 +260,8 @@ class Session:
     output: Output
 
     def end(self, result: Mapping[str, object], measurements: Iterable[Measurement]) -> None:
-        """After the work and its table: saves, compares, reports, and prints the object of ``--json``, in which the
-        comparison is ``compared``. Raises DataError where there is nothing to compare; the object is printed first.
+        """Save, compare and report the results, then print the JSON object; its key ``compared`` is the comparison.
+        Raises DataError if nothing can be compared; the object is printed first.
         """
         figures = {key: to_json(value) for key, value in result.items()}
         compared: dict[str, object] = {}
@@ -286,7 +286,7 @@ class Session:
                 measurements=tuple(measurements),
                 figures=figures,
             )
-            if self.asked.save is not None:  # first: it may be the end of a long run
+            if self.asked.save is not None:  # first: a later error must not lose a long run's results
                 save_document(document, self.asked.save)
             comparisons = [] if self.against is None else [self._compare(self.against, document)]
             for comparison in comparisons:
@@ -305,7 +305,7 @@ class Session:
 
 
 def comparison_json(comparison: Comparison) -> dict[str, object]:
-    """The comparison for programs."""
+    """The comparison as JSON."""
     return {
         "bench": comparison.bench,
         "warnings": list(comparison.warnings),
@@ -326,7 +326,7 @@ def comparison_json(comparison: Comparison) -> dict[str, object]:
 
 
 def show_comparison(comparison: Comparison, output: Output) -> None:
-    """The comparison for people."""
+    """Print the comparison."""
     from tierstore.bench.comparing import table
 
     for warning in comparison.warnings:
@@ -342,7 +342,7 @@ def show_comparison(comparison: Comparison, output: Output) -> None:
 
 
 class _CommandProgress(Progress):
-    """Progress on the command's output; a bar once there is something to count."""
+    """Prints progress to the command's output; shows a bar from the first ``update``."""
 
     def __init__(self, output: Output, label: str) -> None:
         self._output = output
@@ -374,17 +374,17 @@ def _show(found: Found, output: Output) -> None:
             output.table(shown.title, list(shown.columns), shown.cells)
 
 
-# What is done with documents --------------------------------------------------------------------------------
+# Commands on documents --------------------------------------------------------------------------------------
 
 
 @bench.command()
 @click.argument("documents", nargs=-1, required=True, type=FILE)
 @click.option(
-    "--html", metavar="FILE", type=output_file(OutputKind.PAGE), required=True, help="The page to write."
+    "--html", metavar="FILE", type=output_file(OutputKind.PAGE), required=True, help="HTML file to write."
 )
 @json_option
 def report(documents: tuple[Path, ...], html: Path, output: Output) -> None:
-    """One HTML page of DOCUMENTS, which any benchmarks saved with --save: targets, plots, tables, machines."""
+    """Write one HTML page about DOCUMENTS, saved by any benchmarks with --save: targets, plots, tables, machines."""
     from tierstore.bench.documents import load_document
     from tierstore.bench.report import write_report
 
@@ -399,7 +399,7 @@ def report(documents: tuple[Path, ...], html: Path, output: Output) -> None:
 @click.argument("new", type=FILE)
 @json_option
 def compare(old: Path, new: Path, output: Output) -> None:
-    """What became slower or faster from OLD to NEW, beyond noise: two files that one benchmark saved with --save."""
+    """Show what became slower or faster from OLD to NEW, beyond noise. Both are --save files of the same benchmark."""
     from tierstore.bench.comparing import compare as compared
     from tierstore.bench.documents import load_document
 

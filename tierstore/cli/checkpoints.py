@@ -1,4 +1,4 @@
-"""``tierstore import`` and ``export``: between checkpoints of Hugging Face transformers and stores."""
+"""``tierstore import`` and ``export``: convert Hugging Face checkpoints to stores and back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tierstore.quant.layout import CodeFormat
 from tierstore.store.format import MomentFormat
 from tierstore.units import format_bytes, format_seconds
 
-if TYPE_CHECKING:  # at run time these import torch, which listing the commands must not
+if TYPE_CHECKING:  # these import torch, which --help must not load
     from tierstore.hf.exporting import Exported
     from tierstore.hf.importing import ImportPlan, ImportReport
 
@@ -27,29 +27,29 @@ if TYPE_CHECKING:  # at run time these import torch, which listing the commands 
     "--store",
     type=PATH,
     required=True,
-    help="Directory of the store; the same command resumes an import.",
+    help="Directory of the new store; run the same command again to resume.",
 )
 @click.option(
     "--compute",
     type=click.Choice([dtype.value for dtype in ComputeDtype]),
-    help="Type in which the model will compute (default: fp32 for a checkpoint in fp32, else bf16).",
+    help="Type in which the model computes (default: fp32 for an fp32 checkpoint, else bf16).",
 )
-@click.option("--frozen", is_flag=True, help="Keep the experts' weights only, read only: for LoRA.")
+@click.option("--frozen", is_flag=True, help="Import read-only experts without moments: for LoRA, serving.")
 @click.option(
     "--moments",
     type=click.Choice([moments.value for moments in MomentFormat]),
     default=MomentFormat.FP32.value,
-    help="Format of the experts' moments (adamw.moments of later runs).",
+    help="Format of the experts' optimizer moments; later runs must set the same adamw.moments.",
 )
 @click.option(
     "--weights",
     "codes",
     type=click.Choice([codes.value for codes in CodeFormat]),
-    help="With --frozen: quantise experts to 8 or 4 bits with fp32 scales, for serving (default: the compute type).",
+    help="With --frozen: quantise experts to 8 or 4 bits, for forward passes only (default: keep the compute type).",
 )
-@click.option("--host-budget", type=SIZE, default="64MiB", help="Memory for experts in transit.")
+@click.option("--host-budget", type=SIZE, default="64MiB", help="Memory for experts while they are copied.")
 @click.option(
-    "--expert-ranks", type=int, default=0, help="Ranks that share one copy of the experts (0: all of them)."
+    "--expert-ranks", type=int, default=0, help="Ranks that share one copy of the experts (0: all ranks)."
 )
 @json_option
 def import_(
@@ -63,7 +63,7 @@ def import_(
     expert_ranks: int,
     output: Output,
 ) -> None:
-    """Import the safetensors in MODEL_DIR into a store. Under torchrun, each rank imports its own part."""
+    """Import the safetensors checkpoint in MODEL_DIR into a store. Under torchrun each rank imports its own part."""
     from tierstore.hf.importing import ImportOptions, import_model
     from tierstore.hf.manifest import Weights
     from tierstore.parallel import launch
@@ -100,11 +100,11 @@ def _describe(plan: ImportPlan, store: Path, output: Output) -> None:
     )
     if manifest.quantization.value != "none":
         output.line(
-            f"the checkpoint is quantised ({manifest.quantization.value}); it is stored, and exported, as bf16"
+            f"the checkpoint is quantised ({manifest.quantization.value}); the store keeps and exports it as bf16"
         )
     if manifest.carried:
         output.line(
-            f"{len(manifest.carried)} tensors that this family ignores ({manifest.carried[0].name}, ...) are kept unchanged"
+            f"{len(manifest.carried)} tensors unused by this family ({manifest.carried[0].name}, ...) are kept unchanged"
         )
     for note in plan.notes:
         output.line(note)
@@ -112,7 +112,7 @@ def _describe(plan: ImportPlan, store: Path, output: Output) -> None:
     frozen = manifest.weights.value == "frozen"
     if manifest.codes is not None:
         output.line(f"experts are quantised to {manifest.codes.value}, for forward passes only")
-    more = "weights only, read only" if frozen else "moments start as zeros, which are not written"
+    more = "read-only weights" if frozen else "moments start at zero and are not written"
     output.line(
         f"disk: {format_bytes(plan.disk_bytes)}{each} reserved in {store}; {format_bytes(plan.source_bytes)} to read; {more}"
     )
@@ -120,7 +120,7 @@ def _describe(plan: ImportPlan, store: Path, output: Output) -> None:
 
 def _show_import(report: ImportReport, store: Path, output: Output) -> None:
     manifest = report.manifest
-    skipped = f" ({report.skipped} were there already)" if report.skipped else ""
+    skipped = f" ({report.skipped} imported earlier)" if report.skipped else ""
     output.line(
         f"{store}: {report.records} records imported{skipped} in {format_seconds(report.elapsed_s)}; read "
         f"{format_bytes(report.read_bytes)}, wrote {format_bytes(report.written_bytes)}"
@@ -154,18 +154,18 @@ def _show_import(report: ImportReport, store: Path, output: Output) -> None:
 
 @click.command()
 @click.argument("store", type=PATH)
-@click.option("--to", "target", type=PATH, required=True, help="The new model directory; must not exist.")
+@click.option(
+    "--to", "target", type=PATH, required=True, help="Directory of the exported model; must not exist."
+)
 @click.option(
     "--dtype",
     type=click.Choice(["bf16", "fp32"]),
-    help="Type of the weights (default: that of the checkpoint they came from, bf16 where it was quantised).",
+    help="Type of the weights (default: that of the imported checkpoint; bf16 if it was quantised).",
 )
-@click.option("--max-shard-size", type=SIZE, help="Bytes of the largest file (default: 5GB).")
+@click.option("--max-shard-size", type=SIZE, help="Largest size of one file (default: 5GB).")
+@click.option("--adapter", is_flag=True, help="Write only the LoRA pairs of train --lora, as a peft adapter.")
 @click.option(
-    "--adapter", is_flag=True, help="Write only the low-rank pairs of train --lora, as peft loads them."
-)
-@click.option(
-    "--merge", type=EXISTING_DIRECTORY, metavar="ADAPTER", help="Merge an adapter of peft into the weights."
+    "--merge", type=EXISTING_DIRECTORY, metavar="ADAPTER", help="Merge this peft adapter into the weights."
 )
 @json_option
 def export(
@@ -177,10 +177,10 @@ def export(
     merge: Path | None,
     output: Output,
 ) -> None:
-    """Write the model of STORE, of all its ranks, as of its last commit. STORE does not change.
+    """Write the model in STORE (all ranks, at the last commit) as safetensors. STORE does not change.
 
-    An imported model keeps the names that it came with; the built-in one is written as a Mixtral, where its options allow
-    it. Pairs of train --lora are merged into the weights; --adapter writes them alone.
+    An imported model keeps its original tensor names; the built-in model is written as a Mixtral if its options allow it.
+    LoRA pairs of train --lora are merged into the weights; --adapter writes them alone.
     """
     if adapter:
         if any(option is not None for option in (dtype, merge, max_shard_size)):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("store", type=PATH, required=False)
-@click.option("--to", "target", type=PATH, help="The new directory; a stopped deployment resumes there.")
+@click.option("--to", "target", type=PATH, help="Directory of the deployment; resumes an unfinished one.")
 @config_options(
     DeployConfig,
     {
@@ -47,9 +47,9 @@ if TYPE_CHECKING:
     "--until",
     type=click.Choice([each.value for each in StageName]),
     default=StageName.DEPLOYMENT.value,
-    help="Stop after this stage, to inspect its result.",
+    help="Stop after this stage.",
 )
-@click.option("--show", type=PATH, metavar="DIR", help="Print the stages of a deployment and exit.")
+@click.option("--show", type=PATH, metavar="DIR", help="Print the completed stages of a deployment.")
 @json_option
 def deploy(
     store: Path | None,
@@ -62,7 +62,7 @@ def deploy(
     """Compress and package STORE, trained or imported, for serving.
 
     The stages are fusion, distillation, conversion, segmentation, optimisation and deployment. Each checks the result of
-    the one before it. The same command resumes a deployment that was stopped or killed.
+    the previous one. Run the same command again to resume an interrupted deployment.
     """
     from tierstore.deploy.pipeline import deploy as run
     from tierstore.deploy.pipeline import stage_records
@@ -98,7 +98,7 @@ def _table(output: Output, title: str, records: tuple[StageRecord, ...]) -> None
 
 
 def _figures(record: StageRecord) -> str:
-    """Single figures on one line, and the notes below."""
+    """The scalar figures on one line, followed by the notes."""
     shown = []
     for name, value in record.figures.items():
         if isinstance(value, float):

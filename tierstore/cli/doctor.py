@@ -1,4 +1,4 @@
-"""``tierstore doctor``: what this machine offers, which backend each capability resolved to, and why."""
+"""``tierstore doctor``: the machine's capabilities, the backend each resolved to, and why."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """How a capability is probed in a directory, and what is used with it and without it."""
+    """The probe of a capability in a directory; ``backend`` is used with the capability, ``fallback`` without it."""
 
     probe: Callable[[Path], Finding]
     backend: str
@@ -67,23 +67,23 @@ CHECKS: Mapping[str, Check] = {
     "directory",
     type=PATH,
     default=Path(),
-    help="Probe the disk under this directory.",
+    help="Directory whose disk is probed.",
 )
 @click.option(
     "--store",
     type=PATH,
-    help="Show the drives of this store, too (of all ranks; not while a process changes it).",
+    help="Also show the drives of this store (all ranks); no process may be writing it.",
 )
 @click.option(
     "--capability",
     "settings",
     metavar="NAME=off|auto|on",
     multiple=True,
-    help="Resolve a capability under this setting; on fails where the machine lacks it.",
+    help="Resolve a capability with this setting; `on` fails if the machine lacks it.",
 )
 @json_option
 def doctor(directory: Path, store: Path | None, settings: tuple[str, ...], output: Output) -> None:
-    """Show what this machine offers, and what each capability resolved to and why."""
+    """Show this machine's capabilities, the backend that each resolved to, and why."""
     chosen = _settings(settings)
     facts = machine_facts(directory)
     drives = _stored(store) if store is not None else [_Drive(directory.resolve())]
@@ -128,7 +128,7 @@ def doctor(directory: Path, store: Path | None, settings: tuple[str, ...], outpu
 
 @dataclass(frozen=True)
 class _Drive:
-    """A directory, and as one of a store's what lies there."""
+    """A directory, and what a store keeps there (``stored``; None without a store)."""
 
     path: Path
     stored: DriveReport | None = None
@@ -204,7 +204,7 @@ def _settings(texts: tuple[str, ...]) -> dict[str, Capability]:
     for text in texts:
         name, _, value = text.partition("=")
         if name not in CHECKS:
-            raise ConfigError(f"--capability: no capability {name!r}; expected one of {', '.join(CHECKS)}")
+            raise ConfigError(f"--capability: unknown name {name!r}; expected one of {', '.join(CHECKS)}")
         if value not in [setting.value for setting in Capability]:
             raise ConfigError(f"--capability {name}: expected off, auto or on, got {value!r}")
         chosen[name] = Capability(value)
@@ -247,14 +247,14 @@ def machine_facts(directory: Path) -> dict[str, object]:
 
 
 def rank_exchanges() -> str:
-    """What several ranks on this machine would exchange through. Imports torch."""
+    """The backends through which ranks on this machine would communicate. Imports torch."""
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_gloo_available():
-        return "none: this torch has no Gloo, which several ranks need"
+        return "none: this torch has no Gloo, which multi-rank runs need"
     devices = device_count() if dist.is_nccl_available() else 0
     nccl = f", NCCL between {devices} CUDA device{'s' * (devices > 1)}" if devices else ""
-    return f"Gloo between CPUs{nccl}; times of messages are not measured here, tierstore bench machine does"
+    return f"Gloo between CPUs{nccl}; run tierstore bench machine to measure message times"
 
 
 def _title(name: str) -> str:

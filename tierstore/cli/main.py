@@ -1,7 +1,7 @@
-"""The ``tierstore`` command: finds the subcommand, and turns every failure into its exit status.
+"""The ``tierstore`` command: runs the subcommand and turns its outcome into an exit status.
 
-Exit statuses: 0 done; 1 a check failed; 2 bad usage or input, with one line on stderr.
-``--help`` imports no command and no torch: commands are imported when they are run.
+Exit statuses: 0 success; 1 a check failed; 2 bad usage or input, with one line on stderr.
+``--help`` imports no subcommand and no torch: a subcommand is imported when it is run.
 """
 
 from __future__ import annotations
@@ -24,81 +24,81 @@ from tierstore import __version__
 from tierstore.errors import ChecksumError, TierstoreError
 
 DONE, CHECK_FAILED, BAD_INPUT = 0, 1, 2
-INTERRUPTED = 130  # 128 + SIGINT, as shells report it
-_WHOLE = 1000  # characters of a summary: all of it
+INTERRUPTED = 130  # 128 + SIGINT, the shells' convention
+_WHOLE = 1000  # a length limit in characters that cuts no summary
 
-#: Commands whose passes are so short that waking OpenMP's workers costs more than their spinning takes from the engine: on 2
-#: cores, decoding a 1.5 B model one token at a time took 1.2 to 1.6 times as long without it, in memory and from disk.
+#: Commands whose OpenMP workers keep spinning between passes, which are so short that waking them costs more than spinning
+#: takes from the engine: on 2 cores, decoding a 1.5 B model token by token took 1.2 to 1.6 times as long without it.
 _SPINNING = ("generate", "serve")
 
-#: For each command the module that has it under its name, and the line that ``tierstore --help`` shows for it.
+#: By command: the module that defines it, and its summary in ``tierstore --help``.
 COMMANDS: Mapping[str, tuple[str, str]] = {
-    "train": ("tierstore.cli.train", "Train a Mixture-of-Experts model larger than memory."),
+    "train": ("tierstore.cli.train", "Train a Mixture-of-Experts model that is larger than memory."),
     "import": (
         "tierstore.cli.checkpoints",
-        "Import a Hugging Face MoE checkpoint into a store, to train it.",
+        "Import a Hugging Face MoE checkpoint into a store, to train or serve it.",
     ),
     "export": (
         "tierstore.cli.checkpoints",
-        "Write the model of a store as safetensors that other programs load.",
+        "Export the model in a store as a Hugging Face checkpoint.",
     ),
     "generate": (
         "tierstore.cli.serving",
-        "Continue text with the model of a store, in the memory you give.",
+        "Generate text with the model in a store, within a memory budget.",
     ),
-    "serve": ("tierstore.cli.serving", "Serve OpenAI's API from a store, in the memory you give."),
-    "deploy": (
-        "tierstore.cli.deploy",
-        "Compress and package a store for serving.",
+    "serve": (
+        "tierstore.cli.serving",
+        "Serve a store over an OpenAI-compatible API, within a memory budget.",
     ),
-    "plan": ("tierstore.cli.plan", "Plan a run: bytes on each tier, whether they fit, the time of a step."),
+    "deploy": ("tierstore.cli.deploy", "Compress and package a store for serving."),
+    "plan": ("tierstore.cli.plan", "Plan a run: bytes on each tier, whether they fit, and step time."),
     "doctor": (
         "tierstore.cli.doctor",
-        "Show what this machine offers, and what each capability resolved to.",
+        "Show this machine's capabilities and the backend that each resolved to.",
     ),
     "verify": ("tierstore.cli.stores", "Read and check every record of every snapshot of a store."),
-    "gc": ("tierstore.cli.stores", "Remove what a crash left behind, and return free space."),
+    "gc": ("tierstore.cli.stores", "Remove what a crash left behind and free the space."),
     "reshard": ("tierstore.cli.stores", "Reshard a store for a different number of ranks."),
-    "cache": ("tierstore.cli.cache.group", "Record, replay, bound and tune cache policies from traces."),
+    "cache": ("tierstore.cli.cache.group", "Record, import, replay and tune cache policies from traces."),
     "bench": (
         "tierstore.cli.bench",
-        "Stress-test disks and stores; measure training, kernels, policies and links.",
+        "Benchmark disks, stores, training, kernels, cache policies and links.",
     ),
 }
 
 
 class CommandGroup(click.Group):
-    """A click group that shows whole summaries, and whose errors list its commands."""
+    """A click group that shows summaries uncut; its errors list its commands."""
 
     def summaries(self, ctx: click.Context) -> list[tuple[str, str]]:
-        """The name and the summary of each command, in the order of the help."""
+        """The name and summary of each command, in help order."""
         found = ((name, self.get_command(ctx, name)) for name in self.list_commands(ctx))
         return [(name, command.get_short_help_str(_WHOLE)) for name, command in found if command is not None]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The summaries, wrapped."""
+        """Write the summaries, wrapped."""
         with formatter.section("Commands"):
             formatter.write_dl(self.summaries(ctx))
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """As click does; the error lists the commands."""
+        """Resolve as click does; an unknown command raises an error that lists the commands."""
         known = self.list_commands(ctx)
         if args[0] not in known and not args[0].startswith("-"):
-            raise click.UsageError(f"no command {args[0]!r}; expected one of {', '.join(known)}", ctx)
+            raise click.UsageError(f"unknown command {args[0]!r}; expected one of {', '.join(known)}", ctx)
         return super().resolve_command(ctx, args)
 
 
 class LazyGroup(CommandGroup):
-    """A group that imports a command when it is run, and ends the process by the contract's statuses."""
+    """A group that imports a command when it is run, and exits with the statuses above."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The table's commands, in its order."""
+        """The commands of ``COMMANDS``, in its order."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command, imported."""
+        """Import the command."""
         if cmd_name not in COMMANDS:
             return None
         module, _ = COMMANDS[cmd_name]
@@ -108,7 +108,7 @@ class LazyGroup(CommandGroup):
         return command
 
     def summaries(self, ctx: click.Context) -> list[tuple[str, str]]:
-        """From the table: click would import every command for its help."""
+        """Read them from ``COMMANDS``: click would import every command."""
         return [(name, summary) for name, (_, summary) in COMMANDS.items()]
 
     def main(
@@ -120,14 +120,14 @@ class LazyGroup(CommandGroup):
         windows_expand_args: bool = True,
         **extra: Any,
     ) -> NoReturn:
-        """Runs and exits. Bugs keep their traceback."""
+        """Run the command and exit. Bugs keep their traceback."""
         if isinstance(
             sys.stdout, io.TextIOWrapper
-        ):  # names of files need not be UTF-8; stderr escapes them by itself
+        ):  # file names need not be UTF-8; stderr escapes them already
             sys.stdout.reconfigure(errors="backslashreplace")
         words = sys.argv[1:] if args is None else args
         if next((word for word in words if not word.startswith("-")), "") not in _SPINNING:
-            # Before torch is imported: OpenMP's idle workers spin by default, on the cores that the engine needs.
+            # Set before torch is imported: by default OpenMP's idle workers spin on cores that the engine needs.
             os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         try:
             status = super().main(
@@ -143,7 +143,7 @@ class LazyGroup(CommandGroup):
 
 @contextmanager
 def _handled(handler: Callable[[int, FrameType | None], None], *numbers: int) -> Iterator[None]:
-    """``handler`` for the signals ``numbers`` within the block."""
+    """Install ``handler`` for the signals ``numbers`` within the block."""
     before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
@@ -154,7 +154,7 @@ def _handled(handler: Callable[[int, FrameType | None], None], *numbers: int) ->
 
 @contextmanager
 def ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM ends the block as an exception does, so that the block cleans up; the status is 143, as shells report it."""
+    """SIGTERM raises SystemExit(143) in the block, so that it cleans up; 143 is the status that shells report."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
@@ -164,7 +164,7 @@ def ended_by_sigterm() -> Iterator[None]:
 
 
 class Interrupts:
-    """Whether SIGINT or SIGTERM has requested that a loop ends after its current step; a second one exits at once."""
+    """Whether SIGINT or SIGTERM has ``requested`` that a loop end after its current step; a second one exits at once."""
 
     requested = False
 
@@ -176,20 +176,20 @@ class Interrupts:
     @classmethod
     @contextmanager
     def install(cls) -> Iterator[Interrupts]:
-        """Handles the signals within the block."""
+        """Handle the signals within the block."""
         interrupts = cls()
         with _handled(interrupts._handle, signal.SIGINT, signal.SIGTERM):
             yield interrupts
 
 
 def _rank() -> str:
-    """The rank that prints, where there are several: torchrun mixes their output."""
+    """A prefix that names the rank if there are several, since torchrun mixes their output."""
     several = os.environ.get("WORLD_SIZE", "1") != "1"
     return f"rank {os.environ['RANK']}: " if several and "RANK" in os.environ else ""
 
 
 def _one_line(error: Exception) -> str:
-    if isinstance(error, click.exceptions.NoArgsIsHelpError):  # whose message is the whole help
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):  # its message is the whole help
         path = error.ctx.command_path if error.ctx is not None else "tierstore"
         text = f"no command given; see {path} --help"
     elif isinstance(error, click.ClickException):
@@ -211,11 +211,11 @@ def _one_line(error: Exception) -> str:
 )
 @click.version_option(__version__, prog_name="tierstore")
 def cli() -> None:
-    """Train Mixture-of-Experts models that are larger than memory."""
+    """Train and serve Mixture-of-Experts models that are larger than memory."""
 
 
 def _show_warning(show: Callable[..., None]) -> Callable[..., None]:
-    """Shows a UserWarning as one line without its place in the code; other warnings by ``show``."""
+    """Show a UserWarning as one line without its code location; pass other warnings to ``show``."""
 
     def one_line(message: Warning | str, category: type[Warning], *where: Any, **options: Any) -> None:
         if issubclass(category, UserWarning):
@@ -227,7 +227,7 @@ def _show_warning(show: Callable[..., None]) -> Callable[..., None]:
 
 
 def main() -> NoReturn:
-    """The console script."""
+    """The entry point of the console script."""
     warnings.showwarning = _show_warning(warnings.showwarning)
     cli.main()
 

@@ -1,7 +1,7 @@
-"""Options of commands: derived from the fields of dataclasses, with the few that commands share.
+"""Command options: those derived from dataclass fields, and the few that commands share.
 
-Two decorators derive options. ``config_options`` makes them of chosen keys of a configuration, which a TOML file and
-``--set`` give too. ``dataclass_options`` makes one of each field of a dataclass and passes the command an instance::
+Two decorators derive options. ``config_options`` makes options for chosen configuration keys, which a TOML file and
+``--set`` can also give. ``dataclass_options`` makes one for each field of a dataclass and passes the command an instance::
 
     @dataclass(frozen=True, kw_only=True)
     class Listening:
@@ -12,7 +12,7 @@ Two decorators derive options. ``config_options`` makes them of chosen keys of a
     @dataclass_options(Listening, "listening")
     def serve(given: dict[str, object], listening: Listening) -> None: ...
 
-Type, default and help text come from the field (``tierstore.config`` says which types there are).
+Type, default and help text come from the field (see ``tierstore.config`` for the types).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _ANY_WHOLE = 2**62
 
 
-# Older releases of click have no type argument at run time.
+# Older releases of click do not accept type arguments at run time.
 if TYPE_CHECKING:
     from tierstore.train.config import TrainConfig
 
@@ -51,7 +51,7 @@ else:
 
 
 class _Size(_IntType):
-    """An absolute size: ``512MiB``, ``4GB``, ``1000``. Its value is an int, bytes."""
+    """An absolute size, such as ``512MiB``, ``4GB`` or ``1000``; converted to an int, in bytes."""
 
     name = "size"
 
@@ -63,9 +63,9 @@ class _Size(_IntType):
 
 
 class _Fraction(_TextType):
-    """A size that may also be a fraction, ``25%`` or ``0.25``. Its value is the text, checked.
+    """A size or a fraction, such as ``25%`` or ``0.25``; kept as text after validation.
 
-    ``parse_size(text, whole=...)`` converts it to bytes, once the whole is known.
+    ``parse_size(text, whole=...)`` converts it to bytes once the whole is known.
     """
 
     name = "size|fraction"
@@ -79,18 +79,18 @@ class _Fraction(_TextType):
 
 
 class _Text(_TextType):
-    """Text in UTF-8."""
+    """Text that is valid UTF-8."""
 
     name = "text"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        if not is_unicode(value):  # Python makes such text of other bytes
+        if not is_unicode(value):  # Python decodes other bytes to lone surrogates
             raise click.UsageError(f"{_name(param)}: expected text in UTF-8, got {value!r}", ctx)
         return str(value)
 
 
 class _Numbers(_NumbersType):
-    """Integers with commas between them: ``0,8,16``."""
+    """Comma-separated integers, such as ``0,8,16``."""
 
     name = "text"
 
@@ -103,20 +103,20 @@ class _Numbers(_NumbersType):
             return tuple(int(part) for part in str(value).split(","))
         except ValueError as exc:
             raise click.UsageError(
-                f"{_name(param)}: expected integers with commas between them, got {value!r}", ctx
+                f"{_name(param)}: expected comma-separated integers, got {value!r}", ctx
             ) from exc
 
 
 def _name(param: click.Parameter | None) -> str:
-    """The option as it was typed, for an error: ``--host-budget``."""
+    """The option's name for error messages, such as ``--host-budget``."""
     if param is None:
         return "size"
     return next((option for option in param.opts if option.startswith("-")), param.human_readable_name)
 
 
 class _Path(_PathType):
-    """A path to read or, with ``output``, a file to write. An output is refused where it may not replace what is there,
-    or is another path of the same command.
+    """A path to read or, with ``output``, a file to write. An output is refused if it may not replace the existing file, or
+    if it is another path of the same command.
     """
 
     def __init__(self, output: OutputKind | None = None, **checks: bool) -> None:
@@ -127,7 +127,7 @@ class _Path(_PathType):
         path: Path = super().convert(value, param, ctx)
         if ctx is None or ctx.resilient_parsing:
             return path
-        # Every path of the command, and the file that an output would replace.
+        # Every path of the command, and whether it is an output.
         known: list[tuple[Path, bool]] = ctx.meta.setdefault("tierstore.paths", [])
         try:
             target = path if self.output is None else check_output(path, self.output)
@@ -141,7 +141,7 @@ class _Path(_PathType):
 
 
 def output_file(kind: OutputKind) -> _Path:
-    """A file that the command writes."""
+    """The type of a file that the command writes."""
     return _Path(kind, dir_okay=False)
 
 
@@ -156,7 +156,7 @@ EXISTING_DIRECTORY = _Path(exists=True, file_okay=False)
 
 
 def options(*decorators: Callable[[Any], Any]) -> Callable[[F], F]:
-    """Several options as one decorator; the help shows them in this order."""
+    """Combine several options into one decorator; the help shows them in this order."""
     return lambda command: functools.reduce(
         lambda inner, option: option(inner), reversed(decorators), command
     )
@@ -168,20 +168,20 @@ def options(*decorators: Callable[[Any], Any]) -> Callable[[F], F]:
 def option(
     default: Any = dataclasses.MISSING, *names: str, help: str, size: bool = False, **settings: Any
 ) -> Any:
-    """A field that ``dataclass_options`` makes an option of.
+    """A dataclass field that ``dataclass_options`` turns into an option.
 
-    ``names``: its names, if not the field's own (``--host-budget`` for ``host_budget``). ``size``: it is bytes.
-    ``settings``: arguments of ``click.option`` that its type does not say, such as ``metavar`` or another ``type``.
+    ``names``: the option's names (default: from the field's, ``--host-budget`` for ``host_budget``). ``size``: the value is
+    in bytes. ``settings``: further arguments of ``click.option``, such as ``metavar`` or another ``type``.
     """
     metadata = {"help": help, "size": size, "names": names, "click": settings}
     return dataclasses.field(default=default, metadata=metadata)
 
 
 class Defaults(Enum):
-    """What an option of a configuration key is where it was not given."""
+    """The default of an option for a configuration key."""
 
-    ELSEWHERE = "elsewhere"  # nothing: a file, or the configuration, has the value
-    SHOWN = "shown"  # the field's default, which the help shows
+    ELSEWHERE = "elsewhere"  # none: the file or the configuration supplies the value
+    SHOWN = "shown"  # the field's default, shown in the help
 
 
 def config_options(
@@ -189,10 +189,10 @@ def config_options(
     table: Mapping[str, str | tuple[str, Mapping[str, Any]]],
     defaults: Defaults = Defaults.ELSEWHERE,
 ) -> Callable[[F], F]:
-    """Options for keys of ``config``, which reach the command as the argument ``given``: values by dotted key.
+    """Options for keys of ``config``; the command gets the argument ``given``, a dict of values by dotted key.
 
-    ``table``: the dotted key of each option, or a pair of it and further arguments of ``click.option``. Keys whose
-    options were not given are left out.
+    ``table``: for each option its dotted key, or a pair of the key and further arguments of ``click.option``. ``given``
+    omits options that the user did not give.
     """
     infos = {info.name: info for info in dotted_fields(config)}
     declared, keys = [], {}
@@ -209,7 +209,7 @@ def config_options(
 
 
 def dataclass_options(kind: type[Any], argument: str) -> Callable[[F], F]:
-    """An option of each field of the dataclass ``kind``; the command gets an instance as ``argument``."""
+    """One option for each field of the dataclass ``kind``; the command gets an instance as ``argument``."""
     declared = []
     for info in dotted_fields(kind):
         names = info.metadata.get("names") or (f"--{info.name.replace('_', '-')}",)
@@ -226,7 +226,7 @@ def dataclass_options(kind: type[Any], argument: str) -> Callable[[F], F]:
 def declared_option(
     info: FieldInfo, names: tuple[str, ...], settings: Mapping[str, Any], defaults: Defaults
 ) -> Callable[[F], F]:
-    """The option of one field; ``settings`` are further arguments of ``click.option``."""
+    """The option for one field; ``settings`` are further arguments of ``click.option``."""
     said: dict[str, Any] = {
         "help": f"{info.help[:1].upper()}{info.help[1:].rstrip('.')}." if info.help else None
     }
@@ -253,12 +253,12 @@ _TYPES = {int: click.INT, float: click.FLOAT, str: TEXT, Path: PATH}
 
 
 def _is_absent(value: object) -> bool:
-    """Whether ``value`` is that of an option that was not given: 0 is none of these."""
+    """Whether ``value`` means that the option was not given; 0 does not."""
     return value is None or value is False or value == ()
 
 
 def _typed(info: FieldInfo) -> object:
-    """The default of ``info`` as it would be typed."""
+    """The default of ``info`` as the user would type it."""
     if isinstance(info.default, Enum):
         return info.default.value
     if info.size and isinstance(info.default, int):
@@ -268,7 +268,7 @@ def _typed(info: FieldInfo) -> object:
 
 
 def _member(kind: type[Enum], ctx: click.Context, param: click.Parameter, value: Any) -> Any:
-    """The member, or members, of ``kind`` with the value that was chosen."""
+    """The member of ``kind`` with the chosen value; a tuple of members for several values."""
     members = {str(member.value): member for member in kind}
     return tuple(members[one] for one in value) if isinstance(value, tuple) else members.get(value)
 
@@ -279,7 +279,7 @@ def _collected(
     argument: str,
     collect: Callable[[Mapping[str, Any]], object],
 ) -> Callable[[F], F]:
-    """``declared`` options, whose values reach the command as one ``argument``."""
+    """Apply the ``declared`` options; the command gets their values as one ``argument``."""
 
     def decorate(command: F) -> F:
         @functools.wraps(command)
@@ -292,43 +292,45 @@ def _collected(
     return decorate
 
 
-# Options that commands share --------------------------------------------------------------------------------
+# Shared options ---------------------------------------------------------------------------------------------
 
 
 def json_option(command: F) -> F:
-    """``--json``: the argument ``output``, an Output."""
+    """``--json``; the command gets the argument ``output``, an Output."""
     return click.option(
         "--json",
         "output",
         is_flag=True,
         callback=lambda ctx, param, given: Output.for_option(given),
-        help="End stdout with one JSON object; tables go to stderr.",
+        help="Print one JSON object as the last line of stdout; tables go to stderr.",
     )(command)
 
 
 def timeline_option(command: F) -> F:
-    """``--timeline``: the file of a timeline, or None."""
+    """``--timeline``: the file to write a timeline to, or None."""
     return click.option(
         "--timeline", type=output_file(OutputKind.TIMELINE), help="Write a Chrome trace for Perfetto."
     )(command)
 
 
 def record_trace_option(command: F) -> F:
-    """``--record-trace``: the file of a trace, or None."""
+    """``--record-trace``: the file to write a trace to, or None."""
     return click.option(
-        "--record-trace", type=output_file(OutputKind.TRACE), help="Record every cache decision's input."
+        "--record-trace", type=output_file(OutputKind.TRACE), help="Record the cache's requests to a trace."
     )(command)
 
 
 def checksum_option(command: F) -> F:
-    """``--checksum``: end a run with the checksum over all records."""
+    """``--checksum``: compute a checksum over all records at the end of a run."""
     return click.option(
-        "--checksum", is_flag=True, help="Read the whole store at the end, for the checksum over its records."
+        "--checksum",
+        is_flag=True,
+        help="Read the whole store at the end for a checksum over its records (see --json).",
     )(command)
 
 
 def bundled(kind: type[Any], argument: str) -> Callable[[F], F]:
-    """Below a command's options: those that are fields of the dataclass ``kind`` reach it as one ``argument``."""
+    """Bundle the options that are fields of the dataclass ``kind`` into one ``argument``. Apply it below those options."""
     names = [field.name for field in dataclasses.fields(kind)]
 
     def decorate(command: F) -> F:
@@ -343,17 +345,17 @@ def bundled(kind: type[Any], argument: str) -> Callable[[F], F]:
 
 
 _SET_KEY = (
-    "Set a configuration key, such as model.d_model=512 (see --help-config); a list's items with commas."
+    "Set a configuration key, such as model.d_model=512; separate list items by commas (see --help-config)."
 )
 
 
 def set_option(text: str = _SET_KEY) -> Callable[[F], F]:
-    """``--set KEY=VALUE``, any number of times: the argument ``settings``, a tuple of texts. ``text``: its help."""
+    """``--set KEY=VALUE``, repeatable; the command gets ``settings``, a tuple of texts. ``text``: the help."""
     return click.option("--set", "settings", metavar="KEY=VALUE", multiple=True, help=text)
 
 
 def train_config() -> type[Any]:
-    """The configuration of a training run, for ``help_config_option``."""
+    """Import and return TrainConfig, for ``help_config_option``."""
     from tierstore.train.config import TrainConfig
 
     return TrainConfig
@@ -362,7 +364,7 @@ def train_config() -> type[Any]:
 def help_config_option(config: Callable[[], type[Any]] = train_config) -> Callable[[F], F]:
     """``--help-config``: list every configuration key of ``config()`` and exit.
 
-    ``config`` is called only then, so that a command need not import its configuration to be listed.
+    ``config`` is called only then, so that listing the commands does not import the configuration.
     """
 
     def show(ctx: click.Context, param: click.Parameter, value: bool) -> None:
@@ -376,12 +378,12 @@ def help_config_option(config: Callable[[], type[Any]] = train_config) -> Callab
         is_eager=True,
         expose_value=False,
         callback=show,
-        help="List the configuration keys, their types and defaults.",
+        help="List the configuration keys with types and defaults, and exit.",
     )
 
 
 def describe_config(cls: type[Any]) -> str:
-    """Every key of ``cls``: its default, its type, and what it is for."""
+    """Every key of ``cls`` with its type, default and help, as text."""
     lines = []
     for info in dotted_fields(cls):
         default = "required" if info.required else f"default {_shown(info.name, info.in_words(info.default))}"
@@ -391,7 +393,7 @@ def describe_config(cls: type[Any]) -> str:
 
 
 def options_json(cls: type[Any]) -> list[dict[str, object]]:
-    """The same, an object for each key."""
+    """Every key of ``cls`` with its type, default and help, one object for each key."""
     return [
         {
             "name": info.name,
@@ -417,9 +419,8 @@ def _shown(name: str, value: object) -> str:
 def config_overrides(settings: tuple[str, ...], options: Mapping[str, object]) -> dict[str, object]:
     """The overrides of a command line, for ``tierstore.config.load``.
 
-    ``settings`` are the texts of ``--set``; ``options`` maps the dotted key that an option stands for to
-    its value, None where it was not given. Raises ConfigError for a setting without a key, and for a key
-    that is set twice.
+    ``settings``: the texts of ``--set``. ``options``: values of options by dotted key, None for options that were not
+    given. Raises ConfigError for a setting without a key, and for a key that is set twice.
     """
     overrides = {key: value for key, value in options.items() if value is not None}
     for setting in settings:
@@ -429,7 +430,7 @@ def config_overrides(settings: tuple[str, ...], options: Mapping[str, object]) -
             raise ConfigError(f"--set: expected KEY=VALUE, got {setting!r}")
         if key in overrides:
             raise ConfigError(f"--set {key}: set more than once")
-        # KEY = VALUE has blanks for the eye; in KEY=VALUE, and where there is nothing else, they are the value's own.
+        # In `KEY = VALUE` blanks around the value are dropped; in `KEY=VALUE`, or if it is all blanks, they belong to it.
         overrides[key] = (value.strip() or value) if typed.endswith(" ") else value
     return overrides
 
@@ -438,9 +439,9 @@ def config_overrides(settings: tuple[str, ...], options: Mapping[str, object]) -
 
 
 def with_stored_model(config: TrainConfig) -> TrainConfig:
-    """``config`` with the model that its store was imported with; as it is where none was.
+    """``config`` with the imported model of its store; unchanged if the store holds no imported model.
 
-    Raises ConfigError where ``[model]`` or ``[finetune]`` does not apply, StoreFormatError for a damaged description.
+    Raises ConfigError if ``[model]`` or ``[finetune]`` does not apply, StoreFormatError for a damaged description.
     """
     from tierstore.hf.spec import stored_spec
     from tierstore.model.config import ModelConfig
@@ -450,21 +451,19 @@ def with_stored_model(config: TrainConfig) -> TrainConfig:
     if spec is None:
         if config.finetune != FinetuneConfig():
             raise ConfigError(
-                f"finetune: {config.store} holds no imported model; [model] describes the built-in one"
+                f"finetune: {config.store} holds no imported model; configure the built-in one with [model]"
             )
         if config.lora.enabled:
-            raise ConfigError(f"lora.rank: {config.store} holds no imported model, and no other is adapted")
+            raise ConfigError(f"lora.rank: {config.store} holds no imported model; LoRA needs one")
         return config
     if config.model != ModelConfig():
-        raise ConfigError(
-            f"model: {config.store} holds an imported model; [finetune] is what a run chooses of it"
-        )
+        raise ConfigError(f"model: {config.store} holds an imported model; configure it with [finetune]")
     return dataclasses.replace(config, model=spec)
 
 
 def deployed_settings(store: Path) -> dict[str, object]:
-    """Keys of ``ServeConfig``, by dotted name, that ``tierstore deploy`` found best for ``store``; none where it did not
-    make it. Raises StoreFormatError.
+    """The settings of ``ServeConfig``, by dotted key, that ``tierstore deploy`` found best for ``store``; empty for a store
+    that it did not make. Raises StoreFormatError.
     """
     from tierstore.deploy.records import read_deployment
 

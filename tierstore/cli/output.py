@@ -1,7 +1,7 @@
-"""What commands print: tables and progress for people, one JSON object for programs.
+"""Command output: tables and progress for people, one JSON object for programs.
 
-With ``--json`` everything for people goes to stderr, and stdout is the object, on one line. Without it the
-same table goes to stdout. Every number in the object says its unit in its key: the tests of the commands check it.
+With ``--json`` stdout gets only the object, on one line, and everything else goes to stderr; without it the tables go to
+stdout. The key of every number in the object names its unit; the commands' tests check this.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rich.table import Table
 from tierstore.errors import naming
 from tierstore.outputs import to_json
 
-_PLAIN_WIDTH = 120  # columns for tables where there is no terminal to ask
+_PLAIN_WIDTH = 120  # columns of tables without a terminal
 _PLAIN_INTERVAL_S = 5.0
 
 
@@ -32,11 +32,11 @@ class OutputMode(Enum):
 
     HUMAN = "human"
     JSON = "json"
-    SILENT = "silent"  # a rank other than the first
+    SILENT = "silent"  # ranks other than the first
 
 
 class Output:
-    """Where a command prints."""
+    """The output of a command."""
 
     def __init__(self, mode: OutputMode) -> None:
         self.mode = mode
@@ -52,20 +52,20 @@ class Output:
 
     @classmethod
     def for_option(cls, as_json: bool) -> Output:
-        """The Output of ``--json`` given or not."""
+        """The Output for ``--json`` (``as_json``) or without it."""
         return cls(OutputMode.JSON if as_json else OutputMode.HUMAN)
 
     def line(self, text: str = "") -> None:
-        """One line for people; it is not wrapped."""
+        """Print one line for people, unwrapped."""
         with self.named():
             self.console.print(text, soft_wrap=True)
 
     def named(self) -> AbstractContextManager[None]:
-        """An OSError of printing in the block names the stream, such as a log on a full disk."""
+        """A context in which an OSError of printing, such as a full disk behind a log, names the stream."""
         return naming("standard error" if self.console.stderr else "standard output")
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-        """A table for people. Columns of numbers, with units or without, are aligned right."""
+        """Print a table for people. Columns of numbers, with or without units, are right-aligned."""
         table = Table(box=None, pad_edge=False, header_style="bold")
         for index, column in enumerate(columns):
             cells = [str(row[index]) for row in rows]
@@ -74,25 +74,25 @@ class Output:
         for row in rows:
             table.add_row(*(str(cell) for cell in row))
         if title:
-            self.line(title)  # rich would wrap it to the width of the table
+            self.line(title)  # rich would wrap the title to the table's width
         with self.named():
             self.console.print(table)
 
     def emit(self, result: Mapping[str, object]) -> None:
-        """The command's JSON object (``to_json``), in JSON mode: the last line of stdout."""
+        """In JSON mode, print the command's JSON object (``to_json``) as the last line of stdout."""
         if self.mode is OutputMode.JSON:
             with naming("standard output"):
                 click.echo(json.dumps(to_json(result), allow_nan=False))
 
     def progress(self, *, label: str) -> ProgressBar:
-        """A ProgressBar for people; the total is that of its first step."""
+        """Make a ProgressBar for people."""
         return ProgressBar(self.console, label=label)
 
 
 class ProgressBar:
-    """A bar on a terminal; elsewhere a plain line at the first and last step and every few seconds.
+    """A bar on a terminal; elsewhere, a plain line at the first and last step and every few seconds.
 
-    A context manager: from the first step on a bar takes the terminal over, until it is closed.
+    A context manager: from its first ``update`` until ``close`` the bar controls the terminal.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class ProgressBar:
         self.close()
 
     def close(self) -> None:
-        """Gives the terminal back."""
+        """Stop the bar and release the terminal."""
         if self._bar is not None:
             self._bar.stop()
 
@@ -137,7 +137,7 @@ class ProgressBar:
         return bar
 
     def update(self, step: int, total: int, fields: Mapping[str, object] = MappingProxyType({})) -> None:
-        """``step`` of ``total`` is done. ``fields`` are shown as ``name value``; a float with 4 digits."""
+        """Show that ``step`` of ``total`` is done, and ``fields`` as ``name value`` (floats with 4 significant digits)."""
         shown = "  ".join(f"{name} {_shown(value)}" for name, value in fields.items())
         if self._drawn:
             self._bar = self._bar or self._start(total)

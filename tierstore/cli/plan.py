@@ -1,7 +1,7 @@
-"""``tierstore plan``: what a run would take on each tier, whether it fits, and how long a step would take.
+"""``tierstore plan``: the bytes of a run on each tier, whether it fits, and the time of a step.
 
-Nothing is opened, allocated or measured, and torch is not imported, but for `--model` with a directory or config.json,
-whose parameters transformers counts, and `--serve` of a store: it answers in under a second. Exit status 1: it does not fit.
+It opens, allocates and measures nothing, and answers in under a second without importing torch. The exceptions are `--model`
+with a directory or config.json (transformers counts the parameters) and `--serve` of a store. Exit status 1: does not fit.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tierstore.tiers.slots import DeviceKind
 from tierstore.train.config import TrainConfig
 from tierstore.units import format_bytes, format_seconds, parse_size
 
-if TYPE_CHECKING:  # numpy and LMDB, which listing the commands need not
+if TYPE_CHECKING:  # these import numpy and LMDB, which --help must not load
     from tierstore.plan import Preset, Profile
     from tierstore.plan.layouts import LayoutComparison, LayoutCost
     from tierstore.serve.opening import ServedStore
@@ -45,61 +45,61 @@ if TYPE_CHECKING:  # numpy and LMDB, which listing the commands need not
 
 @dataclass(frozen=True, kw_only=True)
 class _Question:
-    """What is planned, and for which machine."""
+    """What to plan, and for which machine."""
 
-    preset: str | None = option(None, help="A published model; `--preset list` names them.")
+    preset: str | None = option(None, help="Plan this published model; `--preset list` shows the names.")
     model: Path | None = option(
-        None, help="A model of transformers: its directory, its config.json, or the store it is in."
+        None, help="Plan this Hugging Face model: its directory, its config.json, or a store that holds it."
     )
     use: Use | None = option(
         None,
         "--for",
-        help="What an imported model is planned for in detail (default: full, or lora where its experts are frozen).",
+        help="Use of an imported model to plan in detail (default: full; lora if configured or if experts are frozen).",
     )
-    lora: int | None = option(None, help="Rank of low-rank pairs (default: lora.rank, or 16).")
-    ranks: int = option(1, help="Processes that share the model.")
+    lora: int | None = option(None, help="Rank of the LoRA pairs (default: lora.rank, or 16).")
+    ranks: int = option(1, help="Number of ranks (processes).")
     ranks_per_node: int | None = option(
-        None, "--ranks-per-node", "--node-ranks", help="Processes that share a machine (default: all)."
+        None, "--ranks-per-node", "--node-ranks", help="Ranks on one machine (default: all)."
     )
-    layouts: bool = option(False, help="Compare all layouts of --ranks: data, expert, tensor, stages.")
-    device: DeviceKind = option(DeviceKind.CPU, help="The device that computes.")
-    memory: int | None = option(None, help="Memory of a machine (default: of this one).", size=True)
+    layouts: bool = option(False, help="Compare all layouts of --ranks: data, expert, tensor, pipeline.")
+    device: DeviceKind = option(DeviceKind.CPU, help="Device that computes.")
+    memory: int | None = option(None, help="Memory of one machine (default: this machine's).", size=True)
     disk: int | None = option(
-        None, help="Disk space of a machine (default: free under the store).", size=True
+        None, help="Disk space of one machine (default: free space under the store).", size=True
     )
     device_memory: int | None = option(
         None, help="Memory of one CUDA device (default: not checked).", size=True
     )
     alpha: float | None = option(
-        None, help="Share of activated experts in SE-MoE's formulas (default: a step's)."
+        None, help="Share of activated experts, 0 to 1, in SE-MoE's formulas (default: a step's)."
     )
     profile: Path | None = option(
         None,
-        help="Costs measured by `tierstore bench machine` (default: parallel.profile, or assumed ones).",
+        help="Profile measured by `tierstore bench machine` (default: parallel.profile, or assumed costs).",
     )
-    serve: bool = option(False, help="Plan serving: a table of budgets for experts (with --model).")
-    batch: int = option(1, help="With --serve: sequences that are continued together.")
-    prompt_tokens: int = option(32, help="With --serve: tokens of each prompt.")
+    serve: bool = option(False, help="Plan serving of an imported model at several host budgets.")
+    batch: int = option(1, help="With --serve: sequences in a batch.")
+    prompt_tokens: int = option(32, help="With --serve: tokens in each prompt.")
     context: int = option(
         0,
-        help="With --serve: most tokens of a sequence (default: 4096, or the model's limit).",
+        help="With --serve: most tokens in a sequence (default: 4096, or the model's limit).",
         show_default=False,
     )
     budgets: str = option(
         "",
-        help="With --serve: budgets (default: --host-budget, or a range).",
+        help="With --serve: host budgets to compare (default: --host-budget, or a range).",
         show_default=False,
         metavar="SIZE,..",
     )
     trace: Path | None = option(
         None,
-        help="With --serve: a trace of `tierstore generate --record-trace` to replay.",
+        help="With --serve: replay this trace of `tierstore generate --record-trace` (default: even routing).",
         type=FILE,
     )
 
     @property
     def sharing(self) -> int:
-        """Ranks that share a machine. Raises ConfigError."""
+        """Ranks on one machine. Raises ConfigError."""
         share, ranks = self.ranks_per_node or max(self.ranks, 1), max(self.ranks, 1)
         if not 1 <= share <= ranks:
             raise ConfigError(f"--ranks-per-node: expected 1 to {self.ranks} (--ranks), got {share}")
@@ -122,12 +122,12 @@ def plan(
     settings: tuple[str, ...],
     output: Output,
 ) -> None:
-    """Plan a run: bytes on each tier, whether they fit, the time of a step, its bottleneck, and what to change."""
+    """Plan a run: bytes on each tier, whether they fit, step time, its bottleneck, and what to change."""
     from tierstore.plan import ASSUMED, find_preset, load_profile, machine_limits, plan_run
 
     ranks, model = question.ranks, question.model
     if question.preset is not None and model is not None:
-        raise ConfigError("--preset, --model: expected one of them")
+        raise ConfigError("--preset and --model cannot be combined")
     if question.preset == "list":
         _list_presets(output)
         return
@@ -177,9 +177,9 @@ def _load(
     overrides: Mapping[str, object],
     ranks: int,
 ) -> TrainConfig:
-    """The run of the file ``config``, of a published model or of the one at ``model``."""
+    """The configuration of the run: from the file ``config``, ``preset``, or the model at ``model``."""
     published: dict[str, object] = {}
-    if preset is not None:  # one sequence a rank, unless the file or an option says otherwise
+    if preset is not None:  # one sequence per rank by default
         published = {**preset.settings, **({} if config else {"data.batch_size": max(ranks, 1)})}
     elif model is not None and config is None:
         published = {"data.batch_size": max(ranks, 1)}
@@ -188,7 +188,7 @@ def _load(
 
 
 def _with_model(config: TrainConfig, path: Path | None) -> TrainConfig:
-    """``config`` with the model at ``path``, or the one that its store was imported with."""
+    """``config`` with the model at ``path``; None: with the imported model of its store."""
     from tierstore.model.config import ModelConfig
 
     if path is None:
@@ -197,13 +197,13 @@ def _with_model(config: TrainConfig, path: Path | None) -> TrainConfig:
 
     if config.model != ModelConfig():
         raise ConfigError(
-            "--model: [model] describes the built-in model; [finetune] is what a run chooses of another"
+            "--model: [model] configures the built-in model only; use [finetune] for an imported one"
         )
     return replace(config, model=model_of(path, config.finetune))
 
 
 def _use(config: TrainConfig, asked: Use | None, rank: int | None) -> Use:
-    """What is planned in detail."""
+    """The use to plan in detail."""
     from tierstore.hf.manifest import Weights
     from tierstore.hf.spec import HfSpec
 
@@ -246,13 +246,13 @@ def _list_presets(output: Output) -> None:
 
 _LAYOUT_TITLES = (
     "layout",
-    "a step",
-    "loses",
+    "step",
+    "slower by",
     "bubble",
     "sent within a node",
     "between nodes",
-    "memory a rank",
-    "disk a rank",
+    "memory per rank",
+    "disk per rank",
 )
 #: Variants of the best arrangement that are shown.
 _VARIANTS = 12
@@ -261,8 +261,8 @@ _VARIANTS = 12
 def _show_layouts(
     config: TrainConfig, profile: Profile, ranks: int, node_ranks: int, memory: int, output: Output
 ) -> None:
-    """The fastest of each arrangement, and the variants of the best. Layouts that need more than ``memory`` bytes of a
-    rank are marked.
+    """Show the fastest layout of each arrangement of ranks, and the variants of the best one. Layouts whose ranks need more
+    than ``memory`` bytes are marked.
     """
     from tierstore.plan.layouts import best_of_each_kind, compare_layouts
 
@@ -274,20 +274,20 @@ def _show_layouts(
             node_ranks=node_ranks,
             progress=progress.update,
         )
-    title = f"{ranks} ranks, {node_ranks} on a node: the fastest of each arrangement (bytes a rank sends in a step)"
+    title = f"{ranks} ranks, {node_ranks} per node: the fastest of each arrangement (sent: bytes per rank and step)"
     _layout_table(title, best_of_each_kind(found.costs), found, memory, output)
     variants = found.variants()
     if len(variants) > 1:
-        _layout_table("The best arrangement otherwise", variants[:_VARIANTS], found, memory, output)
+        _layout_table("Variants of the best arrangement", variants[:_VARIANTS], found, memory, output)
     if len(variants) > _VARIANTS:
         output.line(f"and {len(variants) - _VARIANTS} more, in --json")
     reasons: dict[str, str] = {}
     for choice, why in found.refused:
         reasons.setdefault(why, choice.name)
     for why, name in reasons.items():
-        output.line(f"not {name}: {why}")
+        output.line(f"not possible: {name}: {why}")
     settings = " ".join(f"--set {name}={value}" for name, value in found.best.choice.settings.items())
-    output.line(f"the fastest: tierstore train {settings}")
+    output.line(f"fastest: tierstore train {settings}")
     output.emit({"evidence": found.best.evidence.value, "rank_memory_bytes": memory, **found.as_json()})
 
 
@@ -316,7 +316,7 @@ def _layout_table(
 
 
 def _server_settings(overrides: Mapping[str, object]) -> dict[str, object]:
-    """Those of ``overrides`` that are keys of ``ServeConfig``."""
+    """The ``overrides`` whose keys belong to ``ServeConfig``."""
     from tierstore.serve.config import ServeConfig
 
     names = {one.name for one in fields(ServeConfig)}
@@ -331,8 +331,8 @@ def _show_serving(
     *,
     overrides: Mapping[str, object],
 ) -> None:
-    """The plan of the imported model of ``config``, for people and for programs. ``overrides``: keys of ``ServeConfig``; the
-    others are as ``tierstore deploy`` left them.
+    """Plan serving of the imported model of ``config``, as a table and as JSON. ``overrides``: ``ServeConfig`` keys that win
+    over the settings of ``tierstore deploy``.
     """
     from tierstore.hf.spec import HfSpec
     from tierstore.serve.config import ServeConfig
@@ -370,23 +370,23 @@ def _show_serving(
         for one in made.budgets
     ]
     output.table(
-        f"Serving, batch {question.batch}, prompts of {question.prompt_tokens} tokens, by {routing} "
+        f"Serving, batch {question.batch}, prompts of {question.prompt_tokens} tokens, with {routing} "
         f"({made.evidence.value}: {made.machine})",
         (
-            *("for experts", "of them", "memory in all", "prefill tokens/s", "missed", "read a prefill"),
-            *("decode tokens/s", "missed", "read a step", "step"),
+            *("host budget", "experts", "memory", "prefill tokens/s", "missed", "read per prefill"),
+            *("decode tokens/s", "missed", "read per step", "step"),
         ),
         rows,
     )
     output.line(
-        f"memory beside the experts: dense {format_bytes(made.dense_bytes)}, keys and values of "
-        f"{made.context_tokens_count} tokens of each sequence {format_bytes(made.keys_and_values_bytes)}, the process "
+        f"memory besides the experts: dense {format_bytes(made.dense_bytes)}, keys and values "
+        f"({made.context_tokens_count} tokens per sequence) {format_bytes(made.keys_and_values_bytes)}, process "
         f"{format_bytes(made.process_bytes)}"
     )
     if made.missed_records_count:
         output.line(
-            f"{made.missed_records_count} records have missed steps: each is read whole once, replayed, and its "
-            "weights kept; again when it was evicted (tierstore deploy removes them)"
+            f"{made.missed_records_count} records have missed optimizer steps: on each fetch, one is read in full and its "
+            "steps are replayed (tierstore deploy removes missed steps)"
         )
     output.emit(vars(made))
 
@@ -396,12 +396,12 @@ def _pass_cells(made: PassPlan | None) -> tuple[str, str, str]:
         return ("-", "-", "-")
     missed = (
         made.missed_count / made.asked_count if made.asked_count else 0.0
-    )  # all layers of a ring are on the device
+    )  # no request: all layers of a ring are on the device
     return (f"{made.tokens_per_s:.1f}", f"{missed:.1%}", format_bytes(made.read_bytes))
 
 
 def _stored(store: Path) -> ServedStore | None:
-    """The model in ``store`` as a server opens it; None without a store."""
+    """The model in ``store`` as a server opens it; None if there is no store."""
     from tierstore.errors import StoreMissingError
     from tierstore.serve.opening import read_stored
 

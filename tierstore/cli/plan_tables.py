@@ -1,4 +1,4 @@
-"""What ``tierstore plan`` prints of a plan."""
+"""The tables and lines that ``tierstore plan`` prints."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tierstore.cli.output import Output
 from tierstore.plan.order import order_advice, order_lines
 from tierstore.units import format_bytes, format_seconds
 
-if TYPE_CHECKING:  # numpy and LMDB, which listing the commands need not
+if TYPE_CHECKING:  # these import numpy and LMDB, which --help must not load
     from tierstore.plan import Hardware, Plan, Profile
     from tierstore.plan.predict import Prediction
     from tierstore.plan.report import UsePlan, UsesPlan
@@ -36,11 +36,11 @@ def show_plan(made: Plan, costs: Profile, output: Output) -> None:
         )
     if made.uses is not None:
         _show_uses(made.uses, output)
-        output.line(f"in detail, {made.setting.usage.use.value}:")
+        output.line(f"details of the use {made.setting.usage.use.value}:")
     _show_bytes(made, output)
     paper = made.paper
     output.line(
-        f"by SE-MoE's formulas, all ranks, alpha {made.alpha:.3g}: GPU {format_bytes(paper.gpu)} (16 D + 4 alpha S / L), "
+        f"SE-MoE's formulas, all ranks, alpha {made.alpha:.3g}: GPU {format_bytes(paper.gpu)} (16 D + 4 alpha S / L), "
         f"CPU {format_bytes(paper.cpu)} (16 alpha S), SSD {format_bytes(paper.ssd)} (12 S)"
     )
     _show_prediction(made, costs, output)
@@ -73,14 +73,14 @@ def _show_uses(made: UsesPlan, output: Output) -> None:
     )
     rows = [_use_row(use.use.value, use, use.prediction) for use in made.uses]
     rows += [_use_row("serve: one token", use, use.token) for use in made.uses if use.token is not None]
-    titles = ("use", "memory", "disk", "fits", "reads", "writes", "a step or pass", "tokens/s")
-    output.table("Uses, each rank", titles, rows)
+    titles = ("use", "memory", "disk", "fits", "reads", "writes", "step or pass", "tokens/s")
+    output.table("Uses (per rank)", titles, rows)
     pairs = made.pairs
     output.line(f"frozen experts: {format_bytes(made.frozen)} on disk, one copy")
     output.line(
-        f"pairs of rank {pairs.rank_count}: {_parameters(pairs.attention_parameters_count)} parameters of attention, "
-        f"{_parameters(pairs.expert_parameters_count)} of experts, whose records take "
-        f"{format_bytes(pairs.record_bytes)} of disk; in memory they would take {format_bytes(pairs.resident_bytes)}: "
+        f"LoRA pairs of rank {pairs.rank_count}: {_parameters(pairs.attention_parameters_count)} parameters for attention, "
+        f"{_parameters(pairs.expert_parameters_count)} for experts; the experts' pairs take "
+        f"{format_bytes(pairs.record_bytes)} on disk, or {format_bytes(pairs.resident_bytes)} in memory; "
         f"pairs fit in memory: {'yes' if pairs.fits_in_memory else 'no'}"
     )
 
@@ -106,7 +106,7 @@ def _use_row(name: str, use: UsePlan, made: Prediction | None) -> tuple[str, ...
 
 
 def _show_hardware(made: Plan, hardware: Hardware, output: Output) -> None:
-    """What is missing on which tier, and a machine that has it."""
+    """Show what each rank lacks on which tier, and the smallest machine on which the run fits."""
     sharing = f" for its {made.limits.sharing} ranks" if made.limits.sharing > 1 else ""
     tiers = {
         "memory": "host tier" if hardware.device is not None else "host and device tiers",
@@ -115,14 +115,14 @@ def _show_hardware(made: Plan, hardware: Hardware, output: Output) -> None:
     }
     budgets = " and ".join(change.text for change in hardware.changes)
     output.line(
-        "no three changes make it fit" + (f"; with {budgets}, the least that starts:" if budgets else ":")
+        "no set of three changes makes it fit" + (f"; with {budgets}, the minimum:" if budgets else ":")
     )
     for shortfall in hardware.shortfalls:
         missing = format_bytes(shortfall.needed - shortfall.limit)
-        output.line(f"each rank misses {missing} on the {tiers[shortfall.place]} ({shortfall})")
+        output.line(f"each rank lacks {missing} on the {tiers[shortfall.place]} ({shortfall})")
     device = "" if hardware.device is None else f", and {format_bytes(hardware.device)} on each device"
     output.line(
-        f"hardware that would do: a machine with {format_bytes(hardware.memory)} of memory and "
+        f"sufficient hardware: a machine with {format_bytes(hardware.memory)} of memory and "
         f"{format_bytes(hardware.disk)} of disk{sharing}{device}"
     )
 
@@ -140,7 +140,7 @@ def _show_bytes(made: Plan, output: Output) -> None:
     title = "one rank" if made.setting.ranks.count == 1 else f"each of {made.setting.ranks.count} ranks"
     output.table(f"Bytes of {title}", ("tier", "what", "bytes", "evidence", "formula"), rows)
     totals = ", ".join(f"{tier.value} {format_bytes(taken.total(tier))}" for tier in TIERS)
-    output.line(f"in all: {totals}")
+    output.line(f"total: {totals}")
 
 
 def _show_order(made: Plan, output: Output) -> None:
@@ -154,14 +154,14 @@ def _show_order(made: Plan, output: Output) -> None:
 
 
 def _show_degrees(made: Plan, output: Output) -> None:
-    """In how many chunks rows travel to experts, forward and backward."""
+    """Show the number of chunks in which rows travel to experts, forward and backward."""
     prediction = made.prediction
     if prediction is None or prediction.degrees is None:
         return
     degrees = prediction.degrees
     output.table(
         f"Chunks of a MoE layer's pass, at most {degrees.most} ({degrees.evidence.value})",
-        ("pass", "best", "a pass", "in one chunk"),
+        ("pass", "best", "time", "in one chunk"),
         [
             (
                 one.phase.name.lower(),
@@ -175,15 +175,15 @@ def _show_degrees(made: Plan, output: Output) -> None:
     for one in degrees.passes:
         if one.best.wanted > one.best.degree:
             output.line(
-                f"{one.phase.name.lower()}: {one.best.wanted} chunks would be best; a rank owns {degrees.most} experts"
+                f"{one.phase.name.lower()}: {one.best.wanted} chunks would be best, but a rank owns {degrees.most} experts"
             )
     taken = ", ".join(f"{count} {phase.name.lower()}" for phase, count in degrees.taken.items())
-    why = "auto: the best number, where it saves 2%" if degrees.auto else "parallel.pipeline_degree"
+    why = "auto: the best number if it saves 2%" if degrees.auto else "parallel.pipeline_degree"
     line, saved = f"chunks of a step: {taken} ({why})", prediction.chunks_save_s
     if max(degrees.taken.values()) > 1:
         line += (
-            f": it takes {format_seconds(prediction.step_s)}, and in one chunk "
-            f"{format_seconds(prediction.one_chunk_s)}: they {'save' if saved >= 0 else 'cost'} "
+            f": the step takes {format_seconds(prediction.step_s)}, in one chunk "
+            f"{format_seconds(prediction.one_chunk_s)}: chunks {'save' if saved >= 0 else 'cost'} "
             f"{format_seconds(abs(saved))}"
         )
     output.line(line)
@@ -196,9 +196,9 @@ def _show_vocabulary(made: Plan, output: Output) -> None:
     cost = choice.cost
     output.line(str(choice.describe()))
     output.line(
-        f"a table gathered: each rank sends {format_bytes(cost.gathered_sent)} a step and needs "
-        f"{format_bytes(cost.gathered_memory)} beside its slices; rows partitioned: "
-        f"{format_bytes(cost.embedding_sent)} as the embedding, {format_bytes(cost.head_sent)} as the head, and "
+        f"gathered table: each rank sends {format_bytes(cost.gathered_sent)} per step and needs "
+        f"{format_bytes(cost.gathered_memory)} besides its slices; partitioned rows: it sends "
+        f"{format_bytes(cost.embedding_sent)} for the embedding or {format_bytes(cost.head_sent)} for the head, and needs "
         f"{format_bytes(cost.divided_memory)}"
     )
 

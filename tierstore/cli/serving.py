@@ -1,7 +1,7 @@
-"""``tierstore generate`` and ``serve``: text, and an HTTP server, from a store in the memory that it is given.
+"""``tierstore generate`` and ``serve``: generate text, or serve it over HTTP, from a store within a memory budget.
 
-SIGINT and SIGTERM end ``generate`` after the pass in progress, with what has been written and its table. The first of
-them drains a server. A second one exits at once.
+The first SIGINT or SIGTERM ends ``generate`` after the pass in progress, with the text so far and its table, and drains a
+server. A second one exits at once.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from tierstore.serve.config import ServeConfig
 from tierstore.timeline import open_timeline
 from tierstore.units import format_bytes, format_seconds, printable
 
-if TYPE_CHECKING:  # at run time these import torch, which listing the commands must not
+if TYPE_CHECKING:  # these import torch, which --help must not load
     from tierstore.serve.api.metrics import ServerMetrics
     from tierstore.serve.batch import BatchRunner
     from tierstore.serve.engine import ServingEngine
@@ -53,12 +53,12 @@ if TYPE_CHECKING:  # at run time these import torch, which listing the commands 
 
 
 def _served(store: Path, file: Path | None, overrides: Mapping[str, object], output: Output) -> ServeConfig:
-    """How ``store`` is served: by ``file``, or as ``tierstore deploy`` found best for it; ``overrides`` win."""
+    """The configuration for ``store``: from ``file``, or the settings that ``tierstore deploy`` chose; ``overrides`` win."""
     deployed = {} if file is not None else deployed_settings(store)
     if deployed:
         used = [f"{key} = {value}" for key, value in deployed.items() if key not in overrides]
         output.line(
-            f"settings of {store / DEPLOYMENT_NAME}: {', '.join(used) or 'none, options override all of them'}"
+            f"settings from {store / DEPLOYMENT_NAME}: {', '.join(used) or 'none, options override all of them'}"
         )
     return load(ServeConfig, file, {**deployed, **overrides})
 
@@ -68,20 +68,20 @@ def _served(store: Path, file: Path | None, overrides: Mapping[str, object], out
 
 @dataclass(frozen=True, kw_only=True)
 class _Prompts:
-    """What is generated. None: the value of the model's generation_config.json."""
+    """What to generate. None takes the value in the model's generation_config.json."""
 
     prompts: tuple[str, ...] = option(
         MISSING, "--prompt", help="Prompt; repeat the option for a batch.", required=True
     )
-    chat: bool = option(False, help="Each prompt is a user's message, through the chat template.")
-    max_tokens: int = option(256, help="Most tokens of each text.")
+    chat: bool = option(False, help="Send each prompt as a user message through the chat template.")
+    max_tokens: int = option(256, help="Most tokens to generate for each prompt.")
     temperature: float | None = option(
-        None, help="0 takes the most probable token (default: the model's own)."
+        None, help="Sampling temperature; 0 takes the most probable token (default: the model's)."
     )
-    top_k: int | None = option(None, help="Sample from the N most probable tokens (0: from all).")
-    top_p: float | None = option(None, help="Sample from the fewest tokens whose probabilities add up to P.")
-    seed: int | None = option(None, help="The same seed gives the same text.")
-    stop: tuple[str, ...] = option((), help="End a text before this string; repeat for several.")
+    top_k: int | None = option(None, help="Sample from the N most probable tokens (0: all).")
+    top_p: float | None = option(None, help="Sample from the fewest tokens whose probabilities sum to P.")
+    seed: int | None = option(None, help="Sampling seed; the same seed gives the same text.")
+    stop: tuple[str, ...] = option((), help="End the text before this string; repeat for several.")
 
 
 @click.command()
@@ -112,10 +112,10 @@ def generate(
     settings: tuple[str, ...],
     output: Output,
 ) -> None:
-    """Continue text with the model in STORE, trained or imported.
+    """Generate text with the model in STORE, trained or imported.
 
-    Its experts stay on disk and in the memory of --host-budget. A single text is streamed; several are printed when all
-    have ended. A table follows; with --json it goes to stderr with the texts.
+    Experts stay on disk and are cached in --host-budget bytes of memory. A single text is streamed; several are printed
+    when all have ended. A table follows. With --json texts and table go to stderr.
     """
     config = _served(store, None, config_overrides(settings, {"store": store, **given}), output)
     ctx.exit(_generate(config, wanted, output, timeline=timeline, trace=record_trace))
@@ -146,7 +146,7 @@ def _generate(
         generator.run(texts)
         shown.end(texts)
         if any(made.reasoning and not made.text for made in texts):
-            output.line("a text has no answer: its tokens went into reasoning, which --json shows")
+            output.line("a text is empty: all of its tokens are reasoning, which --json shows")
         _table(parts, generator.totals, texts, output)
         output.emit(_result(parts, generator.totals, texts))
         parts.store.end_trace()
@@ -176,7 +176,7 @@ def _texts(wanted: _Prompts, language: Language) -> list[GeneratedText]:
 
 
 def _announce(parts: ServedParts, runner: BatchRunner, output: Output) -> None:
-    """What the run takes, printed before the first pass."""
+    """Print the model and the memory that the run takes, before the first pass."""
     from tierstore.serve.footprint import batch_bytes
 
     spec, batch = parts.spec, parts.config.batch
@@ -202,12 +202,12 @@ class _Shown:
         self._streams = count == 1
 
     def add(self, index: int, piece: str) -> None:
-        """A piece of text ``index``."""
+        """Stream ``piece`` of text ``index``."""
         if self._streams:
             self._write(piece)
 
     def end(self, texts: Sequence[GeneratedText]) -> None:
-        """All have ended."""
+        """Print what was not streamed, after all texts have ended."""
         if self._streams:
             self._output.line()
             return
@@ -215,7 +215,7 @@ class _Shown:
             self._write(f"[{number}] {made.text}\n")
 
     def _write(self, text: str) -> None:
-        """Past the console, which would turn tabs into blanks."""
+        """Write directly to the file: the console would turn tabs into blanks."""
         self._output.console.file.write(text)
         self._output.console.file.flush()
 
@@ -295,13 +295,13 @@ class _Listening:
     """Where a server listens, who may use it, and the files that it writes."""
 
     host: str = option("127.0.0.1", help="Address to listen on.")
-    port: int = option(8000, help="Port; 0 takes a free one.", type=click.IntRange(0, 65535))
+    port: int = option(8000, help="TCP port (0: any free port).", type=click.IntRange(0, 65535))
     api_keys: Path | None = option(
-        None, help="File of keys, one a line; a request must bear one.", type=EXISTING_FILE
+        None, help="File of API keys, one per line; each request must send one.", type=EXISTING_FILE
     )
-    name: str | None = option(None, help="The model's name in requests (default: the store's directory).")
+    name: str | None = option(None, help="Model name in requests (default: the store's directory name).")
     record_trace: Path | None = option(
-        None, help="Record every cache decision's input.", type=output_file(OutputKind.TRACE)
+        None, help="Record the cache's requests to a trace.", type=output_file(OutputKind.TRACE)
     )
     timeline: Path | None = option(
         None, help="Write a Chrome trace for Perfetto.", type=output_file(OutputKind.TIMELINE)
@@ -310,7 +310,7 @@ class _Listening:
 
 @click.command()
 @click.argument("store", type=PATH)
-@click.option("--config", type=EXISTING_FILE, help="TOML file of configuration keys.")
+@click.option("--config", type=EXISTING_FILE, help="TOML file of configuration keys (see --help-config).")
 @dataclass_options(_Listening, "listening")
 @config_options(
     ServeConfig,
@@ -336,9 +336,9 @@ def serve(
     settings: tuple[str, ...],
     output: Output,
 ) -> None:
-    """Serve OpenAI's API from STORE, trained or imported, in the memory you give; a page to try it is at /.
+    """Serve the model in STORE, trained or imported, over an OpenAI-compatible API; the path / is a page to try it.
 
-    The store is opened read only, so several servers may share it.
+    STORE is opened read-only, so several servers may share it. Experts are cached in --host-budget bytes of memory.
     """
     for package in ("fastapi", "uvicorn", "prometheus_client"):
         require_package(package, "tierstore serve", extra="serve")
@@ -359,7 +359,7 @@ def _serve(config: ServeConfig, listening: _Listening, output: Output) -> None:
         bound = stack.enter_context(listen(listening.host, listening.port))
         if not is_loopback(bound) and not keys.required:
             warnings.warn(
-                f"listening on {listening.host} without authentication, which other machines can reach; set --api-keys",
+                f"listening on {listening.host}, which other machines can reach, without authentication; set --api-keys",
                 stacklevel=1,
             )
         engine = ServingEngine(

@@ -1,4 +1,4 @@
-"""``tierstore verify``, ``gc`` and ``reshard``: commands on a whole store."""
+"""``tierstore verify``, ``gc`` and ``reshard``: commands on a whole store, all of its ranks."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tierstore.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from tierstore.parallel.layout import Layout
 
-_SHOWN_FAILURES = 20  # beyond these a person reads no more; the JSON object has them all
+_SHOWN_FAILURES = 20  # the JSON object lists all failures
 
 
 @click.command()
 @click.argument("store", type=PATH)
 @json_option
 def verify(store: Path, output: Output) -> int:
-    """Read and check every record of every snapshot of STORE, of all its ranks; exit status 1 if any is damaged."""
+    """Read and check every record of every snapshot of STORE (all ranks); exit status 1 if any is damaged."""
     from tierstore.store.parameter_store import verify_all
 
     start = time.monotonic()
@@ -40,7 +40,7 @@ def verify(store: Path, output: Output) -> int:
     output.line(
         f"{store}: {report.records} records, {report.sections} sections, {report.snapshots} snapshots; "
         f"read {format_bytes(report.bytes_read)} in {format_seconds(elapsed_s)}; "
-        + (f"{len(report.failures)} failures" if report.failures else "all whole")
+        + (f"{len(report.failures)} failures" if report.failures else "all intact")
     )
     if len(report.drives) > 1:
         output.table(
@@ -73,12 +73,12 @@ def verify(store: Path, output: Output) -> int:
 
 @click.command()
 @click.argument("store", type=PATH)
-@click.option("--dry-run", is_flag=True, help="Show what would be removed, and remove nothing.")
+@click.option("--dry-run", is_flag=True, help="Show what would be removed, but remove nothing.")
 @json_option
 def gc(store: Path, dry_run: bool, output: Output) -> None:
-    """Remove what a crash left in STORE, of all its ranks, and return its free space to the file system.
+    """Remove what a crash left behind in STORE (all ranks) and return free space to the file system.
 
-    Refused while STORE is in use. Unknown files are named and left alone. The next run reserves the space that it needs.
+    Fails while STORE is in use. Unknown files are listed and kept. The next run reserves the space that it needs.
     """
     from tierstore.store.gc import Mode, collect
 
@@ -86,7 +86,7 @@ def gc(store: Path, dry_run: bool, output: Output) -> None:
     for item in report.garbage:
         output.line(f"{item.path}: {item.what}, {format_bytes(item.nbytes)}")
     for reason in report.left:
-        output.line(f"left alone: {reason}")
+        output.line(f"kept: {reason}")
     output.line(f"{store}: {format_bytes(report.nbytes)} {'would be ' if dry_run else ''}freed")
     output.emit(
         {
@@ -108,29 +108,29 @@ _PLACEMENTS = click.Choice(
 
 @click.command()
 @click.argument("store", type=PATH)
-@click.option("--to", "target", type=PATH, required=True, help="The new store; must not exist.")
-@click.option("--ranks", type=int, help="Ranks of the new store (default, with --moments: as in STORE).")
+@click.option("--to", "target", type=PATH, required=True, help="Directory of the new store; must not exist.")
+@click.option("--ranks", type=int, help="Ranks of the new store (default: as in STORE).")
 @click.option(
     "--expert",
     "--expert-ranks",
     "expert",
     type=int,
     default=0,
-    help="Ranks that share one copy of the experts (0: all of a stage).",
+    help="Ranks that share one copy of the experts (0: all ranks of a stage).",
 )
-@click.option("--tensor", type=int, default=1, help="Ranks that divide each layer.")
+@click.option("--tensor", type=int, default=1, help="Tensor-parallel ranks, which divide each layer.")
 @click.option("--stages", type=int, default=1, help="Pipeline stages.")
 @click.option(
-    "--stage-blocks", type=NUMBERS, metavar="N,N", help="Blocks of each stage (default: balanced by cost)."
+    "--stage-blocks", type=NUMBERS, metavar="N,N", help="Blocks in each stage (default: balanced by cost)."
 )
 @click.option(
-    "--embedding", type=_PLACEMENTS, help="Where the rows of the embedding lie (default: as in STORE)."
+    "--embedding", type=_PLACEMENTS, help="Placement of the embedding's rows (default: as in STORE)."
 )
-@click.option("--head", type=_PLACEMENTS, help="The same for the head.")
+@click.option("--head", type=_PLACEMENTS, help="Placement of the head's rows (default: as in STORE).")
 @click.option(
     "--moments",
     type=click.Choice([moments.value for moments in MomentFormat]),
-    help="Format of experts' moments (default: as in STORE).",
+    help="Format of the experts' moments (default: as in STORE).",
 )
 @json_option
 def reshard(
@@ -148,7 +148,7 @@ def reshard(
 ) -> None:
     """Reshard STORE for another layout of ranks, or convert its experts' moments to another format.
 
-    Dense parameters are sliced anew and experts moved. STORE does not change.
+    Writes a new store, with dense parameters resliced and experts moved. STORE does not change.
     """
     from tierstore.hf.spec import stored_spec
     from tierstore.parallel.layout import layout_of

@@ -1,7 +1,7 @@
-"""``tierstore train``: the main job.
+"""``tierstore train``: train a model.
 
-SIGINT and SIGTERM end the run after the step in progress, with a commit; a second one exits at once. Under
-``torchrun`` all ranks end with it, and only rank 0 prints.
+SIGINT or SIGTERM ends the run after the step in progress, with a commit; a second one exits at once. Under ``torchrun``
+a signal to one rank ends all ranks, and only rank 0 prints.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tierstore.timeline import TimelineSink, open_timeline
 from tierstore.train.config import TrainConfig
 from tierstore.units import format_bytes, format_seconds
 
-if TYPE_CHECKING:  # at run time these import torch, which listing the commands must not
+if TYPE_CHECKING:  # these import torch, which --help must not load
     from tierstore.decision import Decision
     from tierstore.parallel import Mesh
     from tierstore.store.core import StoreCore
@@ -56,7 +56,7 @@ _PROMPT = "def "
 @config_options(
     TrainConfig,
     {
-        "--data": ("data.paths", {"type": click.STRING}),  # names of files need not be UTF-8
+        "--data": ("data.paths", {"type": click.STRING}),  # file names need not be UTF-8
         "--store": "store",
         "--steps": "steps",
         "--host-budget": "host_budget",
@@ -68,7 +68,7 @@ _PROMPT = "def "
 @click.option("--resume", is_flag=True, help="Continue from the store's last commit.")
 @checksum_option
 @click.option(
-    "--metrics", type=output_file(OutputKind.METRICS), help="Append one JSON line a step to this file."
+    "--metrics", type=output_file(OutputKind.METRICS), help="Append one JSON line per step to this file."
 )
 @timeline_option
 @record_trace_option
@@ -90,9 +90,9 @@ def train(
 ) -> None:
     """Train a Mixture-of-Experts model whose experts live on disk.
 
-    Without arguments: a byte-level model several times larger than its host budget, on the source text of Python's
-    standard library, into ./tierstore-store. Over a store that tierstore import made, the model is the imported one:
-    its first run needs no --resume.
+    Without arguments, train a byte-level model several times larger than its host budget on the source text of Python's
+    standard library, into ./tierstore-store. With a store made by tierstore import, train the imported model; the first
+    run needs no --resume.
     """
     loaded = with_stored_model(load(TrainConfig, config, config_overrides(settings, given)))
     files = _Files(metrics, timeline, record_trace)
@@ -101,7 +101,7 @@ def train(
 
 @dataclass(frozen=True)
 class _Files:
-    """The files that a run writes beside its store; each rank has its own."""
+    """The files that a run writes in addition to its store; each rank has its own."""
 
     metrics: Path | None
     timeline: Path | None
@@ -117,7 +117,7 @@ def _run(config: TrainConfig, files: _Files, *, resume: bool, checksum: bool, ou
     from tierstore.parallel import launch, limited_groups
     from tierstore.train.ranks import Opening
 
-    # Ranks end together or not at all: from here on a signal to one rank ends all.
+    # Ranks must end together: from here on a signal to one rank ends all.
     groups = limited_groups(config.links)
     with (
         Interrupts.install() as interrupts,
@@ -125,7 +125,7 @@ def _run(config: TrainConfig, files: _Files, *, resume: bool, checksum: bool, ou
     ):
         first = mesh.world.rank == 0
         output = output if first else Output(OutputMode.SILENT)
-        # A rank cannot tell how often torchrun has restarted the job: each agent counts for itself.
+        # A rank cannot tell whether torchrun has restarted the job: each agent has its own count.
         again = Opening.RESTART if mesh.environment.supervised else Opening.CREATE
         opening = Opening.RESUME if resume else again
         own = files.of_rank(mesh.world.rank)
@@ -137,7 +137,7 @@ def _run(config: TrainConfig, files: _Files, *, resume: bool, checksum: bool, ou
         return 0
     why = "by a signal" if interrupts.requested else "with another rank"
     output.line(f"stopped {why} after step {summary.steps}, committed; continue with --resume")
-    # To torchrun any other status is a failure, and it would start the ranks again.
+    # torchrun takes any other status for a failure and would restart the ranks.
     return 0 if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" else INTERRUPTED
 
 
@@ -151,7 +151,7 @@ def _train(
     *,
     checksum: bool,
 ) -> tuple[RunSummary, bool]:
-    """The run: its result, and whether a signal ended it."""
+    """Run the training; returns its result and whether a signal ended it early."""
     from tierstore.plan.order import agreed_order, in_order, order_lines
     from tierstore.train.footprint import keep_freed_memory, resident_bytes
     from tierstore.train.report import Instant, MetricsLog, totals
@@ -221,7 +221,7 @@ def _summary(
     ended: Totals,
     crc: int | None,
 ) -> RunSummary:
-    """The result of a run that began at step ``first``; ``fixed``: bytes beside the host budget."""
+    """The result of a run that began at step ``first``; ``fixed``: bytes of memory besides the host budget."""
     from tierstore.train.report import RunSummary
 
     state, exchange = trainer.state, trainer.mesh.exchange_choice
@@ -242,7 +242,7 @@ def _summary(
 
 
 def _checksum(output: Output, trainer: Trainer, interrupts: Interrupts) -> int | None:
-    """The checksum over the records of all ranks; None where a signal cut it short."""
+    """The checksum over the records of all ranks; None if a signal interrupted it."""
     from tierstore.train.trainer import records_checksum
 
     with output.progress(label="checksum") as progress:
@@ -261,9 +261,9 @@ def _steps(
     sink: TimelineSink,
     interrupts: Interrupts,
 ) -> tuple[bool, OSError | None]:
-    """Steps to the end, until a signal reaches any rank, or until one cannot write a file beside the store.
+    """Train to the last step, until a signal reaches any rank, or until a rank fails to write one of its ``_Files``.
 
-    Returns whether the steps ended early, and the error of this rank.
+    Returns whether the steps ended early, and this rank's error, if any.
     """
     from tierstore.train.report import counters
 
@@ -309,7 +309,7 @@ def _steps(
 
 
 def _announce(config: TrainConfig, placed: TrainConfig, output: Output, fixed: int, mesh: Mesh) -> None:
-    """What the run will take, printed before the first write; ``placed``: this rank's own configuration."""
+    """Print what the run will take, before its first write; ``placed``: this rank's own configuration."""
     from tierstore.store.disk.home import rank_directory
     from tierstore.store.disk.store_extents import copies, schema_copies
     from tierstore.train.budgets import expert_schema, pair_schema
@@ -328,7 +328,7 @@ def _announce(config: TrainConfig, placed: TrainConfig, output: Output, fixed: i
         output.line(
             f"ranks: {mesh.world.size}, in {mesh.replicas} expert group{'s' * (mesh.replicas > 1)} of "
             f"{mesh.expert.size}{', which are tensor-parallel' * (mesh.tensor.size > 1)}; budgets and memory below are "
-            "each rank's"
+            "per rank"
         )
     if mesh.exchange_choice is not None:
         output.line(mesh.exchange_choice.describe())
@@ -336,7 +336,7 @@ def _announce(config: TrainConfig, placed: TrainConfig, output: Output, fixed: i
         blocks = stage_blocks(model.architecture, mesh.stages, config.parallel.stage_blocks)
         cut = ", ".join(f"{each.start} to {each.stop - 1}" for each in blocks)
         output.line(
-            f"pipeline: {mesh.stages} stages, of blocks {cut}; 1F1B over {config.data.micro_batches} micro-batches"
+            f"pipeline: {mesh.stages} stages with blocks {cut}; 1F1B over {config.data.micro_batches} micro-batches"
         )
     output.line(
         f"memory: host budget {format_bytes(config.host_budget)} for all experts, fixed cost about "
@@ -359,13 +359,13 @@ def _announce(config: TrainConfig, placed: TrainConfig, output: Output, fixed: i
     if config.lora.enabled:
         beside = 0 if pairs is None else owned * pairs.record_bytes
         output.line(
-            f"LoRA: rank {config.lora.rank}, {config.lora.targets.value}; experts are frozen, their pairs take "
+            f"LoRA: rank {config.lora.rank}, {config.lora.targets.value}; experts are frozen; their pairs are "
             f"{format_bytes(beside)} of records"
         )
 
 
 def _describe_opened(trainer: Trainer, output: Output) -> None:
-    """What the run found and decided when it opened, before its first step."""
+    """Print what the run found and decided when it opened, before its first step."""
     from tierstore.train.elastic import describe_restart
 
     if trainer.resharded_from is not None:
@@ -378,7 +378,7 @@ def _describe_opened(trainer: Trainer, output: Output) -> None:
     lowest = schedule.lowest_from
     if lowest is not None and lowest < trainer.config.steps:
         output.line(
-            f"learning rate: stays at its lowest, {schedule.lr_at(lowest):g}, from step {lowest + 1} on: it falls until "
+            f"learning rate: stays at its minimum, {schedule.lr_at(lowest):g}, from step {lowest + 1} on: it has decayed by "
             f"schedule.total_steps = {schedule.total_steps}"
         )
     output.line(trainer.describe_weights())
@@ -398,7 +398,7 @@ def _describe(store: StoreCore, output: Output) -> None:
             if found.name in seen:
                 other = seen[found.name]
                 output.line(
-                    f"warning: {drive.path} and {other} are on one disk, {found.name}: together no faster"
+                    f"warning: {drive.path} and {other} are on the same disk, {found.name}: striping is no faster"
                 )
                 continue
             seen[found.name] = drive.path

@@ -206,13 +206,13 @@ def test_unequal_sizes_have_no_bound_and_what_is_too_large_passes(tmp_path: Path
     assert [(one["hits"], one["misses"], one["not_admitted"]) for one in two] == [(2, 4, 1)]
     shown = done("simulate", trace, "--policy", "lru", "--capacity", "2").stdout
     assert "0.6667, 1 not admitted" in shown
-    assert "are misses that are not admitted: 1 at 33.3%" in shown
+    assert "are misses and are not admitted: 1 at 33.3%" in shown
     curves = found("curve", trace, "--points", "6", "--policy", "lru", "--policy", "belady")["curves"]
     assert [curve["role"] for curve in curves] == ["policy", "clairvoyant"]
     assert [one["not_admitted"] for one in curves[0]["points"]] == [3, 1, 0, 0, 0, 0]
     shown = done("curve", trace, "--points", "6", "--policy", "lru", "--policy", "belady").stdout
     assert "belady (clairvoyant)" in shown
-    assert "are misses that are not admitted: 3 at 16.7%, 1 at 33.3%" in shown
+    assert "are misses and are not admitted: 3 at 16.7%, 1 at 33.3%" in shown
     assert "(bound)" not in shown
     source.write_text("".join(f"{key},{size}\n" for key, size in ((0, 9), (1, 1), (2, 1))) * 20)
     done(
@@ -328,7 +328,7 @@ def test_refusals(trace: Path, tmp_path: Path) -> None:
         (("simulate", trace, "--capacity", "0.05", "--scope", "layer"), "capacity: 1 frames"),
         (("simulate", trace, "--scope", "rank"), "--scope"),
         (("simulate", trace, "--contract", "none"), "--contract"),
-        (("simulate", trace, "--warmup", STEPS), "--warmup: expected less than the 60 steps"),
+        (("simulate", trace, "--warmup", STEPS), "--warmup: expected fewer than the 60 steps"),
         (("simulate", trace, "--warmup", -1), "--warmup"),
         (("simulate", trace, "--read", "0"), "--read: expected more than 0"),
         (("simulate", trace, "--write", "fast"), "--write: expected a size"),
@@ -345,7 +345,7 @@ def test_refusals(trace: Path, tmp_path: Path) -> None:
         (("tune", trace, "--policy", "lru:x=1"), "has no option 'x'"),
         (
             ("tune", trace, "--policy", "lfu-decay:half_life=1"),
-            "--policy: expected the name of a policy, without options",
+            "--policy: expected a policy's name without options",
         ),
         (("tune", trace, "--policy", "mru"), "w-tinylfu, next-use, learned-use, got 'mru'"),
         (("report", trace), "--html"),

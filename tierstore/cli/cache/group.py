@@ -1,4 +1,4 @@
-"""``tierstore cache``: from a trace of a run, or of another program's, to a decision about the cache."""
+"""``tierstore cache``: choose a cache policy from a trace, recorded from a run or imported from another program."""
 
 from __future__ import annotations
 
@@ -69,15 +69,15 @@ _KINDS = ("npz", "vllm", "megatron", "oracle-general", "csv", "text")
 
 @click.group(cls=CommandGroup)
 def cache() -> None:
-    """Record, import, replay, bound and tune cache policies. A trace is a file; see docs/CACHE_LAB.md."""
+    """Record and import traces of cache requests; replay, compare and tune cache policies on them (docs/CACHE_LAB.md)."""
 
 
 @cache.command()
 @click.argument("trace", type=output_file(OutputKind.TRACE))
 @click.argument("config", required=False, type=PATH)
-@click.option("--data", multiple=True, help="Text file or directory (any number).")
-@click.option("--store", type=PATH, help="Store directory.")
-@click.option("--steps", type=int, help="Optimizer steps in all.")
+@click.option("--data", multiple=True, help="Text file or directory to train on; repeat for several.")
+@click.option("--store", type=PATH, help="Directory of the store.")
+@click.option("--steps", type=int, help="Total number of optimizer steps.")
 @click.option("--host-budget", type=SIZE, help="Memory for experts.")
 @checksum_option
 @set_option()
@@ -85,7 +85,7 @@ def cache() -> None:
 @help_config_option()
 @click.pass_context
 def record(ctx: click.Context, /, trace: Path, **options: Any) -> None:
-    """Train as ``tierstore train`` does, and record the requests of its cache to TRACE."""
+    """Train as ``tierstore train`` does, and record its cache's requests to TRACE."""
     from tierstore.cli.train import train
 
     ctx.invoke(train, record_trace=trace, **options)
@@ -94,10 +94,10 @@ def record(ctx: click.Context, /, trace: Path, **options: Any) -> None:
 @cache.command("import")
 @click.argument("source", nargs=-1, type=EXISTING_FILE)
 @click.argument("trace", required=False, type=FILE)
-@click.option("--kind", type=click.Choice(_KINDS), help="What SOURCE is (default: what it looks like).")
-@click.option("--keys", type=output_file(OutputKind.NAMES), help="Write each record's name here.")
-@click.option("--list-options", is_flag=True, help="List what --set takes for --kind, and exit.")
-@set_option("Set an option of the kind (see --list-options).")
+@click.option("--kind", type=click.Choice(_KINDS), help="Format of SOURCE (default: detected).")
+@click.option("--keys", type=output_file(OutputKind.NAMES), help="Write the name of each record here.")
+@click.option("--list-options", is_flag=True, help="List the --set options of --kind, and exit.")
+@set_option("Set an option of --kind (see --list-options).")
 @json_option
 def import_(
     source: tuple[Path, ...],
@@ -108,11 +108,11 @@ def import_(
     settings: tuple[str, ...],
     output: Output,
 ) -> None:
-    """Make a TRACE of SOURCE: expert ids (npz, JSON lines), oracleGeneral, csv, or one key a line; each plain, or packed
-    by gzip, xz or zstd.
+    """Convert SOURCE to a TRACE. SOURCE: expert ids (npz, JSON lines), oracleGeneral, csv, or one key per line, each
+    optionally compressed with gzip, xz or zstd.
 
-    Several SOURCEs are files of one routing log (JSON lines) that have a layer each, as a field or the file's name
-    (layer_3.jsonl) says. Their steps are merged.
+    Several SOURCEs are the files of one routing log (JSON lines), one per layer; a field or the file name (layer_3.jsonl)
+    gives the layer. Their steps are merged.
     """
     from tierstore.lab.importing import SourceKind, import_trace, options_of
 
@@ -139,7 +139,7 @@ def import_(
     read = ", ".join(f"{what} {where}" for what, where in found.columns.items())
     output.line(f"read as {found.kind.value}: {read}")
     if found.resized:
-        output.line(f"{found.resized} requests had another size than the first of their key, which counts")
+        output.line(f"{found.resized} requests differ in size from their key's first request, which counts")
     output.emit({"trace": str(trace), **asdict(found), "kind": found.kind.value})
 
 
@@ -151,7 +151,7 @@ def import_(
     "--lookahead",
     type=click.Choice(["none", "recorded"]),
     default="none",
-    help="Requests alone, or with the prefetches that a run of tierstore train recorded.",
+    help="Replay the requests alone (none), or with the prefetches recorded by tierstore train.",
 )
 @pin_option
 @dataclass_options(ReplayOptions, "replay")
@@ -167,7 +167,7 @@ def simulate(
     figures: MachineOptions,
     output: Output,
 ) -> None:
-    """Replay TRACE through policies at capacities, with what it costs."""
+    """Replay TRACE through cache policies at given capacities, and show the costs."""
     from tierstore.lab.miss_curves import curves
     from tierstore.lab.simulate import contract_name
 
@@ -200,7 +200,7 @@ def simulate(
 
 @cache.command()
 @click.argument("trace", type=EXISTING_FILE)
-@click.option("--points", type=click.IntRange(min=1), default=10, help="Capacities, equally spaced.")
+@click.option("--points", type=click.IntRange(min=1), default=10, help="Number of equally spaced capacities.")
 @policy_option("every policy, and belady")
 @pin_option
 @dataclass_options(ReplayOptions, "replay")
@@ -217,8 +217,8 @@ def curve(
     html: Path | None,
     output: Output,
 ) -> None:
-    """Miss-ratio curves of TRACE over capacity, with the clairvoyant choice (a bound, where entries are of one size) and the
-    line 1 - C/N."""
+    """Show miss-ratio curves of TRACE over capacity, with the clairvoyant policy (a bound if all entries have one size) and
+    the line 1 - C/N."""
     from tierstore.lab.miss_curves import REPORT_WINDOWS, curve_capacities, curves, keep_ratio
     from tierstore.lab.simulate import contract_name
 
@@ -261,7 +261,7 @@ def curve(
 @click.argument("trace", type=EXISTING_FILE)
 @capacity_option(multiple=False)
 @click.option(
-    "--out", type=output_file(OutputKind.CONFIGURATION), help="Write the configuration to this file."
+    "--out", type=output_file(OutputKind.CONFIGURATION), help="Write the chosen configuration to this file."
 )
 @dataclass_options(SearchOptions, "search")
 @dataclass_options(MachineOptions, "figures")
@@ -276,7 +276,7 @@ def tune(
     html: Path | None,
     output: Output,
 ) -> None:
-    """Choose a policy for TRACE on its first part, and score it on the rest."""
+    """Choose a policy on the first part of TRACE, and score it on the rest."""
     machine, options = figures.machine(), search.search()
     check_html(html)
     output.emit(_decide(trace, capacity, options, machine, output, html=html, out=out))
@@ -284,9 +284,9 @@ def tune(
 
 @cache.command()
 @click.argument("trace", type=EXISTING_FILE)
-@click.option("--html", type=output_file(OutputKind.PAGE), required=True, help="The file to write.")
+@click.option("--html", type=output_file(OutputKind.PAGE), required=True, help="HTML file to write.")
 @capacity_option(multiple=False)
-@click.option("--points", type=click.IntRange(min=1), default=10, help="Of the curves.")
+@click.option("--points", type=click.IntRange(min=1), default=10, help="Points of each curve.")
 @dataclass_options(ContractOptions, "replay")
 @dataclass_options(MachineOptions, "figures")
 @json_option
@@ -299,7 +299,7 @@ def report(
     figures: MachineOptions,
     output: Output,
 ) -> None:
-    """Everything about TRACE in one HTML file: curves, half-lives, costs, and a tuned choice."""
+    """Write one HTML report about TRACE: curves, half-lives, costs, and a tuned choice."""
     machine, options = figures.machine(), SearchOptions(**vars(replay)).search()
     check_html(html)
     decided = _decide(trace, capacity, options, machine, output, html=html, points=points)
@@ -307,7 +307,7 @@ def report(
 
 
 def _load(trace: Path, output: Output, warmup_steps: int = 0, pins: Sequence[str] = ()) -> Requests:
-    """The requests of a trace, with a line on them. Raises ConfigError for a warm-up that leaves nothing, and for
+    """Load the requests of a trace and show a line on them. Raises ConfigError if the warm-up takes all steps, or for
     records that cannot be pinned."""
     from tierstore.lab.requests import load_requests, parse_pins, pin
 
@@ -316,13 +316,13 @@ def _load(trace: Path, output: Output, warmup_steps: int = 0, pins: Sequence[str
         requests = pin(requests, parse_pins(pins, name="--pin"), name="--pin")
     show_trace(requests, output)
     if warmup_steps >= requests.step_count:
-        raise ConfigError(f"--warmup: expected less than the {requests.step_count} steps of {trace}")
+        raise ConfigError(f"--warmup: expected fewer than the {requests.step_count} steps of {trace}")
     return requests
 
 
 @contextmanager
 def _progress(output: Output, label: str) -> Iterator[Callable[[str], OnProgress]]:
-    """Gives a function that makes the ``progress`` argument of a stage."""
+    """Yield a function that makes the ``progress`` argument of a stage, by name."""
     with output.progress(label=label) as bar:
         yield lambda stage: lambda done, total: bar.update(done, total, {"stage": stage})
 
@@ -334,20 +334,20 @@ def _recorded_outcomes(
     frames: Sequence[int],
     arguments: dict[str, Any],
 ) -> list[Outcome]:
-    """Outcomes with the prefetches of the recorded run. Raises ConfigError naming the option, or BudgetError."""
+    """Replay with the recorded run's prefetches. Raises ConfigError that names the option, or BudgetError."""
     from tierstore.lab.live import recording_of, replay_recorded
     from tierstore.lab.simulate import Contract, ReplaySetting
 
     recording = recording_of(trace, requests)
     if recording is None:
-        raise ConfigError(f"--lookahead recorded: {trace} has no prefetches of a run that takes steps")
+        raise ConfigError(f"--lookahead recorded: {trace} has no prefetches of a training run")
     if requests.table.pins:
-        raise ConfigError("--pin: expected --lookahead none: a live cache pins nothing")
+        raise ConfigError("--pin: expected --lookahead none: the cache of a run cannot pin records")
     if arguments["contract"] is not Contract.ATOMIC:
-        raise ConfigError("--lookahead recorded: expected --contract event-atomic, as a run replays")
+        raise ConfigError("--lookahead recorded: expected --contract event-atomic")
     others = [spec.name for spec in specs if not spec.runs]
     if others:
-        raise ConfigError(f"--lookahead recorded: expected policies, got {others[0]}, which knows the future")
+        raise ConfigError(f"--lookahead recorded: expected policies, got {others[0]}, which no run can use")
     settings = [ReplaySetting(spec, size, arguments["scope"]) for spec in specs for size in frames]
     found = []
     replays = replay_recorded(requests, recording, settings, threads=arguments["threads"])
@@ -355,7 +355,7 @@ def _recorded_outcomes(
         if replayed is None:
             raise BudgetError(
                 f"--capacity: {setting.capacity_frames} frames, of which prefetches hold "
-                f"{recording.lookahead_at(setting.capacity_frames)}, are too small for {setting.policy.name}"
+                f"{recording.lookahead_at(setting.capacity_frames)}, are too few for {setting.policy.name}"
             )
         found.append(replayed.outcome(requests, slice(arguments["warmup_steps"], None)))
     return found
@@ -372,9 +372,9 @@ def _decide(
     points: int = 10,
     out: Path | None = None,
 ) -> dict[str, object]:
-    """Chooses a policy for ``trace``, shows it, and writes the requested files; returns the choice for JSON.
+    """Choose a policy for ``trace``, show it, and write the requested files; returns the choice as JSON.
 
-    ``points``: of the report's curves.
+    ``points``: the number of points of the report's curves.
     """
     from tierstore.lab.live import recording_of
     from tierstore.lab.miss_curves import REPORT_WINDOWS, all_policies, curve_capacities, curves
@@ -422,7 +422,7 @@ def _decide(
 
 
 def _write_regime(html: Path, regime: RegimeStudy, machine: Machine, output: Output) -> None:
-    """Writes a report of one regime."""
+    """Write the report of one regime."""
     from tierstore import __version__
     from tierstore.lab.results import Study
 

@@ -1,4 +1,4 @@
-"""Options of the cache commands: dataclasses that become objects of the lab, and the few that stand alone."""
+"""Options of the cache commands: dataclasses that make the lab's objects, and a few single options."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ContractOptions:
-    """How traces are replayed."""
+    """How a trace is replayed."""
 
     contract: str = option(
         "event-atomic",
-        help="Whether the requests of one layer pass are one set.",
+        help="Replay the requests of a layer pass as one set, or one after another.",
         type=click.Choice(["event-atomic", "sequential"]),
     )
-    threads: int = option(0, help="Replays at a time (0: one for each core).", type=click.IntRange(min=0))
+    threads: int = option(0, help="Concurrent replays (0: one per core).", type=click.IntRange(min=0))
 
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of functions of the lab."""
+        """The options as keyword arguments of the lab's functions."""
         from tierstore.lab.simulate import Contract
 
         return {"contract": Contract(self.contract), "threads": self.threads}
@@ -40,14 +40,14 @@ class ContractOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayOptions(ContractOptions):
-    """How a trace is replayed where a cache's scope is given."""
+    """How a trace is replayed with a given scope of the cache."""
 
     scope: str = option(
         "global",
-        help="One cache, or an equal quota for each layer.",
+        help="One cache for all layers, or an equal quota for each layer.",
         type=click.Choice(["global", "layer"]),
     )
-    warmup: int = option(0, help="Steps that fill the cache uncounted.", type=click.IntRange(min=0))
+    warmup: int = option(0, help="Initial steps that are not counted.", type=click.IntRange(min=0))
 
     def arguments(self) -> dict[str, Any]:
         from tierstore.cache.config import Scope
@@ -57,27 +57,27 @@ class ReplayOptions(ContractOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class SearchOptions(ContractOptions):
-    """What a tuner searches."""
+    """The search space and objective of the tuner."""
 
     policies: tuple[str, ...] = option(
-        (), "--policy", metavar="NAME", help="What to try; default: what train runs."
+        (), "--policy", metavar="NAME", help="Policy to try, repeatable (default: all that train runs)."
     )
     scope: str = option(
         "both",
-        help="One cache, a quota for each layer, or whichever is better.",
+        help="One cache for all layers, a quota for each layer, or the better of the two.",
         type=click.Choice(["global", "layer", "both"]),
     )
     objective: str = option(
         "misses",
-        help="What is to be small: misses, bytes read and written, or stalled time.",
+        help="Cost to minimise: misses, bytes read and written, or stall time.",
         type=click.Choice(["misses", "bytes", "stall"]),
     )
-    prefix: float = option(0.5, help="Part of the steps to tune on.")
-    confidence: float = option(0.95, help="Of the interval of the gain.")
-    seed: int = option(0, help="Of the bootstrap.", type=click.IntRange(min=0))
+    prefix: float = option(0.5, help="Fraction of the steps to tune on; the rest scores the choice.")
+    confidence: float = option(0.95, help="Confidence level of the gain's interval.")
+    seed: int = option(0, help="Seed of the bootstrap.", type=click.IntRange(min=0))
 
     def search(self) -> TuneOptions:
-        """Raises ConfigError naming the option."""
+        """The tuner's options. Raises ConfigError that names the option."""
         from tierstore.cache.config import Scope
         from tierstore.lab.costs import Objective
         from tierstore.lab.simulate import PolicySpec, known_policies
@@ -92,7 +92,7 @@ class SearchOptions(ContractOptions):
             except ConfigError as error:
                 raise ConfigError(f"--policy: {error}") from error
             if spec.options:
-                raise ConfigError(f"--policy: expected the name of a policy, without options, got {name!r}")
+                raise ConfigError(f"--policy: expected a policy's name without options, got {name!r}")
         try:
             return TuneOptions(
                 **self.arguments(),
@@ -109,41 +109,41 @@ class SearchOptions(ContractOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class MachineOptions:
-    """What estimates rest on: the fields of ``tierstore.lab.Machine``."""
+    """The machine that estimates assume: the fields of ``tierstore.lab.Machine``."""
 
     profile: Path | None = option(
-        None, help="Costs measured by `tierstore bench machine` (default: plan's assumed ones)."
+        None, help="Profile measured by `tierstore bench machine` (default: plan's assumed costs)."
     )
     run: Path | None = option(
-        None, help="Configuration of the run, whose computation of a step plan predicts."
+        None, help="Configuration of a run; plan predicts its computation time per step."
     )
     read_bytes_per_s: int | None = option(
-        None, "--read", size=True, help="Read bandwidth, a second (default: the profile's)."
+        None, "--read", size=True, help="Read bandwidth, bytes/s (default: the profile's)."
     )
     write_bytes_per_s: int | None = option(
-        None, "--write", size=True, help="Write bandwidth, a second (default: the profile's)."
+        None, "--write", size=True, help="Write bandwidth, bytes/s (default: the profile's)."
     )
     mixed_bytes_per_s: int | None = option(
-        None, "--mixed", size=True, help="Bandwidth of reads and writes mixed, a second."
+        None, "--mixed", size=True, help="Bandwidth of mixed reads and writes, bytes/s."
     )
     compute_s_per_step: float | None = option(
-        None, "--compute", help="Computation of a step, seconds (default: that of --run, or 0)."
+        None, "--compute", help="Computation time per step, seconds (default: from --run, or 0)."
     )
     overlap: str = option(
         "lookahead",
-        help="Whether a pass is fetched while the one before it computes.",
+        help="Fetch for a pass during the previous one, or when it starts.",
         type=click.Choice(["lookahead", "serial"]),
     )
     endurance_bytes: int | None = option(
-        None, "--endurance", size=True, help="Bytes the drive may be written (assumed, if not given: 600TB)."
+        None, "--endurance", size=True, help="Bytes that the drive can take (default: 600TB, assumed)."
     )
     drive_bytes: int | None = option(
-        None, "--drive", size=True, help="Size of the drive (assumed, if not given: 1TB)."
+        None, "--drive", size=True, help="Size of the drive (default: 1TB, assumed)."
     )
-    steps_per_s: float | None = option(None, help="Speed (default: from computation and stalls).")
+    steps_per_s: float | None = option(None, help="Steps per second (default: from computation and stalls).")
 
     def machine(self) -> Machine:
-        """Raises ConfigError naming the option; BudgetError for a run that cannot be."""
+        """The machine. Raises ConfigError that names the option, BudgetError for an impossible run."""
         from tierstore.config import load
         from tierstore.lab.costs import Machine, Overlap
         from tierstore.machine_profile import ASSUMED, load_profile
@@ -171,48 +171,46 @@ class MachineOptions:
 
 
 def policy_option(default: str) -> Callable[[F], F]:
-    """``--policy``, any number of times: the argument ``policies``."""
+    """``--policy``, repeatable; the command gets the argument ``policies``."""
     return click.option(
         "--policy",
         "policies",
         multiple=True,
         metavar="NAME[:OPTION=VALUE,..]",
-        help=f"A policy (or belady, belady-bypass, unbounded), any number of times; default: {default}. Or 'all'.",
+        help=f"Policy, or the bound belady, belady-bypass or unbounded, or all; repeat for several (default: {default}).",
     )
 
 
 def capacity_option(*, multiple: bool) -> Callable[[F], F]:
-    """``--capacity``: a size, or a fraction of the footprint."""
+    """``--capacity``: a size, or a fraction of the trace's footprint."""
     return click.option(
         "--capacity",
         "capacities" if multiple else "capacity",
         type=FRACTION,
         multiple=multiple,
         default=("0.5",) if multiple else "0.5",
-        help="Size of the cache: 512MiB, or a fraction of all entries of the trace.",
+        help="Cache size, such as 512MiB, or a fraction of all entries of the trace.",
     )
 
 
 def html_option(command: F) -> F:
-    """``--html FILE``: a report for a browser."""
-    return click.option("--html", type=output_file(OutputKind.PAGE), help="Write a report for a browser.")(
-        command
-    )
+    """``--html FILE``: write an HTML report."""
+    return click.option("--html", type=output_file(OutputKind.PAGE), help="Write an HTML report.")(command)
 
 
 def pin_option(command: F) -> F:
-    """``--pin``, any number of times: the argument ``pins``."""
+    """``--pin``, repeatable; the command gets the argument ``pins``."""
     return click.option(
         "--pin",
         "pins",
         multiple=True,
         metavar="LAYER:EXPERT,..",
-        help="Records that stay once they have come, by layer and index in it; any number of times.",
+        help="Records to pin in the cache once loaded, by layer and index in it; repeat for several.",
     )(command)
 
 
 def specs_of(requests: Requests, policies: tuple[str, ...], default: tuple[str, ...]) -> list[PolicySpec]:
-    """The policies of ``--policy``, without repetition. Raises ConfigError naming the option."""
+    """The policies of ``--policy``, without duplicates. Raises ConfigError that names the option."""
     from tierstore.lab.miss_curves import all_policies
     from tierstore.lab.simulate import PolicySpec
 

@@ -1,4 +1,4 @@
-"""Output of the cache commands: outcomes, curves and a tuned choice as tables, JSON and HTML."""
+"""The output of the cache commands: outcomes, curves and a tuned choice as tables, JSON and HTML."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     from tierstore.lab.tuning import Tuning
 
 NO_LOOKAHEAD = "no lookahead"
-"""What replays of requests alone are named with: nothing is fetched ahead, and all of the capacity is cache."""
+"""The label of replays of requests alone: nothing is prefetched, and the whole capacity is cache."""
 
 
 def trace_json(requests: Requests) -> dict[str, object]:
-    """What was replayed."""
+    """The trace that was replayed."""
     left_out = [f"{name}: {count}" for name, count in requests.left_out.items()]
     return {**asdict(requests.info), "left_out": left_out}
 
 
 def show_trace(requests: Requests, output: Output) -> None:
-    """One line about the trace, and one about what was left out of it."""
+    """Show a line on the trace, and one on the events that the replay leaves out."""
     info = requests.info
     output.line(
         f"{info.name}: {info.steps} steps, {info.events} events, {info.requests} requests for {info.records} "
@@ -36,7 +36,7 @@ def show_trace(requests: Requests, output: Output) -> None:
         f"sha256 {info.sha256[:16] or '-'}"
     )
     if requests.clock != "steps":
-        output.line(f"clock: {requests.clock} (until the run's first step accesses are steps to its policy)")
+        output.line(f"clock: {requests.clock} (until the run's first step, the policy counts accesses)")
     if requests.left_out:
         said = ", ".join(f"{count} {name}" for name, count in requests.left_out.items())
         output.line(f"left out: {said}")
@@ -47,7 +47,7 @@ _COUNTED = (
     *("read_bytes", "written_bytes"),
 )
 _ESTIMATED = ("step_stall_s", "drive_writes_per_day", "drive_life_years")
-#: Keys of the JSON that are fields of an outcome.
+#: Fields of an outcome that are copied to the JSON under their own names.
 _AS_THEY_ARE = (
     *("policy", "capacity_frames", "scope", "contract", "lookahead_frames", "steps", "requests"),
     *(*_COUNTED, "drive_writes_per_day", "drive_life_years", "policy_s"),
@@ -55,7 +55,7 @@ _AS_THEY_ARE = (
 
 
 def outcome_json(outcome: Outcome, frame_bytes: int) -> dict[str, object]:
-    """One outcome; options as text, since their units differ. ``evidence`` says what each number is."""
+    """One outcome; policy options are text, since their units differ. ``evidence`` gives the origin of each number."""
     return {
         **{name: getattr(outcome, name) for name in _AS_THEY_ARE},
         "policy_options": [f"{key}={value}" for key, value in sorted(outcome.policy_options.items())],
@@ -75,7 +75,7 @@ _COSTS = ("misses", "read", "written", "stall/step", "drive/day", "life", "CPU")
 
 
 def show_outcomes(outcomes: Sequence[Outcome], frame_bytes: int, output: Output) -> None:
-    """A row for each outcome."""
+    """Show a table with a row for each outcome."""
     rows = [
         (
             _label(outcome),
@@ -89,7 +89,7 @@ def show_outcomes(outcomes: Sequence[Outcome], frame_bytes: int, output: Output)
 
 
 def _show_remarks(outcomes: Sequence[Outcome], output: Output) -> None:
-    """A line on what is too large to be admitted, and one for each outcome whose policy found no victim in a full cache."""
+    """Warn about requests too large to be admitted, and about each outcome whose policy found no victim in a full cache."""
     most: dict[float, int] = {}
     for one in outcomes:
         if one.not_admitted:
@@ -97,14 +97,14 @@ def _show_remarks(outcomes: Sequence[Outcome], output: Output) -> None:
     if most:
         said = ", ".join(f"{count} at {fraction:.1%}" for fraction, count in sorted(most.items()))
         output.line(
-            "warning: requests for what is larger than the cache (or its part for a layer) are misses that are not "
+            "warning: requests for entries larger than the cache (or its quota for a layer) are misses and are not "
             f"admitted: {said}"
         )
     for one in outcomes:
         if one.starved:
             output.line(
                 f"warning: {_label(one)} at {one.capacity_fraction:.1%} was starved {one.starved} times: no "
-                "entry was above its threshold, and the fallback chose"
+                "entry was above its threshold, so the fallback chose the victim"
             )
 
 
@@ -132,16 +132,16 @@ def _each(seconds: float | None, requests: int) -> str:
 
 
 def show_assumptions(machine: Machine, replayed: str, output: Output) -> None:
-    """What was ``replayed`` (contract, scope), and what the numbers are: simulated, measured or estimated."""
+    """Show what was ``replayed`` (contract, scope), and which numbers are simulated, measured or estimated."""
     said = "; ".join(f"{name} {value}" for name, value in machine.assumptions.items())
     output.line(
-        f"{replayed}; counts and bytes simulated; CPU time a request measured (cache core and policy); stalls, "
-        f"drive writes (whole drives a day) and life estimated: {said}"
+        f"{replayed}; counts and bytes: simulated; CPU time per request (cache core and policy): measured; stalls, "
+        f"drive writes (drive sizes per day) and life: estimated with {said}"
     )
 
 
 def curves_json(found: Sequence[Curve], frame_bytes: int) -> list[dict[str, Any]]:
-    """Each curve with its points."""
+    """Each curve with its points, as JSON."""
     return [
         {
             "policy": curve.label,
@@ -153,7 +153,7 @@ def curves_json(found: Sequence[Curve], frame_bytes: int) -> list[dict[str, Any]
 
 
 def show_curves(found: Sequence[Curve], keep: Sequence[float], output: Output) -> None:
-    """Miss ratios: a column for each capacity, a row for each policy, and the line 1 - C/N (``keep``)."""
+    """Show miss ratios: a column per capacity, a row per policy, and the line 1 - C/N (``keep``)."""
     columns = ("miss ratio at", *(f"{point.capacity_fraction:.0%}" for point in found[0].points))
     rows = [("1 - C/N", *(f"{line:.4f}" for line in keep))]
     rows += [
@@ -168,7 +168,7 @@ def show_curves(found: Sequence[Curve], keep: Sequence[float], output: Output) -
 
 
 def _label(outcome: Outcome) -> str:
-    """The policy with its options; K is not shown beside the half-life that it makes with beta."""
+    """The policy with its options; ``interval`` is omitted if the half-life, which includes it, is shown."""
     options = dict(outcome.policy_options)
     if "half_life" in options:
         options.pop("interval", None)
@@ -178,7 +178,7 @@ def _label(outcome: Outcome) -> str:
 
 
 def gain_json(result: TuneResult) -> dict[str, object]:
-    """What tuning gained. The gain's key says what it is of: a miss ratio, bytes or seconds a step."""
+    """The gain of tuning. Its key names the unit: a miss ratio, or bytes or seconds per step."""
     unit = {"misses": "miss_ratio", "bytes": "step_bytes", "stall": "step_stall_s"}[result.objective]
     kind, _, rest = unit.partition("_")
     return {
@@ -196,7 +196,7 @@ def gain_json(result: TuneResult) -> dict[str, object]:
 
 
 def tuning_json(tuning: Tuning, frame_bytes: int) -> dict[str, object]:
-    """A tuned choice: its gain, the advice, what to paste, and the outcomes on the rest, best first."""
+    """A tuned choice: its gain, the advice, the configuration, and the outcomes on the rest of the trace, best first."""
     result = tuning.result
     return {
         **gain_json(result),
@@ -220,7 +220,7 @@ def _replayed_with(scored: str) -> str:
 
 
 def show_tuning(tuning: Tuning, frame_bytes: int, output: Output) -> None:
-    """The advice, the outcomes on the rest, the verdict, and what to paste."""
+    """Show the advice, the outcomes on the rest of the trace, the verdict and the configuration."""
     result = tuning.result
     output.line(result.advice)
     rows = [
@@ -242,21 +242,21 @@ def show_tuning(tuning: Tuning, frame_bytes: int, output: Output) -> None:
     said = {
         "better": "better than the baseline",
         "tie": "a tie with the baseline",
-        "worse": "worse than the baseline, which stays",
+        "worse": "worse than the baseline, which is kept",
     }[result.verdict.value]
     output.line(
         f"chosen on the first {result.tuned_steps} steps: {_label(result.chosen)}, {result.chosen.scope} scope; "
         f"{said} ({_label(result.baseline)}, {result.baseline.scope}): gain {result.gain_text}; "
         f"{result.regret:.2%} behind {result.best_of}"
     )
-    output.line("paste into the configuration of tierstore train:")
+    output.line("add to the configuration of tierstore train:")
     output.line(result.configuration.rstrip("\n"))
     if result.warning is not None:
         output.line(f"warning: {result.warning}")
 
 
 def check_html(html: Path | None) -> None:
-    """Refuses a report that cannot be made, before the work. Raises CapabilityError."""
+    """Check before the work that a requested report can be written. Raises CapabilityError."""
     if html is not None:
         from tierstore.reports.page import check_report
 
@@ -264,7 +264,7 @@ def check_html(html: Path | None) -> None:
 
 
 def write_html(html: Path, study: Study, output: Output) -> None:
-    """Writes a report and prints its path."""
+    """Write a report and print its path."""
     from tierstore.lab.report import write_report
 
     write_report(study, html)
