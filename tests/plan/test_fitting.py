@@ -97,7 +97,7 @@ def test_two_changes_where_one_is_not_enough(setting: Make) -> None:
 def test_more_ranks_before_another_model(setting: Make) -> None:
     planned = setting()
     disk = _taken(setting(ranks=4))[1]
-    assert _texts(planned, Limits(MANY, disk)) == ["--ranks 4, each with limits of its own"]
+    assert _texts(planned, Limits(MANY, disk)) == ["--ranks 4, each with the same limits"]
 
 
 def test_a_budget_too_small_to_start(setting: Make) -> None:

@@ -80,11 +80,11 @@ class DistillationConfig:
     text: tuple[Path, ...] = field(
         default=(), metadata={"help": "text file to calibrate, distil and evaluate with; repeat for several"}
     )
-    minutes: float = field(default=30.0, metadata={"help": "time for distillation (0: none)"})
-    steps: int = field(default=0, metadata={"help": "steps of distillation (0: as many as the time allows)"})
+    minutes: float = field(default=30.0, metadata={"help": "minutes of distillation (0: none)"})
+    steps: int = field(default=0, metadata={"help": "steps of distillation (0: all that --minutes allow)"})
     rate: float = field(default=3e-4, metadata={"help": "largest learning rate"})
-    rows: int = field(default=4, metadata={"help": "windows in a step"})
-    length: int = field(default=256, metadata={"help": "tokens in a window"})
+    rows: int = field(default=4, metadata={"help": "windows per step"})
+    length: int = field(default=256, metadata={"help": "tokens per window"})
     held_out: int = field(
         default=16, metadata={"help": "largest number of held-out windows, on which losses are measured"}
     )

@@ -1,4 +1,4 @@
-"""Planning: what a run takes on each tier, whether it fits, and how long a step takes. Imports no torch."""
+"""Planning: the bytes of a run on each tier, whether it fits, and the time of a step. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Bytes that one rank of a run takes on each tier, and the uses of a model that take them.
+"""Bytes that one rank of a run takes on each tier, for each use of a model.
 
-Experts are spread evenly over the ranks, each rank's in its own store; dense parameters are cut into slices of 1/N. The
-functions of ``train`` that divide budgets and reserve space compute everything here, so a plan and a run cannot disagree.
-What cannot be known without running, such as the size of the process, is marked as assumed.
+Experts are spread evenly over the ranks, each rank's in its own store; dense parameters are cut into slices of 1/N. All
+figures come from the functions of ``train`` that divide budgets and reserve space, so plan and run agree. What only a run
+can show, such as the size of the process, is marked as assumed.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from tierstore.train.config import TrainConfig
 from tierstore.train.footprint import FixedCost, boundary_split, fixed_cost, flat_layouts, rank_tokens
 from tierstore.train.vocabulary import VocabularyTables, choose_vocabulary
 
-#: The tiers that hold bytes of a run, from the top.
+#: The tiers that hold bytes of a run, fastest first.
 TIERS = (Tier.DEVICE, Tier.HOST, Tier.NVME)
-#: An interpreter that has imported torch and tierstore, where no profile says what it takes here.
+#: Assumed bytes of an interpreter that has imported torch and tierstore, without a profile.
 PROCESS_BYTES = 330 << 20
 
 
@@ -52,7 +52,7 @@ class Term:
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """``count`` processes; ``expert`` of them share one copy of the experts (0: all)."""
+    """``count`` ranks; each group of ``expert`` ranks shares one copy of the experts (0: all ranks)."""
 
     count: int = 1
     expert: int = 0
@@ -71,23 +71,23 @@ class Ranks:
         return self.expert or self.count
 
 
-#: The rank of pairs where none is given.
+#: The default rank of LoRA pairs.
 DEFAULT_RANK = 16
 
 
 class Use(StrEnum):
-    """What a model is used for. Only ``FULL`` writes experts."""
+    """The use of a model. Only ``FULL`` writes experts."""
 
     FULL = "full"  # every parameter is trained
-    LORA = "lora"  # low-rank pairs of attention and of experts; those of experts are records
-    LORA_ATTENTION = "lora-attention"  # low-rank pairs of attention alone
-    SERVE = "serve"  # forward passes
+    LORA = "lora"  # LoRA pairs of attention and experts are trained; experts' pairs are records
+    LORA_ATTENTION = "lora-attention"  # only LoRA pairs of attention are trained
+    SERVE = "serve"  # forward passes only
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelUsage:
     """A use of one model. ``attention``: parameters of attention's pairs by dense unit. ``pairs``: the record of one
-    expert's pairs. ``tokens``: of one pass of one rank (0: those of a micro-batch).
+    expert's pairs. ``tokens``: in one pass of one rank (0: a micro-batch's).
     """
 
     use: Use = Use.FULL
@@ -98,12 +98,12 @@ class ModelUsage:
 
     @property
     def frozen(self) -> bool:
-        """Whether experts are read only."""
+        """Whether experts are read-only."""
         return self.use is not Use.FULL
 
     @property
     def trains(self) -> bool:
-        """Whether there are backward passes."""
+        """Whether the use has backward passes."""
         return self.use is not Use.SERVE
 
 
@@ -111,7 +111,7 @@ FULL_TRAINING = ModelUsage()
 
 
 def usage_of(spec: HfSpec, use: Use, rank: int, moments: MomentFormat = MomentFormat.FP32) -> ModelUsage:
-    """``use`` of the model with pairs of ``rank``, whose moments have the format ``moments``. Raises ConfigError."""
+    """The ModelUsage for ``use``, with LoRA pairs of ``rank`` and moments in the format ``moments``. Raises ConfigError."""
     if use in (Use.FULL, Use.SERVE):
         return ModelUsage(use=use)
     if rank < 1:
@@ -129,7 +129,7 @@ def usage_of(spec: HfSpec, use: Use, rank: int, moments: MomentFormat = MomentFo
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """The subject of a plan: a run's configuration, the model's counts, the ranks, the device and the use.
+    """What is planned: a run's configuration, the model's counts, the ranks, the device and the use.
 
     A use other than full training needs an imported model (``HfSpec``).
     """
@@ -140,9 +140,9 @@ class Setting:
     device: DeviceKind = DeviceKind.CPU
     process_bytes: int = PROCESS_BYTES
     process_evidence: Evidence = Evidence.ASSUMED
-    #: Memory of an accelerator; None where it is not known.
+    #: Memory of the accelerator in bytes; None if unknown.
     device_memory: int | None = None
-    #: What the files hold (``train.files.text_bytes``).
+    #: Size of the training text (``train.files.text_bytes``).
     text_bytes: int = 0
     usage: ModelUsage = FULL_TRAINING
 
@@ -155,13 +155,13 @@ class Setting:
 
     @property
     def run_config(self) -> TrainConfig:
-        """The configuration that budgets are divided by: with the experts' pairs that this use trains."""
+        """The configuration by which budgets are divided; it includes the experts' pairs that this use trains."""
         beside = LoraConfig(rank=self.usage.rank, targets=LoraTargets.EXPERTS)
         return replace(self.config, lora=beside if self.usage.pairs else LoraConfig())
 
     @property
     def schema(self) -> RecordSchema:
-        """The experts' records."""
+        """The schema of the experts' records."""
         numel, compute = self.model.expert_numel, self.config.model.compute_dtype
         moments, quantized = self.config.adamw.moments, quantized_layout(self.config.spec)
         return expert_record(numel, compute, self.training, moments, quantized=quantized)
@@ -173,7 +173,7 @@ class Setting:
 
     @property
     def schemas(self) -> list[RecordSchema]:
-        """The records that the host cache holds: the experts', and those of their pairs."""
+        """The schemas of the records in the host cache: the experts', and that of their pairs, if any."""
         return [self.schema] + ([self.usage.pairs] if self.usage.pairs else [])
 
     @property
@@ -183,60 +183,60 @@ class Setting:
 
     @property
     def local_experts(self) -> int:
-        """Experts of one layer on one rank, at most."""
+        """The most experts of one layer on one rank."""
         return -(-self.model.experts // self.ranks.sharing)
 
     @property
     def records(self) -> int:
-        """Experts of one rank, at most."""
+        """The most experts on one rank."""
         return self.local_experts * len(self.model.moe_layers)
 
     @property
     def tokens(self) -> int:
-        """Tokens of one pass of one rank: those of a micro-batch, which all ranks share, or in layer order those of all
-        micro-batches of a step, unless ``usage`` says otherwise.
+        """Tokens in one pass of one rank: ``usage.tokens``, or else one rank's share of a micro-batch; in layer order, of
+        all micro-batches of a step.
         """
         return self.usage.tokens or self.micro_tokens * self.together
 
     @property
     def micro_tokens(self) -> int:
-        """Tokens of one micro-batch of one rank."""
+        """One rank's tokens in a micro-batch."""
         return rank_tokens(self.config, self.ranks.count)
 
     @property
     def together(self) -> int:
-        """Micro-batches that pass a layer together."""
+        """Micro-batches that pass through a layer together."""
         data = self.config.data
         return data.micro_batches // data.passes if self.usage.trains else 1
 
     @property
     def boundaries(self) -> BoundarySplit | None:
-        """Where block inputs of a step in layer order lie. Raises BudgetError."""
+        """Where the block inputs of a step in layer order are kept; None if none are. Raises BudgetError."""
         if not self.usage.trains:
             return None
         return boundary_split(self.config, self.ranks.count, len(self.model.units) - 2)
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of one step of all ranks; of one forward pass, where nothing is trained."""
+        """Tokens of all ranks in one step or, if nothing is trained, in one forward pass."""
         if self.usage.trains:
             return self.config.tokens_per_step
         return self.tokens * self.ranks.count
 
     @property
     def layouts(self) -> list[UnitLayout]:
-        """How the dense units are cut."""
+        """How the dense units are cut into slices."""
         compute, tables = self.config.model.compute_dtype, self.vocabulary.tables
         return flat_layouts(self.model.units, ranks=self.ranks.count, compute=compute, tables=tables)
 
     @property
     def vocabulary(self) -> VocabularyTables:
-        """How embedding and head reach their tokens, as a run would choose."""
+        """Whether the tables of embedding and head are gathered or partitioned, as a run would choose."""
         return choose_vocabulary(self.config, ranks=self.ranks.count, device=self.device)
 
     @property
     def fixed(self) -> FixedCost:
-        """What one rank takes outside of its budgets, as ``train`` announces it."""
+        """What one rank takes in addition to its budgets, as ``train`` announces it."""
         made = fixed_cost(
             self.config,
             self.process_bytes,
@@ -254,7 +254,7 @@ class Setting:
         return replace(made, activations=spec.forward_bytes(self.tokens), text=0)
 
     def _frozen_dense(self) -> DenseBytes:
-        """Dense weights, whole on every rank, and the state of attention's pairs, which ranks share."""
+        """Whole dense weights on every rank, and the state of attention's pairs, sliced over the ranks."""
         count = self.ranks.count
         width = self.config.model.compute_dtype.itemsize
         weights = sum(width * unit.matrices + 4 * unit.others for unit in self.model.units)
@@ -267,7 +267,7 @@ class Setting:
 
     @property
     def schedule(self) -> Schedule:
-        """One step's passes over the units, as the trainer walks them."""
+        """The passes of one step over the units, in the trainer's order."""
         config = self.config
         return unit_schedule(
             self.layouts,
@@ -281,7 +281,7 @@ class Setting:
 
 
 def setting_for(setting: Setting, use: Use, rank: int) -> Setting:
-    """``setting`` for another use. Raises ConfigError where the store that holds the model does not allow it."""
+    """``setting`` with another use. Raises ConfigError if the model's store does not allow it."""
     spec = imported_spec(setting)
     if use is Use.FULL and spec.manifest.weights is Weights.FROZEN:
         raise ConfigError(
@@ -291,7 +291,7 @@ def setting_for(setting: Setting, use: Use, rank: int) -> Setting:
 
 
 def as_configured(setting: Setting) -> Setting:
-    """``setting`` for the use of its configuration: full training, or LoRA of a model or a stage. Raises ConfigError."""
+    """``setting`` with the configured use: full training, or LoRA of a model or a stage. Raises ConfigError."""
     lora, spec = setting.config.lora, setting.config.model
     if not (lora.enabled and isinstance(spec, HfSpec)):
         return setting
@@ -309,7 +309,7 @@ def imported_spec(setting: Setting) -> HfSpec:
 
 @dataclass(frozen=True)
 class Capacity:
-    """What one rank takes."""
+    """What one rank takes: ``terms``, and its budgets as ``divided``."""
 
     terms: tuple[Term, ...]
     divided: Budgets
@@ -319,7 +319,7 @@ class Capacity:
         return sum(term.nbytes for term in self.terms if term.tier in tiers)
 
     def term(self, name: str) -> Term:
-        """The line of that name. Raises KeyError."""
+        """The term called ``name``. Raises KeyError."""
         for term in self.terms:
             if term.name == name:
                 return term
@@ -327,7 +327,7 @@ class Capacity:
 
 
 def capacity(setting: Setting) -> Capacity:
-    """Bytes of one rank on each tier. Raises BudgetError for budgets that no run could start with."""
+    """Bytes of one rank on each tier. Raises BudgetError if the budgets are too small to start a run."""
     taken, memory = _capacity(setting), setting.device_memory
     if memory is None or setting.device is DeviceKind.CPU or setting.config.device_budget:
         return taken
@@ -336,7 +336,7 @@ def capacity(setting: Setting) -> Capacity:
 
 
 def _capacity(setting: Setting, free: int | None = None) -> Capacity:
-    """``capacity``, where experts may take ``free`` bytes of an accelerator (None: not known)."""
+    """``capacity`` with ``free`` bytes of an accelerator for experts (None: unknown)."""
     divided = budgets(
         setting.run_config, setting.device, experts=setting.records, schema=setting.schema, free=free
     )
@@ -349,7 +349,7 @@ def _capacity(setting: Setting, free: int | None = None) -> Capacity:
 
 
 def _dense_terms(setting: Setting) -> Iterable[Term]:
-    """Dense parameters, whole and in slices."""
+    """Slices of dense parameters, and buffers for whole ones."""
     config, model, ranks = setting.config, setting.model, setting.ranks
     layouts, on_cpu = setting.layouts, setting.device is DeviceKind.CPU
     dense = setting.fixed.dense
@@ -361,7 +361,7 @@ def _dense_terms(setting: Setting) -> Iterable[Term]:
         Tier.HOST if on_host else Tier.DEVICE,
         "dense state",
         dense.slices,
-        f"{model.dense} parameters in the compute type, and 16 B x {pairs} of attention's pairs, 1/{ranks.count} of each"
+        f"{model.dense} parameters in the compute type, and 1/{ranks.count} of 16 B x {pairs} of attention's pairs"
         if setting.usage.frozen
         else f"{resident} B x {own} parameters, the slices of 1/{ranks.count} of {model.dense}, padded",
     )
@@ -373,7 +373,7 @@ def _dense_terms(setting: Setting) -> Iterable[Term]:
         Tier.DEVICE,
         "fusion buffers",
         dense.fusion,
-        f"embedding, head and {blocks_held(layouts, config.dense)} blocks gathered at once, of depth independent"
+        f"embedding, head and {blocks_held(layouts, config.dense)} blocks gathered at once, whatever the depth"
         + (", and as much to send from" if gather_copies(ranks.count, setting.device.value) else ""),
     )
     yield Term(
@@ -382,7 +382,7 @@ def _dense_terms(setting: Setting) -> Iterable[Term]:
         dense.gradients,
         f"8 B x {pairs} of attention's pairs"
         if setting.usage.frozen
-        else f"4 B x 2 (own, other ranks') x the larger end and {config.dense.gradient_buffers} blocks",
+        else f"4 B x 2 (own, received) x the larger of embedding and head, and {config.dense.gradient_buffers} blocks",
     )
 
 
@@ -393,8 +393,8 @@ def _device_terms(setting: Setting, divided: Budgets) -> Iterable[Term]:
         Tier.DEVICE,
         "expert slots",
         divided.device,
-        f"{slots.weights} of weights x {slots.weight_bytes} B + {slots.gradients} of gradients x "
-        f"{slots.gradient_bytes} B" + (", and as many of pairs" if setting.usage.pairs else ""),
+        f"{slots.weights} for weights x {slots.weight_bytes} B + {slots.gradients} for gradients x "
+        f"{slots.gradient_bytes} B" + (", and as many for pairs" if setting.usage.pairs else ""),
     )
     if setting.usage.pairs is not None:
         numel = setting.usage.pairs.numel
@@ -409,15 +409,15 @@ def _device_terms(setting: Setting, divided: Budgets) -> Iterable[Term]:
         Tier.DEVICE,
         "router copies",
         fixed.routers,
-        "4 B x (experts + 1) x width of each layer of experts but the first, to guess with",
+        "4 B x (experts + 1) x width for each MoE layer but the first, to predict experts",
     )
     yield Term(
         Tier.DEVICE,
         "activations",
         fixed.activations,
-        f"upper estimate of a forward pass of {setting.tokens} tokens"
+        f"upper estimate for a forward pass of {setting.tokens} tokens"
         if not setting.usage.trains
-        else f"upper estimate for the graphs of one block, {setting.together} micro-batches of {setting.micro_tokens} tokens"
+        else f"upper estimate for one block's graphs: {setting.together} micro-batches of {setting.micro_tokens} tokens"
         if config.data.layer_major
         else f"upper estimate for {setting.tokens} tokens, checkpoint_activations = "
         f"{config.model.checkpoint_activations.value}, expert_activations = "
@@ -433,7 +433,7 @@ def _host_terms(setting: Setting, divided: Budgets) -> Iterable[Term]:
             Tier.HOST if setting.device is DeviceKind.CPU else Tier.DEVICE,
             "keys and values",
             spec.cache_bytes(context),
-            f"of {context} tokens, as transformers caches them",
+            f"for {context} tokens, as transformers caches them",
         )
     kept = setting.boundaries
     if kept is not None:
@@ -441,7 +441,7 @@ def _host_terms(setting: Setting, divided: Budgets) -> Iterable[Term]:
             Tier.HOST,
             "block inputs",
             kept.memory_bytes,
-            f"{kept.slots} of {kept.count} x {kept.slot_bytes} B: {setting.together} micro-batches of "
+            f"{kept.slots} of {kept.count} x {kept.slot_bytes} B: {setting.together} micro-batches x "
             f"{len(setting.model.units) - 2} blocks" + (", boundary_budget" if kept.spilled_bytes else ""),
         )
     yield Term(
@@ -456,7 +456,7 @@ def _host_terms(setting: Setting, divided: Budgets) -> Iterable[Term]:
         Tier.HOST,
         "gradient landing",
         divided.landing,
-        "as many buffers as gradient slots, out of host_budget",
+        "as many buffers as gradient slots, part of host_budget",
     )
     if setting.device is not DeviceKind.CPU:
         own = sum(layout.slice_numel for layout in setting.layouts)
@@ -470,7 +470,7 @@ def _host_terms(setting: Setting, divided: Budgets) -> Iterable[Term]:
         "an interpreter with torch and its libraries",
         setting.process_evidence,
     )
-    yield Term(Tier.HOST, "text", fixed.text, "the files, at most data.max_bytes")
+    yield Term(Tier.HOST, "text", fixed.text, "the text files, at most data.max_bytes")
     yield Term(Tier.HOST, "working memory", fixed.working, "thread pools and fragmentation", Evidence.ASSUMED)
 
 
@@ -479,7 +479,7 @@ def _disk_terms(setting: Setting) -> Iterable[Term]:
     slot_bytes = extent_bytes(schema, 1, 0) // schema_copies(schema, copies(0))  # padding included
     each = f"{schema.record_bytes / schema.numel:.4g}"
     of = f"x {copies(retain)} copies (the live one, the last commit's, {retain} snapshots)"
-    once = "x 1 copy: read only" if schema.frozen else of
+    once = "x 1 copy: read-only" if schema.frozen else of
     yield Term(
         Tier.NVME,
         "expert extents",
@@ -518,13 +518,13 @@ def _disk_terms(setting: Setting) -> Iterable[Term]:
         )
     records = setting.records * len(setting.schemas) + sum(dense.values())
     yield Term(
-        Tier.NVME, "index", index_bytes(records, retain), f"{records} entries, written anew twice over"
+        Tier.NVME, "index", index_bytes(records, retain), f"{records} entries, twice for LMDB's rewrites"
     )
     yield from _scratch_terms(setting)
 
 
 def _scratch_terms(setting: Setting) -> Iterable[Term]:
-    """What a step writes and reads again."""
+    """What a step writes and reads back."""
     trained = setting.usage.pairs if setting.schema.frozen else setting.schema
     kept = setting.boundaries
     if kept is not None:

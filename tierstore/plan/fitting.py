@@ -1,8 +1,8 @@
 """Whether a plan fits, and the shortest way to make it fit.
 
-The shortest way has the fewest changes; among equals, the one whose gravest change comes first in ``KNOBS``. These are
-ordered by how little they alter: bits stay the same, sums change their order, the number of ranks changes, the model
-changes. Each knob is turned only as far as it must be.
+The shortest way has the fewest changes; among equals, the one whose gravest change comes first in ``KNOBS``, which go from
+harmless to grave: the same bits, sums in another order, more ranks, other rounding, another model. Each knob is turned only
+as far as necessary.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MOST_CHANGES = 3
 
 
 class Effect(StrEnum):
-    """What a change does to what is computed."""
+    """The effect of a change on the computed result."""
 
     SAME_BITS = "the same bits"
     SUMS = "sums in another order"
@@ -39,7 +39,7 @@ class Effect(StrEnum):
 
 @dataclass(frozen=True)
 class Limits:
-    """Bytes that one rank may take; ``device`` None: the device's memory is the host's. ``sharing``: ranks of a machine."""
+    """Bytes that one rank may take. ``device``: of device memory; None: not limited. ``sharing``: ranks on one machine."""
 
     memory: int
     disk: int
@@ -49,19 +49,19 @@ class Limits:
 
 @dataclass(frozen=True)
 class Shortfall:
-    """``needed`` bytes of ``place`` where there are ``limit``."""
+    """``place`` has ``limit`` bytes, but ``needed`` are needed."""
 
     place: str
     needed: int
     limit: int
 
     def __str__(self) -> str:
-        return f"{self.place}: {format_bytes(self.needed)} needed, {format_bytes(self.limit)} there"
+        return f"{self.place}: {format_bytes(self.needed)} needed, {format_bytes(self.limit)} available"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a setting fits its limits. ``capacity`` is None where the budgets are too small for any run."""
+    """Whether a setting fits its limits. ``capacity`` is None if the budgets are too small to start a run."""
 
     capacity: Capacity | None
     shortfalls: tuple[Shortfall, ...]
@@ -73,7 +73,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Change:
-    """One turn of one knob: the text of the change, its effect, and the changed setting."""
+    """One turn of one knob: its description, its effect, and the changed setting."""
 
     text: str
     effect: Effect
@@ -93,9 +93,9 @@ class Remedy:
 
 @dataclass(frozen=True)
 class Hardware:
-    """The least machine on which a setting fits, with the least budgets that it can start with.
+    """The smallest machine on which a setting fits, with the smallest budgets that it can start with (``changes``).
 
-    ``memory`` and ``disk`` are for all ranks of the machine; ``device`` is one device's memory, None without one.
+    ``memory`` and ``disk``: bytes for all ranks of the machine. ``device``: bytes of one device, None without one.
     ``shortfalls``: what a rank lacks under the limits.
     """
 
@@ -107,7 +107,7 @@ class Hardware:
 
 
 def judge(setting: Setting, limits: Limits) -> Verdict:
-    """Compares what ``setting`` takes with ``limits``."""
+    """Compare what ``setting`` takes with ``limits``."""
     try:
         taken = capacity(setting)
     except BudgetError:
@@ -126,7 +126,7 @@ def judge(setting: Setting, limits: Limits) -> Verdict:
 
 
 def _totals(setting: Setting, taken: Capacity) -> tuple[int, int, int | None]:
-    """Bytes of host memory, disk and device memory (None: the device shares the host's) that one rank takes."""
+    """Bytes of host memory, disk and device memory that one rank takes; device None: it shares the host's memory."""
     if setting.device is DeviceKind.CPU:
         return taken.total(Tier.HOST, Tier.DEVICE), taken.total(Tier.NVME), None
     return taken.total(Tier.HOST), taken.total(Tier.NVME), taken.total(Tier.DEVICE)
@@ -139,12 +139,12 @@ def _least_device_budget(setting: Setting) -> int:
 
 
 def shortest_remedy(setting: Setting, limits: Limits) -> Remedy | None:
-    """The shortest way to make ``setting`` fit, or None where none of up to three changes does."""
+    """The shortest way to make ``setting`` fit; None if no set of up to three changes does."""
     for count in range(1, _MOST_CHANGES + 1):
         choices = itertools.combinations(range(len(KNOBS)), count)
         for choice in sorted(choices, key=lambda places: places[::-1]):
             knobs = [KNOBS[place] for place in choice]
-            # If it does not fit with every knob turned all the way, no smaller turn fits.
+            # If all knobs turned fully do not make it fit, no smaller turn does.
             furthest = _furthest(setting, limits, knobs)
             if furthest is None or not judge(furthest, limits).fits:
                 continue
@@ -155,7 +155,7 @@ def shortest_remedy(setting: Setting, limits: Limits) -> Remedy | None:
 
 
 def hardware_for(setting: Setting, limits: Limits) -> Hardware:
-    """The machine that ``setting`` needs with the least budgets that it can start with, and what ``limits`` lack."""
+    """The machine that ``setting`` needs with the smallest budgets that it can start with, and what ``limits`` lack."""
     changes: list[Change] = []
     least = setting.least_host_budget
     if setting.config.host_budget != least:
@@ -187,9 +187,7 @@ Knob = Callable[[Setting, Limits], Iterator[Change]]
 
 
 def _turned(setting: Setting, limits: Limits, knobs: Sequence[Knob]) -> Iterator[Remedy]:
-    """Every way to turn ``knobs``. The first, which may be the host budget, is turned last: it closes the gap that the
-    others leave.
-    """
+    """Every way to turn ``knobs``. The first, which may be the host budget, is turned last: it closes the remaining gap."""
     first, *others = knobs
     stack = (
         [((), setting)] if not others else [(r.changes, r.setting) for r in _turned(setting, limits, others)]
@@ -264,7 +262,7 @@ def _ranks(setting: Setting, limits: Limits) -> Iterator[Change]:
     count = setting.ranks.count * 2
     while count <= setting.model.experts and setting.config.data.batch_size % count == 0:
         yield Change(
-            f"--ranks {count}, each with limits of its own",
+            f"--ranks {count}, each with the same limits",
             Effect.LAYOUT,
             replace(setting, ranks=replace(setting.ranks, count=count)),
         )
@@ -272,7 +270,7 @@ def _ranks(setting: Setting, limits: Limits) -> Iterator[Change]:
 
 
 def _moments(setting: Setting, limits: Limits) -> Iterator[Change]:
-    if setting.usage.frozen:  # pairs are small, and their store keeps what it has
+    if setting.usage.frozen:  # pairs are small, and their store keeps its format
         return
     formats, adamw = list(MomentFormat), setting.config.adamw
     for moments in formats[formats.index(adamw.moments) + 1 :]:
@@ -321,7 +319,7 @@ KNOBS: tuple[Knob, ...] = (
 
 
 def _own(setting: Setting) -> bool:
-    """Whether the counts are those of the configured model; a preset's dimensions cannot change."""
+    """Whether the counts are the configured model's; a preset's dimensions cannot change."""
     return setting.model == setting.config.model.architecture
 
 

@@ -1,7 +1,7 @@
 """What one rank of a layout moves and computes in a step: ``StepWorkload`` with chunks, tensor parallelism and stages.
 
 A stage is planned as a separate model (``ModelSpec.stage``) on its data ranks. Tensor-parallel ranks divide matrices and
-experts, sum each divided pair of products over the group in both passes, and send the rows of their experts to all ranks.
+experts, sum each divided pair of products over the group in both passes, and send their experts' rows to the whole group.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from tierstore.train.config import TrainConfig
 from tierstore.train.files import MicroOrder
 from tierstore.train.stages import one_forward_one_backward, stage_config
 
-#: A row's weight, and its gradient, travel in fp32.
+#: Bytes of a row's router weight, and of its gradient: fp32.
 _WEIGHT_BYTES = 4
-#: A count of rows, or a loss, in an agreement.
+#: Bytes of a row count, or of a loss, that ranks exchange.
 _COUNT_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutChoice:
-    """A layout of ranks; rows travel in ``degree`` chunks, directly or through nodes (``exchange``); ``embedding`` and
-    ``head`` are gathered or divided; micro-batches pass in ``order``.
+    """A layout of ranks with its settings. ``degree``: chunks of rows. ``exchange``: direct or through nodes. ``embedding``
+    and ``head``: gathered or partitioned. ``order``: of micro-batches.
     """
 
     ranks: Layout
@@ -56,7 +56,7 @@ class LayoutChoice:
 
     @property
     def name(self) -> str:
-        """For a table: data, expert, tensor, stages, and what is not the default."""
+        """For tables: data, expert and tensor ranks, stages, and the settings that are not default."""
         ranks = self.ranks
         further = [f"r={self.degree}"] if self.degree > 1 else []
         further += [self.exchange.value] if self.exchange is not ExchangeMode.FLAT else []
@@ -72,7 +72,7 @@ class LayoutChoice:
 
     @property
     def settings(self) -> dict[str, str]:
-        """The settings of a run with this layout, by dotted names."""
+        """The configuration settings of this layout, by dotted key."""
         ranks = self.ranks
         return {
             "parallel.expert": str(ranks.expert),
@@ -86,14 +86,14 @@ class LayoutChoice:
         }
 
     def configure(self, config: TrainConfig, node_ranks: int) -> TrainConfig:
-        """``config`` as this layout runs it."""
+        """``config`` with this layout."""
         parallel = replace(
             config.parallel,
             expert=self.ranks.expert,
             tensor=self.ranks.tensor,
             stages=self.ranks.stages,
             pipeline_degree=self.degree,
-            profile=None,  # which AUTO alone looks at
+            profile=None,  # only AUTO uses it
             exchange=self.exchange,
             node_ranks=node_ranks,
             embedding=self.embedding,
@@ -104,7 +104,7 @@ class LayoutChoice:
 
 @dataclass(frozen=True)
 class LayoutWorkload(StepWorkload):
-    """Operations of one rank of ``choice``. ``node_ranks`` ranks are on one node."""
+    """Operations of one rank of ``choice``. ``node_ranks``: ranks on each node."""
 
     choice: LayoutChoice
     node_ranks: int
@@ -123,19 +123,19 @@ class LayoutWorkload(StepWorkload):
 
     @property
     def _exchanges(self) -> bool:
-        """Whether rows travel to their experts, and back."""
+        """Whether rows travel to their experts and back."""
         return self.choice.ranks.expert > 1 and self.choice.ranks.tensor == 1
 
     @property
     def _queued(self) -> bool:
-        """Whether exchanges take turns with the gathers on one link."""
+        """Whether exchanges and gathers share one link, in turns."""
         return self._exchanges and not self._apart
 
     def degree(self, item: Pass) -> int:
         return self.choice.degree if self._queued else 1
 
     def exchange(self, item: Pass) -> LayerPass:
-        """As in ``StepWorkload``; tensor-parallel ranks have the rows of all their tokens, and only send results."""
+        """As in ``StepWorkload``, but tensor-parallel ranks already hold all rows and send only results."""
         layout, model = self.choice.ranks, self.setting.config.model
         if layout.tensor == 1:
             return super().exchange(item)
@@ -146,17 +146,17 @@ class LayoutWorkload(StepWorkload):
             ranks=layout.tensor,
             top_k=model.architecture.top_k,
         ).rows
-        if item.phase is Phase.BACKWARD:  # and the gradient of each row's weight
+        if item.phase is Phase.BACKWARD:  # plus the gradient of each row's weight
             sent += sent / (model.d_model * model.compute_dtype.itemsize) * _WEIGHT_BYTES
         return LayerPass(Share(0, 0), Share(1, 0), Share(self.setting.together, sent))
 
     def rows(self, item: Pass) -> LayerPass:
-        """The rows of a MoE layer's pass, sent by one rank: to the experts, their work, and back."""
+        """A MoE layer's pass on one rank: the rows sent to the experts, the experts' work, and the rows sent back."""
         dispatch, combine = self._sent(item)
         return LayerPass(dispatch, Share(1, self.experts * self.expert_flops(item)), combine)
 
     def tensor_bytes(self, item: Pass) -> float:
-        """Sums over the tensor-parallel group in a pass, sent by one rank."""
+        """Bytes that one rank sends in a pass for sums over its tensor-parallel group."""
         layout, model = self.choice.ranks, self.setting.config.model
         divided = isinstance(self.setting.config.spec, BuiltInSpec)
         if layout.tensor == 1 or not divided or not 0 < item.unit < len(self.layouts) - 1:
@@ -172,20 +172,20 @@ class LayoutWorkload(StepWorkload):
 
     @property
     def replica_bytes(self) -> int:
-        """Gradients of experts in a step, summed over the copies of each, pass by pass, sent by one rank."""
+        """Bytes that one rank sends in a step to sum expert gradients over the copies of each expert, pass by pass."""
         copies, config = self.choice.ranks.replicas, self.setting.config
         numel = self.setting.model.expert_numel * self.experts * len(config.model.moe_layers)
         return 2 * (copies - 1) * numel * 4 // copies * config.data.passes
 
     @property
     def neighbours(self) -> int:
-        """Stages that this one sends to: the next one rows, and the one before their gradients."""
+        """The number of stages that this one sends to: rows to the next, their gradients to the previous one."""
         spec = self.setting.config.spec
         return (not spec.begins) + (not spec.ends)
 
     @property
     def vocabulary_bytes(self) -> int:
-        """What divided tables send in a step."""
+        """Bytes that one rank sends in a step for partitioned tables."""
         choice = self.setting.vocabulary
         if choice.cost is None:
             return 0
@@ -196,12 +196,12 @@ class LayoutWorkload(StepWorkload):
 
     def expert_flops(self, item: Pass) -> float:
         whole = super().expert_flops(item)
-        # The ranks of a tensor-parallel group have the same tokens, not each its own.
+        # All ranks of a tensor-parallel group have the same tokens.
         return whole / self.choice.ranks.tensor
 
     @cached_property
     def _attention(self) -> list[int]:
-        """Heads are divided over the tensor-parallel ranks of a built-in model."""
+        """As in ``StepWorkload``; tensor-parallel ranks of a built-in model divide the heads."""
         divided = isinstance(self.setting.config.spec, BuiltInSpec)
         parts = self.choice.ranks.tensor if divided else 1
         return [width // parts for width in super()._attention]
@@ -221,52 +221,52 @@ class LayoutWorkload(StepWorkload):
         return found
 
     def _waited(self, item: Pass) -> float:
-        """Seconds of a pass in which its computation waits for other ranks, without the schedule's exchanges."""
+        """Seconds for which a pass's computation waits for other ranks, apart from the exchanges in the schedule."""
         layout, forward = self.choice.ranks, item.phase is Phase.FORWARD
         found = 2 * self._messages(self.tensor_bytes(item) / 2, "tensor")
         if item.moe_layer is not None:
             if not self._queued:
                 found += self.exposed_seconds(item, self.choice.degree)
-            if layout.data > 1 and forward:  # each rank tells the others how many rows its experts get
+            if layout.data > 1 and forward:  # ranks exchange the row counts of experts
                 counts = _COUNT_BYTES * self.setting.config.model.experts * (layout.data - 1)
                 found += self._messages(counts * self.setting.together)
             if not forward:
                 found += self._replicas_seconds(item)
         elif self._apart:
             found += self._messages(self._divided_sent(item))
-        if item.unit == len(self.layouts) - 1 and forward and layout.data > 1:  # the loss over all ranks
+        if item.unit == len(self.layouts) - 1 and forward and layout.data > 1:  # the sum of the loss
             found += self._message(_COUNT_BYTES * layout.data)
         return found
 
     @property
     def _apart(self) -> bool:
-        """Whether exchanges have a link of their own, so that they never wait behind gathers."""
+        """Whether exchanges have their own link, so that they never wait for gathers."""
         return self.setting.config.links.exchange.on
 
     def exposed_seconds(self, item: Pass, degree: int) -> float:
-        """Seconds that a MoE layer's pass in ``degree`` chunks takes beside its experts' computation."""
+        """Seconds that a MoE layer's pass in ``degree`` chunks takes in addition to its experts' computation."""
         cost, layout = self.expert_cost(item), self.choice.ranks
         alone = self.experts * cost.seconds(self.expert_flops(item))
         if layout.tensor > 1:
             return self._returning_seconds(item, degree, alone)
         if layout.expert == 1:
             return 0.0
-        # Each expert is leased once a pass, however many chunks and products there are.
+        # Each expert is leased once per pass, however many chunks and products there are.
         starts = 1 if self._queued else 0
         work = replace(self.rows(item), experts=Share(starts, alone))
         costs = PipelineCosts(self.network.latency_s, 1 / self.network.per_s, cost.latency_s, 1.0)
         return max(pass_seconds(costs, work, degree) - alone, 0.0)
 
     def _returning_seconds(self, item: Pass, degree: int, alone: float) -> float:
-        """The same for tensor-parallel ranks, whose rows only come back: the first chunk's once it is computed, the
-        last one's after everything else.
+        """``exposed_seconds`` of tensor-parallel ranks, whose rows are only sent back: those of the first chunk once it is
+        computed, those of the last chunk at the end.
         """
         each = self._messages(self.rows(item).combine.amount / degree, "tensor")
         return max(each, alone / degree + degree * each - alone)
 
     @cached_property
     def network(self) -> Cost:
-        """The slower of the machine and the links that are limited, for an exchange of rows."""
+        """The cost of an exchange of rows: the slower of the machine and the limited links."""
         links, layout = self.setting.config.links, self.choice.ranks
         real, own, node = self.profile.exchange(layout.expert), links.rows, links.node
         elsewhere = layout.expert - self.node_ranks
@@ -274,13 +274,13 @@ class LayoutWorkload(StepWorkload):
             return over_link(real, own)
         others, nodes = layout.expert - 1, layout.expert // self.node_ranks
         if self.choice.exchange is ExchangeMode.HIERARCHICAL:
-            # Every row that is not in its place goes to a neighbour first; then all of a node's in one message.
+            # Rows are first exchanged within a node; then a rank sends one message to every other node.
             within = layout.expert * (self.node_ranks - 1) / (self.node_ranks * others)
             between = layout.expert * (nodes - 1) / (nodes * others)
             first, second = over_link(real, own), over_link(real, node)
             latency = first.latency_s + max(real.latency_s, (nodes - 1) * node.latency)
             return Cost(latency, 1 / (within / first.per_s + between / second.per_s))
-        # Both links carry their parts at the same time.
+        # Both links transfer their parts concurrently.
         outside = elsewhere / others
         rates = [real.per_s, (node.bandwidth or math.inf) / outside]
         if outside < 1:
@@ -288,21 +288,21 @@ class LayoutWorkload(StepWorkload):
         return Cost(max(real.latency_s, own.latency, elsewhere * node.latency), min(rates))
 
     def _message(self, nbytes: float, dimension: str = "data") -> float:
-        """A message that computation waits for: ``nbytes`` that one rank sends to the others of its group."""
+        """Seconds of a message of ``nbytes`` that computation waits for, from one rank to the others of its group."""
         links = self.setting.config.links
         return self._carried(dimension, nbytes, self.profile.all_to_all, links.rows)
 
     def _messages(self, nbytes: float, dimension: str = "data") -> float:
-        """``nbytes`` in one message for each micro-batch that passes together."""
+        """Seconds of ``nbytes``, sent as one message for each micro-batch that passes together."""
         count = self.setting.together
         return count * self._message(nbytes / count, dimension)
 
     def passing_seconds(self, nbytes: float) -> float:
-        """A message of ``nbytes`` to the next stage, which no link between nodes carries."""
+        """Seconds of a message of ``nbytes`` to the next stage; node links are not counted."""
         return over_link(self.profile.all_to_all, self.setting.config.links.rows).seconds(nbytes)
 
     def _carried(self, dimension: str, nbytes: float, cost: Cost, link: LinkConfig) -> float:
-        """A collective in which a rank sends ``nbytes`` to the others of its group of ``dimension``, alike to each."""
+        """Seconds of a collective in which a rank sends ``nbytes``, evenly to the others of its ``dimension`` group."""
         if nbytes <= 0:
             return 0.0
         node, elsewhere = self.setting.config.links.node, self.elsewhere(dimension)
@@ -314,13 +314,13 @@ class LayoutWorkload(StepWorkload):
         return max(cost.seconds(nbytes), within, between)
 
     def elsewhere(self, dimension: str) -> int:
-        """How many of the other ranks of rank 0's group of ``dimension`` are on other nodes."""
+        """The number of ranks on other nodes in rank 0's ``dimension`` group."""
         group = self.choice.ranks.rows(dimension)[0]
         return sum(rank // self.node_ranks != group[0] // self.node_ranks for rank in group)
 
     def _replicas_seconds(self, item: Pass) -> float:
-        """What sums of experts' gradients over their copies add to a backward pass, which ends when they are there: one
-        batch travels while the next is computed, and the last one alone.
+        """Seconds that summing expert gradients over copies adds to a backward pass: each batch is sent while the next one
+        is computed, and the pass waits for the last.
         """
         copies = self.choice.ranks.replicas
         if copies == 1:
@@ -337,9 +337,8 @@ class LayoutWorkload(StepWorkload):
 
 
 def degrees_of(works: Sequence[LayoutWorkload], most: int) -> list[int]:
-    """The numbers of chunks, up to ``most``, that may be best for a layout whose stages are ``works``: 1, the best for
-    either pass of any stage, and all between. The time of a pass is convex in the number of chunks, so no other number
-    is faster.
+    """The numbers of chunks, up to ``most``, that may be fastest for a layout with the stages ``works``: 1, and all from the
+    smallest to the largest best number of any pass. A pass's time is convex in the number of chunks, so no other is faster.
     """
     best = {
         min(range(1, most + 1), key=lambda degree: (work.exposed_seconds(item, degree), degree))
@@ -349,7 +348,7 @@ def degrees_of(works: Sequence[LayoutWorkload], most: int) -> list[int]:
     return sorted({1, *range(min(best, default=1), max(best, default=1) + 1)})
 
 
-#: What steps move by what it depends on: the layout, the order of micro-batches, whether rows travel in chunks, the stage.
+#: Traffic of a step by what it depends on: layout, order of micro-batches, whether rows travel in chunks, stage.
 KnownTraffic = dict[tuple[Layout, MicroOrder, bool, int], Traffic]
 
 
@@ -360,7 +359,7 @@ def stage_workloads(
     node_ranks: int,
     known: KnownTraffic | None = None,
 ) -> Iterator[LayoutWorkload]:
-    """The work of a rank of each stage of ``choice``. ``known`` holds traffic across calls. Raises BudgetError where a
+    """The work of one rank of each stage of ``choice``. ``known``: a cache of traffic across calls. Raises BudgetError if a
     budget is too small.
     """
     known = {} if known is None else known
@@ -369,7 +368,7 @@ def stage_workloads(
     for stage in range(layout.stages):
         own = stage_config(laid_out, stage, layout.stages)
         model = own.model.architecture
-        if layout.tensor > 1:  # experts are divided over the group, whose ranks share a piece of the batch
+        if layout.tensor > 1:  # the group's ranks divide the experts and share their tokens
             model = _part(model, config, layout.tensor)
         ranks = Ranks(count=layout.data, expert=1 if layout.tensor > 1 else layout.expert)
         setting = as_configured(Setting(config=own, model=model, ranks=ranks))
@@ -384,7 +383,7 @@ def stage_workloads(
 
 
 def _part(model: Architecture, config: TrainConfig, ranks: int) -> Architecture:
-    """The part of ``model`` on one of ``ranks`` tensor-parallel ranks; an imported model keeps whole dense units."""
+    """The part of ``model`` on one of ``ranks`` tensor-parallel ranks; dense units of an imported model stay whole."""
     parts = ranks if isinstance(config.model, ModelConfig) else 1
     units = tuple(replace(unit, matrices=unit.matrices // parts) for unit in model.units)
     experts = -(-model.experts // ranks)

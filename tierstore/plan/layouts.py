@@ -1,12 +1,12 @@
-"""All layouts of a number of ranks side by side: the best, what each other one would lose, and why some cannot be.
+"""Comparison of all layouts of a number of ranks: the fastest, how much slower the others are, and why some are impossible.
 
-Candidates differ in how ranks are divided, how rows travel, which tables are divided and, where the configuration says
-``data.micro_order = auto``, in the order of micro-batches. ``train.combinations`` alone decides which features combine: the
-same check refuses a layout here and in a run. A setting that changes nothing in a layout (chunks where no rows travel,
-tables of a single data rank) makes no further candidate.
+Candidates differ in the arrangement of ranks, the exchange of rows, the partitioning of tables and, with
+``data.micro_order = auto``, the order of micro-batches. ``train.combinations`` decides which features combine, by the same
+check as in a run. Settings without effect in a layout (chunks if no rows travel, tables of a single data rank) are not
+varied.
 
 Without stages the time of a step is that of its simulated operations. With stages, each stage's operations are simulated
-for all micro-batches in turn, as in a run without stages. The passes of a micro-batch, of that length, then go through all
+for all micro-batches in turn, as in a run without stages. The resulting passes of a micro-batch are then arranged over the
 stages in 1F1B order (PipeDream-Flush, Narayanan et al. 2021), with a message between stages before each. With p equal
 stages, M micro-batches and free messages that is ``(M + p - 1) / M`` of a stage's time.
 """
@@ -45,7 +45,7 @@ _PLACES = (RowPlacement.GATHERED, RowPlacement.PARTITIONED)
 
 
 def layouts_of(ranks: int) -> Iterator[Layout]:
-    """Every layout of ``ranks`` ranks, each once."""
+    """Yield every layout of ``ranks`` ranks once."""
     for stages in _divisors(ranks):
         each = ranks // stages
         for expert in _divisors(each):
@@ -55,8 +55,8 @@ def layouts_of(ranks: int) -> Iterator[Layout]:
 
 
 def candidates(config: TrainConfig, ranks: int, node_ranks: int) -> Iterator[LayoutChoice]:
-    """Every layout of ``ranks`` ranks, ``node_ranks`` on each node, allowed or not; in one chunk each (``degrees_of``
-    gives the numbers of chunks that may pay).
+    """Yield every choice for ``ranks`` ranks, ``node_ranks`` per node, possible or not, in one chunk (``degrees_of`` gives
+    the other numbers of chunks worth trying).
     """
     for layout in layouts_of(ranks):
         modes = [ExchangeMode.FLAT]
@@ -77,12 +77,12 @@ def _orders(config: TrainConfig) -> list[MicroOrder]:
 
 
 def most_degree(config: TrainConfig, layout: Layout) -> int:
-    """The most chunks that rows of ``layout`` can travel in: the fewest experts of any rank; 1 where no rows travel."""
+    """The largest number of chunks of rows in ``layout``: the fewest experts of any rank; 1 if no rows travel."""
     return max(config.model.experts // layout.expert, 1) if layout.expert > 1 else 1
 
 
 def obstacle(config: TrainConfig, choice: LayoutChoice, node_ranks: int) -> str | None:
-    """Why a run of ``config`` cannot be laid out as ``choice``; None where it can."""
+    """The reason why a run of ``config`` cannot have the layout ``choice``; None if it can."""
     laid_out, layout = choice.configure(config, node_ranks), choice.ranks
     try:
         layout_of(laid_out.parallel, layout.world)
@@ -112,14 +112,14 @@ def _divisors(count: int) -> list[int]:
 # What each costs --------------------------------------------------------------------------------------------
 
 
-#: When a message has travelled a limited link, and whether all was finite so far.
+#: Two numbers in each message between stages: its arrival time on a limited link, and whether all values were finite.
 _BESIDE_BYTES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinkBytes:
-    """Bytes that one rank sends in a step, in the stage that sends most. ``across``: those that go to other nodes, with
-    destinations spread evenly over a group's ranks.
+    """Bytes that one rank sends in a step, in the stage that sends most. ``across``: those to other nodes, with destinations
+    spread evenly over a group's ranks.
     """
 
     gathers: int
@@ -138,13 +138,13 @@ class LinkBytes:
 
     @property
     def within(self) -> int:
-        """Those that stay on the node."""
+        """The bytes that stay on the node."""
         return self.total - self.across
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutCost:
-    """One layout: seconds of a step, bytes a rank sends, and the largest of any rank's memory and disk."""
+    """The cost of one layout: seconds of a step, bytes that a rank sends, and the most memory and disk of any rank."""
 
     choice: LayoutChoice
     step_s: float
@@ -157,7 +157,7 @@ class LayoutCost:
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutComparison:
-    """``costs``: the possible layouts, fastest first. ``refused``: the others, each with its reason."""
+    """The compared layouts. ``costs``: possible ones, fastest first. ``refused``: impossible ones, each with the reason."""
 
     ranks: int
     node_ranks: int
@@ -170,15 +170,15 @@ class LayoutComparison:
         return self.costs[0]
 
     def loses(self, cost: LayoutCost) -> float:
-        """The time of ``cost`` over that of the best layout, less 1."""
+        """How much slower ``cost`` is than the best layout, as a fraction of the best step time."""
         return cost.step_s / self.best.step_s - 1
 
     def variants(self) -> list[LayoutCost]:
-        """Layouts with the arrangement of ranks of the best one, fastest first."""
+        """The layouts with the best one's arrangement of ranks, fastest first."""
         return [cost for cost in self.costs if cost.choice.ranks == self.best.choice.ranks]
 
     def as_json(self) -> dict[str, Any]:
-        """Numbers by keys that say their unit."""
+        """The comparison as JSON, with units in the keys."""
         return {
             "ranks": self.ranks,
             "node_ranks": self.node_ranks,
@@ -219,7 +219,7 @@ def compare_layouts(
     node_ranks: int,
     progress: OnProgress = lambda done, total: None,
 ) -> LayoutComparison:
-    """Every layout of ``ranks`` ranks, ``node_ranks`` on a node. Raises ConfigError where none can be."""
+    """Compare all layouts of ``ranks`` ranks, ``node_ranks`` per node. Raises ConfigError if none is possible."""
     if ranks < 1 or not 1 <= node_ranks <= ranks or ranks % node_ranks:
         raise ConfigError(f"--node-ranks: expected a divisor of the {ranks} ranks, got {node_ranks}")
     config.check_length()
@@ -229,7 +229,7 @@ def compare_layouts(
     known: KnownTraffic = {}
 
     def consider(choice: LayoutChoice) -> list[LayoutWorkload]:
-        """Adds the cost of ``choice``, or the reason against it; returns its stages."""
+        """Add the cost of ``choice``, or the reason against it; returns the work of its stages."""
         why = obstacle(config, choice, node_ranks)
         works: list[LayoutWorkload] = []
         if why is None:
@@ -249,7 +249,7 @@ def compare_layouts(
             consider(replace(choice, degree=degree))
         progress(done, len(listed))
     if not costs:
-        raise ConfigError(f"--layouts: no layout of {ranks} ranks can be: {refused[0][1]}")
+        raise ConfigError(f"--layouts: no layout of {ranks} ranks is possible: {refused[0][1]}")
     costs.sort(key=lambda cost: (cost.step_s, cost.memory_bytes, cost.choice.name))
     return LayoutComparison(
         ranks=ranks,
@@ -261,7 +261,7 @@ def compare_layouts(
 
 
 def layout_cost(works: Sequence[LayoutWorkload]) -> LayoutCost:
-    """What a step costs whose stages are ``works``."""
+    """The cost of a step with the stages ``works``."""
     choice, profile = works[0].choice, works[0].profile
     stages, micro = choice.ranks.stages, works[0].setting.config.data.micro_batches
     steps_s = [simulated(work).step_s for work in works]
@@ -283,8 +283,8 @@ def layout_cost(works: Sequence[LayoutWorkload]) -> LayoutCost:
 def pipeline_seconds(
     passes: Sequence[tuple[float, float]], micro_batches: int, message_s: float = 0.0
 ) -> float:
-    """A step of stages whose forward and backward passes of a micro-batch take ``passes`` seconds, in 1F1B's order;
-    ``message_s`` from stage to stage.
+    """Seconds of a step in 1F1B order. ``passes``: seconds of the forward and backward pass of a micro-batch, by stage;
+    ``message_s``: seconds of a message between stages.
     """
     count = len(passes)
     left = [deque(one_forward_one_backward(stage, count, micro_batches)) for stage in range(count)]
@@ -306,7 +306,7 @@ def pipeline_seconds(
 
 
 def _passes_seconds(work: LayoutWorkload, both_s: float) -> tuple[float, float]:
-    """Forward and backward pass of a micro-batch: ``both_s`` divided as their computation is."""
+    """Seconds of a micro-batch's forward and backward pass: ``both_s``, split in proportion to their computation."""
     computed = {Phase.FORWARD: 0.0, Phase.BACKWARD: 0.0, Phase.OPTIMIZER: 0.0}
     for operation in work.operations:
         if operation.resource is Resource.COMPUTE:
@@ -319,7 +319,7 @@ def _passes_seconds(work: LayoutWorkload, both_s: float) -> tuple[float, float]:
 
 
 def sent_bytes(work: LayoutWorkload) -> LinkBytes:
-    """What one rank of the stage sends in a step."""
+    """The bytes that one rank of the stage sends in a step."""
     reductions = rows = tensor = 0
     for item in work.passes:
         if item.phase is Phase.OPTIMIZER:
@@ -352,17 +352,17 @@ def sent_bytes(work: LayoutWorkload) -> LinkBytes:
 
 
 def _outside(work: LayoutWorkload, dimension: str) -> float:
-    """The part of the other ranks of rank 0's group of ``dimension`` that is on other nodes."""
+    """The fraction of the other ranks in rank 0's ``dimension`` group that are on other nodes."""
     group = work.choice.ranks.rows(dimension)[0]
     if len(group) == 1:
         return 0.0
-    if dimension == "pipeline":  # to the next stage alone
+    if dimension == "pipeline":  # sends to the next stage only
         return float(group[0] // work.node_ranks != group[1] // work.node_ranks)
     return work.elsewhere(dimension) / (len(group) - 1)
 
 
 def _stage_bytes(work: LayoutWorkload) -> int:
-    """A message to the next stage: the residual stream of one micro-batch, and two numbers beside it."""
+    """Bytes of a message to the next stage: the residual stream of one micro-batch, and two numbers."""
     model = work.setting.config.model
     return work.setting.micro_tokens * model.d_model * model.compute_dtype.itemsize + _BESIDE_BYTES
 
@@ -387,7 +387,7 @@ def _numbers(choice: LayoutChoice) -> dict[str, object]:
 
 
 def best_of_each_kind(costs: Sequence[LayoutCost]) -> list[LayoutCost]:
-    """The fastest layout of each arrangement of ranks, in order."""
+    """The fastest layout of each arrangement of ranks, in the order of ``costs``."""
     found: dict[Layout, LayoutCost] = {}
     for cost in costs:
         found.setdefault(cost.choice.ranks, cost)
@@ -395,7 +395,7 @@ def best_of_each_kind(costs: Sequence[LayoutCost]) -> list[LayoutCost]:
 
 
 def issued_bytes(workload: StepWorkload, kind: Kind) -> int:
-    """Bytes that the operations of ``kind`` move in one step of the steady state."""
+    """Bytes that the operations of ``kind`` move in one steady-state step."""
     passes = len(workload.passes)
     return sum(
         operation.nbytes

@@ -1,13 +1,13 @@
-"""In which order the micro-batches of a step pass the layers: what either order takes, and which one AUTO is.
+"""The order in which the micro-batches of a step pass through the layers: the cost of either order, and AUTO's choice.
 
-In micro order each of M micro-batches passes all layers: experts are fetched M times, forward and backward, and their
-gradients wait for one another. In layer order each layer takes all micro-batches: experts are fetched as for one
-micro-batch of M-fold size, gradients add up where they are made, dense parameters are gathered once; block inputs are kept
-meanwhile, and every block is computed again. The bits are the same, so the choice is one of cost. AUTO is made once, before
-a run starts, of its configuration alone: layer order where it moves fewer bytes and its step is estimated to be faster.
+In micro order each of M micro-batches passes through all layers: experts are fetched M times, forward and backward, and
+their gradients are stored between micro-batches. In layer order each layer computes all micro-batches: experts are fetched
+as for one micro-batch of M-fold size, gradients are accumulated in place, and dense parameters are gathered once; block
+inputs are kept meanwhile, and every block is recomputed. The bits are the same; only the cost differs. AUTO is decided once,
+before a run, from its configuration alone: layer order if it moves fewer bytes and its step is estimated to be faster.
 
-The same bytes can be had by one micro-batch of M-fold size whose blocks are checkpointed. Its sums have another order,
-and it keeps the graph of a block, and the logits, for all of its tokens.
+One micro-batch of M-fold size with block checkpointing moves the same bytes. Its sums have another order, and it keeps
+the graph of a block, and the logits, for all of its tokens.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OrderCost:
-    """What a step takes on one rank. ``memory_bytes``: at its peak, the device's included. ``moved_bytes``: read from and
-    written to disk, spilled block inputs included.
+    """The cost of a step on one rank. ``memory_bytes``: the peak, device included. ``moved_bytes``: read from and written to
+    disk, spilled block inputs included.
     """
 
     memory_bytes: int
@@ -44,23 +44,23 @@ class OrderCost:
 
 
 def in_order(config: TrainConfig, order: Decision[MicroOrder]) -> TrainConfig:
-    """``config`` in the order that was chosen."""
+    """``config`` with the chosen order."""
     return replace(config, data=replace(config.data, micro_order=order.value))
 
 
 def order_lines(order: Decision[MicroOrder]) -> list[str]:
-    """The line at the head of a run; none where there is one micro-batch, and nothing to choose."""
+    """The line on the order at the head of a run; none for a single micro-batch."""
     return [order.describe()] if order.facts["micro_batches"] > 1 else []
 
 
 def order_json(order: Decision[MicroOrder]) -> dict[str, object]:
-    """The order, why, and what either one takes; None where it was not worked out, or the budgets are too small."""
+    """The order, the reason, and the cost of each; a cost is None if not computed or if the budgets are too small."""
     costs = {name: order.facts[name] for name in ("micro", "layer", "one_larger")}
     return {"micro_order": order.value, "reason": order.reason, **costs}
 
 
 def order_advice(order: Decision[MicroOrder]) -> str | None:
-    """What one larger micro-batch would take beside layer order; None where one of them is not known."""
+    """Compare one larger micro-batch with layer order; None if either cost is unknown."""
     layer, whole = order.facts["layer"], order.facts["one_larger"]
     if layer is None or whole is None:
         return None
@@ -71,10 +71,10 @@ def order_advice(order: Decision[MicroOrder]) -> str | None:
     )
     return (
         f"one micro-batch of {order.facts['micro_batches']}-fold size with checkpoint_activations = block (sums in another "
-        f"order) moves {format_bytes(whole.moved_bytes)} a step in {format_seconds(whole.step_s)}, and peaks at "
+        f"order) moves {format_bytes(whole.moved_bytes)} per step in {format_seconds(whole.step_s)} and peaks at "
         f"{format_bytes(whole.memory_bytes)}; layer order moves {format_bytes(layer.moved_bytes)} in "
         f"{format_seconds(layer.step_s)} and peaks at {format_bytes(layer.memory_bytes)}"
-        + ("" if layer_is_better else ": the larger micro-batch does as well")
+        + ("" if layer_is_better else ": the larger micro-batch is as good")
     )
 
 
@@ -94,14 +94,14 @@ def _decision(
 def choose_order(
     config: TrainConfig, *, ranks: int = 1, device: DeviceKind = DeviceKind.CPU, profile: Profile = ASSUMED
 ) -> Decision[MicroOrder]:
-    """The order of a run of ``config``: what it says, or AUTO's choice. Looks at nothing but its arguments."""
+    """The order of a run of ``config``: as configured, or AUTO's choice. Depends on the arguments only."""
     asked, count = config.data.micro_order, config.data.micro_batches
     if count == 1:
         return _decision(MicroOrder.MICRO, "one micro-batch", count)
     if asked is not MicroOrder.AUTO:
         return _decision(asked, "as configured", count)
     if config.parallel.stages > 1:
-        return _decision(MicroOrder.MICRO, "auto: pipeline stages take micro-batches in 1F1B order", count)
+        return _decision(MicroOrder.MICRO, "auto: pipeline stages run micro-batches in 1F1B order", count)
     setting = Setting(
         config=config,
         model=config.model.architecture,
@@ -112,16 +112,16 @@ def choose_order(
 
 
 def agreed_order(config: TrainConfig, mesh: Mesh) -> Decision[MicroOrder]:
-    """The order of a run of all ranks of ``mesh``: rank 0's, since ranks may have ``[links]`` of their own. A collective."""
+    """The order for all ranks of ``mesh``: rank 0's choice, since ``[links]`` may differ between ranks. A collective."""
     own = choose_order(config, ranks=mesh.data.size, device=DeviceKind.of(mesh.device.type))
     agreed: Decision[MicroOrder] = mesh.world.all_gather_object(own)[0]
     return agreed
 
 
 def compare_orders(setting: Setting, profile: Profile) -> Decision[MicroOrder]:
-    """Both orders of ``setting``, one larger micro-batch, and the order that its configuration asks for.
+    """The order of ``setting``, with the costs of both orders and of one larger micro-batch by ``profile``.
 
-    AUTO is what a run would choose, which knows no profile; the costs are those of ``profile``.
+    AUTO's choice is that of a run, which uses assumed costs.
     """
     data = setting.config.data
     micro, layer = _costs(setting, profile)
@@ -135,7 +135,7 @@ def compare_orders(setting: Setting, profile: Profile) -> Decision[MicroOrder]:
 
 
 def _costs(setting: Setting, profile: Profile) -> tuple[OrderCost | None, OrderCost | None]:
-    """Of micro order and of layer order."""
+    """The costs of micro order and of layer order."""
     micro, layer = (_ordered(setting, order) for order in (MicroOrder.MICRO, MicroOrder.LAYER))
     return _cost(micro, profile), _cost(layer, profile)
 
@@ -157,7 +157,7 @@ def _ordered(setting: Setting, order: MicroOrder) -> Setting:
 
 
 def _whole(setting: Setting) -> Setting:
-    """The step as one micro-batch, its blocks checkpointed."""
+    """``setting`` with the step as one micro-batch and block checkpointing."""
     config, data = setting.config, setting.config.data
     model = config.model.vary("checkpoint_activations", CheckpointActivations.BLOCK)
     one = replace(data, batch_size=data.batch_size * data.micro_batches, micro_batches=1)
@@ -165,7 +165,7 @@ def _whole(setting: Setting) -> Setting:
 
 
 def _cost(setting: Setting, profile: Profile) -> OrderCost | None:
-    """None where the budgets are too small."""
+    """The cost of a step; None if the budgets are too small."""
     try:
         taken = capacity(setting)
         made = predict(setting, profile, taken)

@@ -1,5 +1,5 @@
-"""What the papers' formulas say of a model: SE-MoE's storage, its ring memory against chosen experts, and Pipeline MoE's
-layers of experts over tensor-parallel ranks. Each section gives its paper's equations, and what is wrong with them in print.
+"""The papers' formulas, applied to a model: SE-MoE's storage, its ring memory against sparse expert loading, and Pipeline
+MoE's expert layers over tensor-parallel ranks. Each section gives the paper's equations and the errors in their print.
 Imports no torch.
 """
 
@@ -17,27 +17,27 @@ from tierstore.train.footprint import rank_tokens
 
 # SE-MoE, section 2.1: storage -------------------------------------------------------------------------------
 #
-# The text keeps equation 2, P = S + D, and loses equation 1. What precedes it gives, for N devices (nodes of eight GPUs
+# The text prints equation 2, P = S + D, but not equation 1. The text before it gives, for N devices (nodes of eight GPUs
 # by default) of sizes M_GPU, M_CPU and M_SSD:
 #
 # * GPU: dense states in forward, backward and update. The text prints 2D + 2D + 2D + 2D + 4D = 16D. Its own list is fp16
 #   parameters 2, fp16 gradients 2, fp32 masters 4, momentum 4 and variance 4 bytes, so it must read 2D + 2D + 4D + 4D + 4D
-#   (as printed the sum is 12 D). With ZeRO-3 each byte is on one GPU alone, so the total counts once over all devices.
-#   Besides, of one MoE layer at a time, fp16 parameters and gradients of the activated experts: 4 alpha S / L.
-# * CPU: a cache of the states of the activated share, 16 alpha S.
+#   (as printed the sum is 12 D). With ZeRO-3 each byte is on one GPU only, so the total counts once over all devices.
+#   In addition, for one MoE layer at a time, fp16 parameters and gradients of the activated experts: 4 alpha S / L.
+# * CPU: a cache for the states of the activated share, 16 alpha S.
 # * SSD: masters, momentum and variance of all experts, 12 S. The fp16 parameter follows from the master and the gradient
-#   lives for one step: neither is stored.
+#   lives for one step, so neither is stored.
 #
-# "The relationship between each storage device and the states" can then only be that each total fits on N devices:
+# "The relationship between each storage device and the states" must then be that each total fits on N devices:
 #
 #     16 D + 4 alpha S / L <= N M_GPU,    16 alpha S <= N M_CPU,    12 S <= N M_SSD        (1)
 #
-# and equation 2 is the scale that the largest S and D reach.
+# and equation 2 gives the model size for the largest S and D.
 
 
 @dataclass(frozen=True)
 class PaperBytes:
-    """The left sides of equation 1: bytes over all devices."""
+    """The left-hand sides of equation 1: bytes over all devices."""
 
     gpu: int
     cpu: int
@@ -56,19 +56,19 @@ def paper_bytes(model: Architecture, alpha: float) -> PaperBytes:
     )
 
 
-# SE-MoE, section 3.2: ring memory against chosen experts ----------------------------------------------------
+# SE-MoE, section 3.2: ring memory against sparse loading ----------------------------------------------------
 #
-# A pass of T tokens computes N layers of E experts, of which a token goes to k. Where its router is even, a layer reaches
+# A pass of T tokens computes N layers of E experts; each token goes to k of them. With an even router a layer reaches
 #
 #     d(T) = E (1 - (1 - k / E)^T)
 #
-# experts, and computes for C seconds. Bringing one expert to the device takes b: the slower of its copy and of its share
-# of the disk, (1 - h) of a read, where the host cache holds the part h of all experts.
+# experts, and computes for C seconds. Loading one expert to the device takes b: the slower of its copy and its disk share,
+# (1 - h) of a read if the host cache holds the fraction h of all experts.
 #
-# * Ring of K layers: a layer's experts are all loaded while earlier layers compute, so a pass takes N max(C, E b). With
-#   K = 1 nothing computes meanwhile: N (C + E b). With K = N nothing moves: N C.
-# * Sparse: of the d(T) experts the device has the part a. Of the rest, the part g was guessed in time and is loaded during
-#   the layer before; the others are waited for. With m = (1 - a) d(T): N (max(C, g m b) + (1 - g) m b).
+# * Ring of K layers: all experts of a layer are loaded while earlier layers compute, so a pass takes N max(C, E b). With
+#   K = 1 loading and computation do not overlap: N (C + E b). With K = N nothing is loaded: N C.
+# * Sparse: the device holds the fraction a of the d(T) experts. Of the rest, the fraction g was predicted in time and is
+#   loaded during the previous layer; the pass waits for the others. With m = (1 - a) d(T): N (max(C, g m b) + (1 - g) m b).
 
 
 def distinct_experts(experts: int, top_k: int, tokens: int) -> float:
@@ -80,8 +80,8 @@ def distinct_experts(experts: int, top_k: int, tokens: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class ServedLayers:
-    """The MoE layers of a model. ``expert_bytes``: of one expert on the device; ``dense_numel``: a layer's other
-    parameters.
+    """The MoE layers of a model. ``expert_bytes``: bytes of one expert on the device; ``dense_numel``: a layer's parameters
+    outside its experts.
     """
 
     layers: int
@@ -99,7 +99,7 @@ class ServedLayers:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertMemorySizes:
-    """Experts that ``device`` and ``host`` hold, and the layers of the ring (0: none fits)."""
+    """The number of experts that ``device`` and ``host`` hold, and of layers in the ring (0: none fits)."""
 
     device: int
     host: int
@@ -108,10 +108,10 @@ class ExpertMemorySizes:
 
 @dataclass(frozen=True, kw_only=True)
 class PassFacts:
-    """A coming pass of ``tokens``, and shares that earlier passes like it measured (None: not yet).
+    """The next pass, of ``tokens`` tokens, and ratios measured on similar earlier passes (None: not yet measured).
 
-    ``reached``: experts that a layer reached, over those of an even router; it may exceed 1. ``resident``: of the requested
-    experts, those on the device. ``guessed``: of the others, those in flight.
+    ``reached``: experts that a layer reached, over those an even router would reach; may exceed 1. ``resident``: fraction of
+    the requested experts that are on the device. ``guessed``: fraction of the others that are in flight.
     """
 
     tokens: int
@@ -122,7 +122,7 @@ class PassFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class PassTimes:
-    """Seconds of a forward pass. ``ring_s`` is None where the device cannot hold a layer."""
+    """Seconds of a forward pass. ``ring_s`` is None if the device cannot hold a layer."""
 
     distinct: float
     compute_s: float
@@ -141,7 +141,7 @@ def pass_times(
     profile: Profile,
     copy: Cost | None = None,
 ) -> PassTimes:
-    """Seconds of a pass with a ring and without. ``copy``: of one expert to the device (default: the profile's)."""
+    """Seconds of a pass with a ring and without. ``copy``: cost of copying to the device (default: the profile's)."""
     count, tokens = model.layers, facts.tokens
     distinct = distinct_experts(model.experts, model.top_k, tokens) * (facts.reached or 1.0)
     distinct = min(distinct, float(model.experts))
@@ -164,7 +164,7 @@ def pass_times(
 
 
 def _load_s(model: ServedLayers, sizes: ExpertMemorySizes, profile: Profile, copy: Cost) -> float:
-    """Of one expert."""
+    """Seconds to load one expert."""
     missed = 1.0 - min(1.0, sizes.host / model.total)
     return max(copy.seconds(model.expert_bytes), missed * profile.disk_read.seconds(model.expert_bytes))
 
@@ -180,15 +180,15 @@ def _ring_s(model: ServedLayers, ring_layers: int, compute_s: float, layer_s: fl
 
 # Pipeline MoE: experts over tensor-parallel ranks -----------------------------------------------------------
 #
-# Section 3.2 compares DPMoE, experts over data-parallel ranks with two all-to-alls, and its own PPMoE, experts over
-# tensor-parallel ranks that have the same tokens, with one all-reduce. S = b s tokens of width h in 2 bytes, E experts, F
-# floating point operations a second of a device, B bytes a second of a link, T tensor-parallel ranks, K experts a token
-# (1 in the paper).
+# Section 3.2 compares DPMoE (experts over data-parallel ranks, two all-to-alls) with its own PPMoE (experts over
+# tensor-parallel ranks that have the same tokens, one all-reduce). S = b s tokens of width h in 2 bytes, E experts, F
+# floating point operations per second of a device, B bytes per second of a link, T tensor-parallel ranks, K experts per
+# token (1 in the paper).
 #
-# Its equations are here as printed, and corrected. Ours count the bytes that one rank sends, those of CollectiveTraffic to
-# the byte. From both follows where each pays: with one group inside a node (B_intra) and the other across nodes (B_inter),
-# the paper's all-reduce is faster where B_intra / B_inter > T / K; rows that come back to every rank, as
-# tierstore.moe.exchange sends them, where it is more than T / 2.
+# The equations are given as printed and corrected. Ours count the bytes that one rank sends, equal to CollectiveTraffic to
+# the byte. With the tensor-parallel group inside a node (B_intra) and the all-to-alls across nodes (B_inter), the paper's
+# all-reduce is faster if B_intra / B_inter > T / K; rows sent back to every rank, as in tierstore.moe.exchange, are faster
+# if it exceeds T / 2.
 
 
 _Equation = Callable[[int, int, float, float], float]
@@ -197,8 +197,8 @@ _Equation = Callable[[int, int, float, float], float]
 def all_to_all_ratio_printed(experts: int, width: int, flops: float, bandwidth: float) -> float:
     """Equation 2, ``t_a2a / t_FFN = (E - 1) E F / (16 B h)``: 615 for the model of Table 1, where 2.17 was measured.
 
-    Its all-to-all takes ``(N - 1)(t_s + m N / 2B)``: of the m bytes on a rank, m / N go to each other one, so that N / 2
-    stands where 1 / N should, and the time is ``N**2 / 2`` times too long.
+    Its all-to-all takes ``(N - 1)(t_s + m N / 2B)``. Of the m bytes on a rank only m / N go to each other rank, so N / 2
+    should be 1 / N: the time is ``N**2 / 2`` times too long.
     """
     return (experts - 1) * experts * flops / (16 * bandwidth * width)
 
@@ -209,10 +209,10 @@ def all_to_all_ratio(experts: int, width: int, flops: float, bandwidth: float) -
 
 
 def all_reduce_ratio_printed(tensor: int, width: int, flops: float, bandwidth: float) -> float:
-    """Equation 5, ``t_allreduce / t_cal = (T - 1) T F / (4 B h)``, of a feed-forward network over T ranks.
+    """Equation 5, ``t_allreduce / t_cal = (T - 1) T F / (4 B h)``, for a feed-forward network over T ranks.
 
-    Its all-reduce takes ``2 (N - 1)(t_s + m / B)``. A ring sends m / N in each of its 2 (N - 1) rounds, not m: the time is
-    T times too long.
+    Its all-reduce takes ``2 (N - 1)(t_s + m / B)``. A ring sends m / N, not m, in each of its 2 (N - 1) rounds, so the time
+    is T times too long.
     """
     return (tensor - 1) * tensor * flops / (4 * bandwidth * width)
 
@@ -227,8 +227,8 @@ def all_reduce_ratio(tensor: int, width: int, flops: float, bandwidth: float) ->
 
 @dataclass(frozen=True, kw_only=True)
 class RowBytes:
-    """Bytes that one rank sends for the rows of a MoE layer in a forward pass, and again in a backward one, on average over
-    a group of ``ranks``: S ``tokens`` of the group, of ``width`` elements of ``itemsize`` bytes, ``top_k`` experts each.
+    """Bytes that one rank of a group of ``ranks`` sends on average for a MoE layer's rows, in the forward pass and again in
+    the backward pass. The group has ``tokens`` tokens of ``width`` elements of ``itemsize`` bytes, with ``top_k`` experts.
     """
 
     tokens: int
@@ -248,36 +248,36 @@ class RowBytes:
 
     @property
     def all_reduce(self) -> float:
-        """Of what each rank has combined (the paper): ``2 (T - 1) / T S h``, a reduction and a gathering."""
+        """The paper's all-reduce of combined results: ``2 (T - 1) / T S h``, a reduce-scatter and an all-gather."""
         return 2 * self._elsewhere
 
     @property
     def rows(self) -> float:
-        """Of the rows of each rank's experts, to all others (ours): ``(T - 1) / T K S h``."""
+        """Our exchange, which sends the rows of a rank's experts to all others: ``(T - 1) / T K S h``."""
         return self.top_k * self._elsewhere
 
     @property
     def all_to_all(self) -> float:
-        """Of two all-to-alls, where each rank has S / T of the tokens: ``2 (T - 1) / T**2 K S h``."""
+        """Two all-to-alls with S / T of the tokens on each rank: ``2 (T - 1) / T**2 K S h``."""
         return 2 * self.top_k * self._elsewhere / self.ranks
 
     @property
     def all_reduce_crossover(self) -> float:
-        """How many times as fast the group's own links must be for the all-reduce to take as long as two all-to-alls of a
-        group of the same size: ``T / K``.
+        """How many times faster the group's links must be than those of two all-to-alls between as many ranks, for the
+        all-reduce to take as long: ``T / K``.
         """
         return self.all_reduce / self.all_to_all
 
     @property
     def rows_crossover(self) -> float:
-        """The same of rows: ``T / 2``."""
+        """The same ratio for rows: ``T / 2``."""
         return self.rows / self.all_to_all
 
 
 @dataclass(frozen=True, kw_only=True)
 class DivisionBytes:
-    """Bytes that one rank sends for one divided block of tensor-parallel ranks in a forward and a backward pass: an
-    all-reduce behind each divided pair of products and one before it, of S ``tokens`` by ``width``.
+    """Bytes that one tensor-parallel rank sends for one divided block in a forward and a backward pass: an all-reduce after
+    each divided pair of products and one before it, of ``tokens`` by ``width`` elements.
     """
 
     tokens: int
@@ -288,13 +288,13 @@ class DivisionBytes:
 
     @property
     def both_passes(self) -> float:
-        """``4 (T - 1) / T S h`` a pair."""
+        """``4 (T - 1) / T S h`` per pair."""
         return 4 * self.pairs * (self.ranks - 1) / self.ranks * self.tokens * self.width * self.itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorCosts:
-    """A layer of experts over tensor-parallel ranks: our bytes beside the paper's figures."""
+    """An expert layer over tensor-parallel ranks: our bytes and the paper's figures."""
 
     rows: RowBytes
     attention: DivisionBytes
@@ -302,7 +302,7 @@ class TensorCosts:
     bandwidth: float
 
     def as_json(self) -> dict[str, object]:
-        """Numbers by keys that say their unit."""
+        """The costs as JSON, with units in the keys."""
         rows = self.rows
         return {
             "tensor_ranks_count": rows.ranks,
@@ -322,15 +322,15 @@ class TensorCosts:
         return equation(self.rows.ranks, self.rows.width, self.flops, self.bandwidth)
 
     def lines(self) -> list[str]:
-        """The same for people."""
+        """The costs as text."""
         rows = self.rows
         return [
-            f"a layer of experts over {rows.ranks} tensor-parallel ranks, a pass and rank: rows "
+            f"an expert layer over {rows.ranks} tensor-parallel ranks sends, per pass and rank: rows "
             f"{rows.rows / 2**20:.2f} MiB, the paper's all-reduce {rows.all_reduce / 2**20:.2f} MiB, two all-to-alls of "
             f"as many data ranks {rows.all_to_all / 2**20:.2f} MiB",
-            f"so it pays where links within the group are more than {rows.rows_crossover:.3g} times as fast as those "
-            f"that all-to-alls would take (the paper's all-reduce: {rows.all_reduce_crossover:.3g})",
-            f"communication to computation by Pipeline MoE's equations: all-reduce {self._ratio(all_reduce_ratio):.3g} "
+            f"it pays if links within the group are more than {rows.rows_crossover:.3g} times as fast as the links "
+            f"of the all-to-alls (the paper's all-reduce: {rows.all_reduce_crossover:.3g})",
+            f"communication / computation by Pipeline MoE's equations: all-reduce {self._ratio(all_reduce_ratio):.3g} "
             f"(as printed {self._ratio(all_reduce_ratio_printed):.3g}), all-to-all {self._ratio(all_to_all_ratio):.3g} "
             f"(as printed {self._ratio(all_to_all_ratio_printed):.3g})",
         ]
@@ -339,8 +339,8 @@ class TensorCosts:
 def tensor_costs(
     config: TrainConfig, top_k: int, *, ranks: int, flops: float, bandwidth: float
 ) -> TensorCosts | None:
-    """For a run of ``config`` on ``ranks`` ranks; None without tensor parallelism. ``flops`` and ``bandwidth``: F and B
-    of the paper's equations. Raises ConfigError.
+    """The costs of a run of ``config`` on ``ranks`` ranks; None without tensor parallelism. ``flops`` and ``bandwidth``: F
+    and B in the paper's equations. Raises ConfigError.
     """
     parallel = config.parallel
     if parallel.tensor == 1:
@@ -352,7 +352,7 @@ def tensor_costs(
         )
     tokens, model = rank_tokens(config, data), config.model
     itemsize = model.compute_dtype.itemsize
-    # A wrapped model's attention is not divided.
+    # The attention of an imported model is not divided.
     pairs = 1 if isinstance(model, ModelConfig) else 0
     sizes = {"tokens": tokens, "width": model.d_model, "itemsize": itemsize, "ranks": parallel.tensor}
     return TensorCosts(

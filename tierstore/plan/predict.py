@@ -1,14 +1,14 @@
-"""The time of a step, and what it is spent on: a run's own schedule, simulated with a machine's costs.
+"""The time of a step and how it is spent: a run's schedule, simulated with a machine's costs.
 
-A discrete-event simulation of a schedule's own operations.
+A discrete-event simulation of the schedule's operations.
 
-Each resource is a server (or ``width`` of them) that works on one operation at a time to its end. Computation and
-collectives are served in the order in which the program issues them: one thread computes, and collectives must come in the
-same order on every rank. Copies, the disk and the engine's threads take whatever is ready, the first ready first.
+Each resource has one server (or ``widths`` of them), which processes one operation at a time, without preemption.
+Computation and collectives run in program order: one thread computes, and every rank must issue collectives in the same
+order. Copies, the disk and the engine's threads serve ready operations, the first ready first.
 
 The step time is that of the steady state: from the end of one step's computation to the end of the next one's. The critical
-path is walked back from there: from each operation to whatever ended when it began, something that it needed or the one
-that its server was busy with. The bottleneck is the resource that the path spends the most time in.
+path is traced back from there: from each operation to the one whose end let it begin, a dependency or the previous operation
+on its server. The bottleneck is the resource on which the path spends the most time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tierstore.prefetch.schedule import Pass
 
 
 class Discipline(Enum):
-    """Which of its operations a resource serves next."""
+    """The order in which a resource serves its operations."""
 
     PROGRAM = "program order"
     READY = "first ready"
@@ -45,7 +45,7 @@ DISCIPLINES: Mapping[Resource, Discipline] = {
 
 @dataclass(frozen=True)
 class Run:
-    """When each operation began and ended (seconds), and the operation that it waited for last (an index, or -1)."""
+    """When each operation began and ended, in seconds, and the index of the operation that it waited for last (-1: none)."""
 
     operations: Sequence[Operation]
     begun: Sequence[float]
@@ -54,11 +54,11 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """From the beginning to the last end."""
+        """Seconds from the start to the end of the last operation."""
         return max(self.ended, default=0.0)
 
     def critical_path(self, last: int) -> list[int]:
-        """Operations back from ``last``, in the order of time, none of which could have been shorter for nothing."""
+        """The chain of operations that each waited for the previous one, up to ``last``, in time order."""
         path = []
         while last >= 0:
             path.append(last)
@@ -73,15 +73,15 @@ def simulate(
     widths: Mapping[Resource, int] | None = None,
     disciplines: Mapping[Resource, Discipline] = DISCIPLINES,
 ) -> Run:
-    """Runs ``operations``: each takes ``seconds`` of a server of its resource, once the operations that it is ``after`` have
-    ended. Raises ValueError for an operation that follows a later one.
+    """Simulate ``operations``: each takes ``seconds`` of a server of its resource, once the operations in its ``after`` have
+    ended. Raises ValueError if an operation depends on a later one.
     """
     return _Simulation(operations, seconds, widths or {}, disciplines).run()
 
 
 @dataclass
 class _Server:
-    """A resource with ``free`` idle servers; ``queue``: operations that wait, in the order of service."""
+    """A resource with ``free`` idle servers. ``queue``: the waiting operations, in service order."""
 
     discipline: Discipline
     free: int
@@ -108,13 +108,13 @@ class _Simulation:
         self._ended = [0.0] * len(operations)
         self._cause = [-1] * len(operations)
         self._ready_at: list[float | None] = [None] * len(operations)
-        #: Running operations by their ends.
+        #: A heap of running operations by end time.
         self._running: list[tuple[float, int]] = []
         for index, operation in enumerate(operations):
             self._servers[operation.resource].program.append(index)
             for before in operation.after:
                 if not 0 <= before < index:
-                    raise ValueError(f"operation {index} follows {before}, which does not come before it")
+                    raise ValueError(f"operation {index} depends on {before}, which does not come before it")
                 self._followers[before].append(index)
 
     def run(self) -> Run:
@@ -150,7 +150,7 @@ class _Simulation:
             while server.free and (index := self._next(server)) is not None:
                 server.free -= 1
                 ready = self._ready_at[index]
-                if ready is not None and ready < now:  # its server was what it waited for
+                if ready is not None and ready < now:  # it waited for its server
                     self._cause[index] = server.last_ended
                 self._begun[index] = now
                 self._ended[index] = now + self._seconds(self._operations[index])
@@ -167,8 +167,8 @@ class _Simulation:
 
 @dataclass(frozen=True)
 class SteadyState:
-    """The steady state. ``busy_ratio`` by resource; ``path_s``: seconds of one step's critical path by kind of operation,
-    waiting left out; ``bottleneck``: the resource with most of it.
+    """The steady state. ``busy_ratio``: by resource. ``path_s``: seconds of one step's critical path by kind of operation,
+    without waiting. ``bottleneck``: the resource with the largest share of the path.
     """
 
     step_s: float
@@ -178,7 +178,7 @@ class SteadyState:
 
 
 def outcome(run: Run, passes: int, *, steps: int, settled: int = 1) -> SteadyState:
-    """The steady state of ``run`` (``steps`` steps of ``passes`` passes), after the first ``settled`` steps."""
+    """The steady state of ``run`` (``steps`` steps of ``passes`` passes each), without its first ``settled`` steps."""
     ends = _step_ends(run, passes, steps)
     first, last = ends[settled - 1] if settled else -1, ends[-1]
     begin = run.ended[first] if settled else 0.0
@@ -205,7 +205,7 @@ def outcome(run: Run, passes: int, *, steps: int, settled: int = 1) -> SteadySta
 
 
 def _step_ends(run: Run, passes: int, steps: int) -> list[int]:
-    """The last computation of each step."""
+    """The index of the last computation of each step."""
     ends = [-1] * steps
     for index, operation in enumerate(run.operations):
         if operation.resource is Resource.COMPUTE and operation.position // passes < steps:
@@ -220,8 +220,8 @@ def _step_ends(run: Run, passes: int, steps: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Prediction(SteadyState):
-    """The steady state of a run. ``evidence``: of the weakest figure that went in. ``degrees``: chunks of the passes over
-    experts; None where no rows travel. ``one_chunk_s``: a step whose passes all use one chunk.
+    """The steady state of a run. ``evidence``: that of the weakest input. ``degrees``: chunks of the passes over experts;
+    None if no rows travel. ``one_chunk_s``: seconds of a step whose passes all use one chunk.
     """
 
     tokens_per_s: float
@@ -232,12 +232,12 @@ class Prediction(SteadyState):
 
     @property
     def chunks_save_s(self) -> float:
-        """What chunks save of a step; below 0 where they cost."""
+        """Seconds that chunks save in a step; negative if they cost time."""
         return self.one_chunk_s - self.step_s
 
 
 def predict(setting: Setting, profile: Profile, taken: Capacity | None = None) -> Prediction:
-    """Simulates some steps of ``setting``. Raises BudgetError, ConfigError."""
+    """Simulate some steps of ``setting``. Raises BudgetError, ConfigError."""
     taken = taken or capacity(setting)
     traffic = step_traffic(setting, taken)
     workload = StepWorkload(setting, taken, traffic, profile)
@@ -256,7 +256,7 @@ def predict(setting: Setting, profile: Profile, taken: Capacity | None = None) -
 
 
 def simulated(workload: StepWorkload) -> SteadyState:
-    """The steady state of ``workload``."""
+    """Simulate ``workload``; returns its steady state."""
     passes = workload.passes
     known: dict[tuple[Kind, Pass, int], float] = {}  # steps and micro-batches repeat their passes
 

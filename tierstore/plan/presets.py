@@ -1,7 +1,7 @@
-"""Models whose dimensions are published, and how many parameters each has.
+"""Models with published dimensions, and their parameter counts.
 
-The counts follow from the dimensions alone and agree with what is published to its last digit (tests hold them to it),
-with one exception, ``ppmoe-143b``: see ``Preset.note``.
+The counts are computed from the dimensions and agree with the published ones to the last printed digit, as tests check;
+the one exception is ``ppmoe-143b`` (see ``Preset.note``).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from tierstore.model.architecture import Architecture
 class Preset:
     """A published model: its dimensions, parameters and source.
 
-    ``published``: parameters as its source prints them, rounded to ``unit``. ``settings``: what of tierstore's own
-    configuration comes nearest, from which activations are estimated.
+    ``published``: the parameter count in the source, rounded to ``unit``. ``settings``: the closest configuration of the
+    built-in model, from which activations are estimated.
     """
 
     source: str
@@ -31,12 +31,12 @@ class Preset:
 
 
 def _settings(**model: object) -> dict[str, object]:
-    """Settings of ``model``, by their names there; all are computed in bf16."""
+    """The settings of the configuration table ``model``; every preset computes in bf16."""
     return {f"model.{name}": value for name, value in {**model, "compute_dtype": "bf16"}.items()}
 
 
 def _gpt(source: str, published: int, unit: int, note: str, **model: int) -> Preset:
-    """GPT blocks with top-1 routing; ``model``: their dimensions, by the names of the configuration."""
+    """GPT blocks with top-1 routing. ``model``: dimensions by configuration key."""
     return Preset(
         source=source,
         architecture=Architecture.gpt(
@@ -57,7 +57,7 @@ def _gpt(source: str, published: int, unit: int, note: str, **model: int) -> Pre
 
 
 def _se_moe(experts: int, published: int) -> Preset:
-    """Table 1: 12 layers of width 4,096, every one of them MoE, GShard's top-1 gate."""
+    """Table 1: 12 layers of width 4,096, all MoE, with GShard's top-1 gate."""
     note = "the paper gives no sequence length: 1,024 learned positions; 2,048 give the same last digit"
     shape = {
         "n_layers": 12,
@@ -86,7 +86,7 @@ def _gated(
     dense_d_ff: int = 0,
     **model: int,
 ) -> Preset:
-    """SwiGLU blocks of weights that are published; ``model``: their dimensions, by the names of the configuration."""
+    """SwiGLU blocks of a model with published weights. ``model``: dimensions by configuration key."""
     return Preset(
         source=f"{source}, and its published weights",
         architecture=Architecture.gated(
@@ -108,11 +108,11 @@ def _gated(
     )
 
 
-_PPMOE_NOTE = "the paper's vocabulary is not given: GPT-3's 50,257 is taken"
+_PPMOE_NOTE = "the paper gives no vocabulary size: GPT-3's 50,257 is assumed"
 _PPMOE_143_NOTE = (
-    "141.97e9 by the dimensions given, not 143e9. 16 MoE layers of 64 experts (137.46e9), attention, 16 dense networks "
+    "141.97e9 by the published dimensions, not 143e9. 16 MoE layers of 64 experts (137.46e9), attention, 16 dense networks "
     "and norms make 141.77e9; the rest is embedding, of which 143e9 (rounded) needs at least 178,502 rows, "
-    "while the same corpus and code at 6.7e9 (rounded) admit at most 96,822. No vocabulary gives both"
+    "while the same corpus and code at 6.7e9 (rounded) allow at most 96,822. No vocabulary size gives both"
 )
 
 #: Published models by name.
@@ -151,7 +151,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             n_heads=16,
             vocab_size=102400,
             # Latent attention: queries of 16 x (128 + 64), a latent of 512 with its norm and 64 shared
-            # positions, keys and values of 16 x (128 + 128) from the latent, and the way out.
+            # positions, keys and values of 16 x (128 + 128) from the latent, and the output projection.
             attention=2048 * 16 * 192 + 2048 * (512 + 64) + 512 + 512 * 16 * 256 + 16 * 128 * 2048,
             d_ff=1408,
             experts=64,
@@ -191,7 +191,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
 
 
 def find_preset(name: str) -> Preset:
-    """The preset ``name``. Raises ConfigError with the names there are."""
+    """The preset ``name``. Raises ConfigError that lists the names."""
     if name not in PRESETS:
         raise ConfigError(f"--preset: expected one of {', '.join(PRESETS)}, got {name!r}")
     return PRESETS[name]

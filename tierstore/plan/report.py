@@ -1,6 +1,6 @@
-"""A plan as a whole: what is planned, what comes of it, and both as JSON holds them. Every figure names its evidence.
+"""A complete plan: the setting, the results, and both as JSON. Every figure names its evidence.
 
-Of a model that comes with a config.json, every use is planned, and whether its pairs fit in memory.
+For an imported model every use is planned, and whether its LoRA pairs fit in memory.
 """
 
 from __future__ import annotations
@@ -49,35 +49,35 @@ from tierstore.train.config import TrainConfig, assignment_of
 from tierstore.train.files import MicroOrder, byte_files, text_bytes
 from tierstore.train.tasks import Assignment
 
-#: What pairs in memory take: weight, gradient and two moments, fp32.
+#: Bytes of a parameter of pairs in memory: weight, gradient and two moments, fp32.
 _STATE_BYTES = 16
 
 
 @dataclass(frozen=True)
 class UsePlan:
-    """One use of a model on one rank. ``prediction``: of a step or a forward pass; None where the budgets are too small."""
+    """One use of a model on one rank. ``prediction``: of a step or a forward pass; None if the budgets are too small."""
 
     use: Use
     setting: Setting
     verdict: Verdict
     prediction: Prediction | None
-    #: Serving: one token for each sequence of a batch.
+    #: Serving: a pass over one token of each sequence of the batch.
     token: Prediction | None = None
 
     @property
     def memory(self) -> int | None:
-        """Bytes of memory, the device's included; None where the budgets are too small."""
+        """Bytes of memory, the device's included; None if the budgets are too small."""
         taken = self.verdict.capacity
         return None if taken is None else taken.total(Tier.HOST, Tier.DEVICE)
 
     @property
     def disk(self) -> int | None:
-        """Bytes of disk; None where the budgets are too small."""
+        """Bytes of disk; None if the budgets are too small."""
         taken = self.verdict.capacity
         return None if taken is None else taken.total(Tier.NVME)
 
     def as_json(self) -> dict[str, object]:
-        """Numbers by keys that say their unit."""
+        """The use as JSON, with units in the keys."""
         return {
             "use": self.use,
             "fits": self.verdict.fits,
@@ -103,8 +103,8 @@ def _times(made: Prediction | None) -> dict[str, object] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class PairsPlan:
-    """The low-rank pairs of one rank. ``fits_in_memory``: whether all experts' pairs, with gradients and moments, fit in
-    memory beside the least that LoRA needs.
+    """The LoRA pairs of one rank. ``fits_in_memory``: whether all experts' pairs, with gradients and moments, fit in memory
+    in addition to the minimum that LoRA needs.
     """
 
     rank_count: int
@@ -117,12 +117,12 @@ class PairsPlan:
 
 @dataclass(frozen=True)
 class UsesPlan:
-    """Every use of one model."""
+    """The plans of every use of one model."""
 
     spec: HfSpec
     uses: tuple[UsePlan, ...]
     pairs: PairsPlan
-    #: One copy of the experts, read only, on one rank's disk.
+    #: Bytes of one read-only copy of the experts on one rank's disk.
     frozen: int
 
     def as_json(self) -> dict[str, object]:
@@ -142,7 +142,7 @@ class UsesPlan:
 
 
 def plan_uses(setting: Setting, limits: Limits, profile: Profile, rank: int) -> UsesPlan:
-    """What each use of the imported model of ``setting`` takes, with pairs of ``rank``. Raises ConfigError."""
+    """Plan every use of the imported model of ``setting``, with LoRA pairs of ``rank``. Raises ConfigError."""
     spec = imported_spec(setting)
     frozen_only = spec.manifest.weights is Weights.FROZEN
     uses = [
@@ -185,10 +185,10 @@ def _pairs(lora: Setting, limits: Limits) -> PairsPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run takes, whether it fits, how long a step takes, and what to change.
+    """What a run takes, whether it fits, the time of a step, and what to change.
 
-    ``prediction`` is None where the budgets are too small for any run, ``remedy`` where the run fits or no change helps;
-    then ``hardware`` is the least machine that would do.
+    ``prediction`` is None if the budgets are too small to start a run; ``remedy`` is None if the run fits or no change
+    helps. In the latter case ``hardware`` is the smallest sufficient machine.
     """
 
     setting: Setting
@@ -202,14 +202,14 @@ class Plan:
     preset: Preset | None
     #: Every use of an imported model.
     uses: UsesPlan | None = None
-    #: In which order several micro-batches pass the layers.
+    #: The order in which several micro-batches pass through the layers.
     order: Decision[MicroOrder] | None = None
-    #: Where ranks are tensor-parallel: what their layers send.
+    #: What the layers of tensor-parallel ranks send.
     tensor: TensorCosts | None = None
 
     @property
     def tasks(self) -> Assignment | None:
-        """Which rank computes which rows of the tasks; None without tasks."""
+        """Which rank computes which rows of each task; None without tasks."""
         config, count = self.setting.config, self.setting.ranks.count
         if not config.tasks:
             return None
@@ -217,7 +217,7 @@ class Plan:
         return assignment_of(config, max(1, count // (parallel.stages * parallel.tensor)))
 
     def as_json(self) -> dict[str, Any]:
-        """Numbers by keys that say their unit, as JSON holds them."""
+        """The plan as JSON, with units in the keys."""
         model, config, taken = self.setting.model, self.setting.config, self.verdict.capacity
         hardware, made = self.hardware, self.prediction
         found: dict[str, object] = {
@@ -306,15 +306,15 @@ def plan_run(
     use: Use = Use.FULL,
     lora: int = DEFAULT_RANK,
 ) -> Plan:
-    """What a run of ``config`` takes on each tier, whether it fits, the time of a step, and what to change.
+    """Plan a run of ``config``: bytes on each tier, whether it fits, the time of a step, and what to change.
 
-    ``limits`` None: this machine, shared by all ``ranks``. With ``preset`` the run is of that published model.
-    ``profile``: costs measured by ``tierstore bench machine``. ``alpha``: the share of activated experts in SE-MoE's
-    formulas (None: that of a step). ``use``: what an imported model is planned for, with low-rank pairs of rank ``lora``;
-    its plan has every other use beside it. Nothing is opened, allocated or measured. Raises ConfigError.
+    ``limits`` None: this machine, shared by all ``ranks``. ``preset``: plan this published model instead. ``profile``: costs
+    measured by ``tierstore bench machine``. ``alpha``: the share of activated experts in SE-MoE's formulas (None: that of a
+    step). ``use``: the use of an imported model to plan in detail, with LoRA pairs of rank ``lora``; its other uses are
+    planned as well. Nothing is opened, allocated or measured. Raises ConfigError.
     """
     config.check_length()
-    # Only the configuration of a model outside a store is known.
+    # Of a model outside a store only the configuration is known, not the tokenizer.
     spec = config.spec
     if spec.tokenizer is None and not preset and not (isinstance(spec, HfSpec) and spec.directory is None):
         for data in config.data_by_task.values():
@@ -372,8 +372,8 @@ def machine_limits(
     disk: int | None = None,
     device: int | None = None,
 ) -> Limits:
-    """What one of ``sharing`` ranks may take of a machine: of this one's memory and of what is free under ``store``, or of
-    ``memory`` and ``disk`` bytes. ``device``: bytes of one CUDA device.
+    """The limits of one of ``sharing`` ranks on a machine with ``memory`` and ``disk`` bytes (None: this machine's memory,
+    and the free space under ``store``). ``device``: bytes of one CUDA device.
     """
     if memory is None:
         memory = machine.memory().usable_bytes

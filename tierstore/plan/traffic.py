@@ -1,10 +1,9 @@
 """Bytes that a step reads from and writes to disk, counted by the residency core itself.
 
-The accesses of a training step are known except for the experts that the router chooses. So the residency core of a run,
-with its policy, budget and lookahead, is driven through the run's access program for some steps, and its reads and writes
-are counted. Where the tokens reach every expert, the common case, nothing is assumed. With fewer tokens, each expert is
-drawn with its probability under uniform routing, ``1 - (1 - K / E) ** T``, from a fixed seed, and the figure is marked as
-assumed.
+The accesses of a training step are known, except for the experts that the router chooses. The residency core of a run, with
+its policy, budget and lookahead, is driven through the run's access program for some steps, and its reads and writes are
+counted. If the tokens reach every expert, the common case, nothing is assumed. With fewer tokens each expert is drawn, from
+a fixed seed, with its probability under uniform routing, ``1 - (1 - K / E) ** T``, and the figure is marked as assumed.
 """
 
 from __future__ import annotations
@@ -45,13 +44,13 @@ from tierstore.store.opening import make_residency, record_frame_bytes
 
 @dataclass(frozen=True)
 class StepWindow:
-    """The steps that are counted: ``steps`` of them, after ``warm_up``."""
+    """The steps that are counted: ``steps`` steps after ``warm_up`` steps."""
 
     warm_up: int = 6
     steps: int = 8
 
 
-#: An expert that is reached with at least this probability is taken to be reached.
+#: From this probability on, an expert counts as always reached.
 _CERTAIN = 1 - 1e-6
 
 _Decided = tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint32]]
@@ -59,8 +58,8 @@ _Decided = tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint32]]
 
 @dataclass(frozen=True)
 class Moved:
-    """``loaded``: bytes read that an expert's computation waits for. ``state``: bytes read that only its step waits for
-    (in a backward pass, moments and spilled gradients). ``written``: bytes evicted to disk to make room.
+    """``loaded``: bytes read that an expert's computation waits for. ``state``: bytes read that only its optimizer step
+    waits for (in a backward pass, moments and spilled gradients). ``written``: bytes written to disk to make room.
     """
 
     loaded: int = 0
@@ -80,8 +79,8 @@ class Moved:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Means over the steps of one rank in the steady state. ``moved_for``: bytes by the phase and layer that needed them;
-    ``active``: the share of the rank's experts that a pass reaches.
+    """Means per step of one rank in the steady state. ``moved_for``: bytes by the phase and layer that needed them.
+    ``active``: the fraction of the rank's experts that a pass reaches.
     """
 
     read_bytes: int
@@ -96,8 +95,8 @@ class Traffic:
 def step_traffic(
     setting: Setting, taken: Capacity, span: StepWindow | None = None, *, order: Sequence[MicroPass] = ()
 ) -> Traffic:
-    """Bytes of a step under the budgets of ``taken``, a mean over ``span``. Commits are not counted. ``order``: of the
-    passes of a pipeline stage (empty: one micro-batch after another).
+    """The traffic of a step under the budgets of ``taken``, a mean over ``span``, without commits. ``order``: the passes of
+    a pipeline stage in order (empty: one micro-batch after another).
 
     Raises BudgetError.
     """
@@ -108,7 +107,7 @@ def step_traffic(
 
 
 class CountedSteps:
-    """``StepCounts`` of experts without records; ``done`` receives each access."""
+    """``StepCounts`` without records; ``done`` must be called with each access."""
 
     def __init__(self, layers: Sequence[int], experts: int, *, replays: bool) -> None:
         self.applied = 0
@@ -125,7 +124,7 @@ class CountedSteps:
 
 
 class _Drive:
-    """The trainer's accesses, in its order. Records: one an expert, followed by the experts' pairs, if any."""
+    """Replays the trainer's accesses in order. Records: one per expert, followed by one per expert's pairs, if any."""
 
     def __init__(self, setting: Setting, taken: Capacity, order: Sequence[MicroPass] = ()) -> None:
         self._setting = setting
@@ -146,7 +145,7 @@ class _Drive:
         replays = config.adamw.inactive is Inactive.EXACT
         self._counts = CountedSteps(self._layers, self._local, replays=replays)
         self._base = FrozenProgram(*self._ahead()) if setting.usage.frozen else None
-        #: Of what is trained: experts, or the pairs beside them.
+        #: The program of what is trained: experts or their pairs.
         self._trained: AccessProgram | None = None
         if not kinds[-1].frozen:
             self._trained = AccessProgram(
@@ -181,12 +180,12 @@ class _Drive:
             frames = [frames_of([section.nbytes for section in one.sections], frame) for one in layouts]
             sizes = [one.slot_bytes for one in layouts]
             for layer in self._layers:
-                for _ in range(self._local):  # what is frozen was imported: it is on disk
+                for _ in range(self._local):  # frozen records were imported: they are on disk
                     residency.add_record(layer, frames, sizes, 1 << Group.WEIGHTS if schema.frozen else 0)
         return residency
 
     def _register(self) -> None:
-        """Fills every trained record, one access each, and commits: the cache's first contents can matter to the end."""
+        """Fill every trained record with one access, and commit: the initial cache contents can affect all later steps."""
         if self._trained is None:
             return
         flags, no_action = np.array([Need.STEP], np.uint16), np.zeros(1, np.uint8)
@@ -231,7 +230,7 @@ class _Drive:
                 self._carry_out(self._base, self._base.forward(layer, self._draw()))
             self._residency.end_step()
             return
-        # In layer order a block is computed again within its backward access.
+        # In layer order a block is recomputed within its backward access.
         recomputes = (
             config.model.checkpoint_activations is CheckpointActivations.BLOCK and not config.data.layer_major
         )
@@ -257,7 +256,7 @@ class _Drive:
                 self._backward(layer, used[layer])
         every = config.cache.write_back_every
         if every and (step + 1) % every == 0:
-            # These writes delay the next reads of a simulated step, though nothing in a run waits for them.
+            # In the simulation these writes delay the next reads; in a run nothing waits for them.
             self._charge(Phase.FORWARD, self._layers[0], self._residency.clean())
         if config.step_timing is StepTiming.DEFERRED and self._trained is not None:
             self._trained.apply()
@@ -265,7 +264,7 @@ class _Drive:
         self._residency.end_step()
 
     def _programs(self) -> Iterator[PassProgram]:
-        """The program of the pairs before that of the experts, as ``LoraExperts`` has them."""
+        """The program of the pairs before that of the experts, as in ``LoraExperts``."""
         for program in (self._trained, self._base):
             if program is not None:
                 yield program
@@ -276,9 +275,7 @@ class _Drive:
 
     def _backward(self, layer: int, experts: Experts) -> None:
         if self._base is not None:
-            if (
-                self._trained is not None
-            ):  # the pairs' weights first; their gradients when the experts are through
+            if self._trained is not None:  # the pairs' weights first, their gradients after the experts
                 self._carry_out(self._trained, self._trained.forward(layer, experts))
             self._carry_out(self._base, self._base.backward(layer, experts))
         if self._trained is not None:
@@ -316,7 +313,7 @@ class _Drive:
         return taken
 
     def _first(self, program: PassProgram) -> int:
-        """The number of the first record of what ``program`` is about."""
+        """The number of the first record that ``program`` accesses."""
         pairs = program is self._trained and self._base is not None
         return self._local * len(self._layers) if pairs else 0
 

@@ -1,8 +1,8 @@
-"""What the operations of a run's schedule move and compute, and so how long each takes.
+"""The bytes, floating point operations and seconds of each operation in a run's schedule.
 
-Bytes come from the configuration and from the traffic that the residency core would cause; seconds from a machine's
-profile, and from the limited links of the configuration, whichever takes longer. Floating point operations are counted as
-usual: 2 a parameter and token forward, 4 backward, and ``2 T S D`` (causal) for attention's two products over S positions.
+Bytes come from the configuration and from the traffic of the residency core; seconds from a machine's profile or the
+configured link limits, whichever takes longer. Floating point operations are counted as usual: 2 per parameter and token
+forward, 4 backward, and ``2 T S D`` (causal) for attention's two products over S positions.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ from tierstore.prefetch.schedule import Pass, QueueLimits, Schedule
 from tierstore.store.format import MomentFormat
 from tierstore.tiers.slots import DeviceKind
 
-#: Steps that are simulated from a cold start, and how many of them are left out.
+#: Steps simulated from a cold start, and how many of the first are not counted.
 STEPS, SETTLED = 3, 1
-#: The most experts of a pass, and of a step, that are simulated one by one; more are grouped into as many equal parts.
+#: The most experts of a pass, and of a step, simulated one by one; more experts are grouped into that many equal parts.
 _MOST_OF_A_PASS, _MOST_OF_A_STEP = 16, 256
-#: Bytes of a router's weight.
+#: Bytes of a router weight that travels with a row.
 _WEIGHT_BYTES = 4
-#: What AdamW touches: weight, exp_avg and exp_avg_sq read and written, the gradient read.
+#: Bytes per parameter that AdamW touches: weight, exp_avg and exp_avg_sq read and written, the gradient read.
 _STEP_BYTES = 28
 
 
 @dataclass(frozen=True)
 class StepWorkload:
-    """Operations of one rank, with the ``sizes`` and ``seconds`` that a simulation needs. ``chunks``: of the passes
-    over experts (default: 1).
+    """Operations of one rank, with the ``sizes`` and ``seconds`` that a simulation needs. ``chunks``: of the passes over
+    experts, by phase (default: 1).
     """
 
     setting: Setting
@@ -88,7 +88,7 @@ class StepWorkload:
             self.schedule,
             cache(self.sizes),
             steps=STEPS,
-            # A part of several experts has their slots; at least one more is loaded meanwhile.
+            # A part of several experts takes all of their slots; at least one more part is loaded meanwhile.
             slots=max(int(slots.weights / each), 2),
             gradient_slots=max(int(slots.gradients / each), 2),
             passes=StepPasses.TRAINING if self.setting.usage.trains else StepPasses.FORWARD,
@@ -102,8 +102,8 @@ class StepWorkload:
         return max(round(self.traffic.active * self.setting.local_experts), 1)
 
     def parts(self, item: Pass) -> int:
-        """Operations for the experts of the pass ``item``, each for ``experts / parts`` of them; every chunk has
-        equally many.
+        """The number of operations for the experts of the pass ``item``, each for ``experts / parts`` experts; a multiple of
+        the number of chunks.
         """
         passes = sum(item.moe_layer is not None for item in self.passes)
         few = min(self.experts, _MOST_OF_A_PASS, max(_MOST_OF_A_STEP // max(passes, 1), 4))
@@ -111,17 +111,17 @@ class StepWorkload:
         return -(-few // chunks) * chunks
 
     def degree(self, item: Pass) -> int:
-        """In how many chunks the rows of ``item`` travel."""
+        """The number of chunks in which the rows of ``item`` travel."""
         return self.chunks.get(item.phase, 1)
 
     def sizes(self, item: Pass) -> PassSizes:
-        """What the pass ``item`` moves."""
+        """The bytes that the pass ``item`` moves."""
         setting = self.setting
         others = setting.ranks.count - 1
         layout = self.layouts[item.unit]
         narrow = gather_width(setting.config.dense, setting.config.model.compute_dtype)
         gather = layout.gathered_bytes(narrow) * others // (others + 1)
-        # Gathered once for all micro-batches that pass together; their gradients are reduced one by one, for their bits.
+        # Gathered once for all micro-batches that pass together; gradients are reduced one by one, to keep the bits.
         reduced = self._stepped(item.unit) if setting.usage.frozen else layout.exchanged_numel // (others + 1)
         reduce = reduced * others * 4 * setting.together
         if item.moe_layer is None:
@@ -147,9 +147,7 @@ class StepWorkload:
         )
 
     def exchange(self, item: Pass) -> LayerPass:
-        """The messages that one rank sends in the pass ``item`` over experts; micro-batches that pass together send
-        their own.
-        """
+        """The messages that one rank sends in the pass ``item`` over experts; each micro-batch that passes sends its own."""
         setting, config, sharing = self.setting, self.setting.config, self.setting.ranks.sharing
         rows = setting.tokens * setting.model.top_k * (sharing - 1) / sharing
         rows_bytes = float(int(rows * config.model.d_model * config.model.compute_dtype.itemsize))
@@ -170,7 +168,7 @@ class StepWorkload:
         return replace(found, dispatch=dispatch, combine=combine)
 
     def _sent(self, item: Pass) -> tuple[Share, Share]:
-        """What ``item`` dispatches and combines, including the forward pass that it repeats."""
+        """What ``item`` dispatches and combines, including a repeated forward pass."""
         found = self.exchange(item)
         if not self.repeats(item):
             return found.dispatch, found.combine
@@ -182,11 +180,11 @@ class StepWorkload:
         return dispatch, combine
 
     def repeats(self, item: Pass) -> bool:
-        """Whether ``item`` repeats the forward pass first; in layer order outputs are kept."""
+        """Whether ``item`` first repeats the forward pass; in layer order its outputs are kept."""
         return item.phase is Phase.BACKWARD and self._again and not self.setting.config.data.layer_major
 
     def _divided_sent(self, item: Pass) -> int:
-        """What a pass over embedding or head sends, where their rows are divided over ranks."""
+        """Bytes that a pass over embedding or head sends if their rows are partitioned."""
         choice, last = self.setting.vocabulary, len(self.layouts) - 1
         if choice.cost is None or not self.setting.usage.trains:
             return 0
@@ -199,7 +197,7 @@ class StepWorkload:
         return 0
 
     def _stepped(self, unit: int) -> int:
-        """Dense parameters of ``unit`` that one rank steps."""
+        """The number of ``unit``'s dense parameters that one rank's optimizer steps."""
         usage = self.setting.usage
         if not usage.frozen:
             return self.layouts[unit].slice_numel
@@ -207,14 +205,14 @@ class StepWorkload:
 
     @property
     def _trained_numel(self) -> int:
-        """Parameters of one expert that are trained."""
+        """The number of trained parameters of one expert."""
         usage = self.setting.usage
         if usage.frozen:
             return usage.pairs.numel if usage.pairs else 0
         return self.setting.model.expert_numel
 
     def _moved_for(self, item: Pass) -> Moved:
-        """What a step moves for ``item``'s phase and layer; deferred optimizer steps count as forward."""
+        """Bytes that a step moves for ``item``'s phase and layer; deferred optimizer steps count as forward."""
         assert item.moe_layer is not None
         phases = [Phase.BACKWARD] if item.phase is Phase.BACKWARD else [Phase.FORWARD, Phase.OPTIMIZER]
         experts = sum(
@@ -229,7 +227,7 @@ class StepWorkload:
     # Seconds -----------------------------------------------------------------------------------------------
 
     def seconds(self, operation: Operation) -> float:
-        """How long ``operation`` takes once it runs."""
+        """Seconds that ``operation`` takes once it runs."""
         item = self.passes[operation.position % len(self.passes)]
         each = self.experts / self.parts(item) if operation.kind in _OF_EXPERTS else 1.0
         if operation.kind in self._moved:
@@ -246,27 +244,27 @@ class StepWorkload:
             return each * self.expert_cost(item).seconds(self.expert_flops(item)) + self._further_chunks(item)
         if operation.kind is Kind.STEP:
             return self.profile.adamw.seconds(self._stepped(item.unit) * _STEP_BYTES)
-        steps = 1 / self._passes  # earlier ones only add their gradients
+        steps = 1 / self._passes  # earlier passes only accumulate gradients
         return each * steps * self.profile.adamw.seconds(self._trained_numel * self._step_bytes)
 
     @cached_property
     def network(self) -> Cost:
-        """What one message of an exchange costs."""
+        """The cost of one message of an exchange."""
         return over_link(self.profile.exchange(self.setting.ranks.sharing), self.setting.config.links.rows)
 
     def expert_cost(self, item: Pass) -> Cost:
-        """What one expert costs in the pass ``item``."""
+        """The cost of one expert in the pass ``item``."""
         forward = item.phase is Phase.FORWARD
         own = self.profile.expert_forward if forward else self.profile.expert_backward
         return own or self.profile.expert_flops
 
     def _further_chunks(self, item: Pass) -> float:
-        """Seconds that further chunks add to each part of a pass's experts: one more start for each chunk."""
+        """Seconds that chunks add to each part of a pass's experts: one more start for each chunk after the first."""
         return (self.degree(item) - 1) / self.parts(item) * self.expert_cost(item).latency_s
 
     @property
     def _step_bytes(self) -> float:
-        """Bytes of a trained parameter that AdamW touches. 8-bit moments count as fp32: quantising takes the time saved."""
+        """Bytes per trained parameter that AdamW touches. int8 moments count as fp32: quantising takes the time saved."""
         schema = self.setting.schemas[-1]
         if schema.frozen or schema.moments is MomentFormat.INT8:
             return _STEP_BYTES
@@ -278,14 +276,14 @@ class StepWorkload:
 
     @cached_property
     def _again(self) -> bool:
-        """Whether the backward pass computes blocks again."""
+        """Whether the backward pass recomputes blocks."""
         config = self.setting.config
         block = config.model.checkpoint_activations is CheckpointActivations.BLOCK
         return block or (config.data.layer_major and self.setting.usage.trains)
 
     @cached_property
     def _moved(self) -> dict[Kind, tuple[Cost, LinkConfig]]:
-        """What moving bytes costs, by the machine and by the link that may be limited."""
+        """The cost of moving bytes, by kind: on the machine, and on the link that may be limited."""
         profile, links = self.profile, self.setting.config.links
         disk = profile.disk_mixed
         if not self.traffic.written_bytes:
@@ -303,11 +301,11 @@ class StepWorkload:
         }
 
     def dense_flops(self, item: Pass) -> int:
-        """Of one pass outside its experts."""
+        """Floating point operations of one pass outside its experts."""
         config, model = self.setting.config, self.setting.model
         tokens, d = self.setting.tokens, config.model.d_model
         if item.unit == 0:
-            return 0  # the embedding is looked up
+            return 0  # the embedding is a lookup
         if item.unit == len(model.units) - 1:
             forward = 2 * tokens * config.model.vocab_size * d
         else:
@@ -327,7 +325,7 @@ class StepWorkload:
         return [model.d_model] * len(self.setting.model.units)
 
     def expert_flops(self, item: Pass) -> float:
-        """Of one expert in one pass, with its share of all ranks' tokens."""
+        """Floating point operations of one expert in one pass, with its share of all ranks' tokens."""
         config, model = self.setting.config, self.setting.model
         tokens = self.setting.tokens * self.setting.ranks.sharing
         rows = tokens * model.top_k / (model.experts * self.traffic.active)
@@ -338,7 +336,7 @@ class StepWorkload:
         again = 0.0
         if self.repeats(item):
             again = forward
-        # Only what feeds the activations is computed again.
+        # Only the products that feed the activation function are recomputed.
         elif self._again or config.model.expert_activations is SaveActivations.RECOMPUTE:
             again = 2 * rows * config.model.expert_shape.inner_rows * config.model.d_model
         if self.setting.usage.frozen:
@@ -351,14 +349,14 @@ _OF_EXPERTS = frozenset({Kind.FETCH, Kind.WRITE, Kind.LOAD, Kind.COPY_TO_HOST, K
 
 # Chunks of a run's MoE layers (PipeMoE) ---------------------------------------------------------------------
 #
-# Loads are even. A chunk is a group of experts, each computed whole: an expert's start takes the same in any number of
-# chunks, and is part of the work. Every further chunk is taken to add one such start.
+# Experts have equal loads. A chunk is a group of whole experts, so the experts' start times are part of the work, whatever
+# the number of chunks. Every chunk after the first is assumed to add one more start.
 
 
 @dataclass(frozen=True)
 class PassDegrees:
-    """One pass of one layer in up to ``most`` chunks. ``taken``: the number that a run uses, as configured or chosen by
-    AUTO.
+    """One pass of one layer in up to ``most`` chunks. ``taken``: the number of chunks that a run uses, configured or chosen
+    by AUTO.
     """
 
     phase: Phase
@@ -369,12 +367,12 @@ class PassDegrees:
 
     @cached_property
     def best(self) -> Degree:
-        """The best number of chunks, and the best one without the cap of a rank's experts."""
+        """The best number of chunks, with the cap of a rank's experts and (``wanted``) without."""
         return best_degree(self.costs, self.work, most=self.most)
 
     @property
     def one_s(self) -> float:
-        """Seconds in one chunk."""
+        """Seconds of the pass in one chunk."""
         return pass_seconds(self.costs, self.work, 1)
 
     def as_json(self) -> dict[str, Any]:
@@ -390,8 +388,8 @@ class PassDegrees:
 
 @dataclass(frozen=True)
 class LayerDegrees:
-    """The passes of a MoE layer. ``most``: the fewest experts of any rank, which cap the number of chunks. ``auto``:
-    whether the run chooses.
+    """The chunks of a MoE layer's passes. ``most``: the cap on their number, the fewest experts of any rank. ``auto``:
+    whether the run chooses the number.
     """
 
     most: int
@@ -401,7 +399,7 @@ class LayerDegrees:
 
     @property
     def taken(self) -> dict[Phase, int]:
-        """The number of chunks of a run's passes."""
+        """The number of chunks that a run uses, by phase."""
         return {one.phase: one.taken for one in self.passes}
 
     def as_json(self) -> dict[str, Any]:
@@ -414,7 +412,7 @@ class LayerDegrees:
 
 
 def layer_degrees(workload: StepWorkload) -> LayerDegrees | None:
-    """Chunks of a run's passes; None where no tokens travel to experts, or nothing is trained."""
+    """The chunks of a run's passes; None if no tokens travel to experts, or nothing is trained."""
     setting = workload.setting
     sharing, parallel = setting.ranks.sharing, setting.config.parallel
     if sharing == 1 or parallel.tensor > 1 or not setting.usage.trains:
@@ -438,7 +436,7 @@ def layer_degrees(workload: StepWorkload) -> LayerDegrees | None:
 
 
 def modelled(workload: StepWorkload, item: Pass) -> tuple[PipelineCosts, LayerPass]:
-    """The costs and the work of ``item``, without the forward pass that it may repeat, whose chunks are separate."""
+    """The costs and work of ``item``, without a repeated forward pass, which has its own chunks."""
     network, expert = workload.network, workload.expert_cost(item)
     flops = workload.expert_flops(item)
     if workload.repeats(item):
