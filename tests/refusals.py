@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,16 @@ class Refusal:
     act: Callable[..., object]
     error: type[Exception]
     named: tuple[str, ...]
+
+
+def each_of(rows: Mapping[type[Exception], Sequence[tuple[Any, ...]]]) -> pytest.MarkDecorator:
+    """Runs a test with every ``refusal`` of a table: (name, act, named...) by the type of the error."""
+    table = [
+        Refusal(name, act, error, tuple(named))
+        for error, of_error in rows.items()
+        for name, act, *named in of_error
+    ]
+    return pytest.mark.parametrize("refusal", table, ids=lambda refusal: str(refusal.name))
 
 
 @contextmanager

@@ -1,10 +1,15 @@
-"""Requests from lists of events, and naive caches to hold the lab to."""
+"""Requests and traces from lists of events, and naive caches to hold the lab to."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from tierstore.lab.requests import Requests
+from tierstore.lab.results import Outcome
+from tierstore.trace.format import TraceHeader, TraceKind, TraceRecord
+from tierstore.trace.writer import TraceWriter
+
+RECORD = TraceRecord(0, (1, 2, 1), (4096, 8000, 4096), 3)
 
 
 def requests_of(events, **columns):
@@ -14,6 +19,41 @@ def requests_of(events, **columns):
     if "writes" in columns:
         columns["writes"] = [write for event in columns["writes"] for write in event]
     return Requests.of_columns(offsets, entries, **columns)
+
+
+def write_events(path, events, records=4, record=RECORD):
+    """Events (kind, step, phase, layer, records, flags)."""
+    header = TraceHeader(capacity_frames=8, records=(record,) * records)
+    with TraceWriter(path, header) as writer:
+        for kind, step, phase, layer, asked, flags in events:
+            writer.event(
+                kind,
+                step=step,
+                phase=phase,
+                layer=layer,
+                records=np.array(asked, np.uint32),
+                flags=np.array(flags, np.uint16),
+            )
+    return path
+
+
+def access(step, asked, flags, phase=1, layer=0):
+    return (TraceKind.ACCESS, step, phase, layer, asked, flags)
+
+
+def outcome(frames, misses, **more):
+    return Outcome(
+        policy="lru",
+        capacity_frames=frames,
+        capacity_fraction=frames / 100,
+        scope="global",
+        contract="event-atomic",
+        steps=1,
+        requests=100,
+        hits=100 - misses,
+        misses=misses,
+        **more,
+    )
 
 
 class NaiveLru:

@@ -103,12 +103,3 @@ def test_long_series_are_summed_first():
     found = paired_interval(values, np.ones(100_000))
     assert found.estimate == pytest.approx(values.mean())
     assert found.high - found.low == pytest.approx(2 * 1.96 / np.sqrt(100_000), rel=0.2)
-
-
-@pytest.mark.parametrize(
-    ("differences", "weights", "confidence"),
-    [([], [], 0.95), ([1], [1, 2], 0.95), ([[1]], [[1]], 0.95), ([1], [1], 1.0)],
-)
-def test_what_cannot_be(differences, weights, confidence):
-    with pytest.raises(ValueError, match=r"shape|confidence"):
-        paired_interval(differences, weights, confidence=confidence)

@@ -6,49 +6,25 @@ import json
 
 import numpy as np
 import pytest
-from cases import requests_of
+from cases import access, requests_of, write_events
 from click.testing import CliRunner
 from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierstore.cli.main import cli
-from tierstore.errors import BudgetError, ConfigError, DataError
 from tierstore.lab.generators import RoutingWorkload
 from tierstore.lab.importing import write_trace
 from tierstore.lab.miss_curves import curves, has_one_pass
 from tierstore.lab.requests import Requests, load_requests, parse_pins, pin
 from tierstore.lab.simulate import Contract, known_policies, simulate
-from tierstore.lab.tuning import tune
-from tierstore.trace.format import TraceHeader, TraceKind, TraceRecord
-from tierstore.trace.writer import TraceWriter
+from tierstore.trace.format import TraceKind, TraceRecord
 
 W, M, G = 1, 2, 4  # groups needed
-RECORD = TraceRecord(0, (1, 2, 1), (4096, 8000, 4096), 3)
-
-
-def write(path, events, records=4, record=RECORD):
-    """Events (kind, step, phase, layer, records, flags)."""
-    header = TraceHeader(capacity_frames=8, records=(record,) * records)
-    with TraceWriter(path, header) as writer:
-        for kind, step, phase, layer, asked, flags in events:
-            writer.event(
-                kind,
-                step=step,
-                phase=phase,
-                layer=layer,
-                records=np.array(asked, np.uint32),
-                flags=np.array(flags, np.uint16),
-            )
-    return path
-
-
-def access(step, asked, flags, phase=1, layer=0):
-    return (TraceKind.ACCESS, step, phase, layer, asked, flags)
 
 
 def test_groups_become_entries(tmp_path):
-    path = write(
+    path = write_events(
         tmp_path / "trace",
         [
             access(3, [0, 2], [W, W | M]),
@@ -82,7 +58,7 @@ def test_groups_become_entries(tmp_path):
 def test_what_a_run_discards_is_left_out(tmp_path):
     flags = W | G | G << 3 | G << 6
     found = load_requests(
-        write(tmp_path / "trace", [access(0, [0, 1], [W, W]), access(0, [0, 1], [flags] * 2)])
+        write_events(tmp_path / "trace", [access(0, [0, 1], [W, W]), access(0, [0, 1], [flags] * 2)])
     )
     assert found.table.keys.tolist() == [0, 3]
     assert found.offsets.tolist() == [0, 2, 4]
@@ -92,7 +68,7 @@ def test_what_a_run_discards_is_left_out(tmp_path):
 def test_the_first_request_of_what_has_no_copy_makes_it(tmp_path):
     record = TraceRecord(0, (1, 2, 1), (4096, 8192, 4096), 1)
     events = [access(0, [1], [W | M]), access(1, [0, 1], [W, W | M]), access(2, [0], [W | M])]
-    found = load_requests(write(tmp_path / "trace", events, record=record))
+    found = load_requests(write_events(tmp_path / "trace", events, record=record))
     assert found.table.keys[found.creations.entries].tolist() == [4, 1]
     assert found.creations.events.tolist() == [0, 2]
     assert found.creations.since(1).events.tolist() == [2]
@@ -105,7 +81,7 @@ def test_many_chunks_are_one(tmp_path):
     rng = np.random.default_rng(1)
     events = [access(i, np.flatnonzero(rng.random(300) < 0.5), None) for i in range(1000)]
     events = [(k, s, p, layer, asked, np.full(len(asked), 1)) for k, s, p, layer, asked, _ in events]
-    found = load_requests(write(tmp_path / "trace", events, records=300))
+    found = load_requests(write_events(tmp_path / "trace", events, records=300))
     assert found.entries.tolist() == [entry for event in events for entry in event[4].tolist()]
     assert np.diff(found.offsets).tolist() == [len(event[4]) for event in events]
 
@@ -119,31 +95,12 @@ def test_capacities(capacity, frames):
     assert requests.table.frames_of(capacity) == frames
 
 
-@pytest.mark.parametrize("capacity", [0, -1, 0.0, 1.5, "2KiB", "0.01", "1.5", "none", "", "-1f", "150%"])
-def test_capacities_that_cannot_be(capacity):
-    requests = Requests.of_columns([0, 2], [0, 1], sizes=[4, 6], frame_bytes=4096)
-    with pytest.raises(ConfigError, match="--capacity"):
-        requests.table.frames_of(capacity, name="--capacity")
-
-
 def test_a_span_of_steps():
     requests = Requests.of_columns([0, 1, 3, 4, 6], [0, 1, 2, 0, 3, 1], steps=[0, 0, 1, 2])
     part = requests.between(1, 3)
     assert (part.offsets.tolist(), part.entries.tolist()) == ([0, 1, 3], [0, 3, 1])
     assert part.steps.tolist() == [0, 1]
     assert part.table.total_frames == requests.table.total_frames
-
-
-def test_traces_that_cannot_be(tmp_path):
-    with pytest.raises(DataError, match="accesses, found none"):
-        load_requests(write(tmp_path / "empty", [(TraceKind.END_STEP, 0, 0, 0, [], [])]))
-    with pytest.raises(DataError, match="records up to 3, found 9"):
-        load_requests(write(tmp_path / "unknown", [access(0, [9], [W])]))
-    bare = TraceRecord(0, (1, 0, 0), (4096, 0, 0), 1)
-    with pytest.raises(DataError, match="record 2: group 1 is requested but has no frames"):
-        load_requests(write(tmp_path / "bare", [access(0, [2], [W | M])], record=bare))
-    with pytest.raises(ValueError, match="other lengths"):
-        Requests.of_columns([0, 1], [0], layers=[0, 0])
 
 
 def test_a_cycle_with_one_record_pinned():
@@ -191,7 +148,7 @@ def test_every_policy_and_bound_passes_over_what_is_pinned(policy):
     assert found.misses >= 2 + free[0].misses
 
 
-def test_pinned_requests_have_no_one_pass_and_no_tuning():
+def test_pinned_requests_have_no_one_pass():
     requests = requests_of([[0], [1], [2]] * 8)
     assert has_one_pass(requests, 2)
     pinned = pin(pin(requests, [(0, 1)]), [(0, 2)])
@@ -199,10 +156,6 @@ def test_pinned_requests_have_no_one_pass_and_no_tuning():
     assert pinned.table.pins == "2 records of 2 frames pinned"
     (curve,) = curves(pinned, ["lru"], ["3f"])
     assert curve.points[0].misses == 3
-    with pytest.raises(ConfigError, match="2 records of 2 frames pinned: a live cache cannot pin records"):
-        tune(pinned, 0.5)
-    with pytest.raises(BudgetError, match="too small"):
-        simulate(pinned, ["lru"], ["1f"])
     assert pinned.between(3, 6).table.pins == pinned.table.pins
 
 
@@ -212,15 +165,10 @@ def test_records_are_named_by_layer_and_place(tmp_path):
     requests = load_requests(tmp_path / "run.trace")
     pinned = pin(requests, [(1, 5), (2, 0)])
     assert sorted(set(pinned.table.records[pinned.table.pinned > 0].tolist())) == [8 + 5, 16]
-    with pytest.raises(ConfigError, match=r"pins: run.trace does not request record 3:0"):
-        pin(requests, [(3, 0)])
 
 
 def test_how_pins_are_written():
     assert parse_pins(["3:17,3:18", " 0:0 ", "3:17"]) == [(3, 17), (3, 18), (0, 0)]
-    for wrong in ("3", "3:", ":1", "a:1", "1:2:3", "-1:0", "1:2,"):
-        with pytest.raises(ConfigError, match="--pin: expected LAYER:EXPERT"):
-            parse_pins([wrong], name="--pin")
 
 
 def test_the_commands_name_what_is_pinned(tmp_path):

@@ -12,7 +12,6 @@ from cases import requests_of
 from tierstore._native import Oversized, lfu_decay_options
 from tierstore.cache.config import CacheConfig, Scope
 from tierstore.config import load
-from tierstore.errors import BudgetError, ConfigError, DataError
 from tierstore.lab.candidates import (
     SIMPLEST_FIRST,
     Candidate,
@@ -180,25 +179,6 @@ def test_equal_seeds_tune_equally():
     one, other = (tune(single(scans()), 0.05, TuneOptions(threads=threads)) for threads in (1, 4))
     assert one.chosen == other.chosen
     assert (one.result.gain_low, one.result.gain_high) == (other.result.gain_low, other.result.gain_high)
-
-
-def test_what_cannot_be():
-    with pytest.raises(DataError, match="expected at least 4 steps"):
-        tune(requests_of([[0], [1], [2]]), 0.5)
-    with pytest.raises(ConfigError, match="prefix: expected"):
-        TuneOptions(prefix=1.0)
-    with pytest.raises(ConfigError, match="confidence: expected"):
-        TuneOptions(confidence=0.0)
-    with pytest.raises(ConfigError, match="scopes: expected"):
-        TuneOptions(scopes=())
-    with pytest.raises(ConfigError, match="policy 'mru'"):
-        tune(single(walk()), 0.1, TuneOptions(policies=("mru",)))
-    with pytest.raises(BudgetError, match="too small"):
-        tune(requests_of([[0], [1]] * 4, sizes=[5, 5]), "4f")
-    records = requests_of([[0], [1]] * 4)
-    records = replace(records, table=replace(records.table, record_frames=np.full(2, 3, np.uint32)))
-    with pytest.raises(BudgetError, match="2 frames are too small: the largest record takes 3"):
-        tune(records, "2f")
 
 
 def test_an_imported_trace_is_tuned_below_its_largest_entry():

@@ -221,32 +221,6 @@ def test_the_name_of_a_file_says_its_layer(merged, tmp_path):
         merged({"other.jsonl": logs["run-layer_2.jsonl"], **logs})
 
 
-def batch(step, layer, *ids):
-    return {"step": step, "layer": layer, "topk_ids": [list(ids)]}
-
-
-@pytest.mark.parametrize(
-    ("other", "message"),
-    [
-        ([batch(1, 1, 0)], "b: has 1 steps, and .*a has more"),
-        ([batch(1, 1, 0), batch(2, 1, 0), batch(3, 1, 0)], "a: has 2 steps, and .*b has more"),
-        ([batch(1, 1, 0), batch(3, 1, 0)], "b: line 2: expected step 2, as in .*a, found 3"),
-        ([batch(1, 0, 0), batch(2, 1, 0)], "b: layer 0, which is in .*a too"),
-        (
-            [batch(1, 1, 0), {**batch(2, 1, 0), "req_id": "r"}],
-            "b: line 2: a step of other tokens than in .*a, line 2",
-        ),
-        ([batch(1, 1, 0), {"step": 2}], "b: line 2: layer: expected a layer number, found null"),
-    ],
-)
-def test_files_of_no_common_log(merged, tmp_path, other, message):
-    ours = [{"req_id": None, **batch(step, 0, 1)} for step in (1, 2)]
-    theirs = [{"req_id": None, **row} for row in other]
-    with pytest.raises(DataError, match=message):
-        merged({"a": lines(*ours), "b": lines(*theirs)})
-    assert not (tmp_path / "trace").exists()
-
-
 @settings(
     deadline=None,
     max_examples=share(60),
