@@ -58,6 +58,19 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     save_file({name: value.contiguous() for name, value in tensors.items()}, path, {"format": "pt"})
 
 
+def split_header(path: Path) -> tuple[dict[str, Any], bytes]:
+    """The header of a safetensors file, and what follows it."""
+    raw = path.read_bytes()
+    end = 8 + int.from_bytes(raw[:8], "little")
+    return json.loads(raw[8:end]), raw[end:]
+
+
+def join_header(header: object, data: bytes) -> bytes:
+    """A safetensors file of a header, which may be bytes."""
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(raw).to_bytes(8, "little") + raw + data
+
+
 def rewrite(directory: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Makes ``tensors`` the checkpoint in ``directory``, in one file."""
     for path in directory.glob("*.safetensors*"):

@@ -7,20 +7,19 @@ import json
 import os
 import random
 import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from checkpoints import imported, save, write
+from checkpoints import imported, join_header, save, write
 from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
-from tierstore.errors import ConfigError, DataError, TierstoreError
+from tierstore.errors import DataError, TierstoreError
 from tierstore.hf.checkpoint import Checkpoint, ReadWindow, TensorReader, read_header
 from tierstore.hf.describing import describe_config, read_config
 from tierstore.hf.manifest import Manifest
@@ -28,19 +27,8 @@ from tierstore.hf.matching import match
 from tierstore.model.config import ComputeDtype
 from tierstore.store.disk.home import IDENTITY
 
-_EMPTY = b'"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'
+_OFFSETS = "data_offsets"
 _SMALL = {"a": torch.arange(6, dtype=torch.float32).view(2, 3), "b": torch.arange(5, dtype=torch.float16)}
-
-
-def _parts(path: Path) -> tuple[dict[str, Any], bytes]:
-    raw = path.read_bytes()
-    length = int.from_bytes(raw[:8], "little")
-    return json.loads(raw[8 : 8 + length]), raw[8 + length :]
-
-
-def _join(header: object, data: bytes) -> bytes:
-    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return len(raw).to_bytes(8, "little") + raw + data
 
 
 def test_tensors_and_their_bytes(tmp_path: Path) -> None:
@@ -60,80 +48,6 @@ def test_tensors_and_their_bytes(tmp_path: Path) -> None:
             assert raw.tobytes() == tensors[name].contiguous().view(-1).view(torch.uint8).numpy().tobytes()
         part = reader.read(header["a"], 12, 24, window)
         assert part.copy().view(np.float32).tolist() == [3, 4, 5]
-
-
-_OFFSETS = "data_offsets"
-
-
-def _lie(**changes: Any) -> Callable[[dict[str, Any]], None]:
-    def apply(header: dict[str, Any]) -> None:
-        header["a"].update(changes)
-
-    return apply
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (_lie(data_offsets=[0, 1 << 40]), "tensor 'a': data_offsets span 1099511627776 bytes, and F32"),
-        (_lie(shape=[1 << 40, 1 << 40], data_offsets=[0, 1 << 62]), "data_offsets span"),
-        (_lie(shape=[3, 3]), r"span 24 bytes, and F32 \(3, 3\) has 36"),
-        (_lie(shape=[-2, -3]), "shape: expected at most 32 whole numbers of at least 0"),
-        (_lie(shape=[2, True, 3]), "shape: expected"),
-        (_lie(shape=[1] * 33), "shape: expected"),
-        (_lie(dtype="F31"), "unknown dtype 'F31'"),
-        (_lie(data_offsets=[24, 0]), r"data_offsets: expected \[begin, end\], got \[24, 0\]"),
-        (_lie(data_offsets=[0.0, 24.0]), "data_offsets: expected"),
-        (_lie(data_offsets=[10, 34]), "overlaps|leaves a gap"),
-        (_lie(data_offsets=[4, 28]), "leaves a gap|overlaps"),
-        (lambda header: header["a"].pop("dtype"), "tensor 'a': expected dtype, shape and data_offsets"),
-        (lambda header: header.update(a=[]), "expected dtype, shape and data_offsets"),
-        (lambda header: header.pop("b"), "longer than its header says"),
-        (
-            lambda header: header.update(__metadata__={"x": 1}),
-            "__metadata__: expected an object whose values are strings",
-        ),
-        (lambda header: header.update(c={**header["b"]}), "overlaps the tensor before it"),
-    ],
-)
-def test_a_header_that_lies(change: Callable[[dict[str, Any]], None], message: str, tmp_path: Path) -> None:
-    path = tmp_path / "x.safetensors"
-    write(path, _SMALL)
-    header, data = _parts(path)
-    change(header)
-    path.write_bytes(_join(header, data))
-    with pytest.raises(DataError, match=message) as caught:
-        read_header(path)
-    assert str(caught.value).startswith(f"{path}: ")
-    with pytest.raises((SafetensorError, ValueError)), safe_open(path, "np"):
-        pass
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "0 bytes, expected a safetensors file of at least 8"),
-        (b"\x01\x02", "2 bytes, expected"),
-        (
-            (1 << 60).to_bytes(8, "little") + b"{}",
-            "a header of 1152921504606846976 bytes, expected at most 100000000",
-        ),
-        ((90).to_bytes(8, "little") + b"{}", "truncated: a header of 90 bytes in a file of 10"),
-        (_join(b"[1]", b""), "its header is no JSON object"),
-        (_join(b'{"a', b""), "its header is not JSON"),
-        (_join(b'{"a": NaN}', b""), "NaN is not JSON"),
-        (_join(b"\xff\xfe{}", b""), "its header is no JSON object"),
-        (_join(b'{"a\xff": 1}', b""), "its header is not JSON"),
-        (_join(b'{"a":' * 50_000, b""), "its header is not JSON"),
-        (_join(b'{"a": ' + b"9" * 5000 + b"}", b""), "its header is not JSON"),
-        (_join(b"{%s,%s}" % (_EMPTY, _EMPTY), b""), "the header names 'a' twice"),
-    ],
-)
-def test_no_header_at_all(content: bytes, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "x.safetensors"
-    path.write_bytes(content)
-    with pytest.raises(DataError, match=message):
-        read_header(path)
 
 
 def test_a_truncated_shard(tmp_path: Path) -> None:
@@ -158,7 +72,7 @@ def _mutate(raw: bytes, chance: random.Random) -> bytes:
         changed = bytearray(header)
         for _ in range(chance.choice((1, 1, 2, 8))):
             changed[chance.randrange(length)] = chance.randrange(256)
-        return _join(bytes(changed), data)
+        return join_header(bytes(changed), data)
     if kind == 1:  # the length
         other = chance.choice(
             (0, length - 1, length + 1, chance.randrange(1 << 16), chance.randrange(1 << 64))
@@ -170,7 +84,7 @@ def _mutate(raw: bytes, chance: random.Random) -> bytes:
     if kind == 3:  # a part is left out, or there twice
         at, count = chance.randrange(length), chance.randrange(40)
         rest = at + count
-        return _join(
+        return join_header(
             header[:at] + header[rest:] if chance.random() < 0.5 else header[:rest] + header[at:], data
         )
     table = json.loads(header)
@@ -187,7 +101,7 @@ def _mutate(raw: bytes, chance: random.Random) -> bytes:
         table[name]["dtype"] = chance.choice(["F16", "BF16", "F64", "U8", "F4", "", None, 3, "F8_E4M3"])
     else:  # offsets that belong to others
         table[name][_OFFSETS] = list(table[chance.choice(list(table))].get(_OFFSETS, [0, 4]))
-    return _join(table, data)
+    return join_header(table, data)
 
 
 def _taken(source: Path, described: Manifest) -> Checkpoint | None:
@@ -304,83 +218,6 @@ def test_a_file_system_without_direct_reads(tmp_path: Path, monkeypatch: pytest.
                 patched.setattr(os, name, function)
             assert reader.read(info, 0, 24, ReadWindow()).tobytes() == _SMALL["a"].numpy().tobytes()
             assert "O_DIRECT: Invalid argument" in reader.direct_reason
-
-
-# Directories ------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def sharded(tmp_path: Path) -> Path:
-    save(tmp_path / "m", "mixtral", shard="60KB")
-    return tmp_path / "m"
-
-
-def _index(directory: Path, change: Callable[[dict[str, str]], None]) -> None:
-    path = directory / "model.safetensors.index.json"
-    index = json.loads(path.read_text())
-    change(index["weight_map"])
-    path.write_text(json.dumps(index))
-
-
-def test_a_shard_is_missing(sharded: Path, tmp_path: Path) -> None:
-    lost = sorted(sharded.glob("*.safetensors"))[1]
-    lost.rename(tmp_path / "elsewhere")
-    with pytest.raises(DataError, match=f"{lost}: missing; .*model.safetensors.index.json names it"):
-        imported(sharded, tmp_path / "s")
-    assert not (tmp_path / "s").exists()
-
-
-def test_a_shard_is_missing_from_the_index(sharded: Path, tmp_path: Path) -> None:
-    name = sorted(sharded.glob("*.safetensors"))[1].name
-    _index(sharded, lambda table: [table.pop(key) for key in [k for k, v in table.items() if v == name]])  # type: ignore[arg-type, func-returns-value]
-    with pytest.raises(
-        DataError, match=rf"tensors missing: .*{name} in the same directory are not in the index"
-    ):
-        imported(sharded, tmp_path / "s")
-
-
-def test_an_index_that_names_what_is_not_there(sharded: Path) -> None:
-    first = sorted(sharded.glob("*.safetensors"))[0].name
-    _index(sharded, lambda table: table.update({"model.extra": first}))
-    with pytest.raises(DataError, match=rf"{first}: tensor 'model.extra' is missing; .* says it is there"):
-        Checkpoint.open(sharded)
-
-
-@pytest.mark.parametrize("name", ["../x.safetensors", "/etc/passwd", "x.bin", 3, None])
-def test_an_index_that_points_elsewhere(name: Any, sharded: Path) -> None:
-    _index(sharded, lambda table: table.update({"lm_head.weight": name}))
-    with pytest.raises(
-        DataError, match=r"weight_map.lm_head.weight: expected the name of a .safetensors file"
-    ):
-        Checkpoint.open(sharded)
-
-
-def test_a_tensor_in_another_shard_than_the_index_says(sharded: Path) -> None:
-    files = sorted(path.name for path in sharded.glob("*.safetensors"))
-
-    def swap(table: dict[str, str]) -> None:
-        name = next(name for name, file in table.items() if file == files[0])
-        table[name] = files[1]
-
-    _index(sharded, swap)
-    with pytest.raises(DataError, match=rf"is in this file, and .* says it is in {files[1]}"):
-        Checkpoint.open(sharded)
-
-
-def test_pickles_are_refused(tmp_path: Path) -> None:
-    save(tmp_path / "m", "mixtral")
-    (tmp_path / "m/model.safetensors").rename(tmp_path / "m/pytorch_model.bin")
-    with pytest.raises(DataError, match=r"pytorch_model.bin: pickled weights can run code .*save_pretrained"):
-        imported(tmp_path / "m", tmp_path / "s")
-
-
-def test_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"config\.json: missing"):
-        imported(tmp_path, tmp_path / "s")
-    save(tmp_path / "m", "mixtral")
-    (tmp_path / "m/model.safetensors").rename(tmp_path / "m/model-00001-of-00002.safetensors")
-    with pytest.raises(DataError, match=r"index\.json is missing"):
-        imported(tmp_path / "m", tmp_path / "s")
 
 
 def test_the_fingerprint_tells_values_apart_and_not_places(tmp_path: Path) -> None:

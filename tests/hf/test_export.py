@@ -244,6 +244,3 @@ def test_config_says_what_the_weights_are() -> None:
     old = json.dumps({"torch_dtype": "float16", "quantization_config": {"quant_method": "fp8"}}).encode()
     assert json.loads(config_with(old, ExportDtype.BF16)) == {"torch_dtype": "bfloat16"}
     assert json.loads(config_with(b"{}", ExportDtype.BF16)) == {"dtype": "bfloat16"}
-    for damaged in (b"[1]", b"{", b"3"):
-        with pytest.raises(StoreFormatError, match=r"config\.json: not a configuration"):
-            config_with(damaged, ExportDtype.BF16)

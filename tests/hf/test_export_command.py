@@ -58,31 +58,6 @@ def test_the_object_and_the_text(tmp_path: Path) -> None:
     assert "tensors as fp32" in text
 
 
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("there", "there is something here already"),
-        ("nothing", "nothing: no store here"),
-        ("size", "Invalid value for '--max-shard-size': expected a size"),
-        ("dtype", "'fp8' is not one of 'bf16', 'fp32'"),
-    ],
-)
-def test_bad_input_is_one_line(what: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "there").mkdir()
-    options = {"size": ["--max-shard-size", "many"], "dtype": ["--dtype", "fp8"]}.get(what, [])
-    store = tmp_path / "nothing"
-    if what == "there":
-        save(tmp_path / "m", "olmoe", torch.bfloat16)
-        imported(tmp_path / "m", tmp_path / "s")
-        store = tmp_path / "s"
-    target = tmp_path / ("there" if what == "there" else "out")
-    result = call("export", store, "--to", target, *options, status=2)
-    assert len(result.stderr.splitlines()) == 1
-    assert message.split(": ")[-1] in result.stderr
-    assert not (tmp_path / "out").exists()
-    assert not (tmp_path / "out.partial").exists()
-
-
 def test_a_damaged_record_is_named_and_nothing_is_left(tmp_path: Path) -> None:
     save(tmp_path / "m", "olmoe", torch.bfloat16)
     imported(tmp_path / "m", tmp_path / "s")

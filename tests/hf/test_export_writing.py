@@ -24,7 +24,6 @@ from tierstore.hf import writing
 from tierstore.hf.checkpoint import Checkpoint
 from tierstore.hf.writing import (
     Bytes,
-    Shard,
     StreamFile,
     TensorSpec,
     new_directory,
@@ -191,13 +190,6 @@ def test_a_failed_write_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(OSError, match=r"No space left on device: '.*model\.safetensors'") as caught:
         write_checkpoint(tmp_path, plan_shards(_SPECS), lambda tensor: pieces(tensor, 5))
     assert caught.value.errno == errno.ENOSPC
-
-
-def test_pieces_that_do_not_fit(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="a: 3 bytes, expected 4"):
-        write_checkpoint(
-            tmp_path, [Shard("f", (TensorSpec("a", "F32", (1,)),))], lambda tensor: [np.zeros(3, np.uint8)]
-        )
 
 
 # The directory ----------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import torch
 from launcher import Ranks
 from tiny_families import FAMILIES, FusedExperts, copy_dense, make_config, plain_model
 
-from tierstore.errors import ConfigError, StoreFormatError
+from tierstore.errors import StoreFormatError
 from tierstore.hf.experts import experts_modules
 from tierstore.hf.loading import build_module, parse_config
 from tierstore.hf.model import HfModel
@@ -350,27 +350,3 @@ def test_text_ends_where_the_model_ends_it() -> None:
     assert first == model.generate([5, 6, 7], 12, seed=3)
     assert torch.equal(torch.get_rng_state(), state)
     assert model.module.training
-
-
-# Loading ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"model_type": "llama"}, "llama: the model has no experts"),
-        ({"model_type": "dbrx"}, "dbrx: transformers computes its experts in family code"),
-        ({"model_type": "jetmoe"}, "jetmoe: transformers computes its experts in family code"),
-        ({"model_type": "vit"}, "vit: transformers has no causal language model"),
-        ({"model_type": "nothing_known"}, "'nothing_known' is unknown to transformers"),
-        ({}, "None is unknown to transformers"),
-        ({"model_type": "mixtral", "hidden_act": "gelu_new"}, "hidden_act: expected one of"),
-        (
-            {"model_type": "qwen3_moe", "mlp_only_layers": [0, 1], "num_hidden_layers": 2},
-            "no layer of this configuration has experts",
-        ),
-    ],
-)
-def test_models_that_cannot_be_wrapped(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        build_module(parse_config(values), torch.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -19,17 +20,20 @@ from checkpoints import (
     rewrite,
     save,
     tensors_of,
+    write_tokenizer,
 )
+from click.testing import CliRunner
 from stored_runs import configuration
 from tiny_families import make_config, plain_model
 from token_cases import conversation, save_tokenizer, write_lines
 from transformers import AutoTokenizer
 
-from tierstore.errors import ConfigError, DataError, StoreExistsError, StoreFormatError
-from tierstore.hf.importing import ImportOptions
+from tierstore.cli.checkpoints import import_
+from tierstore.errors import ConfigError, DataError, StoreFormatError
+from tierstore.hf.importing import ImportPlan, import_model
 from tierstore.hf.manifest import Manifest, Weights
 from tierstore.model.config import ComputeDtype
-from tierstore.model.store_schema import IMPORT_KEY, STATE_KEY, TrainState
+from tierstore.model.store_schema import IMPORT_KEY, STATE_KEY
 from tierstore.store.format import Group, MomentFormat
 from tierstore.store.parameter_store import verify_store
 from tierstore.train.ranks import Opening
@@ -137,8 +141,6 @@ def test_moments_of_a_chosen_format_begin_as_zeros_that_are_not_written(tmp_path
     assert imported(tmp_path / "m", tmp_path / "s", moments=MomentFormat.INT8).records == 0
     with pytest.raises(StoreFormatError, match=r"moments int8, .* moments fp32"):
         imported(tmp_path / "m", tmp_path / "s")
-    with pytest.raises(ConfigError, match="moments: frozen experts have none"):
-        ImportOptions(weights=Weights.FROZEN, moments=MomentFormat.BF16)
 
 
 def test_tied_names_are_aliases(tmp_path: Path) -> None:
@@ -215,15 +217,6 @@ def test_the_manifest_reads_back(tmp_path: Path) -> None:
     assert Manifest.read(tmp_path / "s") == report.manifest
     change_config(tmp_path / "m", rms_norm_eps=1e-5)
     assert imported(tmp_path / "m", tmp_path / "t").manifest.fingerprint != report.manifest.fingerprint
-
-
-def test_a_model_that_was_trained_is_not_imported_again(tmp_path: Path) -> None:
-    save(tmp_path / "m", "olmoe")
-    imported(tmp_path / "m", tmp_path / "s")
-    with open_store(tmp_path / "s") as store:
-        store.commit({STATE_KEY: TrainState(position=3).pack()})
-    with pytest.raises(StoreExistsError, match="holds an imported model that has been trained since"):
-        imported(tmp_path / "m", tmp_path / "s")
 
 
 @pytest.mark.parametrize("lora", [0, 2], ids=["full", "lora"])
@@ -310,3 +303,52 @@ def test_masked_answers_take_no_part_in_the_loss(tmp_path: Path) -> None:
         logits = plain(torch.tensor([[*before, *answer]])).logits[0, len(before) - 1 : -1]
     expected = torch.nn.functional.cross_entropy(logits, torch.tensor(answer))
     assert found == pytest.approx(float(expected), rel=1e-5)
+
+
+# The command, and what is ignored ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    save(tmp_path / "m", "qwen3_moe", torch.bfloat16)
+    return tmp_path / "m"
+
+
+def test_the_command(source: Path, tmp_path: Path) -> None:
+    run = CliRunner().invoke(import_, [str(source), "--store", str(tmp_path / "s"), "--json"])
+    assert run.exit_code == 0, run.output
+    result = json.loads(run.stdout.splitlines()[-1])
+    assert result["total_parameters"] == Manifest.read(tmp_path / "s").total_parameters
+    assert result["compute"] == ComputeDtype.BF16.value
+    assert result["records"] == 16 + 4
+    assert "moments start at zero and are not written" in run.stderr
+
+
+@pytest.mark.parametrize("asked", ["flash_attention_2", "flash_attention_3", "kernels-community/flash-attn"])
+def test_an_attention_that_is_not_to_be_had_is_ignored(asked: str, source: Path, tmp_path: Path) -> None:
+    """The same manifest as without it, and one line."""
+    plain, _ = describe_lines(source, tmp_path / "plain")
+    change_config(source, _attn_implementation=asked)
+    found, lines = describe_lines(source, tmp_path / "asked")
+    assert found.units == plain.units
+    assert [line for line in lines if asked in line] == lines
+    assert len(lines) == 1
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", ["", '{"a": ', "[1]", "version https://git-lfs.github.com/spec/v1\n"])
+def test_a_damaged_companion_is_no_reason_to_refuse(
+    name: str, content: str, source: Path, tmp_path: Path
+) -> None:
+    write_tokenizer(source)
+    (source / name).write_text(content)
+    _, lines = describe_lines(source, tmp_path / "s")
+    assert len(lines) == 1
+    assert str(source) in lines[0]
+
+
+def describe_lines(source: Path, store: Path) -> tuple[Manifest, list[str]]:
+    """The manifest of an import, and what it says is ignored."""
+    plans: list[ImportPlan] = []
+    import_model(source, store, planned=plans.append)
+    return plans[0].manifest, list(plans[0].notes)

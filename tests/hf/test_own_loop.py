@@ -623,15 +623,6 @@ def test_torch_computes_as_before_when_the_model_is_closed(store: Path) -> None:
         torch.use_deterministic_algorithms(before)
 
 
-@pytest.mark.parametrize("name", ["clip_norm", "schedule.lr", "host_budget", "finetune.aux_loss_weight"])
-def test_settings_that_would_do_nothing_are_refused(store: Path, name: str) -> None:
-    with (
-        pytest.raises(ConfigError, match=rf"{name}: your own loop decides"),
-        open_model(store, host_budget=TIGHT, settings={name: 1}),
-    ):
-        pass
-
-
 def test_the_callback_of_trainer(tiered: TieredModel, tmp_path: Path) -> None:
     """What it refuses, and a step that a scaler has skipped."""
     from tierstore.hf import TieredCallback
@@ -701,12 +692,3 @@ def test_a_model_directory_is_imported_on_the_way(tmp_path: Path) -> None:
             open_model(tmp_path / "store", tmp_path / source, host_budget=TIGHT, options=options),
         ):
             pass
-
-
-def test_ranks_are_refused(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")):
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "29500")
-    with pytest.raises(ConfigError, match="one rank"), open_model(store, host_budget=TIGHT):
-        pass

@@ -8,16 +8,13 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import imported, save, tensors_of
-from lora_cases import session
 
-from tierstore.errors import ConfigError, StoreFormatError
+from tierstore.errors import StoreFormatError
 from tierstore.hf.exporting import ExportDtype, export
-from tierstore.hf.importing import ImportOptions
 from tierstore.hf.manifest import Manifest, Weights
 from tierstore.hf.spec import HfSpec, stored_spec
 from tierstore.hf.stored_weights import open_weights
 from tierstore.model.store_schema import EXPERT_SCHEMA, quantized_layout
-from tierstore.moe.lora import LoraConfig
 from tierstore.quant.layout import CodeFormat, dequantize, quantize
 from tierstore.store import WeightFormat
 from tierstore.store.parameter_store import verify_store
@@ -77,18 +74,3 @@ def test_manifests_without_codes_are_as_they_were(tmp_path: Path) -> None:
     report = imported(tmp_path / "m", tmp_path / "s")
     assert "codes" not in report.manifest.as_json()
     assert Manifest.read(tmp_path / "s").codes is None
-
-
-def test_only_frozen_experts_are_quantised() -> None:
-    with pytest.raises(ConfigError, match="codes: weights in int4 cannot be trained"):
-        ImportOptions(codes=CodeFormat.INT4)
-
-
-def test_pairs_do_not_train_beside_codes(tmp_path: Path) -> None:
-    save(tmp_path / "m", "mixtral", torch.bfloat16)
-    imported(tmp_path / "m", tmp_path / "s", weights=Weights.FROZEN, codes=CodeFormat.INT8)
-    with (
-        pytest.raises(ConfigError, match="experts are kept in int8, for forward passes alone: LoRA needs"),
-        session(tmp_path / "s", LoraConfig(rank=2)),
-    ):
-        pass

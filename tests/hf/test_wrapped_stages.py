@@ -35,7 +35,7 @@ from tierstore.parallel.layout import Layout
 from tierstore.train.ranks import Opening
 from tierstore.train.resharding import reshard
 from tierstore.train.session import open_session
-from tierstore.train.stages import one_forward_one_backward, stage_config
+from tierstore.train.stages import one_forward_one_backward
 from tierstore.train.stored_model import open_stored
 
 Whole = Callable[..., Path]
@@ -254,34 +254,6 @@ def test_the_command_cuts_where_it_is_told(whole: Whole, tmp_path: Path) -> None
     assert json.loads(made.stdout.splitlines()[-1])["stages"] == 2
     with open_stored(tmp_path / "new", stored_spec(tmp_path / "new")) as stored:
         assert stored.blocks == [range(1), range(1, 3)]
-
-
-# What is refused --------------------------------------------------------------------------------------------
-
-
-def test_a_tied_head_is_refused(whole: Whole, settings: MakeSettings, tmp_path: Path) -> None:
-    store = whole("mixtral", tie_word_embeddings=True)
-    spec = stored_spec(store)
-    with pytest.raises(ConfigError, match=r"parallel\.stages: expected 1: the head of this model is its emb"):
-        reshard(store, tmp_path / "stages", Layout(2, 1, 1, 1), model=spec)
-    assert not (tmp_path / "stages").exists()
-    config = configuration({**settings(), "store": store})
-    with pytest.raises(ConfigError, match="its embedding"):
-        stage_config(config, 0, 2)
-
-
-def test_fewer_micro_batches_than_stages_are_refused(whole: Whole, settings: MakeSettings) -> None:
-    config = configuration({**settings(), "store": whole("deepseek_v3"), "data.micro_batches": 1})
-    with pytest.raises(ConfigError, match=r"data\.micro_batches: expected at least parallel\.stages = 2"):
-        stage_config(config, 0, 2)
-
-
-def test_a_stage_without_experts_is_refused(whole: Whole, settings: MakeSettings) -> None:
-    """The first layer of DeepSeek has none."""
-    given = {**settings(), "store": whole("deepseek_v3"), "parallel.stages": 2}
-    config = configuration({**given, "parallel.stage_blocks": (1, 2)})
-    with pytest.raises(ConfigError, match="stage 0 would have blocks 0 to 0, none of them with experts"):
-        stage_config(config, 0, 2)
 
 
 def test_stages_do_not_open_what_one_rank_has_imported(

@@ -104,7 +104,7 @@ ROWS = {
         ("unknown", call(simulate, SIZED, ["mru"], [1]), "'mru'"),
         ("tune-unknown", call(tune, WALK, 0.1, TuneOptions(policies=("mru",))), "'mru'"),
         ("tune-pinned", call(tune, PINNED, 0.5), "2 records of 2 frames pinned"),
-        ("pin-of-no-request", call(pin, FEW, [(3, 0)]), "pins: ", "record 3:0"),
+        ("pin-of-no-request", call(pin, FEW, [(3, 0)]), "pins: columns", "record 3:0"),
         ("quotas", quotas, "4 of at most 4 frames", "4 of 5"),
     ],
     BudgetError: [
