@@ -1,4 +1,4 @@
-"""What imports, exports, adapters and wrapped models refuse: each error's type, and the keys and files that it names."""
+"""What imports, exports, adapters and wrapped models refuse: each error's type, and what it names."""
 
 from __future__ import annotations
 
@@ -72,6 +72,7 @@ TIED, SHARDS = {"tie_word_embeddings": True}, {"family": "mixtral", "shard": "60
 DEEP, MICRO = "deepseek_v3", "data.micro_batches"
 EXPERTS_ALONE = LoraConfig(rank=2, targets=LoraTargets.EXPERTS)
 Q_9 = "base_model.model.model.layers.9.self_attn.q_proj.lora_A.weight"
+Q_0 = Q_9.replace("9", "0")
 UNKNOWN = {Q_9: torch.zeros(2, 32)}
 INDEX, SHARD_1 = "model.safetensors.index.json", "model-00001-of-00002.safetensors"
 PAIRS = "adapter_model.safetensors"
@@ -325,6 +326,15 @@ def exporting(given: Given, *options: str) -> None:
     given.told("export", given.made(), "--to", given.here / "out", *options)
 
 
+def told_nothing(given: Given) -> None:
+    given.told("export", given.here / "nothing", "--to", given.here / "out")
+
+
+def told_there(given: Given) -> None:
+    (given.here / "there").mkdir()
+    given.told("export", given.made(), "--to", given.here / "there")
+
+
 @later
 def pair(path: Path, change: Change) -> None:
     """Changes the tensors of an adapter."""
@@ -334,13 +344,12 @@ def pair(path: Path, change: Change) -> None:
 
 
 @later
-def first(found: Tensors, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    name = next(iter(found))
-    found[name] = change(found[name])
+def q_0(found: Tensors, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    found[Q_0] = change(found[Q_0])
 
 
-def without_a_b(found: Tensors) -> None:
-    del found[next(name for name in found if name.endswith("lora_B.weight"))]
+def without_b(found: Tensors) -> None:
+    del found[Q_0.replace("_A", "_B")]
 
 
 def cut(path: Path) -> None:
@@ -461,6 +470,25 @@ BARE: list[tuple[bytes, str]] = [
     (join_header(b'{"a": ' + b"9" * 5000 + b"}", b""), "not JSON"),
     (join_header(b"{%s,%s}" % (EMPTY, EMPTY), b""), "'a' twice"),
 ]
+FIELDS = "dtype, shape and data_offsets"
+LIES: list[tuple[Any, ...]] = [
+    ("span-file", of_a(data_offsets=[0, 1 << 40]), "'a': data_offsets", "1099511627776", "F32"),
+    ("span-huge", of_a(shape=[1 << 40, 1 << 40], data_offsets=[0, 1 << 62]), "data_offsets"),
+    ("span-shape", of_a(shape=[3, 3]), "24 bytes", "F32 (3, 3)", "36"),
+    ("shape-negative", of_a(shape=[-2, -3]), "shape: ", "32"),
+    ("shape-bool", of_a(shape=[2, True, 3]), "shape: "),
+    ("shape-long", of_a(shape=[1] * 33), "shape: "),
+    ("dtype", of_a(dtype="F31"), "dtype 'F31'"),
+    ("offsets-reversed", of_a(data_offsets=[24, 0]), "data_offsets: ", "[24, 0]"),
+    ("offsets-floats", of_a(data_offsets=[0.0, 24.0]), "data_offsets: "),
+    ("offsets-late", of_a(data_offsets=[10, 34]), "gap"),
+    ("offsets-gap", of_a(data_offsets=[4, 28]), "gap"),
+    ("no-dtype", lie(lambda header: header["a"].pop("dtype")), "tensor 'a': ", FIELDS),
+    ("no-object", lie(lambda header: header.update(a=[])), FIELDS),
+    ("longer", lie(lambda header: header.pop("b")), "longer"),
+    ("metadata", lie(lambda header: header.update(__metadata__={"x": 1})), "__metadata__: "),
+    ("same-bytes", lie(lambda header: header.update(c={**header["b"]})), "overlaps"),
+]
 ALL_AT_ONCE = [
     f"/m: not the model of its config.json: 2 tensors missing: {EXPERT}, model.norm.weight; ",
     "3 tensors unexpected: model.layers.0.mlp.experts.0.extra.weight, ",
@@ -468,11 +496,10 @@ ALL_AT_ONCE = [
     f"1 tensor of another shape: {DENSE} (7, 32), expected (32, 32); ",
     f"1 tensor of a type that is not a weight's: {HEAD} I32, expected F32 or F16 or BF16",
 ]
-FIELDS = "dtype, shape and data_offsets"
-NO_FAMILIES = ("dbrx", "llama")
+UNWRAPPED = ("llama", "dbrx", "jetmoe", "vit")
 NO_EXPERTS = {"model_type": "qwen3_moe", "mlp_only_layers": [0, 1], "num_hidden_layers": 2}
 FROZEN_MOMENTS = {"weights": Weights.FROZEN, "moments": MomentFormat.BF16}
-SMALL_BLOCKS = {**_FP8, "weight_block_size": [1, 32]}
+SMALL_BLOCKS = {"quantization_config": {**_FP8, "weight_block_size": [1, 32]}}
 OWN_LOOP = ("clip_norm", "schedule.lr", "host_budget", "finetune.aux_loss_weight")
 RELEASES = ("5.6.2", "6.0.0", "4.57.1")
 CAPABILITY = [
@@ -482,7 +509,7 @@ CAPABILITY = [
 CONFIG = [
     *(
         (f"family-{name}", importing(config(model_type=name)), repr(name), "mixtral, ")
-        for name in (*NO_FAMILIES, None, 3)
+        for name in ("dbrx", "llama", None, 3)
     ),
     ("wide", importing(config(hidden_size="wide")), "config.json", "hidden_size"),
     ("top-k", importing(config(num_experts_per_tok=9)), "num_experts_per_tok: ", "8", "9"),
@@ -490,7 +517,7 @@ CONFIG = [
     ("no-json", importing(file("config.json", "{")), "/config.json: ", "JSON"),
     ("no-config", lambda given: imported(given.here, given.here / "out"), "/config.json: "),
     ("gptq", importing(config(quantization_config={"quant_method": "gptq"})), "'gptq'"),
-    ("fp8", importing(config(quantization_config=SMALL_BLOCKS)), "weight_block_size: ", "[1, 32]"),
+    ("fp8", importing(config(**SMALL_BLOCKS)), "weight_block_size: ", "[128, 128]", "[1, 32]"),
     ("frozen-moments", call(ImportOptions, **FROZEN_MOMENTS), "moments: "),
     ("trainable-codes", call(ImportOptions, codes=CodeFormat.INT4), "codes: ", "int4"),
     ("published-missing", described(None), "/config.json: "),
@@ -498,7 +525,7 @@ CONFIG = [
     ("published-list", described("[]"), "/config.json: ", "JSON object"),
     ("published-dbrx", described('{"model_type": "dbrx"}'), "/config.json: ", "'dbrx'"),
     ("published-none", described("{}"), "/config.json: ", "model_type None"),
-    *((f"wrapped-{it}", wrapped(model_type=it), f"{it}: ") for it in (*NO_FAMILIES, "jetmoe", "vit")),
+    *((f"wrapped-{name}", wrapped(model_type=name), f"{name}: ") for name in UNWRAPPED),
     ("wrapped-unknown", wrapped(model_type="nothing_known"), "'nothing_known'"),
     ("wrapped-none", wrapped(), "None"),
     ("wrapped-gelu", wrapped(model_type="mixtral", hidden_act="gelu_new"), "hidden_act: "),
@@ -541,7 +568,12 @@ DATA = [
         for name in ("config.json", "model.safetensors", *TEXTS)
     ),
     ("no-scales", without_scales, f"1 tensor missing: {UP_3}_scale_inv"),
-    ("pickle", importing(renamed(0, "pytorch_model.bin"), "mixtral"), "pytorch_model.bin: "),
+    (
+        "pickle",
+        importing(renamed(0, "pytorch_model.bin"), "mixtral"),
+        "/pytorch_model.bin: ",
+        "save_pretrained",
+    ),
     ("no-index", importing(renamed(0, SHARD_1), "mixtral"), "index.json"),
     ("shard-missing", importing(renamed(1, "lost"), **SHARDS), "/model-00002-of-", INDEX),
     ("not-listed", importing(index(not_listed), **SHARDS), "model-00002-of-", "index"),
@@ -556,30 +588,15 @@ DATA = [
         for file in ("../x.safetensors", "/etc/passwd", "x.bin", 3, None)
     ),
     ("listed-elsewhere", opening(listed_elsewhere), "model-00002-of-"),
-    ("span-file", of_a(data_offsets=[0, 1 << 40]), "'a': data_offsets", "1099511627776", "F32"),
-    ("span-huge", of_a(shape=[1 << 40, 1 << 40], data_offsets=[0, 1 << 62]), "data_offsets"),
-    ("span-shape", of_a(shape=[3, 3]), "24 bytes", "F32 (3, 3)", "36"),
-    ("shape-negative", of_a(shape=[-2, -3]), "shape: ", "32"),
-    ("shape-bool", of_a(shape=[2, True, 3]), "shape: "),
-    ("shape-long", of_a(shape=[1] * 33), "shape: "),
-    ("dtype", of_a(dtype="F31"), "dtype 'F31'"),
-    ("offsets-reversed", of_a(data_offsets=[24, 0]), "data_offsets: ", "[24, 0]"),
-    ("offsets-floats", of_a(data_offsets=[0.0, 24.0]), "data_offsets: "),
-    ("offsets-late", of_a(data_offsets=[10, 34]), "gap"),
-    ("offsets-gap", of_a(data_offsets=[4, 28]), "gap"),
-    ("no-dtype", lie(lambda header: header["a"].pop("dtype")), "tensor 'a': ", FIELDS),
-    ("no-object", lie(lambda header: header.update(a=[])), FIELDS),
-    ("longer", lie(lambda header: header.pop("b")), "longer"),
-    ("metadata", lie(lambda header: header.update(__metadata__={"x": 1})), "__metadata__: "),
-    ("same-bytes", lie(lambda header: header.update(c={**header["b"]})), "overlaps"),
-    *((f"bare-{named}", bare(content), "x.safetensors: ", named) for content, named in BARE),
+    *((name, act, "/x.safetensors: ", *named) for name, act, *named in LIES),
+    *((f"bare-{named}", bare(content), "/x.safetensors: ", named) for content, named in BARE),
     ("another-shape", on_another_base(known=False), "lora_A.weight: ", "(2, 48)", "(2, 32)"),
-    ("pair-missing", loading(pair(without_a_b)), "lora_B.weight", "missing"),
+    ("pair-missing", loading(pair(without_b)), Q_0.replace("_A", "_B"), "missing"),
     ("pair-unknown", loading(pair(lambda found: found.update(UNKNOWN))), "layers.9."),
     *((f"pair-{name}", of_peft(name), name, "attention") for name in ("embed_tokens", "lm_head")),
 ]
 STORE_FORMAT = [
-    ("manifest-version", manifest(version=9), "/model/manifest.json: ", "9", "1"),
+    ("manifest-version", manifest(version=9), "/model/manifest.json: version 9"),
     ("manifest-compute", manifest(compute="fp8"), "/model/manifest.json: ", "'fp8'"),
     ("manifest-surprise", manifest(surprise=1), "/model/manifest.json: ", "'surprise'"),
     ("manifest-units", manifest(units=3), "/model/manifest.json: "),
@@ -594,8 +611,16 @@ TOLD = [
     *((f"told-{key}", told_of(config(**{key: value})), "/m") for key, value in NUMBERS.items()),
     ("told-no-weights", told_of(renamed(0, "lost")), "/m"),
     ("told-cut", merging(cut), f"/{PAIRS}: ", "truncated"),
-    ("told-nan", merging(pair(first(lambda value: value * torch.nan))), f"/{PAIRS}: ", "NaN"),
-    ("told-int8", merging(pair(first(torch.Tensor.char))), "F32 or F16 or BF16", "I8"),
+    (
+        "told-nan",
+        merging(pair(q_0(lambda value: value * torch.nan))),
+        f"/{PAIRS}: ",
+        Q_0,
+        "NaN",
+    ),
+    ("told-int8", merging(pair(q_0(torch.Tensor.char))), Q_0, "F32 or F16 or BF16", "I8"),
+    ("told-no-store", told_nothing, "/nothing: "),
+    ("told-there", told_there, "/there"),
     ("told-dtype", exporting("--adapter", "--dtype", "fp32"), "--adapter ", "--dtype"),
     ("told-both", exporting("--adapter", "--max-shard-size", "1GB"), "--adapter ", "--max-shard"),
     ("told-size", exporting("--max-shard-size", "many"), "--max-shard-size: ", "'many'"),
@@ -606,7 +631,7 @@ ROWS: dict[type[Exception], list[tuple[Any, ...]]] = {
     ConfigError: CONFIG,
     DataError: DATA,
     OSError: [("full-disk", full_disk, "4096 more bytes")],
-    StoreError: [("no-adapter", adapter_of("fresh"), "adapter")],
+    StoreError: [("no-adapter", adapter_of("fresh"), "/made-fresh: ", "adapter")],
     StoreExistsError: [("trained-since", trained_since, "/store", "trained")],
     StoreFormatError: STORE_FORMAT,
     Told: TOLD,
