@@ -129,15 +129,6 @@ def test_resharded_and_back(family: str, weights: Weights, tmp_path: Path) -> No
     ]
 
 
-def test_frozen_experts_have_no_moments_to_convert(tmp_path: Path) -> None:
-    save(tmp_path / "m", "olmoe", torch.bfloat16)
-    imported(tmp_path / "m", tmp_path / "s", weights=Weights.FROZEN)
-    result = call("reshard", tmp_path / "s", "--to", tmp_path / "new", "--moments", "int8", status=2)
-    message = f"moments: the experts of {tmp_path / 's'} are frozen and have none, got int8"
-    assert result.output.splitlines()[-1] == f"tierstore: error: {message}"
-    assert not list(tmp_path.glob("new*"))
-
-
 def train(directory: Path, store: Path, steps: int, **changes: Any) -> torch.Tensor:
     """Trains the imported model in ``store``; returns its logits of some tokens."""
     text = directory / "text"

