@@ -103,7 +103,7 @@ def test_steps_are_measured_once_they_have_settled() -> None:
 
 
 def test_an_operation_follows_earlier_ones_only() -> None:
-    with pytest.raises(ValueError, match="operation 0 follows 1"):
+    with pytest.raises(ValueError, match="operation 0 depends on 1"):
         simulate([op(Kind.DENSE, 1, 1), op(Kind.DENSE, 1)], lasting)
 
 
