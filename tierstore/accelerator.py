@@ -1,7 +1,7 @@
-"""The device that computes where it is not the CPU: what ``torch.accelerator``, ``torch.Stream`` and ``torch.Event`` lack.
+"""Accelerator support: what ``torch.accelerator``, ``torch.Stream`` and ``torch.Event`` lack.
 
-Code that uses a device asks here or there, never ``torch.cuda``: it runs on CUDA, and on the device that the tests
-simulate. Whoever must know asks ``has_own_memory``. Imports torch at first use.
+Device code uses this module or those APIs, never ``torch.cuda``, so it runs on CUDA and on the device that the tests
+simulate. ``has_own_memory`` tells an accelerator from the CPU. torch is imported at first use.
 """
 
 from __future__ import annotations
@@ -27,9 +27,7 @@ _PORTABLE = 1
 
 
 def accelerator_type() -> str | None:
-    """What torch calls the accelerator that there is (``cuda``); None where there is none, or none that registers host
-    memory.
-    """
+    """torch's name of the available accelerator (``cuda``); None if there is none, or if it cannot register host memory."""
     import torch
 
     found = torch.accelerator.current_accelerator(check_available=True)
@@ -37,24 +35,24 @@ def accelerator_type() -> str | None:
 
 
 def device_count() -> int:
-    """How many accelerators there are."""
+    """The number of accelerators."""
     import torch
 
     return 0 if accelerator_type() is None else torch.accelerator.device_count()
 
 
 def has_own_memory(device: torch.device) -> bool:
-    """Whether ``device`` computes with memory of its own, and goes on while the host does: it is not the CPU."""
+    """Whether ``device`` is not the CPU: it has its own memory and runs asynchronously to the host."""
     return device.type != "cpu"
 
 
 def identity(device: torch.device) -> str:
-    """What no other accelerator, of this machine or another, is called."""
+    """An identifier that is unique to the accelerator, across machines."""
     return f"{platform.node()} {_module(device).get_device_properties(device).uuid}"
 
 
 def make_current(device: torch.device) -> None:
-    """What names no device uses ``device`` from now on: without it, the first one would be given a context, too."""
+    """Make ``device`` the default device. Without this, the first device would get a context, too. Does nothing on the CPU."""
     import torch
 
     if has_own_memory(device):
@@ -62,7 +60,7 @@ def make_current(device: torch.device) -> None:
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until ``device`` has done all that is queued. Nothing on the CPU."""
+    """Wait for all work queued on ``device``. Does nothing on the CPU."""
     import torch
 
     if has_own_memory(device):
@@ -70,7 +68,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def reached(device: torch.device) -> torch.Event:
-    """An event that occurs when the current stream of ``device`` has done all work queued so far."""
+    """An event that completes when the current stream of ``device`` has done all work queued so far."""
     import torch
 
     event = torch.Event(device)
@@ -80,26 +78,26 @@ def reached(device: torch.device) -> torch.Event:
 
 @contextlib.contextmanager
 def following(stream: torch.Stream) -> Iterator[None]:
-    """Work goes to ``stream``, after all that the current stream has so far."""
+    """Queue work on ``stream``, behind all work that the current stream has so far."""
     stream.wait_event(reached(stream.device))
     with stream:
         yield
 
 
 def pinned_bytes(nbytes: int) -> int:
-    """What torch's allocator of pinned memory takes for ``nbytes``: the next power of two."""
+    """Bytes that torch's pinned-memory allocator takes for ``nbytes``: the next power of two."""
     return 1 << (nbytes - 1).bit_length() if nbytes else 0
 
 
 def upload(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``host``, a CPU tensor, on ``device``. The host does not wait for the copy: pinned memory of torch's allocator holds
-    the content until the copy has ended. On the CPU ``host`` itself.
+    """Copy the CPU tensor ``host`` to ``device``; on the CPU, return ``host`` itself. The host does not wait for the copy:
+    torch's pinned-memory allocator keeps the source until the copy has ended.
     """
     return host.pin_memory().to(device, non_blocking=True) if has_own_memory(device) else host
 
 
 def read(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """``tensors``, all of one device, on the host, which waits for the device once. On the CPU ``tensors`` themselves."""
+    """Copy ``tensors``, all on one device, to the host, waiting for the device once. On the CPU, return them unchanged."""
     device = tensors[0].device
     if not has_own_memory(device):
         return list(tensors)
@@ -111,7 +109,7 @@ def read(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 def usable_bytes(device: torch.device) -> int:
-    """Memory of ``device``, which is not the CPU, that is free now beside ``device_reserve``; may be negative."""
+    """Free bytes of ``device`` (not the CPU) minus ``device_reserve``; may be negative."""
     import torch
 
     free, total = torch.accelerator.get_memory_info(device)
@@ -119,15 +117,15 @@ def usable_bytes(device: torch.device) -> int:
 
 
 def device_reserve(total: int) -> int:
-    """What is never planned with of ``total`` bytes of device memory, a tenth: the allocator's fragments, workspaces of
-    kernels and of collectives, and what estimates of activations miss.
+    """The tenth of ``total`` bytes of device memory that plans leave free: for allocator fragmentation, workspaces of
+    kernels and collectives, and errors in activation estimates.
     """
     return total // 10
 
 
 @contextlib.contextmanager
 def memory_errors(device: torch.device, settings: str) -> Iterator[None]:
-    """Raises BudgetError in place of torch's OutOfMemoryError. ``settings``: names of those to lower."""
+    """Turn torch's OutOfMemoryError into BudgetError. ``settings`` names the settings to lower."""
     import torch
 
     try:
@@ -138,7 +136,7 @@ def memory_errors(device: torch.device, settings: str) -> Iterator[None]:
 
 
 def backends(device: torch.device) -> str:
-    """The backends of ranks that compute on ``device``, as ``init_process_group`` takes them."""
+    """The ``backend`` argument of ``init_process_group`` for ranks that compute on ``device``."""
     import torch.distributed as dist
 
     if not has_own_memory(device):
@@ -147,7 +145,7 @@ def backends(device: torch.device) -> str:
 
 
 def generator_state(device: torch.device) -> torch.Tensor:
-    """The state of the random numbers of ``device``, as bytes on the host."""
+    """The state of the random number generator of ``device``, as bytes on the host."""
     state: torch.Tensor = _module(device).get_rng_state(device)
     return state
 
@@ -158,10 +156,10 @@ def set_generator_state(device: torch.device, state: torch.Tensor) -> None:
 
 @contextlib.contextmanager
 def pinned(arena: Arena, device: torch.device, setting: Capability) -> Iterator[Resolution]:
-    """Registers ``arena`` with ``device``, if it can be, so that copies to and from it are asynchronous. When the context
-    ends, no copy may be in flight. On the CPU nothing is registered.
+    """Register ``arena`` with ``device``, if possible, so that copies to and from it are asynchronous. No copy may be in
+    flight when the context ends. Registers nothing on the CPU.
 
-    Raises CapabilityError for ON where the device refuses, RuntimeError where it does not take the registration back.
+    Raises CapabilityError if ``setting`` is ON and the device refuses, RuntimeError if it fails to unregister.
     """
     if not has_own_memory(device):
         yield Resolution("pinned_memory", setting, Capability.OFF, "the CPU computes")
@@ -199,7 +197,7 @@ def probe_accelerator() -> Finding:
 
 
 def _module(device: torch.device | None) -> Any:
-    """What torch has for one type of device: ``torch.cuda``, or what a backend registered in its place."""
+    """torch's module for a type of device: ``torch.cuda``, or the module that another backend registered."""
     import torch
 
     return torch.get_device_module(device)

@@ -1,4 +1,4 @@
-"""The device tier: where computation reads weights and leaves gradients."""
+"""The device tier: computation reads weights from it and writes gradients to it."""
 
 from __future__ import annotations
 

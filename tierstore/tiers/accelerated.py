@@ -1,8 +1,8 @@
-"""The device tier on an accelerator: slots in device memory, pinned host buffers, one stream of copies a direction.
+"""The device tier on an accelerator: slots in device memory, pinned host buffers, one copy stream per direction.
 
-The engine knows nothing of devices. A copy that a stream carries out is an *external* ticket, completed when the bytes have
-arrived. Computation does not wait for the ticket: the compute stream waits for the copy's event, and the host only until
-the copy is on its stream.
+The engine knows nothing of devices: each copy on a stream is an *external* ticket, completed when the bytes have arrived.
+Computation does not wait for the ticket: the compute stream waits for the copy's event, and the host waits only until the
+copy is on its stream.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from tierstore.tiers.slots import DeviceSlots
 
 
 class DeviceCopy:
-    """A copy that is to be put on ``stream`` once the tickets ``after`` have finished: by whoever comes first, the caller
-    who needs it or the thread that waits for them.
+    """A copy to be put on ``stream`` once the tickets ``after`` have finished. The caller who needs it or the thread that
+    waits for the tickets does so, whichever comes first.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class DeviceCopy:
         self._lock = threading.Lock()
 
     def queue(self) -> torch.Event:
-        """The event of the copy on its stream. The tickets ``after`` have finished."""
+        """Put the copy on its stream, if it is not there yet; returns its event. The tickets ``after`` must have finished."""
         with self._lock:
             if self._queued is None:
                 assert self._copy is not None
@@ -47,12 +47,12 @@ class DeviceCopy:
                     self._copy()
                 event = torch.Event(self._stream.device)
                 event.record(self._stream)
-                self._queued, self._copy = event, None  # and what it held
+                self._queued, self._copy = event, None  # also frees what the closure holds
             return self._queued
 
 
 class CopyStream:
-    """Copies on a stream of its own. One whose tickets are unfinished is not on the stream, so nothing waits behind it."""
+    """Copies on a separate stream. A copy with unfinished tickets is not put on the stream, so that none waits behind it."""
 
     def __init__(self, engine: Engine, device: torch.device, name: str) -> None:
         self.stream = torch.Stream(device)
@@ -68,9 +68,9 @@ class CopyStream:
             thread.start()
 
     def submit(self, after: Sequence[int], copy: Callable[[], None]) -> DeviceCopy:
-        """Queues ``copy``: at once if the tickets ``after`` have finished."""
+        """Put ``copy`` on the stream: at once if the tickets ``after`` have finished, otherwise when they have."""
         before = [earlier for earlier in after if earlier]
-        # It fails with the error of what it follows; waiting for it makes what it follows urgent.
+        # The ticket fails with the error of those it follows; waiting for it makes them urgent.
         submitted = DeviceCopy(self.stream, before, copy, self._engine.external(after=before))
         if all(map(self._engine.done, before)):
             self._queue(submitted)
@@ -86,7 +86,7 @@ class CopyStream:
         try:
             self._engine.wait_all(copy.after)
             copy.queue()
-        except Exception as error:  # raised again for those that wait for the ticket
+        except Exception as error:  # raised again to whoever waits for the ticket
             self._engine.complete_external(copy.ticket, str(error))
         else:
             self._running.put(copy)
@@ -101,14 +101,14 @@ class CopyStream:
                 self._engine.complete_external(copy.ticket)
 
     def close(self) -> None:
-        """Returns when all copies have ended."""
+        """Wait for all copies and stop the threads."""
         for copies, thread in zip((self._waiting, self._running), self._threads, strict=True):
             copies.put(None)
             thread.join()
 
 
 class AcceleratedTier:
-    """Slots on ``device``. Gradients are copied to host buffers, pinned if they can be."""
+    """Slots on ``device``. Gradients are copied to host buffers, which are pinned if possible."""
 
     def __init__(
         self,
@@ -134,16 +134,16 @@ class AcceleratedTier:
                 for i in range(slots.gradients)
             ]
         )
-        # The allocator may have given them memory that work queued on the compute stream still uses.
+        # The allocator may have given the slots memory that work queued on the compute stream still uses.
         self._idle = [reached(device)] * slots.weights
         self._free: deque[tuple[int, list[int]]] = deque((slot, []) for slot in range(slots.gradients))
         self._up = CopyStream(engine, device, "tierstore-h2d")
         self._down = CopyStream(engine, device, "tierstore-d2h")
-        #: By weight slot: its last copy.
+        #: The last copy into each weight slot.
         self._loads: dict[int, DeviceCopy] = {}
 
     def in_place(self, source: Buffer) -> Weights | None:
-        """None: experts are computed with on the device."""
+        """Always None: the device computes with weights in its own memory."""
         return None
 
     def load(self, slot: int, source: Buffer, after: Sequence[int]) -> int:
@@ -199,8 +199,8 @@ class AcceleratedTier:
 
 
 def _slots(count: int, stride: int, nbytes: int, device: torch.device) -> list[torch.Tensor]:
-    """Bytes that start every ``stride`` bytes. A product's kernel depends on how its operands are aligned, and
-    its bits may not depend on the slot.
+    """``count`` tensors of ``nbytes`` bytes that start every ``stride`` bytes. The alignment of a matrix product's operands
+    decides which kernel runs, and the result's bits must not depend on the slot.
     """
     memory = torch.empty(count * stride, dtype=torch.uint8, device=device)
     starts = range(0, count * stride, stride)

@@ -1,10 +1,10 @@
-"""The device tier: slots for weights, and for the gradients being made.
+"""The device tier: slots for weights and for gradients under way.
 
-Weights are copied into a slot before an expert runs (``tierstore.prefetch.device_cache`` says what stays there). Its
-gradient is made in a slot and leaves it, for a host buffer, as soon as it is complete. The CPU stands in for a GPU with
-slots of its own and real copies, so that there is one code path; its slots count against the host budget. Where it only
-computes, no weights are copied: it computes with the memory of the host cache (``WeightLoads.IN_PLACE``), and gradients
-stay where they are made. ``LimitedTier`` emulates a device behind a slower link.
+Weights are copied into a slot before an expert runs (``tierstore.prefetch.device_cache`` decides what stays there). Its
+gradient is computed in a slot and copied to a host buffer as soon as it is complete. The CPU can stand in for a GPU, with
+its own slots and real copies, so that there is one code path; its slots count against the host budget. With
+``WeightLoads.IN_PLACE`` it computes with the weights in the host cache instead, without copies, and gradients stay in
+their slots. ``LimitedTier`` emulates a device behind a slower link.
 
 Everything is ordered by tickets of the engine. One caller at a time.
 """
@@ -28,18 +28,18 @@ from tierstore.tiers.slots import DeviceSlots
 
 
 class WeightLoads(Enum):
-    """What loading weights means where the device's memory is the host's."""
+    """How weights are loaded when the device's memory is the host's."""
 
     COPIED = "copied"
-    #: There is none: content in one piece is computed with where it is (``DeviceTier.in_place``). The rest is copied.
+    #: Contiguous weights are used where they are (``DeviceTier.in_place``). Others are copied.
     IN_PLACE = "in place"
 
 
 class DeviceTier(Protocol):
-    """Slots are numbers. A weight slot is loaded, used and released, possibly before the device has finished the work
-    queued with it. A gradient slot is allocated, written and copied to a host buffer; it is free again when it has been
-    copied, and the buffer when the tickets given to ``free_gradient`` have finished. There are as many buffers as gradient
-    slots; a copy waits for the one that is to be free first.
+    """Weight and gradient slots, identified by number. A weight slot is loaded, used and released, possibly before the
+    device has finished the work that uses it. A gradient slot is allocated, written and copied to a host buffer. The slot
+    is free once it has been copied, the buffer once the tickets given to ``free_gradient`` have finished. There are as many
+    buffers as gradient slots; a copy waits for the buffer that becomes free first.
     """
 
     @property
@@ -50,71 +50,69 @@ class DeviceTier(Protocol):
     def loads(self) -> WeightLoads: ...
 
     def in_place(self, source: Buffer) -> Weights | None:
-        """The weights in ``source``, to compute with where they are, as long as it stays as it is. None: they are to be
-        loaded into a slot.
-        """
+        """The weights in ``source``, without a copy, valid until ``source`` changes. None: load them into a slot."""
         ...
 
     def load(self, slot: int, source: Buffer, after: Sequence[int]) -> int:
-        """Queues the copy of ``source`` into weight slot ``slot``; returns its ticket."""
+        """Queue the copy of ``source`` into weight slot ``slot``, behind the tickets ``after``; returns its ticket."""
         ...
 
     def awaited(self, slot: int, ticket: int) -> Sequence[int]:
-        """The tickets that the host waits for before it uses ``slot``, whose last load is ``ticket``: the load, or what it
-        follows where the device itself waits for the load.
+        """The tickets that the host must wait for before it uses ``slot``, whose last load is ``ticket``: the load, or, if
+        the device itself waits for the load, the tickets that the load follows.
         """
         ...
 
     def weights(self, slot: int) -> Weights:
-        """Weight slot ``slot``, flat, in the compute type, or quantised (``slots.quantized``): for what the device is told
-        from now on, once the tickets ``awaited`` have finished.
+        """The weights in slot ``slot``, flat, in the compute type or quantised (``slots.quantized``). Call it once the
+        tickets ``awaited`` have finished; work that is queued on the device afterwards may use them.
         """
         ...
 
     def release_weights(self, slot: int) -> None:
-        """The slot may be loaded again once the device has done all work queued so far."""
+        """Allow loading the slot again once the device has done all work queued so far."""
         ...
 
     def allocate_gradient(self) -> tuple[int, list[int]]:
-        """A gradient slot, and the tickets that must finish before it is written."""
+        """Allocate a gradient slot; returns it and the tickets that must finish before it is written."""
         ...
 
     def gradients(self, slot: int) -> torch.Tensor: ...
 
     def copy_to_host(self, slot: int) -> tuple[Buffer, list[int]]:
-        """The gradient of ``slot`` in host memory, complete once the device has done all work queued so far, and the
-        tickets after which it is there.
+        """Copy the gradient of ``slot``, complete once the device has done all work queued so far, to host memory; returns
+        the buffer, and the tickets after which it holds the gradient.
         """
         ...
 
     def free_gradient(self, slot: int, after: Sequence[int]) -> None:
-        """The gradient of ``slot``, copied to the host, is of no use once the tickets ``after`` have finished."""
+        """Free ``slot``, whose gradient has been copied to the host, and its buffer once the tickets ``after`` have finished."""
         ...
 
     def close(self) -> None: ...
 
 
 class LeavingGradients:
-    """The host ``buffers`` that gradients are copied to, in turns: which is used next, and what must have read it before."""
+    """The host ``buffers`` that gradients are copied to, used in rotation, and the tickets that must finish before reuse."""
 
     def __init__(self, buffers: Sequence[Buffer]) -> None:
         self._free: deque[tuple[Buffer, list[int]]] = deque((buffer, []) for buffer in buffers)
-        #: By slot: the buffer that its gradient goes to, and the ticket of the copy.
+        #: By slot: the buffer that its gradient is copied to, and the ticket of the copy.
         self._used: dict[int, tuple[Buffer, list[int]]] = {}
 
     def begin(self, slot: int) -> tuple[Buffer, list[int]]:
-        """The buffer for the gradient of ``slot``, and the tickets that its copy follows."""
+        """Take a buffer for the gradient of ``slot``; returns it and the tickets that the copy must follow."""
         buffer, guards = self._free.popleft()
         self._used[slot] = buffer, []
         return buffer, guards
 
     def left(self, slot: int, ticket: int) -> list[int]:
-        """``ticket`` copies the gradient of ``slot``; returned as what its readers follow."""
+        """Record that ``ticket`` copies the gradient of ``slot``; returns the tickets that its readers must follow."""
         self._used[slot][1].append(ticket)
         return [ticket]
 
     def end(self, slot: int, after: Sequence[int]) -> list[int]:
-        """The buffer is free after ``after``; returns after which tickets the slot is."""
+        """Free the buffer of ``slot`` once ``after`` have finished; returns the tickets after which the slot is free."""
         buffer, copied = self._used.pop(slot)
         self._free.append((buffer, list(after)))
         return copied
@@ -125,10 +123,10 @@ def _nothing() -> list[int]:
 
 
 class HostDeviceTier:
-    """The CPU as a device: slots in an arena of its own, and host buffers where weights are copied to slots.
+    """The CPU as a device: slots in a separate arena, and host buffers for gradients if weights are copied to slots.
 
-    ``computed`` returns tickets that finish once the device has done all work queued so far: none where the caller
-    computes.
+    ``computed`` returns tickets that finish once the device has done all work queued so far; it returns none if the
+    caller itself computes.
     """
 
     def __init__(
@@ -161,12 +159,12 @@ class HostDeviceTier:
                 for i in range(buffers)
             ]
         )
-        #: By weight slot: what must have finished before it is loaded again.
+        #: By weight slot: the tickets that must finish before it is loaded again.
         self._idle: list[list[int]] = [[] for _ in self._weights]
-        #: Computes with quantised weights, on as many threads as torch.
+        #: Multiplies by quantised weights, on as many threads as torch uses.
         self._products = None if slots.quantized is None else QuantProducts(torch.get_num_threads())
         self._slot_weights = [self._weights_in(buffer) for buffer in self._weights]
-        #: Made once for each source.
+        #: The results of ``in_place`` by source.
         self._in_place: WeakKeyDictionary[Buffer, Weights] = WeakKeyDictionary()
         self._gradient_tensors = [tensor_of(buffer, torch.float32) for buffer in self._gradients]
         self._free: deque[tuple[int, list[int]]] = deque((slot, []) for slot in range(slots.gradients))
@@ -175,7 +173,7 @@ class HostDeviceTier:
         return Buffer(self._arena, [(offset, capacity)], nbytes)
 
     def _weights_in(self, buffer: Buffer) -> Weights:
-        """The weights in ``buffer``, which is contiguous, without a copy."""
+        """The weights in the contiguous ``buffer``, without a copy."""
         if self.slots.quantized is None:
             return tensor_of(buffer, self.slots.compute)
         return QuantizedWeights(self.slots.quantized, tensor_of(buffer, torch.uint8), self._products)
@@ -231,17 +229,17 @@ def tensor_of(buffer: Buffer, dtype: torch.dtype) -> torch.Tensor:
 def limited_tier(
     tier: DeviceTier, engine: Engine, config: LinkConfig, computed: Callable[[], list[int]] = _nothing
 ) -> DeviceTier:
-    """``tier`` with its copies limited as ``config`` says: ``tier`` itself where that says no limit."""
+    """``tier`` with its copies slowed down to the link of ``config``; ``tier`` itself if that sets no limit."""
     link = open_link(config)
     return tier if link is None else LimitedTier(tier, engine, link, computed)
 
 
 class LimitedTier:
-    """Copies of ``tier``, in both directions, also take their turns on ``link``.
+    """``tier`` with copies, in both directions, that also take turns on ``link``.
 
-    A copy is done when both the real copy and its turn are. The turn begins when the copy may begin: after the
-    tickets that it follows, and after those of ``computed``, which finish once the device has done all work queued so
-    far (none where the caller computes).
+    A copy is done when both the real copy and its turn are done. The turn begins when the copy may begin: after the
+    tickets that it follows and those of ``computed``, which finish once the device has done all work queued so far (none
+    if the caller itself computes).
     """
 
     def __init__(
@@ -252,7 +250,7 @@ class LimitedTier:
         self._link = link
         self._computed = computed
         self._idle: list[list[int]] = [[] for _ in range(tier.slots.weights)]
-        #: By gradient slot: the turn of its last copy.
+        #: By gradient slot: the ticket of its last copy's turn on the link.
         self._turns: dict[int, int] = {}
 
     @property
@@ -276,7 +274,7 @@ class LimitedTier:
         return limited(self._engine, self._link, ticket, source.nbytes, activity=Activity.COPY, after=before)
 
     def awaited(self, slot: int, ticket: int) -> Sequence[int]:
-        return [ticket]  # the load's turn on the link, too
+        return [ticket]  # includes the load's turn on the link
 
     def weights(self, slot: int) -> Weights:
         return self._tier.weights(slot)
@@ -314,8 +312,8 @@ def open_device_tier(
     loads: WeightLoads = WeightLoads.COPIED,
     pinning: Capability = Capability.AUTO,
 ) -> DeviceTier:
-    """The tier for ``device``; ``loads`` is for the CPU, ``pinning`` (of the host buffers of gradients) for others.
-    Raises OSError or torch's OutOfMemoryError when the slots do not fit, CapabilityError for ON where it is refused.
+    """Open the tier of ``device``. ``loads`` applies to the CPU only, ``pinning`` (of gradients' host buffers) to others.
+    Raises OSError or torch's OutOfMemoryError if the slots do not fit, CapabilityError if ``pinning`` is ON and refused.
     """
     if has_own_memory(device):
         from tierstore.tiers.accelerated import AcceleratedTier
@@ -325,7 +323,7 @@ def open_device_tier(
 
 
 def weights_in_place(setting: Capability, device: torch.device, link: LinkConfig) -> Resolution:
-    """Whether experts are computed with where they lie in the host cache. Raises CapabilityError for ON where they
+    """Whether expert weights are used in place, in the host cache. Raises CapabilityError if ``setting`` is ON and they
     cannot be.
     """
 
@@ -340,6 +338,6 @@ def weights_in_place(setting: Capability, device: torch.device, link: LinkConfig
 
 
 def describe_weights(resolution: Resolution) -> str:
-    """What ``weights_in_place`` found, as one line."""
+    """One line that describes the result of ``weights_in_place``."""
     how = "computed with in the host cache" if resolution else "copied to slots of the device"
     return f"expert weights: {how} ({resolution.reason})"

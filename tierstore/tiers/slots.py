@@ -12,23 +12,23 @@ _PAGE = 4096
 
 
 class DeviceKind(Enum):
-    """Whether the device has memory of its own."""
+    """The kind of a device: the CPU, or one with its own memory."""
 
     CPU = "cpu"
     CUDA = "cuda"
 
     @classmethod
     def of(cls, device_type: str) -> DeviceKind:
-        """The kind of a ``torch.device.type``: whatever is not the CPU is sized as CUDA is."""
+        """The kind of a ``torch.device.type``: anything but the CPU is sized like CUDA."""
         return cls.CPU if device_type == "cpu" else cls.CUDA
 
 
 class ElementType(Protocol):
-    """A torch.dtype, or whatever else knows the size of its elements."""
+    """A torch.dtype, or anything else with an element size."""
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one element."""
+        """Bytes per element."""
         ...
 
 
@@ -37,8 +37,8 @@ E = TypeVar("E", bound=ElementType)
 
 @dataclass(frozen=True)
 class DeviceSlots(Generic[E]):
-    """How many slots of ``numel`` elements: weights in the compute type, or as codes where they are ``quantized``;
-    gradients in fp32.
+    """Number and size of the slots. Each holds ``numel`` elements: weights in the compute type, or as codes if
+    ``quantized``; gradients in fp32.
     """
 
     numel: int
@@ -68,7 +68,7 @@ class DeviceSlots(Generic[E]):
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the host buffers, one for each gradient slot, that gradients leave a device for."""
+        """Bytes of the host buffers that a device's gradients are copied to, one per gradient slot."""
         return self.gradients * self.gradient_bytes
 
 
