@@ -52,7 +52,7 @@ def identity(device: torch.device) -> str:
 
 
 def make_current(device: torch.device) -> None:
-    """Make ``device`` the default device. Without this, the first device would get a context, too. Does nothing on the CPU."""
+    """Make ``device`` the default, so that the first device does not get a context, too. Does nothing on the CPU."""
     import torch
 
     if has_own_memory(device):

@@ -1,4 +1,4 @@
-"""What the next layers need, and bringing it in time: the expert source that the trainer uses."""
+"""Prefetch of what the next layers need, and the expert source that the trainer uses."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
 """The weight slots of a device as a cache over the host cache.
 
 The native core that decides for the host cache (``Residency``) decides here too, with the same policy: an expert is a
-record of one frame, and its frame is a slot. What a slot holds is a copy. It is never written back, and once the expert's
-weights in the host cache are written (a step or a replay is queued) it is given up, in program order.
+record of one frame, and its frame is a slot. A slot holds a copy. It is never written back, and it is dropped, in program
+order, when a step or a replay that writes the expert's weights in the host cache is queued.
 
-An access is walked expert by expert, so a layer may have more experts than there are slots: the expert that is computed
-pins one slot, and those that come next, in this pass or in a later one, may hold all others (``Residency``'s lookahead).
+An access is walked expert by expert, so a layer may have more experts than there are slots: the current expert pins one
+slot, and the next experts, of this pass or a later one, may hold all others (``Residency``'s lookahead).
 
-Decisions follow from the program's order alone. A copy is queued behind the read that it needs, and what a slot held before
-is overwritten once the device has done with it. One caller at a time.
+Decisions depend only on program order. A copy is queued behind the read that it needs, and a slot is overwritten once the
+device has finished with its previous content. One caller at a time.
 """
 
 from __future__ import annotations
@@ -34,15 +34,14 @@ RecordsByExpert = Mapping[int, Mapping[int, LiveRecord]]
 
 _FETCH, _EVICT = int(Decision.FETCH), int(Decision.EVICT)
 _STORED = int(Need.WEIGHTS)
-#: The bits of an access that say whose sequences ask.
+#: The bits of an access that say which sequences request an expert.
 _ASKERS = 0xFFFF & ~(int(Need.FIRST_ASKER) - 1)
 
 
 @dataclass(slots=True)
 class Copy:
-    """An expert's weights in ``slot``. ``ticket``: of the copy; 0 once it has been waited for. ``after``: what it followed.
-
-    ``stale``: the expert has been written since, by the pass that computes with it.
+    """An expert's weights in ``slot``. ``ticket``: the copy's, 0 once it has been waited for. ``after``: the tickets that
+    the copy follows. ``stale``: the pass that computes with the expert has written it since.
     """
 
     slot: int
@@ -54,22 +53,22 @@ class Copy:
 class DeviceCache:
     """The weight slots of ``device``, for the experts of ``records``.
 
-    Where the device computes with the host cache (``WeightLoads.IN_PLACE``), or the policy leaves all slots empty
-    (``CacheConfig.headroom_frames``), a slot is free again as soon as its expert has been computed: ``keeps`` is False.
+    ``keeps`` is False if the device computes with the host cache (``WeightLoads.IN_PLACE``), or if the policy keeps all
+    slots empty (``CacheConfig.headroom_frames``): then a slot is free again as soon as its expert has been computed.
     """
 
     def __init__(self, store: StoreCore, device: DeviceTier, records: RecordsByExpert) -> None:
         config, slots = store.config.cache, device.slots.weights
         self.keeps = device.loads is WeightLoads.COPIED and slots > config.headroom_frames
         policy, options = (config.policy, dict(config.options)) if self.keeps else ("lru", {})
-        #: Slots that experts may hold beside the one that is computed.
+        #: Slots that experts other than the current one may hold.
         self._lookahead = slots - 1 - (config.headroom_frames if self.keeps else 0)
         self.count = slots
         self._store = store
         self._cache = store.cache
         self._device = device
         self._records = [record for layer in records.values() for record in layer.values()]
-        #: Where a record of the host cache is in the core.
+        #: The core's number of each record, by its number in the host cache.
         self._numbers = {record.number: number for number, record in enumerate(self._records)}
         self.residency = Residency(
             slots,
@@ -83,18 +82,18 @@ class DeviceCache:
         self.residency.add_records(layers, [1, 0, 0], [nbytes, 0, 0], _STORED)
         self._copies: dict[int, Copy] = {}
         self._free = deque(range(slots))
-        #: The last copy into each slot: the next one follows it.
+        #: The ticket of the last copy into each slot, which the next copy follows.
         self._last = [0] * slots
-        #: Of the open access: requests of the open group that are left, and the expert that is computed now.
+        #: In the open access: the remaining requests of the open group, and the current expert.
         self._group: deque[int] = deque()
         self._current: int | None = None
-        #: Experts that passes asked for, those of them that were in a slot, and those that had been guessed into one.
+        #: Experts that passes requested; hits on experts that earlier passes left in a slot; hits on prefetched experts.
         self.asked = self.found = self.guessed = 0
-        #: What ``prefetch`` has copied and no pass has asked for.
+        #: Experts that ``prefetch`` has copied and no pass has requested yet.
         self._guesses: set[int] = set()
-        #: Copies so far.
+        #: Number of copies so far.
         self.copies = 0
-        #: What ``pin`` has pinned.
+        #: Experts that ``pin`` has pinned.
         self._pinned: set[int] = set()
         if self.keeps:
             self._cache.observe_writes(self._written)
@@ -102,13 +101,13 @@ class DeviceCache:
     # What the slots hold ------------------------------------------------------------------------------------
 
     def holds(self, records: Sequence[LiveRecord]) -> npt.NDArray[np.bool_]:
-        """Which of ``records`` have their weights in a slot, or on the way to one."""
+        """Which of ``records`` have their weights in a slot, or being copied to one."""
         copies, numbers = self._copies, self._numbers
         return np.array([numbers[record.number] in copies for record in records], np.bool_)
 
     def pin(self, records: Sequence[LiveRecord]) -> npt.NDArray[np.bool_]:
-        """A pass asks for ``records``: pins those that slots hold until each is released, and returns which those are, no
-        more than leave a slot for an expert that is not there.
+        """Pin those of ``records``, which a pass requests, that slots hold, until each is released. Returns which were
+        pinned: at most as many as leave a slot for an expert that is in none.
         """
         held = self.holds(records)
         known = set(self._of(records)[held].tolist())
@@ -123,7 +122,7 @@ class DeviceCache:
         return held
 
     def _written(self, entry: int) -> None:
-        """An entry of the host cache is written: a copy of it is out of date."""
+        """Called when an entry of the host cache is written: its copy, if any, is stale."""
         record, group = divmod(entry, GROUP_STRIDE)
         number = self._numbers.get(record)
         if number is None or group != Group.WEIGHTS or number not in self._copies:
@@ -136,15 +135,13 @@ class DeviceCache:
     # An access ----------------------------------------------------------------------------------------------
 
     def begin(self, access: Access, units: Sequence[int], records: Sequence[LiveRecord]) -> None:
-        """Opens an access to ``records``, which are the requests ``units`` of ``access``, in the order in which they will be
-        computed.
-        """
+        """Open an access to ``records``, the requests ``units`` of ``access``, in the order of their computation."""
         flags = (access.flags[units] & np.uint16(_ASKERS)) | np.uint16(_STORED)
         self.residency.begin_access(access.phase, access.layer, self._of(records), flags)
 
     def advance(self, record: LiveRecord) -> Copy:
-        """The next expert of the access, ``record``, has a slot until ``release``; its copy is queued if there is none.
-        Copies of those that follow are queued, as far as there are slots.
+        """Give ``record``, the next expert of the access, a slot until ``release``, and queue its copy if it has none. Also
+        queues copies of the following experts, as far as slots allow.
         """
         if not self._group:
             units, demanded, ahead = self.residency.next_group()
@@ -155,17 +152,17 @@ class DeviceCache:
         return self._copies[self._current]
 
     def weights(self, copy: Copy) -> Weights:
-        """What ``copy`` holds; valid until ``release``, once its ticket has finished."""
+        """The weights in the slot of ``copy``, whose ticket has finished; valid until ``release``."""
         return self._device.weights(copy.slot)
 
     def copy_again(self, record: LiveRecord) -> None:
-        """Queues the copy of the pinned expert once more: what it followed has failed."""
+        """Queue the copy of the pinned expert again, after a read that it followed has failed."""
         number = self._numbers[record.number]
         copy = self._copies[number]
         self._load(number, copy.slot, copy)
 
     def release(self, *, lost: bool = False) -> None:
-        """The present expert has been computed, as far as the caller is concerned. ``lost``: its copy failed."""
+        """Release the current expert: the caller has queued its computation. ``lost``: its copy failed."""
         number, self._current = self._current, None
         assert number is not None
         copy = self._copies[number]
@@ -179,20 +176,20 @@ class DeviceCache:
             self._drop(number)
 
     def bring(self, layer: int, record: LiveRecord) -> int:
-        """Queues the copy of ``record``, which no slot holds, outside of a pass; returns its ticket."""
+        """Queue the copy of ``record``, which no slot holds, outside of a pass; returns its ticket."""
         self.residency.begin_access(Phase.FORWARD, layer, self._of([record]), np.array([_STORED], np.uint16))
         ticket = self.advance(record).ticket
         self.release()
         return ticket
 
     def give_up(self, records: Sequence[LiveRecord]) -> None:
-        """No slot holds ``records`` any more."""
+        """Drop ``records`` from the slots that hold them."""
         for number in self._of(records).tolist():
             if number in self._copies:
                 self._drop(number)
 
     def abandon(self) -> None:
-        """The access ends before its last expert: the slots of those that are left hold nothing new."""
+        """End the access before its last expert; nothing is copied for the remaining ones."""
         residency = self.residency
         if self._current is not None:
             self.release(lost=self._copies[self._current].ticket != 0)
@@ -200,7 +197,7 @@ class DeviceCache:
             self._group.clear()
             residency.end_group()
         before = set(self._copies)
-        while residency.access_open:  # its decisions are what a trace records
+        while residency.access_open:  # a trace records the decisions of the whole access
             for decided in residency.next_group()[1:]:
                 self._carry_out(decided, loads=False)
             residency.end_group()
@@ -211,8 +208,8 @@ class DeviceCache:
     # Speculation --------------------------------------------------------------------------------------------
 
     def prefetch(self, phase: Phase, layer: int, records: Sequence[LiveRecord]) -> int:
-        """Queues copies of ``records``, which a coming pass uses and the host cache has, or keeps those that there are;
-        returns how many of them, from the first on, are covered.
+        """Queue copies of ``records``, which a coming pass uses and the host cache has, and keep existing copies; returns
+        how many of them, counted from the first, are covered.
         """
         numbers = self._of(records)
         taken, decided = self.residency.prefetch(
@@ -229,7 +226,7 @@ class DeviceCache:
     def _carry_out(
         self, decided: tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint32]], *, loads: bool = True
     ) -> list[int]:
-        """Frees the slots of what is evicted, and copies what is fetched to others; returns the numbers of that."""
+        """Free the slots of evicted experts and copy fetched experts to free slots; returns the fetched numbers."""
         fetched = []
         for kind, number in _decisions(decided):
             if kind == _EVICT:

@@ -1,16 +1,13 @@
-"""Expert prefetch (SE-MoE section 2.2, its vertical dimension): experts move disk -> host -> device as
-layers need them.
+"""Expert prefetch (the vertical dimension of SE-MoE section 2.2): experts move disk -> host -> device as layers need them.
 
 ``TieredExperts`` is the model's expert source: it carries out the access program (``tierstore.prefetch.program``) on a
-store. Each layer pass is one atomic access of the host
-cache: while experts of one group compute, the next ones are copied to the device and the following
-groups and layer passes are read (``tierstore.prefetch.walking``). In the backward pass an expert's gradient leaves the
-device as soon as it is complete. Every action is
-queued on the engine behind whatever it needs, so nothing here waits but for weights that a layer
-is about to use. ``FrozenExperts`` are read in both directions and get no gradients.
+store. Each layer pass is one atomic access of the host cache: while the experts of one group are computed, the next ones
+are copied to the device, and the following groups and layer passes are read (``tierstore.prefetch.walking``). In the
+backward pass an expert's gradient leaves the device as soon as it is complete. Every action is queued on the engine behind
+those that it needs, so this code waits only for weights that a layer is about to use. ``FrozenExperts`` are read in both
+directions and get no gradients.
 
-Decisions are taken in program order, and do not depend on what has finished: see
-``native/cache/residency.hpp``.
+Decisions are taken in program order and do not depend on what has finished: see ``native/cache/residency.hpp``.
 """
 
 from __future__ import annotations
@@ -58,7 +55,7 @@ from tierstore.tiers.device import DeviceTier
 class ExpertTiers(ABC):
     """An expert source (``JointSource``) over a store's tiers, as a training loop drives it.
 
-    ``program`` decides, ``walk`` carries its accesses out.
+    ``program`` decides which accesses to make, ``walk`` carries them out.
     """
 
     program: PassProgram
@@ -67,40 +64,40 @@ class ExpertTiers(ABC):
 
     @property
     def late_prefetch_bytes(self) -> int:
-        """Bytes that were on their way, but not there, when they were needed."""
+        """Bytes whose prefetch had not finished when they were needed."""
         return self.walk.late_prefetch_bytes
 
     @property
     def guesses(self) -> GuessCounts:
-        """How its forward passes were guessed."""
+        """Counts of right and wrong predictions of forward passes."""
         return self.program.guesses
 
     def begin_micro(self, *, index: int, count: int | None) -> None:
-        """Training micro-batch ``index`` of ``count`` begins. None: it is not known; ``end_passes`` follows the last."""
+        """Begin training micro-batch ``index`` of ``count``. None: unknown; call ``end_passes`` after the last one."""
         if index == 0:
             self.walk.end_step()
         self.program.begin_micro(index=index, count=count)
 
     def resume_micro(self, *, index: int, finals: Finals) -> None:
-        """The backward pass of micro-batch ``index`` follows, others having begun since it did. With ``Finals.NONE`` it
-        makes no gradient final, whichever it is: the step will be skipped.
+        """Resume micro-batch ``index`` for its backward pass; others have begun in the meantime. With ``Finals.NONE`` no
+        gradient becomes final, because the step will be skipped.
         """
         self.program.resume_micro(index=index, finals=finals)
 
     def end_passes(self) -> None:  # noqa: B027
-        """The last backward pass of a step whose count was not known has ended: its gradients are final."""
+        """Make gradients final, after the last backward pass of a step whose micro-batch count was unknown."""
 
     def begin_evaluation(self) -> None:
-        """Only forward passes follow, until the next ``begin_micro``."""
+        """Begin a run of forward passes only, until the next ``begin_micro``."""
         self.walk.end_step()
         self.program.begin_evaluation()
 
     def reach(self, layer: int) -> list[int]:
-        """The layers that ``offer`` may name as targets during ``layer``'s forward pass, which comes next."""
+        """The layers that ``offer`` may name as its ``layer`` during the next pass, the forward pass of ``layer``."""
         return self.program.reach(layer)
 
     def offer(self, source: int, layer: int, chosen_E: Counts) -> None:
-        """For hidden states that ``source`` starts from, the router of ``layer`` chooses expert e ``chosen_E[e]`` times."""
+        """Tell the predictor how often the router of ``layer`` chooses each expert for the input of layer ``source``."""
         self.program.offer(source, layer, chosen_E)
 
     @abstractmethod
@@ -119,8 +116,8 @@ class ExpertTiers(ABC):
 class TieredExperts(ExpertTiers):
     """Trained experts of ``store``.
 
-    ``records[layer][expert]`` says which record each is; ``schedule`` knows those layers, and how far to
-    look ahead. ``replicas``: the ranks whose stores hold these experts too; their gradients are summed before a step.
+    ``records[layer][expert]`` is each expert's record; ``schedule`` covers those layers and sets the lookahead.
+    ``replicas``: the ranks whose stores hold these experts too; gradients are summed over them before a step.
     """
 
     program: AccessProgram
@@ -162,7 +159,7 @@ class TieredExperts(ExpertTiers):
             self.gradients.carry_out(access)
 
     def forward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
-        """Weights are caught up with the optimizer, and gradients that wait for their step are stepped first."""
+        """Leases for a forward pass. Missed optimizer steps are replayed and pending gradients stepped first."""
         accesses = self.program.forward(layer, experts)
         access = next(accesses)
         for unit, weights, *_ in self.walk.walk(access, self._bring_up):
@@ -172,7 +169,7 @@ class TieredExperts(ExpertTiers):
             self.gradients.carry_out(access)
 
     def backward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
-        """Leases with gradient slots; gradients are summed over the replicas before they are complete."""
+        """Leases with gradient slots; a gradient is complete once it is summed over the replicas."""
         accesses = self.program.backward(layer, experts)
         access = next(accesses)
         for unit, weights, last, _ in self.walk.walk(access):
@@ -187,7 +184,7 @@ class TieredExperts(ExpertTiers):
             self.gradients.carry_out(access)
 
     def backward_each(self, layer: int, asked: Sequence[Sequence[int]]) -> Iterator[tuple[int, ExpertLease]]:
-        """The micro-batches' gradients of an expert, each summed over the replicas, are added up in its gradient slot."""
+        """An expert's gradients of all micro-batches, each summed over the replicas, are added up in its gradient slot."""
         users = users_of(asked)
         accesses = self.program.backward(layer, list(users))
         access = next(accesses)
@@ -207,7 +204,7 @@ class TieredExperts(ExpertTiers):
         self.walk.end_unit(unit)
 
     def _bring_up(self, access: Access, unit: int, record: LiveRecord) -> None:
-        """What comes before an expert is computed with."""
+        """Queue the replay or step that must precede the computation with an expert."""
         action = Action(int(access.actions[unit]))
         if action is Action.CATCH_UP:
             self._store.optimizer.catch_up(record)
@@ -216,8 +213,8 @@ class TieredExperts(ExpertTiers):
 
 
 class FrozenExperts(ExpertTiers):
-    """Experts of ``store`` that are not trained: leases without gradients, in both directions. ``device`` needs no
-    gradient slots. Arguments are as for ``TieredExperts``.
+    """Experts of ``store`` that are not trained: leases have no gradients, in either direction, and ``device`` needs no
+    gradient slots. Arguments as for ``TieredExperts``.
     """
 
     program: FrozenProgram
@@ -237,16 +234,16 @@ class FrozenExperts(ExpertTiers):
         self.walk = AccessWalk(store, device, records, self.program, ledger=ledger, nearest_first=True)
 
     def tell_askers(self, askers: Mapping[int, int]) -> None:
-        """Sets the sequences that request each expert in the next forward pass, a bit each."""
+        """Set which sequences request each expert in the next forward pass: a bit mask, one bit per sequence."""
         self.program.tell_askers(askers)
 
     def forward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
-        """Those in memory come first."""
+        """Leases for a forward pass; experts in memory come first."""
         for access in self.program.forward(layer, experts):
             yield from self.lease(access)
 
     def backward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
-        """Gradients flow through an expert, and it gets none itself."""
+        """Leases for a backward pass. Gradients flow through the experts, which get none themselves."""
         for access in self.program.backward(layer, experts):
             yield from self.lease(access)
 
@@ -259,14 +256,14 @@ class FrozenExperts(ExpertTiers):
     def lease(self, access: Access) -> Iterator[ExpertLease]:
         """Leases of the experts of ``access``."""
         experts = access.experts.tolist()
-        # Closed with this: a walk that is left before its end must end its access before the next one begins.
+        # A walk that is left early must end its access before the next one begins, so close it with this generator.
         with closing(self.walk.walk(access)) as walk:
             for unit, weights, _, more in walk:
                 yield ExpertLease(experts[unit], weights, more=more)
 
 
 class _RecordSteps:
-    """``StepCounts`` of a store's records."""
+    """The ``StepCounts`` of a store's records."""
 
     def __init__(self, history: StepHistory, records: Mapping[int, Mapping[int, LiveRecord]]) -> None:
         self._history = history

@@ -1,10 +1,10 @@
 """Expert gradients of one training step, in the host cache: accumulated in fp32, and stepped when they are due.
 
-A gradient arrives complete for one micro-batch. Where it cannot be stepped at once (more
-micro-batches follow, or clipping waits for the norm) it is added to the record's GRADIENTS entry of
-the host cache, which spills to disk like any other dirty entry. The sum of squares is taken of
-every final gradient, before any state moves on its account when clipping, so the norm is exact and
-a non-finite gradient is always noticed. Which of these happens to which gradient, and when, the access program says.
+A gradient arrives complete for one micro-batch. If it cannot be stepped at once (more micro-batches follow, or clipping
+waits for the norm), it is added to the record's GRADIENTS entry of the host cache, which spills to disk like any other
+dirty entry. The sum of squares is computed for every final gradient; when clipping, before the gradient changes any state.
+So the norm is exact, and a non-finite gradient is always noticed. The access program decides what happens to each gradient
+and when.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from tierstore.tiers.device import DeviceTier
 
 
 class ExpertGradients:
-    """The gradients of a step's experts, as a training loop finishes them. This class itself is for frozen experts, which
-    have none.
+    """The interface through which a training loop finishes the expert gradients of a step. The base class is for frozen
+    experts, which have no gradients.
     """
 
     def squares(self) -> list[float]:
-        """The sums of squares of all final expert gradients, by record; waits for them."""
+        """Wait for and return the sums of squares of all final expert gradients, by record."""
         return []
 
     def sum_of_squares(self) -> float:
@@ -43,20 +43,19 @@ class ExpertGradients:
         return math.fsum(self.squares())
 
     def apply(self, scale: float) -> None:
-        """The norm is known: the kept gradients, times ``scale``, are due. Each is stepped before its expert is used again.
-
-        Raises StoreError outside of the step that they take, or where gradients of an earlier one still wait.
+        """Make the kept gradients, times ``scale``, pending, now that the norm is known. Each is stepped before its expert
+        is used again. Raises StoreError outside of an optimizer step, or if gradients of an earlier step are pending.
         """
 
     def discard(self) -> None:
-        """Drops the kept gradients: the step is skipped."""
+        """Drop the kept gradients, because the step is skipped."""
 
     def step_pending(self) -> None:
-        """Takes every step that is due, as a commit needs."""
+        """Step all pending gradients, as a commit requires."""
 
 
 class GradientAccumulator(ExpertGradients):
-    """Takes the actions of ``program`` on gradients. ``records[layer][expert]`` says which record each expert is."""
+    """Carries out the actions of ``program`` on gradients. ``records[layer][expert]`` is each expert's record."""
 
     def __init__(
         self,
@@ -77,14 +76,14 @@ class GradientAccumulator(ExpertGradients):
         self._scale = 1.0
 
     def begin_step(self) -> None:
-        """No gradient has arrived yet."""
+        """Begin a step, without any gradients."""
         self._squares.array()[:] = 0.0
         self._square_tickets = []
 
     # Actions on a pinned record ----------------------------------------------------------------------------
 
     def take(self, record: LiveRecord, action: Action, step: int, slot: int) -> None:
-        """The gradient in device slot ``slot`` is complete for this micro-batch; ``step`` is as in ``Access``."""
+        """Take the gradient in device slot ``slot``, complete for this micro-batch. ``step`` is as in ``Access``."""
         copied, after = self._device.copy_to_host(slot)
         if action & (Action.KEEP | Action.ACCUMULATE):
             reading = [self._accumulate(record, action, copied, after)]
@@ -95,8 +94,8 @@ class GradientAccumulator(ExpertGradients):
         self._device.free_gradient(slot, reading)
 
     def settle(self, record: LiveRecord, action: Action, step: int) -> None:
-        """Finishes the kept gradient, and takes optimizer step ``step`` with it, as ``action`` says. A stepped gradient is
-        dropped at the end of the record's turn in the access.
+        """Finish the kept gradient, and take optimizer step ``step`` with it, as ``action`` says. A stepped gradient is
+        dropped when the record's request in the access ends.
         """
         entry = record.entry(Group.GRADIENTS)
         gradient = self._cache.sections(entry)[0]
@@ -124,7 +123,7 @@ class GradientAccumulator(ExpertGradients):
     # Beside the passes -------------------------------------------------------------------------------------
 
     def carry_out(self, access: Access) -> None:
-        """Carries out an access that nothing is computed in: all of its requests are alike."""
+        """Carry out an access without computation, whose requests all have the same flags and action."""
         need, action = Need(int(access.flags[0])), Action(int(access.actions[0]))
         records = [self._records[access.layer][expert] for expert in access.experts.tolist()]
         for record in self._store.access(access.phase, access.layer, records, need):
@@ -161,7 +160,7 @@ _ALIGNMENT = 16  # fp32 values: a tensor starts on a multiple of 64 bytes
 
 
 class FlatTensors:
-    """Memory for flat fp32 tensors of ``numel`` elements: as much as the largest call so far has needed."""
+    """Memory for flat fp32 tensors of ``numel`` elements; it grows to the largest call's needs."""
 
     def __init__(self, numel: int, device: torch.device) -> None:
         self._numel = numel
@@ -169,19 +168,19 @@ class FlatTensors:
         self._memory = torch.empty(0, dtype=torch.float32, device=device)
 
     def of(self, count: int) -> list[Tensor]:
-        """``count`` tensors of undefined content, until the next call."""
+        """``count`` tensors of undefined content, valid until the next call."""
         needed = count * self._stride
         if self._memory.numel() < needed:
-            self._memory = self._memory.new_empty(0)  # or both would be there at once
+            self._memory = self._memory.new_empty(0)  # frees the old memory before allocating
             self._memory = self._memory.new_empty(needed)
         return [self._memory[start : start + self._numel] for start in range(0, needed, self._stride)]
 
 
 class GradientParts:
-    """Adds parts up in fp32 and in the order of micro-batches, as gradients that wait in the host cache are.
+    """Adds up gradients of several micro-batches in fp32 and in their order, as for gradients kept in the host cache.
 
-    Each part is summed over ``replicas`` before it is added: the sums then have the bits of one micro-batch after
-    another. Beside the slot there is memory for one part; with replicas, for all but the first.
+    Each part is summed over ``replicas`` before it is added, so the result has the same bits as when one micro-batch runs
+    after another. Uses memory for one part beside the slot; with replicas, for all parts but the first.
     """
 
     def __init__(self, replicas: RankGroup, *, ledger: StallLedger) -> None:
@@ -190,7 +189,7 @@ class GradientParts:
         self._spare: FlatTensors | None = None
 
     def add_up(self, micros: Sequence[int], total: Tensor, *, layer: int) -> Iterator[tuple[int, Tensor]]:
-        """For each of ``micros``, its number and where its part is written; then ``total`` is the sum."""
+        """Yield each of ``micros`` and the tensor to write its part to; afterwards ``total`` is the sum."""
         alone = self._replicas.size == 1
         self._spare = self._spare or FlatTensors(total.numel(), total.device)
         spare = self._spare.of(min(len(micros) - 1, 1) if alone else len(micros) - 1)
@@ -212,17 +211,17 @@ class GradientParts:
 
 # Sums over the replicas of an expert ------------------------------------------------------------------------
 #
-# A gradient stays in its device slot, and its record pinned, until the sum has come back: so half of the slots may be
-# computed into while the other half travel. Small gradients travel together. How many do changes no result; it
-# depends on the number of slots alone, so all replicas cut alike.
+# A gradient stays in its device slot, and its record pinned, until its sum is complete: half of the slots may be computed
+# into while the other half is being summed. Small gradients are batched. The batch size changes no result, and depends
+# only on the number and size of slots, so all replicas form the same batches.
 
 
-BATCH_BYTES = 1 << 20  # a message this long costs more in bytes than in latency
+BATCH_BYTES = 1 << 20  # in longer messages, transfer time outweighs latency
 
 
 @dataclass(slots=True)
 class _Batch:
-    """Gradients that travel together: what to do once they are summed, in order."""
+    """Gradients that are summed in one message, and the functions to call afterwards, in order."""
 
     tensors: list[Tensor] = field(default_factory=list)
     complete: list[Callable[[], None]] = field(default_factory=list)
@@ -230,22 +229,22 @@ class _Batch:
 
 
 class ReplicaSums:
-    """Sums over ``group``, of gradients that lie in the gradient slots of ``slots``.
+    """Sums gradients in the gradient slots of ``slots`` over ``group``.
 
-    All replicas add the same gradients in the same order. With a group of one they are complete at once.
+    All replicas must add the same gradients in the same order. In a group of one, gradients are complete at once.
     """
 
     def __init__(self, group: RankGroup, slots: DeviceSlots[torch.dtype], *, ledger: StallLedger) -> None:
         self._group = group
         together = max(1, BATCH_BYTES // slots.gradient_bytes)
-        # Two batches of half the slots: one that is filled, and one that travels.
+        # Two batches of half the slots: one is being filled, the other is being summed.
         self._limit = min(slots.gradients // 2, together)
         self._ledger = ledger
         self._filling = _Batch()
         self._travelling: _Batch | None = None
 
     def add(self, gradient: Tensor, complete: Callable[[], None], *, layer: int) -> None:
-        """Sums ``gradient`` in place; then calls ``complete``, in the order of adding, now or later."""
+        """Sum ``gradient`` in place, then call ``complete``, now or later, in the order of ``add`` calls."""
         if self._group.size == 1:
             complete()
             return
@@ -257,7 +256,7 @@ class ReplicaSums:
             self._finish(layer)
 
     def flush(self, *, layer: int) -> None:
-        """Completes all that was added."""
+        """Complete all gradients that were added."""
         self._send(layer)
         self._finish(layer)
 

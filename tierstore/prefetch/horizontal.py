@@ -1,7 +1,7 @@
 """The horizontal queue: gathers dense parameters ahead of the passes that need them.
 
-``Window`` decides, and ``HorizontalQueue`` carries it out on the dense parameters. Module hooks (gates) around the units
-call ``enter`` and ``leave`` as passes begin and end.
+``Window`` decides, and ``HorizontalQueue`` carries its decisions out on the dense parameters. Module hooks (gates) around
+the units call ``enter`` and ``leave`` as passes begin and end.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from tierstore.stats import Cause, StallLedger, Tier
 
 
 class DenseUnits(Protocol):
-    """Sliced dense parameters by unit number, as the queue moves them."""
+    """Sliced dense parameters by unit number, which the queue gathers and releases."""
 
     def gather(self, unit: int) -> None:
-        """Issues the gather of a unit, without waiting for it."""
+        """Issue the gather of a unit, without waiting for it."""
         ...
 
     def use(self, unit: int) -> None:
-        """Waits for the gather; afterwards the unit's parameters are whole."""
+        """Wait for the gather; afterwards the unit's parameters are whole."""
         ...
 
     def release(self, unit: int) -> None:
-        """Releases the gathered parameters; their slices remain."""
+        """Release the gathered parameters; their slices remain."""
         ...
 
 
 class HorizontalQueue:
-    """Drives ``units`` through ``schedule``. It listens to the gates of the units: ``enter`` and ``leave``.
+    """Gathers and releases ``units`` according to ``schedule``. The gates of the units call ``enter`` and ``leave``.
 
-    A pass that is not the next one of the schedule is a RuntimeError. A forward pass of the unit whose backward
-    pass is due is its recomputation (activation checkpointing), and belongs to that. Waiting for a gather is
-    charged to ``ledger``.
+    A pass that is not the next one of the schedule raises RuntimeError. A forward pass of the unit whose backward pass is
+    due is its recomputation (activation checkpointing) and counts as part of it. Time spent waiting for a gather is charged
+    to ``ledger``.
     """
 
     def __init__(self, schedule: Schedule, units: DenseUnits, ledger: StallLedger | None = None) -> None:
@@ -51,7 +51,7 @@ class HorizontalQueue:
 
     @property
     def micro_batches(self) -> int:
-        """How many forward and backward passes lie between two optimizer passes."""
+        """The number of micro-batches per step."""
         return self._schedule.micro_batches
 
     @property
@@ -65,7 +65,7 @@ class HorizontalQueue:
         return self._window is not None and not self._open and self._due().phase is Phase.OPTIMIZER
 
     def begin(self, *, training: bool) -> None:
-        """A step (or a forward-only run) begins. What was gathered for its first passes stays."""
+        """Begin a step (or a forward-only run). Units that are already gathered for its first passes stay."""
         if self._open:
             raise RuntimeError("a step begins inside a pass")
         window = self._window
@@ -77,15 +77,15 @@ class HorizontalQueue:
         self._gather(self._window.begin().gathers)
 
     def reset(self) -> None:
-        """Releases everything: the step was cut short, or the slices have been replaced."""
+        """Release everything, after the step was cut short or the slices were replaced."""
         if self._window is not None:
             self._release(self._window.held)
         self._window, self._open, self._recomputing = None, False, False
 
     def enter(self, unit: int, phase: Phase) -> None:
-        """The pass begins: waits for its parameters."""
+        """Begin a pass: wait for its parameters."""
         if self._open and self._recomputing and phase is Phase.BACKWARD:
-            self._recomputing = False  # the pass that it was recomputed for: all is there
+            self._recomputing = False  # its recomputation has gathered the parameters
             return
         due = self._due()
         recomputing = due.phase is Phase.BACKWARD and phase is Phase.FORWARD
@@ -102,7 +102,7 @@ class HorizontalQueue:
                 self._units.use(unit)
 
     def leave(self, unit: int, phase: Phase) -> None:
-        """The pass ends: issues the gathers that come into reach, releases what no pass in reach needs."""
+        """End a pass: issue the gathers that come within the lookahead, release units that no pass within it needs."""
         if self._recomputing:
             return
         due = self._due()
@@ -118,7 +118,7 @@ class HorizontalQueue:
 
     @contextlib.contextmanager
     def during(self, unit: int, phase: Phase) -> Iterator[None]:
-        """``enter`` and ``leave``, for passes that have no gates (the optimizer's)."""
+        """``enter`` and ``leave`` as a context, for passes without gates (the optimizer's)."""
         self.enter(unit, phase)
         yield
         self.leave(unit, phase)

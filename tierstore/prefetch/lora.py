@@ -1,9 +1,9 @@
-"""Low-rank pairs that train beside frozen experts: two expert sources over one store, made one.
+"""Low-rank pairs that train beside frozen experts: two expert sources over one store, combined into one.
 
-An access of the host cache is of one kind of records, and one access is open at a time. So a pass over a layer goes
-through its pairs first and copies them, all that the pass needs, to memory of its own; then it walks the experts. In a
-backward pass the pairs' gradients are made in such memory too, and a walk of the pairs takes them from there. Everything
-happens in program order, in one host cache, and is in one trace.
+An access of the host cache covers one kind of record, and only one access is open at a time. So a pass over a layer first
+copies all pairs that it needs to separate memory, then walks the experts. In a backward pass the pairs' gradients are
+computed in such memory too, and a walk of the pairs then takes them from there. Everything happens in program order, in
+one host cache, and is recorded in one trace.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from tierstore.prefetch.program import Finals
 
 
 class LoraExperts(ExpertTiers):
-    """Frozen experts ``base`` and their trained ``pairs``, whose ids are the same. ``program`` is the base's; the pairs'
-    makes the same guesses.
+    """Frozen experts ``base`` and their trained ``pairs``, which have the same ids. ``program`` is that of ``base``; that of
+    ``pairs`` makes the same guesses.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class LoraExperts(ExpertTiers):
         *,
         device: torch.device,
     ) -> None:
-        """``pairs`` that are not trained here, as a server's, have no gradients: then there are forward passes alone."""
+        """``pairs`` that are not trained, such as a server's, have no gradients: then only forward passes are allowed."""
         self.program = base.program
         self.gradients = pairs.gradients
         self._base = base
@@ -65,7 +65,7 @@ class LoraExperts(ExpertTiers):
             each.begin_evaluation()
 
     def tell_askers(self, askers: Mapping[int, int]) -> None:
-        """Sets the sequences that request each expert, and its pair, in the next forward pass, a bit each."""
+        """Set which sequences request each expert and its pair in the next forward pass: a bit mask per expert."""
         for each in (self._pairs, self._base):
             if isinstance(each, FrozenExperts):
                 each.tell_askers(askers)
@@ -81,7 +81,7 @@ class LoraExperts(ExpertTiers):
             yield replace(lease, pair=PairLease(self._shape, weights[lease.expert]))
 
     def backward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
-        """Leases with gradients of the pairs, which are taken as complete when all experts have been walked."""
+        """Leases with gradients of the pairs, which count as complete once all experts have been walked."""
         weights = self._read_pairs(layer, experts)
         gradients = dict(zip(experts, self._gradients.of(len(experts)), strict=True))
         for lease in self._base.backward(layer, experts):
@@ -92,7 +92,7 @@ class LoraExperts(ExpertTiers):
             lease.gradients.copy_(gradients[lease.expert])
 
     def backward_each(self, layer: int, asked: Sequence[Sequence[int]]) -> Iterator[tuple[int, ExpertLease]]:
-        """Each micro-batch has gradients of the pairs of its own until the end."""
+        """As in ``JointSource``. Each micro-batch has separate gradients of the pairs until the end of the pass."""
         users = users_of(asked)
         weights = self._read_pairs(layer, list(users))
         keys = [(expert, micro) for expert, micros in users.items() for micro in micros]

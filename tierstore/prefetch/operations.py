@@ -1,9 +1,8 @@
-"""A schedule as a graph of operations, for a simulation: what occupies which resource, after what.
+"""A schedule as a graph of operations, for simulation: which resource each operation occupies, and what it follows.
 
-``operations`` writes out what the trainer does with a schedule. The main thread computes, and issues the work
-of the queues as it goes; so an operation follows what it needs, and the last thing that was computed before
-it was issued, which is where lookahead and budgets come in. Computation and collectives are served in the
-order of the list.
+``operations`` lists what the trainer does with a schedule. The main thread computes, and issues the work of the queues as
+it goes. So an operation follows those that it needs and the last computation before it was issued; lookahead and budgets
+take effect through the latter. Computation and collectives run in the order of the list.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from tierstore.prefetch.schedule import Pass, Schedule, StickyGathers, Window
 
 
 class Resource(Enum):
-    """What does one thing at a time. ``HOST``: the engine's compute threads."""
+    """A resource, which carries out one operation at a time. ``HOST``: the engine's compute threads."""
 
     COMPUTE = "compute"
     GATHER = "gather"
@@ -32,9 +31,9 @@ class Resource(Enum):
 class Kind(Enum):
     GATHER = "gather"
     REDUCE = "reduce-scatter"
-    DISPATCH = "dispatch"  # of a chunk's rows to their experts
-    COMBINE = "combine"  # of a chunk's results
-    ALL_TO_ALL = "all-to-all"  # of rows of a divided table
+    DISPATCH = "dispatch"  # sends a chunk's rows to their experts
+    COMBINE = "combine"  # sends a chunk's results back
+    ALL_TO_ALL = "all-to-all"  # sends rows of a divided table
     DENSE = "dense"  # computation of a pass outside its experts
     EXPERT = "expert"  # computation of one expert
     STEP = "optimizer step"  # of a unit's slice
@@ -71,11 +70,12 @@ _RESOURCES = {
 
 @dataclass(frozen=True, kw_only=True)
 class PassSizes:
-    """Bytes that one pass moves on one rank. ``experts`` of them are computed one after another; ``fetch`` (what
-    is loaded), ``fetch_state`` (what only its step needs), ``evict``, ``load`` and ``to_host`` are for each of those, and 0
-    for none. What is fetched and evicted are means: hits need no fetch, and only what has changed is written when it is
-    evicted for one. ``dispatch`` and ``combine`` travel in ``chunks`` parts, each with its part of the experts. ``rows``:
-    what the pass over embedding or head sends, where its rows are divided over ranks.
+    """Bytes that one pass moves on one rank. ``experts``: the number of experts, computed one after another.
+
+    Per expert, 0 for none: ``fetch`` (of weights, read from disk), ``fetch_state`` (of state that only its step needs),
+    ``evict``, ``load`` and ``to_host``. ``fetch``, ``fetch_state`` and ``evict`` are means: hits need no fetch, and an
+    eviction writes only changed content. ``dispatch`` and ``combine`` are sent in ``chunks`` parts, each for its part of the
+    experts. ``rows``: sent by the pass over embedding or head if its rows are divided over ranks.
     """
 
     gather: int = 0
@@ -94,8 +94,8 @@ class PassSizes:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One operation of the pass at position ``position`` (counted on from step to step), for which it is issued or
-    computed. ``after``: indices of earlier operations.
+    """One operation for the pass at ``position``, which counts on from step to step. ``after``: indices of the earlier
+    operations that it follows.
     """
 
     kind: Kind
@@ -117,20 +117,20 @@ def operations(
     gradient_slots: int = 4,
     passes: StepPasses = StepPasses.TRAINING,
 ) -> list[Operation]:
-    """What ``steps`` steps from a cold start consist of. ``slots``, ``gradient_slots``: experts, and gradients that have
-    not been stepped, on the device at a time.
+    """The operations of ``steps`` steps from a cold start. ``slots``, ``gradient_slots``: how many experts, and gradients
+    that have not been stepped, are on the device at a time.
     """
     return _Writer(schedule, sizes, slots, gradient_slots, passes).write(steps)
 
 
 def _bounds(size: PassSizes) -> list[int]:
-    """The bounds of the chunks of a pass's experts, from 0 to the last: chunks are as equal as whole experts allow."""
+    """The bounds of a pass's chunks, from 0 to its number of experts: chunks are as equal as whole experts allow."""
     chunks = min(size.chunks, size.experts)
     return [size.experts * number // chunks for number in range(chunks + 1)]
 
 
 def _parts(nbytes: int, bounds: Sequence[int]) -> list[int]:
-    """``nbytes`` divided over the chunks between ``bounds`` as experts are; nothing where there is none."""
+    """``nbytes`` divided over the chunks in proportion to their experts; empty if ``nbytes`` is 0."""
     ends = [nbytes * bound // bounds[-1] for bound in bounds]
     return [stop - start for start, stop in itertools.pairwise(ends)] if nbytes else []
 
@@ -147,18 +147,18 @@ class _Writer:
         self._schedule = schedule
         self._sizes = sizes
         self._slots = slots
-        #: What ends the use of each gradient slot, oldest first.
+        #: The operations that end the use of each gradient slot, oldest first.
         self._gradients: deque[tuple[int, ...]] = deque([()] * gradient_slots)
         self._window = Window(schedule, training=passes is StepPasses.TRAINING)
         self._operations: list[Operation] = []
-        #: The last thing that the main thread has done.
+        #: The last operations of the main thread.
         self._last: tuple[int, ...] = ()
         self._gathered: dict[int, int] = {}
         self._sticky = StickyGathers(schedule.units)
         self._reduced: dict[int, list[int]] = {}
-        #: Reads by position: those that the load of each expert waits for, and those that its step does.
+        #: Reads by position, for each expert: those that its load waits for, and those that its step waits for.
         self._fetched: dict[int, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
-        #: Of what is fetched and not computed yet: bytes, position.
+        #: Bytes and position of passes whose experts are fetched and not computed yet.
         self._outstanding: deque[tuple[int, int]] = deque()
         self._computed: dict[int, int] = {}
         #: The last step of an expert.
@@ -216,7 +216,7 @@ class _Writer:
         self._run_experts(position, item, size, begun, dict(zip(bounds, arrived, strict=False)))
 
     def _fetch(self, position: int, begun: tuple[int, ...]) -> bool:
-        """Adds the reads of a pass's experts, unless an earlier pass has; returns whether they fit."""
+        """Add the reads of a pass's experts, unless an earlier pass has; returns whether they fit the budget."""
         if position in self._fetched:
             return True
         item = self._window.at(position)
@@ -230,7 +230,7 @@ class _Writer:
         ):
             _, freed = self._outstanding[0]
             if freed not in self._computed:
-                return False  # nothing further ahead is read either; its own pass will try again
+                return False  # passes further ahead are not read either; this pass's own turn tries again
             after.append(self._computed[freed])
             self._outstanding.popleft()
         self._outstanding.append((wanted, position))
@@ -238,7 +238,7 @@ class _Writer:
         return True
 
     def _read(self, position: int, size: PassSizes, after: Sequence[int]) -> None:
-        """A read waits until what it evicts is on disk, which may have been stepped just before."""
+        """Add the reads. Each follows the write-back of what it evicts, which may be the expert that was stepped last."""
         self._fetched[position] = []
         for _ in range(size.experts):
             needs = tuple(after)
@@ -253,8 +253,8 @@ class _Writer:
     def _run_experts(
         self, position: int, item: Pass, size: PassSizes, begun: tuple[int, ...], arrived: Mapping[int, int]
     ) -> None:
-        """``arrived``: what brought the rows of a chunk, by its first expert."""
-        if position not in self._fetched:  # it did not fit beside what was fetched ahead
+        """``arrived``: the dispatch of each chunk's rows, by its first expert."""
+        if position not in self._fetched:  # it did not fit the budget together with fetches ahead
             self._read(position, size, begun)
         backward = item.phase is Phase.BACKWARD
         computed: list[int] = []

@@ -1,4 +1,4 @@
-"""Configuration of prefetch, and what happens to expert gradients."""
+"""Configuration of prefetch, and when expert gradients are stepped."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from tierstore.prefetch.predictor import PredictorName
 
 
 class StepTiming(Enum):
-    """When a complete expert gradient becomes a step.
+    """When a complete expert gradient is stepped.
 
-    ``IMMEDIATE``: during the backward pass, as soon as it is complete. ``DEFERRED``: when the gradient norm
-    of the whole model is known (clipping); until then it waits in the host cache, and spills to disk when it
-    does not fit.
+    ``IMMEDIATE``: during the backward pass, as soon as it is complete. ``DEFERRED``: when the gradient norm of the whole
+    model is known (clipping); until then it is kept in the host cache, and spills to disk if it does not fit.
     """
 
     IMMEDIATE = "immediate"
@@ -23,32 +22,33 @@ class StepTiming(Enum):
 
 
 def group_order(*, replicas: int, chunks: int) -> GroupOrder:
-    """How a store cuts accesses where its experts have ``replicas`` copies, and their rows come in ``chunks`` at most.
+    """The order in which a store divides accesses into groups, for ``replicas`` copies of each expert and at most ``chunks``
+    chunks of rows.
 
-    Gradients are summed over replicas one after another, so with several all must come to the same experts in the same
-    order, whatever each has in memory. Rows come in ascending order of experts, so with several chunks the first that can
-    be computed are the first of the layer.
+    Gradients are summed over replicas one after another, so all replicas must reach the same experts in the same order,
+    whatever each has in memory. Chunks arrive in ascending order of experts, so with several of them the first experts of
+    the layer can be computed first.
     """
     return GroupOrder.RESIDENT_FIRST if replicas == chunks == 1 else GroupOrder.KEY
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrefetchConfig:
-    """How far ahead experts are fetched. Changes what is waited for, never what is computed."""
+    """How far ahead experts are fetched. Affects waiting times, never results."""
 
     depth: int = field(default=1, metadata={"help": "layer passes to look ahead (0: none)"})
     gather_depth: int = field(
-        default=1, metadata={"help": "passes ahead of which dense parameters are gathered (0: none)"}
+        default=1, metadata={"help": "passes to gather dense parameters ahead (0: none)"}
     )
     budget: float = field(default=0.45, metadata={"help": "share of the cache that speculation may hold"})
     predictor: PredictorName = field(
-        default=PredictorName.HISTORY, metadata={"help": "what forward passes are expected to use"}
+        default=PredictorName.HISTORY, metadata={"help": "predictor of the experts that forward passes use"}
     )
     guesses: int = field(
         default=0,
         metadata={
-            "help": "experts of a layer that may be guessed at once (0: all that are likely, and in serving three for "
-            "each that a token chooses)"
+            "help": "most experts of a layer to guess at once (0: all likely ones; in serving, three for each that a "
+            "token chooses)"
         },
     )
 

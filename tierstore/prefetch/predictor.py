@@ -1,9 +1,8 @@
-"""Which experts a layer will request, guessed before its router has chosen.
+"""Predictors of the experts that a layer will request, before its router has chosen.
 
-The exact set is known only after the router; in the backward pass it is what the forward pass used.
-A predictor sees every set that was used and names the experts worth speculating on, in ascending
-order. One of them also receives what the routers of later layers choose for the present hidden states
-(``tierstore.moe.guessing``); it serves training and decoding alike.
+The exact set is known only after the router; in the backward pass it is the set that the forward pass used. A predictor
+sees every set that was used and names the experts worth prefetching, in ascending order. ``RouterPredictor`` also receives
+what the routers of later layers choose for the current hidden states (``tierstore.moe.guessing``), in training and decoding.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ Counts = npt.NDArray[np.int64]
 
 class Predictor(Protocol):
     def observe(self, layer: int, experts: Sequence[int]) -> None:
-        """A forward pass of ``layer`` used ``experts``."""
+        """Record that a forward pass of ``layer`` used ``experts``."""
         ...
 
     def offer(self, source: int, layer: int, chosen_E: Counts) -> None:
-        """For the hidden states that ``source`` starts from, the router of ``layer`` chooses each expert of the model so
-        many times. Offers of one source add up until ``layer`` has been observed (micro-batches).
+        """Record how often the router of ``layer`` chooses each expert of the model for the input of layer ``source``.
+        Offers of one source add up until ``layer`` is observed (micro-batches).
         """
         ...
 
@@ -44,7 +43,7 @@ class Predictor(Protocol):
 
 
 class NoPrediction:
-    """Speculates on nothing that is not known exactly."""
+    """Predicts no experts: only exactly known sets are prefetched."""
 
     def observe(self, layer: int, experts: Sequence[int]) -> None:
         return
@@ -57,9 +56,7 @@ class NoPrediction:
 
 
 class AllExperts:
-    """Every expert of ``experts`` (at most ``most``: the first): right when a step has enough tokens to reach nearly
-    all of them.
-    """
+    """Predicts all ``experts`` (the first ``most``, if not 0): right if a step has enough tokens to reach nearly all."""
 
     def __init__(self, experts: range, *, most: int = 0) -> None:
         self._all = list(experts)[: most or None]
@@ -75,11 +72,11 @@ class AllExperts:
 
 
 class HistoryPredictor:
-    """Experts whose decayed activation frequency is at least one half; at most ``most`` of them: the
-    most frequent (of equal ones, the first).
+    """Predicts experts whose decayed activation frequency is at least one half; if ``most`` is not 0, only the ``most``
+    most frequent (the first of equal ones).
 
-    After each pass ``frequency = decay * frequency + (1 - decay) * used``, starting from one half: before
-    anything was seen every expert is worth a read.
+    After each pass ``frequency = decay * frequency + (1 - decay) * used``. It starts at one half, so every expert is
+    predicted at first.
     """
 
     THRESHOLD = 0.5
@@ -99,7 +96,7 @@ class HistoryPredictor:
         return
 
     def frequency(self, layer: int) -> npt.NDArray[np.float64]:
-        """Of each of the experts; one half before anything was seen."""
+        """The frequency of each expert; one half before the first pass."""
         known = self._frequency.get(layer)
         return np.full(len(self._experts), self.THRESHOLD) if known is None else known
 
@@ -113,23 +110,23 @@ class HistoryPredictor:
 
 @dataclass(slots=True)
 class _Offer:
-    """What ``source`` has offered for a layer."""
+    """The choices that ``source`` has offered for a layer."""
 
     source: int
     chosen: Counts
 
 
 class RouterPredictor:
-    """Experts that a layer's own router chooses for hidden states of an earlier layer, and where it makes more choices than
-    there are experts, those whose decayed activation frequency is at least ``CERTAIN``; at most ``most`` of them:
-    the most often chosen, of equal ones the most frequent, of these the first. Where no offer was made it predicts what
-    ``HistoryPredictor`` does, and where no expert was offered, nothing.
+    """Predicts the experts that a layer's own router chooses for the hidden states of an earlier layer. If it makes more
+    choices than there are experts, adds those whose decayed activation frequency is at least ``CERTAIN``.
 
-    Of several sources the one that offered last counts: it is the nearest.
+    If ``most`` is not 0, only ``most`` are predicted: those chosen most often; of equal ones the most frequent, then the
+    first. Without an offer it predicts what ``HistoryPredictor`` does; for an offer without experts, nothing. The last
+    source that made an offer counts, which is the nearest.
     """
 
-    #: With many tokens routers miss some of what is always used, and frequency has it; between .6 and .8 both recall and
-    #: precision are above history's. With few, what is frequent is what the prompt before them used, and they will not.
+    #: With many tokens, routers miss some experts that are always used, and frequency finds them; between 0.6 and 0.8 both
+    #: recall and precision exceed history's. With few tokens, the frequent experts are those of the prompt before them.
     CERTAIN = 0.7
 
     def __init__(self, experts: range, *, most: int = 0) -> None:
@@ -169,8 +166,8 @@ def _named(experts: range, places: npt.NDArray[np.intp]) -> list[int]:
 
 
 def make_predictor(name: PredictorName, experts: range, *, most: int = 0) -> Predictor:
-    """The predictor called ``name`` for the ``experts`` of each layer that are kept here; ``most``: how many of a
-    layer it may name at once (0: any number).
+    """Make the predictor ``name`` for ``experts``, those of each layer that this rank owns. ``most``: how many of a layer
+    it may predict at once (0: any number).
     """
     if name is PredictorName.ALL:
         return AllExperts(experts, most=most)

@@ -1,13 +1,13 @@
 """The access program: which accesses of the host cache a training step makes, and what each does with its experts.
 
 ``TieredExperts`` carries the program out on a store; ``plan.traffic`` runs the same program to count bytes. The program
-knows which gradients wait and where, which experts the present micro-batch used, and what the schedule and the
-predictor say comes next. It asks ``StepCounts`` how far each expert has been stepped. It has no store, no tensors and
-no clock. The program of frozen experts (``FrozenProgram``) requests weights and nothing else.
+knows the state of all gradients, the experts that the current micro-batch used, and the passes that schedule and predictor
+expect next. ``StepCounts`` tells it how many steps each expert has taken. It has no store, no tensors and no clock. The
+program of frozen experts (``FrozenProgram``) requests weights only.
 
 ::
 
-    for access in program.forward(layer, experts):   # the pass, then what must follow it
+    for access in program.forward(layer, experts):   # the pass, then the accesses that must follow it
         ...                                          # begin the access; then for each group of its requests:
             program.speculate(access, prefetch, cancel)  # while the last group is open
             program.done(access, requests)           #     once their actions have been taken
@@ -38,37 +38,37 @@ _NONE: Experts = np.zeros(0, np.uint32)
 
 
 class Action(IntFlag):
-    """What happens to a requested expert, in this order: the first before it is computed with, the rest once its
-    gradient has arrived. (``STEP`` alone is the step of a pending gradient, and comes first too.)
+    """What happens to a requested expert, in this order: ``CATCH_UP`` before it is used, the rest once its gradient has
+    arrived. (``STEP`` alone steps a pending gradient, also before the expert is used.)
     """
 
     CATCH_UP = 1 << 0  # replay the steps that it missed
-    KEEP = 1 << 1  # its gradient is the step's first, and waits in the host cache
-    ACCUMULATE = 1 << 2  # its gradient is added to the one that waits
-    FINISH = 1 << 3  # its gradient is final: the norm takes its sum of squares
+    KEEP = 1 << 1  # keep its gradient, the step's first, in the host cache
+    ACCUMULATE = 1 << 2  # add its gradient to the kept one
+    FINISH = 1 << 3  # its gradient is final: compute its sum of squares for the norm
     STEP = 1 << 4  # step it, with its final gradient
 
 
 class Finals(Enum):
-    """Whether the backward pass that is a step's last makes gradients final, or the step will be skipped."""
+    """Whether a step's last backward pass makes gradients final. ``NONE``: no, because the step will be skipped."""
 
     LAST = "last"
     NONE = "none"
 
 
 class GradientState(IntEnum):
-    """Of an expert's gradient, between accesses."""
+    """The state of an expert's gradient between accesses."""
 
     NONE = 0
-    KEPT = 1  # waits in the host cache for more, or for the norm
-    PENDING = 2  # final, with the norm known: stepped before the expert is used again
+    KEPT = 1  # in the host cache, until more are added or the norm is known
+    PENDING = 2  # final, and the norm is known: to be stepped before the expert is used again
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Access:
     """One atomic access: for each of ``experts`` (ascending) its flags (``Need``) and its ``Action``.
 
-    ``step`` is the one that ``Action.STEP`` takes an expert to; ``ahead`` the passes to speculate on meanwhile.
+    ``step``: the optimizer step that ``Action.STEP`` takes. ``ahead``: the passes to prefetch for meanwhile.
     """
 
     phase: Phase
@@ -82,7 +82,7 @@ class Access:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Speculation:
-    """Experts of a coming pass, and what it would ask of them. ``later``: as in ``Pass``."""
+    """Experts that a coming pass is expected to request, with their flags. ``later``: as in ``Pass``."""
 
     phase: Phase
     layer: int
@@ -93,7 +93,7 @@ class Speculation:
 
 @dataclass(slots=True)
 class GuessCounts:
-    """How forward passes were guessed: experts that they ``used``, that were ``guessed`` before, and that were both."""
+    """Counts for all forward passes: experts ``used``, experts ``guessed`` before, and guesses that were ``right``."""
 
     used: int = 0
     guessed: int = 0
@@ -101,45 +101,45 @@ class GuessCounts:
 
 
 class StepCounts(Protocol):
-    """How many optimizer steps were applied to the whole model, and to the content of each expert."""
+    """How many optimizer steps were applied: ``applied`` to the model, ``of`` to individual experts."""
 
     @property
     def applied(self) -> int: ...
 
     @property
     def replays(self) -> bool:
-        """Whether an expert replays the steps in which it got no gradient."""
+        """Whether experts replay the steps in which they got no gradient."""
         ...
 
     def of(self, layer: int, experts: Experts) -> npt.NDArray[np.int64]:
-        """The steps of ``experts``."""
+        """The number of steps applied to each of ``experts``."""
         ...
 
 
 class PassProgram(ABC):
-    """The passes over the MoE layers of ``schedule``: which experts each used, and what comes next.
+    """The passes over the MoE layers of ``schedule``: the experts that each used, and the passes that come next.
 
-    Accesses come from iterators: each is carried out before the next one is taken.
+    Accesses come from iterators: carry each one out before taking the next.
     """
 
     def __init__(self, schedule: Schedule, predictor: Predictor) -> None:
         self._schedule = schedule
         self._predictor = predictor
-        #: What the forward passes of the micro-batches under way used, by ``Pass.micro`` and layer.
+        #: Experts used in forward passes of the micro-batches under way, by ``Pass.micro`` and layer.
         self._used: dict[int, dict[int, Experts]] = {0: {}}
-        #: The present one (``Pass.micro``), and the one in whose backward pass gradients are final (None: another one).
+        #: The current micro-batch (``Pass.micro``), and the one whose backward pass makes gradients final, if known.
         self._micro = 0
         self._last: int | None = None
         self._training = False
-        #: Of all forward passes so far.
+        #: Counts of all forward passes so far.
         self.guesses = GuessCounts()
         self._guessed: dict[int, Experts] = {}
-        #: Whether the present forward pass was guessed to use experts that it does not.
+        #: Whether the current forward pass does not use all experts that were guessed for it.
         self._wrong = False
 
     @abstractmethod
     def forward(self, layer: int, experts: Sequence[int] | Experts) -> Iterator[Access]:
-        """A forward pass, and what must follow it.
+        """A forward pass, and the accesses that must follow it.
 
         A second forward pass of a layer in a micro-batch is its recomputation (activation checkpointing): the same
         experts, and the layer's backward pass comes next.
@@ -147,10 +147,10 @@ class PassProgram(ABC):
 
     @abstractmethod
     def backward(self, layer: int, experts: Sequence[int] | Experts) -> Iterator[Access]:
-        """A backward pass, and what must follow it."""
+        """A backward pass, and the accesses that must follow it."""
 
     def begin_micro(self, *, index: int, count: int | None) -> None:
-        """Training micro-batch ``index`` of ``count`` begins. Where the count is not known (None) gradients are kept until
+        """Begin training micro-batch ``index`` of ``count``. If the count is unknown (None), gradients are kept until
         ``finish``, and their steps are deferred.
         """
         if index == 0 or not self._schedule.interleaves:
@@ -164,24 +164,24 @@ class PassProgram(ABC):
         self._last = last
 
     def resume_micro(self, *, index: int, finals: Finals) -> None:
-        """The backward pass of micro-batch ``index`` follows, where passes interleave."""
+        """Resume micro-batch ``index`` for its backward pass, in a schedule whose passes interleave."""
         self._micro = index
         if finals is Finals.NONE:
             self._last = None
 
     def begin_evaluation(self) -> None:
-        """Only forward passes follow, until the next ``begin_micro``."""
+        """Begin a run of forward passes only, until the next ``begin_micro``."""
         self._training = False
         self._micro, self._last = 0, None
         self._used = {0: {}}
 
     @abstractmethod
     def done(self, access: Access, requests: Sequence[int] | npt.NDArray[np.uint32]) -> None:
-        """The actions of these requests of ``access`` (by their places in it) have been taken."""
+        """Record that the actions of ``requests`` (indices into ``access``) have been taken."""
 
     def reach(self, layer: int) -> list[int]:
-        """The MoE layers whose forward passes, in this micro-batch, the pass of ``layer`` that comes next looks ahead to.
-        None where it is a recomputation.
+        """The MoE layers whose forward passes in this micro-batch are within the lookahead of the next pass, that of
+        ``layer``. Empty if it is a recomputation.
         """
         if self._training and layer in self._used[self._micro]:
             return []
@@ -197,18 +197,18 @@ class PassProgram(ABC):
         return self._schedule.following(phase, layer, training=self._training, micro=self._micro)
 
     def offer(self, source: int, layer: int, chosen_E: Counts) -> None:
-        """What the router of ``layer`` chooses for the hidden states that ``source`` starts from, for the predictor."""
+        """Tell the predictor what the router of ``layer`` chooses for the input of layer ``source``."""
         self._predictor.offer(source, layer, chosen_E)
 
     def speculate(
         self, access: Access, prefetch: Callable[[Speculation], int], cancel: Callable[[], None]
     ) -> None:
-        """Offers the passes ahead of ``access`` to ``prefetch``, nearest first, until it takes fewer experts than a
-        pass is expected to use. Where the present pass was guessed wrongly, ``cancel`` first gives up all that was
-        prefetched and not used: otherwise wrong guesses would keep their memory to the end of the step, and decoding
-        knows no steps. What is still expected is in memory, and is prefetched again.
+        """Call ``prefetch`` for the passes ahead of ``access``, nearest first, until it takes fewer experts than a pass is
+        expected to use. After a wrong guess for the current pass, first call ``cancel``, which gives up all prefetched and
+        unused experts: otherwise wrong guesses would keep their memory until the end of the step, and decoding has no
+        steps. Experts that are still expected are in memory, and are prefetched again.
         """
-        if not access.ahead:  # an access outside the passes looks at nothing ahead, and cancels nothing
+        if not access.ahead:  # an access outside the passes prefetches and cancels nothing
             return
         if self._wrong:
             cancel()
@@ -221,21 +221,21 @@ class PassProgram(ABC):
     @property
     @abstractmethod
     def trains(self) -> bool:
-        """Whether the experts of the present pass are stepped in the host cache later on."""
+        """Whether the experts of the current pass will be stepped in the host cache."""
 
     @abstractmethod
     def unchanged(self, ahead: Speculation) -> npt.NDArray[np.bool_]:
-        """Which of the experts have the weights now that the coming pass computes with: no step and no replay of theirs is
-        still to be queued before it.
+        """Which of the experts already have the weights that the coming pass uses: no step or replay remains to be queued
+        before it.
         """
 
     @abstractmethod
     def _forward_flags(self, layer: int, experts: Experts, *, later: int) -> Flags:
-        """What a forward pass, ``later`` steps from now, needs of ``experts``."""
+        """The flags of ``experts`` in a forward pass ``later`` cycles from now."""
 
     @abstractmethod
     def _backward_flags(self, layer: int, experts: Experts, *, micro: int) -> Flags:
-        """What the backward pass of ``micro`` needs of ``experts``."""
+        """The flags of ``experts`` in the backward pass of ``micro``."""
 
     def _forward_pass(self, layer: int, chosen: Experts) -> tuple[bool, Sequence[Pass]]:
         """Whether a forward pass is a recomputation, and the passes ahead of it."""
@@ -268,19 +268,19 @@ class PassProgram(ABC):
 
 
 class FrozenProgram(PassProgram):
-    """The accesses to experts that are not trained: a pass needs weights, and leaves nothing behind."""
+    """The accesses to experts that are not trained: passes only read weights."""
 
     def __init__(self, schedule: Schedule, predictor: Predictor) -> None:
         super().__init__(schedule, predictor)
         self._askers: Mapping[int, int] = {}
 
     def begin_evaluation(self) -> None:
-        """Only forward passes follow, until the next ``begin_micro``."""
+        """Begin a run of forward passes only, until the next ``begin_micro``."""
         super().begin_evaluation()
         self._askers = {}
 
     def tell_askers(self, askers: Mapping[int, int]) -> None:
-        """Sets the sequences that request each expert in the next forward pass, a bit each (``Need.FIRST_ASKER``)."""
+        """Set which sequences request each expert in the next forward pass: a bit mask (``Need.FIRST_ASKER``)."""
         self._askers = askers
 
     def forward(self, layer: int, experts: Sequence[int] | Experts) -> Iterator[Access]:
@@ -297,12 +297,12 @@ class FrozenProgram(PassProgram):
             self._predictor.observe(layer, chosen.tolist())
 
     def backward(self, layer: int, experts: Sequence[int] | Experts) -> Iterator[Access]:
-        """A backward pass: gradients flow through the experts, and none of theirs is made."""
+        """A backward pass: gradients flow through the experts, which get none themselves."""
         ahead = self._ahead(Phase.BACKWARD, layer)
         yield self._access(Phase.BACKWARD, layer, np.asarray(experts, np.uint32), ahead)
 
     def done(self, access: Access, requests: Sequence[int] | npt.NDArray[np.uint32]) -> None:
-        """Nothing: there were no actions."""
+        """Does nothing: frozen experts have no actions."""
 
     @property
     def trains(self) -> bool:
@@ -349,12 +349,12 @@ class AccessProgram(PassProgram):
     # Where training stands ---------------------------------------------------------------------------------
 
     def apply(self) -> None:
-        """The norm is known: the kept gradients are pending."""
+        """Make the kept gradients pending: the norm is known."""
         for state in self._gradients.values():
             state[state == GradientState.KEPT] = GradientState.PENDING
 
     def discard(self) -> None:
-        """The step is skipped: the kept gradients are dropped."""
+        """Drop the kept gradients: the step is skipped."""
         for state in self._gradients.values():
             state[:] = GradientState.NONE
 
@@ -362,7 +362,7 @@ class AccessProgram(PassProgram):
         return GradientState(self._gradients[layer][expert])
 
     def kept(self) -> Iterator[tuple[int, int]]:
-        """Layer and expert of every gradient that is kept or pending."""
+        """The layer and expert of each gradient that is kept or pending."""
         for layer, state in self._gradients.items():
             for expert in np.flatnonzero(state).tolist():
                 yield layer, expert
@@ -383,7 +383,7 @@ class AccessProgram(PassProgram):
             yield from self.pending(layer)
 
     def backward(self, layer: int, experts: Sequence[int] | Experts) -> Iterator[Access]:
-        """A backward pass. In the last micro-batch another access follows, which finishes the gradients of experts that
+        """A backward pass. In the last micro-batch another access may follow, which finishes the gradients of experts that
         only earlier micro-batches used.
         """
         chosen = np.asarray(experts, np.uint32)
@@ -404,7 +404,7 @@ class AccessProgram(PassProgram):
             yield from self._rest(Phase.BACKWARD, layer, left, Need.GRADIENTS, Action.FINISH)
 
     def finish(self) -> Iterator[Access]:
-        """After the last backward pass of a step whose count was not known: finishes the gradients that are kept."""
+        """Finish the kept gradients, after the last backward pass of a step whose micro-batch count was unknown."""
         for layer in reversed(self._gradients):
             left = np.flatnonzero(self._gradients[layer] == GradientState.KEPT)
             yield from self._rest(Phase.BACKWARD, layer, left, Need.GRADIENTS, Action.FINISH)
@@ -416,7 +416,7 @@ class AccessProgram(PassProgram):
             yield from self._rest(Phase.OPTIMIZER, number, due, Need.STEP_SPILLED, Action.STEP)
 
     def done(self, access: Access, requests: Sequence[int] | npt.NDArray[np.uint32]) -> None:
-        """The actions of these requests of ``access`` (by their places in it) have been taken."""
+        """Record that the actions of ``requests`` (indices into ``access``) have been taken."""
         state = self._gradients[access.layer]
         experts, actions = access.experts[requests], access.actions[requests]
         state[experts[actions & Action.KEEP != 0]] = GradientState.KEPT
@@ -426,7 +426,7 @@ class AccessProgram(PassProgram):
 
     @property
     def _is_last(self) -> bool:
-        """Whether the present micro-batch's backward pass is the step's last."""
+        """Whether the current micro-batch's backward pass makes the step's gradients final."""
         return self._micro == self._last
 
     @property
@@ -441,21 +441,21 @@ class AccessProgram(PassProgram):
         return self._training
 
     def unchanged(self, ahead: Speculation) -> npt.NDArray[np.bool_]:
-        """Those whose steps are queued up to the pass. Where nothing is replayed, an expert that the present step may still
-        reach is none of them.
+        """Experts whose steps and replays before the pass are all queued. Without replays, this excludes experts that the
+        current step may still change.
         """
         stepped, behind = self._due(ahead.layer, ahead.experts, later=ahead.later)
         changes = self._counts.replays or self._in_next_step(ahead.later)
         return ~(stepped | (behind & changes))
 
     def _in_next_step(self, later: int) -> bool:
-        """Whether a pass, ``later`` cycles from now, comes after the present step has been applied."""
+        """Whether a pass ``later`` cycles from now comes after the current step has been applied."""
         return self._training and later > 0 and (self._is_last or self._schedule.interleaves)
 
     def _due(
         self, layer: int, experts: Experts, *, later: int
     ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-        """Of a forward pass ``later`` cycles from now: whose gradients it steps first, and who is behind the steps then."""
+        """For a forward pass ``later`` cycles from now: the experts that it steps first, and those behind on steps."""
         next_step = self._in_next_step(later)
         due = GradientState.KEPT if next_step else GradientState.PENDING
         behind = self._counts.applied + next_step > self._counts.of(layer, experts)
@@ -476,7 +476,7 @@ class AccessProgram(PassProgram):
     def _rest(
         self, phase: Phase, layer: int, experts: npt.NDArray[np.int64], need: Need, action: Action
     ) -> Iterator[Access]:
-        """An access beside the passes, if there is anything to do in it."""
+        """An access outside the passes, unless ``experts`` is empty."""
         if len(experts):
             flags = np.full(len(experts), int(need), np.uint16)
             actions = np.full(len(experts), int(action))
@@ -491,6 +491,6 @@ class AccessProgram(PassProgram):
         actions: npt.NDArray[np.int64],
         ahead: Sequence[Pass] = (),
     ) -> Access:
-        # What waited for the norm belongs to the step before the present one.
+        # A deferred step is already counted as applied when its gradients are stepped, an immediate one is not.
         step = self._counts.applied + (self._timing is StepTiming.IMMEDIATE)
         return Access(phase, layer, experts, flags, actions.astype(np.uint8), step, ahead)

@@ -1,15 +1,14 @@
-"""The explicit sequence of layer passes, and what each of two independent queues does around each of them
-(SE-MoE section 2.2, the parallel block of Algorithm 1).
+"""The explicit sequence of layer passes, and the work of two independent queues around each pass (SE-MoE section 2.2, the
+parallel block of Algorithm 1).
 
-A step is, for each micro-batch, forward passes over the *units* 0 .. U-1 (groups of dense parameters that are
-gathered together: embedding, layers, head), backward passes U-1 .. 0, and then optimizer passes. The
-**horizontal** queue gathers the parameters of a unit before its pass and scatters its gradients after it;
-the **vertical** one moves experts disk -> host -> device and back. Each has its lookahead, in passes, and its
-budget, in bytes.
+A step consists, for each micro-batch, of forward passes over the *units* 0 .. U-1 (groups of dense parameters that are
+gathered together: embedding, layers, head) and backward passes U-1 .. 0, followed by optimizer passes. The **horizontal**
+queue gathers the parameters of a unit before its pass and scatters its gradients after it; the **vertical** queue moves
+experts disk -> host -> device and back. Each has a lookahead in passes and a budget in bytes.
 
-What a queue does, and when, follows from the sequence alone, never from what has completed. So all ranks
-issue their collectives in one order, whatever their disks do, and one object can be printed (``str``),
-executed (``HorizontalQueue``, ``TieredExperts``) and simulated (``operations``).
+What a queue does, and when, depends only on the sequence, never on what has completed. So all ranks issue their collectives
+in the same order, however fast their disks are, and the same object can be printed (``str``), executed
+(``HorizontalQueue``, ``TieredExperts``) and simulated (``operations``).
 """
 
 from __future__ import annotations
@@ -25,23 +24,23 @@ from tierstore.errors import ConfigError
 from tierstore.prefetch.plan import PrefetchConfig, StepTiming
 from tierstore.tiers.slots import ElementType
 
-#: The titles of ``Schedule.rows``.
+#: The column titles of ``Schedule.rows``.
 COLUMNS = ("", "pass", "gathers before", "releases after", "scatters after", "fetches meanwhile")
 
 
 class GatherBuffer(Enum):
-    """Where a unit's gathered parameters are."""
+    """The buffer that holds a unit's gathered parameters."""
 
-    SHARED = "shared"  # each release gives them up
-    OWN = "own"  # they stay until the unit is stepped: of its gathers only the first of a step sends anything
+    SHARED = "shared"  # each release drops the parameters
+    OWN = "own"  # parameters stay until the unit is stepped: only its first gather of a step sends a message
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
     """Dense parameters that are gathered together, and the MoE layer among them, if any.
 
-    ``gathered``: bytes that they occupy while they are gathered (of a fixed buffer, all of it). ``layer``: to which
-    layer waiting for them is charged; by default ``moe_layer``.
+    ``gathered``: bytes that they occupy while gathered (the whole buffer, if it has a fixed size). ``layer``: the layer that
+    waiting for them is charged to; default: ``moe_layer``.
     """
 
     name: str
@@ -52,7 +51,7 @@ class Unit:
 
 
 class StickyGathers:
-    """Which gathers of ``units`` send a message. A unit in a buffer of its own stays gathered: only the first gather
+    """Tracks which gathers of ``units`` send a message. A unit in its own buffer stays gathered: only the first gather
     since its step sends one.
     """
 
@@ -61,20 +60,21 @@ class StickyGathers:
         self._sent: set[int] = set()
 
     def sent(self, gathers: Iterable[int]) -> tuple[int, ...]:
-        """Those of ``gathers``, issued now, for which a message leaves."""
+        """Record that ``gathers`` are issued; returns those that send a message."""
         sent = tuple(unit for unit in gathers if unit not in self._sent)
         self._sent.update(unit for unit in sent if self._units[unit].buffer is GatherBuffer.OWN)
         return sent
 
     def step(self, unit: int) -> None:
-        """What ``unit`` was gathered with has changed."""
+        """Record that ``unit`` was stepped, so that its gathered parameters are stale."""
         self._sent.discard(unit)
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One unit's turn. ``later``: how many cycles after the present one; a cycle is a micro-batch where one comes after
-    another (``Schedule.following``), and a step elsewhere. ``micro``: of which micro-batch, where their passes interleave.
+    """A pass over one unit. ``later``: how many cycles after the current one. A cycle is a micro-batch in
+    ``Schedule.following``, if micro-batches do not interleave, and otherwise a step. ``micro``: the micro-batch, if their
+    passes interleave.
     """
 
     phase: Phase
@@ -94,7 +94,7 @@ class MicroPass:
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """How far a queue looks ahead: ``depth`` passes beyond the present one, ``nbytes`` held at a time (None: any)."""
+    """How far a queue looks ahead: ``depth`` passes beyond the current one, ``nbytes`` held at a time (None: no limit)."""
 
     depth: int = 1
     nbytes: int | None = None
@@ -110,14 +110,14 @@ class QueueLimits:
 class Schedule:
     """The passes of a step over ``units``, and the limits of the two queues. Immutable.
 
-    With ``StepTiming.IMMEDIATE`` the optimizer pass of a unit comes as soon as its gradients had
-    ``horizontal.depth`` passes to be scattered; with ``DEFERRED`` all come last, in forward order, so that the
-    first units of the next step can be gathered while the others are stepped.
-    ``order``: the passes of a step over all units, where those of several micro-batches interleave, as a pipeline
-    stage's do; empty where one micro-batch comes after another. Backward passes are in the order of micro-batches.
-    With ``Reshard.AFTER_FORWARD`` a unit is released after every pass, unless a pass within the lookahead needs it
-    again; with ``AFTER_BACKWARD`` it stays from its forward to its backward pass.
-    Raises ConfigError for units that cannot fit the horizontal budget, ValueError for an order that is none.
+    With ``StepTiming.IMMEDIATE`` the optimizer pass of a unit comes ``horizontal.depth`` passes after its backward pass,
+    so that its gradients have time to be scattered. With ``DEFERRED`` all optimizer passes come last, in forward order, so
+    that the first units of the next step can be gathered while the others are stepped.
+    ``order``: the passes of a step over all units, if those of several micro-batches interleave, as in a pipeline stage;
+    empty if one micro-batch comes after another. Backward passes are in the order of micro-batches.
+    With ``Reshard.AFTER_FORWARD`` a unit is released after every pass, unless a pass within the lookahead needs it again;
+    with ``AFTER_BACKWARD`` it stays gathered from its forward to its backward pass.
+    Raises ConfigError if the units cannot fit the horizontal budget, ValueError for an invalid order.
     """
 
     units: tuple[Unit, ...]
@@ -133,7 +133,7 @@ class Schedule:
     forward_passes: tuple[Pass, ...] = field(init=False)
     _cycle: tuple[Pass, ...] = field(init=False, repr=False)
     _forward_cycle: tuple[Pass, ...] = field(init=False, repr=False)
-    #: The results of ``following``, which every pass over a layer reads more than once.
+    #: The results of ``following``, cached because every pass over a layer reads them more than once.
     _following: dict[tuple[Phase, int, int, bool], tuple[Pass, ...]] = field(
         init=False, repr=False, compare=False
     )
@@ -144,7 +144,7 @@ class Schedule:
                 raise ConfigError(f"{name}: expected at least one, got {count}")
         self._check_budget()
         self._check_order()
-        put = object.__setattr__  # frozen: these follow from the arguments
+        put = object.__setattr__  # the class is frozen; these fields follow from the arguments
         forward = tuple(self._passes(MicroPass(Phase.FORWARD, 0)))
         once = forward + tuple(self._passes(MicroPass(Phase.BACKWARD, 0)))
         cycle = tuple(item for turn in self.order for item in self._passes(turn)) or once
@@ -164,7 +164,7 @@ class Schedule:
         put(self, "_following", following)
 
     def _check_order(self) -> None:
-        """Each micro-batch passes forward and then backward, and backward passes come in the order of micro-batches."""
+        """Check that each micro-batch passes forward, then backward, and that each phase is in micro-batch order."""
         if not self.order:
             return
         wanted = list(range(self.micro_batches))
@@ -178,13 +178,13 @@ class Schedule:
 
     @property
     def interleaves(self) -> bool:
-        """Whether the passes of several micro-batches interleave: then ``Pass.micro`` says whose each is."""
+        """Whether the passes of several micro-batches interleave, so that ``Pass.micro`` has a meaning."""
         return bool(self.order)
 
     @classmethod
     def of_layers(cls, layers: Sequence[int], *, depth: int, order: Sequence[MicroPass] = ()) -> Schedule:
-        """A schedule of the vertical queue alone: experts of MoE layers ``layers`` (in model order), nothing to
-        gather. ``order``: of their passes, where those of several micro-batches interleave.
+        """A schedule of the vertical queue alone: experts of MoE layers ``layers`` (in model order), without gathers.
+        ``order``: as in ``Schedule``.
         """
         units = tuple(Unit(f"layer {layer}", 0, layer) for layer in layers)
         return cls(
@@ -211,7 +211,7 @@ class Schedule:
             )
 
     def _passes(self, turn: MicroPass) -> Iterator[Pass]:
-        """Forward passes over the units in order, or backward passes in the opposite one."""
+        """Forward passes over the units in order, or backward passes in reverse order."""
         units = range(len(self.units))
         for unit in units if turn.phase is Phase.FORWARD else reversed(units):
             yield Pass(turn.phase, unit, self.units[unit].moe_layer, micro=turn.micro)
@@ -221,7 +221,7 @@ class Schedule:
         return (Pass(Phase.OPTIMIZER, unit) for unit in units)
 
     def _with_optimizer(self, backward: Sequence[Pass]) -> list[Pass]:
-        """The backward passes of the last micro-batch with the optimizer passes in their places."""
+        """The backward passes of the last micro-batch with the optimizer passes inserted."""
         if self.timing is StepTiming.DEFERRED:
             return [*backward, *self._steps(range(len(self.units)))]
         placed: list[Pass] = []
@@ -250,9 +250,7 @@ class Schedule:
         return tuple(ahead)
 
     def recomputed(self, layer: int, *, micro: int = 0) -> list[Pass]:
-        """What ``following`` is for the recomputation of ``layer`` (activation checkpointing): its own backward pass
-        comes next.
-        """
+        """``following`` for the recomputation of ``layer`` (activation checkpointing): its backward pass comes next."""
         wanted = (Phase.BACKWARD, layer, micro)
         own = next(item for item in self._cycle if (item.phase, item.moe_layer, item.micro) == wanted)
         return [own, *self.following(Phase.BACKWARD, layer, training=True, micro=micro)][
@@ -262,10 +260,10 @@ class Schedule:
     # Reading ------------------------------------------------------------------------------------------------
 
     def rows(self, step: int = 1) -> list[tuple[str, ...]]:
-        """What a table of step ``step`` shows, one row a pass: its number and name; the units whose gathers are issued
-        before it, when the pass before it ends; those released after it; the unit whose gradients are then
-        scattered; the MoE passes whose experts are fetched meanwhile. Step 0 starts with nothing gathered. A unit in a
-        buffer of its own is gathered once a step, and released when it is stepped.
+        """A table of step ``step``, one row per pass: its number and name; the units whose gathers are issued before it,
+        when the previous pass ends; the units released after it; the unit whose gradients are then scattered; the MoE
+        passes whose experts are fetched meanwhile. Step 0 starts with nothing gathered. A unit in its own buffer is
+        gathered once per step, and released when it is stepped.
         """
         window, sticky = Window(self, training=True), StickyGathers(self.units)
         issued = sticky.sent(window.begin().gathers)
@@ -309,9 +307,9 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Movement:
-    """What happens at one end of a pass: units whose gathers are issued, and units that are released.
+    """The units that are gathered and released where a pass begins or ends.
 
-    ``before`` the releases, and ``after`` them, in the memory that they freed.
+    Gathers are issued ``before`` the releases, and ``after`` them, into the memory that they freed.
     """
 
     before: tuple[int, ...] = ()
@@ -324,43 +322,42 @@ class Movement:
 
 
 class Window:
-    """The decisions of the horizontal queue, over the endlessly repeated passes of ``schedule`` (forward passes only
-    when not ``training``). They see passes beginning and ending, and nothing else.
+    """The decisions of the horizontal queue, over the endlessly repeated passes of ``schedule`` (only forward passes if not
+    ``training``). They depend only on passes beginning and ending.
 
-    A cursor walks the passes that need parameters, in program order, at most ``depth`` of them ahead and within
-    the budget, and never past an optimizer pass that has yet to change what it would gather. Positions count
-    passes from 0 and go on from step to step.
+    A cursor walks the passes that need parameters, in program order, at most ``depth`` of them ahead and within the budget,
+    and never past an optimizer pass that has yet to change what it would gather. Positions count passes from 0 across steps.
     """
 
     def __init__(self, schedule: Schedule, *, training: bool) -> None:
         self.passes = schedule.passes if training else schedule.forward_passes
         self._schedule = schedule
         self._limits = schedule.horizontal
-        #: In one cycle: the positions of passes that need parameters, and how many lie before each position.
+        #: In one cycle: the positions of passes that need parameters, and how many of these come before each position.
         self._needy = [i for i, item in enumerate(self.passes) if item.phase is not Phase.OPTIMIZER]
         self._before = [sum(n < i for n in self._needy) for i in range(len(self.passes))]
         self._changes = {item.unit: i for i, item in enumerate(self.passes) if item.phase is Phase.OPTIMIZER}
         self._cursor = 0  # passes that need parameters, counted from the start
-        #: Of each unit that is gathered: the last position that is to find it so.
+        #: For each gathered unit: the last position that needs it.
         self._held: dict[int, int] = {}
         self.nbytes = 0
 
     @property
     def held(self) -> tuple[int, ...]:
-        """The units that are gathered, or on their way."""
+        """The units that are gathered or being gathered."""
         return tuple(self._held)
 
     def at(self, position: int) -> Pass:
-        """The pass at ``position``; its ``later`` is the step that it belongs to."""
+        """The pass at ``position``; its ``later`` is the number of its step."""
         turn, index = divmod(position, len(self.passes))
         return replace(self.passes[index], later=turn)
 
     def begin(self) -> Movement:
-        """Before the first pass."""
+        """The movement before the first pass."""
         return Movement(before=self._advance(0))
 
     def leave(self, position: int) -> Movement:
-        """The pass at ``position`` ends; the next one is about to begin."""
+        """The movement between the pass at ``position``, which ends, and the next one."""
         before = self._advance(position + 1)
         releases = tuple(unit for unit, until in self._held.items() if until == position)
         for unit in releases:
@@ -369,7 +366,7 @@ class Window:
         return Movement(before, releases, self._advance(position + 1))
 
     def adopt(self, other: Window) -> tuple[int, ...]:
-        """Starts with what ``other`` holds for its next passes; returns the units that this window has no use for."""
+        """Take over the units of ``other`` that the first passes need; returns the units to release."""
         while (unit := self._next_unit()) in other.held and unit not in self._held:
             self._take(unit)
         return tuple(unit for unit in other.held if unit not in self._held)
@@ -382,7 +379,7 @@ class Window:
         return turn * len(self.passes) + self._needy[index]
 
     def _advance(self, position: int) -> tuple[int, ...]:
-        """Moves the cursor as far as the pass at ``position``, which begins, allows; the units to gather."""
+        """Move the cursor as far as allowed when the pass at ``position`` begins; returns the units to gather."""
         turn, index = divmod(position, len(self.passes))
         horizon = turn * len(self._needy) + self._before[index] + self._limits.depth
         gathers = []
@@ -433,16 +430,16 @@ def unit_schedule(
     first_block: int = 0,
     order: Sequence[MicroPass] = (),
 ) -> Schedule:
-    """The schedule of a model whose dense parameters are sliced: units ``layouts`` are embedding, blocks, norm and head, and
+    """The schedule of a model with sliced dense parameters. The units ``layouts`` are embedding, blocks, norm and head;
     block ``first_block`` is unit 1. ``order``: as in ``Schedule``.
 
-    Its horizontal budget is that of the fusion buffers: each block takes one, whatever its size; the first and the
-    last unit have buffers of their own. The step of dense parameters is deferred, clipped or not: their norm is known
-    when all gradients are.
+    The horizontal budget is the size of the fusion buffers: each block takes one, whatever its size; the first and last unit
+    have their own buffers. The step of dense parameters is deferred even without clipping: their norm is known once all
+    gradients are.
     """
     narrow = gather_width(dense, compute)
     last = len(layouts) - 1
-    # At least a byte: blocks of which nothing is trained take turns with their buffers, too.
+    # At least one byte, so that fully frozen blocks also take turns with their buffers.
     buffer = max((layout.gathered_bytes(narrow) for layout in layouts[1:last]), default=0) or 1
 
     def unit(number: int, layout: UnitLayout) -> Unit:

@@ -1,9 +1,9 @@
-"""Carrying an access of the access program out: groups of its experts, one after another, where they are computed.
+"""Execution of an access of the access program: brings its experts, group by group, to where they are computed.
 
-That is the host cache, or the slots of a device (``DeviceCache``). An expert that a slot holds needs no read of its weights.
-While experts of one group compute, the next ones are copied to the device, then those of the coming passes, and the
-following groups and passes are read. Every action is queued on the engine behind whatever it needs, so nothing here waits
-but for weights that a layer is about to use.
+That is the host cache, or the slots of a device (``DeviceCache``). The weights of an expert that a slot holds are not read.
+While the experts of one group are computed, the next ones are copied to the device, then those of coming passes, and the
+following groups and passes are read. Every action is queued on the engine behind those that it needs, so this code waits
+only for weights that a layer is about to use.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from tierstore.store.format import Group
 from tierstore.store.index.live import LiveRecord
 from tierstore.tiers.device import DeviceTier, WeightLoads
 
-#: What comes before an expert is computed with: the access, the place in it, the record.
+#: Queues the actions that must precede the use of an expert. Arguments: the access, the index in it, the record.
 BringUp = Callable[[Access, int, LiveRecord], None]
 
 _NEEDS = int(Need.WEIGHTS | Need.MOMENTS | Need.GRADIENTS)
 
 
 class Arrived(NamedTuple):
-    """An expert whose weights are there: its place in the access, and whether it is the last of its group.
+    """An expert whose weights have arrived: its index in the access, and whether it is the last of its group.
 
-    ``more``: the next one is there too, and ``weights`` stay as they are beside it.
+    ``more``: the next expert has arrived, too, and ``weights`` stay valid while it is used.
     """
 
     unit: int
@@ -47,10 +47,10 @@ class Arrived(NamedTuple):
 
 
 class AccessWalk:
-    """Walks the accesses of ``program`` over ``records``. The weight slots of ``device`` are its own.
+    """Walks the accesses of ``program`` over ``records``. Nothing else may use the weight slots of ``device``.
 
-    ``nearest_first``: a group's experts come in the order in which they will be there, as nothing else depends on their
-    order: those in memory, those that were read ahead, those that this access reads.
+    ``nearest_first``: yield a group's experts in the order of their expected arrival, if nothing else depends on the order:
+    those in memory, those that were prefetched, those that this access reads.
     """
 
     def __init__(
@@ -72,34 +72,34 @@ class AccessWalk:
         self._nearest_first = nearest_first
         self.slots = DeviceCache(store, device, records)
         self._by_key = store.config.group_order is GroupOrder.KEY
-        #: Of the open access: the place of each request in that of the host cache, where it is in it.
+        #: For the open access: the index in the host cache's access of each request that is part of that.
         self._host_unit: dict[int, int] = {}
-        #: Coming passes, and the places in each of the experts whose copies are still to be queued.
+        #: Coming passes, and the indices of the experts in each whose copies are still to be queued.
         self._coming: list[tuple[Speculation, list[int]]] = []
-        #: Bytes that were on their way, but not there, when they were needed.
+        #: Bytes whose prefetch had not finished when they were needed.
         self.late_prefetch_bytes = 0
 
     def walk(self, access: Access, bring_up: BringUp | None = None) -> Generator[Arrived]:
-        """Yields each expert, group by group, when its weights are there. ``bring_up`` is called for the experts
-        of a group of a forward pass before that.
+        """Yield each expert, group by group, when its weights have arrived. In a forward pass, ``bring_up`` is called for
+        each expert of a group first.
 
-        The caller may end each request (``end_unit``) when it has no use for the weights any more; those that it has not
-        ended end with their group.
+        The caller may end a request (``end_unit``) as soon as it no longer needs the weights; otherwise it ends with its
+        group.
 
-        Left before its end (the computation raised, a read failed), the access of a store that is opened to write stays
-        open: the caller poisons the store, whose last commit stands. In a store opened to read it is ended, and the
-        next access finds everything as if this one had been walked.
+        If the walk is left early (the computation raised, a read failed), the access stays open in a store opened to write:
+        the caller must poison the store, whose last commit remains valid. In a store opened to read the access is ended, and
+        the next one finds the same state as after a complete walk.
         """
         layer, records = access.layer, self._records_of(access)
         held = self._spared(access, records)
         flags = self._host_flags(access.flags, records, held)
-        if self.slots.keeps:  # whose sequences ask is for the policy of the slots
+        if self.slots.keeps:  # then only the slots' policy needs to know which sequences request an expert
             flags = flags & np.uint16(Need.FIRST_ASKER - 1)
         asked = np.flatnonzero(flags & np.uint16(_NEEDS))
         self._host_unit = {unit: place for place, unit in enumerate(asked.tolist())}
         spared = [unit for unit in range(len(records)) if unit not in self._host_unit]
         groups, lost = 0, list[int]()
-        if len(asked) or not records:  # a layer of which no expert is here is an access too
+        if len(asked) or not records:  # a pass that requests no expert of this rank is an access, too
             numbers = _numbers([records[unit] for unit in asked.tolist()])
             groups = self._store.begin_access(access.phase, layer, numbers, flags[asked])
         try:
@@ -136,13 +136,13 @@ class AccessWalk:
                 yield arrived._replace(unit=lost[arrived.unit])
 
     def end_unit(self, unit: int) -> None:
-        """The caller has no use for request ``unit`` of the open access any more."""
+        """End request ``unit`` of the open access: the caller no longer needs its weights."""
         place = self._host_unit.get(unit)
         if place is not None:
             self._cache.end_unit(place)
 
     def wait(self, tickets: Sequence[int], layer: int, tier: Tier, cause: Cause) -> None:
-        """Waits for ``tickets``; what they take is charged to ``layer``, ``tier`` and ``cause``."""
+        """Wait for ``tickets``; the time is charged to ``layer``, ``tier`` and ``cause``."""
         if any(not self._store.engine.done(ticket) for ticket in tickets):
             with self._ledger.stall(layer=layer, tier=tier, cause=cause):
                 self._store.wait(tickets)
@@ -150,14 +150,14 @@ class AccessWalk:
             self._store.wait(tickets)
 
     def end_step(self) -> None:
-        """A step begins, to the policy of the slots."""
+        """Tell the slots' policy that a step has ended."""
         self.slots.residency.end_step()
 
     # What is requested of which cache -----------------------------------------------------------------------
 
     def _spared(self, access: Access, records: Sequence[LiveRecord]) -> npt.NDArray[np.bool_]:
-        """Which of ``records`` are computed with in slots that hold them now, until they are released. What a forward pass
-        steps first is none of them: then its copy is out of date.
+        """Pin those of ``records`` that slots hold, until they are released; returns which these are. Experts that a forward
+        pass steps first are excluded, because the step makes their copies stale.
         """
         spared = np.zeros(len(records), np.bool_)
         if self.slots.keeps:
@@ -167,10 +167,10 @@ class AccessWalk:
         return spared
 
     def _host_flags(self, flags: Flags, records: Sequence[LiveRecord], held: npt.NDArray[np.bool_]) -> Flags:
-        """``flags`` without the weights of those that slots have ``held``, but for what writes them.
+        """``flags`` without the weights of experts ``held`` in slots, except requests that write the weights.
 
-        Where steps follow, what the host cache has too is still requested: nothing is read, and the policy sees each use.
-        Otherwise it would write out, and read again, what the step is about to need.
+        If steps follow, weights that are also in the host cache are still requested: this reads nothing, and the policy sees
+        each use. Otherwise it would evict weights that the step is about to need.
         """
         reads = held & (flags & np.uint16(Need.DIRTY_WEIGHTS) == 0)
         if self._program.trains:
@@ -181,8 +181,8 @@ class AccessWalk:
     def _in_order(
         self, units: list[int], spared: list[int], held: npt.NDArray[np.bool_], *, last: bool
     ) -> tuple[list[int], list[int]]:
-        """The requests of a group in the order in which they are served, and the ``spared``, which request nothing of the
-        host cache, that are left for later groups. What slots hold comes first; by key, where that is the order.
+        """The requests of a group in the order in which they are served, and those of ``spared`` (requests that need nothing
+        of the host cache) that are left for later groups. Experts in slots come first, unless the order is by key.
         """
         if not self.slots.keeps:
             return units, spared
@@ -196,7 +196,7 @@ class AccessWalk:
     def _serve(
         self, access: Access, units: Sequence[int], records: Sequence[LiveRecord], lost: list[int]
     ) -> Generator[Arrived]:
-        """Yields the experts of a group. Of those in ``lost`` a slot alone had the weights, and their copy failed."""
+        """Yield the experts of a group. Adds to ``lost`` those whose copy failed and whose weights only a slot had."""
         there = [self._in_place(records[unit]) for unit in units]
         copied = [unit for unit, weights in zip(units, there, strict=True) if weights is None]
         if copied:
@@ -219,7 +219,7 @@ class AccessWalk:
             self.slots.release()
 
     def _in_place(self, record: LiveRecord) -> Weights | None:
-        """The weights of ``record`` where they are computed with in the host cache."""
+        """The weights of ``record`` in the host cache, if they are used in place."""
         if self._device.loads is WeightLoads.COPIED:
             return None
         return self._device.in_place(self._cache.sections(record.entry(Group.WEIGHTS))[0])
@@ -231,7 +231,7 @@ class AccessWalk:
         return [self._records[asked.layer][expert] for expert in asked.experts.tolist()]
 
     def _distance(self, record: LiveRecord) -> int:
-        """0 in memory, 1 read ahead, 2 read by the access that is open: it follows from the program's order alone."""
+        """0: in memory, 1: prefetched, 2: read by the open access. Depends only on program order."""
         entry = record.entry(Group.WEIGHTS)
         if not self._cache.ready(entry):
             return 0
@@ -239,14 +239,14 @@ class AccessWalk:
         return 1 if fetched is not None and fetched.speculative else 2
 
     def _wait_in_place(self, record: LiveRecord, layer: int) -> None:
-        """Waits for weights that are computed with in the host cache. Raises ChecksumError, OSError."""
+        """Wait for weights that are used in the host cache. Raises ChecksumError, OSError."""
         if ready := self._ready(record):
             self._wait_again(ready, record, layer)
             self._cache.came(record.entry(Group.WEIGHTS))
 
     def _wait_again(self, tickets: Sequence[int], record: LiveRecord, layer: int) -> bool:
-        """Waits for ``tickets``, which bring the weights of ``record``. In a store opened to read, a read that fails is
-        tried once more; returns whether it was. Raises ChecksumError, OSError.
+        """Wait for ``tickets``, which bring the weights of ``record``. In a store opened to read, retry a failed read once;
+        returns whether it was retried. Raises ChecksumError, OSError.
         """
         try:
             if all(map(self._store.engine.done, tickets)):
@@ -261,8 +261,8 @@ class AccessWalk:
         return False
 
     def _arrive(self, copy: Copy, record: LiveRecord, unit: int, layer: int) -> bool:
-        """Waits for the copy of ``record`` in a slot. Raises ChecksumError, OSError. False: the copy failed, and the host
-        cache was not asked for the weights.
+        """Wait for the copy of ``record`` in a slot. Returns False if the copy failed and the weights were not requested of
+        the host cache. Raises ChecksumError, OSError.
         """
         if not copy.ticket:
             return True
@@ -283,7 +283,9 @@ class AccessWalk:
     # Speculation --------------------------------------------------------------------------------------------
 
     def _prefetch(self, ahead: Speculation) -> int:
-        """Reads what a coming pass needs and no slot holds; its copies are queued when there are slots for them."""
+        """Prefetch what a coming pass needs and no slot holds; copies are queued when slots become free. Returns how many of
+        the experts, counted from the first, are covered.
+        """
         records = self._records_of(ahead)
         flags = ahead.flags
         if self.slots.keeps:
@@ -300,8 +302,8 @@ class AccessWalk:
         return taken
 
     def bring(self, layer: int, experts: Sequence[int]) -> list[int]:
-        """Queues the copies of ``experts`` (ascending) to slots, ahead of a pass that asks for them; returns their tickets.
-        The host cache's access for it has ended before anything is waited for. Raises BudgetError, StoreError.
+        """Queue copies of ``experts`` (ascending) to slots, ahead of the pass that requests them; returns their tickets. The
+        host cache's access ends before anything is waited for. Raises BudgetError, StoreError.
         """
         records = [self._records[layer][expert] for expert in experts]
         records = [
@@ -319,20 +321,20 @@ class AccessWalk:
         return tickets
 
     def prefetch(self, layer: int, experts: Sequence[int]) -> int:
-        """Reads ``experts`` (ascending) into the host cache, as far as its speculation goes; returns how many of them, from
-        the first on, are there or on their way.
+        """Prefetch ``experts`` (ascending) into the host cache, as far as its prefetch budget allows; returns how many of
+        them, counted from the first, are there or being read.
         """
         numbers = _numbers([self._records[layer][expert] for expert in experts])
         weights = np.full(len(numbers), int(Need.WEIGHTS), np.uint16)
         return self._cache.prefetch(Phase.FORWARD, layer, numbers, weights)
 
     def give_up(self, layer: int) -> None:
-        """No slot holds an expert of ``layer`` any more."""
+        """Drop all experts of ``layer`` from slots."""
         self.slots.give_up(list(self._records[layer].values()))
 
     def _copy_ahead(self) -> None:
-        """Queues the copies of coming experts, nearest first, as far as slots are free: of those that the host cache has, or
-        reads, and whose steps are queued.
+        """Queue copies of coming experts, nearest first, as far as slots allow: of those that the host cache has or is
+        reading, and whose steps are queued.
         """
         for ahead, left in self._coming:
             unchanged = self._program.unchanged(ahead)
@@ -353,8 +355,8 @@ class AccessWalk:
     # Failures and reasons -----------------------------------------------------------------------------------
 
     def _abandon(self) -> None:
-        """Ends the accesses that are open: their groups are gone through, those to come included, as the decisions of a
-        whole access are what traces record.
+        """End the open accesses. Goes through all their remaining groups, because traces record the decisions of whole
+        accesses.
         """
         self.slots.abandon()
         residency = self._cache.residency
@@ -364,7 +366,7 @@ class AccessWalk:
             self._cache.end_group()
 
     def _reason(self, record: LiveRecord) -> tuple[Tier, Cause]:
-        """What the weights of ``record`` are still waiting for."""
+        """The tier and cause to charge for waiting for the weights of ``record``."""
         cache, done = self._cache, self._store.engine.done
         weights = record.entry(Group.WEIGHTS)
         ready, fetched = cache.ready(weights), cache.fetched(weights)

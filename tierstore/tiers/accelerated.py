@@ -39,7 +39,7 @@ class DeviceCopy:
         self._lock = threading.Lock()
 
     def queue(self) -> torch.Event:
-        """Put the copy on its stream, if it is not there yet; returns its event. The tickets ``after`` must have finished."""
+        """Put the copy on its stream, unless it is there; returns its event. The tickets ``after`` must have finished."""
         with self._lock:
             if self._queued is None:
                 assert self._copy is not None
