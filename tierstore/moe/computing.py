@@ -1,12 +1,11 @@
-"""A layer's experts as one step of autograd: dispatch, one expert after another, and back.
+"""A layer's experts as one autograd function: dispatch, one expert after another, combine.
 
-Shapes: T tokens, K experts a token, N assignments, M rows of the experts computed here, D width of the model, P what
-feeds the activation (2F or F).
+Shapes: T tokens, K experts a token, N assignments, M rows of the experts computed on this rank, D width of the model, P
+width of the activation's input (2F or F).
 
-Experts come from an :class:`ExpertSource`, one by one, in the forward pass and again in the backward pass. Each is
-computed whole, one product over all of its tokens, so that no shape depends on how many fit in memory at once; rows
-wait in buffers that are sorted by expert, and are added up when all are there, so that no sum depends on the order in
-which experts came.
+Experts come from an :class:`ExpertSource`, one by one, in the forward pass and again in the backward pass. Each expert is
+computed in one matrix product over all of its tokens, so no shape depends on how many experts fit in memory at once. Rows
+are kept in buffers sorted by expert and summed once all are complete, so no sum depends on the order in which experts came.
 """
 
 from __future__ import annotations
@@ -47,18 +46,18 @@ from tierstore.moe.source import ExpertLease, ExpertSource, SourceSlot, pipelini
 
 
 class Weighting(Enum):
-    """Where the router's weights meet the experts: one sum, rounded in different places."""
+    """Where the router's weights are applied. The results differ only in rounding."""
 
-    #: The backward pass weighs inside of the expert, in the compute type; no expert's output is kept.
+    #: The backward pass applies weights within the expert, in the compute type; experts' outputs are not kept.
     BY_EXPERT = "by_expert"
-    #: Outputs are weighed as they are, in the wider of both types, and kept; gradients are added up in ascending order
-    #: of experts. These are the bits of transformers' ``grouped_mm``.
+    #: Weights are applied to outputs, in the wider of both types, and outputs are kept; gradients are summed in ascending
+    #: order of experts. Gives the bits of transformers' ``grouped_mm``.
     BY_OUTPUT = "by_output"
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertPass:
-    """A pass over the experts of ``layer``, beside its tensors."""
+    """The arguments of a pass over the experts of ``layer``, except its tensors."""
 
     layer: int
     shape: ExpertShape
@@ -72,8 +71,8 @@ class ExpertPass:
 def compute_experts(x_TD: Tensor, weight_TK: Tensor, call: ExpertPass) -> Tensor:
     """``y[t] = sum_k weight[t, k] * expert[t, k](x[t])``, differentiable.
 
-    A backward pass leaves the experts' gradients with the source, whether or not anything before them needs one.
-    Several micro-batches whose calls meet (``SourceSlot.meeting``) are computed together.
+    A backward pass leaves the experts' gradients with the source, even if no input needs a gradient. Micro-batches whose
+    calls meet (``SourceSlot.meeting``) are computed together.
     """
     if isinstance(call.source, SourceSlot) and call.source.meeting is not None:
         return call.source.meeting.compute(x_TD, weight_TK, call)
@@ -120,8 +119,8 @@ class _Experts(torch.autograd.Function):
 
 
 class Saved(NamedTuple):
-    """What a forward pass keeps beside its inputs. ``inner_MP``: what feeds the activations; ``rows_MD``: rows that came
-    from other ranks (None: those of this rank are picked from its input again); ``y_ND``: the experts' outputs.
+    """Tensors that a forward pass keeps beside its inputs. ``inner_MP``: the activations' inputs. ``rows_MD``: the experts'
+    rows that were sent by other ranks (None: dispatch the input again). ``y_ND``: the experts' outputs.
     """
 
     inner_MP: Tensor | None = None
@@ -132,8 +131,8 @@ class Saved(NamedTuple):
 class ForwardWalk(ExpertWalk):
     """A forward pass over the experts of one call.
 
-    Its rows set off for the ranks of their experts before the first lease: experts and tokens travel at the same time.
-    ``scratch``: shared with other walks, of which one computes at a time.
+    Rows are sent to the ranks of their experts before the first lease, so that experts and tokens move at the same time.
+    ``scratch``: shared with other walks; only one may compute at a time.
     """
 
     def __init__(
@@ -150,7 +149,7 @@ class ForwardWalk(ExpertWalk):
         self._call, self._weight_TK, self._saving = call, weight_TK, saving
         self._arriving = RowsAtExperts(call.rows, self.chunks, x_TD.index_select(0, plan.token_N))
         self._inner_MP = x_TD.new_empty(rows.rows if saving else 0, call.shape.inner_rows)
-        #: The most rows of several experts that are computed together.
+        #: The most rows of several experts to compute together.
         self._together = 0 if saving else rows_together(call.shape, x_TD.dtype)
         most = max(rows.most_rows, min(rows.rows, self._together))
         self._work = Workspace(call.shape, most, x_TD, inner=0 if saving else 1, scratch=scratch)
@@ -180,7 +179,7 @@ class ForwardWalk(ExpertWalk):
             forward_experts(shape, experts, self._arriving.rows, y_MD, work)
 
     def finish(self) -> Tensor:
-        """The results, when all experts have been computed."""
+        """Combine and return the results, once all experts have been computed."""
         plan = self._call.plan
         self.wait()
         if self._call.weighting is Weighting.BY_OUTPUT:
@@ -188,7 +187,7 @@ class ForwardWalk(ExpertWalk):
         return combine_weighted(self._y_ND, plan.place_TK, self._weight_TK)
 
     def saved(self) -> Saved:
-        """What the backward pass takes up, where ``saving``."""
+        """The tensors to keep for the backward pass; none unless ``saving``."""
         if not self._saving:
             return Saved()
         by_output = self._call.weighting is Weighting.BY_OUTPUT
@@ -200,7 +199,7 @@ class ForwardWalk(ExpertWalk):
 
 
 class BackwardWalk(ExpertWalk):
-    """A backward pass over the experts of one call, whose results have the gradient ``grad_TD``."""
+    """A backward pass over the experts of one call."""
 
     def __init__(self, x_TD: Tensor, call: ExpertPass, saved: Saved) -> None:
         super().__init__(call.rows, pipelining_of(call.source).degrees.backward)
@@ -217,11 +216,11 @@ class BackwardWalk(ExpertWalk):
 
     @abstractmethod
     def _compute_one(self, lease: ExpertLease, number: int, span: slice) -> None:
-        """Computes the leased expert's rows ``span``, of chunk ``number``."""
+        """Compute the leased expert's rows ``span``, of chunk ``number``."""
 
     @abstractmethod
     def finish(self) -> tuple[Tensor, Tensor]:
-        """The gradients of the tokens and of their weights, when all experts have been computed."""
+        """The gradients of the tokens and of their weights, once all experts have been computed."""
 
 
 def backward_walk(
@@ -310,7 +309,7 @@ class _ByOutput(BackwardWalk):
         self._grad_x_MD = rows.at_experts(self._grad_x_ND)
         again = saved.y_ND is None
         self._y_ND = _new_rows(x_TD, plan) if saved.y_ND is None else saved.y_ND
-        #: Where outputs are computed again; None where they were saved.
+        #: The outputs if they are recomputed; None if they were saved.
         self._y_MD = rows.at_experts(self._y_ND) if again else None
         inner = 2 if again else 1
         self._work = Workspace(shape, rows.most_rows, x_TD, inner=inner, hidden=2, scratch=scratch)
@@ -349,12 +348,12 @@ class _ByOutput(BackwardWalk):
 
 
 def _travelling(inputs: RowsAtExperts | RowsHere) -> list[RowsAtExperts]:
-    """The experts' rows of the forward pass, where they are sent again."""
+    """``inputs`` if the forward pass's rows are sent again, otherwise nothing."""
     return [inputs] if isinstance(inputs, RowsAtExperts) else []
 
 
 def _new_rows(like: Tensor, plan: Dispatch) -> Tensor:
-    """Room for N rows, and one of zeros, which is where the dropped are found."""
+    """N uninitialised rows, and a row of zeros for dropped assignments."""
     rows_ND = like.new_empty(plan.rows + 1, like.shape[1])
     rows_ND[plan.rows].zero_()
     return rows_ND

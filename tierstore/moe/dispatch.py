@@ -1,9 +1,8 @@
-"""Tokens laid side by side by expert, and brought back.
+"""Dispatch sorts tokens by expert; combine brings the results back to token order.
 
 Shapes: T tokens, K experts a token, N assignments that were not dropped (at most T * K), E experts, D width.
 
-The way back sums over K in the router's order, whichever expert was computed first: where an expert was, and when it
-came, cannot change a bit.
+Combine sums over K in the router's order, so where and when an expert was computed cannot change a bit.
 """
 
 from __future__ import annotations
@@ -17,21 +16,20 @@ from torch import Tensor
 
 
 class RowOrder(Enum):
-    """How the tokens of one expert lie."""
+    """The order of the tokens of one expert."""
 
-    #: In token order: the rows that several ranks send lie as they would in one process.
+    #: Token order: rows that several ranks send are in the same order as in one process.
     TOKENS = "tokens"
-    #: As ``torch.sort`` leaves them, which is not stable: transformers' order, in which sums over rows have its bits.
+    #: The order of an unstable ``torch.sort``, as in transformers, so that sums over rows have the same bits as there.
     SORTED = "sorted"
 
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """Where each assignment lies in the sorted buffer.
+    """The row of each assignment in the sorted buffer.
 
-    ``order_N``: which flat assignment (t * K + k) lies at each row; ``token_N``: its token; ``place_TK``:
-    the row of each assignment, or N where it was dropped; ``offsets``: rows ``offsets[e]:offsets[e + 1]``
-    belong to expert e.
+    ``order_N``: the flat assignment (t * K + k) of each row. ``token_N``: its token. ``place_TK``: the row of each
+    assignment, or N where it was dropped. ``offsets``: rows ``offsets[e]:offsets[e + 1]`` belong to expert e.
     """
 
     order_N: Tensor
@@ -51,7 +49,7 @@ class Dispatch:
 
     @property
     def most_rows(self) -> int:
-        """The most rows that one expert has."""
+        """The most rows of any expert."""
         pairs = zip(self.offsets[:-1], self.offsets[1:], strict=True)
         return max((stop - start for start, stop in pairs), default=0)
 
@@ -61,9 +59,9 @@ class Dispatch:
 
 
 def count_experts(expert_N: Tensor, experts: int) -> Tensor:
-    """How often each of 0 to ``experts`` - 1 occurs in the int64 ``expert_N``, which has no others: (E,) int64.
+    """How often each of 0 to ``experts`` - 1 occurs in the int64 ``expert_N``, which has no other values: (E,) int64.
 
-    ``torch.bincount`` would let the host wait for the device.
+    ``torch.bincount`` would make the host wait for the device.
     """
     return expert_N.new_zeros(experts).index_add_(0, expert_N, torch.ones_like(expert_N))
 
@@ -83,9 +81,9 @@ def dispatch(expert_TK: Tensor, load_E: Tensor, order: RowOrder = RowOrder.TOKEN
 
 
 def dispatch_token(expert_1K: Tensor, experts: int) -> Dispatch:
-    """``dispatch`` of a single token, whose K experts of ``experts`` differ: decoding, where each operation counts.
+    """``dispatch`` of a single token with K different experts, in few operations, for decoding.
 
-    Raises ValueError for an expert that is none of them.
+    Raises ValueError for an expert outside 0 to ``experts`` - 1.
     """
     chosen: list[int] = expert_1K[0].tolist()
     order = sorted(range(len(chosen)), key=chosen.__getitem__)
@@ -101,7 +99,7 @@ def dispatch_token(expert_1K: Tensor, experts: int) -> Dispatch:
 
 
 def combine(rows_ND: Tensor, place_TK: Tensor) -> Tensor:
-    """``out[t] = sum_k rows[place[t, k]]``, k ascending. The last row is zeros, for the dropped."""
+    """``out[t] = sum_k rows[place[t, k]]``, k ascending. The last row must be zeros, for dropped assignments."""
     out_TD = rows_ND.index_select(0, place_TK[:, 0])
     for k in range(1, place_TK.shape[1]):
         out_TD += rows_ND.index_select(0, place_TK[:, k])
@@ -120,7 +118,7 @@ def combine_weighted(rows_ND: Tensor, place_TK: Tensor, weight_TK: Tensor) -> Te
 def combine_outputs(rows_ND: Tensor, place_TK: Tensor, weight_TK: Tensor) -> Tensor:
     """As :func:`combine_weighted`, with the bits of transformers' ``grouped_mm``.
 
-    Products are rounded to the wider of both types, and added up in fp32 at least.
+    Products are rounded to the wider of the two types, and summed at least in fp32.
     """
     tokens, top_k = place_TK.shape
     weighted = rows_ND.index_select(0, place_TK.reshape(-1)) * weight_TK.reshape(-1, 1)
@@ -128,13 +126,13 @@ def combine_outputs(rows_ND: Tensor, place_TK: Tensor, weight_TK: Tensor) -> Ten
 
 
 def gradients_of_outputs(grad_TD: Tensor, plan: Dispatch, weight_TK: Tensor) -> Tensor:
-    """The gradients (N, D) of what experts gave, in the type of ``grad_TD``."""
+    """The gradients (N, D) of the experts' outputs, in the type of ``grad_TD``."""
     weight_N = weight_TK.reshape(-1).index_select(0, plan.order_N)
     return (grad_TD.index_select(0, plan.token_N) * weight_N.unsqueeze(1)).to(grad_TD.dtype)
 
 
 def gradients_of_weights(grad_TD: Tensor, plan: Dispatch, rows_ND: Tensor, weight_TK: Tensor) -> Tensor:
-    """The gradients (N) of the weights, where experts gave ``rows_ND``."""
+    """The gradients (N) of the router's weights, for expert outputs ``rows_ND``."""
     wide = torch.promote_types(grad_TD.dtype, weight_TK.dtype)
     products_ND = grad_TD.index_select(0, plan.token_N).to(wide) * rows_ND[: plan.rows]
     return products_ND.sum(dim=1).to(weight_TK.dtype)

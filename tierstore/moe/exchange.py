@@ -1,17 +1,17 @@
-"""Where a layer's rows are computed: here, or on the ranks that own their experts.
+"""Exchange of a layer's rows with the ranks that own their experts.
 
-Shapes: N rows of this rank's tokens, by expert (``Dispatch``); M rows of the experts that this rank owns, by
-expert, and within each by source rank and then in token order; S ranks of the expert group, E experts.
+Shapes: N rows of this rank's tokens, by expert (``Dispatch``); M rows of the experts that this rank owns, by expert, within
+each by source rank and then in token order; S ranks of the expert group, E experts.
 
-Ranks hold contiguous pieces of the global batch, so an expert's M rows are those, in the order, that one process
-would give it: its products have the same shapes and operands wherever it is computed. Experts are owned in
-contiguous blocks, so rows that are sorted by expert are sorted by owner, and one all-to-all with uneven splits
-takes them there (SE-MoE, section 2.3); the same splits the other way bring results back.
+Ranks hold contiguous pieces of the global batch, so an expert's M rows are the same, in the same order, as in one process:
+its matrix products have the same shapes and operands wherever it is computed. Ranks own contiguous blocks of experts, so
+rows that are sorted by expert are sorted by owner, and one all-to-all with uneven splits takes them there (SE-MoE, section
+2.3); with the splits transposed, another brings the results back.
 
-They may also go in chunks, each in an all-to-all of its own (PipeMoE): chunk c carries the c-th group of every owner's
-experts. Every expert is in one chunk, so its products are the same however many chunks there are.
+Rows may also be sent in chunks, one all-to-all each (PipeMoE): chunk c carries the c-th group of every owner's experts.
+Every expert is in one chunk, so its products are the same for any number of chunks.
 
-Where the ranks of a group have the same tokens, nothing has to travel to the experts: experts by index, below.
+If the ranks of a group have the same tokens, nothing has to be sent to the experts: see experts by index, below.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ Charge = Callable[[], AbstractContextManager[None]]
 
 
 class Arrival:
-    """Rows that may still be on their way. ``place`` puts them where they belong, once they are here; ``charge`` makes the
-    context in which they are waited for.
+    """Rows that may still be in transit. ``place`` puts them in their places once they have arrived; ``charge`` makes the
+    context for waiting for them.
     """
 
     def __init__(
@@ -49,41 +49,41 @@ class Arrival:
         self._charge = charge
 
     def wait(self) -> None:
-        """Returns when they are in their place. Raises PeerError."""
+        """Wait until the rows are in their places. Raises PeerError."""
         if self._place is None:
             return
         if self._work is not None:
             self._work.wait(self._charge)
         self._place()
-        self._work = self._place = None  # and what they held
+        self._work = self._place = None  # also frees what they hold
 
     def observe(self, ended: Callable[[], None]) -> None:
-        """``ended`` is called once, when they have been waited for; never where nothing travels."""
+        """Call ``ended`` once, when the rows have been waited for; never if nothing is sent."""
         if self._work is not None:
             self._work.observe(ended)
 
 
 class RowChunk(Protocol):
-    """The rows of some experts of every owner, on their way together. Collectives, unless all experts are here."""
+    """The rows of some experts of every owner, sent together. Methods are collectives, unless this rank owns all experts."""
 
-    #: Those of its experts that are to be computed here, ascending.
+    #: The chunk's experts to compute on this rank, ascending.
     asked: tuple[int, ...]
-    #: Where its rows lie among the M.
+    #: The chunk's rows among the M.
     part: slice
 
     def to_experts(self, rows_N: Tensor, rows_M: Tensor) -> Arrival:
-        """Its rows of ``rows_N`` (N, ...), in order of dispatch, to its part of ``rows_M``."""
+        """Send the chunk's rows of ``rows_N`` (N, ...), in dispatch order, to its part of ``rows_M``."""
         ...
 
     def to_tokens(self, rows_M: Tensor, rows_N: Tensor) -> Arrival:
-        """Its part of ``rows_M`` to its places in the first N rows of ``rows_N``."""
+        """Send the chunk's part of ``rows_M`` to its places in the first N rows of ``rows_N``."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PassLoads:
-    """Of one pass over a layer (or a mean over several), for its slowest rank: rows that travel to other ranks or come from
-    them, rows that are computed, and experts that have any.
+    """Maxima over ranks in one pass over a layer (or means over several passes): rows sent to other ranks or received from
+    them, rows computed, and experts that have rows.
     """
 
     travelling: float = 0
@@ -92,15 +92,15 @@ class PassLoads:
 
 
 class Rows(Protocol):
-    """The way of a pass's rows to their experts, and back."""
+    """The exchange of one pass's rows: to their experts, and back."""
 
     #: M
     rows: int
-    #: The most rows that one expert has here.
+    #: The most rows of any expert on this rank.
     most_rows: int
-    #: Whether rows come to the experts from other ranks, so that a pass keeps them or fetches them again.
+    #: Whether experts receive rows from other ranks, so that a backward pass needs them kept or sent again.
     travel: bool
-    #: The experts to compute here, ascending; in training, also those that only another replica's tokens reach.
+    #: The experts to compute on this rank, ascending; in training, also those that only another replica's tokens reach.
     asked: tuple[int, ...]
 
     def span(self, expert: int) -> slice:
@@ -108,24 +108,24 @@ class Rows(Protocol):
         ...
 
     def chunks(self, degree: int) -> Sequence[RowChunk]:
-        """The chunks to send the rows in, of ascending experts: ``degree`` of them, or a single one where nothing travels.
-        As many on all ranks.
+        """The chunks in which rows are sent, by ascending experts: ``degree`` of them, or one if nothing is sent. The number
+        is the same on all ranks.
         """
         ...
 
     def at_experts(self, rows_N: Tensor) -> Tensor:
-        """Memory for M rows, which come from ``rows_N`` (N rows or more) or go there: ``rows_N`` itself, or a part of it,
-        where nothing travels.
+        """Memory for the M rows that are exchanged with ``rows_N`` (at least N rows): new memory, or ``rows_N`` or a part of
+        it if nothing is sent to the experts.
         """
         ...
 
     def most(self) -> PassLoads | None:
-        """What the rank that has most to do has: the same on all of them. None where nothing travels."""
+        """The largest loads of any rank, the same on all ranks. None if nothing is sent."""
         ...
 
 
 class LocalRows:
-    """Every expert is here: rows stay where they are, in one chunk."""
+    """All experts are on this rank: rows stay in place, in one chunk."""
 
     travel = False
 
@@ -153,10 +153,10 @@ class LocalRows:
 
 
 class ExchangedRows:
-    """Rows go to the owners of their experts, by all-to-alls over ``exchange``.
+    """Sends rows to the owners of their experts, by all-to-alls over ``exchange``.
 
-    ``load_SE``: rows of each expert from each rank of the group; ``starts``: the first expert of each rank, and
-    the number of experts.
+    ``load_SE``: rows of each expert from each rank of the group. ``starts``: the first expert of each rank, and the number
+    of experts.
     """
 
     travel = True
@@ -225,8 +225,8 @@ class ExchangedRows:
 
 
 class _ExchangedChunk:
-    """One all-to-all of ``ExchangedRows``. ``leaving``: for each owner, which of the N rows go there; ``rows_SS``: how many
-    go from each rank to each; ``came_SE``: rows of this rank's experts of the chunk, from each rank.
+    """One all-to-all of ``ExchangedRows``. ``leaving``: for each owner, the slice of the N rows to send there. ``rows_SS``:
+    rows from each rank to each rank. ``came_SE``: rows from each rank of this rank's experts in the chunk.
     """
 
     def __init__(
@@ -249,7 +249,7 @@ class _ExchangedChunk:
         self._order_M = _by_expert(came_SE) if _needs_sorting(came_SE) else None
 
     def _order(self, device: torch.device) -> Tensor | None:
-        """The order of the rows, on its way to ``device``; None if they lie as they arrive."""
+        """The order of the rows, on ``device``; None if they are already in order when they arrive."""
         if self._order_M is not None and self._order_M.device != device:
             self._order_M = upload(self._order_M, device)
         return self._order_M
@@ -287,8 +287,9 @@ class _ExchangedChunk:
 
 
 def expert_groups(load_E: Sequence[int], first: int, last: int, degree: int) -> list[int]:
-    """Where the experts ``first`` to ``last`` are cut into ``degree`` groups of about as many rows: ``degree + 1`` bounds,
-    ascending. Each bound is the one whose rows before it come closest to its share, the lower of two. Groups may be empty.
+    """Divide the experts from ``first`` up to ``last`` (exclusive) into ``degree`` groups of about equal rows; returns
+    ``degree + 1`` ascending bounds. Each bound's rows before it are as close as possible to its share; of two equally close
+    bounds, the lower one is taken. Groups may be empty.
     """
     before = list(itertools.accumulate(load_E[first:last], initial=0))
     bounds = [first]
@@ -302,7 +303,7 @@ def expert_groups(load_E: Sequence[int], first: int, last: int, degree: int) -> 
 
 
 def gather_counts(own: Tensor, group: RankGroup, charge: Charge | None = None) -> Tensor:
-    """The int64 ``own`` (n) of every rank of ``group``, as (R, n). A collective. Raises PeerError."""
+    """Gather the int64 ``own`` (n) of every rank of ``group``, as (R, n). A collective. Raises PeerError."""
     all_Rn = own.new_empty(group.size * own.numel())
     group.all_gather(all_Rn, own, channel=Channel.EXCHANGE).wait(charge)
     return all_Rn.view(group.size, -1)
@@ -311,10 +312,10 @@ def gather_counts(own: Tensor, group: RankGroup, charge: Charge | None = None) -
 def rows_of(
     plan: Dispatch, load_RE: Tensor, mesh: Mesh, *, training: bool, charge: Charge | None = None
 ) -> Rows:
-    """The way of the rows of ``plan``, given ``load_RE`` of all data ranks (those of ``mesh.data``), on the CPU.
+    """The exchange of the rows of ``plan``, given ``load_RE`` of all data ranks (those of ``mesh.data``), on the CPU.
 
-    In training, replicas must step the same experts: each asks for every expert of its block that any data rank
-    reached, in the same order, so that their gradients can be summed one by one.
+    In training, replicas must step the same experts: each requests every expert of its block that any data rank
+    reached, in the same order, so that gradients can be summed one by one.
     """
     if mesh.data.size == 1 and mesh.tensor.size == 1:
         return LocalRows(plan, plan.experts)
@@ -334,7 +335,7 @@ def rows_of(
 
 
 def _joined(pieces: Sequence[slice]) -> list[slice]:
-    """The same rows in as few slices as there can be, at least one."""
+    """The same rows in as few slices as possible, but at least one."""
     joined = [slice(0, 0)]
     for piece in pieces:
         if piece.start == piece.stop:
@@ -349,43 +350,42 @@ def _joined(pieces: Sequence[slice]) -> list[slice]:
 
 
 def _needs_sorting(count_SE: Tensor) -> bool:
-    """Whether rows by (source, expert) are in another order than by (expert, source)."""
+    """Whether the orders by (source, expert) and by (expert, source) differ."""
     return bool((count_SE.sum(dim=1) > 0).sum() > 1) and bool((count_SE.sum(dim=0) > 0).sum() > 1)
 
 
 def _by_expert(count_SE: Tensor) -> Tensor:
-    """Which row of those that arrived, by (source, expert), lies at each row by (expert, source)."""
+    """For each row in order of (expert, source), its index in order of (source, expert), in which rows arrive."""
     flat = count_SE.flatten()
     start_SE = (flat.cumsum(0) - flat).view_as(count_SE)
-    counts = count_SE.t().flatten()  # of the blocks, in the order they shall have
+    counts = count_SE.t().flatten()  # rows of each block, in the target order
     shift = start_SE.t().flatten() - (counts.cumsum(0) - counts)
     return torch.arange(int(counts.sum())) + shift.repeat_interleave(counts)
 
 
 # Experts by index (Pipeline MoE, sections 3.3.2 to 3.3.4) ---------------------------------------------------
 #
-# Experts divided over ranks that have the same tokens. Every rank of a tensor-parallel group has all N rows of a
-# layer, sorted by expert, and experts are owned in contiguous blocks. So the rows of a rank's experts are a run of
-# its own rows: nothing is sent to reach them. On the way back each rank sends its run to the others, and all N rows
-# are on all ranks.
+# Experts are divided over ranks that have the same tokens. Every rank of a tensor-parallel group has all N rows of a
+# layer, sorted by expert, and owns a contiguous block of experts. So the rows of its experts are a contiguous part of its
+# own rows: nothing is sent to the experts. Afterwards each rank sends its part to the others, so that all have all N rows.
 #
-# Bits. The paper adds up, over ranks, what each has combined of its own experts (a sum of (S, D)). That has one
-# process's bits for at most two experts a token, and in fp32 alone: with more, sums are grouped by rank instead of in
-# the router's order. Here rows travel as experts made them, and every rank combines them as one process does: its
-# bits, for any number of experts a token, any type, weighting and capacity. Gradients of the router's weights, one
-# number a row, come back in the same way, so every rank finds the router's whole gradient: nothing is left to be
-# reduced, and no loss counts twice.
+# Bits. The paper combines, on each rank, the outputs of its own experts, and sums these (S, D) over ranks. That has the
+# same bits as one process only in fp32 and for at most two experts a token: with more, sums are grouped by rank, not in
+# the router's order. Here the experts' output rows themselves are sent, and every rank combines them as one process does,
+# so the bits are the same for any number of experts a token, any type, weighting and capacity. Gradients of the router's
+# weights, one number per row, are sent in the same way, so every rank gets the router's whole gradient: it needs no
+# reduction, and no loss counts twice.
 #
-# Bytes of a pass, of S tokens of width D with K experts each, on average over T ranks: (T - 1) / T K S D. The paper's
-# all-reduce sends 2 (T - 1) / T S D: twice as much for K = 1, as much for K = 2, and 2 / K of it for more. (Two
+# Bytes of a pass with S tokens of width D and K experts each, on average over T ranks: (T - 1) / T K S D. The paper's
+# all-reduce sends 2 (T - 1) / T S D: twice as much for K = 1, the same for K = 2, and 2 / K times as much for more. (Two
 # all-to-alls in the same group, whose ranks have S / T tokens each, send 2 (T - 1) / T**2 K S D.)
 #
-# In several chunks, the rows of the first experts of every rank go while later ones are computed; nothing is waited
-# for before the first. A chunk is one message to each other rank.
+# With several chunks, the rows of every rank's first experts are sent while later ones are computed; nothing has to be
+# waited for before the first. A chunk is one message to each other rank.
 
 
 class IndexedRows:
-    """The N rows of ``plan`` are on all ranks of ``group``, of which each computes those of its own experts.
+    """All ranks of ``group`` have the N rows of ``plan``; each computes those of its own experts.
 
     ``starts``: the first expert of each rank, and the number of experts.
     """
@@ -437,7 +437,7 @@ class IndexedRows:
         return rows_N[self._own]
 
     def most(self) -> PassLoads:
-        # The rank with most rows sends them to each of the others.
+        # The rank with the most rows sends them to each of the others.
         blocks = [self._loads[first:last] for first, last in itertools.pairwise(self._starts)]
         computed = max(sum(block) for block in blocks)
         return PassLoads(
@@ -448,7 +448,7 @@ class IndexedRows:
 
 
 class _IndexedChunk:
-    """Some experts of each rank. ``pieces``: their rows among the N, by rank; ``first_row``: of this rank's rows."""
+    """Some experts of each rank. ``pieces``: their rows among the N, by rank. ``first_row``: this rank's first row."""
 
     def __init__(
         self,
@@ -466,17 +466,17 @@ class _IndexedChunk:
         self._charge = charge
 
     def to_experts(self, rows_N: Tensor, rows_M: Tensor) -> Arrival:
-        """Nothing travels: ``rows_M`` is a part of ``rows_N``."""
+        """Nothing is sent: ``rows_M`` is a part of ``rows_N``."""
         return Arrival()
 
     def to_tokens(self, rows_M: Tensor, rows_N: Tensor) -> Arrival:
-        """This rank's rows are in their places already: ``rows_M`` is a part of ``rows_N``."""
+        """Send this rank's rows to the others. They are already in place here: ``rows_M`` is a part of ``rows_N``."""
         size, rank = self._group.size, self._group.rank
         own = rows_M[self.part]
         places = [rows_N[piece] for piece in self._pieces]
         to = [0 if other == rank else len(own) for other in range(size)]
         came = [0 if other == rank else len(place) for other, place in enumerate(places)]
-        if size == 2:  # no byte is copied that does not travel
+        if size == 2:  # send and receive in place, without extra copies
             return Arrival(self._group.all_to_all(places[1 - rank], own, came, to), charge=self._charge)
         others = [place for other, place in enumerate(places) if other != rank]
         lengths = [len(place) for place in others]

@@ -3,19 +3,18 @@
 Shapes: M tokens of this expert, D width of the model, F width of the expert, P = F for GELU and 2F for the others,
 which have a gate.
 
-An expert's weights are one flat tensor, as they lie in its record:
+An expert's weights are one flat tensor, in the layout of its record:
 
 * ``swiglu``: ``[gate F x D | up F x D | down D x F]``, ``y = (silu(x gate^T) * (x up^T)) down^T``;
 * ``gelu``: ``[up F x D | down D x F]``, ``y = gelu(x up^T) down^T`` (the exact GELU, by erf);
 * ``geglu``, ``geglu_tanh``, ``reglu``: as ``swiglu``, with the exact GELU, its tanh approximation or ReLU for silu;
-* ``clamped_swiglu`` (gpt-oss): ``[inner D x 2F | bias 2F | down F x D | bias D]``, where the columns of ``inner`` are
-  gate and up in turns; with ``g = min(gate, limit)`` and ``u`` = up clamped to ``limit`` on both sides,
+* ``clamped_swiglu`` (gpt-oss): ``[inner D x 2F | bias 2F | down F x D | bias D]``, where the columns of ``inner`` alternate
+  between gate and up; with ``g = min(gate, limit)`` and ``u`` = up clamped to [-``limit``, ``limit``],
   ``y = ((u + 1) * g * sigmoid(alpha * g)) down + bias``.
 
-What feeds the activation is one matrix ``inner`` in all of them, so one product computes it. Nothing here uses
-autograd: the formulas write into buffers that the layer owns, and their shapes depend on the routing alone. Each is the
-operations, in the order and the types, that autograd would do for the formula as transformers has it, so that the bits
-are the same.
+In all of them one matrix, ``inner``, gives the activation's input, in one product. Nothing here uses autograd: the formulas
+write into buffers that the layer owns, whose shapes depend only on the routing. Each formula performs the same operations,
+in the same order and types, as autograd does for transformers' implementation, so that the bits are the same.
 """
 
 from __future__ import annotations
@@ -37,18 +36,18 @@ from tierstore.quant.weights import QuantizedWeights, Weights
 
 
 def weight_std(d_model: int) -> float:
-    """Spread of first weights: 0.05 at width 256, falling with the root of the width.
+    """Standard deviation of initial weights: 0.05 at width 256, inversely proportional to the root of the width.
 
-    Measured at 4,096 tokens a step: with 0.02 instead, the same model needs several times the steps.
+    Measured at 4,096 tokens a step: with 0.02, the same model needs several times as many steps.
     """
     return 0.8 / math.sqrt(d_model)
 
 
 def initial_expert(shape: ExpertShape, *, seed: int, layer: int, expert: int, layers: int) -> Tensor:
-    """First weights of one expert, flat fp32 on the CPU: a function of the arguments alone.
+    """Initial weights of one expert, flat fp32 on the CPU. Depends only on the arguments.
 
-    normal(0, s) with ``s = weight_std(d_model)``; ``down`` scaled by ``1 / sqrt(2 * layers)``, as GPT-2
-    scales what adds to the residual stream.
+    normal(0, s) with ``s = weight_std(d_model)``; ``down`` is scaled by ``1 / sqrt(2 * layers)``, like the projections onto
+    the residual stream in GPT-2.
     """
     flat = torch.empty(shape.numel, dtype=torch.float32)
     flat.normal_(0.0, weight_std(shape.d_model), generator=keyed_generator(seed, "expert", layer, expert))
@@ -56,27 +55,27 @@ def initial_expert(shape: ExpertShape, *, seed: int, layer: int, expert: int, la
     return flat
 
 
-#: Elements of the longest vector loop of torch's kernels (two registers of bf16 in AVX-512). Past the last whole loop a
-#: kernel takes one element at a time, and its exp rounds otherwise: flat scratch is rounded up to whole loops.
+#: Elements per iteration of the longest vector loop of torch's kernels (two AVX-512 registers of bf16). For the remainder a
+#: kernel takes one element at a time, and its exp rounds differently: flat scratch is rounded up to whole iterations.
 _LOOP = 64
 
 
 #: Activations whose gate is a slice of the columns, with one kernel.
 _BY_ROW = (Activation.SWIGLU, Activation.REGLU)
-#: Elements from which on torch divides an operation among threads.
+#: From this number of elements on, torch divides an operation among threads.
 _ONE_THREAD = 32768
-#: Bytes on whose multiple rows must start for products to choose the same kernels.
+#: Alignment of rows in bytes with which matrix products choose the same kernels.
 _ALIGNED = 64
 
 
 class Scratch:
-    """Memory that several workspaces share, of which one is in use at a time: as much as the largest has needed."""
+    """Memory shared by several workspaces, of which only one is in use at a time. It grows to the largest one's needs."""
 
     def __init__(self) -> None:
         self._parts: dict[str, Tensor] = {}
 
     def take(self, name: str, numel: int, like: Tensor) -> Tensor:
-        """Flat memory of ``numel`` elements, of undefined content, of the type and on the device of ``like``."""
+        """Flat memory of ``numel`` elements with undefined content, of the type and on the device of ``like``."""
         held = self._parts.get(name)
         if held is None or held.numel() < numel:
             held = self._parts[name] = like.new_empty(numel)
@@ -84,7 +83,7 @@ class Scratch:
 
 
 class Workspace:
-    """Scratch for experts of at most ``rows`` tokens, made once for a pass over a layer; out of ``scratch``, if given."""
+    """Scratch memory for experts of at most ``rows`` tokens, for one pass over a layer; taken from ``scratch``, if given."""
 
     def __init__(
         self,
@@ -98,7 +97,7 @@ class Workspace:
     ) -> None:
         self._scratch = scratch or Scratch()
         self._like = like
-        # Laid out for these rows, whoever else has the memory: products choose their kernels by where operands lie.
+        # The layout depends only on ``rows``, not on the size of shared memory: kernels are chosen by alignment.
         self._inner = inner, rows * shape.inner_rows
         self._hidden = hidden, rows * shape.d_ff
         self._shape = shape
@@ -128,8 +127,8 @@ def forward_expert(
 ) -> None:
     """Write ``inner_MP`` (what the backward pass needs) and ``out_MD``. Uses hidden scratch 0.
 
-    With a ``pair`` each projection has a low-rank term more. Quantised weights are multiplied as they are
-    (``QuantizedWeights.multiply``); their biases are fp32, and added to what the product was rounded to.
+    With a ``pair`` each projection has an additional low-rank term. Quantised weights are multiplied with
+    ``QuantizedWeights.multiply``; their biases are fp32, and added to the rounded product.
     """
     inner, down = terms(pair)
     hidden_MF = work.hidden(0, x_MD.shape[0])
@@ -139,7 +138,7 @@ def forward_expert(
 
 
 class ExpertRows(NamedTuple):
-    """One of several experts that are computed together, and the rows that are its own."""
+    """One of several experts that are computed together, and its rows."""
 
     weights: Weights
     span: slice
@@ -147,11 +146,11 @@ class ExpertRows(NamedTuple):
 
 
 def rows_together(shape: ExpertShape, dtype: torch.dtype) -> int:
-    """The most rows that :func:`forward_experts` may have of more than one expert; 0: each is computed by itself.
+    """The most rows that :func:`forward_experts` may compute for more than one expert; 0: compute each expert separately.
 
-    One activation serves them all, and each row must have the bits that it has alone: a row is one loop of the kernel
-    where the gate is a slice of the columns and one thread takes them all, and what feeds a product is aligned. (torch
-    has two kernels for GELU, and takes one for a single row and the other for several.)
+    One activation call serves all rows, and each row must have the same bits as alone. That holds if the gate is a slice of
+    the columns and a single thread takes all rows, so that each row is one loop of the kernel, and if the products' inputs
+    are aligned. (For GELU torch has two kernels, one for a single row and one for several.)
     """
     if shape.activation not in _BY_ROW or shape.d_ff * dtype.itemsize % _ALIGNED:
         return 0
@@ -161,8 +160,8 @@ def rows_together(shape: ExpertShape, dtype: torch.dtype) -> int:
 def forward_experts(
     shape: ExpertShape, experts: Sequence[ExpertRows], x_MD: Tensor, out_MD: Tensor, work: Workspace
 ) -> None:
-    """:func:`forward_expert` for each of ``experts``, with the same bits; what the backward pass needs is not kept. Uses
-    inner and hidden scratch 0.
+    """:func:`forward_expert` for each of ``experts``, with the same bits; keeps nothing for a backward pass. Uses inner and
+    hidden scratch 0.
     """
     spans = [expert.span for expert in experts]
     starts = list(itertools.accumulate((span.stop - span.start for span in spans), initial=0))
@@ -184,8 +183,8 @@ def forward_experts(
 
 
 def _addresses(shape: ExpertShape, experts: Sequence[ExpertRows], x_MD: Tensor) -> list[int] | None:
-    """Where the weights of ``experts`` begin; None: their products are made one by one. Raises ValueError for weights of
-    another size: an address would tell nobody.
+    """The addresses of the weights of ``experts``; None if their products must be computed one by one. Raises ValueError for
+    weights of the wrong size, which an address could not reveal.
     """
     if shape.activation.transposed or not multiplies_at_once(x_MD):
         return None
@@ -211,7 +210,7 @@ def _multiply(
 def recompute_inner(
     shape: ExpertShape, flat: Tensor, x_MD: Tensor, inner_MP: Tensor, pair: PairLease | None = None
 ) -> None:
-    """What :func:`forward_expert` wrote into ``inner_MP``, bit for bit: the same product, the same shape."""
+    """Write ``inner_MP`` with the same bits as :func:`forward_expert`: the product and its shape are the same."""
     _project_in(shape, flat, x_MD, terms(pair)[0], inner_MP)
 
 
@@ -226,10 +225,10 @@ def backward_expert(
     work: Workspace,
     pair: PairLease | None = None,
 ) -> None:
-    """Gradients of ``sum(grad_out * expert(x))``.
+    """Compute the gradients of ``sum(grad_out * expert(x))``.
 
-    Overwrites ``gradients`` (flat, as the weights; None: the expert is frozen), those of ``pair`` and ``grad_x_MD``. Uses
-    inner scratch 0 and hidden scratch 0 and 1.
+    Overwrites ``gradients`` (flat, like the weights; None: the expert is frozen), those of ``pair``, and ``grad_x_MD``.
+    Uses inner scratch 0 and hidden scratch 0 and 1.
     """
     rows = x_MD.shape[0]
     hidden_MF, grad_hidden_MF = work.hidden(0, rows), work.hidden(1, rows)
@@ -250,10 +249,10 @@ def backward_weighted_expert(
     work: Workspace,
     pair: PairLease | None = None,
 ) -> Tensor:
-    """Gradients of ``sum(grad_out * weight * expert(x))``; returns that of ``weight_M``.
+    """Compute the gradients of ``sum(grad_out * weight * expert(x))``; returns the gradient of ``weight_M``.
 
-    As :func:`backward_expert`, and the expert's output need not be kept for the router's gradient, as it is here:
-    ``<grad_out, y> = <grad_out down, hidden>`` (not with biases). ``grad_out_MD`` is spoilt.
+    Like :func:`backward_expert`, but overwrites ``grad_out_MD``. The router's gradient does not need the expert's output:
+    ``<grad_out, y> = <grad_out down, hidden>`` (without biases).
     """
     rows = x_MD.shape[0]
     hidden_MF, grad_hidden_MF = work.hidden(0, rows), work.hidden(1, rows)
@@ -280,7 +279,7 @@ def _backward_from_hidden(
     work: Workspace,
     pair: PairLease | None,
 ) -> None:
-    """The rest, where hidden scratch 0 holds the hidden values and scratch 1 their gradient; both are spoilt."""
+    """The rest of the backward pass. Hidden scratch 0 holds the hidden values, scratch 1 their gradient; overwrites both."""
     rows = x_MD.shape[0]
     hidden_MF, grad_hidden_MF = work.hidden(0, rows), work.hidden(1, rows)
     grad_inner_MP = work.inner(0, rows)
@@ -304,7 +303,7 @@ def _backward_from_hidden(
 def _project_in(
     shape: ExpertShape, weights: Weights, x: Tensor, term: LowRankTerm | None, out: Tensor
 ) -> None:
-    """``inner`` of all activations. Raises ValueError for weights of another size."""
+    """The product with ``inner``. Raises ValueError for weights of the wrong size."""
     if isinstance(weights, QuantizedWeights):
         _project_quantized(shape, x, weights, 0, term, out)
     else:
@@ -339,7 +338,7 @@ def _project_quantized(
     term: LowRankTerm | None,
     out: Tensor,
 ) -> None:
-    """Part ``index`` is the matrix; where there are biases, its own follows it."""
+    """Part ``index`` of ``weights`` is the matrix; its bias, if any, is the next part."""
     weights.multiply(index, x, out)
     if shape.activation.transposed:
         out.add_(weights.plain(index + 1))
@@ -358,7 +357,7 @@ def _project_back(
 def _project_gradients(
     shape: ExpertShape, x: Tensor, grad_out: Tensor, matrix: Tensor, bias: Tensor | None
 ) -> None:
-    """Overwrites the gradients of a projection; they may be of a wider type than the weights."""
+    """Overwrite the gradients of a projection, whose type may be wider than that of the weights."""
     left, right = (x, grad_out) if shape.activation.transposed else (grad_out, x)
     if matrix.dtype == left.dtype:
         torch.mm(left.t(), right, out=matrix)
@@ -369,14 +368,14 @@ def _project_gradients(
 
 
 def _sum_in_turn(rows_MP: Tensor) -> Tensor:
-    """The sum of the rows, rounded after each: so autograd adds up the gradients of a bias that an index picked."""
+    """The sum of the rows, rounded after each row, as autograd sums the gradients of an indexed bias."""
     total_1P = rows_MP.new_zeros(1, rows_MP.shape[1])
     first_M = torch.zeros(rows_MP.shape[0], dtype=torch.int64, device=rows_MP.device)
     if rows_MP.dtype.itemsize >= 4:
-        # Not index_put_: on several threads it adds fp32 in any order.
+        # Not index_put_: with several threads it adds fp32 in any order.
         total_1P.index_add_(0, first_M, rows_MP)
     else:
-        # Not index_add_: it adds up bf16 in fp32.
+        # Not index_add_: it sums bf16 in fp32.
         total_1P.index_put_((first_M,), rows_MP, accumulate=True)
     return total_1P[0]
 
@@ -399,7 +398,7 @@ def _activate(shape: ExpertShape, inner_MP: Tensor, out_MF: Tensor) -> None:
 def _activate_back(
     shape: ExpertShape, inner_MP: Tensor, hidden_MF: Tensor, grad_hidden_MF: Tensor, grad_inner_MP: Tensor
 ) -> None:
-    """Writes ``grad_inner_MP``; spoils the other two."""
+    """Write ``grad_inner_MP``; overwrites ``hidden_MF`` and ``grad_hidden_MF``."""
     kind = shape.activation
     if kind is Activation.GELU:
         torch.ops.aten.gelu_backward.grad_input(grad_hidden_MF, inner_MP, grad_input=grad_inner_MP)
@@ -464,7 +463,7 @@ class _ClampedSwiGLU:
 
 
 def feed_forward(x: Tensor, inner: Tensor, down: Tensor, activation: Activation) -> Tensor:
-    """The same network under autograd, for ordinary parameters: shared experts and dense blocks."""
+    """The same network with autograd, for ordinary parameters: shared experts and dense blocks."""
     hidden = F.linear(x, inner.to(x.dtype))
     if activation is Activation.SWIGLU:
         gate, up = hidden.chunk(2, dim=-1)

@@ -1,28 +1,27 @@
-"""Which experts a token goes to, and how much each of them counts.
+"""The router: chooses the experts of each token, and their weights.
 
 Shapes: T tokens, K experts a token, E experts, D width of the model.
 
-Logits, softmax and both losses are computed in fp32 (fp64 if the input is fp64), whatever the compute
-type: a router in bf16 makes ties, and ties make the choice depend on rounding. Where probabilities do tie,
-the lower index wins.
+Logits, softmax and both losses are computed in fp32 (fp64 if the input is fp64), whatever the compute type: a router in
+bf16 makes ties, and ties make the choice depend on rounding. Of equal probabilities, the lower index wins.
 
-Losses (unweighted; the caller weighs them):
+Losses (unweighted; the caller weights them):
 
 * load balance, GShard (Lepikhin et al. 2020, Algorithm 1) in the scale of Switch Transformer (Fedus et
   al. 2021, equation 4): ``E * sum_e f_e * m_e``, with ``f_e`` the share of tokens whose first choice is e
   and ``m_e`` the mean probability of e. It is 1 when both are uniform.
 * z-loss, ST-MoE (Zoph et al. 2022, equation 5): ``mean_t logsumexp(logits_t)**2``.
 
-On several data ranks a router routes its own tokens of a *global batch*: the ranks' tokens one after another,
-in rank order. What is counted is counted there, from one small exchange of integers a pass, so that any number
-of ranks decides what one process would:
+With several data ranks, each router routes its rank's tokens of a *global batch*: the ranks' tokens concatenated in rank
+order. Counts cover the global batch, through one small exchange of integers per pass, so that any number of ranks decides
+as one process would:
 
 * ``f_e``, a count over all T tokens of the global batch. It carries no gradient, so each rank may use the sum.
 * ``m_e = (1 / T) sum_t p_te`` is linear in the tokens: ``m_e = sum_r m_e^(r)``, where rank r adds up its own
   tokens and divides by the global T. A rank returns its share ``E * sum_e f_e * m_e^(r)``: the shares add up to
-  the loss, and so do their gradients. The z-loss is a mean over tokens, and is shared out alike.
-* An expert's capacity is that of the global batch. First choices come before second ones, and tokens in global
-  order: how many are ahead of a rank's own follows from the counts by (rank, choice, expert).
+  the loss, and so do their gradients. The z-loss, a mean over tokens, is divided into shares in the same way.
+* An expert's capacity applies to the global batch. First choices come before second ones, and tokens in global order: the
+  number of assignments ahead of a rank's own follows from the counts by (rank, choice, expert).
 * Noise is drawn for the global batch, and each rank takes its rows.
 """
 
@@ -49,7 +48,7 @@ from tierstore.parallel import RankGroup
 
 @dataclass(frozen=True, slots=True)
 class NoiseKey:
-    """Where in the training a forward pass stands: the same key draws the same noise."""
+    """The position of a forward pass in training: the same key draws the same noise."""
 
     step: int = 0
     micro: int = 0
@@ -57,11 +56,11 @@ class NoiseKey:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """What the router decided for one pass.
+    """The router's decisions in one pass.
 
-    ``expert_TK`` int64, -1 where the assignment was dropped; ``weight_TK`` fp32 (or fp64), 0 where dropped;
-    ``aux_loss`` and ``z_loss`` unweighted scalars, this rank's shares; ``load_RE`` int64, on the CPU, assignments that
-    each expert got from each data rank, of which this one is ``rank``.
+    ``expert_TK``: int64, -1 where the assignment was dropped. ``weight_TK``: fp32 (or fp64), 0 where dropped. ``aux_loss``
+    and ``z_loss``: this rank's shares of the losses, unweighted scalars. ``load_RE``: int64, on the CPU, the number of
+    assignments that each expert got from each data rank. ``rank``: this data rank.
     """
 
     expert_TK: Tensor
@@ -73,20 +72,20 @@ class Routing:
 
     @property
     def load_E(self) -> Tensor:
-        """Assignments that each expert got from all data ranks."""
+        """The number of assignments that each expert got from all data ranks."""
         return self.load_RE.sum(dim=0)
 
     @property
     def own_load_E(self) -> Tensor:
-        """Assignments that each expert got from this rank."""
+        """The number of assignments that each expert got from this rank."""
         return self.load_RE[self.rank]
 
 
 class Router(nn.Module):
     """Linear router with top-k choice. ``layer`` and ``seed`` key its noise.
 
-    ``data``: the ranks that hold the global batch; with more than one, a forward pass is a collective, and
-    ``charge`` makes the context in which the others are waited for.
+    ``data``: the ranks that hold the global batch; with more than one, a forward pass is a collective, and ``charge``
+    makes the context for waiting for the others.
     """
 
     def __init__(
@@ -139,7 +138,7 @@ class Router(nn.Module):
         return Routing(expert_TK, weight_TK, aux_loss, z_loss, count_RKE.sum(dim=1), rank)
 
     def choose(self, x_TD: Tensor) -> Tensor:
-        """The experts (T, K) that ``x_TD`` alone would go to: without noise, and none is dropped."""
+        """The experts (T, K) of each token of ``x_TD``, without noise and without dropping any."""
         dtype = torch.float64 if x_TD.dtype == torch.float64 else torch.float32
         return self._top(F.linear(x_TD.to(dtype), self.weight.to(dtype)).softmax(dim=-1))
 
@@ -149,8 +148,8 @@ class Router(nn.Module):
         return ranked_TE[:, : self.config.top_k].contiguous()
 
     def _counted(self, expert_TK: Tensor) -> tuple[int, Tensor, Tensor]:
-        """Tokens of the global batch; on the host, choices by data rank, place in the order of choice, and expert; first
-        choices by expert. The one time in a pass that the host waits for the device.
+        """Returns the number of tokens in the global batch; the counts by (data rank, choice, expert), on the host; and the
+        counts of first choices by expert. The host waits for the device here, and nowhere else in a pass.
         """
         tokens, top_k = expert_TK.shape
         experts = self.config.experts
@@ -169,7 +168,7 @@ class Router(nn.Module):
         return tokens, found.reshape(size, top_k, experts), first_E
 
     def _noise(self, x_TD: Tensor, key: NoiseKey) -> Tensor:
-        """This rank's rows of what is drawn for the global batch, uniform in [0, 1)."""
+        """This rank's rows of the noise that is drawn for the global batch, uniform in [0, 1)."""
         tokens = [x_TD.shape[0]]
         if self._data.size > 1:
             tokens = gather_counts(torch.tensor(tokens), self._data, self._charge).flatten().tolist()
@@ -180,9 +179,9 @@ class Router(nn.Module):
 
 
 def _ahead(count_RKE: Tensor) -> Tensor:
-    """How many assignments of the global batch come before the first one of (rank, choice, expert).
+    """The number of assignments of the global batch that come before the first one of each (rank, choice, expert).
 
-    First choices of all ranks in token order, then second ones (GShard, section 2.2: later choices yield).
+    First choices of all ranks come first, in token order, then second ones (GShard, section 2.2).
     """
     by_choice_KE = count_RKE.sum(dim=0)
     earlier_choices_KE = by_choice_KE.cumsum(dim=0) - by_choice_KE
@@ -190,7 +189,7 @@ def _ahead(count_RKE: Tensor) -> Tensor:
 
 
 def _overflow(expert_TK: Tensor, ahead_KE: Tensor, capacity: int) -> Tensor:
-    """Assignments past ``capacity``, when ``ahead_KE`` others come before the first of (choice, expert)."""
+    """The mask of assignments beyond ``capacity``. ``ahead_KE``: how many come before the first of each (choice, expert)."""
     tokens, top_k = expert_TK.shape
     experts = ahead_KE.shape[1]
     place_K = torch.arange(top_k, device=expert_TK.device) * experts
@@ -207,8 +206,8 @@ def _overflow(expert_TK: Tensor, ahead_KE: Tensor, capacity: int) -> Tensor:
 # A layer's router and norm, applied to another layer's stream -----------------------------------------------
 
 
-#: Tokens that a folded router is tried with, and the share of their experts that it must choose as the router does: what is
-#: left are neighbours that a type's rounding puts in another order.
+#: Number of tokens for testing a folded router, and the share of experts that it must choose like the router itself; the
+#: rest allows for rounding, which can swap experts with almost equal scores.
 _TRIED = 64
 _AGREED = 0.97
 
@@ -217,7 +216,7 @@ _AGREED = 0.97
 class LayerRouter:
     """The router of MoE layer ``layer`` and the ``norm`` before it, which is called with the residual stream (..., D).
 
-    ``choose(router, x_TD)``: the experts (T, K) that a router of this kind takes for what the norm made, -1 for none.
+    ``choose(router, x_TD)``: the experts (T, K) that ``router`` chooses for the norm's output, -1 for none.
     """
 
     layer: int
@@ -228,12 +227,12 @@ class LayerRouter:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Parameters and buffers of both."""
+        """The parameters and buffers of norm and router."""
         return [*_tensors(self.norm), *_tensors(self.router)]
 
     @property
     def nbytes(self) -> int:
-        """What both hold."""
+        """The bytes of ``tensors``."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def chosen(self, stream_TD: Tensor) -> Tensor:
@@ -241,26 +240,26 @@ class LayerRouter:
         return self.choose(self.router, self.norm(stream_TD))
 
     def count(self, stream_BTD: Tensor, added_B1D: Tensor | None = None) -> Tensor:
-        """How often each expert (E,) is chosen for ``stream_BTD``, to which ``added_B1D`` is added."""
+        """How often each expert is chosen (E,) for the sum of ``stream_BTD`` and ``added_B1D``."""
         expert_TK = self.chosen(_expected(stream_BTD, added_B1D))
         expert_N = expert_TK.masked_fill(expert_TK < 0, self.experts).flatten()
         return count_experts(expert_N, self.experts + 1)[:-1]
 
     def copied(self) -> LayerRouter:
-        """The same with parameters and buffers of its own, as it computes in evaluation."""
+        """A copy in evaluation mode, with its own parameters and buffers."""
         return LayerRouter(self.layer, _twin(self.norm), _twin(self.router), self.choose, self.experts)
 
     def take(self, other: LayerRouter) -> None:
-        """Copies the parameters of ``other``, of which this is a copy."""
+        """Copy the parameters and buffers of ``other``, of which this is a copy."""
         for old, new in zip(self.tensors, other.tensors, strict=True):
             old.copy_(new)
 
     def folded(self, dtype: torch.dtype) -> FoldedRouter | None:
-        """One matrix that chooses, for streams of ``dtype``, what norm and router choose; None where there is none.
+        """One matrix that makes the choices of norm and router for streams of ``dtype``; None if that is not possible.
 
-        A norm that divides each token by a number and multiplies each feature by its own leaves the order of a linear
-        router's scores as it is, and so does a softmax or a sigmoid. Whether the modules are of such kinds is found out:
-        both choose for the same random tokens.
+        It is possible if the norm only scales each token by a number and each feature by a constant, and the router is
+        linear: the scale of a token does not change the order of scores, nor does a softmax or sigmoid. A trial on random
+        tokens tells whether this holds for the modules.
         """
         tensors = _tensors(self.router)
         if len(tensors) != 1 or tensors[0].ndim != 2 or tensors[0].shape[0] != self.experts:
@@ -283,14 +282,14 @@ class LayerRouter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FoldedRouter:
-    """Chooses the ``top_k`` experts whose rows of ``weight_ED`` have the largest products with the stream."""
+    """Chooses the ``top_k`` experts whose rows of ``weight_ED`` have the largest dot products with the stream."""
 
     weight_ED: Tensor
     top_k: int
 
     @property
     def nbytes(self) -> int:
-        """What the matrix holds."""
+        """The bytes of the matrix."""
         return self.weight_ED.nbytes
 
     def chosen(self, stream_TD: Tensor) -> Tensor:
@@ -299,7 +298,7 @@ class FoldedRouter:
         return score_TE.topk(self.top_k, dim=-1, sorted=False).indices
 
     def count(self, stream_BTD: Tensor, added_B1D: Tensor | None = None) -> Tensor:
-        """How often each expert (E,) is chosen for ``stream_BTD``, to which ``added_B1D`` is added."""
+        """How often each expert is chosen (E,) for the sum of ``stream_BTD`` and ``added_B1D``."""
         weight_ED = self.weight_ED
         streams = [stream_BTD] if added_B1D is None else [stream_BTD, added_B1D]
         alike = all(
@@ -322,9 +321,9 @@ def _tensors(module: nn.Module) -> list[Tensor]:
 
 
 def _twin(module: nn.Module) -> nn.Module:
-    """A module of its own parameters and buffers that computes what ``module`` does in evaluation, without its hooks.
+    """A copy of ``module`` in evaluation mode, with its own parameters and buffers, and without its hooks.
 
-    Not a deep copy: hooks, and what they refer to, would come along.
+    Not a deep copy, which would copy the hooks and the objects that they refer to.
     """
     made = copy.copy(module)
     fields: dict[str, Any] = made.__dict__
