@@ -38,7 +38,7 @@ class PrefetchConfig:
 
     depth: int = field(default=1, metadata={"help": "layer passes to look ahead (0: none)"})
     gather_depth: int = field(
-        default=1, metadata={"help": "passes to gather dense parameters ahead (0: none)"}
+        default=1, metadata={"help": "passes to look ahead when gathering dense parameters (0: none)"}
     )
     budget: float = field(default=0.45, metadata={"help": "share of the cache that speculation may hold"})
     predictor: PredictorName = field(
