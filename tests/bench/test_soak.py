@@ -118,7 +118,7 @@ def test_three_seconds_with_kills(tmp_path: Path) -> None:
     place = tmp_path / "soak"
     sizes: list[int] = []
     shown: list[Mapping[str, object]] = []
-    # As long as it takes to be killed twice: processes start slowly on a machine that is busy.
+    # As long as it takes to fetch, and to be killed twice: processes start slowly on a machine that is busy.
     for seconds in (3, 6, 12, 24):
         found = small_soak(
             place,
@@ -127,9 +127,10 @@ def test_three_seconds_with_kills(tmp_path: Path) -> None:
             between_lives=lambda life: sizes.append(disk_bytes(place)),
             watch=shown.append,
         )
-        assert found["failures"] == []
-        if found["kills_count"] >= 2:
+        assert [line for line in found["failures"] if not line.startswith("nothing was fetched")] == []
+        if found["failures"] == [] and found["kills_count"] >= 2:
             break
+    assert found["failures"] == []
     assert found["kills_count"] >= 2
     assert found["wrong_bytes"] == 0
     assert found["lives_count"] >= found["kills_count"]

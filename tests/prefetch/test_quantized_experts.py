@@ -92,7 +92,7 @@ def test_leases_are_the_records(
         for lease in experts.forward(layer, range(EXPERTS)):
             assert isinstance(lease.weights, QuantizedWeights)
             assert lease.weights.data.numpy().tobytes() == record(codes, layer, lease.expert)
-            with pytest.raises(ConfigError, match="forward passes alone"):
+            with pytest.raises(ConfigError, match="only forward passes"):
                 _ = lease.flat
             seen += 1
         assert seen == EXPERTS

@@ -328,8 +328,6 @@ def rows_of(
         return LocalRows(plan, asked)
     starts = tuple(blocks.start(rank) for rank in range(mesh.expert.size + 1))
     if mesh.tensor.size > 1:
-        from tierstore.moe.exchange import IndexedRows  # which is made of what is here
-
         return IndexedRows(mesh.tensor, starts, plan, asked, charge)
     return ExchangedRows(mesh.exchange, starts, load_SE, asked, charge)
 
