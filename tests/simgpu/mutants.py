@@ -38,6 +38,7 @@ _SLOTS = "tierstore/prefetch/device_cache.py"
 _GRADIENTS = "tierstore/prefetch/gradients.py"
 _EXPERTS = "tierstore/prefetch/experts.py"
 _CACHE = "tierstore/cache/host_cache.py"
+_BOUNDARIES = "tierstore/train/boundaries.py"
 _MICRO = {"data.micro_batches": 2, "data.micro_order": "micro"}
 _LAYER = {"data.micro_batches": 2, "data.micro_order": "layer"}
 _TIGHT = {"host_budget": 200_000, "model.experts": 8}
@@ -49,14 +50,14 @@ MUTANTS = [
     Mutant(
         "a released slot keeps its old event",
         _TIER,
-        "        self._idle[slot] = self._reached()\n",
+        "        self._idle[slot] = reached(self.device)\n",
         "        pass\n",
     ),
     Mutant(
         "an event of another stream than computes",
-        _TIER,
-        "event.record(torch.accelerator.current_stream(self.device))",
-        "event.record(torch.Stream(self.device))",
+        "tierstore/accelerator.py",
+        "event.record(torch.accelerator.current_stream(device))",
+        "event.record(torch.Stream(device))",
     ),
     Mutant("a ticket is done when its copy is queued", _TIER, "copy.queue().synchronize()", "copy.queue()"),
     Mutant(
@@ -191,6 +192,43 @@ MUTANTS = [
         "return [state.ready, *state.readers] if state.ready else list(state.readers)",
         "return []",
         _TIGHT | _MICRO,
+    ),
+    # Dense slices and block inputs on the host.
+    Mutant(
+        "slices of the host are used before they are there",
+        "tierstore/dense/fusion.py",
+        "            torch.accelerator.current_stream(self.memory.device).wait_event(self._copied)\n",
+        "            pass\n",
+        {"dense.optimizer_state": "host"},
+    ),
+    Mutant(
+        "a block input leaves before it is there",
+        _BOUNDARIES,
+        "            stream.wait_event(made)\n",
+        "",
+        _LAYER,
+    ),
+    Mutant(
+        "a block input's memory is used again before it has left",
+        _BOUNDARIES,
+        "tensor.record_stream(stream)",
+        "pass",
+        _LAYER,
+    ),
+    Mutant(
+        "a block input is used before it has come back",
+        _BOUNDARIES,
+        "torch.accelerator.current_stream(self._device).wait_event(copied.queue())",
+        "copied.queue()",
+        _LAYER,
+    ),
+    Mutant(
+        "a block input is written to disk before it has left the device",
+        _BOUNDARIES,
+        "        return () if copied is None else (copied.ticket,)\n",
+        "        return ()\n",
+        training_cases.WAYS["boundaries"],
+        pinned=True,
     ),
     # Messages between ranks.
     Mutant(
