@@ -21,6 +21,7 @@ from tierstore.errors import (
     ConfigError,
     StoreError,
     StoreFormatError,
+    StoreInUseError,
 )
 from tierstore.links import open_link
 from tierstore.machine import cores
@@ -108,7 +109,11 @@ def create(
     with contextlib.ExitStack() as stack:
         home = Home(directory, str(uuid.uuid4()), make_directories(directory))
         stack.callback(home.remove_made)
-        home.lease = lease = stack.enter_context(DirectoryLease(directory))
+        try:
+            home.lease = lease = stack.enter_context(DirectoryLease(directory))
+        except StoreInUseError:
+            home.made = ()  # the holder's now, even while it is still empty
+            raise
         refuse_foreign(directory)  # another process may have claimed it meanwhile
         home.sync_names()
         abandoned = unfinished_creation(directory)

@@ -438,3 +438,26 @@ def test_an_empty_scratch_directory_may_be_cleaned_away(tmp_path: Path) -> None:
         store.core.reserve_scratch("expert")
         step(store)
         assert store.commit() == 2
+
+
+@pytest.mark.parametrize("lost", ["store", "stripe"])
+def test_a_lost_creation_leaves_the_directory_to_the_winner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    """The winner has locked the directory that the loser made, and has made nothing in it yet."""
+    locked: list[int] = []
+
+    class Second(DirectoryLease):
+        def __init__(self, directory: Path) -> None:
+            if directory == tmp_path / lost:
+                locked.append(os.open(directory, os.O_RDONLY))
+                fcntl.flock(locked[0], fcntl.LOCK_EX)
+            super().__init__(directory, patience_s=0.1)
+
+    monkeypatch.setattr("tierstore.store.opening.DirectoryLease", Second)
+    monkeypatch.setattr("tierstore.store.disk.drives.DirectoryLease", Second)
+    config = StoreConfig(host_budget=1 << 20, stripe=StripeConfig(directories=(tmp_path / "stripe",)))
+    with pytest.raises(StoreInUseError):
+        ParameterStore.create(tmp_path / "store", [RecordSchema("r", NUMEL)], config)
+    os.close(locked[0])
+    assert [path.name for path in tmp_path.iterdir()] == [lost]

@@ -16,7 +16,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tierstore._native import FileCreate, Link, Meter
-from tierstore.errors import ConfigError, DataError, StoreExistsError, StoreFormatError, StoreMissingError
+from tierstore.errors import (
+    ConfigError,
+    DataError,
+    StoreExistsError,
+    StoreFormatError,
+    StoreInUseError,
+    StoreMissingError,
+)
 from tierstore.machine_profile import load_io_point
 from tierstore.store.config import StoreAccess, StripeConfig
 from tierstore.store.disk.extents import Extent
@@ -323,7 +330,11 @@ class Drives:
         )
         self._drives.append(drive)
         with contextlib.ExitStack() as stack:
-            lease = stack.enter_context(DirectoryLease(path.absolute()))
+            try:
+                lease = stack.enter_context(DirectoryLease(path.absolute()))
+            except StoreInUseError:
+                drive.made = ()  # the holder's now, even while it is still empty
+                raise
             identity = self._check_free(
                 path, number, abandoned
             )  # another process may have claimed it meanwhile
