@@ -68,7 +68,7 @@ class Trainer:
         self.server.stdin.write(json.dumps(job) + "\n")
         self.server.stdin.flush()
         self.server.stdout.readline()  # its pid
-        status = os.waitstatus_to_exitcode(int(self.server.stdout.readline()))
+        status = os.waitstatus_to_exitcode(int(self.server.stdout.readline().removeprefix("status ")))
         lines = out.read_text().splitlines()
         return status, json.loads(lines[-1]) if status == 0 else {}, err.read_text()
 

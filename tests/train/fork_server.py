@@ -1,7 +1,8 @@
 """Runs ``tierstore`` commands in processes of their own, without importing torch for each: a test's program.
 
-Each line of stdin is a JSON object with ``argv``, ``stdout`` and ``stderr`` (files). The answer is two lines:
-the pid, at once, and the wait status when the process has ended.
+Each line of stdin is a JSON object with ``argv``, ``stdout`` and ``stderr`` (files). The answer is two lines: ``pid`` with
+the pid, at once, and ``status`` with the wait status when the process has ended. The pid is given to no other process before
+the next line, so it may be signalled until then.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ def main() -> None:
 
     gc.freeze()  # or each process's collections would go through, and so copy, all that was imported
     print("ready", flush=True)
+    pid = 0
     for line in iter(sys.stdin.readline, ""):
+        if pid:
+            os.waitpid(pid, 0)
         job = json.loads(line)
         pid = os.fork()
         if pid == 0:
@@ -37,8 +41,11 @@ def main() -> None:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(status)
-        print(pid, flush=True)
-        print(os.waitpid(pid, 0)[1], flush=True)
+        print("pid", pid, flush=True)
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        assert ended is not None
+        exited = ended.si_code == os.CLD_EXITED
+        print("status", ended.si_status << 8 if exited else ended.si_status, flush=True)
 
 
 if __name__ == "__main__":
