@@ -45,9 +45,8 @@ class DeviceCopy:
                 assert self._copy is not None
                 with self._stream:
                     self._copy()
-                event = torch.Event(self._stream.device)
-                event.record(self._stream)
-                self._queued, self._copy = event, None  # also frees what the closure holds
+                    self._queued = reached(self._stream.device)
+                self._copy = None  # also frees what the closure holds
             return self._queued
 
 
