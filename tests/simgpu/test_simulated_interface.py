@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,30 @@ def _pinning(mesh: Mesh) -> None:
 
 def test_pinning(simulated_ranks: Ranks) -> None:
     simulated_ranks.run(1, _pinning)
+
+
+def _reused_memory(mesh: Mesh, store: Path, text: str) -> tuple[bool, dict[str, int]]:
+    """Dense parameters that are gathered ahead and that no pass uses; then their memory is freed, and used by others."""
+    settings = {**TINY, **FEW_SLOTS, "data.paths": (text,), "dense.optimizer_state": "host", "store": store}
+    with open_session(load(TrainConfig, None, settings), Opening.CREATE, mesh=mesh) as trainer:
+        trainer.step()
+        trainer.commit()
+        trainer.dense.gather(0)
+        buffer = trainer.dense._units[0].buffer
+        assert buffer is not None
+        address, nbytes = buffer.address, buffer.memory.numel()
+    del trainer, buffer
+    gc.collect()
+    others = [torch.zeros(nbytes, dtype=torch.uint8, device=mesh.device) for _ in range(8)]
+    return address in [other.data_ptr() for other in others], simulated.violations()
+
+
+def test_memory_of_a_closed_session_may_be_used_again(
+    simulated_ranks: Ranks, tmp_path: Path, text: Path
+) -> None:
+    ((reused, violations),) = simulated_ranks.run(1, _reused_memory, tmp_path / "store", str(text))
+    assert reused
+    assert violations == {}
 
 
 def _default_budget(mesh: Mesh, store: Path, text: str) -> None:

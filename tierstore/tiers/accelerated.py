@@ -194,7 +194,9 @@ class AcceleratedTier:
     def close(self) -> None:
         self._up.close()
         self._down.close()
-        self._pinned.close()
+        with self._pinned:
+            # Other streams too: the caller frees what they copy to.
+            torch.accelerator.synchronize(self.device)
 
 
 def _slots(count: int, stride: int, nbytes: int, device: torch.device) -> list[torch.Tensor]:
