@@ -1277,6 +1277,26 @@ class Residency:
         Annotated[NDArray[numpy.uint8], dict(shape=(None,))],
         Annotated[NDArray[numpy.uint32], dict(shape=(None,))],
     ]: ...
+    def keep(
+        self,
+        records: Annotated[
+            NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        flags: Annotated[NDArray[numpy.uint16], dict(shape=(None,), order="C", device="cpu", writable=False)],
+    ) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]:
+        """
+        Keep the resident ones of ``records`` (ascending), in this order, while a frame is left for others: each is pinned until it is released. Returns 1 for each that is kept.
+        """
+
+    def release(
+        self,
+        records: Annotated[
+            NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        flags: Annotated[NDArray[numpy.uint16], dict(shape=(None,), order="C", device="cpu", writable=False)],
+    ) -> None:
+        """Release those of ``records`` that are kept."""
+
     def clean(
         self,
         records: Annotated[

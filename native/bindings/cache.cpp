@@ -304,6 +304,21 @@ follows, with nothing changed.)")
             },
             "records"_a.noconvert(), "flags"_a.noconvert())
         .def(
+            "keep",
+            [](Residency& self, Records records, Flags flags) {
+                return numpy(self.keep(span_of(records), span_of(flags)));
+            },
+            "records"_a.noconvert(), "flags"_a.noconvert(),
+            "Keep the resident ones of ``records`` (ascending), in this order, while a frame is left for "
+            "others: each "
+            "is pinned until it is released. Returns 1 for each that is kept.")
+        .def(
+            "release",
+            [](Residency& self, Records records, Flags flags) {
+                self.release(span_of(records), span_of(flags));
+            },
+            "records"_a.noconvert(), "flags"_a.noconvert(), "Release those of ``records`` that are kept.")
+        .def(
             "clean",
             [](Residency& self, std::optional<Records> records) {
                 Decided decided;

@@ -33,8 +33,10 @@ enum class EventKind : std::uint8_t {
     END_UNIT,    // units of the open group (by index in their access) that ended before the next event
     END_STEP,    // none; its step is the one that begins
     ADD,         // added records, flags unused
+    KEEP,        // records with their flags
+    RELEASE,     // records with their flags
 };
-inline constexpr std::uint8_t kEventKinds = 12;
+inline constexpr std::uint8_t kEventKinds = 14;
 
 struct Event {
     EventKind kind;

@@ -340,6 +340,12 @@ void Residency::end_unit(std::uint32_t unit, Decided& decided) {
     if (observer_) ended_.push_back(unit);
 }
 
+bool Residency::group_ended() const {
+    const auto first = unit_ended_.begin();
+    return std::all_of(first + bounds_[groups_begun_ - 1], first + bounds_[groups_begun_],
+                       [](std::uint8_t ended) { return ended != 0; });
+}
+
 void Residency::end_group(Decided& decided) {
     if (!group_open_) throw std::logic_error("no group is open");
     for (std::uint32_t place = bounds_[groups_begun_ - 1]; place < bounds_[groups_begun_]; ++place) {
@@ -392,6 +398,40 @@ void Residency::unpin(std::span<const std::uint32_t> records, std::span<const st
     }
     for (std::size_t i = 0; i < records.size(); ++i) finish(records[i], flags[i], decided);
     tell(EventKind::UNPIN, records, flags);
+}
+
+std::vector<std::uint8_t> Residency::keep(std::span<const std::uint32_t> records,
+                                          std::span<const std::uint16_t> flags) {
+    check_units(0, records, flags, Check::RECORDS);
+    std::vector<std::uint8_t> kept(records.size());
+    for (std::size_t i = 0; i < records.size(); ++i) {
+        Domain& domain = domain_for(layer_of_[records[i]]);
+        bool resident = true;
+        std::uint64_t added = 0;
+        each_needed(records[i], flags[i], [&](EntryId entry) {
+            resident = resident && (flags_[entry] & RESIDENT) != 0;
+            if (pins(entry) == 0) added += frames_[entry];
+        });
+        if (!resident || domain.pinned + added >= domain.limit) continue;
+        each_needed(records[i], flags[i], [&](EntryId entry) {
+            if ((flags_[entry] & KEPT) == 0) pin_entry(domain, entry);
+            flags_[entry] |= KEPT;
+        });
+        kept[i] = 1;
+    }
+    tell(EventKind::KEEP, records, flags);
+    return kept;
+}
+
+void Residency::release(std::span<const std::uint32_t> records, std::span<const std::uint16_t> flags) {
+    check_units(0, records, flags, Check::RECORDS);
+    for (std::size_t i = 0; i < records.size(); ++i) {
+        each_needed(records[i], flags[i], [&](EntryId entry) {
+            if ((flags_[entry] & KEPT) != 0) unpin_entry(entry);
+            flags_[entry] = static_cast<std::uint8_t>(flags_[entry] & ~KEPT);
+        });
+    }
+    tell(EventKind::RELEASE, records, flags);
 }
 
 // ---- write-back, drop, the clock

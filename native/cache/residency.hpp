@@ -149,6 +149,12 @@ public:
     void unpin(std::span<const std::uint32_t> records, std::span<const std::uint16_t> flags,
                Decided& decided);
 
+    // Keeps the resident ones of `records` (ascending), in this order, while a frame is left for others: each is pinned
+    // until it is released. Returns 1 for each that is kept. release ignores those that are not kept.
+    std::vector<std::uint8_t> keep(std::span<const std::uint32_t> records,
+                                   std::span<const std::uint16_t> flags);
+    void release(std::span<const std::uint32_t> records, std::span<const std::uint16_t> flags);
+
     // Dirty weights and moments that are not pinned.
     void clean(std::span<const std::uint32_t> records, Decided& decided);
     void clean_all(Decided& decided);
@@ -172,12 +178,13 @@ public:
     bool can_end(std::uint32_t unit) const {  // a unit of the open group that has not ended
         return in_open_group(unit) && unit_ended_[place_of_[unit]] == 0;
     }
+    bool group_ended() const;  // all units of the open group have ended
     std::uint32_t groups_begun() const { return groups_begun_; }
     std::uint32_t group_count() const { return static_cast<std::uint32_t>(bounds_.size()) - 1; }
 
 private:
-    enum Flag : std::uint8_t { RESIDENT = 1, DIRTY = 2, STORED = 4, FRESH = 8, KNOWN = 16 };
-    // FRESH: prefetched and not yet used. KNOWN: the policy has been told of it.
+    enum Flag : std::uint8_t { RESIDENT = 1, DIRTY = 2, STORED = 4, FRESH = 8, KNOWN = 16, KEPT = 32 };
+    // FRESH: prefetched and not yet used. KNOWN: the policy has been told of it. KEPT: by keep().
     static constexpr std::uint32_t kHeld = 1u << 31;  // of busy_; the rest counts pins
     static constexpr EntryId kNobody = ~0u;
 

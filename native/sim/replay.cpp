@@ -40,6 +40,7 @@ void Replay::finish() {
 
 // With another capacity there may be fewer groups than there were: then the last one stands for the rest.
 void Replay::advance_to(std::uint32_t at) {
+    if (residency_.options().order == GroupOrder::GIVEN) return advance_unit_by_unit(at);
     const std::uint32_t groups = residency_.group_count();
     const std::uint32_t wanted = at / 2 < groups ? at / 2 : groups;
     const bool open = at % 2 == 0;
@@ -50,12 +51,27 @@ void Replay::advance_to(std::uint32_t at) {
     if (!open && residency_.group_open()) end_group();
 }
 
+// Where every unit ends by itself, a group is over when its units are, wherever the recorded run cut its groups.
+void Replay::advance_unit_by_unit(std::uint32_t at) {
+    const bool open = at % 2 == 0;
+    const bool moved = at / 2 != group_;
+    group_ = at / 2;
+    if (residency_.group_open() && (moved || !open) && residency_.group_ended()) end_group();
+    if (residency_.access_open() && open && moved && !residency_.group_open()) {
+        residency_.next_group(decided_, ahead_);
+    }
+}
+
 void Replay::end_group() { residency_.end_group(decided_); }
 
 void Replay::end_units(std::span<const std::uint32_t> units) {
-    if (!residency_.group_open()) return;
     for (const std::uint32_t unit : units) {
-        if (residency_.can_end(unit)) residency_.end_unit(unit, decided_);
+        while (residency_.options().order == GroupOrder::GIVEN && residency_.access_open() &&
+               (!residency_.group_open() || residency_.group_ended())) {
+            if (residency_.group_open()) end_group();
+            if (residency_.access_open()) residency_.next_group(decided_, ahead_);
+        }
+        if (residency_.group_open() && residency_.can_end(unit)) residency_.end_unit(unit, decided_);
     }
 }
 
@@ -73,7 +89,10 @@ void Replay::add(std::span<const std::uint32_t> records) {
 void Replay::apply(EventKind kind, Phase phase, std::uint32_t layer, std::span<const std::uint32_t> records,
                    std::span<const std::uint16_t> flags) {
     switch (kind) {
-        case EventKind::ACCESS: residency_.begin_access(phase, layer, records, flags); break;
+        case EventKind::ACCESS:
+            residency_.begin_access(phase, layer, records, flags);
+            group_ = 0;
+            break;
         case EventKind::PREFETCH: residency_.prefetch(phase, layer, records, flags, decided_); break;
         case EventKind::CANCEL: residency_.cancel_prefetch(); break;
         case EventKind::CLEAN: residency_.clean(records, decided_); break;
@@ -87,6 +106,8 @@ void Replay::apply(EventKind kind, Phase phase, std::uint32_t layer, std::span<c
         case EventKind::END_UNIT: end_units(records); break;
         case EventKind::END_STEP: residency_.end_step(); break;
         case EventKind::ADD: add(records); break;
+        case EventKind::KEEP: residency_.keep(records, flags); break;
+        case EventKind::RELEASE: residency_.release(records, flags); break;
     }
 }
 

@@ -36,6 +36,7 @@ private:
     void apply(EventKind kind, Phase phase, std::uint32_t layer, std::span<const std::uint32_t> records,
                std::span<const std::uint16_t> flags);
     void advance_to(std::uint32_t at);
+    void advance_unit_by_unit(std::uint32_t at);
     void end_group();
     void end_units(std::span<const std::uint32_t> units);
     void add(std::span<const std::uint32_t> records);
@@ -43,6 +44,7 @@ private:
     Residency& residency_;
     std::uint32_t first_late_;
     std::vector<RecordInfo> late_;
+    std::uint32_t group_ = 0;  // of the recorded run, in the open access
     std::uint64_t events_ = 0;
     Decided decided_;
     Decided ahead_;

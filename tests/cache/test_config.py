@@ -25,6 +25,12 @@ from tierstore.errors import ConfigError
         ({"policy": "tierstore.cache:Nothing"}, "cache.policy: .*no attribute 'Nothing'"),
         ({"policy": "tierstore.cache:CacheConfig"}, "has no method 'insert'"),
         ({"write_back_every": -1}, "cache.write_back_every"),
+        ({"device_policy": "mru"}, "cache.device_policy: unknown cache policy 'mru'; there are: "),
+        (
+            {"device_policy": "arc", "device_options": {"p": 1.0}},
+            "cache.device_policy: cache policy 'arc' has no option 'p'; it has: none",
+        ),
+        ({"device_options": {"half_life": 4.0}}, "cache.device_options: expected cache.device_policy"),
     ],
 )
 def test_bad_settings_name_themselves(settings: dict[str, object], message: str) -> None:

@@ -288,6 +288,22 @@ def test_pins_across_accesses():
     assert access(core, [1])[0][0] == [(D.EVICT_WRITE, 0), (D.FETCH, 4)]
 
 
+def test_what_is_kept_stays_until_it_is_released():
+    """Three frames with records 0, 1 and 2: of those, two are kept, because one frame is left for others. 3 is not there."""
+    core = make(3)
+    access(core, [0])
+    access(core, [1, 2])
+    assert core.keep(*units([0, 1, 2, 3])).tolist() == [1, 1, 0, 0]
+    assert core.keep(*units([0, 1])).tolist() == [1, 1]  # once is enough
+    assert [core.state(4 * record).pins for record in range(4)] == [1, 1, 0, 0]
+    assert access(core, [3])[0][0] == [(D.EVICT, 8), (D.FETCH, 12)]
+    core.release(*units([0, 2, 3]))
+    assert [core.state(4 * record).pins for record in range(4)] == [0, 1, 0, 0]
+    assert access(core, [2])[0][0] == [(D.EVICT, 0), (D.FETCH, 8)]
+    with pytest.raises(ValueError, match="no record 99"):
+        core.keep(*units([99]))
+
+
 def test_layers_do_not_take_each_others_frames():
     core = make(4, records=8, layers=2, scope=Scope.LAYER, layer_quotas=[1, 3])
     access(core, [0])

@@ -87,6 +87,7 @@ def make_rig(tmp_path: Path) -> Iterator[MakeRig]:
             slots: int | None = None,
             cache: CacheConfig | None = None,
             order: GroupOrder = GroupOrder.RESIDENT_FIRST,
+            trace: Path | None = None,
         ) -> Rig:
             nonlocal made
             made += 1
@@ -100,6 +101,7 @@ def make_rig(tmp_path: Path) -> Iterator[MakeRig]:
                     group_order=order,
                 ),
                 adamw=AdamWConfig(inactive=inactive),
+                trace=trace,
             )
             stack.callback(opened.close)
             for layer in LAYERS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from hypothesis import strategies as st
 from tierstore.cache import CacheConfig, GroupOrder
 from tierstore.prefetch import PredictorName, StepTiming
 from tierstore.store import Group
+from tierstore.trace.reader import read_header
+from tierstore.trace.replay import replay
 
 MakeRig = Callable[..., Any]
 LAYERS, EXPERTS = (0, 2), 4
@@ -280,3 +283,65 @@ def test_headroom_that_leaves_no_slot_keeps_nothing(make_rig: MakeRig) -> None:
     assert uploads(rig, lambda: rig.forward(0, 0)) == 1
     assert uploads(rig, lambda: rig.forward(0, 0)) == 1
     assert make_rig(slots=2, cache=cache).experts.walk.slots.keeps
+
+
+@pytest.mark.parametrize("slots", [1, 4, ALL // 2, ALL])
+@pytest.mark.parametrize("policy", ["lru", "lfu-decay", "next-use"])
+def test_the_traces_of_both_caches_replay_exactly(
+    make_rig: MakeRig, tmp_path: Path, slots: int, policy: str
+) -> None:
+    """A host cache that has to read, and slots with a policy of their own."""
+    rig = make_rig(
+        slots=slots,
+        room=3.5,
+        depth=2,
+        predictor=PredictorName.ALL,
+        lookahead=AHEAD // 4,
+        cache=CacheConfig(policy="sieve", device_policy=policy),
+        trace=tmp_path / "run.trace",
+    )
+    for number in range(3):
+        step(rig, micro_batches=2, seed=number)
+    rig.store.end_trace()
+    host, device = replay(tmp_path / "run.trace"), replay(tmp_path / "run.device-1.trace")
+    assert host == rig.store.cache.residency.stats()
+    assert device == rig.experts.walk.slots.residency.stats()
+    assert device.misses + device.prefetch_reads == rig.tier.uploads
+    with (tmp_path / "run.trace").open("rb") as file:
+        header = read_header(file)
+    assert (header.slot_traces, header.of_slots) == (("run.device-1.trace",), False)
+
+
+@pytest.mark.parametrize("slots", [2, 3, 5, ALL])
+def test_a_replay_with_another_policy_copies_what_a_run_with_it_copies(
+    make_rig: MakeRig, tmp_path: Path, slots: int
+) -> None:
+    """The order of each pass is that of the keys, so it does not depend on what slots hold. Steps make copies stale that
+    only the other policy kept, and a pass requests experts that only one of them has.
+    """
+    copied = {}
+    for policy in ("lru", "sieve", "next-use"):
+        trace = tmp_path / f"{policy}.trace"
+        cache = CacheConfig(policy="lru", device_policy=policy)
+        rig = make_rig(slots=slots, order=GroupOrder.KEY, cache=cache, trace=trace)
+        for number in range(3):
+            step(rig, micro_batches=2, seed=number)
+        rig.store.end_trace()
+        copied[policy] = rig.tier.uploads
+    for recorded in copied:
+        for policy, uploads in copied.items():
+            stats = replay(tmp_path / f"{recorded}.device-1.trace", policy=policy)
+            assert stats.misses + stats.prefetch_reads == uploads
+
+
+def test_nothing_is_recorded_of_slots_that_keep_nothing(make_rig: MakeRig, tmp_path: Path) -> None:
+    rig = make_rig(trace=tmp_path / "run.trace")
+    step(rig)
+    rig.store.end_trace()
+    assert [path.name for path in tmp_path.glob("*.trace")] == ["run.trace"]
+
+
+def test_a_policy_of_its_own(make_rig: MakeRig) -> None:
+    rig = make_rig(slots=3, cache=CacheConfig(policy="lfu-decay", device_policy="lru"))
+    assert rig.experts.walk.slots.residency.policy == "lru"
+    assert rig.store.cache.residency.policy == "lfu-decay"

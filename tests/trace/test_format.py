@@ -200,8 +200,8 @@ def test_payloads_that_are_none():
     refused(payload, "bytes of columns", events=1)
     refused(payload, "bytes of columns", units=7)
     plain = bytearray(zlib.decompress(payload))
-    plain[1] = 12
-    refused(bytes(plain), "kind 12", coding=0)
+    plain[1] = 14
+    refused(bytes(plain), "kind 14", coding=0)
     plain[1] = 10
     plain[2 + 1 + 2 + 4] = 9  # units of each event (a constant column)
     refused(bytes(plain), "18 units in all", coding=0)
@@ -216,7 +216,7 @@ def test_a_header_is_its_json():
     assert TraceHeader(9, records=[TraceRecord(0, (1, 0, 0), (1, 0, 0), 1)] * 2).table == RecordTable(
         [TraceRecord(0, (1, 0, 0), (1, 0, 0), 1)] * 2
     )
-    assert max(TraceKind) == TraceKind.ADD
+    assert max(TraceKind) == TraceKind.RELEASE
     assert (header.version, "late_records" in header.to_json()) == (2, False)
     records = [TraceRecord(0, (1, 0, 0), (1, 0, 0), 1)] * 2
     late = TraceHeader(9, records=records, late_records=2)

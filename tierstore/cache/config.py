@@ -1,4 +1,4 @@
-"""Configuration of the host cache."""
+"""Configuration of the host cache, and of a device's slots, which are a cache over it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class GroupOrder(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """Policy of the host cache, by name, with its options (docs/CACHE.md lists both).
+    """Policies of the host cache and of a device's slots, by name, with their options (docs/CACHE.md lists both).
 
     ``policy`` may also be a class of your own, ``"package.module:Class"`` (see ``tierstore.cache.policy``).
     Raises ConfigError for a policy or an option that does not exist, naming those that do.
@@ -51,6 +51,12 @@ class CacheConfig:
     options: Mapping[str, float | str] = field(
         default_factory=dict, metadata={"help": "options of the policy, by name"}
     )
+    device_policy: str = field(
+        default="", metadata={"help": "eviction policy of a device's slots (empty: policy, with its options)"}
+    )
+    device_options: Mapping[str, float | str] = field(
+        default_factory=dict, metadata={"help": "options of device_policy, by name"}
+    )
 
     def __post_init__(self) -> None:
         if self.layer_shares and self.scope is not Scope.LAYER:
@@ -59,10 +65,18 @@ class CacheConfig:
             raise ConfigError(f"cache.layer_shares: expected numbers above 0, got {list(self.layer_shares)}")
         if self.write_back_every < 0:
             raise ConfigError(f"cache.write_back_every: expected at least 0, got {self.write_back_every}")
-        try:
-            _native.check_policy(self.policy, dict(self.options))
-        except ValueError as error:
-            raise ConfigError(f"cache.policy: {error}") from error
+        if self.device_options and not self.device_policy:
+            raise ConfigError("cache.device_options: expected cache.device_policy, whose options they are")
+        _check("policy", self.policy, self.options)
+        if self.device_policy:
+            _check("device_policy", self.device_policy, self.device_options)
+
+    @property
+    def of_device(self) -> CacheConfig:
+        """The configuration of a device's slots."""
+        if not self.device_policy:
+            return self
+        return CacheConfig(policy=self.device_policy, options=self.device_options)
 
     @property
     def headroom_frames(self) -> int:
@@ -72,7 +86,7 @@ class CacheConfig:
     @property
     def tells_askers_apart(self) -> bool:
         """Whether the policy uses which sequences request a record (``Need.FIRST_ASKER``)."""
-        return self.policy == _LEARNED_USE
+        return _LEARNED_USE in (self.policy, self.device_policy)
 
     @property
     def _lfu_decay(self) -> _native.LfuDecayOptions | None:
@@ -117,3 +131,10 @@ class CacheConfig:
             "decay below the threshold are kept although nothing requests them; the fallback victim is the "
             "least-hit entry"
         )
+
+
+def _check(key: str, policy: str, options: Mapping[str, float | str]) -> None:
+    try:
+        _native.check_policy(policy, dict(options))
+    except ValueError as error:
+        raise ConfigError(f"cache.{key}: {error}") from error

@@ -344,6 +344,8 @@ def _announce(config: TrainConfig, placed: TrainConfig, output: Output, fixed: i
     )
     cache = config.cache
     output.line(f"cache policy: {cache.summary}, {cache.scope.value} scope")
+    if cache.device_policy:
+        output.line(f"policy of device slots: {cache.of_device.summary}")
     if cache.starvation_warning is not None:
         output.line(f"warning: {cache.starvation_warning}")
     limits = config.links.describe()

@@ -165,14 +165,19 @@ def cache_configuration(candidate: Candidate) -> CacheConfig | None:
 
 
 def configuration_text(requests: Requests, candidate: Candidate, capacity_frames: int) -> str:
-    """The ``[cache]`` table to paste into a configuration of ``tierstore train``."""
+    """The ``[cache]`` table to paste into a configuration of ``tierstore train``: of a trace of device slots, the keys of
+    their policy.
+    """
     capacity = format_bytes(capacity_frames * requests.table.frame_bytes)
     share = capacity_frames / requests.table.total_frames
     head = f"# for a cache of {capacity}, {share:.1%} of the footprint of {requests.name}\n"
     config = cache_configuration(candidate)
     if config is None:
         return head + f"# {candidate.policy.name} is not a policy of tierstore train: nothing to configure\n"
-    lines = [f'policy = "{config.policy}"', f'scope = "{config.scope.value}"']
+    device = "device_" if requests.of_slots else ""
+    lines = [f'{device}policy = "{config.policy}"']
+    if not requests.of_slots:
+        lines.append(f'scope = "{config.scope.value}"')
     if config.layer_shares:
         lines.append(f"layer_shares = {list(config.layer_shares)}")
     if config.options:
@@ -180,7 +185,7 @@ def configuration_text(requests: Requests, candidate: Candidate, capacity_frames
             f'{key} = "{value}"' if isinstance(value, str) else f"{key} = {value!r}"
             for key, value in config.options.items()
         )
-        lines.append("options = { " + ", ".join(shown) + " }")
+        lines.append(f"{device}options = {{ " + ", ".join(shown) + " }")
     return head + "[cache]\n" + "\n".join(lines) + "\n"
 
 

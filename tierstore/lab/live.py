@@ -28,7 +28,7 @@ from tierstore.trace.replay import STEP_COUNTS, replay_steps
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A trace with prefetches, which could fill ``lookahead_frames`` of ``capacity_frames`` when it was recorded."""
+    """A trace of a run whose prefetches could fill ``lookahead_frames`` of ``capacity_frames`` when it was recorded."""
 
     path: Path
     capacity_frames: int
@@ -41,17 +41,15 @@ class Recording:
 
 
 def recording_of(path: str | os.PathLike[str], requests: Requests) -> Recording | None:
-    """The trace at ``path``, from which ``requests`` were read; None if its run had no prefetches or no steps.
+    """The trace at ``path``, from which ``requests`` were read; None if its run had no steps, or neither prefetches nor
+    copies that steps make stale (of device slots).
 
     Raises DataError or OSError.
     """
     with Path(path).open("rb") as file:
         header = read_header(file)
-    if (
-        header.clock != "steps"
-        or not header.lookahead_frames
-        or not requests.left_out.get(TraceKind.PREFETCH.name.lower())
-    ):
+    prefetched = header.lookahead_frames and requests.left_out.get(TraceKind.PREFETCH.name.lower())
+    if header.clock != "steps" or not (prefetched or header.of_slots):
         return None
     layers = 1 + int(header.table.layers.max(initial=0))
     return Recording(Path(path), header.capacity_frames, header.lookahead_frames, layers)

@@ -187,6 +187,9 @@ class Requests:
     oversized: Oversized = Oversized.REFUSE
     #: The policy's notion of a step in the run (``tierstore.trace.format.TraceHeader``).
     clock: str = "steps"
+    #: Whether a device's slots were requested, and the names of such traces beside this one.
+    of_slots: bool = False
+    slot_traces: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         events = len(self.layers)
@@ -512,6 +515,8 @@ class _Columns:
             left_out={what: count for what, count in left_out.items() if count},
             oversized=Oversized.BYPASS if header.origin else Oversized.REFUSE,
             clock=header.clock,
+            of_slots=header.of_slots,
+            slot_traces=header.slot_traces,
         )
 
 

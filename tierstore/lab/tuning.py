@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import TypeAlias
 
@@ -126,8 +126,15 @@ def tune(
     Stalls are estimated from ``machine``. With ``recording`` (``recording_of``) candidates are scored with its
     prefetches; without, and for stalls or the sequential contract, without lookahead. Raises ConfigError, BudgetError
     (a capacity that does not hold the largest record of a live store), or DataError for a trace of fewer than four steps.
+
+    A trace of device slots is tuned for the fewest copies, in one scope: what the run's steps made stale is copied again
+    only in a replay of the ``recording``.
     """
     options = options or TuneOptions()
+    if requests.of_slots:  # they have one scope, and their misses are copies of one size
+        options = replace(
+            options, scopes=(Scope.GLOBAL,), objective=Objective.MISSES, contract=Contract.ATOMIC
+        )
     if requests.step_count < LEAST_STEPS:
         raise DataError(
             f"{requests.name}: expected at least {LEAST_STEPS} steps to tune on and to score, found "

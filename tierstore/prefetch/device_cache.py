@@ -1,8 +1,9 @@
 """The weight slots of a device as a cache over the host cache.
 
-The native core that decides for the host cache (``Residency``) decides here too, with the same policy: an expert is a
-record of one frame, and its frame is a slot. A slot holds a copy. It is never written back, and it is dropped, in program
-order, when a step or a replay that writes the expert's weights in the host cache is queued.
+The native core that decides for the host cache (``Residency``) decides here too, with the same policy or one of the
+slots' own (``CacheConfig.of_device``): an expert is a record of one frame, and its frame is a slot. A slot holds a
+copy. It is never written back, and it is dropped, in program order, when a step or a replay that writes the expert's
+weights in the host cache is queued.
 
 An access is walked expert by expert, so a layer may have more experts than there are slots: the current expert pins one
 slot, and the next experts, of this pass or a later one, may hold all others (``Residency``'s lookahead).
@@ -58,7 +59,7 @@ class DeviceCache:
     """
 
     def __init__(self, store: StoreCore, device: DeviceTier, records: RecordsByExpert) -> None:
-        config, slots = store.config.cache, device.slots.weights
+        config, slots = store.config.cache.of_device, device.slots.weights
         self.keeps = device.loads is WeightLoads.COPIED and slots > config.headroom_frames
         policy, options = (config.policy, dict(config.options)) if self.keeps else ("lru", {})
         #: Slots that experts other than the current one may hold.
@@ -77,6 +78,8 @@ class DeviceCache:
             lookahead_frames=self._lookahead,
             group_order=GroupOrder.GIVEN,
         )
+        if self.keeps:
+            store.record_slots(self.residency)
         layers = np.repeat(np.array(list(records), np.uint16), [len(experts) for experts in records.values()])
         nbytes = device.slots.weight_content_bytes
         self.residency.add_records(layers, [1, 0, 0], [nbytes, 0, 0], _STORED)
@@ -93,8 +96,8 @@ class DeviceCache:
         self._guesses: set[int] = set()
         #: Number of copies so far.
         self.copies = 0
-        #: Experts that ``pin`` has pinned.
-        self._pinned: set[int] = set()
+        #: The experts of the last ``keep``.
+        self._kept = np.zeros(0, np.uint32)
         if self.keeps:
             self._cache.observe_writes(self._written)
 
@@ -105,28 +108,25 @@ class DeviceCache:
         copies, numbers = self._copies, self._numbers
         return np.array([numbers[record.number] in copies for record in records], np.bool_)
 
-    def pin(self, records: Sequence[LiveRecord]) -> npt.NDArray[np.bool_]:
-        """Pin those of ``records``, which a pass requests, that slots hold, until each is released. Returns which were
-        pinned: at most as many as leave a slot for an expert that is in none.
+    def keep(self, records: Sequence[LiveRecord]) -> npt.NDArray[np.bool_]:
+        """Keep those of ``records`` (ascending), which a pass requests, that slots hold, until each is released.
+        Returns which are kept: as many as leave a slot for an expert that is in none.
         """
-        held = self.holds(records)
-        known = set(self._of(records)[held].tolist())
+        self._kept = self._of(records)
+        known = set(self._kept.tolist()) & self._copies.keys()
         self.asked += len(records)
         self.found += len(known - self._guesses)
         self.guessed += len(known & self._guesses)
         self._guesses -= known
-        held[np.flatnonzero(held)[self._lookahead :]] = False
-        pinned = np.sort(self._of([records[place] for place in np.flatnonzero(held).tolist()]))
-        self.residency.pin(pinned, np.full(len(pinned), _STORED, np.uint16))
-        self._pinned.update(pinned.tolist())
-        return held
+        return self.residency.keep(self._kept, _flags(self._kept)).astype(np.bool_)
 
     def _written(self, entry: int) -> None:
         """Called when an entry of the host cache is written: its copy, if any, is stale."""
         record, group = divmod(entry, GROUP_STRIDE)
         number = self._numbers.get(record)
-        if number is None or group != Group.WEIGHTS or number not in self._copies:
+        if number is None or group != Group.WEIGHTS:
             return
+        # The core hears of a write of any expert: a replay with another policy may hold a copy that no slot has.
         if number == self._current:
             self._copies[number].stale = True
         else:
@@ -168,12 +168,12 @@ class DeviceCache:
         copy = self._copies[number]
         self._device.release_weights(copy.slot)
         self.residency.end_unit(self._group.popleft())
-        if not self._group:
-            self.residency.end_group()
-        if number in self._pinned:
-            self._unpin([number])
+        if self.keeps:
+            self._release(np.array([number], np.uint32))
         if lost or copy.stale or not self.keeps:
             self._drop(number)
+        if not self._group:
+            self.residency.end_group()
 
     def bring(self, layer: int, record: LiveRecord) -> int:
         """Queue the copy of ``record``, which no slot holds, outside of a pass; returns its ticket."""
@@ -201,7 +201,7 @@ class DeviceCache:
             for decided in residency.next_group()[1:]:
                 self._carry_out(decided, loads=False)
             residency.end_group()
-        self._unpin(sorted(self._pinned))
+        self._release(self._kept)
         for number in set(self._copies) - before:
             self._drop(number)
 
@@ -250,19 +250,22 @@ class DeviceCache:
         copy = self._copies[number] = again or Copy(slot)
         copy.ticket, copy.after = ticket, after
 
-    def _unpin(self, numbers: Sequence[int]) -> None:
-        self._pinned.difference_update(numbers)
-        records = np.array(numbers, np.uint32)
-        self.residency.unpin(records, np.full(len(records), _STORED, np.uint16))
+    def _release(self, numbers: npt.NDArray[np.uint32]) -> None:
+        self.residency.release(numbers, _flags(numbers))
 
     def _forget(self, number: int) -> None:
         self._guesses.discard(number)
         self._free.append(self._copies.pop(number).slot)
 
     def _drop(self, number: int) -> None:
-        self._forget(number)
+        if number in self._copies:
+            self._forget(number)
         self.residency.drop(np.array([number * GROUP_STRIDE], np.uint32))
         self.residency.set_stored(number, _STORED)
+
+
+def _flags(numbers: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint16]:
+    return np.full(len(numbers), _STORED, np.uint16)
 
 
 def _decisions(decided: tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint32]]) -> Iterator[tuple[int, int]]:

@@ -156,14 +156,14 @@ class AccessWalk:
     # What is requested of which cache -----------------------------------------------------------------------
 
     def _spared(self, access: Access, records: Sequence[LiveRecord]) -> npt.NDArray[np.bool_]:
-        """Pin those of ``records`` that slots hold, until they are released; returns which these are. Experts that a forward
+        """Keep those of ``records`` that slots hold until they are released; returns which these are. Experts that a forward
         pass steps first are excluded, because the step makes their copies stale.
         """
         spared = np.zeros(len(records), np.bool_)
         if self.slots.keeps:
             stepped = (access.flags & np.uint16(Need.DIRTY_WEIGHTS) != 0) & (access.phase is Phase.FORWARD)
             places = np.flatnonzero(~stepped)
-            spared[places] = self.slots.pin([records[place] for place in places.tolist()])
+            spared[places] = self.slots.keep([records[place] for place in places.tolist()])
         return spared
 
     def _host_flags(self, flags: Flags, records: Sequence[LiveRecord], held: npt.NDArray[np.bool_]) -> Flags:

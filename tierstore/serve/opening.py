@@ -138,6 +138,11 @@ def _lines(parts: ServedParts) -> tuple[str, ...]:
         f"model: {len(spec.moe_layers)} layers of {spec.experts} experts, {spec.compute_dtype.value}, on {parts.device}",
         f"budget: {format_bytes(config.host_budget)} for experts on the host; on the device: {device}; batch of at "
         f"most {config.batch.sequences} sequences, {batch}",
+        *(
+            [f"policy of device slots: {config.cache.of_device.summary}"]
+            if config.cache.device_policy
+            else []
+        ),
         f"cache policy: {config.cache.summary}; predictor: {config.prefetch.predictor.value}",
         *parts.store.describe(),
     )

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore import _native
+from tierstore._native import Residency
 from tierstore.cache.access import Need, Phase
 from tierstore.cache.host_cache import HostCache
 from tierstore.errors import BudgetError, StoreError
@@ -280,6 +281,13 @@ class StoreCore:
         """Adds a line of text to the recorded trace, if there is one."""
         if self._parts.recording is not None:
             self._parts.recording.note(note)
+
+    def record_slots(self, residency: Residency) -> None:
+        """Record the requests to ``residency``, the core of a device's slots, beside the recorded trace, if there is one.
+        Raises OSError.
+        """
+        if self._parts.recording is not None:
+            self._parts.recording.record_slots(residency)
 
     def close(self) -> None:
         """As ``ParameterStore.close``."""

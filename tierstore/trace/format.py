@@ -27,6 +27,8 @@ _RUN = np.dtype(
     [("count", "<u4"), ("layer", "<u4"), ("frames", "<u4", (3,)), ("bytes", "<u8", (3,)), ("stored", "<u4")]
 )
 _MOST_RECORDS = 1 << 27
+#: A note that starts so names a trace of a device's slots.
+SLOTS_NOTE = "device slots: "
 _WHAT = ["layer", "frames", "bytes", "stored"]
 
 
@@ -192,7 +194,7 @@ def _merged(runs: NDArray[np.void]) -> NDArray[np.void]:
 
 MAGIC = b"tsrtrace"
 #: Version 3 adds records added after the first event, 4 adds notes, 5 adds accesses that count as steps.
-VERSIONS = (2, 3, 4, 5)
+VERSIONS = (2, 3, 4, 5, 6)
 PREAMBLE = struct.Struct("<8sIIQ")  # magic, version, 0, byte of the description (0: not completed)
 CHUNK = struct.Struct("<4sIIIIBBH")  # tag, events, units, bytes, crc32, coding, constant columns, 0
 DESCRIPTION = struct.Struct(
@@ -226,6 +228,8 @@ class TraceKind(enum.IntEnum):
     END_UNIT = 9
     END_STEP = 10
     ADD = 11
+    KEEP = 12
+    RELEASE = 13
 
 
 class Coding(enum.IntEnum):
@@ -271,7 +275,19 @@ class TraceHeader:
     @property
     def version(self) -> int:
         """The file's version: the oldest that can hold this header."""
+        if self.of_slots:
+            return VERSIONS[4]
         return VERSIONS[3 if self.clock != "steps" else 2 if self.notes else self.late_records > 0]
+
+    @property
+    def slot_traces(self) -> tuple[str, ...]:
+        """Names of the traces of device slots that the same run recorded, beside this one."""
+        return tuple(note.removeprefix(SLOTS_NOTE) for note in self.notes if note.startswith(SLOTS_NOTE))
+
+    @property
+    def of_slots(self) -> bool:
+        """Whether the core decided for the slots of a device."""
+        return self.group_order == "given"
 
     @property
     def table(self) -> RecordTable:

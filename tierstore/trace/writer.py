@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -20,6 +21,7 @@ from tierstore.trace.format import (
     DESCRIPTION,
     MAGIC,
     PREAMBLE,
+    SLOTS_NOTE,
     VERSIONS,
     Coding,
     EventColumns,
@@ -166,37 +168,62 @@ class TraceRecorder:
         self._path = path
         self._writer = TraceWriter(path, _header(residency))
         self._events = EventBuffer(_BUFFER_ROWS, self._write)
-        #: The error that stopped the recording; there will be no trace.
-        self.failure: OSError | None = None
+        self._failure: OSError | None = None
         residency.observe(self._events)
         self._notes: list[str] = []
+        self._slots: list[TraceRecorder] = []
         self._closed = False
 
     def _write(self, *columns: Any) -> None:
-        if self.failure is not None:
+        if self._failure is not None:
             return
         try:
             with naming(self._path):
                 self._writer.extend(EventColumns(*columns))
         except OSError as error:
-            self.failure = error
+            self._failure = error
             with suppress(OSError):  # of the events still buffered
                 self._writer.__exit__(OSError, error, None)
+
+    @property
+    def failure(self) -> OSError | None:
+        """The error that stopped the recording, of the core or of slots; there will be no trace of it."""
+        return next(
+            (each for each in (self._failure, *(slots.failure for slots in self._slots)) if each), None
+        )
 
     def note(self, text: str) -> None:
         """Adds a note to the header."""
         self._notes.append(text)
 
+    def record_slots(self, residency: Residency) -> None:
+        """Records ``residency``, the core of a device's slots, in a trace of its own, which ``close`` completes, too:
+        ``run.device-1.trace`` beside ``run.trace``, whose header names it (``slot_traces``). Nothing is recorded
+        beside a pipe, or after ``close``.
+        """
+        path = Path(self._path)
+        if self._closed or (path.exists() and not path.is_file()):
+            return
+        beside = path.with_name(f"{path.stem}.device-{len(self._slots) + 1}{path.suffix}")
+        self._slots.append(TraceRecorder(beside, residency))
+        self.note(SLOTS_NOTE + beside.name)
+
     def close(self) -> None:
-        """Completes the trace."""
+        """Completes the trace, and those of slots."""
         if self._closed:
             return
         self._closed = True
+        with ExitStack() as slots:
+            for recorder in self._slots:
+                slots.callback(recorder.close)
+            self._complete()
+
+    def _complete(self) -> None:
         self._residency.observe(None)
         with naming(self._path), self._writer as writer:
             self._events.flush()
-            if self.failure is not None:
-                raise self.failure
+            if self._failure is not None:
+                raise self._failure
             # Frames and sizes lie one after another, three a record.
             layers, frames, sizes, stored = self._events.records()
             triples = frames.reshape(-1, 3), sizes.reshape(-1, 3)

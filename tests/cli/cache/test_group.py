@@ -419,6 +419,35 @@ def test_record_tune_paste_and_train_again(tmp_path: Path) -> None:
     assert f"cache policy: {tuned['chosen']['policy']}" in result.stderr
 
 
+def test_the_slots_of_a_device_are_tuned_beside_the_host_cache(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    text, config, trace = tmp_path / "text.txt", tmp_path / "run.toml", tmp_path / "run.trace"
+    text.write_text("the expert fetched its page from the slower tier; " * 400)
+    slots = 'weights_in_place = "off"\ndevice_budget = "80KB"\n'
+    config.write_text(slots + TINY.format(text=text))
+    first = found("record", trace, config, "--store", tmp_path / "first", "--checksum")
+    tuned = found("tune", trace, "--capacity", "0.4", "--out", tmp_path / "cache.toml")
+    (device,) = tuned["device"]
+    with (tmp_path / "run.device-1.trace").open("rb") as file:
+        header = read_header(file)
+    assert device["trace"]["steps"] >= 8
+    assert device["chosen"]["capacity_frames"] == header.capacity_frames > 2
+    assert device["scored"].startswith("the recorded prefetches")
+    assert all(outcome["scope"] == "global" for outcome in device["ranked"])
+    keys = tomllib.loads((tmp_path / "cache.toml").read_text())["cache"]
+    assert tuned["configuration"] == (tmp_path / "cache.toml").read_text()
+    assert {"policy", "scope", "device_policy"} <= keys.keys()
+    assert tomllib.loads(device["configuration"])["cache"].items() <= keys.items()
+    config.write_text(slots + TINY.format(text=text) + tuned["configuration"])
+    arguments = ["train", str(config), "--store", str(tmp_path / "second"), "--json", "--checksum"]
+    result = CliRunner().invoke(cli, arguments)
+    assert result.exit_code == 0, (result.stderr, result.exception)
+    assert json.loads(result.stdout)["records_crc32c"] == first["records_crc32c"]
+    assert f"policy of device slots: {keys['device_policy']}" in result.stderr
+    (tmp_path / "run.device-1.trace").unlink()
+    assert found("tune", trace, "--capacity", "0.4")["device"] == []
+
+
 # Reports -----------------------------------------------------------------------------------------------------
 
 

@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from tierstore.lab.requests import Requests
     from tierstore.lab.results import Outcome, RegimeStudy
     from tierstore.lab.simulate import PolicySpec
-    from tierstore.lab.tuning import TuneOptions
+    from tierstore.lab.tuning import TuneOptions, Tuning
 
 _KINDS = ("npz", "vllm", "megatron", "oracle-general", "csv", "text")
 
@@ -372,31 +372,31 @@ def _decide(
     points: int = 10,
     out: Path | None = None,
 ) -> dict[str, object]:
-    """Choose a policy for ``trace``, show it, and write the requested files; returns the choice as JSON.
+    """Choose a policy for ``trace`` and, if the run recorded them, for its device slots. Shows the choices, writes the
+    requested files, and returns the choices as JSON.
 
     ``points``: the number of points of the report's curves.
     """
-    from tierstore.lab.live import recording_of
     from tierstore.lab.miss_curves import REPORT_WINDOWS, all_policies, curve_capacities, curves
     from tierstore.lab.tuning import half_life_map, regime_study
-    from tierstore.lab.tuning import tune as tuned
 
     requests = _load(trace, output)
-    frames = requests.table.frames_of(capacity, name="--capacity")
-    recording = recording_of(trace, requests)
-    with _progress(output, "tune") as notify:
-        found = tuned(
-            requests,
-            frames,
-            options,
-            machine=machine,
-            recording=recording,
-            progress=lambda stage, done, total: notify(stage)(done, total),
-        )
-    show_tuning(found, requests.table.frame_bytes, output)
+    found = _tune(trace, requests, capacity, options, machine, output)
     show_assumptions(machine, f"{options.contract.value}, {found.result.scored}", output)
+    configuration = found.result.configuration
+    devices: list[dict[str, object]] = []
+    for name in requests.slot_traces:
+        beside = trace.with_name(name)
+        if not beside.exists():
+            output.line(f"{beside} is missing: no policy of device slots is proposed")
+            continue
+        slots = _load(beside, output)
+        chosen = _tune(beside, slots, None, options, machine, output)
+        if not devices:  # all slots have one policy: the experts' (LoRA's pairs have a second trace)
+            configuration += chosen.result.configuration.replace("[cache]\n", "")
+        devices.append({"trace": trace_json(slots), **tuning_json(chosen, slots.table.frame_bytes)})
     if out is not None:
-        write_output(out, OutputKind.CONFIGURATION, found.result.configuration)
+        write_output(out, OutputKind.CONFIGURATION, configuration)
     if html is not None:
         capacities = curve_capacities(requests, points)
         replay: dict[str, Any] = {"contract": options.contract, "threads": options.threads}
@@ -418,7 +418,40 @@ def _decide(
         "contract": options.contract.value,
         "assumptions": machine.assumptions,
         **tuning_json(found, requests.table.frame_bytes),
+        "configuration": configuration,
+        "device": devices,
     }
+
+
+def _tune(
+    trace: Path,
+    requests: Requests,
+    capacity: str | None,
+    options: TuneOptions,
+    machine: Machine,
+    output: Output,
+) -> Tuning:
+    """Choose a policy for ``requests``, those of ``trace``, and show it. ``capacity`` None: the recorded one."""
+    from tierstore.lab.live import recording_of
+    from tierstore.lab.tuning import tune as tuned
+
+    recording = recording_of(trace, requests)
+    if capacity is None:
+        assert recording is not None  # slots count steps
+        frames = recording.capacity_frames
+    else:
+        frames = requests.table.frames_of(capacity, name="--capacity")
+    with _progress(output, "tune") as notify:
+        found = tuned(
+            requests,
+            frames,
+            options,
+            machine=machine,
+            recording=recording,
+            progress=lambda stage, done, total: notify(stage)(done, total),
+        )
+    show_tuning(found, requests.table.frame_bytes, output)
+    return found
 
 
 def _write_regime(html: Path, regime: RegimeStudy, machine: Machine, output: Output) -> None:
