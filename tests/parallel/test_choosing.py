@@ -89,7 +89,7 @@ def _told(mesh: Mesh, node_ranks: list[int], modes: list[str]) -> None:
     rank = mesh.world.rank
     config = ParallelConfig(exchange=ExchangeMode(modes[rank]))
     environment = replace(mesh.environment, local_world=node_ranks[rank])
-    maker = GroupMaker(make=RankGroup, blame=lambda: None, communicators=[], timeout_s=30.0)
+    maker = GroupMaker(make=RankGroup, blame=lambda within_s: None, communicators=[], timeout_s=30.0)
     with_exchange(config, replace(mesh, environment=environment), maker)
 
 

@@ -14,7 +14,9 @@ import torch.distributed as dist
 from launcher import Ranks
 from torch import Tensor
 
+from tierstore.errors import PeerError
 from tierstore.parallel import Channel, Collective, LimitedGroup, Mesh, RankGroup, Work
+from tierstore.parallel.collectives import Failure
 
 TYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64]
 
@@ -358,3 +360,15 @@ def _over_two_links(mesh: Mesh) -> tuple[list[int], list[int]]:
 
 def test_what_computation_blocks_on_may_have_a_link_of_its_own(ranks: Ranks) -> None:
     assert ranks.run(2, _over_two_links) == [([40], [12])] * 2
+
+
+def test_what_an_aborted_communicator_leaves_is_not_read() -> None:
+    """NCCL does not raise where the host has not waited for the device: then the failure of a rank is asked for."""
+    known: list[Failure] = []
+    group = RankGroup(0, (0, 1), {}, blame=lambda within_s: known[0] if known else None)
+    gathered = torch.arange(6).view(2, 3)
+    assert torch.equal(group.read(gathered), gathered)
+    known.append(Failure(1, "its process ended"))
+    with pytest.raises(PeerError) as raised:
+        group.read(gathered)
+    assert (raised.value.rank, raised.value.operation) == (1, "all_gather")

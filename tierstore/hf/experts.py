@@ -144,11 +144,13 @@ class ExpertLayer:
         own_N = counted_N = count_experts(each_TK.reshape(-1), experts + 1)
         if (counted_TK := self._loads.counted(each_TK, experts)) is not each_TK:
             counted_N = count_experts(counted_TK.reshape(-1), experts + 1)
-        both_RN, rank = torch.cat([own_N, counted_N]).unsqueeze(0), 0
+        both_N = torch.cat([own_N, counted_N])
         if self._mesh is not None and not self._all_here:
             # A collective on every rank, with or without padding: this rank cannot know whether another has any.
-            both_RN, rank = gather_counts(both_RN[0], self._mesh.data, self._charge), self._mesh.data.rank
-        (found_RN,) = read(both_RN)
+            data = self._mesh.data
+            found_RN, rank = data.read(gather_counts(both_N, data, self._charge)), data.rank
+        else:
+            (found_RN,), rank = read(both_N.unsqueeze(0)), 0
         load_RE, counted_RE = found_RN[:, :experts], found_RN[:, experts + 1 : -1]
         if found_RN[rank, experts]:
             raise ValueError(f"layer {self.layer}: routed to expert {int(expert_TK.max())} of {experts}")

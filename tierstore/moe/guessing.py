@@ -128,9 +128,10 @@ class RouterGuesses:
         if not targets:
             return
         counts_E = torch.stack([self._count(layer, target, stream, drift) for target in targets])
-        if self._mesh is not None:
-            counts_E = self._of_all(counts_E, self._mesh, layer, training)
-        (found_E,) = read(counts_E)
+        if self._mesh is None:
+            (found_E,) = read(counts_E)
+        else:
+            found_E = self._of_all(counts_E, self._mesh, layer, training)
         for target, chosen_E in zip(targets, found_E.numpy(), strict=True):
             self._listener.offer(layer, target, chosen_E)
 
@@ -145,11 +146,11 @@ class RouterGuesses:
         return self._copies[target].count(stream, added)
 
     def _of_all(self, own: Tensor, mesh: Mesh, layer: int, training: bool) -> Tensor:
-        """The sums of ``own`` over the ranks whose tokens use this rank's experts; in training over all ranks, because all
+        """On the host, the sums of ``own`` over the ranks whose tokens use this rank's experts; in training over all ranks, because all
         replicas of an expert are then requested together.
         """
         charge = partial(self._ledger.stall, layer=layer, tier=Tier.RANKS, cause=Cause.ALL_TO_ALL)
-        all_Rn = gather_counts(own.flatten(), mesh.data, charge)
+        all_Rn = mesh.data.read(gather_counts(own.flatten(), mesh.data, charge))
         ranks = list(range(mesh.data.size) if training else mesh.expert_sources)
         return all_Rn[ranks].sum(dim=0).view_as(own)
 

@@ -159,7 +159,7 @@ class Router(nn.Module):
         if size > 1:
             own = torch.cat([count, count.new_full((1,), tokens)])
             all_Rn = gather_counts(own, self._data, self._charge)
-            (found_Rn,) = read(all_Rn)
+            found_Rn = self._data.read(all_Rn)
             tokens = int(found_Rn[:, -1].sum())
             count, found = all_Rn[:, :-1], found_Rn[:, :-1]
         else:

@@ -28,11 +28,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from tierstore.accelerator import read
 from tierstore.errors import PeerError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+_BLAME_S = 1.0  # a broken collective is often noticed before the failure that broke it is known
 _SMALL_BYTES = 1 << 14  # below this size, one message of everything is faster than two of parts
 
 
@@ -152,9 +154,9 @@ class RankGroup:
         *,
         native_gather: bool = False,
         node_ranks: int = 0,
-        blame: Callable[[], Failure | None] | None = None,
+        blame: Callable[[float], Failure | None] | None = None,
     ) -> None:
-        """``blame`` returns the failure that ended the job; ``native_gather``: the backend gathers well itself (NCCL);
+        """``blame`` returns the failure that ended the job, if it is known within the given seconds; ``native_gather``: the backend gathers well itself (NCCL);
         ``node_ranks``: global ranks per node (0: all are on one).
         """
         self.rank = rank
@@ -331,6 +333,16 @@ class RankGroup:
             raise self.explained(Collective.OBJECTS, error) from error
         return found
 
+    def read(self, gathered: Tensor) -> Tensor:
+        """Copy to the host what ``all_gather`` has received. Not a collective. Raises PeerError if the job has failed: where
+        ``wait`` does not wait for the device (NCCL), a communicator that was aborted meanwhile has left garbage.
+        """
+        (found,) = read(gathered)
+        failure = None if self._blame is None else self._blame(0.0)
+        if failure is not None:
+            raise PeerError(Collective.ALL_GATHER, failure.reason, rank=failure.rank)
+        return found
+
     # Messages from one rank to another ---------------------------------------------------------------------
 
     def sending(self, nbytes: int, channel: Channel = Channel.EXCHANGE) -> int:
@@ -344,7 +356,7 @@ class RankGroup:
 
     def explained(self, operation: Collective, error: RuntimeError) -> PeerError:
         """The PeerError for ``error`` of a communicator: the job cannot continue; names the rank to blame if known."""
-        failure = None if self._blame is None else self._blame()
+        failure = None if self._blame is None else self._blame(_BLAME_S)
         if failure is None:
             return PeerError(operation, str(error).split("\n", 1)[0])
         return PeerError(operation, failure.reason, rank=failure.rank)

@@ -114,8 +114,8 @@ def launch(
     watch: DeathWatch | None = None
     communicators: list[ProcessGroup] = []
 
-    def blame() -> Failure | None:
-        return None if watch is None else watch.blame()
+    def blame(within_s: float) -> Failure | None:
+        return None if watch is None else watch.blame(within_s)
 
     def abort() -> None:
         for group in communicators:
@@ -233,7 +233,7 @@ class GroupMaker:
     """How the groups of a run are made. ``communicators``: all that exist, to be aborted after a failure."""
 
     make: Callable[..., RankGroup]
-    blame: Callable[[], Failure | None]
+    blame: Callable[[float], Failure | None]
     communicators: list[ProcessGroup]
     timeout_s: float
 

@@ -173,7 +173,7 @@ def build_mesh(
     device: torch.device,
     *,
     make_group: Callable[..., RankGroup],
-    blame: Callable[[], Failure | None],
+    blame: Callable[[float], Failure | None],
 ) -> tuple[Mesh, list[ProcessGroup]]:
     """The mesh, with groups made by ``make_group``, and its communicators. A collective, to be called after
     ``init_process_group``. Raises ConfigError.

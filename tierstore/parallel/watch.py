@@ -69,8 +69,8 @@ class DeathWatch:
         self._thread = threading.Thread(target=self._watch, name="death watch", daemon=True)
         self._thread.start()
 
-    def blame(self, within_s: float = 1.0) -> Failure | None:
-        """The failure that ended the job, if known within ``within_s``: a broken collective is often noticed first."""
+    def blame(self, within_s: float) -> Failure | None:
+        """The failure that ended the job, if it is known within ``within_s``."""
         self._found.wait(within_s)
         return self._failure
 

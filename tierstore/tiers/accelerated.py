@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from tierstore._native import Arena, Buffer, Engine, HugePages
-from tierstore.accelerator import pinned, reached
+from tierstore.accelerator import pinned, reached, synchronize
 from tierstore.capabilities import Capability
 from tierstore.quant.weights import QuantizedWeights, Weights
 from tierstore.tiers.device import LeavingGradients, WeightLoads, tensor_of
@@ -196,7 +196,7 @@ class AcceleratedTier:
         self._down.close()
         with self._pinned:
             # Other streams too: the caller frees what they copy to.
-            torch.accelerator.synchronize(self.device)
+            synchronize(self.device)
 
 
 def _slots(count: int, stride: int, nbytes: int, device: torch.device) -> list[torch.Tensor]:
