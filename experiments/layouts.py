@@ -355,9 +355,13 @@ def laid_out(config: TrainConfig, joined: Mesh) -> Iterator[Mesh]:
         return
     groups, parallel = limited_groups(config.links), config.parallel
     environment = RankEnvironment.from_environment()
-    mesh, made = build_mesh(parallel, environment, joined.device, make_group=groups, blame=lambda within_s: None)
+    mesh, made = build_mesh(
+        parallel, environment, joined.device, make_group=groups, blame=lambda within_s: None
+    )
     mesh = replace(mesh, job_store=joined.job_store)
-    maker = GroupMaker(make=groups, blame=lambda within_s: None, communicators=made, timeout_s=parallel.timeout_s)
+    maker = GroupMaker(
+        make=groups, blame=lambda within_s: None, communicators=made, timeout_s=parallel.timeout_s
+    )
     mesh = with_exchange(parallel, mesh, maker)
     yield mesh
     joined.world.barrier()

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tierstore.capabilities import Capability, Finding, Resolution, resolve
 from tierstore.errors import BudgetError
+from tierstore.stats import Cause, StallLedger, Tier
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("tierstore.accelerator")
 #: ``cudaHostRegisterPortable``: every context of the process may copy to and from the memory.
 _PORTABLE = 1
+#: The waits of the thread that steps for devices, in ``read``. They are no stalls: the device computes meanwhile.
+device_waits = StallLedger()
 
 
 def accelerator_type() -> str | None:
@@ -104,7 +107,8 @@ def read(*tensors: torch.Tensor) -> list[torch.Tensor]:
     import torch
 
     found = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
-    torch.accelerator.current_stream(device).synchronize()
+    with device_waits.stall(layer=None, tier=Tier.DEVICE, cause=Cause.COMPUTING):
+        torch.accelerator.current_stream(device).synchronize()
     return found
 
 

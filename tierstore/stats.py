@@ -57,6 +57,7 @@ class Cause(Enum):
     GRADIENT_SPILL = "gradient spill"  # gradients that did not fit the budget, written or read back
     BOUNDARY_SPILL = "boundary spill"  # block inputs that did not fit their budget, written or read back
     COPY = "copy"  # a transfer between host and device
+    COMPUTING = "computing"  # what the device has yet to compute; not a stall (``accelerator.device_waits``)
     COMMIT = "commit"
     WRITE_BUDGET = "write budget"  # the daily write budget was used up
     DATA = "data"  # the next batch

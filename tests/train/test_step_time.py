@@ -89,7 +89,7 @@ def step(machine: Machine, timer: StepTimer, ledger: StallLedger, *, worker: tup
 
 def parts(found: StepTime) -> float:
     own = (found.computing_s, found.run_queue_s, found.stolen_s, found.threads_s, found.unaccounted_s)
-    return sum(part for part in own if part is not None) + found.stall_s
+    return sum(part for part in own if part is not None) + found.device_s + found.stall_s
 
 
 def test_by_hand(machine: Machine) -> None:
@@ -111,6 +111,25 @@ def test_by_hand(machine: Machine) -> None:
     assert (found.torch_cpu_s, found.torch_queued_s) == (pytest.approx(0.6), pytest.approx(0.4))
     assert (found.engine_cpu_s, found.engine_queued_s) == (pytest.approx(0.02), pytest.approx(0.03))
     assert parts(found) == pytest.approx(found.wall_s)
+
+
+def test_waiting_for_a_device_is_no_stall(machine: Machine) -> None:
+    """Three seconds: one computing, two in which the host waits for the device, half a second of it spinning."""
+    ledger, device = machine.ledger(), machine.ledger()
+    threads = ThreadTimes(proc=machine.proc, caller=CALLER, thread_cpu_s=machine.cpu_s.__getitem__)
+    timer = StepTimer(ledger, threads, Stolen.LEFT_OUT, clock=lambda: machine.now_s, device_waits=device)
+    with timer.step():
+        machine.now_s += 1.0
+        machine.thread(CALLER, 11.0, 5.0)
+        with device.stall(layer=None, tier=Tier.DEVICE, cause=Cause.COMPUTING):
+            machine.now_s += 2.0
+            machine.thread(CALLER, 11.5, 5.0)
+    found = timer.last
+    assert found is not None
+    assert (found.device_s, found.computing_s) == (pytest.approx(2.0), pytest.approx(1.0))
+    assert (found.stall_s, ledger.total_ns) == (0, 0)
+    assert parts(found) == pytest.approx(found.wall_s)
+    assert ("waiting: the device computes", "2 s", "66.7%") in step_rows(found)
 
 
 def test_what_nobody_is_charged_for_is_said(machine: Machine) -> None:

@@ -146,8 +146,8 @@ class RouterGuesses:
         return self._copies[target].count(stream, added)
 
     def _of_all(self, own: Tensor, mesh: Mesh, layer: int, training: bool) -> Tensor:
-        """On the host, the sums of ``own`` over the ranks whose tokens use this rank's experts; in training over all ranks, because all
-        replicas of an expert are then requested together.
+        """On the host, the sums of ``own`` over the ranks whose tokens use this rank's experts; in training over all ranks,
+        because all replicas of an expert are then requested together.
         """
         charge = partial(self._ledger.stall, layer=layer, tier=Tier.RANKS, cause=Cause.ALL_TO_ALL)
         all_Rn = mesh.data.read(gather_counts(own.flatten(), mesh.data, charge))

@@ -156,8 +156,8 @@ class RankGroup:
         node_ranks: int = 0,
         blame: Callable[[float], Failure | None] | None = None,
     ) -> None:
-        """``blame`` returns the failure that ended the job, if it is known within the given seconds; ``native_gather``: the backend gathers well itself (NCCL);
-        ``node_ranks``: global ranks per node (0: all are on one).
+        """``blame`` returns the failure that ended the job, if it is known within the given seconds. ``native_gather``: the
+        backend gathers well itself (NCCL); ``node_ranks``: global ranks per node (0: all are on one).
         """
         self.rank = rank
         self.ranks = tuple(ranks)

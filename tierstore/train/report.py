@@ -279,6 +279,7 @@ def step_rows(total: StepTime) -> list[tuple[str, str, str]]:
         ("computing", total.computing_s),
         ("slowed: in the run queue", total.run_queue_s),
         ("slowed: stolen by the hypervisor", total.stolen_s),
+        ("waiting: the device computes", total.device_s or None),
         ("waiting: threads of torch and the engine", total.threads_s),
         *((f"waiting: {cause.value}", seconds) for cause, seconds in total.longest_stalls),
         ("unaccounted", total.unaccounted_s),

@@ -6,9 +6,10 @@ this process: those that share torch's operations (an operation ends at a barrie
 delays the others), and the engine's (at a lock, or while it wakes one: glibc's pthread_cond_signal waits for threads that
 were woken before and have yet to run). So
 
-    wall = computing + run queue + stolen + threads + stalls + unaccounted
+    wall = computing + run queue + stolen + device + threads + stalls + unaccounted
 
-The thread's work during a stall counts as the stall. ``unaccounted`` is blocked, uncharged time during which no such
+``device`` is the time in which it waits for what an accelerator has yet to compute. The thread's work during a stall, or
+such a wait, counts as the stall or the wait. ``unaccounted`` is blocked, uncharged time during which no such
 thread ran or was runnable; it may be slightly negative, since the parts are measured separately.
 
 The kernel counts time stolen by a hypervisor for the machine, not for threads: the driving thread's share is proportional
@@ -31,6 +32,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from tierstore.accelerator import device_waits
 from tierstore.stats import Cause, StallLedger
 
 
@@ -43,6 +45,7 @@ class StepTime:
     run_queue_s: float | None  # runnable, while others ran
     stolen_s: float | None  # by the hypervisor
     threads_s: float | None  # blocked outside of stalls, until torch's or the engine's threads continued
+    device_s: float = 0.0  # until an accelerator had computed
     stalls_s: Mapping[Cause, float] = field(default_factory=dict)
     unaccounted_s: float = 0.0
     #: Not parts of the sum: those threads' time meanwhile, on processors and in run queues.
@@ -90,8 +93,10 @@ class StepTimer:
         stolen: Stolen,
         *,
         clock: Callable[[], float] = time.monotonic,
+        device_waits: StallLedger = device_waits,
     ) -> None:
         self._ledger = ledger
+        self._device_waits = device_waits
         self._threads = threads
         self._stolen = stolen
         self._clock = clock
@@ -100,7 +105,8 @@ class StepTimer:
         #: The last complete step, and the sum of all.
         self.last: StepTime | None = None
         self.total: StepTime | None = None
-        ledger.watch(self._stall_begins, self._stall_ends)
+        for waits in (ledger, device_waits):
+            waits.watch(self._stall_begins, self._stall_ends)
 
     def describe(self) -> str:
         """One line: the parts that are measured, and why others are not."""
@@ -111,7 +117,7 @@ class StepTimer:
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Measures the block; a block that raises is not counted."""
-        charged = self._charged_ns()
+        charged, device_ns = self._charged_ns(), self._device_waits.total_ns
         before, began_s = self._threads.read(), self._clock()
         self._stepping, self._stalled = True, ThreadSeconds()
         try:
@@ -121,7 +127,8 @@ class StepTimer:
         wall_s, after = self._clock() - began_s, self._threads.read()
         grown = {cause: ns - charged.get(cause, 0) for cause, ns in self._charged_ns().items()}
         stalls = {cause: ns / 1e9 for cause, ns in grown.items() if ns}
-        self.last = self._divided(before, after, wall_s, stalls)
+        device_s = (self._device_waits.total_ns - device_ns) / 1e9
+        self.last = self._divided(before, after, wall_s, stalls, device_s)
         self.total = self.last if self.total is None else self.total + self.last
 
     def _charged_ns(self) -> dict[Cause, int]:
@@ -136,10 +143,10 @@ class StepTimer:
             self._stalled += self._threads.drivers() - self._stall_began
 
     def _divided(
-        self, before: Reading, after: Reading, wall_s: float, stalls: Mapping[Cause, float]
+        self, before: Reading, after: Reading, wall_s: float, stalls: Mapping[Cause, float], device_s: float
     ) -> StepTime:
         own = after.since(before, ThreadRole.DRIVER) - self._stalled
-        blocked_s = wall_s - sum(stalls.values()) - own.running_s - own.queued_s
+        blocked_s = wall_s - sum(stalls.values()) - device_s - own.running_s - own.queued_s
         if self._threads.unavailable:
             return StepTime(
                 wall_s=wall_s,
@@ -147,6 +154,7 @@ class StepTimer:
                 run_queue_s=None,
                 stolen_s=None,
                 threads_s=None,
+                device_s=device_s,
                 stalls_s=stalls,
                 unaccounted_s=blocked_s,
             )
@@ -168,6 +176,7 @@ class StepTimer:
             run_queue_s=own.queued_s,
             stolen_s=stolen_s,
             threads_s=waited_s,
+            device_s=device_s,
             stalls_s=stalls,
             unaccounted_s=blocked_s - waited_s,
             torch_cpu_s=torch.running_s,
