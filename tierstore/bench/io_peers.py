@@ -348,7 +348,7 @@ def compare_peers(
             programs.append(program)
             if note := program.warm():
                 notes.append(note)
-        series = take_turns(programs, rounds, tick)
+        series = take_turns({one.program: one.measure for one in programs}, rounds, tick)
     targets = {name: PEER_TARGETS[name] for name in PEER_TARGETS if name not in absent}
     title = "cold reads of records"
     return ProgramComparison(title=title, series=series, targets=targets), [*missing, *notes]
