@@ -283,7 +283,6 @@ class _PeerProgram:
     def measure(self) -> Sample:
         for path in self.paths:
             drop_pages(path)
-        latencies = Latencies()
         cpu, begun = cpu_s(), time.perf_counter()
         self.peer.read(self.order, lambda number, content: None)
         elapsed = time.perf_counter() - begun
@@ -292,7 +291,7 @@ class _PeerProgram:
             elapsed_s=elapsed,
             cpu_s=cpu_s() - cpu,
             operations=len(self.order),
-            latencies=latencies,
+            latencies=Latencies(),
         )
 
     def warm(self) -> str | None:
