@@ -138,9 +138,6 @@ class DrawnLink(CollectiveLink):
         super().__init__(None)
         self.timeline: TimelineSink = NullTimeline()
 
-    def draw_turn(self) -> None:
-        self.timeline.add(Track.EXCHANGES, TURN, *self.last_turn)
-
 
 class DrawnGroup(LimitedGroup):
     """A group that draws the turns of its all-to-alls, beside the time from their issue until they were waited for."""
@@ -159,7 +156,7 @@ class DrawnGroup(LimitedGroup):
     ) -> Work:
         work = super()._issue(operation, channel, sent, start, finish)
         if operation is Collective.ALL_TO_ALL:
-            self._drawn.draw_turn()
+            self._drawn.timeline.add(Track.EXCHANGES, TURN, *self._drawn.last_turn)
         return work
 
 

@@ -33,6 +33,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 from emulation import OUTPUT, finish, options, start
@@ -100,7 +101,8 @@ def algorithm_1(
     bn = costs.beta_a * (work.dispatch.amount + work.combine.amount) / 2
     w = costs.beta_e * work.experts.amount
     t1 = 2 * (ae + w) + a + bn  # line 5
-    r2 = _line_6(a, bn, ae, w)
+    # Line 6, Eq. 28. Where the starts are equal Q1 holds for every r or for none.
+    r2 = 2.0 if a == ae else max(2.0, math.ceil((w - bn) / (a - ae)))
     t2 = 2 * r2 * a + 2 * bn
 
     def computes_longer(r: float) -> float:  # Q1 does not hold: Eq. 35 and 42
@@ -113,11 +115,6 @@ def algorithm_1(
     fourth = solve(Problem(lambda r: 2 * a * r + 2 * bn, (computes_longer, lambda r: -hides_all_but_one(r))))
     best = min(Solution(r2, t2), third, fourth, key=lambda found: found.seconds)
     return 1 if best.seconds >= t1 else min(_beside(best.degree), key=seconds)
-
-
-def _line_6(a: float, bn: float, ae: float, w: float) -> float:
-    """Eq. 28. Where the starts are equal Q1 holds for every r or for none."""
-    return 2.0 if a == ae else max(2.0, math.ceil((w - bn) / (a - ae)))
 
 
 def _beside(real: float) -> tuple[int, ...]:
@@ -162,13 +159,8 @@ class PaperLayer:
 def table4() -> Iterator[PaperLayer]:
     """The 864 combinations of Table IV, two experts a token: 3 P x 3 B x 3 L x 4 H x 4 M x 2 E/P."""
     sizes = (1024, 2048, 4096, 8192)
-    for gpus in ALL_TO_ALL:
-        for batch in (2, 4, 8):
-            for length in (512, 1024, 2048):
-                for hidden in sizes:
-                    for width in sizes:
-                        for local in (1, 2):
-                            yield PaperLayer(gpus, batch, length, hidden, width, local)
+    for each in product(ALL_TO_ALL, (2, 4, 8), (512, 1024, 2048), sizes, sizes, (1, 2)):
+        yield PaperLayer(*each)
 
 
 # The simulation ---------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from torch.nn.functional import cross_entropy
 from tierstore.config import load
 from tierstore.model.interface import Batch
 from tierstore.train.config import TrainConfig
+from tierstore.train.data import TrainingData
 from tierstore.train.tokens.data import open_data
 
 PROMPT, ADDED = 32, 64  # tokens
@@ -44,6 +46,46 @@ def losses_of(
     )
     loss = cross_entropy(output.logits.float().flatten(0, 1), batch.targets_BT.flatten()) * batch.share
     return loss, loss + aux_loss_weight * output.aux_loss if aux_loss_weight else loss
+
+
+def reference(
+    config: TrainConfig, checkpoint: Path, store: Path, *, fused: bool | None = None, set_to_none: bool = True
+) -> tuple[transformers.PreTrainedModel, TrainingData, Callable[[int], float]]:
+    """The model, the data, and what takes step number n of the run and gives its loss. ``fused``: torch's AdamW;
+    ``set_to_none``: gradients are allocated anew in every step.
+    """
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        checkpoint, dtype=torch.float32, experts_implementation="grouped_mm"
+    ).train()
+    data = open_data(
+        config.data,
+        seq_len=config.finetune.length(0),
+        vocab_size=model.config.vocab_size,
+        tokenizer=checkpoint,
+        store=store,
+    )
+    aux_loss_weight = config.finetune.aux_loss_weight
+    if aux_loss_weight is None:
+        aux_loss_weight = getattr(model, "router_aux_loss_coef", 0.0)
+    adamw, parts = config.adamw, config.data.micro_batches
+    optimizer = torch.optim.AdamW(
+        model.parameters(), betas=adamw.betas, eps=adamw.eps, weight_decay=adamw.weight_decay, fused=fused
+    )
+
+    def step(number: int) -> float:
+        optimizer.param_groups[0]["lr"] = config.lr_at(number)
+        total = 0.0
+        for micro in range(parts):
+            loss, objective = losses_of(model, data.batch(number, micro), aux_loss_weight=aux_loss_weight)
+            (objective / parts).backward()
+            total += float(loss.detach()) / parts
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=set_to_none)
+        return total
+
+    return model, data, step
 
 
 def held_out(model: transformers.PreTrainedModel, batches: list[Batch]) -> float:
@@ -70,25 +112,8 @@ def main() -> None:
     )
     if config.threads:
         torch.set_num_threads(config.threads)
-    transformers.logging.set_verbosity_error()
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        options.checkpoint, dtype=torch.float32, experts_implementation="grouped_mm"
-    )
-    data = open_data(
-        config.data,
-        seq_len=config.finetune.length(0),
-        vocab_size=model.config.vocab_size,
-        tokenizer=options.checkpoint,
-        store=options.store,
-    )
+    model, data, take_step = reference(config, options.checkpoint, options.store)
     validation = list(data.validation_batches(config.eval_batches))
-    aux_loss_weight = config.finetune.aux_loss_weight
-    if aux_loss_weight is None:
-        aux_loss_weight = getattr(model, "router_aux_loss_coef", 0.0)
-    adamw = config.adamw
-    optimizer = torch.optim.AdamW(
-        model.parameters(), betas=adamw.betas, eps=adamw.eps, weight_decay=adamw.weight_decay
-    )
     before = held_out(model.eval(), validation)
     print(f"held out: {before:.6f}", flush=True)
 
@@ -96,17 +121,9 @@ def main() -> None:
     model.train()
     for step in range(config.steps):
         begun = time.perf_counter()
-        optimizer.param_groups[0]["lr"] = config.lr_at(step)
-        total, parts = 0.0, config.data.micro_batches
-        for micro in range(parts):
-            loss, objective = losses_of(model, data.batch(step, micro), aux_loss_weight=aux_loss_weight)
-            (objective / parts).backward()
-            total += float(loss.detach()) / parts
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(total)
+        losses.append(take_step(step))
         seconds.append(time.perf_counter() - begun)
-        print(f"step {step + 1}: loss {total:.6f}, {seconds[-1]:.1f} s", flush=True)
+        print(f"step {step + 1}: loss {losses[-1]:.6f}, {seconds[-1]:.1f} s", flush=True)
 
     after = held_out(model.eval(), validation)
     print(f"held out: {after:.6f}, {before - after:.6f} lower", flush=True)

@@ -29,14 +29,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from tierstore.bench.comparing import student
+
 TIERSTORE = (sys.executable, "-m", "tierstore.cli.main")
 FORMATS = ("fp32", "bf16", "int8")
 #: fp32 with an eps that differs in its fourth digit: how far training drifts apart by a difference that means nothing.
 CONTROL = "control"
 ARMS = (*FORMATS, CONTROL)
 COMMIT_EVERY = 60
-#: Quantiles 0.975 of Student's t by degrees of freedom.
-STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ def difference(paired: Sequence[float]) -> str:
     each = ", ".join(f"{value:+.4f}" for value in paired)
     if len(paired) < 2:
         return each
-    half = STUDENT.get(len(paired) - 1, 1.96) * statistics.stdev(paired) / math.sqrt(len(paired))
+    half = student(len(paired) - 1) * statistics.stdev(paired) / math.sqrt(len(paired))
     return f"{statistics.fmean(paired):+.4f} +- {half:.4f}  ({each})"
 
 

@@ -19,9 +19,12 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
+
+from tierstore.bench.processes import WorkerError, end, receive, send, serve
 
 SIDES = ("transformers", "tierstore")
 
@@ -39,46 +42,14 @@ class Steps:
 def plain(args: argparse.Namespace) -> Iterator[Callable[[int], float]]:
     """A step of plain transformers, all of it in memory."""
     import torch
-    import transformers
-    from finetune_reference import losses_of
+    from finetune_reference import reference
 
     from tierstore.config import load
     from tierstore.train.config import TrainConfig
-    from tierstore.train.tokens.data import open_data
 
     config = load(TrainConfig, args.config, overrides(args))
     torch.set_num_threads(args.threads)
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        args.checkpoint, dtype=torch.float32, experts_implementation="grouped_mm"
-    ).train()
-    data = open_data(
-        config.data,
-        seq_len=config.finetune.length(0),
-        vocab_size=model.config.vocab_size,
-        tokenizer=args.checkpoint,
-        store=args.store,
-    )
-    weight = config.finetune.aux_loss_weight
-    if weight is None:
-        weight = getattr(model, "router_aux_loss_coef", 0.0)
-    adamw, parts = config.adamw, config.data.micro_batches
-    optimizer = torch.optim.AdamW(
-        model.parameters(), betas=adamw.betas, eps=adamw.eps, weight_decay=adamw.weight_decay, fused=True
-    )
-
-    def step(number: int) -> float:
-        optimizer.param_groups[0]["lr"] = config.lr_at(number)
-        total = 0.0
-        for micro in range(parts):
-            loss, objective = losses_of(model, data.batch(number, micro), aux_loss_weight=weight)
-            (objective / parts).backward()
-            total += float(loss.detach()) / parts
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=args.gradients == "new")
-        return total
-
+    *_, step = reference(config, args.checkpoint, args.store, fused=True, set_to_none=args.gradients == "new")
     yield step
 
 
@@ -109,48 +80,56 @@ def overrides(args: argparse.Namespace) -> dict[str, object]:
 
 
 def work(args: argparse.Namespace) -> None:
-    """A side: opens, then takes as many steps as each line of stdin says."""
-    with {"transformers": plain, "tierstore": tiered}[args.side](args) as step:
-        print("open", flush=True)
-        number = 0
-        for line in sys.stdin:
-            steps = Steps([], [], [])
-            for _ in range(int(line)):
-                begun, cpu = time.perf_counter(), time.process_time()
-                steps.losses.append(step(number))
-                steps.cpu_s.append(time.process_time() - cpu)
-                steps.seconds.append(time.perf_counter() - begun)
-                number += 1
-            print(json.dumps(asdict(steps)), flush=True)
+    """A side: opens, then takes as many steps as it is asked for."""
+
+    def answers(requests: Iterator[Any]) -> Generator[Mapping[str, object]]:
+        with {"transformers": plain, "tierstore": tiered}[args.side](args) as step:
+            yield {}
+            number = 0
+            for request in requests:
+                steps = Steps([], [], [])
+                for _ in range(request["steps"]):
+                    begun, cpu = time.perf_counter(), time.process_time()
+                    steps.losses.append(step(number))
+                    steps.cpu_s.append(time.process_time() - cpu)
+                    steps.seconds.append(time.perf_counter() - begun)
+                    number += 1
+                yield asdict(steps)
+
+    serve(answers)
 
 
-class Side:
-    """The process of a side."""
+def measured(args: argparse.Namespace) -> list[list[Steps]]:
+    """The rounds, each of both sides. Raises WorkerError."""
+    rounds: list[list[Steps]] = []
+    with contextlib.ExitStack() as stack:
+        sides: dict[str, subprocess.Popen[bytes]] = {}
+        for name in SIDES:
+            command = [sys.executable, __file__, *sys.argv[1:], "--side", name]
+            sides[name] = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            stack.callback(end, sides[name])
 
-    def __init__(self, name: str) -> None:
-        command = [sys.executable, __file__, *sys.argv[1:], "--side", name]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        def taken(name: str, count: int) -> Steps:
+            send(sides[name], {"steps": count})
+            return Steps(**receive(sides[name], name))
 
-    def opened(self) -> None:
-        self._answer("open\n")
-
-    def steps(self, count: int) -> Steps:
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{count}\n")
-        self._process.stdin.flush()
-        return Steps(**json.loads(self._answer()))
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
-
-    def _answer(self, expected: str | None = None) -> str:
-        assert self._process.stdout is not None
-        answer = self._process.stdout.readline()
-        if not answer or expected not in (None, answer):
-            sys.exit(f"a side ended, or answered {answer!r}")
-        return answer
+        for name, side in sides.items():
+            receive(side, name)
+        for name in SIDES:
+            taken(name, args.warmup)
+        for number in range(args.rounds):
+            found = {name: taken(name, args.steps) for name in (SIDES if number % 2 == 0 else SIDES[::-1])}
+            rounds.append([found[name] for name in SIDES])
+            print(
+                f"round {number + 1}: "
+                + ", ".join(
+                    f"{name} {statistics.median(steps.seconds):.3f} s ({statistics.median(steps.cpu_s):.3f} s of "
+                    f"processors), loss {steps.losses[-1]:.6f}"
+                    for name, steps in zip(SIDES, rounds[-1], strict=True)
+                ),
+                flush=True,
+            )
+    return rounds
 
 
 def main() -> None:
@@ -173,27 +152,10 @@ def main() -> None:
     if args.side:
         work(args)
         return
-    sides = [Side(name) for name in SIDES]
-    for side in sides:
-        side.opened()
-    for side in sides:
-        side.steps(args.warmup)
-    rounds: list[list[Steps]] = []
-    for number in range(args.rounds):
-        order = (0, 1) if number % 2 == 0 else (1, 0)
-        found = {place: sides[place].steps(args.steps) for place in order}
-        rounds.append([found[0], found[1]])
-        print(
-            f"round {number + 1}: "
-            + ", ".join(
-                f"{name} {statistics.median(steps.seconds):.3f} s ({statistics.median(steps.cpu_s):.3f} s of processors), "
-                f"loss {steps.losses[-1]:.6f}"
-                for name, steps in zip(SIDES, rounds[-1], strict=True)
-            ),
-            flush=True,
-        )
-    for side in sides:
-        side.close()
+    try:
+        rounds = measured(args)
+    except WorkerError as error:
+        sys.exit(str(error))
 
     def over(values: Callable[[Steps], list[float]]) -> list[float]:
         return [statistics.median(values(b)) / statistics.median(values(a)) for a, b in rounds]

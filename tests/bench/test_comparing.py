@@ -69,7 +69,7 @@ def test_targets_that_turn() -> None:
 
 @pytest.mark.parametrize("freedom", range(1, 41))
 def test_students_quantile_is_scipys(freedom: int) -> None:
-    assert comparing._student(freedom) == pytest.approx(t.ppf(0.975, freedom), rel=2e-3)
+    assert comparing.student(freedom) == pytest.approx(t.ppf(0.975, freedom), rel=2e-3)
 
 
 @pytest.mark.parametrize("count", [3, 4, 6, 10])

@@ -67,7 +67,8 @@ class FakeArm:
 
 def test_turns_turn_round() -> None:
     log: list[str] = []
-    programs = [FakeArm(name, [sample(number, 1) for number in (1, 2, 3)], log) for name in "abc"]
+    arms = [FakeArm(name, [sample(number, 1) for number in (1, 2, 3)], log) for name in "abc"]
+    programs = {arm.program: arm.measure for arm in arms}
     ticks: list[int] = []
     series = take_turns(programs, 3, lambda: ticks.append(len(log)))
     assert log == [*"abc", *"cba", *"abc"]
@@ -91,11 +92,11 @@ def test_ratios_by_hand() -> None:
         **{"to": "fio", "median_ratio": 2, "least_ratio": 1, "greatest_ratio": 4},
         **{"cpu_ratio": 0.25, "target_ratio": 2.5, "met": False},
     }
-    assert found.small_pages_to_fio is None
+    name = "bandwidth in 4 KiB pages to fio, by hand"
+    assert name not in [one.name for one in found.measurements()]
     slow = Series("tierstore, 4 KiB pages", theirs.samples)
-    small = ProgramComparison(title="by hand", series=[ours, slow, theirs], targets={}).small_pages_to_fio
-    assert small is not None
-    assert small.figures()["median_ratio"] == 1
+    small = ProgramComparison(title="by hand", series=[ours, slow, theirs], targets={})
+    assert [one.median for one in small.measurements() if one.name == name] == [1]
     idle = Series("fio", [replace(one, cpu_s=0.0) for one in theirs.samples])
     assert ProgramComparison(title="by hand", series=[ours, idle], targets={}).ratios[0].cpu is None
 

@@ -101,12 +101,12 @@ def test_a_layer_needs_room_for_the_largest_record_with_all_of_its_groups():
 def test_frames_go_where_the_objective_falls():
     requests = uneven()
     requests.table.nbytes[requests.table.layers == 2] = 10**6
-    assert split_capacity(requests, LRU, 6) == (4, 0, 2)
-    assert split_capacity(requests, LRU, 6, objective=Objective.BYTES) == (2, 0, 4)
+    assert split_capacity(requests, layer_curves(requests, LRU), 6) == (4, 0, 2)
+    assert split_capacity(requests, layer_curves(requests, LRU, objective=Objective.BYTES), 6) == (2, 0, 4)
     # Two frames save layer 0 some 1,500 reads of 100 us, layer 2 some 75 of 100 us and of its 1 MB at 2 GB/s: 45 ms.
-    assert split_capacity(requests, LRU, 6, objective=Objective.STALL) == (4, 0, 2)
+    assert split_capacity(requests, layer_curves(requests, LRU, objective=Objective.STALL), 6) == (4, 0, 2)
     requests.table.nbytes[requests.table.layers == 2] = 10**7
-    assert split_capacity(requests, LRU, 6, objective=Objective.STALL) == (2, 0, 4)
+    assert split_capacity(requests, layer_curves(requests, LRU, objective=Objective.STALL), 6) == (2, 0, 4)
 
 
 def test_train_takes_every_setting_and_gives_layers_what_was_simulated():
@@ -118,7 +118,7 @@ def test_train_takes_every_setting_and_gives_layers_what_was_simulated():
         candidates = starting_grid(requests, capacity, ["lru"], list(Scope))
         if any(candidate.scope is Scope.LAYER for candidate in candidates):
             by_layer += 1
-            split = split_capacity(requests, LRU, capacity)
+            split = split_capacity(requests, layer_curves(requests, LRU), capacity)
             candidates.append(Candidate(LRU, Scope.LAYER, split))
             shares = cache_configuration(candidates[-1]).layer_shares
             assert tuple(quotas_by_layer([0, 2], capacity, shares)) == split
@@ -131,7 +131,7 @@ def test_train_takes_every_setting_and_gives_layers_what_was_simulated():
 
 def test_a_split_gives_the_loop_what_it_needs():
     requests = uneven()
-    quotas = split_capacity(requests, LRU, 12)
+    quotas = split_capacity(requests, layer_curves(requests, LRU), 12)
     assert quotas == (4, 0, 8)
     equal, tuned = replay_each(
         requests,

@@ -112,20 +112,25 @@ def _measure(directory: Path, records: int, numel: int, rounds: int) -> tuple[di
         with closing(DiskProbe(directory, records * numel * 12, (numel * 4, numel * 8), config.io)) as probe:
             for turn in range(rounds + 2):  # two are not counted: the first writes to fresh slots
                 _make_dirty(store, keys, gradient)
-                before = int(store.core.engine.stats()["written_bytes"])
-                begun = time.perf_counter()
-                store.commit()
-                seconds = time.perf_counter() - begun
-                dirty = int(store.core.engine.stats()["written_bytes"]) - before
-                speed = probe.bytes_per_s(Bytes(0, dirty), durable=Durable.YES)
+                seconds, write_s, dirty = commit_and_write(store, probe)
                 _make_dirty(store, keys, gradient)
                 late = asyncio.run(_lateness(store.commit_async()))
                 late_idle = asyncio.run(_lateness(asyncio.sleep(seconds)))
                 if turn >= 2:
-                    taken = (seconds, dirty / speed, late, late_idle)
+                    taken = (seconds, write_s, late, late_idle)
                     for found, spent in zip(samples.values(), taken, strict=True):
                         found.append(spent)
     return samples, dirty
+
+
+def commit_and_write(store: ParameterStore, probe: DiskProbe) -> tuple[float, float, int]:
+    """Seconds of a commit and of a durable write of the same bytes, and how many they are."""
+    before = int(store.core.engine.stats()["written_bytes"])
+    begun = time.perf_counter()
+    store.commit()
+    seconds = time.perf_counter() - begun
+    dirty = int(store.core.engine.stats()["written_bytes"]) - before
+    return seconds, dirty / probe.bytes_per_s(Bytes(0, dirty), durable=Durable.YES), dirty
 
 
 def _make_dirty(store: ParameterStore, keys: list[str], gradient: NDArray[np.float32]) -> None:

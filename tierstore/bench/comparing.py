@@ -139,7 +139,7 @@ def _half_width(old: Measurement, new: Measurement) -> tuple[float, float] | Non
     if fewest < 2:
         return None
     normal = NormalDist().inv_cdf(_TAIL)
-    wider = _student(fewest - 1) / normal * math.sqrt(fewest / (fewest - 1))
+    wider = student(fewest - 1) / normal * math.sqrt(fewest / (fewest - 1))
     if all(one.samples and min(one.samples) > 0 for one in (old, new)):
         rng = np.random.default_rng(0)
         ratios = np.log(_medians(new.samples, rng)) - np.log(_medians(old.samples, rng))
@@ -163,7 +163,8 @@ def _medians(samples: Sequence[float], rng: np.random.Generator) -> NDArray[np.f
     return medians
 
 
-def _student(freedom: int) -> float:
+def student(freedom: int) -> float:
+    """Student's quantile for the upper tail of a 95% interval."""
     return _STUDENT[freedom - 1] if freedom <= len(_STUDENT) else student_quantile(_TAIL, freedom)
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -305,18 +306,17 @@ def _worth_fio(bench: IoBench, job: Job) -> bool:
 
 def _quick(bench: IoBench) -> Iterator[Job]:
     whole = bench.job(TransferKind.READ, _MIB, 8)
-    both = (TransferKind.READ, TransferKind.WRITE)
-    for kind in both:
+    for kind in _BOTH:
         yield replace(whole, kind=kind, pattern=Pattern.SEQUENTIAL)
-    for kind in both:
+    for kind in _BOTH:
         yield replace(whole, kind=kind, block_bytes=4096, depth=32)
     yield replace(whole, kind=TransferKind.MIXED, block_bytes=64 << 10, depth=16)
     for backend in bench.backends[1:]:
         direct = Capability.OFF if backend is IoBackendName.PMEM else bench.direct
-        for kind in both:
+        for kind in _BOTH:
             yield replace(whole, kind=kind, backend=backend, direct=direct)
     if bench.direct is Capability.ON:
-        for kind in both:
+        for kind in _BOTH:
             yield replace(whole, kind=kind, direct=Capability.OFF)
 
 
@@ -325,18 +325,9 @@ def _full(bench: IoBench) -> Iterator[Job]:
         both = bench.direct is Capability.ON and backend is not IoBackendName.PMEM
         directs = (Capability.ON, Capability.OFF) if both else (Capability.OFF,)
         for direct in directs:
-            for pattern in Pattern:
-                for kind in TransferKind:
-                    for block in _FULL_BLOCKS:
-                        for depth in _FULL_DEPTHS:
-                            yield Job(
-                                kind=kind,
-                                block_bytes=block,
-                                depth=depth,
-                                pattern=pattern,
-                                backend=backend,
-                                direct=direct,
-                            )
+            for pattern, kind, block, depth in product(Pattern, TransferKind, _FULL_BLOCKS, _FULL_DEPTHS):
+                whole = bench.job(kind, block, depth)
+                yield replace(whole, pattern=pattern, backend=backend, direct=direct)
 
 
 # The best point ---------------------------------------------------------------------------------------------

@@ -283,7 +283,6 @@ class _PeerProgram:
     def measure(self) -> Sample:
         for path in self.paths:
             drop_pages(path)
-        latencies = Latencies()
         cpu, begun = cpu_s(), time.perf_counter()
         self.peer.read(self.order, lambda number, content: None)
         elapsed = time.perf_counter() - begun
@@ -292,7 +291,7 @@ class _PeerProgram:
             elapsed_s=elapsed,
             cpu_s=cpu_s() - cpu,
             operations=len(self.order),
-            latencies=latencies,
+            latencies=Latencies(),
         )
 
     def warm(self) -> str | None:
@@ -348,7 +347,7 @@ def compare_peers(
             programs.append(program)
             if note := program.warm():
                 notes.append(note)
-        series = take_turns(programs, rounds, tick)
+        series = take_turns({one.program: one.measure for one in programs}, rounds, tick)
     targets = {name: PEER_TARGETS[name] for name in PEER_TARGETS if name not in absent}
     title = "cold reads of records"
     return ProgramComparison(title=title, series=series, targets=targets), [*missing, *notes]

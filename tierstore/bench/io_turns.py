@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 from tierstore.bench.documents import Better, Measurement, derived, measured
 from tierstore.bench.harness import ratios
@@ -103,14 +104,6 @@ class ProgramComparison:
         ours, *others = self.series
         return [SpeedRatio.of(ours, theirs, self.targets.get(theirs.program)) for theirs in others]
 
-    @property
-    def small_pages_to_fio(self) -> SpeedRatio | None:
-        """The ratio of the engine with buffers in small pages, as fio's are, to fio; None if either was not measured."""
-        series = {one.program: one for one in self.series}
-        if not {SMALL_PAGES, "fio"} <= series.keys():
-            return None
-        return SpeedRatio.of(series[SMALL_PAGES], series["fio"])
-
     def figures(self) -> dict[str, Any]:
         return {
             "title": self.title,
@@ -131,8 +124,10 @@ class ProgramComparison:
             for percent in (50.0, 99.0) if all(sample.latencies.count for sample in one.samples) else ():
                 times = [sample.latencies.percentile_ns(percent) / 1e9 for sample in one.samples]
                 yield measured(self._name(f"latency p{percent:g}"), times, "s", Better.LOWER, parameters=how)
-        if (small := self.small_pages_to_fio) is not None:
-            yield self._ratio("bandwidth in 4 KiB pages to fio", small.rounds, Better.HIGHER, None)
+        speeds = {one.program: one.speeds for one in self.series}
+        if {SMALL_PAGES, "fio"} <= speeds.keys():  # buffers in small pages, as fio's are
+            small = ratios(speeds[SMALL_PAGES], speeds["fio"])
+            yield self._ratio("bandwidth in 4 KiB pages to fio", small, Better.HIGHER, None)
         for ratio in self.ratios:
             yield self._ratio(f"bandwidth to {ratio.to}", ratio.rounds, Better.HIGHER, ratio.target)
             if ratio.to == "fio" and ratio.cpu is not None:
@@ -162,42 +157,16 @@ class ProgramComparison:
         return named | {"depth": job.depth, "pattern": job.pattern.value, "way": way}
 
 
-class Program(Protocol):
-    """A program that does a job repeatedly."""
-
-    @property
-    def program(self) -> str: ...
-    def measure(self) -> Sample: ...
-
-
-def take_turns(programs: Sequence[Program], rounds: int, tick: Callable[[], None]) -> list[Series]:
+def take_turns(
+    programs: Mapping[str, Callable[[], Sample]], rounds: int, tick: Callable[[], None]
+) -> list[Series]:
     """Each program's measurements; the order is reversed every round. ``tick`` is called after each measurement."""
-    samples: dict[str, list[Sample]] = {program.program: [] for program in programs}
+    samples: dict[str, list[Sample]] = {name: [] for name in programs}
     for number in range(rounds):
-        for program in programs if number % 2 == 0 else reversed(programs):
-            samples[program.program].append(program.measure())
+        for name in programs if number % 2 == 0 else reversed(samples):
+            samples[name].append(programs[name]())
             tick()
-    return [Series(program, found) for program, found in samples.items()]
-
-
-class _EngineProgram:
-    def __init__(self, program: str, job: Job, files: FileSet, seconds: float) -> None:
-        self.program, self._seconds = program, seconds
-        self.load = Load(job, files)
-
-    def measure(self) -> Sample:
-        return self.load.run(self._seconds)
-
-
-class _FioProgram:
-    def __init__(self, fio: Fio, job: Job, files: FileSet, seconds: float) -> None:
-        self.program = "fio"
-        self._fio, self._job, self._files, self._seconds = fio, job, files, seconds
-
-    def measure(self) -> Sample:
-        if not self._job.past_cache:
-            self._files.forget()
-        return self._fio.run(self._job, self._files.paths, self._files.nbytes, self._seconds)
+    return [Series(name, found) for name, found in samples.items()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,15 +188,20 @@ def compare(
 ) -> ProgramComparison:
     """Run ``plan``. Raises OSError, FioError, ChecksumMismatch."""
     job = next(iter(plan.ours.values()))
+
+    def run_fio(fio: Fio) -> Sample:
+        if not job.past_cache:
+            files.forget()
+        return fio.run(job, files.paths, files.nbytes, seconds)
+
     with contextlib.ExitStack() as stack:
-        programs: list[Program] = []
+        programs: dict[str, Callable[[], Sample]] = {}
         for name, own in plan.ours.items():
-            program = _EngineProgram(name, own, files, seconds)
-            stack.callback(program.load.close)
-            program.load.run(min(_WARM_S, seconds))
-            programs.append(program)
+            load = stack.enter_context(contextlib.closing(Load(own, files)))
+            load.run(min(_WARM_S, seconds))
+            programs[name] = partial(load.run, seconds)
         if plan.fio is not None:
-            programs.append(_FioProgram(plan.fio, job, files, seconds))
+            programs["fio"] = partial(run_fio, plan.fio)
         series = take_turns(programs, rounds, tick)
     return ProgramComparison(title=plan.title, job=job, series=series, targets=plan.targets)
 

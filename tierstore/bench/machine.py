@@ -368,11 +368,10 @@ def collective_times(
                 issue().wait()
                 found[name].append((numel * others * 4, time.perf_counter() - started))
     # The first of each is slower, since connections are made.
-    return {name: _without_first(pairs, repeats + 1) for name, pairs in found.items()}
-
-
-def _without_first(pairs: list[tuple[int, float]], each: int) -> list[tuple[int, float]]:
-    return [pair for index, pair in enumerate(pairs) if index % each]
+    return {
+        name: [pair for index, pair in enumerate(pairs) if index % (repeats + 1)]
+        for name, pairs in found.items()
+    }
 
 
 def _answers(requests: Iterator[Any]) -> Generator[Mapping[str, object]]:

@@ -365,11 +365,6 @@ def process_bytes() -> tuple[int, int]:
     return int(fields["read_bytes"]), int(fields["write_bytes"]) - int(fields["cancelled_write_bytes"])
 
 
-def process_written_bytes() -> int:
-    """The second of ``process_bytes``."""
-    return process_bytes()[1]
-
-
 def trend_of(
     times: Sequence[float], values: Sequence[float], unit: str, *, tolerance: float, least_span_s: float
 ) -> dict[str, Any]:
@@ -385,7 +380,7 @@ def trend_of(
     t, y = np.array(times[begin:], np.float64), np.array(values[begin:], np.float64)
     span = float(t[-1] - t[0])
     enough = len(y) >= _LEAST_SAMPLES and span >= least_span_s
-    slope, error = _slope(t, y) if len(y) > 2 and span > 0 else (0.0, math.inf)
+    slope, error = slope_of(t, y) if len(y) > 2 and span > 0 else (0.0, math.inf)
     return {
         f"first_{unit}": values[0],
         f"middle_{unit}": values[len(values) // 2],
@@ -398,10 +393,10 @@ def trend_of(
     }
 
 
-def _slope(t: np.ndarray[Any, Any], y: np.ndarray[Any, Any]) -> tuple[float, float]:
-    """Least squares: the slope and its standard error."""
+def slope_of(t: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, float]:
+    """Least squares: the slope of ``y`` over ``t`` and its standard error (0 for two points)."""
     away = t - t.mean()
     weight = float((away**2).sum())
     slope = float((away * y).sum()) / weight
     rest = y - y.mean() - slope * away
-    return slope, math.sqrt(float((rest**2).sum()) / (len(y) - 2) / weight)
+    return slope, math.sqrt(float((rest**2).sum()) / (len(y) - 2) / weight) if len(y) > 2 else 0.0

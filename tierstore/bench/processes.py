@@ -29,18 +29,17 @@ class WorkerError(TierstoreError):
 
 def start_module(
     module: str,
-    arguments: Sequence[str] = (),
     *,
     environ: Mapping[str, str] = MappingProxyType({}),
     inside: Sequence[str] = (),
     new_session: bool = False,
 ) -> _Process:
-    """Start ``python -m module arguments`` with pipes to and from it. ``inside``: a command to run it in (``ip netns``)."""
+    """Start ``python -m module`` with pipes to and from it. ``inside``: a command to run it in (``ip netns``)."""
     package = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join([package, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     return subprocess.Popen(
         # -P: import the installed package, whatever is in the current directory.
-        [*inside, sys.executable, "-P", "-m", module, *arguments],
+        [*inside, sys.executable, "-P", "-m", module],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=os.environ | {"OMP_WAIT_POLICY": "passive", "PYTHONPATH": path, **environ},

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from tierstore._native import Residency
+from tierstore.bench.commit import commit_and_write
 from tierstore.bench.documents import Better, Measurement, derived, measured, shown
 from tierstore.bench.harness import (
     Benchmark,
@@ -39,7 +40,7 @@ from tierstore.bench.harness import (
     store_option,
     work_directory,
 )
-from tierstore.bench.probes import Bytes, DiskProbe, Durable
+from tierstore.bench.probes import DiskProbe, slope_of
 from tierstore.bench.processes import ask_module, serve
 from tierstore.cache.access import Need, Phase
 from tierstore.store import NewRecord, ParameterStore, RecordSchema, StoreConfig
@@ -237,14 +238,9 @@ def fit_exponent(sizes: Sequence[float], costs: Sequence[float]) -> tuple[float,
     """
     if len(sizes) != len(costs) or len(set(sizes)) < 2:
         raise ValueError(f"expected costs of two sizes or more, got {len(costs)} of {len(set(sizes))}")
-    xs, ys = [math.log(size) for size in sizes], [math.log(cost) for cost in costs]
-    mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
-    across = sum((x - mean_x) ** 2 for x in xs)
-    slope = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / across
-    if len(xs) == 2:
-        return slope, 0.0
-    rest = sum((y - mean_y - slope * (x - mean_x)) ** 2 for x, y in zip(xs, ys, strict=True))
-    return slope, math.sqrt(rest / (len(xs) - 2) / across)
+    return slope_of(
+        np.array([math.log(size) for size in sizes]), np.array([math.log(cost) for cost in costs])
+    )
 
 
 def n_log_n_exponent(sizes: Sequence[float]) -> float:
@@ -325,21 +321,15 @@ def commit_times(
     """Seconds of commits with the records ``changed`` dirty, and of durable writes of the same bytes, in turn."""
     gradients = dict.fromkeys(changed, np.full(numel, 1e-3, np.float32))
     commits, writes = [], []
-    engine = store.core.engine
     probe_bytes = len(changed) * 3 * (numel * 4 + 4096)
     with closing(DiskProbe(directory, probe_bytes, (numel * 4, numel * 8), store.config.io)) as probe:
         for turn in range(rounds + 2):  # two are not counted: the first writes to fresh slots
             store.update(gradients, lr=1e-3)
             store.core.wait([t for key in changed for t in _ready(store, key)])
-            before = int(engine.stats()["written_bytes"])
-            begun = time.perf_counter()
-            store.commit()
-            seconds = time.perf_counter() - begun
-            dirty = int(engine.stats()["written_bytes"]) - before
-            speed = probe.bytes_per_s(Bytes(0, dirty), durable=Durable.YES)
+            commit_s, write_s, _ = commit_and_write(store, probe)
             if turn >= 2:
-                commits.append(seconds)
-                writes.append(dirty / speed)
+                commits.append(commit_s)
+                writes.append(write_s)
     return commits, writes
 
 

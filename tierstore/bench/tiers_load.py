@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore.bench.probes import Latencies, process_written_bytes, usage
+from tierstore.bench.probes import Latencies, process_bytes, usage
 from tierstore.bench.soak_plan import StoreModel
 from tierstore.cache.access import Phase
 from tierstore.lab.generators import RoutingWorkload, in_memory
@@ -223,7 +223,7 @@ class TierLoad:
         return {
             "read_bytes": int(engine["read_bytes"]),
             "engine_written_bytes": int(engine["written_bytes"]),
-            "process_written_bytes": process_written_bytes(),
+            "process_written_bytes": process_bytes()[1],
             "hits": sum(group.hits for group in own),
             "misses": sum(group.misses for group in own),
         }

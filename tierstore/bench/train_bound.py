@@ -198,7 +198,7 @@ class _Clairvoyant:
             following, entry = heapq.heappop(self._heap)
             if entry not in self._dirty or self._next[entry] != -following:
                 continue  # used again or evicted since it was pushed
-            if entry // 4 == use.entry // 4:  # the record in use
+            if entry // GROUP_STRIDE == use.entry // GROUP_STRIDE:  # the record in use
                 held.append((following, entry))
                 continue
             self._evict(_Use(use.unit, entry, False, False, use.counted))

@@ -271,30 +271,11 @@ def greedy_split(curves: Sequence[Curve], capacity_frames: int) -> tuple[int, ..
     return tuple(quotas)
 
 
-def split_capacity(
-    requests: Requests,
-    policy: PolicySpec,
-    capacity_frames: int,
-    *,
-    objective: Objective = Objective.MISSES,
-    machine: Machine | None = None,
-    contract: Contract = Contract.ATOMIC,
-    warmup_steps: int = 0,
-    threads: int = 0,
-) -> tuple[int, ...]:
-    """Quotas of all layers for ``policy`` by the marginal gains on ``requests``, as a live store computes them from the
+def split_capacity(requests: Requests, curves: Sequence[Curve], capacity_frames: int) -> tuple[int, ...]:
+    """Quotas of all layers by the marginal gains on ``curves`` (``layer_curves``), as a live store computes them from the
     shares of a configuration.
 
     Raises ValueError for a capacity that is less than ``EntryTable.least_quotas`` with a frame of headroom.
     """
-    curves = layer_curves(
-        requests,
-        policy,
-        objective=objective,
-        machine=machine,
-        contract=contract,
-        warmup_steps=warmup_steps,
-        threads=threads,
-    )
     shares = layer_shares(greedy_split(curves, capacity_frames))
     return tuple(quotas_by_layer(requests.table.present_layers, capacity_frames, shares))

@@ -34,8 +34,6 @@ from tierstore.trace.replay import quotas_by_layer
 
 Reduced = TypeVar("Reduced")
 
-"""Called with the number of finished jobs and of all jobs."""
-
 
 class Contract(enum.Enum):
     """Whether an event's requests are one set or a sequence."""

@@ -38,6 +38,7 @@ from tierstore.lab.candidates import (
     configuration_text,
     default_candidate,
     half_lives,
+    layer_curves,
     lfu_decay,
     live_policies,
     neighbours,
@@ -266,16 +267,16 @@ class _Tuner:
             for near in neighbours(best.candidate)
         ]
         for best in _best_of(tried, Scope.LAYER):
-            quotas = split_capacity(
+            curves = layer_curves(
                 part,
                 best.candidate.policy,
-                self._capacity,
                 objective=options.objective,
                 machine=self._machine,
                 contract=options.contract,
                 warmup_steps=part.step_count // 4,
                 threads=options.threads,
             )
+            quotas = split_capacity(part, curves, self._capacity)
             finer.append(Candidate(best.candidate.policy, Scope.LAYER, quotas))
         known = {one.candidate.key for one in tried}
         fresh = [one for one in _distinct(finer) if one.key not in known]

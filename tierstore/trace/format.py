@@ -298,12 +298,9 @@ class TraceHeader:
         """The header as JSON, without its records."""
         plain = {name: value for name, value in vars(self).items() if name != "records"}
         plain["policy_options"] = dict(self.policy_options)
-        if not self.late_records:
-            del plain["late_records"]
-        if not self.notes:
-            del plain["notes"]
-        if self.clock == "steps":
-            del plain["clock"]
+        for name, usual in (("late_records", 0), ("notes", ()), ("clock", "steps")):
+            if plain[name] == usual:
+                del plain[name]
         return json.dumps(plain, separators=(",", ":"), sort_keys=True)
 
     @staticmethod
