@@ -314,7 +314,7 @@ def _fill(setup: Setup, model: Model, store: StoreCore, dense: DenseSlices) -> N
     if setup.agreed.opening is Opening.CREATE:
         store.reserve({EXPERT_SCHEMA: count} | dense.record_counts())
         dense.register(store)
-        _register_experts(config, store, owned)
+        _register(store, EXPERT_SCHEMA, config.model.moe_layers, owned, config.spec.first_weights)
     else:
         pairs = pair_schema(config) is not None
         keys = [layout.key for layout in dense.layouts if not layout.empty]
@@ -324,7 +324,8 @@ def _fill(setup: Setup, model: Model, store: StoreCore, dense: DenseSlices) -> N
             store.reserve(({PAIR_SCHEMA: count} if pairs else {}) | dense.record_counts())
             dense.register(store)
             if pairs:
-                _register_pairs(config, store, owned)
+                first = partial(_first_pair, config)
+                _register(store, PAIR_SCHEMA, config.model.moe_layers, owned, first)
         else:
             fresh = dense.missing(store) if config.tasks else []
             store.reserve(dense.record_counts(fresh))
@@ -347,36 +348,25 @@ def _fill(setup: Setup, model: Model, store: StoreCore, dense: DenseSlices) -> N
         store.reserve_scratch(trained.name)
 
 
-def _register_experts(config: TrainConfig, store: StoreCore, owned: range) -> None:
-    """Adds the records of a new model (not an imported one)."""
-    spec = config.spec
-    register_many(
-        store,
-        (
-            NewRecord(
-                expert_key(layer, expert), EXPERT_SCHEMA, layer, partial(spec.first_weights, layer, expert)
-            )
-            for layer in spec.moe_layers
-            for expert in owned
-        ),
-    )
+def _register(
+    store: StoreCore,
+    schema: str,
+    layers: Sequence[int],
+    owned: range,
+    values: Callable[[int, int], npt.NDArray[np.float32]],
+) -> None:
+    """Adds the records of the ``owned`` experts of each of ``layers``, or of their pairs; ``values(layer, expert)``: the
+    first weights.
+    """
+    key = expert_key if schema == EXPERT_SCHEMA else pair_key
+    numbers = ((layer, expert) for layer in layers for expert in owned)
+    register_many(store, (NewRecord(key(*of), schema, of[0], partial(values, *of)) for of in numbers))
 
 
-def _register_pairs(config: TrainConfig, store: StoreCore, owned: range) -> None:
-    """Adds the records of the experts' pairs, each with its expert's number and layer."""
-    shape, seed = PairShape.of(config.model.expert_shape, config.lora), config.lora.seed
-
-    def values_of(layer: int, expert: int) -> Callable[[], npt.NDArray[np.float32]]:
-        return lambda: np.asarray(initial_pair(shape, seed=seed, layer=layer, expert=expert).numpy())
-
-    register_many(
-        store,
-        (
-            NewRecord(pair_key(layer, expert), PAIR_SCHEMA, layer, values_of(layer, expert))
-            for layer in config.model.moe_layers
-            for expert in owned
-        ),
-    )
+def _first_pair(config: TrainConfig, layer: int, expert: int) -> npt.NDArray[np.float32]:
+    """The first weights of the pairs of an expert."""
+    shape = PairShape.of(config.model.expert_shape, config.lora)
+    return np.asarray(initial_pair(shape, seed=config.lora.seed, layer=layer, expert=expert).numpy())
 
 
 def _open_experts(
