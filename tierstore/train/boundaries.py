@@ -19,8 +19,6 @@ import contextlib
 import errno
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -38,23 +36,14 @@ from tierstore.tiers.accelerated import CopyStream, DeviceCopy
 from tierstore.train.budgets import BoundarySplit
 
 
-@dataclass(frozen=True, slots=True)
-class BoundaryCounts:
-    """Counts since the store was opened. ``peak_bytes``: the most that was in memory at once. ``read_bytes`` and
-    ``written_bytes``: disk traffic, padding included.
-    """
-
-    peak_bytes: int = 0
-    read_bytes: int = 0
-    written_bytes: int = 0
-
-
 class BoundaryStore(ABC):
     """Keeps one tensor for each layer and micro-batch between the passes of a step. Calls are serialised by the caller."""
 
     def __init__(self) -> None:
         #: The micro-batches of each layer whose boundaries are kept; layers ascend.
         self._micros: dict[int, set[int]] = {}
+        #: Disk traffic since the store was opened, padding included.
+        self.read_bytes = self.written_bytes = 0
 
     @abstractmethod
     def keep(self, layer: int, micro: int, tensor: Tensor) -> None:
@@ -76,20 +65,14 @@ class BoundaryStore(ABC):
     def clear(self) -> None:
         """Drops all boundaries: the step is abandoned."""
 
-    @property
-    @abstractmethod
-    def counts(self) -> BoundaryCounts: ...
-
-    @abstractmethod
     def close(self) -> None:
         """Drops all boundaries, and frees memory and disk."""
+        self.clear()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _check_keep(self, layer: int, micro: int) -> None:
@@ -120,37 +103,21 @@ class MemoryBoundaries(BoundaryStore):
     def __init__(self) -> None:
         super().__init__()
         self._kept: dict[tuple[int, int], Tensor] = {}
-        self._nbytes = self._peak = 0
 
     def keep(self, layer: int, micro: int, tensor: Tensor) -> None:
         self._check_keep(layer, micro)
-        held = self._kept[layer, micro] = _owned(tensor.detach())
-        self._nbytes += held.nbytes
-        self._peak = max(self._peak, self._nbytes)
+        tensor = tensor.detach()
+        # A part of a larger storage would keep all of it alive.
+        whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() <= tensor.nbytes
+        self._kept[layer, micro] = tensor if whole else tensor.clone(memory_format=torch.contiguous_format)
 
     def take(self, layer: int, micro: int) -> Tensor:
         self._check_take(layer, micro)
-        held = self._kept.pop((layer, micro))
-        self._nbytes -= held.nbytes
-        return held
+        return self._kept.pop((layer, micro))
 
     def clear(self) -> None:
         self._micros.clear()
         self._kept.clear()
-        self._nbytes = 0
-
-    @property
-    def counts(self) -> BoundaryCounts:
-        return BoundaryCounts(peak_bytes=self._peak)
-
-    def close(self) -> None:
-        self.clear()
-
-
-def _owned(tensor: Tensor) -> Tensor:
-    """``tensor``, contiguous; a copy if it is part of a larger storage, which it would keep alive."""
-    whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() <= tensor.nbytes
-    return tensor if whole else tensor.clone(memory_format=torch.contiguous_format)
 
 
 # Boundaries within a budget ---------------------------------------------------------------------------------
@@ -216,12 +183,9 @@ class SlottedBoundaries(BoundaryStore):
         self._store = store
         self._ledger = ledger
         self._split = split
-        self._numbers = {
-            (layer, micro): number
-            for number, (layer, micro) in enumerate(
-                (layer, micro) for layer in reversed(layers) for micro in range(micro_batches)
-            )
-        }
+        #: The layer and the micro-batch of each boundary, by number, and the inverse.
+        self._keys = [(layer, micro) for layer in reversed(layers) for micro in range(micro_batches)]
+        self._numbers = {key: number for number, key in enumerate(self._keys)}
         self._arena = _arena(split.memory_bytes)
         self._memory = torch.from_numpy(self._arena.view())
         self._device = device
@@ -230,11 +194,7 @@ class SlottedBoundaries(BoundaryStore):
         self._copied: list[DeviceCopy | None] = [None] * split.slots
         #: Shape and type of each kept tensor, by number.
         self._kept: dict[int, tuple[torch.Size, torch.dtype]] = {}
-        self._layer_of = {number: layer for (layer, _), number in self._numbers.items()}
-        self._key_of = {number: key for key, number in self._numbers.items()}
         self._crcs = [CrcTable(1) for _ in range(split.count - split.slots)]
-        self._read = self._written = 0
-        self._closed = False
         self._places: list[Slot] = []
         self._copies: CopyStream | None = None
         with contextlib.ExitStack() as closing:
@@ -271,7 +231,7 @@ class SlottedBoundaries(BoundaryStore):
                 place.number, [self._buffer(number)], self._crc(number), self._copying(number)
             )
             self._busy[self._slot(number)] = ticket
-            self._written += self._padded(number)
+            self.written_bytes += self._padded(number)
 
     # Taking ------------------------------------------------------------------------------------------------
 
@@ -299,7 +259,7 @@ class SlottedBoundaries(BoundaryStore):
             self._copying(number),
             Priority.SPECULATIVE,
         )
-        self._read += self._padded(number)
+        self.read_bytes += self._padded(number)
 
     def clear(self) -> None:
         self._micros.clear()
@@ -372,7 +332,7 @@ class SlottedBoundaries(BoundaryStore):
             return
         with contextlib.ExitStack() as stack:
             if not self._store.engine.done(ticket):
-                layer = self._layer_of[number]
+                layer, _ = self._keys[number]
                 stack.enter_context(
                     self._ledger.stall(layer=layer, tier=Tier.NVME, cause=Cause.BOUNDARY_SPILL)
                 )
@@ -382,22 +342,13 @@ class SlottedBoundaries(BoundaryStore):
 
     @contextlib.contextmanager
     def _named(self, number: int) -> Iterator[None]:
-        layer, micro = self._key_of[number]
+        layer, micro = self._keys[number]
         try:
             yield
         except ChecksumError as error:
             raise ChecksumError(f"block input of layer {layer}, micro-batch {micro}: {error}") from error
 
-    # The store ---------------------------------------------------------------------------------------------
-
-    @property
-    def counts(self) -> BoundaryCounts:
-        return BoundaryCounts(self._split.memory_bytes, self._read, self._written)
-
     def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
         self._micros.clear()
         self._kept.clear()
         self._settle()
