@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -32,6 +32,7 @@ from tierstore.moe.source import ExpertSource, JointSource, Pipelining, SourceSl
 from tierstore.parallel import Mesh
 from tierstore.parallel.config import Elastic
 from tierstore.prefetch import HorizontalQueue, Schedule, unit_schedule
+from tierstore.prefetch.device_cache import find_records
 from tierstore.prefetch.experts import ExpertTiers, FrozenExperts, TieredExperts
 from tierstore.prefetch.lora import LoraExperts
 from tierstore.prefetch.plan import StepTiming, group_order
@@ -40,7 +41,6 @@ from tierstore.stats import Cause, OnProgress
 from tierstore.store.config import StoreConfig
 from tierstore.store.core import StoreCore
 from tierstore.store.disk.home import rank_directory, rank_stripe
-from tierstore.store.index.live import LiveRecord
 from tierstore.store.parameter_store import ParameterStore
 from tierstore.store.registering import NewRecord, register_many
 from tierstore.tiers import (
@@ -386,12 +386,6 @@ def _open_experts(
         stack.callback(tier.close)
         return limited_tier(tier, store.engine, link)
 
-    def records(key: Callable[[int, int], str]) -> Mapping[int, Mapping[int, LiveRecord]]:
-        return {
-            layer: {expert: store.record(key(layer, expert)) for expert in setup.owned}
-            for layer in config.model.moe_layers
-        }
-
     def predictor() -> Predictor:
         return make_predictor(config.prefetch.predictor, setup.owned, most=config.prefetch.guesses)
 
@@ -399,7 +393,7 @@ def _open_experts(
         return TieredExperts(
             store,
             tier,
-            records(key),
+            find_records(store, config.model.moe_layers, setup.owned, key),
             timing=setup.timing,
             predictor=predictor(),
             schedule=schedule,
@@ -414,7 +408,7 @@ def _open_experts(
     frozen = FrozenExperts(
         store,
         tier,
-        records(expert_key),
+        find_records(store, config.model.moe_layers, setup.owned, expert_key),
         predictor=predictor(),
         schedule=schedule,
         ledger=setup.ledger,
