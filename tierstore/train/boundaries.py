@@ -16,22 +16,22 @@ A ``BoundaryStore`` returns the same bytes, whatever its budget. ``MemoryBoundar
 from __future__ import annotations
 
 import contextlib
-import errno
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from tierstore._native import Arena, Buffer, CrcTable, HugePages, Priority
+from tierstore._native import Buffer, CrcTable, HugePages, Priority
 from tierstore.accelerator import has_own_memory, pinned, reached
 from tierstore.capabilities import Capability
-from tierstore.errors import BudgetError, ChecksumError
+from tierstore.errors import ChecksumError
 from tierstore.stats import Cause, StallLedger, Tier
 from tierstore.store.core import StoreCore
 from tierstore.store.disk.extents import Slot
 from tierstore.store.format import SECTION_ALIGNMENT
+from tierstore.store.opening import budgeted_arena
 from tierstore.tiers.accelerated import CopyStream, DeviceCopy
 from tierstore.train.budgets import BoundarySplit
 
@@ -186,7 +186,8 @@ class SlottedBoundaries(BoundaryStore):
         #: The layer and the micro-batch of each boundary, by number, and the inverse.
         self._keys = [(layer, micro) for layer in reversed(layers) for micro in range(micro_batches)]
         self._numbers = {key: number for number, key in enumerate(self._keys)}
-        self._arena = _arena(split.memory_bytes)
+        nbytes = split.memory_bytes
+        self._arena = budgeted_arena("boundary_budget", nbytes, nbytes, HugePages.AUTO)
         self._memory = torch.from_numpy(self._arena.view())
         self._device = device
         # By memory slot: the ticket of its last transfer; and the last copy between it and an accelerator.
@@ -330,37 +331,20 @@ class SlottedBoundaries(BoundaryStore):
         """Waits for the transfer between the slot of ``number`` and the disk. Copies follow one another on their stream."""
         if not (ticket := self._busy[self._slot(number)]):
             return
+        layer, micro = self._keys[number]
         with contextlib.ExitStack() as stack:
             if not self._store.engine.done(ticket):
-                layer, _ = self._keys[number]
                 stack.enter_context(
                     self._ledger.stall(layer=layer, tier=Tier.NVME, cause=Cause.BOUNDARY_SPILL)
                 )
-            with self._named(number):
+            try:
                 self._store.wait([ticket])
+            except ChecksumError as error:
+                raise ChecksumError(f"block input of layer {layer}, micro-batch {micro}: {error}") from error
         self._busy[self._slot(number)] = 0
-
-    @contextlib.contextmanager
-    def _named(self, number: int) -> Iterator[None]:
-        layer, micro = self._keys[number]
-        try:
-            yield
-        except ChecksumError as error:
-            raise ChecksumError(f"block input of layer {layer}, micro-batch {micro}: {error}") from error
 
     def close(self) -> None:
         self._micros.clear()
         self._kept.clear()
         self._settle()
         self._closing.close()
-
-
-def _arena(nbytes: int) -> Arena:
-    try:
-        return Arena(nbytes, HugePages.AUTO)
-    except OSError as error:
-        if error.errno != errno.ENOMEM:
-            raise
-        raise BudgetError(
-            f"boundary_budget: expected what this machine can give: {error.strerror}"
-        ) from error
