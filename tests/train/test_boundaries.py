@@ -46,7 +46,6 @@ def opened(
         core,
         ledger or StallLedger(),
         split,
-        layers=range(layers),
         micro_batches=micros,
         device=torch.device("cpu"),
     )

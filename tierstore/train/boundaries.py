@@ -151,19 +151,17 @@ def open_boundaries(
     ledger: StallLedger,
     split: BoundarySplit,
     *,
-    layers: Sequence[int],
     micro_batches: int,
     device: torch.device,
     pinning: Capability = Capability.AUTO,
 ) -> BoundaryStore:
-    """A store for the boundaries of ``layers`` (ascending), tensors on ``device``, in the memory of ``split``. Reserves the
-    disk space.
+    """A store for the boundaries of ``split``, of all layers from 0 on, tensors on ``device``. Reserves the disk space.
 
     Raises BudgetError, OSError (ENOSPC), and CapabilityError where memory cannot be pinned.
     """
     if split.slots == split.count and not has_own_memory(device):
         return MemoryBoundaries()
-    return SlottedBoundaries(store, ledger, split, layers, micro_batches, device, pinning)
+    return SlottedBoundaries(store, ledger, split, micro_batches, device, pinning)
 
 
 class SlottedBoundaries(BoundaryStore):
@@ -174,7 +172,6 @@ class SlottedBoundaries(BoundaryStore):
         store: StoreCore,
         ledger: StallLedger,
         split: BoundarySplit,
-        layers: Sequence[int],
         micro_batches: int,
         device: torch.device,
         pinning: Capability,
@@ -184,6 +181,7 @@ class SlottedBoundaries(BoundaryStore):
         self._ledger = ledger
         self._split = split
         #: The layer and the micro-batch of each boundary, by number, and the inverse.
+        layers = range(split.count // micro_batches)
         self._keys = [(layer, micro) for layer in reversed(layers) for micro in range(micro_batches)]
         self._numbers = {key: number for number, key in enumerate(self._keys)}
         nbytes = split.memory_bytes

@@ -436,13 +436,11 @@ def _layer_order(
     split = boundary_split(setup.config, setup.mesh.data.size, blocks)
     if split is None:
         return None
-    count = setup.config.data.micro_batches
     boundaries = open_boundaries(
         store,
         setup.ledger,
         split,
-        layers=range(blocks),
-        micro_batches=count,
+        micro_batches=setup.config.data.micro_batches,
         device=setup.mesh.device,
         pinning=setup.config.pinned_memory,
     )
