@@ -56,6 +56,13 @@ def test_the_slope_is_theil_and_sens(seed: int) -> None:
     assert 1 / fit_cost(sizes.tolist(), times.tolist()).per_s == pytest.approx(slope)
 
 
+def test_two_points_by_hand() -> None:
+    """As the probe of chunks has them."""
+    assert fit_cost((10.0, 20.0), (3.0, 5.0)) == Cost(1.0, 5.0)
+    assert fit_cost((10.0, 20.0), (3.0, 2.0)) == Cost(2.5, math.inf)  # faster for more: noise
+    assert fit_cost((10.0, 11.0), (1.0, 9.0)) == Cost(0.0, 0.125)
+
+
 def test_what_is_all_latency() -> None:
     found = fit_cost([1.0, 2.0, 3.0], [5.0, 5.0, 4.0])
     assert found.latency_s == 5.0

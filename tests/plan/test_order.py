@@ -203,10 +203,9 @@ def test_spilled_block_inputs_change_no_bits(slots: int, setting: Make) -> None:
     ) as trainer:
         found = [trainer.step().loss for _ in range(3)]
         assert trainer.boundaries is not None
-        counts = trainer.boundaries.counts
+        moved = trainer.boundaries.written_bytes, trainer.boundaries.read_bytes
     assert found == expected
-    assert counts.written_bytes == counts.read_bytes == 3 * kept.spilled_bytes
-    assert counts.peak_bytes <= kept.memory_bytes
+    assert moved == (3 * kept.spilled_bytes, 3 * kept.spilled_bytes)
 
 
 def _losses(config: TrainConfig) -> list[float]:

@@ -25,7 +25,7 @@ from tierstore.trace import load_trace
 from tierstore.trace.replay import replay
 from tierstore.train import pipelining
 from tierstore.train.config import TrainConfig
-from tierstore.train.pipelining import LayerCosts, PipelineControl, even_loads, line, probe
+from tierstore.train.pipelining import LayerCosts, PipelineControl, even_loads, probe
 from tierstore.train.ranks import Opening
 from tierstore.train.report import counters
 from tierstore.train.session import open_session
@@ -188,13 +188,6 @@ def test_where_nothing_travels_nothing_is_chosen() -> None:
 
 
 # The probe --------------------------------------------------------------------------------------------------
-
-
-def test_line_by_hand() -> None:
-    assert line((10.0, 3.0), (20.0, 5.0)) == (1.0, 0.2)
-    assert line((10.0, 3.0), (20.0, 2.0)) == (3.0, 0.0)  # faster for more: noise
-    assert line((10.0, 1.0), (11.0, 9.0)) == (0.0, 8.0)
-    assert line((5.0, 1.0), (5.0, 1.0)) == (1.0, 0.0)
 
 
 def _probed(mesh: Mesh) -> tuple[LayerCosts, int]:

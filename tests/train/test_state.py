@@ -17,7 +17,7 @@ from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening
 from tierstore.train.session import open_session
 from tierstore.train.state import conditions, differences
-from tierstore.train.vocabulary import VocabularyTables
+from tierstore.train.vocabulary import choose_vocabulary
 
 Make = Callable[..., TrainConfig]
 
@@ -41,14 +41,14 @@ def test_differences_name_each_condition() -> None:
 
 def test_budgets_are_no_conditions(configure: Make) -> None:
     def of(changes: dict[str, Any]) -> dict[str, object]:
-        cpu = torch.device("cpu")
+        cpu, config = torch.device("cpu"), configure(changes)
         return conditions(
-            configure(changes),
+            config,
             threads=1,
             device=cpu,
             data_crc32=3,
             mesh=Mesh.alone(RankEnvironment(), cpu),
-            vocabulary=VocabularyTables(),
+            vocabulary=choose_vocabulary(config, ranks=1),
         )
 
     plain = of({})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
@@ -14,9 +13,6 @@ from tierstore.cli.output import Output
 from tierstore.parallel.config import ParallelConfig, RowPlacement
 from tierstore.store.format import MomentFormat
 from tierstore.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from tierstore.parallel.layout import Layout
 
 _SHOWN_FAILURES = 20  # the JSON object lists all failures
 
@@ -186,20 +182,11 @@ def reshard(
         {
             "store": target,
             "step": done.step,
-            **_sizes(done.after),
-            **{f"{name}_before": count for name, count in _sizes(done.before).items()},
+            **done.after.as_json(),
+            **{f"{name}_before": count for name, count in done.before.as_json().items()},
             "moments": done.moments,
             "records": done.records,
             "written_bytes": done.nbytes,
             "elapsed_s": elapsed_s,
         }
     )
-
-
-def _sizes(layout: Layout) -> dict[str, int]:
-    return {
-        "ranks": layout.world,
-        "expert_ranks": layout.expert,
-        "tensor_ranks": layout.tensor,
-        "stages": layout.stages,
-    }

@@ -41,9 +41,16 @@ from tierstore.hf.writing import (
     write_model,
 )
 from tierstore.model.config import ComputeDtype, ModelConfig
-from tierstore.model.store_schema import BUFFERS_KEY, recorded_model, table_of, unpack_arrays
+from tierstore.model.store_schema import (
+    BUFFERS_KEY,
+    reading_conditions,
+    recorded_model,
+    table_of,
+    unpack_arrays,
+)
 from tierstore.stats import OnProgress
 from tierstore.store.disk.home import MODEL_DIRECTORY
+from tierstore.train.stored_model import stored_fusion
 from tierstore.train.vocabulary import places_of, recorded_placements
 
 Bytes = npt.NDArray[np.uint8]
@@ -146,12 +153,11 @@ def write_outline(
 
 
 def _built_in(source: Path, weights: StoredWeights) -> tuple[ModelConfig, Fusion, Collection[ParameterPlace]]:
-    model, conditions = recorded_model(weights.state, where=str(source)), weights.state.conditions
-    try:
-        tables = places_of(model, recorded_placements(table_of(conditions["parallel"])))
-        return model, Fusion(str(table_of(conditions["dense"])["fusion"])), tables
-    except (AssertionError, KeyError, ValueError) as error:
-        raise StoreFormatError(f"{source}: the conditions of the run are damaged: {error}") from error
+    state, where = weights.state, str(source)
+    model = recorded_model(state, where=where)
+    with reading_conditions(where):
+        tables = places_of(model, recorded_placements(table_of(state.conditions["parallel"])))
+    return model, stored_fusion(state, where=where), tables
 
 
 # Imported models --------------------------------------------------------------------------------------------

@@ -18,17 +18,14 @@ from tierstore._native import Buffer, Priority
 from tierstore.dense import UnitLayout
 from tierstore.errors import StoreFormatError
 from tierstore.hf.weights import Bits, Floats, round_bf16, widen_bf16
-from tierstore.model.store_schema import TrainState, expert_key, table_of, with_all_buffers
+from tierstore.model.store_schema import TrainState, expert_key, with_all_buffers
 from tierstore.parallel import ExpertBlocks
 from tierstore.quant.layout import dequantize
 from tierstore.store.core import StoreCore
 from tierstore.store.disk.extents import scratch_buffers
-from tierstore.store.disk.home import rank_directories
 from tierstore.store.format import Group, RecordSchema, WeightFormat
 from tierstore.store.index.live import LiveRecord
-from tierstore.store.parameter_store import open_to_read
-from tierstore.train.ranks import newest_common
-from tierstore.train.stored_model import stored_layout
+from tierstore.train.stored_model import open_ranks
 
 
 class Adjustment(Protocol):
@@ -177,28 +174,13 @@ def open_weights(source: Path) -> Iterator[StoredWeights]:
 
     Raises StoreMissingError, StoreInUseError, StoreFormatError, StoreError, OSError.
     """
-    directories = rank_directories(source) or [source]
-    at = newest_common(source, directories)
-    with contextlib.ExitStack() as stack:
-        stores: list[StoreCore] = []
-        for directory, opened_at in zip(directories, at, strict=True):
-            store = open_to_read(directory, opened_at)
-            stack.callback(store.close)
-            stores.append(store.core)
-        state = TrainState.unpack(stores[0].committer.state, where=str(directories[0]))
-        try:
-            layout = stored_layout(table_of(state.conditions["parallel"]))
-        except (AssertionError, KeyError, TypeError, ZeroDivisionError) as error:
-            raise StoreFormatError(f"{source}: the conditions of the run are damaged: {error}") from error
+    with open_ranks(source) as (stores, state, layout):
         if layout.tensor != 1:
             raise StoreFormatError(
                 f"{source}: made by tensor-parallel ranks; tierstore reshard {source} --to NEW --ranks 1 makes a store that "
                 "can be exported"
             )
-        if layout.world != len(stores):
-            raise StoreFormatError(
-                f"{source}: made by {layout.world} ranks, but {len(stores)} stores were found"
-            )
-        states = [core.committer.state for core in stores[:: len(stores) // layout.stages]]
+        cores = [store.core for store in stores]
+        states = [core.committer.state for core in cores[:: len(cores) // layout.stages]]
         small = with_all_buffers(states, where=str(source))
-        yield StoredWeights(stores, state, small, layout.expert, layout.stages)
+        yield StoredWeights(cores, state, small, layout.expert, layout.stages)

@@ -6,10 +6,11 @@ Import, training, resharding, export and serving all use these names. Dense reco
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TypeVar
 
@@ -150,12 +151,19 @@ def table_of(value: object) -> dict[str, object]:
     return value
 
 
+@contextlib.contextmanager
+def reading_conditions(where: str) -> Iterator[None]:
+    """Reads the conditions of the store at ``where``. Raises StoreFormatError for a missing or unsuitable value."""
+    try:
+        yield
+    except (AssertionError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise StoreFormatError(f"{where}: the conditions of the run are damaged: {error}") from error
+
+
 def from_conditions(cls: type[T], table: object, *, where: str) -> T:
     """A ``cls`` from its settings in the conditions of the store at ``where``. Raises StoreFormatError."""
-    try:
+    with reading_conditions(where):
         return from_dict(cls, table_of(table), origin=where)
-    except (AssertionError, TypeError, ValueError) as error:
-        raise StoreFormatError(f"{where}: the conditions of the run are damaged: {error}") from error
 
 
 def recorded_model(state: TrainState, *, where: str) -> ModelConfig:

@@ -31,15 +31,8 @@ def initial_pair(shape: PairShape, *, seed: int, layer: int, expert: int) -> Ten
     return flat
 
 
-def merged_expert(shape: PairShape, weights: Tensor, pair: Tensor) -> Tensor:
-    """``weights`` (flat, of any type) with the terms added, ``W + scale * B A``: flat fp32, a new tensor."""
-    merged = weights.to(torch.float32, copy=True)
-    merge_pair(shape, merged, pair)
-    return merged
-
-
 def merge_pair(shape: PairShape, weights: Tensor, pair: Tensor) -> None:
-    """Add the terms to ``weights``, flat fp32, in place."""
+    """Adds the terms to ``weights``, flat fp32, in place: ``W + scale * B A``."""
     matrices, pairs = shape.expert.views(weights), shape.views(pair.to(torch.float32))
     for matrix, a_RI, b_OR in (
         (matrices.inner, pairs.inner_a, pairs.inner_b),

@@ -44,6 +44,15 @@ class Layout:
         """The number of ranks of a stage that compute different pieces of the global batch."""
         return self.replicas if self.tensor > 1 else self.replicas * self.expert
 
+    def as_json(self) -> dict[str, int]:
+        """The numbers as commands print them, and stores record them."""
+        return {
+            "ranks": self.world,
+            "expert_ranks": self.expert,
+            "tensor_ranks": self.tensor,
+            "stages": self.stages,
+        }
+
     def rows(self, dimension: str) -> list[list[int]]:
         """The groups along ``dimension`` (a field of ``Mesh``), each as its ranks, ascending."""
         replicas, experts = range(self.replicas), range(self.expert)

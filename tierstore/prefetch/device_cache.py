@@ -15,7 +15,7 @@ device has finished with its previous content. One caller at a time.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from tierstore._native import Decision, GroupOrder, Residency
 from tierstore.cache.access import GROUP_STRIDE, Need, Phase
+from tierstore.errors import StoreFormatError
 from tierstore.prefetch.program import Access
 from tierstore.quant.weights import Weights
 from tierstore.store.core import StoreCore
@@ -32,6 +33,17 @@ from tierstore.tiers.device import DeviceTier, WeightLoads
 
 #: ``records[layer][expert]`` says which record each expert is.
 RecordsByExpert = Mapping[int, Mapping[int, LiveRecord]]
+
+
+def find_records(
+    store: StoreCore, layers: Sequence[int], experts: Sequence[int], key: Callable[[int, int], str]
+) -> RecordsByExpert:
+    """The records ``key(layer, expert)`` of ``experts`` in each of ``layers``. Raises StoreFormatError for a missing one."""
+    try:
+        return {layer: {expert: store.record(key(layer, expert)) for expert in experts} for layer in layers}
+    except KeyError as error:
+        raise StoreFormatError(f"{store.directory}: record {error.args[0]!r} is missing") from error
+
 
 _FETCH, _EVICT = int(Decision.FETCH), int(Decision.EVICT)
 _STORED = int(Need.WEIGHTS)

@@ -22,9 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from tierstore.capabilities import Finding, Resolution, resolve
-from tierstore.dense import Fusion, unit_layouts
+from tierstore.dense import unit_layouts
 from tierstore.dense.parameters import load_frozen
-from tierstore.errors import StoreFormatError
 from tierstore.hf.experts import experts_modules
 from tierstore.model.interface import Model
 from tierstore.model.store_schema import TrainState
@@ -33,6 +32,7 @@ from tierstore.parallel import RankGroup
 from tierstore.prefetch.predictor import PredictorName
 from tierstore.serve.config import ServeConfig
 from tierstore.store.core import StoreCore
+from tierstore.train.stored_model import stored_fusion
 
 
 def load_dense(
@@ -42,13 +42,7 @@ def load_dense(
 
     Raises StoreError, ChecksumError, OSError.
     """
-    conditions: Any = state.conditions
-    try:
-        fusion = Fusion(conditions["dense"]["fusion"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise StoreFormatError(
-            f"{store.directory}: the conditions of the run are damaged: {error}"
-        ) from error
+    fusion = stored_fusion(state, where=str(store.directory))
     narrow = model.cast_parameters()
     # With LoRA pairs on attention, frozen parameters and pairs have separate records.
     for units in (model.frozen_units(), model.dense_units()):

@@ -31,7 +31,7 @@ from tierstore.moe.lora import LoraConfig, PairShape
 from tierstore.moe.source import SourceSlot
 from tierstore.parallel import RankEnvironment, rank_device
 from tierstore.plan.papers import ExpertMemorySizes, ServedLayers
-from tierstore.prefetch.device_cache import RecordsByExpert
+from tierstore.prefetch.device_cache import find_records
 from tierstore.prefetch.experts import FrozenExperts
 from tierstore.prefetch.lora import LoraExperts
 from tierstore.prefetch.predictor import Predictor, PredictorName, make_predictor
@@ -445,7 +445,7 @@ class _ExpertOpening:
         return FrozenExperts(
             self.store,
             self._tier(slots),
-            self._records(key),
+            find_records(self.store, self.stored.spec.moe_layers, range(self.stored.spec.experts), key),
             predictor=predictor,
             schedule=self._schedule,
             ledger=self.ledger,
@@ -458,14 +458,3 @@ class _ExpertOpening:
         )
         self.stack.callback(opened.close)
         return limited_tier(opened, self.store.engine, self.config.links.copy)
-
-    def _records(self, key: Callable[[int, int], str]) -> RecordsByExpert:
-        """The records ``key(layer, expert)`` of all experts. Raises StoreError if one is missing."""
-        spec, store = self.stored.spec, self.store
-        try:
-            return {
-                layer: {expert: store.record(key(layer, expert)) for expert in range(spec.experts)}
-                for layer in spec.moe_layers
-            }
-        except KeyError as error:
-            raise StoreError(f"{store.directory}: record {error.args[0]!r} is missing") from error

@@ -275,14 +275,17 @@ def check_budget(
 # Building ---------------------------------------------------------------------------------------------------
 
 
-def _host_arena(config: StoreConfig, nbytes: int) -> Arena:
+def budgeted_arena(setting: str, budget: int, nbytes: int, huge_pages: HugePages) -> Arena:
+    """An arena of ``nbytes`` bytes, as ``setting`` allows with ``budget``. Raises BudgetError if there is no such memory,
+    OSError.
+    """
     try:
-        return Arena(nbytes, HugePages[config.io.huge_pages.name])
+        return Arena(nbytes, huge_pages)
     except OSError as error:
         if error.errno != errno.ENOMEM:
             raise
         raise BudgetError(
-            f"host_budget: expected what this machine can give, got {config.host_budget} bytes: {error.strerror}"
+            f"{setting}: expected what this machine can give, got {budget} bytes: {error.strerror}"
         ) from error
 
 
@@ -306,7 +309,8 @@ def _assemble(
     stack.callback(engine.close)
     scratch = sum(replay_scratch_bytes(schema) for schema in missed)
     frames, frame = cache_frames(config.host_budget - scratch, schemas, access)
-    arena = _host_arena(config, frames * frame)
+    huge_pages = HugePages[config.io.huge_pages.name]
+    arena = budgeted_arena("host_budget", config.host_budget, frames * frame, huge_pages)
     writes = config.wear.daily_write_budget if access is StoreAccess.WRITE else 0
     extents = StoreExtents(
         engine,

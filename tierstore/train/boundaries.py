@@ -16,37 +16,24 @@ A ``BoundaryStore`` returns the same bytes, whatever its budget. ``MemoryBoundar
 from __future__ import annotations
 
 import contextlib
-import errno
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from types import TracebackType
+from collections.abc import Sequence
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from tierstore._native import Arena, Buffer, CrcTable, HugePages, Priority
+from tierstore._native import Buffer, CrcTable, HugePages, Priority
 from tierstore.accelerator import has_own_memory, pinned, reached
 from tierstore.capabilities import Capability
-from tierstore.errors import BudgetError, ChecksumError
+from tierstore.errors import ChecksumError
 from tierstore.stats import Cause, StallLedger, Tier
 from tierstore.store.core import StoreCore
 from tierstore.store.disk.extents import Slot
 from tierstore.store.format import SECTION_ALIGNMENT
+from tierstore.store.opening import budgeted_arena
 from tierstore.tiers.accelerated import CopyStream, DeviceCopy
 from tierstore.train.budgets import BoundarySplit
-
-
-@dataclass(frozen=True, slots=True)
-class BoundaryCounts:
-    """Counts since the store was opened. ``peak_bytes``: the most that was in memory at once. ``read_bytes`` and
-    ``written_bytes``: disk traffic, padding included.
-    """
-
-    peak_bytes: int = 0
-    read_bytes: int = 0
-    written_bytes: int = 0
 
 
 class BoundaryStore(ABC):
@@ -55,6 +42,8 @@ class BoundaryStore(ABC):
     def __init__(self) -> None:
         #: The micro-batches of each layer whose boundaries are kept; layers ascend.
         self._micros: dict[int, set[int]] = {}
+        #: Disk traffic since the store was opened, padding included.
+        self.read_bytes = self.written_bytes = 0
 
     @abstractmethod
     def keep(self, layer: int, micro: int, tensor: Tensor) -> None:
@@ -76,20 +65,14 @@ class BoundaryStore(ABC):
     def clear(self) -> None:
         """Drops all boundaries: the step is abandoned."""
 
-    @property
-    @abstractmethod
-    def counts(self) -> BoundaryCounts: ...
-
-    @abstractmethod
     def close(self) -> None:
         """Drops all boundaries, and frees memory and disk."""
+        self.clear()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _check_keep(self, layer: int, micro: int) -> None:
@@ -120,37 +103,21 @@ class MemoryBoundaries(BoundaryStore):
     def __init__(self) -> None:
         super().__init__()
         self._kept: dict[tuple[int, int], Tensor] = {}
-        self._nbytes = self._peak = 0
 
     def keep(self, layer: int, micro: int, tensor: Tensor) -> None:
         self._check_keep(layer, micro)
-        held = self._kept[layer, micro] = _owned(tensor.detach())
-        self._nbytes += held.nbytes
-        self._peak = max(self._peak, self._nbytes)
+        tensor = tensor.detach()
+        # A part of a larger storage would keep all of it alive.
+        whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() <= tensor.nbytes
+        self._kept[layer, micro] = tensor if whole else tensor.clone(memory_format=torch.contiguous_format)
 
     def take(self, layer: int, micro: int) -> Tensor:
         self._check_take(layer, micro)
-        held = self._kept.pop((layer, micro))
-        self._nbytes -= held.nbytes
-        return held
+        return self._kept.pop((layer, micro))
 
     def clear(self) -> None:
         self._micros.clear()
         self._kept.clear()
-        self._nbytes = 0
-
-    @property
-    def counts(self) -> BoundaryCounts:
-        return BoundaryCounts(peak_bytes=self._peak)
-
-    def close(self) -> None:
-        self.clear()
-
-
-def _owned(tensor: Tensor) -> Tensor:
-    """``tensor``, contiguous; a copy if it is part of a larger storage, which it would keep alive."""
-    whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() <= tensor.nbytes
-    return tensor if whole else tensor.clone(memory_format=torch.contiguous_format)
 
 
 # Boundaries within a budget ---------------------------------------------------------------------------------
@@ -184,19 +151,17 @@ def open_boundaries(
     ledger: StallLedger,
     split: BoundarySplit,
     *,
-    layers: Sequence[int],
     micro_batches: int,
     device: torch.device,
     pinning: Capability = Capability.AUTO,
 ) -> BoundaryStore:
-    """A store for the boundaries of ``layers`` (ascending), tensors on ``device``, in the memory of ``split``. Reserves the
-    disk space.
+    """A store for the boundaries of ``split``, of all layers from 0 on, tensors on ``device``. Reserves the disk space.
 
     Raises BudgetError, OSError (ENOSPC), and CapabilityError where memory cannot be pinned.
     """
     if split.slots == split.count and not has_own_memory(device):
         return MemoryBoundaries()
-    return SlottedBoundaries(store, ledger, split, layers, micro_batches, device, pinning)
+    return SlottedBoundaries(store, ledger, split, micro_batches, device, pinning)
 
 
 class SlottedBoundaries(BoundaryStore):
@@ -207,7 +172,6 @@ class SlottedBoundaries(BoundaryStore):
         store: StoreCore,
         ledger: StallLedger,
         split: BoundarySplit,
-        layers: Sequence[int],
         micro_batches: int,
         device: torch.device,
         pinning: Capability,
@@ -216,13 +180,12 @@ class SlottedBoundaries(BoundaryStore):
         self._store = store
         self._ledger = ledger
         self._split = split
-        self._numbers = {
-            (layer, micro): number
-            for number, (layer, micro) in enumerate(
-                (layer, micro) for layer in reversed(layers) for micro in range(micro_batches)
-            )
-        }
-        self._arena = _arena(split.memory_bytes)
+        #: The layer and the micro-batch of each boundary, by number, and the inverse.
+        layers = range(split.count // micro_batches)
+        self._keys = [(layer, micro) for layer in reversed(layers) for micro in range(micro_batches)]
+        self._numbers = {key: number for number, key in enumerate(self._keys)}
+        nbytes = split.memory_bytes
+        self._arena = budgeted_arena("boundary_budget", nbytes, nbytes, HugePages.AUTO)
         self._memory = torch.from_numpy(self._arena.view())
         self._device = device
         # By memory slot: the ticket of its last transfer; and the last copy between it and an accelerator.
@@ -230,11 +193,7 @@ class SlottedBoundaries(BoundaryStore):
         self._copied: list[DeviceCopy | None] = [None] * split.slots
         #: Shape and type of each kept tensor, by number.
         self._kept: dict[int, tuple[torch.Size, torch.dtype]] = {}
-        self._layer_of = {number: layer for (layer, _), number in self._numbers.items()}
-        self._key_of = {number: key for key, number in self._numbers.items()}
         self._crcs = [CrcTable(1) for _ in range(split.count - split.slots)]
-        self._read = self._written = 0
-        self._closed = False
         self._places: list[Slot] = []
         self._copies: CopyStream | None = None
         with contextlib.ExitStack() as closing:
@@ -271,7 +230,7 @@ class SlottedBoundaries(BoundaryStore):
                 place.number, [self._buffer(number)], self._crc(number), self._copying(number)
             )
             self._busy[self._slot(number)] = ticket
-            self._written += self._padded(number)
+            self.written_bytes += self._padded(number)
 
     # Taking ------------------------------------------------------------------------------------------------
 
@@ -299,7 +258,7 @@ class SlottedBoundaries(BoundaryStore):
             self._copying(number),
             Priority.SPECULATIVE,
         )
-        self._read += self._padded(number)
+        self.read_bytes += self._padded(number)
 
     def clear(self) -> None:
         self._micros.clear()
@@ -370,46 +329,20 @@ class SlottedBoundaries(BoundaryStore):
         """Waits for the transfer between the slot of ``number`` and the disk. Copies follow one another on their stream."""
         if not (ticket := self._busy[self._slot(number)]):
             return
+        layer, micro = self._keys[number]
         with contextlib.ExitStack() as stack:
             if not self._store.engine.done(ticket):
-                layer = self._layer_of[number]
                 stack.enter_context(
                     self._ledger.stall(layer=layer, tier=Tier.NVME, cause=Cause.BOUNDARY_SPILL)
                 )
-            with self._named(number):
+            try:
                 self._store.wait([ticket])
+            except ChecksumError as error:
+                raise ChecksumError(f"block input of layer {layer}, micro-batch {micro}: {error}") from error
         self._busy[self._slot(number)] = 0
 
-    @contextlib.contextmanager
-    def _named(self, number: int) -> Iterator[None]:
-        layer, micro = self._key_of[number]
-        try:
-            yield
-        except ChecksumError as error:
-            raise ChecksumError(f"block input of layer {layer}, micro-batch {micro}: {error}") from error
-
-    # The store ---------------------------------------------------------------------------------------------
-
-    @property
-    def counts(self) -> BoundaryCounts:
-        return BoundaryCounts(self._split.memory_bytes, self._read, self._written)
-
     def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
         self._micros.clear()
         self._kept.clear()
         self._settle()
         self._closing.close()
-
-
-def _arena(nbytes: int) -> Arena:
-    try:
-        return Arena(nbytes, HugePages.AUTO)
-    except OSError as error:
-        if error.errno != errno.ENOMEM:
-            raise
-        raise BudgetError(
-            f"boundary_budget: expected what this machine can give: {error.strerror}"
-        ) from error

@@ -8,10 +8,9 @@ Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from itertools import combinations
 
 from tierstore.errors import ConfigError
 from tierstore.model.config import ModelConfig
@@ -151,12 +150,6 @@ def pairing(one: Feature, other: Feature) -> Pairing:
     return found if found is not None else _TABLE[other, one]
 
 
-def pairs() -> Iterator[tuple[Feature, Feature, Pairing]]:
-    """Every pair once, in the order of the table."""
-    for one, other in combinations(Feature, 2):
-        yield one, other, pairing(one, other)
-
-
 def features(config: TrainConfig, layout: Layout) -> dict[Feature, str]:
     """The features of a run of ``config`` on ``layout``, and the setting that requests each."""
     parallel = config.parallel
@@ -196,21 +189,3 @@ def check_combination(config: TrainConfig, layout: Layout) -> None:
         why = refusal(taken, feature)
         if why is not None:
             raise ConfigError(f"{setting}: {feature.value} {why}")
-
-
-def as_markdown() -> str:
-    """The table of verdicts and the table of reasons, for the documentation."""
-    columns = list(Feature)[1:]
-    lines = ["| | " + " | ".join(feature.value for feature in columns) + " |"]
-    lines.append("|---" * (len(columns) + 1) + "|")
-    for row, one in enumerate(list(Feature)[:-1]):
-        cells = [_word(pairing(one, other)) if number >= row else "" for number, other in enumerate(columns)]
-        lines.append(f"| {one.value} | " + " | ".join(cells) + " |")
-    lines += ["", "| together | are | since |", "|---|---|---|"]
-    for one, other, found in pairs():
-        lines.append(f"| {one.value}, {other.value} | {_word(found)} | {found.why} |")
-    return "\n".join(lines) + "\n"
-
-
-def _word(found: Pairing) -> str:
-    return f"within {found.tolerance:g}" if found.verdict is Compatibility.WITHIN else found.verdict.value

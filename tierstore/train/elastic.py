@@ -19,12 +19,11 @@ import shutil
 import time
 from pathlib import Path
 
-from tierstore.errors import ConfigError, PeerError, StoreExistsError, StoreFormatError, TierstoreError
+from tierstore.errors import ConfigError, PeerError, StoreExistsError, TierstoreError
 from tierstore.model.spec import BuiltInSpec, ModelSpec
-from tierstore.model.store_schema import STATE_KEY, TrainState, table_of
+from tierstore.model.store_schema import STATE_KEY, TrainState
 from tierstore.parallel import MemoryJobStore, Mesh
 from tierstore.parallel.config import Elastic
-from tierstore.parallel.layout import Layout
 from tierstore.stats import OnProgress
 from tierstore.store.disk.home import IDENTITY, fsync_directory, rank_directories
 from tierstore.store.reading import read_states
@@ -142,7 +141,7 @@ def _follow(config: TrainConfig, mesh: Mesh, opening: Opening, progress: OnProgr
     state = held_state(store)
     if state is None or (opening is Opening.RESTART and not own_store(mesh, state.job)):
         return None  # no store, or another job's, which is refused
-    if _layout_of(state, store) == wanted:
+    if stored_layout(state, where=str(store)) == wanted:
         return None
     for path in (beside, old):
         if path.exists() and not _is_store(path):
@@ -168,13 +167,6 @@ def held_state(store: Path) -> TrainState | None:
     if not states:
         return None
     return TrainState.unpack({STATE_KEY: next(iter(states.values()))}, where=str(directory))
-
-
-def _layout_of(state: TrainState, store: Path) -> Layout:
-    try:
-        return stored_layout(table_of(state.conditions["parallel"]))
-    except (AssertionError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise StoreFormatError(f"{store}: the conditions of the run are damaged: {error}") from error
 
 
 def _is_store(path: Path) -> bool:

@@ -39,14 +39,13 @@ from tierstore.moe.exchange import LocalRows
 from tierstore.moe.experts import initial_expert
 from tierstore.moe.source import ExpertLease
 from tierstore.prefetch import Schedule, StepTiming, TieredExperts, make_predictor
+from tierstore.prefetch.device_cache import find_records
 from tierstore.prefetch.predictor import PredictorName
 from tierstore.stats import StallLedger
 from tierstore.store.adamw import AdamWConfig
 from tierstore.store.config import StoreConfig
-from tierstore.store.core import StoreCore
 from tierstore.store.disk.home import IDENTITY
 from tierstore.store.format import RecordSchema
-from tierstore.store.index.live import LiveRecord
 from tierstore.store.opening import minimum_host_budget
 from tierstore.store.parameter_store import ParameterStore
 from tierstore.store.registering import NewRecord, register_many
@@ -105,7 +104,7 @@ def open_experts(
             _check(store, opened.last_commit.state.get(_DESCRIPTION, described), described)
             core.reserve()
         core.reserve_scratch(EXPERT_SCHEMA)
-        records = _find_records(core, store, layers, experts)
+        records = find_records(core, layers, range(experts), expert_key)
         _check_schema(store, shape, opened.info(expert_key(layers[0], 0)).schema, expected=schema)
         stack.enter_context(pinned(core.arena, device, Capability.AUTO))
         tier = open_device_tier(core.engine, slots, device, HugePages.AUTO, WeightLoads.IN_PLACE)
@@ -136,19 +135,6 @@ def _check(store: Path, found: bytes, expected: bytes) -> None:
             raise StoreFormatError(
                 f"{store}: {name}: the store has {held.get(name)}, and {value} is requested"
             )
-
-
-def _find_records(
-    core: StoreCore, store: Path, layers: Sequence[int], experts: int
-) -> dict[int, dict[int, LiveRecord]]:
-    """The records by layer and expert. Raises StoreFormatError for a missing one."""
-    try:
-        return {
-            layer: {expert: core.record(expert_key(layer, expert)) for expert in range(experts)}
-            for layer in layers
-        }
-    except KeyError as error:
-        raise StoreFormatError(f"{store}: the store has no record {error}") from error
 
 
 def _check_schema(store: Path, shape: ExpertShape, held: RecordSchema, *, expected: RecordSchema) -> None:

@@ -24,7 +24,7 @@ from tierstore.accelerator import synchronize
 from tierstore.decision import Decision
 from tierstore.errors import ConfigError, DataError
 from tierstore.links import LinkConfig
-from tierstore.machine_profile import Profile, load_profile, over_link
+from tierstore.machine_profile import Profile, fit_cost, load_profile, over_link
 from tierstore.model.spec import BuiltInSpec
 from tierstore.model.store_schema import TrainState
 from tierstore.moe.config import ExpertShape
@@ -158,21 +158,9 @@ class PipelineControl:
         self._take(degrees, f"{reason}, costs {self._costs_from}; {estimate}", wanted)
 
     def _priced(self, costs: LayerCosts) -> list[tuple[PipelineCosts, LayerPass]]:
-        """The costs of a layer's forward and backward pass, and their parts."""
-        forward, backward = self._passes(costs)
-        priced = PipelineCosts(costs.message, costs.byte, costs.chunk, 1.0)
-        own, loads = costs.backward, self._loads
-        if own is None:
-            return [(priced, forward), (priced, backward)]
-        row = own.row + (0.0 if self._config.keeps_activations else own.row_again)
-        seconds = loads.experts * own.expert + loads.computed * row
-        return [
-            (priced, forward),
-            (replace(priced, alpha_e=own.expert), replace(backward, experts=Share(1, seconds))),
-        ]
-
-    def _passes(self, costs: LayerCosts) -> tuple[LayerPass, LayerPass]:
-        """A layer's forward and backward pass, from seconds of products; a backward pass counts as two forward ones."""
+        """The costs of a layer's forward and backward pass, and their parts. Without costs of its own, a backward pass
+        counts as two forward ones.
+        """
         model, loads, kept = self._config.model, self._loads, self._config.keeps_activations
         rows_bytes = loads.travelling * model.d_model * model.compute_dtype.itemsize
         seconds = loads.experts * costs.expert + loads.computed * costs.row
@@ -187,8 +175,13 @@ class PipelineControl:
         )
         forward = forward_pass(rows_bytes, seconds)
         if self._mesh.tensor.size > 1:  # rows are local already
-            return replace(forward, dispatch=Share(0, 0)), replace(backward, dispatch=Share(0, 0))
-        return forward, backward
+            forward, backward = (replace(one, dispatch=Share(0, 0)) for one in (forward, backward))
+        priced = PipelineCosts(costs.message, costs.byte, costs.chunk, 1.0)
+        if (own := costs.backward) is None:
+            return [(priced, forward), (priced, backward)]
+        row = own.row + (0.0 if kept else own.row_again)
+        backward = replace(backward, experts=Share(1, loads.experts * own.expert + loads.computed * row))
+        return [(priced, forward), (replace(priced, alpha_e=own.expert), backward)]
 
     def _note_choice(self, position: int) -> None:
         degrees = self._pipelining.degrees
@@ -325,38 +318,29 @@ def profiled(mesh: Mesh, shape: ExpertShape, path: Path, link: LinkConfig) -> La
     return LayerCosts(message, byte, expert, expert, row, BackwardCosts(*back))
 
 
-def line(small: tuple[float, float], large: tuple[float, float]) -> tuple[float, float]:
-    """The intercept and the slope of the line through two points (amount, seconds), neither below 0."""
-    amount = large[0] - small[0]
-    slope = max((large[1] - small[1]) / amount, 0.0) if amount > 0 else 0.0
-    return max(small[1] - slope * small[0], 0.0), slope
-
-
 def _exchanges(mesh: Mesh, wanted_bytes: int) -> tuple[float, float, float]:
     """Seconds to start an exchange, for each byte sent, and of the issuing thread for a chunk."""
     group, device = mesh.expert, mesh.device
-    each = (64, max(min(wanted_bytes, _LARGE_BYTES), 64 << 4))
-    spent: tuple[list[float], list[float]] = ([], [])
-    issued: list[float] = []
-    others = group.size - 1
-    buffers = []
-    for nbytes in each:
+    cases = []
+    for nbytes in (64, max(min(wanted_bytes, _LARGE_BYTES), 64 << 4)):
         rows = torch.zeros(group.size * nbytes, dtype=torch.uint8, device=device)
-        buffers.append((torch.empty_like(rows), rows, torch.full((group.size, group.size), nbytes)))
+        cases.append((nbytes, torch.empty_like(rows), rows, torch.full((group.size, group.size), nbytes)))
+    sent: list[float] = []
+    spent: list[float] = []
+    issued: list[float] = []
     for _ in range(_ROUNDS):
-        for (out, rows, rows_SS), times in zip(buffers, spent, strict=True):
+        for nbytes, out, rows, rows_SS in cases:
             group.barrier()
             started = time.perf_counter()
             work = mesh.exchange.all_to_all(out, rows, rows_SS)
             issued.append(time.perf_counter() - started)
             work.wait()
             synchronize(device)
-            times.append(time.perf_counter() - started)
-    small, large = (
-        (float(nbytes * others), statistics.median(times)) for nbytes, times in zip(each, spent, strict=True)
-    )
+            spent.append(time.perf_counter() - started)
+            sent.append(nbytes * (group.size - 1))
+    cost = fit_cost(sent, spent)
     # A chunk is issued twice: its rows, and their results.
-    return *line(small, large), 2 * statistics.median(issued)
+    return cost.latency_s, 1 / cost.per_s, 2 * statistics.median(issued)
 
 
 def _products(device: torch.device, shape: ExpertShape, dtype: torch.dtype, rows: int) -> tuple[float, float]:
@@ -374,7 +358,8 @@ def _products(device: torch.device, shape: ExpertShape, dtype: torch.dtype, rows
         return _median_s(once, device)
 
     few = max(large // 4, 1)
-    return line((few, compute(few)), (large, compute(large)))
+    cost = fit_cost((few, large), (compute(few), compute(large)))
+    return cost.latency_s, 1 / cost.per_s
 
 
 def _median_s(call: Callable[[], None], device: torch.device) -> float:

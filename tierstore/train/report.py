@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 
 from tierstore.decision import Decision
 from tierstore.errors import naming
@@ -36,8 +35,7 @@ def counters(trainer: Trainer) -> dict[str, int]:
     counted = {name: getattr(stats, name) for name in (*names, *speculation)}
     kept = trainer.boundaries
     if kept is not None:  # in layer order
-        counts = kept.counts
-        counted |= {"boundary_read_bytes": counts.read_bytes, "boundary_written_bytes": counts.written_bytes}
+        counted |= {"boundary_read_bytes": kept.read_bytes, "boundary_written_bytes": kept.written_bytes}
     return counted
 
 
@@ -368,9 +366,7 @@ class MetricsLog:
     def __enter__(self) -> MetricsLog:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._file is not None:
             self._file.close()
         if self._refused is not None:

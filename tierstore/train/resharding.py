@@ -143,10 +143,7 @@ def _conditions(
     if RowPlacement.PARTITIONED in (embedding, head) and not isinstance(old.model, BuiltInSpec):
         raise ConfigError("embedding, head: expected gathered: an imported model's stay whole")
     return {
-        "ranks": layout.world,
-        "expert_ranks": layout.expert,
-        "tensor_ranks": layout.tensor,
-        "stages": layout.stages,
+        **layout.as_json(),
         "embedding": embedding.value,
         "head": head.value,
     }

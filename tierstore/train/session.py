@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -32,6 +32,7 @@ from tierstore.moe.source import ExpertSource, JointSource, Pipelining, SourceSl
 from tierstore.parallel import Mesh
 from tierstore.parallel.config import Elastic
 from tierstore.prefetch import HorizontalQueue, Schedule, unit_schedule
+from tierstore.prefetch.device_cache import find_records
 from tierstore.prefetch.experts import ExpertTiers, FrozenExperts, TieredExperts
 from tierstore.prefetch.lora import LoraExperts
 from tierstore.prefetch.plan import StepTiming, group_order
@@ -40,7 +41,6 @@ from tierstore.stats import Cause, OnProgress
 from tierstore.store.config import StoreConfig
 from tierstore.store.core import StoreCore
 from tierstore.store.disk.home import rank_directory, rank_stripe
-from tierstore.store.index.live import LiveRecord
 from tierstore.store.parameter_store import ParameterStore
 from tierstore.store.registering import NewRecord, register_many
 from tierstore.tiers import (
@@ -314,7 +314,7 @@ def _fill(setup: Setup, model: Model, store: StoreCore, dense: DenseSlices) -> N
     if setup.agreed.opening is Opening.CREATE:
         store.reserve({EXPERT_SCHEMA: count} | dense.record_counts())
         dense.register(store)
-        _register_experts(config, store, owned)
+        _register(store, EXPERT_SCHEMA, config.model.moe_layers, owned, config.spec.first_weights)
     else:
         pairs = pair_schema(config) is not None
         keys = [layout.key for layout in dense.layouts if not layout.empty]
@@ -324,7 +324,8 @@ def _fill(setup: Setup, model: Model, store: StoreCore, dense: DenseSlices) -> N
             store.reserve(({PAIR_SCHEMA: count} if pairs else {}) | dense.record_counts())
             dense.register(store)
             if pairs:
-                _register_pairs(config, store, owned)
+                first = partial(_first_pair, config)
+                _register(store, PAIR_SCHEMA, config.model.moe_layers, owned, first)
         else:
             fresh = dense.missing(store) if config.tasks else []
             store.reserve(dense.record_counts(fresh))
@@ -347,36 +348,25 @@ def _fill(setup: Setup, model: Model, store: StoreCore, dense: DenseSlices) -> N
         store.reserve_scratch(trained.name)
 
 
-def _register_experts(config: TrainConfig, store: StoreCore, owned: range) -> None:
-    """Adds the records of a new model (not an imported one)."""
-    spec = config.spec
-    register_many(
-        store,
-        (
-            NewRecord(
-                expert_key(layer, expert), EXPERT_SCHEMA, layer, partial(spec.first_weights, layer, expert)
-            )
-            for layer in spec.moe_layers
-            for expert in owned
-        ),
-    )
+def _register(
+    store: StoreCore,
+    schema: str,
+    layers: Sequence[int],
+    owned: range,
+    values: Callable[[int, int], npt.NDArray[np.float32]],
+) -> None:
+    """Adds the records of the ``owned`` experts of each of ``layers``, or of their pairs; ``values(layer, expert)``: the
+    first weights.
+    """
+    key = expert_key if schema == EXPERT_SCHEMA else pair_key
+    numbers = ((layer, expert) for layer in layers for expert in owned)
+    register_many(store, (NewRecord(key(*of), schema, of[0], partial(values, *of)) for of in numbers))
 
 
-def _register_pairs(config: TrainConfig, store: StoreCore, owned: range) -> None:
-    """Adds the records of the experts' pairs, each with its expert's number and layer."""
-    shape, seed = PairShape.of(config.model.expert_shape, config.lora), config.lora.seed
-
-    def values_of(layer: int, expert: int) -> Callable[[], npt.NDArray[np.float32]]:
-        return lambda: np.asarray(initial_pair(shape, seed=seed, layer=layer, expert=expert).numpy())
-
-    register_many(
-        store,
-        (
-            NewRecord(pair_key(layer, expert), PAIR_SCHEMA, layer, values_of(layer, expert))
-            for layer in config.model.moe_layers
-            for expert in owned
-        ),
-    )
+def _first_pair(config: TrainConfig, layer: int, expert: int) -> npt.NDArray[np.float32]:
+    """The first weights of the pairs of an expert."""
+    shape = PairShape.of(config.model.expert_shape, config.lora)
+    return np.asarray(initial_pair(shape, seed=config.lora.seed, layer=layer, expert=expert).numpy())
 
 
 def _open_experts(
@@ -396,12 +386,6 @@ def _open_experts(
         stack.callback(tier.close)
         return limited_tier(tier, store.engine, link)
 
-    def records(key: Callable[[int, int], str]) -> Mapping[int, Mapping[int, LiveRecord]]:
-        return {
-            layer: {expert: store.record(key(layer, expert)) for expert in setup.owned}
-            for layer in config.model.moe_layers
-        }
-
     def predictor() -> Predictor:
         return make_predictor(config.prefetch.predictor, setup.owned, most=config.prefetch.guesses)
 
@@ -409,7 +393,7 @@ def _open_experts(
         return TieredExperts(
             store,
             tier,
-            records(key),
+            find_records(store, config.model.moe_layers, setup.owned, key),
             timing=setup.timing,
             predictor=predictor(),
             schedule=schedule,
@@ -424,7 +408,7 @@ def _open_experts(
     frozen = FrozenExperts(
         store,
         tier,
-        records(expert_key),
+        find_records(store, config.model.moe_layers, setup.owned, expert_key),
         predictor=predictor(),
         schedule=schedule,
         ledger=setup.ledger,
@@ -452,13 +436,11 @@ def _layer_order(
     split = boundary_split(setup.config, setup.mesh.data.size, blocks)
     if split is None:
         return None
-    count = setup.config.data.micro_batches
     boundaries = open_boundaries(
         store,
         setup.ledger,
         split,
-        layers=range(blocks),
-        micro_batches=count,
+        micro_batches=setup.config.data.micro_batches,
         device=setup.mesh.device,
         pinning=setup.config.pinned_memory,
     )

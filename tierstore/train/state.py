@@ -53,10 +53,7 @@ def conditions(
             "stepped_on": device.type if config.dense.optimizer_state is OptimizerState.DEVICE else "cpu",
         },
         "parallel": {
-            "ranks": mesh.world.size,
-            "expert_ranks": mesh.expert.size,
-            "tensor_ranks": mesh.tensor.size,
-            "stages": mesh.stages,
+            **mesh.layout.as_json(),
             "rank": mesh.world.rank,
             # Of the whole model, if a pipeline stage has some of its layers.
             **({} if spec.whole is None else {"layers": [spec.layers.start, spec.layers.stop]}),

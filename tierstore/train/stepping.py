@@ -150,7 +150,7 @@ class OpenStep:
         #: The number of passes; None if unknown.
         self.passes = passes
         self._position = parts.state.position
-        self._begun = 0
+        self.passes_begun = 0
         self.lr = step.lr
         self.outcome = StepOutcome.OPEN
         #: Of all gradients, before clipping; not finite if the step was not taken.
@@ -160,22 +160,18 @@ class OpenStep:
         parts.queue.begin(training=True)
         parts.dense.zero_grad()
 
-    @property
-    def passes_begun(self) -> int:
-        return self._begun
-
     def begin_pass(self) -> None:
         """Announces a forward pass and its backward pass."""
-        if self._begun == self.passes:
+        if self.passes_begun == self.passes:
             raise StepError(f"step {self._position}: another forward pass in a step of {self.passes}")
-        parts, index = self._parts, self._begun
+        parts, index = self._parts, self.passes_begun
         if index % parts.queue.micro_batches == 0:
             # Its schedule covers the passes known in advance, and other forward passes may have come between.
             parts.queue.begin(training=True)
         parts.experts.begin_micro(index=index, count=self.passes)
         parts.dense.begin_micro()
         parts.model.set_step(self._position, index)
-        self._begun += 1
+        self.passes_begun += 1
 
     def resume_pass(self, index: int, finals: Finals) -> None:
         """Announces the backward pass of forward pass ``index``, for interleaved micro-batches."""
@@ -184,7 +180,7 @@ class OpenStep:
 
     def backward(self, objective: Tensor) -> None:
         """The backward pass of the last forward pass."""
-        with self._parts.timeline.span(Track.COMPUTE, f"backward {self._position}.{self._begun - 1}"):
+        with self._parts.timeline.span(Track.COMPUTE, f"backward {self._position}.{self.passes_begun - 1}"):
             torch.autograd.backward(objective)
             self.end_pass()
 
@@ -232,10 +228,10 @@ class OpenStep:
         return self._parts.timing is StepTiming.IMMEDIATE
 
     def _check_passes(self) -> None:
-        if self.passes is None and not self._begun:
+        if self.passes is None and not self.passes_begun:
             raise StepError(f"step {self._position} ends without a backward pass")
-        if self.passes not in (None, self._begun):
-            raise StepError(f"step {self._position} ends after {self._begun} of {self.passes} passes")
+        if self.passes not in (None, self.passes_begun):
+            raise StepError(f"step {self._position} ends after {self.passes_begun} of {self.passes} passes")
 
     def _norm(self) -> float:
         parts = self._parts

@@ -31,6 +31,7 @@ from tierstore.model.store_schema import (
     STATE_KEY,
     TrainState,
     expert_key,
+    reading_conditions,
     recorded_model,
     table_of,
     with_all_buffers,
@@ -296,6 +297,21 @@ def open_stored(source: Path, model: ModelSpec | None = None) -> Iterator[Stored
     ``model``: their model, except for the built-in model, which their state describes. Raises
     StoreMissingError, StoreInUseError, StoreFormatError, OSError.
     """
+    with open_ranks(source) as (stores, state, layout):
+        model = model or spec_of(recorded_model(state, where=str(source)))
+        fusion = stored_fusion(state, where=str(source))
+        blocks = _stored_blocks(model, layout, stores)
+        parallel = table_of(state.conditions["parallel"])
+        stored = StoredModel(stores, layout, blocks, parallel, state, model, fusion)
+        _check_records(source, stored)
+        yield stored
+
+
+@contextlib.contextmanager
+def open_ranks(source: Path) -> Iterator[tuple[list[ParameterStore], TrainState, Layout]]:
+    """The stores of all ranks of the job in ``source``, as of the newest step that every rank has; the first one's state,
+    and their layout. Raises StoreMissingError, StoreInUseError, StoreFormatError, StoreError, OSError.
+    """
     directories = rank_directories(source) or [source]
     at = newest_common(source, directories)
     with contextlib.ExitStack() as stack:
@@ -304,25 +320,16 @@ def open_stored(source: Path, model: ModelSpec | None = None) -> Iterator[Stored
             stores.append(open_to_read(directory, opened_at))
             stack.callback(stores[-1].close)
         state = TrainState.unpack(stores[0].last_commit.state, where=str(directories[0]))
-        model = model or spec_of(recorded_model(state, where=str(source)))
-        try:
-            parallel = table_of(state.conditions["parallel"])
-            layout = stored_layout(parallel)
-            fusion = Fusion(str(table_of(state.conditions["dense"])["fusion"]))
-        except (AssertionError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-            raise StoreFormatError(f"{source}: the conditions of the run are damaged: {error}") from error
+        layout = stored_layout(state, where=str(source))
         if layout.world != len(stores):
             raise StoreFormatError(
                 f"{source}: made by {layout.world} ranks, but {len(stores)} stores are here"
             )
-        blocks = _stored_blocks(model, layout, stores, directories)
-        stored = StoredModel(stores, layout, blocks, parallel, state, model, fusion)
-        _check_records(source, stored)
-        yield stored
+        yield stores, state, layout
 
 
-def stored_layout(parallel: dict[str, object]) -> Layout:
-    """The layout in a store's conditions under ``parallel``. Raises KeyError, TypeError."""
+def stored_layout(state: TrainState, *, where: str) -> Layout:
+    """The layout in the conditions of the store at ``where``. Raises StoreFormatError."""
 
     def count(name: str, implied: int | None = None) -> int:
         value = parallel[name] if implied is None else parallel.get(name, implied)
@@ -330,30 +337,34 @@ def stored_layout(parallel: dict[str, object]) -> Layout:
             raise TypeError(f"parallel.{name}: expected a number, found {value!r}")
         return value
 
-    stages, expert = count("stages", 1), count("expert_ranks")
-    return Layout(stages, count("ranks") // (stages * expert), expert, count("tensor_ranks", 1))
+    with reading_conditions(where):
+        parallel = table_of(state.conditions["parallel"])
+        stages, expert = count("stages", 1), count("expert_ranks")
+        return Layout(stages, count("ranks") // (stages * expert), expert, count("tensor_ranks", 1))
 
 
-def _stored_blocks(
-    model: ModelSpec, layout: Layout, stores: Sequence[ParameterStore], directories: Sequence[Path]
-) -> list[range]:
+def stored_fusion(state: TrainState, *, where: str) -> Fusion:
+    """The fusion in the conditions of the store at ``where``. Raises StoreFormatError."""
+    with reading_conditions(where):
+        return Fusion(str(table_of(state.conditions["dense"])["fusion"]))
+
+
+def _stored_blocks(model: ModelSpec, layout: Layout, stores: Sequence[ParameterStore]) -> list[range]:
     """The blocks of each stage, as recorded by its ranks. Raises StoreFormatError."""
     count = len(model.architecture.units) - 2
     if layout.stages == 1:
         return [range(count)]
     found = []
     for rank in range(0, layout.world, layout.replicas * layout.expert):
-        where = str(directories[rank])
+        where = str(stores[rank].core.directory)
         state = TrainState.unpack(stores[rank].last_commit.state, where=where)
-        try:
+        with reading_conditions(where):
             layers: Any = table_of(state.conditions["parallel"])["layers"]
             start, stop = layers
             found.append(range(start, stop))
-        except (AssertionError, KeyError, TypeError, ValueError) as error:
-            raise StoreFormatError(f"{where}: the conditions of the run are damaged: {error}") from error
     if [block for blocks in found for block in blocks] != list(range(count)):
         raise StoreFormatError(
-            f"{directories[0].parent}: the stages have the blocks {found}, expected all {count}"
+            f"{stores[0].core.directory.parent}: the stages have the blocks {found}, expected all {count}"
         )
     return found
 

@@ -27,19 +27,15 @@ Placements = tuple[RowPlacement, RowPlacement]
 SMALL_TABLE_BYTES = 4 << 20
 
 
-_EMBEDDING = Decision("embedding", RowPlacement.GATHERED, "as configured")
-_HEAD = Decision("head", RowPlacement.GATHERED, "as configured")
-
-
 @dataclass(frozen=True, kw_only=True)
 class VocabularyTables:
     """Both tables. ``table``: the division of their rows, if divided; ``cost``: the bytes sent either way; None for a
     single data rank, or if nothing can be divided. A tied head is the embedding.
     """
 
-    embedding: Decision[RowPlacement] = _EMBEDDING
-    head: Decision[RowPlacement] = _HEAD
-    tied: bool = False
+    embedding: Decision[RowPlacement]
+    head: Decision[RowPlacement]
+    tied: bool
     table: TableRows | None = None
     cost: VocabularyCost | None = None
 

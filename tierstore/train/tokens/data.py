@@ -276,7 +276,7 @@ def pack(files: TokenFiles, packing: Packing, *, seq_len: int, fraction: float, 
     splits = []
     for chosen in (~kept[item], kept[item]):
         order = (
-            _best_fit(lengths[chosen], seq_len) if packing is Packing.DOCUMENTS else _alone(int(chosen.sum()))
+            _best_fit(lengths[chosen], seq_len) if packing is Packing.DOCUMENTS else np.arange(chosen.sum())
         )
         splits.append(_in_order(starts[chosen], lengths[chosen], counted[chosen], order))
     return Packed(splits[0], splits[1], held_out)
@@ -299,10 +299,6 @@ def _held_out(count: int, fraction: float) -> npt.NDArray[np.bool_]:
     if count > 1 and not kept.any():
         kept[-1] = True
     return kept
-
-
-def _alone(count: int) -> Places:
-    return np.arange(count)
 
 
 def _best_fit(lengths: Sequence[int] | Lengths, seq_len: int) -> Places:

@@ -27,7 +27,6 @@ from tierstore.train.tokens.documents import Chat, Document, TextPiece, document
 from tierstore.train.tokens.token_files import (
     INDEX,
     VERSION,
-    TokenIndex,
     TokenWriter,
     read_blocks,
 )
@@ -154,7 +153,7 @@ def _write(
     tokenizer: DocumentTokenizer,
     made_of: dict[str, object],
     progress: OnProgress,
-) -> TokenIndex:
+) -> None:
     done, total = 0, sum(item.nbytes for item in inputs)
 
     def read(nbytes: int) -> None:
@@ -173,7 +172,7 @@ def _write(
         if not writer.tokens:
             why = "".join(f" ({count} {reason})" for reason, count in writer.skipped.items())
             raise DataError(f"{inputs[0].path}: expected documents, found none{why}")
-        return writer.finish(target, made_of)
+        writer.finish(target, made_of)
 
 
 def _batches(found: Iterator[Document]) -> Iterator[list[Document]]:

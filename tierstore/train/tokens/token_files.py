@@ -13,10 +13,9 @@ import os
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 import numpy as np
@@ -79,13 +78,11 @@ class TokenWriter:
     def __enter__(self) -> TokenWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stack.close()
 
     def _file(self, name: str) -> _Stream:
-        return self._stack.enter_context(_Stream(self._directory / name))
+        return self._stack.enter_context(closing(_Stream(self._directory / name)))
 
     def _begin(self) -> None:
         self._documents.write(np.array([self.tokens], dtype="<i8").tobytes())
@@ -110,7 +107,7 @@ class TokenWriter:
         self.documents += 1
         self._begin()
 
-    def finish(self, target: Path, made_of: Mapping[str, object]) -> TokenIndex:
+    def finish(self, target: Path, made_of: Mapping[str, object]) -> None:
         """Makes all files durable, and renames the directory to ``target``."""
         streams = [stream for stream in (self._tokens, self._documents, self._counted) if stream is not None]
         for stream in streams:
@@ -132,7 +129,6 @@ class TokenWriter:
         fsync_directory(self._directory)
         os.rename(self._directory, target)
         fsync_directory(target.parent)
-        return index
 
 
 class TokenFiles:
@@ -222,12 +218,7 @@ class _Stream:
         self._file: IO[bytes] = path.open("wb", buffering=1 << 20)
         self._clean = 0
 
-    def __enter__(self) -> _Stream:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         self._file.close()
 
     def write(self, content: bytes) -> None:
