@@ -50,11 +50,6 @@ class Output:
         if not self.console.is_terminal:
             self.console.width = _PLAIN_WIDTH
 
-    @classmethod
-    def for_option(cls, as_json: bool) -> Output:
-        """The Output for ``--json`` (``as_json``) or without it."""
-        return cls(OutputMode.JSON if as_json else OutputMode.HUMAN)
-
     def line(self, text: str = "") -> None:
         """Print one line for people, unwrapped."""
         with self.named():

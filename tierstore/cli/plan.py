@@ -112,7 +112,7 @@ class _Question:
 @config_options(TrainConfig, {"--host-budget": "host_budget"})
 @set_option()
 @json_option
-@help_config_option(lambda: TrainConfig)
+@help_config_option(TrainConfig)
 @click.pass_context
 def plan(
     ctx: click.Context,

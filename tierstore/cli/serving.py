@@ -100,7 +100,7 @@ class _Prompts:
 @record_trace_option
 @set_option()
 @json_option
-@help_config_option(lambda: ServeConfig)
+@help_config_option(ServeConfig)
 @click.pass_context
 def generate(
     ctx: click.Context,
@@ -327,7 +327,7 @@ class _Listening:
 )
 @set_option()
 @json_option
-@help_config_option(lambda: ServeConfig)
+@help_config_option(ServeConfig)
 def serve(
     store: Path,
     config: Path | None,

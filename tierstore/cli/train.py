@@ -74,7 +74,7 @@ _PROMPT = "def "
 @record_trace_option
 @set_option()
 @json_option
-@help_config_option(lambda: TrainConfig)
+@help_config_option(TrainConfig)
 @click.pass_context
 def train(
     ctx: click.Context,
