@@ -206,22 +206,14 @@ def instruction_sets(proc: Path = _PROC) -> list[str]:
         if line.startswith("flags"):
             flags.update(line.partition(":")[2].split())
             break
+    # The parts of AVX-512 that the kernels use.
     found = ["avx512"] if {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= flags else []
     found += ["avx2"] if "avx2" in flags else []
     return [*found, "scalar"]
 
 
-def probe_avx512(proc: Path = _PROC) -> Finding:
-    """Whether the processor has the parts of AVX-512 that the kernels use (f, bw, dq, vl)."""
-    return _probe_instructions("avx512", proc)
-
-
-def probe_avx2(proc: Path = _PROC) -> Finding:
-    """Whether the processor has AVX2."""
-    return _probe_instructions("avx2", proc)
-
-
-def _probe_instructions(name: str, proc: Path) -> Finding:
+def probe_instructions(name: str, proc: Path = _PROC) -> Finding:
+    """Whether the processor has the instruction set ``name``, as ``instruction_sets`` names it."""
     found = instruction_sets(proc)
     if name not in found:
         return Finding(False, f"the processor has {', '.join(found)} only")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tierstore.cli.options import EXISTING_DIRECTORY, PATH, SIZE, json_option
+from tierstore.cli.options import EXISTING_DIRECTORY, PATH, SIZE, MemberOf, json_option
 from tierstore.cli.output import Output, OutputMode
 from tierstore.errors import ConfigError
 from tierstore.model.config import ComputeDtype
@@ -31,20 +31,20 @@ if TYPE_CHECKING:  # these import torch, which --help must not load
 )
 @click.option(
     "--compute",
-    type=click.Choice([dtype.value for dtype in ComputeDtype]),
+    type=MemberOf(ComputeDtype),
     help="Type in which the model computes (default: fp32 for an fp32 checkpoint, else bf16).",
 )
 @click.option("--frozen", is_flag=True, help="Import read-only experts without moments: for LoRA, serving.")
 @click.option(
     "--moments",
-    type=click.Choice([moments.value for moments in MomentFormat]),
+    type=MemberOf(MomentFormat),
     default=MomentFormat.FP32.value,
     help="Format of the experts' optimizer moments; later runs must set the same adamw.moments.",
 )
 @click.option(
     "--weights",
     "codes",
-    type=click.Choice([codes.value for codes in CodeFormat]),
+    type=MemberOf(CodeFormat),
     help="With --frozen: quantise experts to 8 or 4 bits, for forward passes only (default: keep the compute type).",
 )
 @click.option("--host-budget", type=SIZE, default="64MiB", help="Memory for experts while they are copied.")
@@ -55,10 +55,10 @@ if TYPE_CHECKING:  # these import torch, which --help must not load
 def import_(
     model: Path,
     store: Path,
-    compute: str | None,
+    compute: ComputeDtype | None,
     frozen: bool,
-    moments: str,
-    codes: str | None,
+    moments: MomentFormat,
+    codes: CodeFormat | None,
     host_budget: int,
     expert_ranks: int,
     output: Output,
@@ -70,10 +70,10 @@ def import_(
     from tierstore.parallel.config import ParallelConfig
 
     options = ImportOptions(
-        compute=None if compute is None else ComputeDtype(compute),
+        compute=compute,
         weights=Weights.FROZEN if frozen else Weights.TRAINABLE,
-        moments=MomentFormat(moments),
-        codes=None if codes is None else CodeFormat(codes),
+        moments=moments,
+        codes=codes,
         host_budget=host_budget,
     )
     with launch(ParallelConfig(expert=expert_ranks), device="cpu") as mesh:

@@ -15,14 +15,12 @@ from tierstore.accelerator import device_count, probe_accelerator
 from tierstore.capabilities import (
     Capability,
     Finding,
-    Resolution,
     chosen_instruction_set,
-    probe_avx2,
-    probe_avx512,
     probe_dax,
     probe_direct_io,
     probe_fallocate,
     probe_huge_pages,
+    probe_instructions,
     probe_io_uring,
     probe_locks,
     resolve,
@@ -54,8 +52,8 @@ CHECKS: Mapping[str, Check] = {
     "locks": Check(probe_locks, "directory and lease", "lease alone"),
     "fallocate": Check(probe_fallocate, "reserved space", "no store"),
     "huge_pages": Check(lambda _: probe_huge_pages(), "huge pages", "4 KiB pages"),
-    "avx512": Check(lambda _: probe_avx512(), "AVX-512", "AVX2 or scalar"),
-    "avx2": Check(lambda _: probe_avx2(), "AVX2", "scalar"),
+    "avx512": Check(lambda _: probe_instructions("avx512"), "AVX-512", "AVX2 or scalar"),
+    "avx2": Check(lambda _: probe_instructions("avx2"), "AVX2", "scalar"),
     "cuda": Check(lambda _: probe_accelerator(), "CUDA", "CPU as device"),
     "dax": Check(probe_dax, "DAX mapping", "read and write"),
 }
@@ -86,7 +84,11 @@ def doctor(directory: Path, store: Path | None, settings: tuple[str, ...], outpu
     """Show this machine's capabilities, the backend that each resolved to, and why."""
     chosen = _settings(settings)
     facts = machine_facts(directory)
-    drives = _stored(store) if store is not None else [_Drive(directory.resolve())]
+    drives = [_Drive(directory.resolve())]
+    if store is not None:
+        from tierstore.store.reading import drives_of
+
+        drives = [_Drive(report.path, report) for report in drives_of(store)]
     resolutions = [
         resolve(name, chosen.get(name, Capability.AUTO), partial(check.probe, directory))
         for name, check in CHECKS.items()
@@ -96,7 +98,7 @@ def doctor(directory: Path, store: Path | None, settings: tuple[str, ...], outpu
             "name": r.name,
             "setting": r.setting.value,
             "effective": r.effective.value,
-            "backend": _backend(r),
+            "backend": CHECKS[r.name].backend if r else CHECKS[r.name].fallback,
             "reason": r.reason,
         }
         for r in resolutions
@@ -107,7 +109,8 @@ def doctor(directory: Path, store: Path | None, settings: tuple[str, ...], outpu
         [tuple(one.values()) for one in capabilities],
     )
     output.line()
-    output.table("Machine", ["fact", "value"], [(_title(name), _shown(name, facts[name])) for name in facts])
+    rows = [(name.removesuffix("_bytes").replace("_", " "), _shown(name, facts[name])) for name in facts]
+    output.table("Machine", ["fact", "value"], rows)
     output.line()
     if store is not None:
         output.table("Store", ["directory", "in use", "reserved", "bandwidth", "share"], _stored_rows(drives))
@@ -117,13 +120,7 @@ def doctor(directory: Path, store: Path | None, settings: tuple[str, ...], outpu
         ["directory", "disk", "kind", "size", "health"],
         [row for drive in drives for row in _disk_rows(drive)],
     )
-    output.emit(
-        {
-            "capabilities": capabilities,
-            **facts,
-            "drives": [drive.as_json() for drive in drives],
-        }
-    )
+    output.emit({"capabilities": capabilities, **facts, "drives": drives})
 
 
 @dataclass(frozen=True)
@@ -159,12 +156,6 @@ class _Drive:
                 for disk, health in (self.disks if self.path.exists() else [])
             ],
         }
-
-
-def _stored(store: Path) -> list[_Drive]:
-    from tierstore.store.reading import drives_of
-
-    return [_Drive(report.path, report) for report in drives_of(store)]
 
 
 def _stored_rows(drives: list[_Drive]) -> list[tuple[str, ...]]:
@@ -211,11 +202,6 @@ def _settings(texts: tuple[str, ...]) -> dict[str, Capability]:
     return chosen
 
 
-def _backend(resolution: Resolution) -> str:
-    check = CHECKS[resolution.name]
-    return check.backend if resolution else check.fallback
-
-
 def machine_facts(directory: Path) -> dict[str, object]:
     """Facts of this machine and of the disk under ``directory``. Imports torch. Raises OSError."""
     space = machine.disk(directory)
@@ -255,10 +241,6 @@ def rank_exchanges() -> str:
     devices = device_count() if dist.is_nccl_available() else 0
     nccl = f", NCCL between {devices} CUDA device{'s' * (devices > 1)}" if devices else ""
     return f"Gloo between CPUs{nccl}; run tierstore bench machine to measure message times"
-
-
-def _title(name: str) -> str:
-    return name.removesuffix("_bytes").replace("_", " ")
 
 
 def _shown(name: str, value: object) -> str:

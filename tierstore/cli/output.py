@@ -55,6 +55,12 @@ class Output:
         with self.named():
             self.console.print(text, soft_wrap=True)
 
+    def write(self, text: str) -> None:
+        """Write ``text`` for people at once, as it is: the console would turn tabs into blanks."""
+        with self.named():
+            self.console.file.write(text)
+            self.console.file.flush()
+
     def named(self) -> AbstractContextManager[None]:
         """A context in which an OSError of printing, such as a full disk behind a log, names the stream."""
         return naming("standard error" if self.console.stderr else "standard output")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import click
 
 from tierstore.capabilities import require_package
-from tierstore.cli.main import INTERRUPTED, Interrupts
+from tierstore.cli.main import DONE, INTERRUPTED, Interrupts
 from tierstore.cli.options import (
     EXISTING_DIRECTORY,
     EXISTING_FILE,
@@ -118,12 +118,6 @@ def generate(
     when all have ended. A table follows. With --json texts and table go to stderr.
     """
     config = _served(store, None, config_overrides(settings, {"store": store, **given}), output)
-    ctx.exit(_generate(config, wanted, output, timeline=timeline, trace=record_trace))
-
-
-def _generate(
-    config: ServeConfig, wanted: _Prompts, output: Output, *, timeline: Path | None, trace: Path | None
-) -> int:
     from tierstore.serve.generating import TextGenerator
     from tierstore.serve.language import open_language
     from tierstore.serve.opening import open_runner, open_served
@@ -131,7 +125,7 @@ def _generate(
     with (
         Interrupts.install() as interrupts,
         open_timeline(timeline) as sink,
-        open_served(config, trace=trace, timeline=sink) as parts,
+        open_served(config, trace=record_trace, timeline=sink) as parts,
     ):
         language = open_language(parts.spec)
         for line in language.lines:
@@ -139,18 +133,21 @@ def _generate(
         texts = _texts(wanted, language)
         runner = open_runner(parts)
         _announce(parts, runner, output)
-        shown = _Shown(output, len(texts))
+        alone = len(texts) == 1
         generator = TextGenerator(
-            runner, end_tokens=language.end_tokens, added=shown.add, stopped=lambda: interrupts.requested
+            runner,
+            end_tokens=language.end_tokens,
+            added=lambda index, piece: output.write(piece) if alone else None,
+            stopped=lambda: interrupts.requested,
         )
         generator.run(texts)
-        shown.end(texts)
+        output.write("\n" if alone else "".join(f"[{index}] {one.text}\n" for index, one in enumerate(texts)))
         if any(made.reasoning and not made.text for made in texts):
             output.line("a text is empty: all of its tokens are reasoning, which --json shows")
         _table(parts, generator.totals, texts, output)
         output.emit(_result(parts, generator.totals, texts))
         parts.store.end_trace()
-    return INTERRUPTED if interrupts.requested else 0
+    ctx.exit(INTERRUPTED if interrupts.requested else DONE)
 
 
 def _texts(wanted: _Prompts, language: Language) -> list[GeneratedText]:
@@ -192,32 +189,6 @@ def _announce(parts: ServedParts, runner: BatchRunner, output: Output) -> None:
         f"{format_bytes(caches)} ({batch.sequences} sequences of {context} tokens)"
     )
     output.line(f"batch: {runner.describe()}")
-
-
-class _Shown:
-    """Streams a single text; prints several when all have ended."""
-
-    def __init__(self, output: Output, count: int) -> None:
-        self._output = output
-        self._streams = count == 1
-
-    def add(self, index: int, piece: str) -> None:
-        """Stream ``piece`` of text ``index``."""
-        if self._streams:
-            self._write(piece)
-
-    def end(self, texts: Sequence[GeneratedText]) -> None:
-        """Print what was not streamed, after all texts have ended."""
-        if self._streams:
-            self._output.line()
-            return
-        for number, made in enumerate(texts):
-            self._write(f"[{number}] {made.text}\n")
-
-    def _write(self, text: str) -> None:
-        """Write directly to the file: the console would turn tabs into blanks."""
-        self._output.console.file.write(text)
-        self._output.console.file.flush()
 
 
 def _table(
@@ -343,10 +314,6 @@ def serve(
     for package in ("fastapi", "uvicorn", "prometheus_client"):
         require_package(package, "tierstore serve", extra="serve")
     served = _served(store, config, config_overrides(settings, {"store": store, **given}), output)
-    _serve(served, listening, output)
-
-
-def _serve(config: ServeConfig, listening: _Listening, output: Output) -> None:
     from tierstore.serve.api.app import Keys, Service
     from tierstore.serve.api.metrics import ServerMetrics
     from tierstore.serve.api.server import ApiServer, ServerLog, is_loopback, listen, url
@@ -363,15 +330,15 @@ def _serve(config: ServeConfig, listening: _Listening, output: Output) -> None:
                 stacklevel=1,
             )
         engine = ServingEngine(
-            lambda: open_running(config, trace=listening.record_trace, timeline=listening.timeline),
-            sequences=config.batch.sequences,
-            limits=config.limits,
+            lambda: open_running(served, trace=listening.record_trace, timeline=listening.timeline),
+            sequences=served.batch.sequences,
+            limits=served.limits,
             watcher=metrics,
             log=log.write,
         )
         stack.enter_context(engine)
         metrics.show(engine)
-        name = printable(listening.name or config.store.resolve().name)
+        name = printable(listening.name or served.store.resolve().name)
 
         def opened() -> None:
             for line in engine.running.lines:
@@ -380,9 +347,9 @@ def _serve(config: ServeConfig, listening: _Listening, output: Output) -> None:
             output.line(f"serving {name} at {url(bound)}")
 
         service = Service(
-            engine=engine, metrics=metrics, limits=config.limits, keys=keys, model=name, log=log
+            engine=engine, metrics=metrics, limits=served.limits, keys=keys, model=name, log=log
         )
-        server = ApiServer(service.app(), engine, config.limits, opened=opened)
+        server = ApiServer(service.app(), engine, served.limits, opened=opened)
         asyncio.run(server.serve([bound]))
     output.line(f"stopped after {format_seconds(time.monotonic() - begun_s)}")
     output.emit(_totals(engine, metrics, seconds=time.monotonic() - begun_s))

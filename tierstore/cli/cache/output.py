@@ -215,10 +215,6 @@ def tuning_json(tuning: Tuning, frame_bytes: int) -> dict[str, object]:
     }
 
 
-def _replayed_with(scored: str) -> str:
-    return scored if scored == NO_LOOKAHEAD else f"with {scored}"
-
-
 def show_tuning(tuning: Tuning, frame_bytes: int, output: Output) -> None:
     """Show the advice, the outcomes on the rest of the trace, the verdict and the configuration."""
     result = tuning.result
@@ -233,9 +229,10 @@ def show_tuning(tuning: Tuning, frame_bytes: int, output: Output) -> None:
         for candidate, outcome in tuning.ranked
     ]
     size = format_bytes(result.chosen.capacity_frames * frame_bytes)
+    replayed = result.scored if result.scored == NO_LOOKAHEAD else f"with {result.scored}"
     title = (
         f"with {size}, {result.chosen.capacity_fraction:.1%}, on the {result.chosen.steps} steps after the first "
-        f"{result.tuned_steps}, {_replayed_with(result.scored)}; best first"
+        f"{result.tuned_steps}, {replayed}; best first"
     )
     output.table(title, ("policy", "scope", *_COSTS, ""), rows)
     _show_remarks([outcome for _, outcome in tuning.ranked], output)
