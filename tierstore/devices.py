@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tierstore.capabilities import kernel_text, unescaped
+from tierstore.capabilities import kernel_text, mounts
 
 _PROC = Path("/proc")
 _SYS = Path("/sys")
@@ -72,21 +72,12 @@ def _entry(number: str, proc: Path, sys: Path) -> Path | None:
     entry = sys / "dev/block" / number
     if entry.exists():
         return entry.resolve()
-    source = _source(number, proc)
+    sources = (mount.source for mount in mounts(proc) if mount.number == number)
+    source = next((name for name in sources if name.startswith("/dev/")), None)
     if source is None:
         return None
     entry = sys / "class/block" / Path(os.path.realpath(source)).name
     return entry.resolve() if entry.exists() else None
-
-
-def _source(number: str, proc: Path) -> str | None:
-    """The path that was mounted as device ``number``, if it is under /dev."""
-    for line in kernel_text(proc / "self/mountinfo").split("\n"):
-        mount, _, origin = line.partition(" - ")
-        fields, parts = mount.split(), origin.split()
-        if len(fields) > 2 and len(parts) > 1 and fields[2] == number and parts[1].startswith("/dev/"):
-            return unescaped(parts[1])
-    return None
 
 
 def _disks(entry: Path, through: tuple[str, ...], proc: Path, sys: Path) -> list[Disk]:

@@ -39,7 +39,6 @@ from tierstore.cli.output import Output
 from tierstore.config import FieldInfo, dotted_fields, load
 from tierstore.errors import ConfigError, DataError
 from tierstore.outputs import OutputKind, to_json
-from tierstore.train.config import TrainConfig
 
 if TYPE_CHECKING:
     from tierstore.bench.comparing import Comparison
@@ -109,7 +108,7 @@ def benchmark_command(name: str, kind: type[Benchmark]) -> click.Command:
             decorators = [
                 click.argument("config", required=False, type=PATH),
                 *decorators,
-                help_config_option(TrainConfig),
+                help_config_option(),
             ]
     return click.command(name, help=kind.__doc__)(options(*decorators, _results_options)(command))
 
@@ -149,6 +148,8 @@ def _configuration(how: Mapping[str, Any], infos: list[FieldInfo], given: Mappin
 
     ``how``: the field's ``configuration`` (prefixes of the keys that --set may set) and ``fixed`` (keys with a fixed value).
     """
+    from tierstore.train.config import TrainConfig
+
     settings, only = given["settings"], how["configuration"]
     for key in (setting.partition("=")[0] for setting in settings):
         if only and not key.startswith(only):

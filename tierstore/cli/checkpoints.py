@@ -17,6 +17,7 @@ from tierstore.store.format import MomentFormat
 from tierstore.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:  # these import torch, which --help must not load
+    from tierstore.hf.adapters import ExportedAdapter
     from tierstore.hf.exporting import Exported
     from tierstore.hf.importing import ImportPlan, ImportReport
 
@@ -182,24 +183,29 @@ def export(
     An imported model keeps its original tensor names; the built-in model is written as a Mixtral if its options allow it.
     LoRA pairs of train --lora are merged into the weights; --adapter writes them alone.
     """
-    if adapter:
-        if any(option is not None for option in (dtype, merge, max_shard_size)):
-            raise ConfigError("--adapter cannot be combined with --dtype, --merge or --max-shard-size")
-        _export_adapter(store, target, output)
-        return
-    from tierstore.hf.adapters import load_adapter
+    if adapter and any(option is not None for option in (dtype, merge, max_shard_size)):
+        raise ConfigError("--adapter cannot be combined with --dtype, --merge or --max-shard-size")
+    from tierstore.hf.adapters import export_adapter, load_adapter
     from tierstore.hf.exporting import export as write
     from tierstore.hf.writing import MAX_SHARD_BYTES, ExportDtype
 
     start = time.monotonic()
-    with output.progress(label="export (MiB)") as progress:
+    with output.progress(label="export (MiB)") as bar:
+
+        def progress(written: int, total: int) -> None:
+            bar.update(written >> 20, total >> 20)
+
+        if adapter:
+            written = export_adapter(store, target, progress=progress)
+            _show_adapter(written, store, target, time.monotonic() - start, output)
+            return
         done = write(
             store,
             target,
             dtype=None if dtype is None else ExportDtype(dtype),
             max_shard_bytes=MAX_SHARD_BYTES if max_shard_size is None else max_shard_size,
             adjustment=None if merge is None else load_adapter(merge, store),
-            progress=lambda written, total: progress.update(written >> 20, total >> 20),
+            progress=progress,
         )
     _show_export(done, store, target, time.monotonic() - start, output)
 
@@ -231,15 +237,7 @@ def _show_export(done: Exported, store: Path, target: Path, elapsed_s: float, ou
     )
 
 
-def _export_adapter(store: Path, target: Path, output: Output) -> None:
-    from tierstore.hf.adapters import export_adapter
-
-    start = time.monotonic()
-    with output.progress(label="export (MiB)") as progress:
-        done = export_adapter(
-            store, target, progress=lambda written, total: progress.update(written >> 20, total >> 20)
-        )
-    elapsed_s = time.monotonic() - start
+def _show_adapter(done: ExportedAdapter, store: Path, target: Path, elapsed_s: float, output: Output) -> None:
     output.line(
         f"{target}: an adapter at step {done.step}; wrote {done.tensors} tensors as fp32, {format_bytes(done.nbytes)} in "
         f"{format_seconds(elapsed_s)}"

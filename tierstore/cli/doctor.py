@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -227,7 +228,8 @@ def machine_facts(directory: Path) -> dict[str, object]:
         "io_profile": str(profile_path() or "none"),
         "torch_version": torch.__version__,
         "torch_threads": torch.get_num_threads(),
-        "omp_wait_policy": machine.openmp_wait_policy(),
+        # As torch's OpenMP saw it; "unset" makes idle workers spin.
+        "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY", "unset"),
         "rank_exchanges": rank_exchanges(),
     }
 

@@ -284,40 +284,25 @@ def _collected(
 # Shared options ---------------------------------------------------------------------------------------------
 
 
-def json_option(command: F) -> F:
-    """``--json``; the command gets the argument ``output``, an Output."""
-    return click.option(
-        "--json",
-        "output",
-        is_flag=True,
-        callback=lambda ctx, param, given: Output(OutputMode.JSON if given else OutputMode.HUMAN),
-        help="Print one JSON object as the last line of stdout; tables go to stderr.",
-    )(command)
-
-
-def timeline_option(command: F) -> F:
-    """``--timeline``: the file to write a timeline to, or None."""
-    return click.option(
-        "--timeline", type=output_file(OutputKind.TIMELINE), help="Write a Chrome trace for Perfetto."
-    )(command)
-
-
-def record_trace_option(command: F) -> F:
-    """``--record-trace``: the file to write a trace to, or None."""
-    return click.option(
-        "--record-trace", type=output_file(OutputKind.TRACE), help="Record the cache's requests to a trace."
-    )(command)
-
-
-def checksum_option(command: F) -> F:
-    """``--checksum``: compute a checksum over all records at the end of a run."""
-    return click.option(
-        "--checksum",
-        is_flag=True,
-        help="Read the whole store at the end for a checksum over its records (see --json).",
-    )(command)
-
-
+#: The command gets the argument ``output``, an Output.
+json_option = click.option(
+    "--json",
+    "output",
+    is_flag=True,
+    callback=lambda ctx, param, given: Output(OutputMode.JSON if given else OutputMode.HUMAN),
+    help="Print one JSON object as the last line of stdout; tables go to stderr.",
+)
+timeline_option = click.option(
+    "--timeline", type=output_file(OutputKind.TIMELINE), help="Write a Chrome trace for Perfetto."
+)
+record_trace_option = click.option(
+    "--record-trace", type=output_file(OutputKind.TRACE), help="Record the cache's requests to a trace."
+)
+checksum_option = click.option(
+    "--checksum",
+    is_flag=True,
+    help="Read the whole store at the end for a checksum over its records (see --json).",
+)
 _SET_KEY = (
     "Set a configuration key, such as model.d_model=512; separate list items by commas (see --help-config)."
 )
@@ -328,12 +313,16 @@ def set_option(text: str = _SET_KEY) -> Callable[[F], F]:
     return click.option("--set", "settings", metavar="KEY=VALUE", multiple=True, help=text)
 
 
-def help_config_option(config: type[Any]) -> Callable[[F], F]:
-    """``--help-config``: list every configuration key of ``config`` and exit."""
+def help_config_option(config: type[Any] | None = None) -> Callable[[F], F]:
+    """``--help-config``: list every configuration key of ``config`` and exit. None: TrainConfig, imported only then, so that
+    listing the commands does not load numpy and LMDB.
+    """
 
     def show(ctx: click.Context, param: click.Parameter, value: bool) -> None:
         if value and not ctx.resilient_parsing:
-            click.echo(describe_config(config))
+            from tierstore.train.config import TrainConfig
+
+            click.echo(describe_config(config or TrainConfig))
             ctx.exit()
 
     return click.option(

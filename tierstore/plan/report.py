@@ -36,8 +36,9 @@ from tierstore.plan.fitting import (
     hardware_for,
     judge,
     shortest_remedy,
+    totals,
 )
-from tierstore.plan.order import compare_orders, in_order, order_json
+from tierstore.plan.order import compare_orders, in_order
 from tierstore.plan.papers import PaperBytes, TensorCosts, paper_bytes, tensor_costs
 from tierstore.plan.predict import Prediction, predict
 from tierstore.plan.presets import Preset
@@ -171,15 +172,14 @@ def _pairs(lora: Setting, limits: Limits) -> PairsPlan:
     assert usage.pairs is not None
     resident = _STATE_BYTES * usage.pairs.numel * lora.records
     least = replace(lora, config=replace(lora.config, host_budget=lora.least_host_budget, device_budget=0))
-    taken = capacity(least)
-    tiers = (Tier.HOST, Tier.DEVICE) if lora.device is DeviceKind.CPU else (Tier.HOST,)
+    memory, _, _ = totals(least, capacity(least))
     return PairsPlan(
         rank_count=usage.rank,
         attention_parameters_count=sum(usage.attention),
         expert_parameters_count=usage.pairs.numel * lora.model.records,
         resident_bytes=resident,
         record_bytes=extent_bytes(usage.pairs, lora.records, lora.config.retain),
-        fits_in_memory=taken.total(*tiers) + resident <= limits.memory,
+        fits_in_memory=memory + resident <= limits.memory,
     )
 
 
@@ -276,7 +276,12 @@ class Plan:
                 "traffic_evidence": made.traffic.evidence,
                 "active_ratio": made.traffic.active,
             },
-            "order": self.order and order_json(self.order),
+            "order": self.order
+            and {
+                "micro_order": self.order.value,
+                "reason": self.order.reason,
+                **{name: self.order.facts[name] for name in ("micro", "layer", "one_larger")},
+            },
             "pipeline_degree": made
             and made.degrees
             and {
@@ -378,8 +383,7 @@ def machine_limits(
     if memory is None:
         memory = machine.memory().usable_bytes
     if disk is None:
-        store = store.absolute()
-        disk = machine.disk(next(path for path in [store, *store.parents] if path.exists())).free_bytes
+        disk = machine.disk(machine.existing_parent(store)).free_bytes
     return Limits(memory // sharing, disk // sharing, device, sharing=sharing)
 
 

@@ -55,7 +55,6 @@ from tierstore.cli.output import Output
 from tierstore.errors import BudgetError, ConfigError
 from tierstore.outputs import OutputKind, write_output
 from tierstore.stats import OnProgress
-from tierstore.train.config import TrainConfig
 from tierstore.units import format_bytes
 
 if TYPE_CHECKING:
@@ -83,7 +82,7 @@ def cache() -> None:
 @checksum_option
 @set_option()
 @json_option
-@help_config_option(TrainConfig)
+@help_config_option()
 @click.pass_context
 def record(ctx: click.Context, /, trace: Path, **options: Any) -> None:
     """Train as ``tierstore train`` does, and record its cache's requests to TRACE."""
