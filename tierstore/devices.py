@@ -142,7 +142,6 @@ class Health:
     if something is.
     """
 
-    source: str = ""
     warnings: tuple[str, ...] = ()
     used_percent: int | None = None
     spare_percent: int | None = None
@@ -232,7 +231,6 @@ def parse_health_page(page: bytes) -> Health:
 
     kelvin = number(1, 2)
     return Health(
-        source="NVMe log page",
         warnings=_critical(page[0]),
         used_percent=page[5],
         spare_percent=page[3],
@@ -254,7 +252,6 @@ def parse_smartctl(text: str) -> Health:
     log = found.get("nvme_smart_health_information_log")
     if isinstance(log, Mapping):
         return Health(
-            source="smartctl",
             warnings=_critical(int(log.get("critical_warning", 0))),
             used_percent=_whole(log, "percentage_used"),
             spare_percent=_whole(log, "available_spare"),
@@ -271,7 +268,6 @@ def parse_smartctl(text: str) -> Health:
     life = next((int(table[number]["value"]) for number in _ATA_LIFE if number in table), None)
     written = table.get(_ATA_LBAS_WRITTEN, {}).get("raw", {}).get("value")
     return Health(
-        source="smartctl",
         warnings=() if passed else ("it says that it is failing",),
         used_percent=None if life is None else max(100 - life, 0),
         written_bytes=None if written is None else int(written) * int(found.get("logical_block_size", 512)),
@@ -287,7 +283,6 @@ def parse_nvme(text: str) -> Health:
     warning = log["critical_warning"]
     kelvin = _whole(log, "temperature")
     return Health(
-        source="nvme",
         warnings=_critical(int(warning["value"] if isinstance(warning, Mapping) else warning)),
         used_percent=_whole(log, "percent_used"),
         spare_percent=_whole(log, "avail_spare"),

@@ -35,7 +35,7 @@ from tierstore.cli.options import (
     output_file,
     set_option,
 )
-from tierstore.cli.output import Output
+from tierstore.cli.output import Output, ProgressBar
 from tierstore.config import FieldInfo, dotted_fields, load
 from tierstore.errors import ConfigError, DataError
 from tierstore.outputs import OutputKind, to_json
@@ -91,8 +91,8 @@ def benchmark_command(name: str, kind: type[Benchmark]) -> click.Command:
             values[configured.name] = _configuration(configured.metadata, infos, given)
         benchmark = kind(**values)
         session = Session(benchmark, output, save=save, html=html, compare=compare)
-        with _CommandProgress(output, f"bench {name}") as progress:
-            found = benchmark.run(progress)
+        with output.progress(label=f"bench {name}") as bar:
+            found = benchmark.run(_CommandProgress(output, bar))
         for shown in (*found.shown, found.summary()):
             if isinstance(shown, str):
                 output.line(shown)
@@ -324,15 +324,9 @@ def show_comparison(comparison: Comparison, output: Output) -> None:
 class _CommandProgress(Progress):
     """Prints progress to the command's output; shows a bar from the first ``update``."""
 
-    def __init__(self, output: Output, label: str) -> None:
+    def __init__(self, output: Output, bar: ProgressBar) -> None:
         self._output = output
-        self._bar = output.progress(label=label)
-
-    def __enter__(self) -> _CommandProgress:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self._bar.close()
+        self._bar = bar
 
     def say(self, text: str) -> None:
         self._output.line(text)

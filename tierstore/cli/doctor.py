@@ -85,11 +85,13 @@ def doctor(directory: Path, store: Path | None, settings: tuple[str, ...], outpu
     """Show this machine's capabilities, the backend that each resolved to, and why."""
     chosen = _settings(settings)
     facts = machine_facts(directory)
+    reports: list[DriveReport] = []
     drives = [_Drive(directory.resolve())]
     if store is not None:
         from tierstore.store.reading import drives_of
 
-        drives = [_Drive(report.path, report) for report in drives_of(store)]
+        reports = drives_of(store)
+        drives = [_Drive(report.path, report) for report in reports]
     resolutions = [
         resolve(name, chosen.get(name, Capability.AUTO), partial(check.probe, directory))
         for name, check in CHECKS.items()
@@ -114,7 +116,20 @@ def doctor(directory: Path, store: Path | None, settings: tuple[str, ...], outpu
     output.table("Machine", ["fact", "value"], rows)
     output.line()
     if store is not None:
-        output.table("Store", ["directory", "in use", "reserved", "bandwidth", "share"], _stored_rows(drives))
+        output.table(
+            "Store",
+            ["directory", "in use", "reserved", "bandwidth", "share"],
+            [
+                (
+                    str(report.path),
+                    format_bytes(report.used_bytes),
+                    format_bytes(report.reserved_bytes),
+                    f"{format_bytes(report.bandwidth)}/s" if report.bandwidth else "not measured",
+                    f"{report.share:.0%}",
+                )
+                for report in reports
+            ],
+        )
         output.line()
     output.table(
         "Drives",
@@ -157,20 +172,6 @@ class _Drive:
                 for disk, health in (self.disks if self.path.exists() else [])
             ],
         }
-
-
-def _stored_rows(drives: list[_Drive]) -> list[tuple[str, ...]]:
-    reports = [drive.stored for drive in drives if drive.stored is not None]
-    return [
-        (
-            str(report.path),
-            format_bytes(report.used_bytes),
-            format_bytes(report.reserved_bytes),
-            f"{format_bytes(report.bandwidth)}/s" if report.bandwidth else "not measured",
-            f"{report.share:.0%}",
-        )
-        for report in reports
-    ]
 
 
 def _disk_rows(drive: _Drive) -> list[tuple[str, ...]]:

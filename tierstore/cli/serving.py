@@ -30,7 +30,6 @@ from tierstore.cli.options import (
     help_config_option,
     json_option,
     option,
-    output_file,
     record_trace_option,
     set_option,
     timeline_option,
@@ -38,7 +37,6 @@ from tierstore.cli.options import (
 from tierstore.cli.output import Output
 from tierstore.config import load
 from tierstore.deploy.records import DEPLOYMENT_NAME
-from tierstore.outputs import OutputKind
 from tierstore.serve.config import ServeConfig
 from tierstore.timeline import open_timeline
 from tierstore.units import format_bytes, format_seconds, printable
@@ -263,7 +261,7 @@ def _result(
 
 @dataclass(frozen=True, kw_only=True)
 class _Listening:
-    """Where a server listens, who may use it, and the files that it writes."""
+    """Where a server listens, and who may use it."""
 
     host: str = option("127.0.0.1", help="Address to listen on.")
     port: int = option(8000, help="TCP port (0: any free port).", type=click.IntRange(0, 65535))
@@ -271,18 +269,14 @@ class _Listening:
         None, help="File of API keys, one per line; each request must send one.", type=EXISTING_FILE
     )
     name: str | None = option(None, help="Model name in requests (default: the store's directory name).")
-    record_trace: Path | None = option(
-        None, help="Record the cache's requests to a trace.", type=output_file(OutputKind.TRACE)
-    )
-    timeline: Path | None = option(
-        None, help="Write a Chrome trace for Perfetto.", type=output_file(OutputKind.TIMELINE)
-    )
 
 
 @click.command()
 @click.argument("store", type=PATH)
 @click.option("--config", type=EXISTING_FILE, help="TOML file of configuration keys (see --help-config).")
 @dataclass_options(_Listening, "listening")
+@record_trace_option
+@timeline_option
 @config_options(
     ServeConfig,
     {
@@ -303,6 +297,8 @@ def serve(
     store: Path,
     config: Path | None,
     listening: _Listening,
+    record_trace: Path | None,
+    timeline: Path | None,
     given: dict[str, object],
     settings: tuple[str, ...],
     output: Output,
@@ -330,7 +326,7 @@ def serve(
                 stacklevel=1,
             )
         engine = ServingEngine(
-            lambda: open_running(served, trace=listening.record_trace, timeline=listening.timeline),
+            lambda: open_running(served, trace=record_trace, timeline=timeline),
             sequences=served.batch.sequences,
             limits=served.limits,
             watcher=metrics,

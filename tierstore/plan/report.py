@@ -58,7 +58,6 @@ _STATE_BYTES = 16
 class UsePlan:
     """One use of a model on one rank. ``prediction``: of a step or a forward pass; None if the budgets are too small."""
 
-    use: Use
     setting: Setting
     verdict: Verdict
     prediction: Prediction | None
@@ -80,7 +79,7 @@ class UsePlan:
     def as_json(self) -> dict[str, object]:
         """The use as JSON, with units in the keys."""
         return {
-            "use": self.use,
+            "use": self.setting.usage.use,
             "fits": self.verdict.fits,
             "shortfalls": _shortfalls(self.verdict.shortfalls),
             "memory_bytes": self.memory,
@@ -158,13 +157,13 @@ def plan_uses(setting: Setting, limits: Limits, profile: Profile, rank: int) -> 
 def _plan_use(setting: Setting, limits: Limits, profile: Profile) -> UsePlan:
     verdict = judge(setting, limits)
     if verdict.capacity is None:
-        return UsePlan(setting.usage.use, setting, verdict, None)
+        return UsePlan(setting, verdict, None)
     token = None
     if not setting.usage.trains:
         sequences = setting.config.data.batch_size // setting.ranks.count
         one = replace(setting, usage=replace(setting.usage, tokens=sequences))
         token = predict(one, profile)
-    return UsePlan(setting.usage.use, setting, verdict, predict(setting, profile, verdict.capacity), token)
+    return UsePlan(setting, verdict, predict(setting, profile, verdict.capacity), token)
 
 
 def _pairs(lora: Setting, limits: Limits) -> PairsPlan:

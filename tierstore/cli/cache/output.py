@@ -109,6 +109,7 @@ def _show_remarks(outcomes: Sequence[Outcome], output: Output) -> None:
 
 
 def _costs(outcome: Outcome) -> tuple[str, ...]:
+    policy_s, requests = outcome.policy_s, outcome.requests
     return (
         f"{outcome.miss_ratio:.4f}"
         + (f", {outcome.not_admitted} not admitted" if outcome.not_admitted else ""),
@@ -117,7 +118,7 @@ def _costs(outcome: Outcome) -> tuple[str, ...]:
         "-" if outcome.stall_s_per_step is None else format_seconds(outcome.stall_s_per_step),
         "-" if outcome.drive_writes_per_day is None else f"{outcome.drive_writes_per_day:.3g}",
         _years(outcome.drive_life_years),
-        _each(outcome.policy_s, outcome.requests),
+        "-" if policy_s is None or not requests else f"{policy_s / requests * 1e9:.0f} ns",
     )
 
 
@@ -125,10 +126,6 @@ def _years(years: float | None) -> str:
     if years is None or math.isinf(years):
         return "-"
     return f"{years:.3g} y"
-
-
-def _each(seconds: float | None, requests: int) -> str:
-    return "-" if seconds is None or not requests else f"{seconds / requests * 1e9:.0f} ns"
 
 
 def show_assumptions(machine: Machine, replayed: str, output: Output) -> None:
