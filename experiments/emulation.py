@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from tierstore.bench.namespaces import RankNamespace
-from tierstore.cli.output import Output
+from tierstore.cli.output import Output, OutputMode
 from tierstore.errors import TierstoreError
 from tierstore.links import wait_until
 from tierstore.moe.config import ExpertShape
@@ -236,4 +236,4 @@ def start(main: Callable[[], None]) -> NoReturn:
 
 
 #: Where experiments print their tables.
-OUTPUT = Output.for_option(False)
+OUTPUT = Output(OutputMode.HUMAN)

@@ -19,12 +19,11 @@ from tierstore.capabilities import (
     Finding,
     filesystem_type,
     instruction_sets,
-    probe_avx2,
-    probe_avx512,
     probe_dax,
     probe_direct_io,
     probe_fallocate,
     probe_huge_pages,
+    probe_instructions,
     probe_io_uring,
     probe_locks,
     resolve,
@@ -242,8 +241,8 @@ def test_a_kernel_without_huge_pages(tmp_path: Path) -> None:
 def test_instruction_sets(tmp_path: Path, flags: str, sets: list[str]) -> None:
     (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nflags\t\t: {flags}\n\nprocessor\t: 1\nflags\t\t: \n")
     assert instruction_sets(tmp_path) == sets
-    assert probe_avx2(tmp_path).available is ("avx2" in sets)
-    assert probe_avx512(tmp_path).available is ("avx512" in sets)
+    assert probe_instructions("avx2", tmp_path).available is ("avx2" in sets)
+    assert probe_instructions("avx512", tmp_path).available is ("avx512" in sets)
 
 
 def test_mounts(tmp_path: Path) -> None:

@@ -162,7 +162,6 @@ def test_a_page_by_hand() -> None:
     )
     found = parse_health_page(raw)
     assert found == Health(
-        source="NVMe log page",
         used_percent=7,
         spare_percent=100,
         written_bytes=1_024_000_000_000,
@@ -306,4 +305,4 @@ def test_the_tools_are_asked_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (tools / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tools}{os.pathsep}{os.environ['PATH']}")
     found = disk_health(disk("nvme0n1", "nvme"), sys=tmp_path, dev=tmp_path / "none")
-    assert found == Health(source="nvme", warnings=("it has gone read-only",), used_percent=101)
+    assert found == Health(warnings=("it has gone read-only",), used_percent=101)

@@ -206,22 +206,14 @@ def instruction_sets(proc: Path = _PROC) -> list[str]:
         if line.startswith("flags"):
             flags.update(line.partition(":")[2].split())
             break
+    # The parts of AVX-512 that the kernels use.
     found = ["avx512"] if {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= flags else []
     found += ["avx2"] if "avx2" in flags else []
     return [*found, "scalar"]
 
 
-def probe_avx512(proc: Path = _PROC) -> Finding:
-    """Whether the processor has the parts of AVX-512 that the kernels use (f, bw, dq, vl)."""
-    return _probe_instructions("avx512", proc)
-
-
-def probe_avx2(proc: Path = _PROC) -> Finding:
-    """Whether the processor has AVX2."""
-    return _probe_instructions("avx2", proc)
-
-
-def _probe_instructions(name: str, proc: Path) -> Finding:
+def probe_instructions(name: str, proc: Path = _PROC) -> Finding:
+    """Whether the processor has the instruction set ``name``, as ``instruction_sets`` names it."""
     found = instruction_sets(proc)
     if name not in found:
         return Finding(False, f"the processor has {', '.join(found)} only")
@@ -258,10 +250,26 @@ def probe_dax(directory: Path, proc: Path = _PROC) -> Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class _Mount:
+class Mount:
+    """A line of mountinfo. ``number``: the device's, as ``major:minor``; ``source``: empty if the kernel names none."""
+
+    number: str
     point: Path
     type: str
+    source: str
     options: tuple[str, ...]
+
+
+def mounts(proc: Path = _PROC) -> Iterator[Mount]:
+    """Yield the mounts, the latest last."""
+    for line in kernel_text(proc / "self/mountinfo").split("\n"):
+        # "22 27 0:21 / /proc rw,relatime shared:1 - proc proc rw": any number of fields before the dash.
+        before, _, after = line.partition(" - ")
+        fields, rest = before.split(), after.split()
+        if len(fields) >= 6 and rest:
+            source = _unescaped(rest[1]) if len(rest) > 1 else ""
+            options = (*fields[5].split(","), *(rest[2].split(",") if len(rest) > 2 else ()))
+            yield Mount(fields[2], Path(_unescaped(fields[4])), rest[0], source, options)
 
 
 def filesystem_type(directory: Path, proc: Path = _PROC) -> str:
@@ -270,21 +278,11 @@ def filesystem_type(directory: Path, proc: Path = _PROC) -> str:
     return "unknown" if mount is None else mount.type
 
 
-def _mount_of(directory: Path, proc: Path) -> _Mount | None:
+def _mount_of(directory: Path, proc: Path) -> Mount | None:
     resolved = directory.resolve()
-    best: _Mount | None = None
-    for line in kernel_text(proc / "self/mountinfo").split("\n"):
-        # "22 27 0:21 / /proc rw,relatime shared:1 - proc proc rw": any number of fields before the dash.
-        before, _, after = line.partition(" - ")
-        fields, rest = before.split(), after.split()
-        if len(fields) < 6 or len(rest) < 1:
-            continue
-        point = Path(unescaped(fields[4]))
-        options = (*fields[5].split(","), *(rest[2].split(",") if len(rest) > 2 else ()))
-        # Of equal matches, the last: a later mount covers an earlier one.
-        if resolved.is_relative_to(point) and (best is None or len(point.parts) >= len(best.point.parts)):
-            best = _Mount(point, rest[0], options)
-    return best
+    above = [mount for mount in mounts(proc) if resolved.is_relative_to(mount.point)]
+    # Of equal matches, the last: a later mount covers an earlier one.
+    return max(reversed(above), key=lambda mount: len(mount.point.parts), default=None)
 
 
 def kernel_text(path: Path) -> str:
@@ -295,7 +293,7 @@ def kernel_text(path: Path) -> str:
         return ""
 
 
-def unescaped(name: str) -> str:
+def _unescaped(name: str) -> str:
     """Decode a name in mountinfo, where blanks and backslashes are three octal digits."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), name)
 

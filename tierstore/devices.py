@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tierstore.capabilities import kernel_text, unescaped
+from tierstore.capabilities import kernel_text, mounts
 
 _PROC = Path("/proc")
 _SYS = Path("/sys")
@@ -72,21 +72,12 @@ def _entry(number: str, proc: Path, sys: Path) -> Path | None:
     entry = sys / "dev/block" / number
     if entry.exists():
         return entry.resolve()
-    source = _source(number, proc)
+    sources = (mount.source for mount in mounts(proc) if mount.number == number)
+    source = next((name for name in sources if name.startswith("/dev/")), None)
     if source is None:
         return None
     entry = sys / "class/block" / Path(os.path.realpath(source)).name
     return entry.resolve() if entry.exists() else None
-
-
-def _source(number: str, proc: Path) -> str | None:
-    """The path that was mounted as device ``number``, if it is under /dev."""
-    for line in kernel_text(proc / "self/mountinfo").split("\n"):
-        mount, _, origin = line.partition(" - ")
-        fields, parts = mount.split(), origin.split()
-        if len(fields) > 2 and len(parts) > 1 and fields[2] == number and parts[1].startswith("/dev/"):
-            return unescaped(parts[1])
-    return None
 
 
 def _disks(entry: Path, through: tuple[str, ...], proc: Path, sys: Path) -> list[Disk]:
@@ -151,7 +142,6 @@ class Health:
     if something is.
     """
 
-    source: str = ""
     warnings: tuple[str, ...] = ()
     used_percent: int | None = None
     spare_percent: int | None = None
@@ -241,7 +231,6 @@ def parse_health_page(page: bytes) -> Health:
 
     kelvin = number(1, 2)
     return Health(
-        source="NVMe log page",
         warnings=_critical(page[0]),
         used_percent=page[5],
         spare_percent=page[3],
@@ -263,7 +252,6 @@ def parse_smartctl(text: str) -> Health:
     log = found.get("nvme_smart_health_information_log")
     if isinstance(log, Mapping):
         return Health(
-            source="smartctl",
             warnings=_critical(int(log.get("critical_warning", 0))),
             used_percent=_whole(log, "percentage_used"),
             spare_percent=_whole(log, "available_spare"),
@@ -280,7 +268,6 @@ def parse_smartctl(text: str) -> Health:
     life = next((int(table[number]["value"]) for number in _ATA_LIFE if number in table), None)
     written = table.get(_ATA_LBAS_WRITTEN, {}).get("raw", {}).get("value")
     return Health(
-        source="smartctl",
         warnings=() if passed else ("it says that it is failing",),
         used_percent=None if life is None else max(100 - life, 0),
         written_bytes=None if written is None else int(written) * int(found.get("logical_block_size", 512)),
@@ -296,7 +283,6 @@ def parse_nvme(text: str) -> Health:
     warning = log["critical_warning"]
     kelvin = _whole(log, "temperature")
     return Health(
-        source="nvme",
         warnings=_critical(int(warning["value"] if isinstance(warning, Mapping) else warning)),
         used_percent=_whole(log, "percent_used"),
         spare_percent=_whole(log, "avail_spare"),

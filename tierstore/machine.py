@@ -1,4 +1,4 @@
-"""Facts about this machine: cores, memory and its limits, the disk under a directory, the wait policy."""
+"""Facts about this machine: cores, memory and its limits, the disk under a directory."""
 
 from __future__ import annotations
 
@@ -46,10 +46,7 @@ def cores() -> int:
 
 def processor(proc: Path = _PROC) -> str:
     """The processor's name according to the kernel, else the architecture."""
-    try:
-        lines = (proc / "cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
+    lines = kernel_text(proc / "cpuinfo").split("\n")
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(named, platform.machine())
 
@@ -57,11 +54,6 @@ def processor(proc: Path = _PROC) -> str:
 def kernel() -> str:
     """The kernel's release."""
     return platform.release()
-
-
-def openmp_wait_policy() -> str:
-    """OMP_WAIT_POLICY as torch's OpenMP saw it, or ``unset``, which makes idle workers spin."""
-    return os.environ.get("OMP_WAIT_POLICY", "unset")
 
 
 def memory() -> Memory:
@@ -104,10 +96,7 @@ def cgroup_limit_bytes(proc: Path = _PROC, root: Path = _CGROUPS) -> int | None:
 
 
 def _limit(path: Path) -> int | None:
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
+    text = kernel_text(path)
     limit = int(text) if text.isdigit() else 2**63
     return limit if limit < 2**60 else None
 

@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from types import TracebackType
 from typing import TypeAlias, TypeVar
 
 K = TypeVar("K")
@@ -216,9 +215,7 @@ class _OpenStall:
     def __enter__(self) -> None:
         self._ledger._enter(self)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._ledger._leave(self)
 
 

@@ -243,9 +243,7 @@ class _Span:
     def __enter__(self) -> None:
         self._start_ns = self._timeline._clock()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._timeline._record(self._track, self._name, self._start_ns, self._args)
 
 

@@ -16,7 +16,6 @@ from tierstore.cli.options import (
     FRACTION,
     SIZE,
     Defaults,
-    bundled,
     config_options,
     config_overrides,
     dataclass_options,
@@ -24,11 +23,11 @@ from tierstore.cli.options import (
     json_option,
     option,
     set_option,
-    train_config,
 )
 from tierstore.cli.output import Output, OutputMode
 from tierstore.config import dotted_fields, load
 from tierstore.errors import ConfigError
+from tierstore.train.config import TrainConfig
 
 
 class Device(Enum):
@@ -54,7 +53,7 @@ class Config:
 @click.option("--budget", type=SIZE)
 @click.option("--share", type=FRACTION)
 @click.option("--steps", type=int)
-@help_config_option(lambda: Config)
+@help_config_option(Config)
 @set_option()
 @json_option
 def command(
@@ -134,7 +133,7 @@ def test_blanks_are_the_value_of_text() -> None:
 
 
 def test_every_key_of_a_run_says_what_it_is() -> None:
-    assert [key.name for key in dotted_fields(train_config()) if not key.help] == []
+    assert [key.name for key in dotted_fields(TrainConfig) if not key.help] == []
 
 
 def test_help_config_lists_every_key() -> None:
@@ -223,26 +222,3 @@ def test_options_stand_for_keys_of_a_configuration() -> None:
         {"data": ("a", "b"), "steps": 0},
         {"host.budget": 2**28, "device": Device.CPU, "steps": 80},
     ]
-
-
-def test_options_of_a_dataclass_are_one_argument() -> None:
-    @dataclass(frozen=True, kw_only=True)
-    class Load:
-        depth: int
-        note: str
-
-    seen: list[object] = []
-
-    @click.command()
-    @click.option("--depth", type=int, default=1)
-    @click.option("--note", default="none")
-    @click.option("--rounds", type=int, default=3)
-    @bundled(Load, "load")
-    def command(load: Load, rounds: int) -> None:
-        """Loads."""
-        seen.extend((load, rounds))
-
-    result = CliRunner().invoke(command, ["--depth=4"])
-    assert result.exit_code == 0, result.output
-    assert seen == [Load(depth=4, note="none"), 3]
-    assert command.help == "Loads."

@@ -30,12 +30,12 @@ def test_human_output_is_all_on_stdout(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_a_title_is_not_broken_to_the_width_of_its_table(capsys: pytest.CaptureFixture[str]) -> None:
     title = "what a narrow table is of can be said in one line all the same"
-    Output.for_option(False).table(title, ("a", "b"), [(1, 2)])
+    Output(OutputMode.HUMAN).table(title, ("a", "b"), [(1, 2)])
     assert capsys.readouterr().out.splitlines() == [title, "a  b", "1  2"]
 
 
 def test_json_output_is_one_line_and_the_rest_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
-    output = Output.for_option(True)
+    output = Output(OutputMode.JSON)
     output.table("Tiers", ["tier"], [("nvme",)])
     output.line("hello")
     output.emit({"steps": 3, "val_loss": float("nan"), "tiers": [{"read_bytes": 5, "name": "nvme"}]})

@@ -12,7 +12,8 @@ import torch
 from slowness import mostly_slow
 
 from tierstore.errors import BudgetError, ConfigError
-from tierstore.plan.capacity import PROCESS_BYTES, Ranks, Setting, capacity
+from tierstore.machine_profile import ASSUMED
+from tierstore.plan.capacity import Ranks, Setting, capacity
 from tierstore.plan.traffic import step_traffic
 from tierstore.stats import Tier
 from tierstore.store.index.database import index_bytes
@@ -114,7 +115,7 @@ def test_a_plan_has_the_fixed_cost_that_training_announces(
     count: int, changes: dict[str, Any], setting: Make
 ) -> None:
     planned = setting(changes, ranks=count)
-    announced = fixed_cost(planned.config, PROCESS_BYTES, ranks=count).nbytes
+    announced = fixed_cost(planned.config, ASSUMED.process_bytes, ranks=count).nbytes
     in_budget = ("expert cache", "expert slots")
     taken = capacity(planned)
     assert announced == sum(

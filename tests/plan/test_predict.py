@@ -63,12 +63,6 @@ def test_a_pipeline_by_hand() -> None:
     assert found.busy_ratio[Resource.COPY] == 3 / 12
 
 
-def test_two_servers_halve_the_wait() -> None:
-    listed = [op(Kind.FETCH, 4) for _ in range(4)]
-    assert simulate(listed, lasting).seconds == 16
-    assert simulate(listed, lasting, widths={Resource.DISK: 2}).seconds == 8
-
-
 def test_computation_keeps_the_program_order_and_the_disk_does_not() -> None:
     """The first computation waits for a fetch of 5: the second, ready at once, waits too. Two copies behind the same
     fetches may overtake one another."""
@@ -110,9 +104,7 @@ def test_an_operation_follows_earlier_ones_only() -> None:
 # Against an oracle, and bounds ------------------------------------------------------------------------------
 
 
-def ticks(
-    listed: Sequence[Operation], widths: Mapping[Resource, int], disciplines: Mapping[Resource, Discipline]
-) -> list[int]:
+def ticks(listed: Sequence[Operation]) -> list[int]:
     """When each ends, by looking at everything at every tick."""
     left: dict[int, int] = {}
     begun: set[int] = set()
@@ -132,15 +124,14 @@ def ticks(
             for resource in Resource:
                 mine = [i for i, operation in enumerate(listed) if operation.resource is resource]
                 waiting = [i for i in mine if i not in begun]
-                if disciplines[resource] is Discipline.PROGRAM:
+                if DISCIPLINES[resource] is Discipline.PROGRAM:
                     waiting = waiting[:1] if waiting and waiting[0] in ready else []
                 else:
                     waiting = sorted(
                         (i for i in waiting if i in ready),
                         key=lambda i: (ready[i], i),
                     )
-                busy = sum(i in left for i in mine)
-                if waiting and busy < widths.get(resource, 1):
+                if waiting and not any(i in left for i in mine):
                     begun.add(waiting[0])
                     left[waiting[0]] = listed[waiting[0]].nbytes
                     settled = False
@@ -159,14 +150,10 @@ def graphs(draw: st.DrawFn) -> list[Operation]:
     return listed
 
 
-WIDTHS = st.dictionaries(st.sampled_from(list(Resource)), st.integers(1, 3))
-
-
 @settings(max_examples=share(150))
-@given(graphs(), WIDTHS)
-def test_as_a_loop_over_ticks_has_it(listed: list[Operation], widths: dict[Resource, int]) -> None:
-    run = simulate(listed, lasting, widths=widths)
-    assert list(run.ended) == ticks(listed, widths, DISCIPLINES)
+@given(graphs())
+def test_as_a_loop_over_ticks_has_it(listed: list[Operation]) -> None:
+    assert list(simulate(listed, lasting).ended) == ticks(listed)
 
 
 @settings(max_examples=share(150))

@@ -90,13 +90,13 @@ class TiersBench(Benchmark):
 
     store: Path = store_option()
     record_bytes: tuple[int, ...] = option(
-        (), "Size of a record; may be repeated. [default: 1MiB, ..]", size=True
+        (), "Size of a record; may be repeated (default: 1MiB, ..).", size=True
     )
     budget: tuple[float, ...] = option(
-        (), "Host budget as a fraction of the store; may be repeated. [default: 0.25, ..]"
+        (), "Host budget as a fraction of the store; may be repeated (default: 0.25, ..)."
     )
     dirty: tuple[float, ...] = option(
-        (), "Fraction of the touched records that a step changes; may be repeated. [default: 1.0, ..]"
+        (), "Fraction of the touched records that a step changes; may be repeated (default: 1.0, ..)."
     )
     store_bytes: int | None = option(None, "Total size of the records of one store.", size=True)
     seconds: float | None = option(None, "Seconds per point.")

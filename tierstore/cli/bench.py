@@ -1,7 +1,7 @@
 """``tierstore bench``: one command for each benchmark, with options derived from its fields, and ``report`` and ``compare``.
 
-``Reporting.begin`` refuses impossible output options before the work. ``Session.end`` saves the document, compares it,
-writes the report, and prints the JSON object last.
+``Session`` refuses impossible output options before the work. ``Session.end`` saves the document, compares it, writes the
+report, and prints the JSON object last.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tierstore.bench import benchmarks
-from tierstore.bench.harness import Benchmark, ExistingPath, Found, Progress
-from tierstore.cli.main import CommandGroup, Interrupts, ended_by_sigterm
+from tierstore.bench.harness import Benchmark, ExistingPath, Progress
+from tierstore.cli.main import CHECK_FAILED, DONE, CommandGroup, Interrupts, ended_by_sigterm
 from tierstore.cli.options import (
     EXISTING_DIRECTORY,
     EXISTING_FILE,
@@ -27,8 +26,7 @@ from tierstore.cli.options import (
     PATH,
     SIZE,
     Defaults,
-    F,
-    bundled,
+    MemberOf,
     config_overrides,
     declared_option,
     help_config_option,
@@ -37,7 +35,7 @@ from tierstore.cli.options import (
     output_file,
     set_option,
 )
-from tierstore.cli.output import Output
+from tierstore.cli.output import Output, ProgressBar
 from tierstore.config import FieldInfo, dotted_fields, load
 from tierstore.errors import ConfigError, DataError
 from tierstore.outputs import OutputKind, to_json
@@ -46,8 +44,6 @@ if TYPE_CHECKING:
     from tierstore.bench.comparing import Comparison
     from tierstore.bench.documents import Document, Measurement
 
-#: Exit status when a check of a benchmark failed.
-CHECK_FAILED = 1
 _EXISTING = {ExistingPath.FILE: EXISTING_FILE, ExistingPath.DIRECTORY: EXISTING_DIRECTORY}
 
 
@@ -87,17 +83,23 @@ def benchmark_command(name: str, kind: type[Benchmark]) -> click.Command:
     infos = [info for info in dotted_fields(kind) if "help" in info.metadata and "." not in info.name]
     configured = next((each for each in dataclasses.fields(kind) if "configuration" in each.metadata), None)  # type: ignore[arg-type]
 
-    def command(reporting: Reporting, **given: Any) -> int:
+    def command(
+        output: Output, save: Path | None, html: Path | None, compare: Path | None, **given: Any
+    ) -> int:
         values = {info.name: given[info.name] for info in infos if _was_given(info, given[info.name])}
         if configured is not None:
             values[configured.name] = _configuration(configured.metadata, infos, given)
         benchmark = kind(**values)
-        session = reporting.begin(name=benchmark.saved_as, directory=benchmark.measured_in)
-        with _CommandProgress(session.output, f"bench {name}") as progress:
-            found = benchmark.run(progress)
-        _show(found, session.output)
+        session = Session(benchmark, output, save=save, html=html, compare=compare)
+        with output.progress(label=f"bench {name}") as bar:
+            found = benchmark.run(_CommandProgress(output, bar))
+        for shown in (*found.shown, found.summary()):
+            if isinstance(shown, str):
+                output.line(shown)
+            elif shown.rows:
+                output.table(shown.title, list(shown.columns), shown.cells)
         session.end(found.figures, found.measurements)
-        return CHECK_FAILED if found.failed else 0
+        return CHECK_FAILED if found.failed else DONE
 
     decorators = [_parameter(info) for info in infos]
     if configured is not None:
@@ -108,7 +110,7 @@ def benchmark_command(name: str, kind: type[Benchmark]) -> click.Command:
                 *decorators,
                 help_config_option(),
             ]
-    return click.command(name, help=kind.__doc__)(options(*decorators, results_options())(command))
+    return click.command(name, help=kind.__doc__)(options(*decorators, _results_options)(command))
 
 
 def _parameter(info: FieldInfo) -> Callable[[Any], Any]:
@@ -122,7 +124,7 @@ def _parameter(info: FieldInfo) -> Callable[[Any], Any]:
     elif "least" in how:
         settings["type"] = click.IntRange(min=how["least"])
     elif "choices" in how:
-        settings["type"] = click.Choice([member.value for member in how["choices"]])
+        settings["type"] = MemberOf(how["choices"])
     elif info.kind in (int, str):
         settings["type"] = info.kind
     if how.get("argument"):
@@ -163,77 +165,29 @@ def _configuration(how: Mapping[str, Any], infos: list[FieldInfo], given: Mappin
 # Documents of a run ----------------------------------------------------------------------------------------
 
 
-def results_options() -> Callable[[F], F]:
-    """The four output options; the command gets them as one argument ``reporting``."""
-
-    return options(
-        json_option,
-        click.option(
-            "--save",
-            metavar="FILE.json",
-            type=output_file(OutputKind.DOCUMENT),
-            help="Save all measurements, with all samples, as JSON.",
-        ),
-        click.option(
-            "--html",
-            metavar="FILE",
-            type=output_file(OutputKind.PAGE),
-            help="Write an HTML report with plots (see bench report).",
-        ),
-        click.option(
-            "--compare",
-            metavar="OLD.json",
-            type=FILE,
-            help="Compare with an earlier --save file: what became slower or faster, beyond noise.",
-        ),
-        bundled(Reporting, "reporting"),
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reporting:
-    """The outputs that the user requested in addition to the table."""
-
-    output: Output
-    save: Path | None
-    html: Path | None
-    compare: Path | None
-
-    def begin(self, *, name: str | None = None, directory: Path | None = None) -> Session:
-        """Check the options before the work. ``name``: the benchmark's name in documents (default: the command's).
-        ``directory``: where the benchmark measures; the document names its file system and device.
-
-        Raises early what would otherwise fail after the work: DataError if the document of --compare is unusable,
-        CapabilityError if the report's libraries are missing.
-        """
-        from tierstore.bench.documents import load_document, now
-
-        context = click.get_current_context()
-        bench = name or str(context.info_name)
-        if self.html is not None:
-            from tierstore.reports.page import check_report
-
-            check_report()
-        against = None if self.compare is None else load_document(self.compare)
-        if against is not None and against.bench != bench:
-            raise DataError(
-                f"{self.compare}: expected a document of bench {bench}, got one of {against.bench}"
-            )
-        own = {field.name for field in fields(self)}
-        options = {
-            name: plain
-            for name, value in context.params.items()
-            if name not in own and (plain := _plain(value)) is not None
-        }
-        return Session(
-            asked=self,
-            bench=bench,
-            options=options,
-            against=against,
-            directory=directory,
-            started=now(),
-            output=self.output,
-        )
+_results_options = options(
+    json_option,
+    click.option(
+        "--save",
+        metavar="FILE.json",
+        type=output_file(OutputKind.DOCUMENT),
+        help="Save all measurements, with all samples, as JSON.",
+    ),
+    click.option(
+        "--html",
+        metavar="FILE",
+        type=output_file(OutputKind.PAGE),
+        help="Write an HTML report with plots (see bench report).",
+    ),
+    click.option(
+        "--compare",
+        metavar="OLD.json",
+        type=FILE,
+        help="Compare with an earlier --save file: what became slower or faster, beyond noise.",
+    ),
+)
+#: The names of these options.
+_RESULTS = ("output", "save", "html", "compare")
 
 
 def _plain(value: object) -> float | str | None:
@@ -247,17 +201,43 @@ def _plain(value: object) -> float | str | None:
     return str(value.value if isinstance(value, Enum) else value)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Session:
-    """One run of one benchmark."""
+    """One run of one benchmark, with the outputs that the user requested in addition to the table.
 
-    asked: Reporting
-    bench: str
-    options: Mapping[str, float | str]
-    against: Document | None
-    directory: Path | None
-    started: str
-    output: Output
+    Raises early what would otherwise fail after the work: DataError if the document of ``compare`` is unusable,
+    CapabilityError if the report's libraries are missing.
+    """
+
+    def __init__(
+        self,
+        benchmark: Benchmark,
+        output: Output,
+        *,
+        save: Path | None,
+        html: Path | None,
+        compare: Path | None,
+    ) -> None:
+        from tierstore.bench.documents import load_document, now
+
+        context = click.get_current_context()
+        self._output, self._save, self._html, self._compared = output, save, html, compare
+        self._bench = benchmark.saved_as or str(context.info_name)
+        self._directory = benchmark.measured_in
+        if html is not None:
+            from tierstore.reports.page import check_report
+
+            check_report()
+        self._against = None if compare is None else load_document(compare)
+        if self._against is not None and self._against.bench != self._bench:
+            raise DataError(
+                f"{compare}: expected a document of bench {self._bench}, got one of {self._against.bench}"
+            )
+        self._options = {
+            name: plain
+            for name, value in context.params.items()
+            if name not in _RESULTS and (plain := _plain(value)) is not None
+        }
+        self._started = now()
 
     def end(self, result: Mapping[str, object], measurements: Iterable[Measurement]) -> None:
         """Save, compare and report the results, then print the JSON object; its key ``compared`` is the comparison.
@@ -268,7 +248,7 @@ class Session:
         try:
             self._report(figures, measurements, compared)
         finally:
-            self.output.emit(figures | compared)
+            self._output.emit(figures | compared)
 
     def _report(
         self, figures: Mapping[str, object], measurements: Iterable[Measurement], compared: dict[str, object]
@@ -276,24 +256,24 @@ class Session:
         from tierstore.bench.documents import Document, machine_facts, now, save_document
         from tierstore.bench.report import write_report
 
-        if self.asked.save or self.asked.html or self.against:
+        if self._save or self._html or self._against:
             document = Document(
-                bench=self.bench,
-                options=self.options,
-                machine=machine_facts(self.directory),
-                started=self.started,
+                bench=self._bench,
+                options=self._options,
+                machine=machine_facts(self._directory),
+                started=self._started,
                 ended=now(),
                 measurements=tuple(measurements),
                 figures=figures,
             )
-            if self.asked.save is not None:  # first: a later error must not lose a long run's results
-                save_document(document, self.asked.save)
-            comparisons = [] if self.against is None else [self._compare(self.against, document)]
+            if self._save is not None:  # first: a later error must not lose a long run's results
+                save_document(document, self._save)
+            comparisons = [] if self._against is None else [self._compare(self._against, document)]
             for comparison in comparisons:
-                show_comparison(comparison, self.output)
+                show_comparison(comparison, self._output)
                 compared["compared"] = comparison_json(comparison)
-            if self.asked.html is not None:
-                write_report([document], self.asked.html, comparisons=comparisons)
+            if self._html is not None:
+                write_report([document], self._html, comparisons=comparisons)
 
     def _compare(self, old: Document, new: Document) -> Comparison:
         from tierstore.bench.comparing import compare
@@ -301,7 +281,7 @@ class Session:
         try:
             return compare(old, new)
         except DataError as error:
-            raise DataError(f"{self.asked.compare}: {error}") from error
+            raise DataError(f"{self._compared}: {error}") from error
 
 
 def comparison_json(comparison: Comparison) -> dict[str, object]:
@@ -344,15 +324,9 @@ def show_comparison(comparison: Comparison, output: Output) -> None:
 class _CommandProgress(Progress):
     """Prints progress to the command's output; shows a bar from the first ``update``."""
 
-    def __init__(self, output: Output, label: str) -> None:
+    def __init__(self, output: Output, bar: ProgressBar) -> None:
         self._output = output
-        self._bar = output.progress(label=label)
-
-    def __enter__(self) -> _CommandProgress:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self._bar.close()
+        self._bar = bar
 
     def say(self, text: str) -> None:
         self._output.line(text)
@@ -364,14 +338,6 @@ class _CommandProgress(Progress):
     def interruptible(self) -> Iterator[Callable[[], bool]]:
         with Interrupts.install() as interrupts:
             yield lambda: interrupts.requested
-
-
-def _show(found: Found, output: Output) -> None:
-    for shown in (*found.shown, found.summary()):
-        if isinstance(shown, str):
-            output.line(shown)
-        elif shown.rows:
-            output.table(shown.title, list(shown.columns), shown.cells)
 
 
 # Commands on documents --------------------------------------------------------------------------------------

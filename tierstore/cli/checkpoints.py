@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tierstore.cli.options import EXISTING_DIRECTORY, PATH, SIZE, json_option
+from tierstore.cli.options import EXISTING_DIRECTORY, PATH, SIZE, MemberOf, json_option
 from tierstore.cli.output import Output, OutputMode
 from tierstore.errors import ConfigError
 from tierstore.model.config import ComputeDtype
@@ -17,6 +17,7 @@ from tierstore.store.format import MomentFormat
 from tierstore.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:  # these import torch, which --help must not load
+    from tierstore.hf.adapters import ExportedAdapter
     from tierstore.hf.exporting import Exported
     from tierstore.hf.importing import ImportPlan, ImportReport
 
@@ -31,20 +32,20 @@ if TYPE_CHECKING:  # these import torch, which --help must not load
 )
 @click.option(
     "--compute",
-    type=click.Choice([dtype.value for dtype in ComputeDtype]),
+    type=MemberOf(ComputeDtype),
     help="Type in which the model computes (default: fp32 for an fp32 checkpoint, else bf16).",
 )
 @click.option("--frozen", is_flag=True, help="Import read-only experts without moments: for LoRA, serving.")
 @click.option(
     "--moments",
-    type=click.Choice([moments.value for moments in MomentFormat]),
+    type=MemberOf(MomentFormat),
     default=MomentFormat.FP32.value,
     help="Format of the experts' optimizer moments; later runs must set the same adamw.moments.",
 )
 @click.option(
     "--weights",
     "codes",
-    type=click.Choice([codes.value for codes in CodeFormat]),
+    type=MemberOf(CodeFormat),
     help="With --frozen: quantise experts to 8 or 4 bits, for forward passes only (default: keep the compute type).",
 )
 @click.option("--host-budget", type=SIZE, default="64MiB", help="Memory for experts while they are copied.")
@@ -55,10 +56,10 @@ if TYPE_CHECKING:  # these import torch, which --help must not load
 def import_(
     model: Path,
     store: Path,
-    compute: str | None,
+    compute: ComputeDtype | None,
     frozen: bool,
-    moments: str,
-    codes: str | None,
+    moments: MomentFormat,
+    codes: CodeFormat | None,
     host_budget: int,
     expert_ranks: int,
     output: Output,
@@ -70,10 +71,10 @@ def import_(
     from tierstore.parallel.config import ParallelConfig
 
     options = ImportOptions(
-        compute=None if compute is None else ComputeDtype(compute),
+        compute=compute,
         weights=Weights.FROZEN if frozen else Weights.TRAINABLE,
-        moments=MomentFormat(moments),
-        codes=None if codes is None else CodeFormat(codes),
+        moments=moments,
+        codes=codes,
         host_budget=host_budget,
     )
     with launch(ParallelConfig(expert=expert_ranks), device="cpu") as mesh:
@@ -182,24 +183,29 @@ def export(
     An imported model keeps its original tensor names; the built-in model is written as a Mixtral if its options allow it.
     LoRA pairs of train --lora are merged into the weights; --adapter writes them alone.
     """
-    if adapter:
-        if any(option is not None for option in (dtype, merge, max_shard_size)):
-            raise ConfigError("--adapter cannot be combined with --dtype, --merge or --max-shard-size")
-        _export_adapter(store, target, output)
-        return
-    from tierstore.hf.adapters import load_adapter
+    if adapter and any(option is not None for option in (dtype, merge, max_shard_size)):
+        raise ConfigError("--adapter cannot be combined with --dtype, --merge or --max-shard-size")
+    from tierstore.hf.adapters import export_adapter, load_adapter
     from tierstore.hf.exporting import export as write
     from tierstore.hf.writing import MAX_SHARD_BYTES, ExportDtype
 
     start = time.monotonic()
-    with output.progress(label="export (MiB)") as progress:
+    with output.progress(label="export (MiB)") as bar:
+
+        def progress(written: int, total: int) -> None:
+            bar.update(written >> 20, total >> 20)
+
+        if adapter:
+            written = export_adapter(store, target, progress=progress)
+            _show_adapter(written, store, target, time.monotonic() - start, output)
+            return
         done = write(
             store,
             target,
             dtype=None if dtype is None else ExportDtype(dtype),
             max_shard_bytes=MAX_SHARD_BYTES if max_shard_size is None else max_shard_size,
             adjustment=None if merge is None else load_adapter(merge, store),
-            progress=lambda written, total: progress.update(written >> 20, total >> 20),
+            progress=progress,
         )
     _show_export(done, store, target, time.monotonic() - start, output)
 
@@ -231,15 +237,7 @@ def _show_export(done: Exported, store: Path, target: Path, elapsed_s: float, ou
     )
 
 
-def _export_adapter(store: Path, target: Path, output: Output) -> None:
-    from tierstore.hf.adapters import export_adapter
-
-    start = time.monotonic()
-    with output.progress(label="export (MiB)") as progress:
-        done = export_adapter(
-            store, target, progress=lambda written, total: progress.update(written >> 20, total >> 20)
-        )
-    elapsed_s = time.monotonic() - start
+def _show_adapter(done: ExportedAdapter, store: Path, target: Path, elapsed_s: float, output: Output) -> None:
     output.line(
         f"{target}: an adapter at step {done.step}; wrote {done.tensors} tensors as fp32, {format_bytes(done.nbytes)} in "
         f"{format_seconds(elapsed_s)}"

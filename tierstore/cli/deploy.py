@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from tierstore.cli.main import Interrupts
-from tierstore.cli.options import EXISTING_FILE, PATH, Defaults, config_options, json_option
+from tierstore.cli.options import EXISTING_FILE, PATH, Defaults, MemberOf, config_options, json_option
 from tierstore.cli.output import Output
 from tierstore.config import load
 from tierstore.deploy.records import DeployConfig, StageName
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--until",
-    type=click.Choice([each.value for each in StageName]),
+    type=MemberOf(StageName),
     default=StageName.DEPLOYMENT.value,
     help="Stop after this stage.",
 )
@@ -55,7 +55,7 @@ def deploy(
     store: Path | None,
     target: Path | None,
     given: dict[str, object],
-    until: str,
+    until: StageName,
     show: Path | None,
     output: Output,
 ) -> None:
@@ -68,33 +68,24 @@ def deploy(
     from tierstore.deploy.pipeline import stage_records
 
     if show is not None:
-        records = stage_records(show)
-        _table(output, f"{show}", records)
-        output.emit({"directory": str(show), "stages": [record.as_json() for record in records]})
+        _show(output, show, stage_records(show))
         return
     if store is None or target is None:
         raise ConfigError("expected a STORE and --to DIR, or --show DIR")
     config = load(DeployConfig, None, {"store": store, "target": target, **given})
     with Interrupts.install() as interrupts:
-        done = run(
-            config, until=StageName(until), say=output.line, asked_to_stop=lambda: interrupts.requested
-        )
-    _table(output, f"{done.directory}", done.records)
-    output.emit(
-        {
-            "directory": str(done.directory),
-            "complete": done.complete,
-            "stages": [record.as_json() for record in done.records],
-        }
-    )
+        done = run(config, until=until, say=output.line, asked_to_stop=lambda: interrupts.requested)
+    _show(output, done.directory, done.records, complete=done.complete)
 
 
-def _table(output: Output, title: str, records: tuple[StageRecord, ...]) -> None:
+def _show(output: Output, directory: Path, records: tuple[StageRecord, ...], **further: object) -> None:
+    """Show the completed stages, as a table and as JSON."""
     rows = [
         (record.stage.number, record.stage.value, format_seconds(record.elapsed_s), _figures(record))
         for record in records
     ]
-    output.table(title, ("", "stage", "time", "found"), rows)
+    output.table(f"{directory}", ("", "stage", "time", "found"), rows)
+    output.emit({"directory": directory, **further, "stages": records})
 
 
 def _figures(record: StageRecord) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -15,14 +16,12 @@ from tierstore.accelerator import device_count, probe_accelerator
 from tierstore.capabilities import (
     Capability,
     Finding,
-    Resolution,
     chosen_instruction_set,
-    probe_avx2,
-    probe_avx512,
     probe_dax,
     probe_direct_io,
     probe_fallocate,
     probe_huge_pages,
+    probe_instructions,
     probe_io_uring,
     probe_locks,
     resolve,
@@ -54,8 +53,8 @@ CHECKS: Mapping[str, Check] = {
     "locks": Check(probe_locks, "directory and lease", "lease alone"),
     "fallocate": Check(probe_fallocate, "reserved space", "no store"),
     "huge_pages": Check(lambda _: probe_huge_pages(), "huge pages", "4 KiB pages"),
-    "avx512": Check(lambda _: probe_avx512(), "AVX-512", "AVX2 or scalar"),
-    "avx2": Check(lambda _: probe_avx2(), "AVX2", "scalar"),
+    "avx512": Check(lambda _: probe_instructions("avx512"), "AVX-512", "AVX2 or scalar"),
+    "avx2": Check(lambda _: probe_instructions("avx2"), "AVX2", "scalar"),
     "cuda": Check(lambda _: probe_accelerator(), "CUDA", "CPU as device"),
     "dax": Check(probe_dax, "DAX mapping", "read and write"),
 }
@@ -86,7 +85,13 @@ def doctor(directory: Path, store: Path | None, settings: tuple[str, ...], outpu
     """Show this machine's capabilities, the backend that each resolved to, and why."""
     chosen = _settings(settings)
     facts = machine_facts(directory)
-    drives = _stored(store) if store is not None else [_Drive(directory.resolve())]
+    reports: list[DriveReport] = []
+    drives = [_Drive(directory.resolve())]
+    if store is not None:
+        from tierstore.store.reading import drives_of
+
+        reports = drives_of(store)
+        drives = [_Drive(report.path, report) for report in reports]
     resolutions = [
         resolve(name, chosen.get(name, Capability.AUTO), partial(check.probe, directory))
         for name, check in CHECKS.items()
@@ -96,7 +101,7 @@ def doctor(directory: Path, store: Path | None, settings: tuple[str, ...], outpu
             "name": r.name,
             "setting": r.setting.value,
             "effective": r.effective.value,
-            "backend": _backend(r),
+            "backend": CHECKS[r.name].backend if r else CHECKS[r.name].fallback,
             "reason": r.reason,
         }
         for r in resolutions
@@ -107,23 +112,31 @@ def doctor(directory: Path, store: Path | None, settings: tuple[str, ...], outpu
         [tuple(one.values()) for one in capabilities],
     )
     output.line()
-    output.table("Machine", ["fact", "value"], [(_title(name), _shown(name, facts[name])) for name in facts])
+    rows = [(name.removesuffix("_bytes").replace("_", " "), _shown(name, facts[name])) for name in facts]
+    output.table("Machine", ["fact", "value"], rows)
     output.line()
     if store is not None:
-        output.table("Store", ["directory", "in use", "reserved", "bandwidth", "share"], _stored_rows(drives))
+        output.table(
+            "Store",
+            ["directory", "in use", "reserved", "bandwidth", "share"],
+            [
+                (
+                    str(report.path),
+                    format_bytes(report.used_bytes),
+                    format_bytes(report.reserved_bytes),
+                    f"{format_bytes(report.bandwidth)}/s" if report.bandwidth else "not measured",
+                    f"{report.share:.0%}",
+                )
+                for report in reports
+            ],
+        )
         output.line()
     output.table(
         "Drives",
         ["directory", "disk", "kind", "size", "health"],
         [row for drive in drives for row in _disk_rows(drive)],
     )
-    output.emit(
-        {
-            "capabilities": capabilities,
-            **facts,
-            "drives": [drive.as_json() for drive in drives],
-        }
-    )
+    output.emit({"capabilities": capabilities, **facts, "drives": drives})
 
 
 @dataclass(frozen=True)
@@ -161,26 +174,6 @@ class _Drive:
         }
 
 
-def _stored(store: Path) -> list[_Drive]:
-    from tierstore.store.reading import drives_of
-
-    return [_Drive(report.path, report) for report in drives_of(store)]
-
-
-def _stored_rows(drives: list[_Drive]) -> list[tuple[str, ...]]:
-    reports = [drive.stored for drive in drives if drive.stored is not None]
-    return [
-        (
-            str(report.path),
-            format_bytes(report.used_bytes),
-            format_bytes(report.reserved_bytes),
-            f"{format_bytes(report.bandwidth)}/s" if report.bandwidth else "not measured",
-            f"{report.share:.0%}",
-        )
-        for report in reports
-    ]
-
-
 def _disk_rows(drive: _Drive) -> list[tuple[str, ...]]:
     if not drive.path.exists():
         return [(str(drive.path), "MISSING", "", "", "")]
@@ -211,11 +204,6 @@ def _settings(texts: tuple[str, ...]) -> dict[str, Capability]:
     return chosen
 
 
-def _backend(resolution: Resolution) -> str:
-    check = CHECKS[resolution.name]
-    return check.backend if resolution else check.fallback
-
-
 def machine_facts(directory: Path) -> dict[str, object]:
     """Facts of this machine and of the disk under ``directory``. Imports torch. Raises OSError."""
     space = machine.disk(directory)
@@ -241,7 +229,8 @@ def machine_facts(directory: Path) -> dict[str, object]:
         "io_profile": str(profile_path() or "none"),
         "torch_version": torch.__version__,
         "torch_threads": torch.get_num_threads(),
-        "omp_wait_policy": machine.openmp_wait_policy(),
+        # As torch's OpenMP saw it; "unset" makes idle workers spin.
+        "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY", "unset"),
         "rank_exchanges": rank_exchanges(),
     }
 
@@ -255,10 +244,6 @@ def rank_exchanges() -> str:
     devices = device_count() if dist.is_nccl_available() else 0
     nccl = f", NCCL between {devices} CUDA device{'s' * (devices > 1)}" if devices else ""
     return f"Gloo between CPUs{nccl}; run tierstore bench machine to measure message times"
-
-
-def _title(name: str) -> str:
-    return name.removesuffix("_bytes").replace("_", " ")
 
 
 def _shown(name: str, value: object) -> str:

@@ -19,14 +19,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from tierstore.cli.output import Output
+from tierstore.cli.output import Output, OutputMode
 from tierstore.config import FieldInfo, dotted_fields
 from tierstore.errors import ConfigError
 from tierstore.outputs import OutputKind, check_output, refuse_same
@@ -41,70 +41,62 @@ _ANY_WHOLE = 2**62
 if TYPE_CHECKING:
     from tierstore.train.config import TrainConfig
 
-    _IntType = click.ParamType[int]
-    _TextType = click.ParamType[str]
-    _NumbersType = click.ParamType[tuple[int, ...]]
+    _AnyType = click.ParamType[Any]
+    _ChoiceType = click.Choice[str]
     _PathType = click.Path[Path]
 else:
-    _IntType = _TextType = _NumbersType = click.ParamType
-    _PathType = click.Path
+    _AnyType, _ChoiceType, _PathType = click.ParamType, click.Choice, click.Path
 
 
-class _Size(_IntType):
-    """An absolute size, such as ``512MiB``, ``4GB`` or ``1000``; converted to an int, in bytes."""
+class _Parsed(_AnyType):
+    """A type whose ``parse`` takes the value and the option's name, and raises ConfigError for a value that does not fit."""
 
-    name = "size"
+    def __init__(self, name: str, parse: Callable[[Any, str], object]) -> None:
+        self.name = name
+        self._parse = parse
 
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> object:
         try:
-            return parse_size(value if isinstance(value, int) else str(value), name=_name(param))
+            return self._parse(value, _name(param))
         except ConfigError as exc:
             raise click.UsageError(str(exc), ctx) from exc
 
 
-class _Fraction(_TextType):
-    """A size or a fraction, such as ``25%`` or ``0.25``; kept as text after validation.
-
-    ``parse_size(text, whole=...)`` converts it to bytes once the whole is known.
-    """
-
-    name = "size|fraction"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        try:
-            parse_size(str(value), whole=_ANY_WHOLE, name=_name(param))
-        except ConfigError as exc:
-            raise click.UsageError(str(exc), ctx) from exc
-        return str(value)
+def _size(value: object, name: str) -> int:
+    return parse_size(value if isinstance(value, int) else str(value), name=name)
 
 
-class _Text(_TextType):
-    """Text that is valid UTF-8."""
-
-    name = "text"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        if not is_unicode(value):  # Python decodes other bytes to lone surrogates
-            raise click.UsageError(f"{_name(param)}: expected text in UTF-8, got {value!r}", ctx)
-        return str(value)
+def _fraction(value: object, name: str) -> str:
+    parse_size(str(value), whole=_ANY_WHOLE, name=name)
+    return str(value)
 
 
-class _Numbers(_NumbersType):
-    """Comma-separated integers, such as ``0,8,16``."""
+def _text(value: object, name: str) -> str:
+    if not is_unicode(value):  # Python decodes other bytes to lone surrogates
+        raise ConfigError(f"{name}: expected text in UTF-8, got {value!r}")
+    return str(value)
 
-    name = "text"
 
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, ...]:
-        if isinstance(value, tuple):
+def _numbers(value: object, name: str) -> tuple[int, ...]:
+    if isinstance(value, tuple):
+        return value
+    try:
+        return tuple(int(part) for part in str(value).split(","))
+    except ValueError as exc:
+        raise ConfigError(f"{name}: expected comma-separated integers, got {value!r}") from exc
+
+
+class MemberOf(_ChoiceType):
+    """One of ``members`` of an enum, typed as its value."""
+
+    def __init__(self, members: Iterable[Enum]) -> None:
+        self._members = {str(member.value): member for member in members}
+        super().__init__(list(self._members))
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, Enum):
             return value
-        try:
-            return tuple(int(part) for part in str(value).split(","))
-        except ValueError as exc:
-            raise click.UsageError(
-                f"{_name(param)}: expected comma-separated integers, got {value!r}", ctx
-            ) from exc
+        return self._members[super().convert(value, param, ctx)]
 
 
 def _name(param: click.Parameter | None) -> str:
@@ -145,10 +137,15 @@ def output_file(kind: OutputKind) -> _Path:
     return _Path(kind, dir_okay=False)
 
 
-SIZE = _Size()
-FRACTION = _Fraction()
-TEXT = _Text()
-NUMBERS = _Numbers()
+#: An absolute size, such as ``512MiB``, ``4GB`` or ``1000``; converted to an int, in bytes.
+SIZE = _Parsed("size", _size)
+#: A size or a fraction, such as ``25%`` or ``0.25``; kept as text: ``parse_size(text, whole=...)`` converts it to bytes once
+#: the whole is known.
+FRACTION = _Parsed("size|fraction", _fraction)
+#: Text that is valid UTF-8.
+TEXT = _Parsed("text", _text)
+#: Comma-separated integers, such as ``0,8,16``.
+NUMBERS = _Parsed("text", _numbers)
 PATH = _Path()
 FILE = _Path(dir_okay=False)
 EXISTING_FILE = _Path(exists=True, dir_okay=False)
@@ -233,7 +230,7 @@ def declared_option(
     if info.kind is bool:
         said["is_flag"] = True
     elif issubclass(info.kind, Enum):
-        said["type"] = click.Choice([str(member.value) for member in info.kind])
+        said["type"] = MemberOf(info.kind)
     elif info.size:
         said["type"] = SIZE if info.kind is int else FRACTION
     else:
@@ -244,8 +241,6 @@ def declared_option(
         said["default"] = _typed(info)
     if info.required:
         said["required"] = True
-    if issubclass(info.kind, Enum) and "callback" not in settings:
-        said["callback"] = functools.partial(_member, info.kind)
     return click.option(*names, **{**said, **settings})
 
 
@@ -265,12 +260,6 @@ def _typed(info: FieldInfo) -> object:
         text = format_bytes(info.default).replace(" ", "")
         return text if parse_size(text) == info.default else info.default
     return info.default
-
-
-def _member(kind: type[Enum], ctx: click.Context, param: click.Parameter, value: Any) -> Any:
-    """The member of ``kind`` with the chosen value; a tuple of members for several values."""
-    members = {str(member.value): member for member in kind}
-    return tuple(members[one] for one in value) if isinstance(value, tuple) else members.get(value)
 
 
 def _collected(
@@ -295,55 +284,25 @@ def _collected(
 # Shared options ---------------------------------------------------------------------------------------------
 
 
-def json_option(command: F) -> F:
-    """``--json``; the command gets the argument ``output``, an Output."""
-    return click.option(
-        "--json",
-        "output",
-        is_flag=True,
-        callback=lambda ctx, param, given: Output.for_option(given),
-        help="Print one JSON object as the last line of stdout; tables go to stderr.",
-    )(command)
-
-
-def timeline_option(command: F) -> F:
-    """``--timeline``: the file to write a timeline to, or None."""
-    return click.option(
-        "--timeline", type=output_file(OutputKind.TIMELINE), help="Write a Chrome trace for Perfetto."
-    )(command)
-
-
-def record_trace_option(command: F) -> F:
-    """``--record-trace``: the file to write a trace to, or None."""
-    return click.option(
-        "--record-trace", type=output_file(OutputKind.TRACE), help="Record the cache's requests to a trace."
-    )(command)
-
-
-def checksum_option(command: F) -> F:
-    """``--checksum``: compute a checksum over all records at the end of a run."""
-    return click.option(
-        "--checksum",
-        is_flag=True,
-        help="Read the whole store at the end for a checksum over its records (see --json).",
-    )(command)
-
-
-def bundled(kind: type[Any], argument: str) -> Callable[[F], F]:
-    """Bundle the options that are fields of the dataclass ``kind`` into one ``argument``. Apply it below those options."""
-    names = [field.name for field in dataclasses.fields(kind)]
-
-    def decorate(command: F) -> F:
-        @functools.wraps(command)
-        def called(*args: Any, **given: Any) -> object:
-            bundle = kind(**{name: given.pop(name) for name in names})
-            return command(*args, **given, **{argument: bundle})
-
-        return called  # type: ignore[return-value]
-
-    return decorate
-
-
+#: The command gets the argument ``output``, an Output.
+json_option = click.option(
+    "--json",
+    "output",
+    is_flag=True,
+    callback=lambda ctx, param, given: Output(OutputMode.JSON if given else OutputMode.HUMAN),
+    help="Print one JSON object as the last line of stdout; tables go to stderr.",
+)
+timeline_option = click.option(
+    "--timeline", type=output_file(OutputKind.TIMELINE), help="Write a Chrome trace for Perfetto."
+)
+record_trace_option = click.option(
+    "--record-trace", type=output_file(OutputKind.TRACE), help="Record the cache's requests to a trace."
+)
+checksum_option = click.option(
+    "--checksum",
+    is_flag=True,
+    help="Read the whole store at the end for a checksum over its records (see --json).",
+)
 _SET_KEY = (
     "Set a configuration key, such as model.d_model=512; separate list items by commas (see --help-config)."
 )
@@ -354,22 +313,16 @@ def set_option(text: str = _SET_KEY) -> Callable[[F], F]:
     return click.option("--set", "settings", metavar="KEY=VALUE", multiple=True, help=text)
 
 
-def train_config() -> type[Any]:
-    """Import and return TrainConfig, for ``help_config_option``."""
-    from tierstore.train.config import TrainConfig
-
-    return TrainConfig
-
-
-def help_config_option(config: Callable[[], type[Any]] = train_config) -> Callable[[F], F]:
-    """``--help-config``: list every configuration key of ``config()`` and exit.
-
-    ``config`` is called only then, so that listing the commands does not import the configuration.
+def help_config_option(config: type[Any] | None = None) -> Callable[[F], F]:
+    """``--help-config``: list every configuration key of ``config`` and exit. None: TrainConfig, imported only then, so that
+    listing the commands does not load numpy and LMDB.
     """
 
     def show(ctx: click.Context, param: click.Parameter, value: bool) -> None:
         if value and not ctx.resilient_parsing:
-            click.echo(describe_config(config()))
+            from tierstore.train.config import TrainConfig
+
+            click.echo(describe_config(config or TrainConfig))
             ctx.exit()
 
     return click.option(

@@ -50,15 +50,16 @@ class Output:
         if not self.console.is_terminal:
             self.console.width = _PLAIN_WIDTH
 
-    @classmethod
-    def for_option(cls, as_json: bool) -> Output:
-        """The Output for ``--json`` (``as_json``) or without it."""
-        return cls(OutputMode.JSON if as_json else OutputMode.HUMAN)
-
     def line(self, text: str = "") -> None:
         """Print one line for people, unwrapped."""
         with self.named():
             self.console.print(text, soft_wrap=True)
+
+    def write(self, text: str) -> None:
+        """Write ``text`` for people at once, as it is: the console would turn tabs into blanks."""
+        with self.named():
+            self.console.file.write(text)
+            self.console.file.flush()
 
     def named(self) -> AbstractContextManager[None]:
         """A context in which an OSError of printing, such as a full disk behind a log, names the stream."""

@@ -112,7 +112,7 @@ class _Question:
 @config_options(TrainConfig, {"--host-budget": "host_budget"})
 @set_option()
 @json_option
-@help_config_option(lambda: TrainConfig)
+@help_config_option(TrainConfig)
 @click.pass_context
 def plan(
     ctx: click.Context,
@@ -177,29 +177,25 @@ def _load(
     overrides: Mapping[str, object],
     ranks: int,
 ) -> TrainConfig:
-    """The configuration of the run: from the file ``config``, ``preset``, or the model at ``model``."""
-    published: dict[str, object] = {}
-    if preset is not None:  # one sequence per rank by default
-        published = {**preset.settings, **({} if config else {"data.batch_size": max(ranks, 1)})}
-    elif model is not None and config is None:
-        published = {"data.batch_size": max(ranks, 1)}
-    loaded = load(TrainConfig, config, {**published, **overrides})
-    return loaded if preset is not None else _with_model(loaded, model)
-
-
-def _with_model(config: TrainConfig, path: Path | None) -> TrainConfig:
-    """``config`` with the model at ``path``; None: with the imported model of its store."""
+    """The configuration of the run: from the file ``config``, ``preset``, or the model at ``model``, or else with the
+    imported model of its store.
+    """
+    from tierstore.hf.spec import model_of
     from tierstore.model.config import ModelConfig
 
-    if path is None:
-        return with_stored_model(config)
-    from tierstore.hf.spec import model_of
-
-    if config.model != ModelConfig():
+    published: dict[str, object] = dict(preset.settings) if preset is not None else {}
+    if (preset or model) is not None and config is None:  # one sequence per rank by default
+        published["data.batch_size"] = max(ranks, 1)
+    loaded = load(TrainConfig, config, {**published, **overrides})
+    if preset is not None:
+        return loaded
+    if model is None:
+        return with_stored_model(loaded)
+    if loaded.model != ModelConfig():
         raise ConfigError(
             "--model: [model] configures the built-in model only; use [finetune] for an imported one"
         )
-    return replace(config, model=model_of(path, config.finetune))
+    return replace(loaded, model=model_of(model, loaded.finetune))
 
 
 def _use(config: TrainConfig, asked: Use | None, rank: int | None) -> Use:

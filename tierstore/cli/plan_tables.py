@@ -44,7 +44,10 @@ def show_plan(made: Plan, costs: Profile, output: Output) -> None:
         f"CPU {format_bytes(paper.cpu)} (16 alpha S), SSD {format_bytes(paper.ssd)} (12 S)"
     )
     _show_prediction(made, costs, output)
-    _show_order(made, output)
+    if made.order is not None:
+        for line in (*order_lines(made.order), order_advice(made.order)):
+            if line is not None:
+                output.line(line)
     _show_degrees(made, output)
     _show_vocabulary(made, output)
     for line in made.tensor.lines() if made.tensor is not None else ():
@@ -71,7 +74,7 @@ def _show_uses(made: UsesPlan, output: Output) -> None:
         f"{manifest.architecture}: {manifest.total_parameters:,} parameters, {share:.1%} of them in experts; "
         f"computes in {manifest.compute.value}{kept}"
     )
-    rows = [_use_row(use.use.value, use, use.prediction) for use in made.uses]
+    rows = [_use_row(use.setting.usage.use.value, use, use.prediction) for use in made.uses]
     rows += [_use_row("serve: one token", use, use.token) for use in made.uses if use.token is not None]
     titles = ("use", "memory", "disk", "fits", "reads", "writes", "step or pass", "tokens/s")
     output.table("Uses (per rank)", titles, rows)
@@ -141,16 +144,6 @@ def _show_bytes(made: Plan, output: Output) -> None:
     output.table(f"Bytes of {title}", ("tier", "what", "bytes", "evidence", "formula"), rows)
     totals = ", ".join(f"{tier.value} {format_bytes(taken.total(tier))}" for tier in TIERS)
     output.line(f"total: {totals}")
-
-
-def _show_order(made: Plan, output: Output) -> None:
-    if made.order is None:
-        return
-    for line in order_lines(made.order):
-        output.line(line)
-    advice = order_advice(made.order)
-    if advice is not None:
-        output.line(advice)
 
 
 def _show_degrees(made: Plan, output: Output) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import click
 
 from tierstore.capabilities import require_package
-from tierstore.cli.main import INTERRUPTED, Interrupts
+from tierstore.cli.main import DONE, INTERRUPTED, Interrupts
 from tierstore.cli.options import (
     EXISTING_DIRECTORY,
     EXISTING_FILE,
@@ -30,7 +30,6 @@ from tierstore.cli.options import (
     help_config_option,
     json_option,
     option,
-    output_file,
     record_trace_option,
     set_option,
     timeline_option,
@@ -38,7 +37,6 @@ from tierstore.cli.options import (
 from tierstore.cli.output import Output
 from tierstore.config import load
 from tierstore.deploy.records import DEPLOYMENT_NAME
-from tierstore.outputs import OutputKind
 from tierstore.serve.config import ServeConfig
 from tierstore.timeline import open_timeline
 from tierstore.units import format_bytes, format_seconds, printable
@@ -100,7 +98,7 @@ class _Prompts:
 @record_trace_option
 @set_option()
 @json_option
-@help_config_option(lambda: ServeConfig)
+@help_config_option(ServeConfig)
 @click.pass_context
 def generate(
     ctx: click.Context,
@@ -118,12 +116,6 @@ def generate(
     when all have ended. A table follows. With --json texts and table go to stderr.
     """
     config = _served(store, None, config_overrides(settings, {"store": store, **given}), output)
-    ctx.exit(_generate(config, wanted, output, timeline=timeline, trace=record_trace))
-
-
-def _generate(
-    config: ServeConfig, wanted: _Prompts, output: Output, *, timeline: Path | None, trace: Path | None
-) -> int:
     from tierstore.serve.generating import TextGenerator
     from tierstore.serve.language import open_language
     from tierstore.serve.opening import open_runner, open_served
@@ -131,7 +123,7 @@ def _generate(
     with (
         Interrupts.install() as interrupts,
         open_timeline(timeline) as sink,
-        open_served(config, trace=trace, timeline=sink) as parts,
+        open_served(config, trace=record_trace, timeline=sink) as parts,
     ):
         language = open_language(parts.spec)
         for line in language.lines:
@@ -139,18 +131,21 @@ def _generate(
         texts = _texts(wanted, language)
         runner = open_runner(parts)
         _announce(parts, runner, output)
-        shown = _Shown(output, len(texts))
+        alone = len(texts) == 1
         generator = TextGenerator(
-            runner, end_tokens=language.end_tokens, added=shown.add, stopped=lambda: interrupts.requested
+            runner,
+            end_tokens=language.end_tokens,
+            added=lambda index, piece: output.write(piece) if alone else None,
+            stopped=lambda: interrupts.requested,
         )
         generator.run(texts)
-        shown.end(texts)
+        output.write("\n" if alone else "".join(f"[{index}] {one.text}\n" for index, one in enumerate(texts)))
         if any(made.reasoning and not made.text for made in texts):
             output.line("a text is empty: all of its tokens are reasoning, which --json shows")
         _table(parts, generator.totals, texts, output)
         output.emit(_result(parts, generator.totals, texts))
         parts.store.end_trace()
-    return INTERRUPTED if interrupts.requested else 0
+    ctx.exit(INTERRUPTED if interrupts.requested else DONE)
 
 
 def _texts(wanted: _Prompts, language: Language) -> list[GeneratedText]:
@@ -192,32 +187,6 @@ def _announce(parts: ServedParts, runner: BatchRunner, output: Output) -> None:
         f"{format_bytes(caches)} ({batch.sequences} sequences of {context} tokens)"
     )
     output.line(f"batch: {runner.describe()}")
-
-
-class _Shown:
-    """Streams a single text; prints several when all have ended."""
-
-    def __init__(self, output: Output, count: int) -> None:
-        self._output = output
-        self._streams = count == 1
-
-    def add(self, index: int, piece: str) -> None:
-        """Stream ``piece`` of text ``index``."""
-        if self._streams:
-            self._write(piece)
-
-    def end(self, texts: Sequence[GeneratedText]) -> None:
-        """Print what was not streamed, after all texts have ended."""
-        if self._streams:
-            self._output.line()
-            return
-        for number, made in enumerate(texts):
-            self._write(f"[{number}] {made.text}\n")
-
-    def _write(self, text: str) -> None:
-        """Write directly to the file: the console would turn tabs into blanks."""
-        self._output.console.file.write(text)
-        self._output.console.file.flush()
 
 
 def _table(
@@ -292,7 +261,7 @@ def _result(
 
 @dataclass(frozen=True, kw_only=True)
 class _Listening:
-    """Where a server listens, who may use it, and the files that it writes."""
+    """Where a server listens, and who may use it."""
 
     host: str = option("127.0.0.1", help="Address to listen on.")
     port: int = option(8000, help="TCP port (0: any free port).", type=click.IntRange(0, 65535))
@@ -300,18 +269,14 @@ class _Listening:
         None, help="File of API keys, one per line; each request must send one.", type=EXISTING_FILE
     )
     name: str | None = option(None, help="Model name in requests (default: the store's directory name).")
-    record_trace: Path | None = option(
-        None, help="Record the cache's requests to a trace.", type=output_file(OutputKind.TRACE)
-    )
-    timeline: Path | None = option(
-        None, help="Write a Chrome trace for Perfetto.", type=output_file(OutputKind.TIMELINE)
-    )
 
 
 @click.command()
 @click.argument("store", type=PATH)
 @click.option("--config", type=EXISTING_FILE, help="TOML file of configuration keys (see --help-config).")
 @dataclass_options(_Listening, "listening")
+@record_trace_option
+@timeline_option
 @config_options(
     ServeConfig,
     {
@@ -327,11 +292,13 @@ class _Listening:
 )
 @set_option()
 @json_option
-@help_config_option(lambda: ServeConfig)
+@help_config_option(ServeConfig)
 def serve(
     store: Path,
     config: Path | None,
     listening: _Listening,
+    record_trace: Path | None,
+    timeline: Path | None,
     given: dict[str, object],
     settings: tuple[str, ...],
     output: Output,
@@ -343,10 +310,6 @@ def serve(
     for package in ("fastapi", "uvicorn", "prometheus_client"):
         require_package(package, "tierstore serve", extra="serve")
     served = _served(store, config, config_overrides(settings, {"store": store, **given}), output)
-    _serve(served, listening, output)
-
-
-def _serve(config: ServeConfig, listening: _Listening, output: Output) -> None:
     from tierstore.serve.api.app import Keys, Service
     from tierstore.serve.api.metrics import ServerMetrics
     from tierstore.serve.api.server import ApiServer, ServerLog, is_loopback, listen, url
@@ -363,15 +326,15 @@ def _serve(config: ServeConfig, listening: _Listening, output: Output) -> None:
                 stacklevel=1,
             )
         engine = ServingEngine(
-            lambda: open_running(config, trace=listening.record_trace, timeline=listening.timeline),
-            sequences=config.batch.sequences,
-            limits=config.limits,
+            lambda: open_running(served, trace=record_trace, timeline=timeline),
+            sequences=served.batch.sequences,
+            limits=served.limits,
             watcher=metrics,
             log=log.write,
         )
         stack.enter_context(engine)
         metrics.show(engine)
-        name = printable(listening.name or config.store.resolve().name)
+        name = printable(listening.name or served.store.resolve().name)
 
         def opened() -> None:
             for line in engine.running.lines:
@@ -380,9 +343,9 @@ def _serve(config: ServeConfig, listening: _Listening, output: Output) -> None:
             output.line(f"serving {name} at {url(bound)}")
 
         service = Service(
-            engine=engine, metrics=metrics, limits=config.limits, keys=keys, model=name, log=log
+            engine=engine, metrics=metrics, limits=served.limits, keys=keys, model=name, log=log
         )
-        server = ApiServer(service.app(), engine, config.limits, opened=opened)
+        server = ApiServer(service.app(), engine, served.limits, opened=opened)
         asyncio.run(server.serve([bound]))
     output.line(f"stopped after {format_seconds(time.monotonic() - begun_s)}")
     output.emit(_totals(engine, metrics, seconds=time.monotonic() - begun_s))

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from tierstore.cli.main import CHECK_FAILED, DONE
-from tierstore.cli.options import NUMBERS, PATH, json_option
+from tierstore.cli.options import NUMBERS, PATH, MemberOf, json_option
 from tierstore.cli.output import Output
 from tierstore.parallel.config import ParallelConfig, RowPlacement
 from tierstore.store.format import MomentFormat
@@ -97,9 +97,7 @@ def gc(store: Path, dry_run: bool, output: Output) -> None:
     )
 
 
-_PLACEMENTS = click.Choice(
-    [placement.value for placement in RowPlacement if placement is not RowPlacement.AUTO]
-)
+_PLACEMENTS = MemberOf(placement for placement in RowPlacement if placement is not RowPlacement.AUTO)
 
 
 @click.command()
@@ -125,7 +123,7 @@ _PLACEMENTS = click.Choice(
 @click.option("--head", type=_PLACEMENTS, help="Placement of the head's rows (default: as in STORE).")
 @click.option(
     "--moments",
-    type=click.Choice([moments.value for moments in MomentFormat]),
+    type=MemberOf(MomentFormat),
     help="Format of the experts' moments (default: as in STORE).",
 )
 @json_option
@@ -137,9 +135,9 @@ def reshard(
     tensor: int,
     stages: int,
     stage_blocks: tuple[int, ...] | None,
-    embedding: str | None,
-    head: str | None,
-    moments: str | None,
+    embedding: RowPlacement | None,
+    head: RowPlacement | None,
+    moments: MomentFormat | None,
     output: Output,
 ) -> None:
     """Reshard STORE for another layout of ranks, or convert its experts' moments to another format.
@@ -167,9 +165,9 @@ def reshard(
             target,
             None if ranks is None else layout_of(wanted, ranks),
             progress.update,
-            embedding=None if embedding is None else RowPlacement(embedding),
-            head=None if head is None else RowPlacement(head),
-            moments=None if moments is None else MomentFormat(moments),
+            embedding=embedding,
+            head=head,
+            moments=moments,
             model=stored_spec(store),
             stage_blocks=blocks,
         )

@@ -9,14 +9,12 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from tierstore.cli.main import INTERRUPTED, Interrupts
+from tierstore.cli.main import DONE, INTERRUPTED, Interrupts
 from tierstore.cli.options import (
     PATH,
     checksum_option,
@@ -40,12 +38,10 @@ from tierstore.train.config import TrainConfig
 from tierstore.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:  # these import torch, which --help must not load
-    from tierstore.decision import Decision
     from tierstore.parallel import Mesh
     from tierstore.store.core import StoreCore
-    from tierstore.train.files import MicroOrder
     from tierstore.train.ranks import Opening
-    from tierstore.train.report import MetricsLog, RunSummary, Totals
+    from tierstore.train.report import MetricsLog, RunSummary
     from tierstore.train.trainer import Trainer
 
 _PROMPT = "def "
@@ -74,7 +70,7 @@ _PROMPT = "def "
 @record_trace_option
 @set_option()
 @json_option
-@help_config_option(lambda: TrainConfig)
+@help_config_option(TrainConfig)
 @click.pass_context
 def train(
     ctx: click.Context,
@@ -95,69 +91,62 @@ def train(
     run needs no --resume.
     """
     loaded = with_stored_model(load(TrainConfig, config, config_overrides(settings, given)))
-    files = _Files(metrics, timeline, record_trace)
-    ctx.exit(_run(loaded, files, resume=resume, checksum=checksum, output=output))
-
-
-@dataclass(frozen=True)
-class _Files:
-    """The files that a run writes in addition to its store; each rank has its own."""
-
-    metrics: Path | None
-    timeline: Path | None
-    trace: Path | None
-
-    def of_rank(self, rank: int) -> _Files:
-        from tierstore.train.ranks import rank_file
-
-        return _Files(*(rank_file(path, rank) for path in (self.metrics, self.timeline, self.trace)))
-
-
-def _run(config: TrainConfig, files: _Files, *, resume: bool, checksum: bool, output: Output) -> int:
     from tierstore.parallel import launch, limited_groups
-    from tierstore.train.ranks import Opening
+    from tierstore.train.ranks import Opening, rank_file
 
     # Ranks must end together: from here on a signal to one rank ends all.
-    groups = limited_groups(config.links)
+    groups = limited_groups(loaded.links)
     with (
         Interrupts.install() as interrupts,
-        launch(config.parallel, device=config.device, make_group=groups) as mesh,
+        launch(loaded.parallel, device=loaded.device, make_group=groups) as mesh,
     ):
         first = mesh.world.rank == 0
         output = output if first else Output(OutputMode.SILENT)
         # A rank cannot tell whether torchrun has restarted the job: each agent has its own count.
         again = Opening.RESTART if mesh.environment.supervised else Opening.CREATE
         opening = Opening.RESUME if resume else again
-        own = files.of_rank(mesh.world.rank)
-        summary, stopped = _train(config, output, opening, own, mesh, interrupts, checksum=checksum)
+        summary, stopped = _train(
+            loaded,
+            output,
+            opening,
+            mesh,
+            interrupts,
+            metrics=rank_file(metrics, mesh.world.rank),
+            timeline=rank_file(timeline, mesh.world.rank),
+            trace=rank_file(record_trace, mesh.world.rank),
+            checksum=checksum,
+        )
         _show(summary, output)
         if first:
             output.emit(summary.as_json())
     if not stopped:
-        return 0
+        return
     why = "by a signal" if interrupts.requested else "with another rank"
     output.line(f"stopped {why} after step {summary.steps}, committed; continue with --resume")
     # torchrun takes any other status for a failure and would restart the ranks.
-    return 0 if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" else INTERRUPTED
+    ctx.exit(DONE if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" else INTERRUPTED)
 
 
 def _train(
     config: TrainConfig,
     output: Output,
     opening: Opening,
-    files: _Files,
     mesh: Mesh,
     interrupts: Interrupts,
     *,
+    metrics: Path | None,
+    timeline: Path | None,
+    trace: Path | None,
     checksum: bool,
 ) -> tuple[RunSummary, bool]:
     """Run the training; returns its result and whether a signal ended it early."""
     from tierstore.plan.order import agreed_order, in_order, order_lines
     from tierstore.train.footprint import keep_freed_memory, resident_bytes
-    from tierstore.train.report import Instant, MetricsLog, totals
+    from tierstore.train.report import Instant, MetricsLog, RunSummary, totals
     from tierstore.train.session import open_session
     from tierstore.train.setup import rank_cost
     from tierstore.train.stages import stage_config
+    from tierstore.train.trainer import records_checksum
 
     keep_freed_memory()
     order = agreed_order(config, mesh)
@@ -175,13 +164,13 @@ def _train(
 
     with (
         tokenising,
-        open_timeline(files.timeline) as sink,
-        MetricsLog(files.metrics) as log,
+        open_timeline(timeline) as sink,
+        MetricsLog(metrics) as log,
         open_session(
             config,
             opening,
             mesh=mesh,
-            trace=files.trace,
+            trace=trace,
             timeline=sink,
             accepted=accepted,
             tokenising=tokenising.update,
@@ -199,9 +188,28 @@ def _train(
         except OSError as error:
             failure = error
         ended = totals(trainer, begun)
-        crc = _checksum(output, trainer, interrupts) if checksum and not stopped else None
-        stopped = stopped or (checksum and crc is None)
-        summary = _summary(config, trainer, order, first=first, fixed=fixed, ended=ended, crc=crc)
+        crc = None
+        if checksum and not stopped:
+            with output.progress(label="checksum") as progress:
+                crc = records_checksum(
+                    trainer, progress=progress.update, stopped=lambda: interrupts.requested
+                )
+            stopped = crc is None
+        state, exchange = trainer.state, trainer.mesh.exchange_choice
+        summary = RunSummary(
+            config=config,
+            steps=state.position,
+            train_loss=state.train_loss,
+            val_loss=state.val_loss,
+            tokens=config.tokens_per_step * (state.position - first),
+            fixed_resident_bytes=fixed,
+            totals=ended,
+            records_crc32c=crc,
+            tasks=dict(state.tasks),
+            micro_order_reason=order.reason,
+            chunks=trainer.chunks.chosen,
+            exchange=None if exchange is None else f"{exchange.name}: {exchange.value}: {exchange.reason}",
+        )
         if config.sample_tokens and not stopped:
             output.line(f"sample: {_PROMPT}{trainer.sample(_PROMPT, config.sample_tokens)}")
         if failure is not None:
@@ -209,48 +217,6 @@ def _train(
                 output.line(f"ended after step {summary.steps}, committed; continue with --resume")
             raise failure
     return summary, stopped
-
-
-def _summary(
-    config: TrainConfig,
-    trainer: Trainer,
-    order: Decision[MicroOrder],
-    *,
-    first: int,
-    fixed: int,
-    ended: Totals,
-    crc: int | None,
-) -> RunSummary:
-    """The result of a run that began at step ``first``; ``fixed``: bytes of memory besides the host budget."""
-    from tierstore.train.report import RunSummary
-
-    state, exchange = trainer.state, trainer.mesh.exchange_choice
-    return RunSummary(
-        config=config,
-        steps=state.position,
-        train_loss=state.train_loss,
-        val_loss=state.val_loss,
-        tokens=config.tokens_per_step * (state.position - first),
-        fixed_resident_bytes=fixed,
-        totals=ended,
-        records_crc32c=crc,
-        tasks=dict(state.tasks),
-        micro_order_reason=order.reason,
-        chunks=trainer.chunks.chosen,
-        exchange=None if exchange is None else f"{exchange.name}: {exchange.value}: {exchange.reason}",
-    )
-
-
-def _checksum(output: Output, trainer: Trainer, interrupts: Interrupts) -> int | None:
-    """The checksum over the records of all ranks; None if a signal interrupted it."""
-    from tierstore.train.trainer import records_checksum
-
-    with output.progress(label="checksum") as progress:
-        return records_checksum(
-            trainer,
-            progress=progress.update,
-            stopped=lambda: interrupts.requested,
-        )
 
 
 def _steps(
@@ -261,7 +227,7 @@ def _steps(
     sink: TimelineSink,
     interrupts: Interrupts,
 ) -> tuple[bool, OSError | None]:
-    """Train to the last step, until a signal reaches any rank, or until a rank fails to write one of its ``_Files``.
+    """Train to the last step, until a signal reaches any rank, or until a rank fails to write one of its files.
 
     Returns whether the steps ended early, and this rank's error, if any.
     """
@@ -430,7 +396,7 @@ def _show(summary: RunSummary, output: Output) -> None:
                     stall["layer"] if stall["layer"] is not None else "-",
                     stall["tier"],
                     stall["cause"],
-                    _seconds(stall),
+                    format_seconds(float(str(stall["stall_s"]))),
                 )
                 for stall in summary.totals.stalls[:8]
             ],
@@ -443,7 +409,3 @@ def _show(summary: RunSummary, output: Output) -> None:
     output.table(
         "drives", ("directory", "in use", "read", "written", "bandwidth", "share"), drive_rows(summary)
     )
-
-
-def _seconds(stall: Mapping[str, object]) -> str:
-    return format_seconds(float(str(stall["stall_s"])))

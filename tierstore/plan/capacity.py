@@ -18,7 +18,7 @@ from tierstore.dense.layout import DenseBytes, UnitLayout, blocks_held, gather_c
 from tierstore.errors import ConfigError
 from tierstore.hf.manifest import Weights
 from tierstore.hf.spec import HfSpec, pair_parameters
-from tierstore.machine_profile import Evidence
+from tierstore.machine_profile import ASSUMED, Evidence
 from tierstore.model.architecture import Architecture
 from tierstore.model.store_schema import PAIR_SCHEMA, expert_record, quantized_layout
 from tierstore.moe.lora import LoraConfig, LoraTargets, PairShape
@@ -35,8 +35,6 @@ from tierstore.train.vocabulary import VocabularyTables, choose_vocabulary
 
 #: The tiers that hold bytes of a run, fastest first.
 TIERS = (Tier.DEVICE, Tier.HOST, Tier.NVME)
-#: Assumed bytes of an interpreter that has imported torch and tierstore, without a profile.
-PROCESS_BYTES = 330 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +105,6 @@ class ModelUsage:
         return self.use is not Use.SERVE
 
 
-FULL_TRAINING = ModelUsage()
-
-
 def usage_of(spec: HfSpec, use: Use, rank: int, moments: MomentFormat = MomentFormat.FP32) -> ModelUsage:
     """The ModelUsage for ``use``, with LoRA pairs of ``rank`` and moments in the format ``moments``. Raises ConfigError."""
     if use in (Use.FULL, Use.SERVE):
@@ -138,13 +133,13 @@ class Setting:
     model: Architecture
     ranks: Ranks = field(default_factory=Ranks)
     device: DeviceKind = DeviceKind.CPU
-    process_bytes: int = PROCESS_BYTES
+    process_bytes: int = ASSUMED.process_bytes
     process_evidence: Evidence = Evidence.ASSUMED
     #: Memory of the accelerator in bytes; None if unknown.
     device_memory: int | None = None
     #: Size of the training text (``train.files.text_bytes``).
     text_bytes: int = 0
-    usage: ModelUsage = FULL_TRAINING
+    usage: ModelUsage = field(default_factory=ModelUsage)
 
     def __post_init__(self) -> None:
         if self.config.data.batch_size % self.ranks.count and not self.config.tasks:

@@ -118,14 +118,14 @@ def judge(setting: Setting, limits: Limits) -> Verdict:
             None,
             (Shortfall("device_budget", _least_device_budget(setting), setting.config.device_budget),),
         )
-    memory, disk, device = _totals(setting, taken)
+    memory, disk, device = totals(setting, taken)
     held = [("memory", memory, limits.memory), ("disk", disk, limits.disk)]
     if device is not None and limits.device is not None:
         held.append(("device memory", device, limits.device))
     return Verdict(taken, tuple(Shortfall(*item) for item in held if item[1] > item[2]))
 
 
-def _totals(setting: Setting, taken: Capacity) -> tuple[int, int, int | None]:
+def totals(setting: Setting, taken: Capacity) -> tuple[int, int, int | None]:
     """Bytes of host memory, disk and device memory that one rank takes; device None: it shares the host's memory."""
     if setting.device is DeviceKind.CPU:
         return taken.total(Tier.HOST, Tier.DEVICE), taken.total(Tier.NVME), None
@@ -164,7 +164,7 @@ def hardware_for(setting: Setting, limits: Limits) -> Hardware:
     for change in _device_budget(setting, limits):
         changes.append(change)
         setting = change.setting
-    memory, disk, device = _totals(setting, capacity(setting))
+    memory, disk, device = totals(setting, capacity(setting))
     return Hardware(
         changes=tuple(changes),
         shortfalls=judge(setting, limits).shortfalls,

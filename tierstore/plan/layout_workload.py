@@ -28,15 +28,13 @@ from tierstore.parallel.pipeline_degree import (
 from tierstore.plan.capacity import Ranks, Setting, as_configured, capacity
 from tierstore.plan.papers import DivisionBytes, RowBytes
 from tierstore.plan.traffic import Traffic, step_traffic
-from tierstore.plan.workload import StepWorkload
+from tierstore.plan.workload import WEIGHT_BYTES, StepWorkload
 from tierstore.prefetch.operations import Kind, Operation, PassSizes
 from tierstore.prefetch.schedule import MicroPass, Pass
 from tierstore.train.config import TrainConfig
 from tierstore.train.files import MicroOrder
 from tierstore.train.stages import one_forward_one_backward, stage_config
 
-#: Bytes of a row's router weight, and of its gradient: fp32.
-_WEIGHT_BYTES = 4
 #: Bytes of a row count, or of a loss, that ranks exchange.
 _COUNT_BYTES = 8
 
@@ -147,7 +145,7 @@ class LayoutWorkload(StepWorkload):
             top_k=model.architecture.top_k,
         ).rows
         if item.phase is Phase.BACKWARD:  # plus the gradient of each row's weight
-            sent += sent / (model.d_model * model.compute_dtype.itemsize) * _WEIGHT_BYTES
+            sent += sent / (model.d_model * model.compute_dtype.itemsize) * WEIGHT_BYTES
         return LayerPass(Share(0, 0), Share(1, 0), Share(self.setting.together, sent))
 
     def rows(self, item: Pass) -> LayerPass:

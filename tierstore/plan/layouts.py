@@ -32,7 +32,7 @@ from tierstore.plan.layout_workload import (
     stage_workloads,
 )
 from tierstore.plan.predict import simulated
-from tierstore.plan.workload import SETTLED, StepWorkload
+from tierstore.plan.workload import SETTLED
 from tierstore.prefetch.operations import Kind, Resource
 from tierstore.stats import OnProgress, Tier
 from tierstore.train.combinations import check_combination
@@ -273,7 +273,7 @@ def layout_cost(works: Sequence[LayoutWorkload]) -> LayoutCost:
         choice=choice,
         step_s=taken_s,
         bubble_ratio=1 - longest / taken_s,
-        sent=_most([sent_bytes(work) for work in works]),
+        sent=max(map(sent_bytes, works), key=lambda sent: sent.total),
         memory_bytes=max(work.taken.total(Tier.DEVICE, Tier.HOST) for work in works),
         disk_bytes=max(work.taken.total(Tier.NVME) for work in works),
         evidence=profile.evidence.weaker(works[0].traffic.evidence),
@@ -330,7 +330,12 @@ def sent_bytes(work: LayoutWorkload) -> LinkBytes:
         if item.moe_layer is not None and work.choice.ranks.expert > 1:
             moved = work.rows(item)
             rows += round(moved.dispatch.amount + moved.combine.amount)
-    gathers, vocabulary = issued_bytes(work, Kind.GATHER), work.vocabulary_bytes
+    gathers = sum(
+        operation.nbytes
+        for operation in work.operations
+        if operation.kind is Kind.GATHER and operation.position // len(work.passes) == SETTLED
+    )
+    vocabulary = work.vocabulary_bytes
     micro = work.setting.config.data.micro_batches
     passed = micro * work.neighbours * _stage_bytes(work)
     across = {
@@ -367,10 +372,6 @@ def _stage_bytes(work: LayoutWorkload) -> int:
     return work.setting.micro_tokens * model.d_model * model.compute_dtype.itemsize + _BESIDE_BYTES
 
 
-def _most(stages: Sequence[LinkBytes]) -> LinkBytes:
-    return max(stages, key=lambda sent: sent.total)
-
-
 def _numbers(choice: LayoutChoice) -> dict[str, object]:
     ranks = choice.ranks
     return {
@@ -392,13 +393,3 @@ def best_of_each_kind(costs: Sequence[LayoutCost]) -> list[LayoutCost]:
     for cost in costs:
         found.setdefault(cost.choice.ranks, cost)
     return list(found.values())
-
-
-def issued_bytes(workload: StepWorkload, kind: Kind) -> int:
-    """Bytes that the operations of ``kind`` move in one steady-state step."""
-    passes = len(workload.passes)
-    return sum(
-        operation.nbytes
-        for operation in workload.operations
-        if operation.kind is kind and operation.position // passes == SETTLED
-    )

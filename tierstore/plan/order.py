@@ -53,12 +53,6 @@ def order_lines(order: Decision[MicroOrder]) -> list[str]:
     return [order.describe()] if order.facts["micro_batches"] > 1 else []
 
 
-def order_json(order: Decision[MicroOrder]) -> dict[str, object]:
-    """The order, the reason, and the cost of each; a cost is None if not computed or if the budgets are too small."""
-    costs = {name: order.facts[name] for name in ("micro", "layer", "one_larger")}
-    return {"micro_order": order.value, "reason": order.reason, **costs}
-
-
 def order_advice(order: Decision[MicroOrder]) -> str | None:
     """Compare one larger micro-batch with layer order; None if either cost is unknown."""
     layer, whole = order.facts["layer"], order.facts["one_larger"]
@@ -86,7 +80,9 @@ def _decision(
     layer: OrderCost | None = None,
     whole: OrderCost | None = None,
 ) -> Decision[MicroOrder]:
-    """``whole``: one micro-batch of M-fold size with block checkpointing."""
+    """``whole``: one micro-batch of M-fold size with block checkpointing. A cost is None if not computed or if the budgets
+    are too small.
+    """
     facts = {"micro_batches": micro_batches, "micro": micro, "layer": layer, "one_larger": whole}
     return Decision(f"order of {micro_batches} micro-batches", order, reason, facts)
 

@@ -150,7 +150,9 @@ def pass_times(
         + distinct * profile.expert_flops.latency_s
         + 2.0 * model.expert_numel * tokens * model.top_k / profile.expert_flops.per_s
     )
-    load_s = _load_s(model, sizes, profile, copy or profile.copy)
+    missed = 1.0 - min(1.0, sizes.host / model.total)
+    copy_s = (copy or profile.copy).seconds(model.expert_bytes)
+    load_s = max(copy_s, missed * profile.disk_read.seconds(model.expert_bytes))  # of one expert
     resident = min(1.0, sizes.device / model.total) if facts.resident is None else facts.resident
     missing_s = (1.0 - resident) * distinct * load_s
     guessed = facts.guessed or 0.0
@@ -161,12 +163,6 @@ def pass_times(
         ring_s=_ring_s(model, sizes.ring_layers, compute_s, model.experts * load_s),
         sparse_s=sparse_s,
     )
-
-
-def _load_s(model: ServedLayers, sizes: ExpertMemorySizes, profile: Profile, copy: Cost) -> float:
-    """Seconds to load one expert."""
-    missed = 1.0 - min(1.0, sizes.host / model.total)
-    return max(copy.seconds(model.expert_bytes), missed * profile.disk_read.seconds(model.expert_bytes))
 
 
 def _ring_s(model: ServedLayers, ring_layers: int, compute_s: float, layer_s: float) -> float | None:

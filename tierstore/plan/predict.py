@@ -2,7 +2,7 @@
 
 A discrete-event simulation of the schedule's operations.
 
-Each resource has one server (or ``widths`` of them), which processes one operation at a time, without preemption.
+Each resource has one server, which processes one operation at a time, without preemption.
 Computation and collectives run in program order: one thread computes, and every rank must issue collectives in the same
 order. Copies, the disk and the engine's threads serve ready operations, the first ready first.
 
@@ -70,21 +70,20 @@ def simulate(
     operations: Sequence[Operation],
     seconds: Callable[[Operation], float],
     *,
-    widths: Mapping[Resource, int] | None = None,
     disciplines: Mapping[Resource, Discipline] = DISCIPLINES,
 ) -> Run:
     """Simulate ``operations``: each takes ``seconds`` of a server of its resource, once the operations in its ``after`` have
     ended. Raises ValueError if an operation depends on a later one.
     """
-    return _Simulation(operations, seconds, widths or {}, disciplines).run()
+    return _Simulation(operations, seconds, disciplines).run()
 
 
 @dataclass
 class _Server:
-    """A resource with ``free`` idle servers. ``queue``: the waiting operations, in service order."""
+    """The server of a resource. ``queue``: the waiting operations, in service order."""
 
     discipline: Discipline
-    free: int
+    busy: bool = False
     program: list[int] = field(default_factory=list)
     served: int = 0
     queue: list[tuple[float, int]] = field(default_factory=list)
@@ -96,12 +95,11 @@ class _Simulation:
         self,
         operations: Sequence[Operation],
         seconds: Callable[[Operation], float],
-        widths: Mapping[Resource, int],
         disciplines: Mapping[Resource, Discipline],
     ) -> None:
         self._operations = operations
         self._seconds = seconds
-        self._servers = {r: _Server(disciplines[r], widths.get(r, 1)) for r in Resource}
+        self._servers = {r: _Server(disciplines[r]) for r in Resource}
         self._followers: list[list[int]] = [[] for _ in operations]
         self._missing = [len(operation.after) for operation in operations]
         self._begun = [0.0] * len(operations)
@@ -138,7 +136,7 @@ class _Simulation:
 
     def _end(self, index: int, now: float) -> None:
         server = self._servers[self._operations[index].resource]
-        server.free += 1
+        server.busy = False
         server.last_ended = index
         for follower in self._followers[index]:
             self._missing[follower] -= 1
@@ -147,8 +145,8 @@ class _Simulation:
 
     def _dispatch(self, now: float) -> None:
         for server in self._servers.values():
-            while server.free and (index := self._next(server)) is not None:
-                server.free -= 1
+            if not server.busy and (index := self._next(server)) is not None:
+                server.busy = True
                 ready = self._ready_at[index]
                 if ready is not None and ready < now:  # it waited for its server
                     self._cause[index] = server.last_ended

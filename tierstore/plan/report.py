@@ -36,8 +36,9 @@ from tierstore.plan.fitting import (
     hardware_for,
     judge,
     shortest_remedy,
+    totals,
 )
-from tierstore.plan.order import compare_orders, in_order, order_json
+from tierstore.plan.order import compare_orders, in_order
 from tierstore.plan.papers import PaperBytes, TensorCosts, paper_bytes, tensor_costs
 from tierstore.plan.predict import Prediction, predict
 from tierstore.plan.presets import Preset
@@ -57,7 +58,6 @@ _STATE_BYTES = 16
 class UsePlan:
     """One use of a model on one rank. ``prediction``: of a step or a forward pass; None if the budgets are too small."""
 
-    use: Use
     setting: Setting
     verdict: Verdict
     prediction: Prediction | None
@@ -79,7 +79,7 @@ class UsePlan:
     def as_json(self) -> dict[str, object]:
         """The use as JSON, with units in the keys."""
         return {
-            "use": self.use,
+            "use": self.setting.usage.use,
             "fits": self.verdict.fits,
             "shortfalls": _shortfalls(self.verdict.shortfalls),
             "memory_bytes": self.memory,
@@ -157,13 +157,13 @@ def plan_uses(setting: Setting, limits: Limits, profile: Profile, rank: int) -> 
 def _plan_use(setting: Setting, limits: Limits, profile: Profile) -> UsePlan:
     verdict = judge(setting, limits)
     if verdict.capacity is None:
-        return UsePlan(setting.usage.use, setting, verdict, None)
+        return UsePlan(setting, verdict, None)
     token = None
     if not setting.usage.trains:
         sequences = setting.config.data.batch_size // setting.ranks.count
         one = replace(setting, usage=replace(setting.usage, tokens=sequences))
         token = predict(one, profile)
-    return UsePlan(setting.usage.use, setting, verdict, predict(setting, profile, verdict.capacity), token)
+    return UsePlan(setting, verdict, predict(setting, profile, verdict.capacity), token)
 
 
 def _pairs(lora: Setting, limits: Limits) -> PairsPlan:
@@ -171,15 +171,14 @@ def _pairs(lora: Setting, limits: Limits) -> PairsPlan:
     assert usage.pairs is not None
     resident = _STATE_BYTES * usage.pairs.numel * lora.records
     least = replace(lora, config=replace(lora.config, host_budget=lora.least_host_budget, device_budget=0))
-    taken = capacity(least)
-    tiers = (Tier.HOST, Tier.DEVICE) if lora.device is DeviceKind.CPU else (Tier.HOST,)
+    memory, _, _ = totals(least, capacity(least))
     return PairsPlan(
         rank_count=usage.rank,
         attention_parameters_count=sum(usage.attention),
         expert_parameters_count=usage.pairs.numel * lora.model.records,
         resident_bytes=resident,
         record_bytes=extent_bytes(usage.pairs, lora.records, lora.config.retain),
-        fits_in_memory=taken.total(*tiers) + resident <= limits.memory,
+        fits_in_memory=memory + resident <= limits.memory,
     )
 
 
@@ -276,7 +275,12 @@ class Plan:
                 "traffic_evidence": made.traffic.evidence,
                 "active_ratio": made.traffic.active,
             },
-            "order": self.order and order_json(self.order),
+            "order": self.order
+            and {
+                "micro_order": self.order.value,
+                "reason": self.order.reason,
+                **{name: self.order.facts[name] for name in ("micro", "layer", "one_larger")},
+            },
             "pipeline_degree": made
             and made.degrees
             and {
@@ -378,8 +382,7 @@ def machine_limits(
     if memory is None:
         memory = machine.memory().usable_bytes
     if disk is None:
-        store = store.absolute()
-        disk = machine.disk(next(path for path in [store, *store.parents] if path.exists())).free_bytes
+        disk = machine.disk(machine.existing_parent(store)).free_bytes
     return Limits(memory // sharing, disk // sharing, device, sharing=sharing)
 
 

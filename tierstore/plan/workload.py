@@ -45,8 +45,8 @@ from tierstore.tiers.slots import DeviceKind
 STEPS, SETTLED = 3, 1
 #: The most experts of a pass, and of a step, simulated one by one; more experts are grouped into that many equal parts.
 _MOST_OF_A_PASS, _MOST_OF_A_STEP = 16, 256
-#: Bytes of a router weight that travels with a row.
-_WEIGHT_BYTES = 4
+#: Bytes of a router weight that travels with a row, and of its gradient: fp32.
+WEIGHT_BYTES = 4
 #: Bytes per parameter that AdamW touches: weight, exp_avg and exp_avg_sq read and written, the gradient read.
 _STEP_BYTES = 28
 
@@ -158,7 +158,7 @@ class StepWorkload:
             found = backward_pass(
                 rows_bytes,
                 0.0,
-                weights_bytes=rows * _WEIGHT_BYTES,
+                weights_bytes=rows * WEIGHT_BYTES,
                 inputs=Inputs.SAVED if config.keeps_activations else Inputs.SENT_AGAIN,
                 gradients=WeightGradients.AT_TOKENS if outputs else WeightGradients.AT_EXPERTS,
             )

@@ -193,20 +193,15 @@ def capacity_option(*, multiple: bool) -> Callable[[F], F]:
     )
 
 
-def html_option(command: F) -> F:
-    """``--html FILE``: write an HTML report."""
-    return click.option("--html", type=output_file(OutputKind.PAGE), help="Write an HTML report.")(command)
-
-
-def pin_option(command: F) -> F:
-    """``--pin``, repeatable; the command gets the argument ``pins``."""
-    return click.option(
-        "--pin",
-        "pins",
-        multiple=True,
-        metavar="LAYER:EXPERT,..",
-        help="Records to pin in the cache once loaded, by layer and index in it; repeat for several.",
-    )(command)
+html_option = click.option("--html", type=output_file(OutputKind.PAGE), help="Write an HTML report.")
+#: The command gets the argument ``pins``.
+pin_option = click.option(
+    "--pin",
+    "pins",
+    multiple=True,
+    metavar="LAYER:EXPERT,..",
+    help="Records to pin in the cache once loaded, by layer and index in it; repeat for several.",
+)
 
 
 def specs_of(requests: Requests, policies: tuple[str, ...], default: tuple[str, ...]) -> list[PolicySpec]:

@@ -109,6 +109,7 @@ def _show_remarks(outcomes: Sequence[Outcome], output: Output) -> None:
 
 
 def _costs(outcome: Outcome) -> tuple[str, ...]:
+    policy_s, requests = outcome.policy_s, outcome.requests
     return (
         f"{outcome.miss_ratio:.4f}"
         + (f", {outcome.not_admitted} not admitted" if outcome.not_admitted else ""),
@@ -117,7 +118,7 @@ def _costs(outcome: Outcome) -> tuple[str, ...]:
         "-" if outcome.stall_s_per_step is None else format_seconds(outcome.stall_s_per_step),
         "-" if outcome.drive_writes_per_day is None else f"{outcome.drive_writes_per_day:.3g}",
         _years(outcome.drive_life_years),
-        _each(outcome.policy_s, outcome.requests),
+        "-" if policy_s is None or not requests else f"{policy_s / requests * 1e9:.0f} ns",
     )
 
 
@@ -125,10 +126,6 @@ def _years(years: float | None) -> str:
     if years is None or math.isinf(years):
         return "-"
     return f"{years:.3g} y"
-
-
-def _each(seconds: float | None, requests: int) -> str:
-    return "-" if seconds is None or not requests else f"{seconds / requests * 1e9:.0f} ns"
 
 
 def show_assumptions(machine: Machine, replayed: str, output: Output) -> None:
@@ -215,10 +212,6 @@ def tuning_json(tuning: Tuning, frame_bytes: int) -> dict[str, object]:
     }
 
 
-def _replayed_with(scored: str) -> str:
-    return scored if scored == NO_LOOKAHEAD else f"with {scored}"
-
-
 def show_tuning(tuning: Tuning, frame_bytes: int, output: Output) -> None:
     """Show the advice, the outcomes on the rest of the trace, the verdict and the configuration."""
     result = tuning.result
@@ -233,9 +226,10 @@ def show_tuning(tuning: Tuning, frame_bytes: int, output: Output) -> None:
         for candidate, outcome in tuning.ranked
     ]
     size = format_bytes(result.chosen.capacity_frames * frame_bytes)
+    replayed = result.scored if result.scored == NO_LOOKAHEAD else f"with {result.scored}"
     title = (
         f"with {size}, {result.chosen.capacity_fraction:.1%}, on the {result.chosen.steps} steps after the first "
-        f"{result.tuned_steps}, {_replayed_with(result.scored)}; best first"
+        f"{result.tuned_steps}, {replayed}; best first"
     )
     output.table(title, ("policy", "scope", *_COSTS, ""), rows)
     _show_remarks([outcome for _, outcome in tuning.ranked], output)
