@@ -36,7 +36,7 @@ from tierstore.moe.computing import ExpertPass, Weighting, compute_experts
 from tierstore.moe.config import ExpertShape, SaveActivations
 from tierstore.moe.dispatch import dispatch
 from tierstore.moe.exchange import ExchangedRows, rows_of
-from tierstore.moe.source import PipelineDegrees, Pipelining, SourceSlot
+from tierstore.moe.source import ExpertSourceRef, PipelineDegrees, Pipelining
 from tierstore.parallel import Channel, Collective, Mesh, Work
 from tierstore.parallel.config import ParallelConfig
 from tierstore.parallel.launching import launch
@@ -191,7 +191,7 @@ class Passes:
         """
         self._link.link, self._link.timeline = open_link(link), timeline or NullTimeline()
         world, experts = self._mesh.data.size, EXPERTS * self._mesh.data.size
-        slot = SourceSlot(Pipelining(timeline))
+        slot = ExpertSourceRef(Pipelining(timeline))
         shape = ExpertShape(ROW_BYTES // 4, HIDDEN)
         slot.target = SleepingExperts(shape, self._device)
         self._device.speed = layer.machine.speed

@@ -1447,7 +1447,7 @@ def simulate(
     | None = None,
     pinned: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu", writable=False)]
     | None = None,
-    askers: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu", writable=False)]
+    requesters: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu", writable=False)]
     | None = None,
     *,
     policy: str,
@@ -1464,7 +1464,7 @@ def simulate(
     """
     A policy (or one that knows the future: Belady 1966) over columns: event i asks for ``entries[offsets[i]:offsets[i + 1]]``.
 
-    ``writes`` and ``askers`` (which sequences ask, a bit each) are by request; ``layers``, ``phases`` and ``steps`` (non-decreasing) are by event; ``sizes``
+    ``writes`` and ``requesters`` (which sequences ask, a bit each) are by request; ``layers``, ``phases`` and ``steps`` (non-decreasing) are by event; ``sizes``
     (frames; 1 each), ``entry_layers``, ``records`` (which entries are of one record; each of its own), ``groups``
     (which of its record's an entry is; its place among neighbours), ``bytes`` (1 a frame) and ``pinned`` (never
     leaves once resident) are by entry, entries being numbered from 0. Counts exactly what a Residency of this

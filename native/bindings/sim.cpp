@@ -147,10 +147,10 @@ void bind_sim(nb::module_& m) {
         "simulate",
         [](Column<std::uint64_t> offsets, Column<std::uint32_t> entries, Bytes writes, Words layers,
            Bytes phases, Words steps, Words sizes, Words entry_layers, Words records, Bytes groups,
-           std::optional<Column<std::uint64_t>> bytes, Bytes pinned, Bytes askers, const std::string& policy,
-           const PolicyOptions& policy_options, std::uint64_t capacity, Scope scope,
-           const std::vector<std::uint64_t>& quotas, Contract contract, std::uint64_t warmup, Detail detail,
-           GroupOrder order, Oversized oversized) {
+           std::optional<Column<std::uint64_t>> bytes, Bytes pinned, Bytes requesters,
+           const std::string& policy, const PolicyOptions& policy_options, std::uint64_t capacity,
+           Scope scope, const std::vector<std::uint64_t>& quotas, Contract contract, std::uint64_t warmup,
+           Detail detail, GroupOrder order, Oversized oversized) {
             const std::size_t asked = entries.shape(0);
             const RequestColumns requests{.offsets = span_of(offsets),
                                           .entries = span_of(entries),
@@ -164,7 +164,7 @@ void bind_sim(nb::module_& m) {
                                           .groups = column_or_none(groups, "groups", asked),
                                           .bytes = column_or_none(bytes, "bytes", asked),
                                           .pinned = column_or_none(pinned, "pinned", asked),
-                                          .askers = column_or_none(askers, "askers", asked)};
+                                          .requesters = column_or_none(requesters, "requesters", asked)};
             const SimulationOptions options{.policy = policy,
                                             .policy_options = policy_options,
                                             .make = &make_policy_without_gil,
@@ -188,14 +188,14 @@ void bind_sim(nb::module_& m) {
         "steps"_a.noconvert().none() = nb::none(), "sizes"_a.noconvert().none() = nb::none(),
         "entry_layers"_a.noconvert().none() = nb::none(), "records"_a.noconvert().none() = nb::none(),
         "groups"_a.noconvert().none() = nb::none(), "bytes"_a.noconvert().none() = nb::none(),
-        "pinned"_a.noconvert().none() = nb::none(), "askers"_a.noconvert().none() = nb::none(), nb::kw_only(),
-        "policy"_a, "options"_a = PolicyOptions{}, "capacity_frames"_a, "scope"_a = Scope::GLOBAL,
-        "layer_quotas"_a = std::vector<std::uint64_t>{}, "contract"_a = Contract::ATOMIC,
-        "warmup_events"_a = 0, "detail"_a = Detail::STEPS, "group_order"_a = GroupOrder::RESIDENT_FIRST,
-        "oversized"_a = Oversized::REFUSE,
+        "pinned"_a.noconvert().none() = nb::none(), "requesters"_a.noconvert().none() = nb::none(),
+        nb::kw_only(), "policy"_a, "options"_a = PolicyOptions{}, "capacity_frames"_a,
+        "scope"_a = Scope::GLOBAL, "layer_quotas"_a = std::vector<std::uint64_t>{},
+        "contract"_a = Contract::ATOMIC, "warmup_events"_a = 0, "detail"_a = Detail::STEPS,
+        "group_order"_a = GroupOrder::RESIDENT_FIRST, "oversized"_a = Oversized::REFUSE,
         R"(A policy (or one that knows the future: Belady 1966) over columns: event i asks for ``entries[offsets[i]:offsets[i + 1]]``.
 
-``writes`` and ``askers`` (which sequences ask, a bit each) are by request; ``layers``, ``phases`` and ``steps`` (non-decreasing) are by event; ``sizes``
+``writes`` and ``requesters`` (which sequences ask, a bit each) are by request; ``layers``, ``phases`` and ``steps`` (non-decreasing) are by event; ``sizes``
 (frames; 1 each), ``entry_layers``, ``records`` (which entries are of one record; each of its own), ``groups``
 (which of its record's an entry is; its place among neighbours), ``bytes`` (1 a frame) and ``pinned`` (never
 leaves once resident) are by entry, entries being numbered from 0. Counts exactly what a Residency of this

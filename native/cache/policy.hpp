@@ -35,7 +35,7 @@ struct AccessInfo {
     std::uint32_t layer;
     std::span<const EntryId> entries;
     std::span<const std::uint8_t>
-        askers;  // for each entry, the sequences whose last token requests it, a bit each; empty: unknown
+        requesters;  // for each entry, the sequences whose last token requests it, a bit each; empty: unknown
 };
 
 // What a policy may know of entries when it chooses: their size, and whether they are evictable.

@@ -143,7 +143,7 @@ void Residency::check_units(std::uint32_t layer, std::span<const std::uint32_t> 
         const std::uint16_t need = bits(flags[i], kNeedShift);
         const std::uint16_t touched = bits(flags[i], kDirtyShift) | bits(flags[i], kDropShift);
         if (need == 0 || (touched & ~need) != 0 ||
-            (check != Check::ACCESS && flags[i] >> kAskersShift != 0)) {
+            (check != Check::ACCESS && flags[i] >> kSequencesShift != 0)) {
             throw std::invalid_argument("record " + std::to_string(records[i]) + ": flags " +
                                         std::to_string(flags[i]) +
                                         " must need a group, and dirty or drop only what they need");
@@ -241,18 +241,18 @@ void Residency::serve_residents_first() {
 void Residency::announce(Phase phase, std::span<const std::uint32_t> records,
                          std::span<const std::uint16_t> flags) {
     announced_.clear();
-    askers_.clear();
+    requesters_.clear();
     bool any = false;
     for (std::size_t i = 0; i < records.size(); ++i) {
         each_needed(records[i], flags[i], [&](EntryId entry) {
             announced_.push_back(entry);
-            askers_.push_back(static_cast<std::uint8_t>(flags[i] >> kAskersShift));
+            requesters_.push_back(static_cast<std::uint8_t>(flags[i] >> kSequencesShift));
         });
-        any = any || flags[i] >> kAskersShift != 0;
+        any = any || flags[i] >> kSequencesShift != 0;
     }
-    if (!any) askers_.clear();
+    if (!any) requesters_.clear();
     for (Domain& domain : domains_)
-        domain.policy->access(AccessInfo{phase, access_layer_, announced_, askers_});
+        domain.policy->access(AccessInfo{phase, access_layer_, announced_, requesters_});
 }
 
 void Residency::refuse_capacity(const Domain& domain, std::uint64_t added) const {

@@ -51,7 +51,7 @@ enum class StepClock : std::uint8_t { STEPS, ACCESSES, LATE_ACCESSES };
 // Flags of a unit: what an access does with one record. `dirty` and `drop` only for groups that it needs.
 inline constexpr std::uint16_t kNeedShift = 0, kDirtyShift = 3, kDropShift = 6;
 // Above them, in an access: the sequences of a batch that request the record, a bit each (the caller numbers them).
-inline constexpr std::uint16_t kAskersShift = 9;
+inline constexpr std::uint16_t kSequencesShift = 9;
 inline constexpr std::uint16_t kGroupMask = 7;
 
 struct Decided {
@@ -281,9 +281,9 @@ private:
     std::vector<std::uint32_t> unit_at_;
     std::vector<std::uint32_t> place_of_;  // by unit
     std::vector<std::uint32_t> bounds_{0};
-    std::vector<EntryId> victims_;      // scratch
-    std::vector<EntryId> announced_;    // scratch
-    std::vector<std::uint8_t> askers_;  // scratch: of what is announced
+    std::vector<EntryId> victims_;          // scratch
+    std::vector<EntryId> announced_;        // scratch
+    std::vector<std::uint8_t> requesters_;  // scratch: of what is announced
     ResidencyStats stats_;
 };
 

@@ -80,7 +80,7 @@ std::uint32_t check_columns(const RequestColumns& requests) {
     check_offsets(requests);
     const std::size_t events = requests.events();
     expect_length("writes", requests.writes.size(), requests.entries.size(), "entry asked for");
-    expect_length("askers", requests.askers.size(), requests.entries.size(), "entry asked for");
+    expect_length("requesters", requests.requesters.size(), requests.entries.size(), "entry asked for");
     expect_length("layers", requests.layers.size(), events, "event");
     expect_length("phases", requests.phases.size(), events, "event");
     expect_length("steps", requests.steps.size(), events, "event");

@@ -40,7 +40,7 @@ void Replay::finish() {
 
 // With another capacity there may be fewer groups than there were: then the last one stands for the rest.
 void Replay::advance_to(std::uint32_t at) {
-    if (residency_.options().order == GroupOrder::GIVEN) return advance_unit_by_unit(at);
+    if (unit_by_unit_) return advance_unit_by_unit(at);
     const std::uint32_t groups = residency_.group_count();
     const std::uint32_t wanted = at / 2 < groups ? at / 2 : groups;
     const bool open = at % 2 == 0;
@@ -51,7 +51,7 @@ void Replay::advance_to(std::uint32_t at) {
     if (!open && residency_.group_open()) end_group();
 }
 
-// Where every unit ends by itself, a group is over when its units are, wherever the recorded run cut its groups.
+// A group is over when its units are, wherever the recorded run cut its groups.
 void Replay::advance_unit_by_unit(std::uint32_t at) {
     const bool open = at % 2 == 0;
     const bool moved = at / 2 != group_;
@@ -66,7 +66,7 @@ void Replay::end_group() { residency_.end_group(decided_); }
 
 void Replay::end_units(std::span<const std::uint32_t> units) {
     for (const std::uint32_t unit : units) {
-        while (residency_.options().order == GroupOrder::GIVEN && residency_.access_open() &&
+        while (unit_by_unit_ && residency_.access_open() &&
                (!residency_.group_open() || residency_.group_ended())) {
             if (residency_.group_open()) end_group();
             if (residency_.access_open()) residency_.next_group(decided_, ahead_);
@@ -106,7 +106,10 @@ void Replay::apply(EventKind kind, Phase phase, std::uint32_t layer, std::span<c
         case EventKind::END_UNIT: end_units(records); break;
         case EventKind::END_STEP: residency_.end_step(); break;
         case EventKind::ADD: add(records); break;
-        case EventKind::KEEP: residency_.keep(records, flags); break;
+        case EventKind::KEEP:
+            unit_by_unit_ = true;
+            residency_.keep(records, flags);
+            break;
         case EventKind::RELEASE: residency_.release(records, flags); break;
     }
 }

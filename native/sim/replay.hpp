@@ -44,7 +44,8 @@ private:
     Residency& residency_;
     std::uint32_t first_late_;
     std::vector<RecordInfo> late_;
-    std::uint32_t group_ = 0;  // of the recorded run, in the open access
+    bool unit_by_unit_ = false;  // each unit ends by itself, as with a device's slots: there was a KEEP
+    std::uint32_t group_ = 0;    // of the recorded run, in the open access
     std::uint64_t events_ = 0;
     Decided decided_;
     Decided ahead_;

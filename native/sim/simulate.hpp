@@ -39,7 +39,7 @@ struct RequestColumns {
     std::span<const std::uint8_t> groups{};  // by entry: its group in its record; its place among neighbours
     std::span<const std::uint64_t> bytes{};  // by entry; its frames
     std::span<const std::uint8_t> pinned{};  // by entry: non-zero never leaves once resident; none is
-    std::span<const std::uint8_t> askers{};  // by request: the requesting sequences, a bit each; unknown
+    std::span<const std::uint8_t> requesters{};  // by request: the requesting sequences, a bit each; unknown
     std::size_t events() const { return offsets.empty() ? 0 : offsets.size() - 1; }
 };
 

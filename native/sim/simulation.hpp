@@ -373,7 +373,7 @@ private:
         const Phase phase =
             requests_.phases.empty() ? Phase::FORWARD : static_cast<Phase>(requests_.phases[event_]);
         AccessInfo info{phase, layer_, requests_.entries.subspan(begin, end - begin), {}};
-        if (!requests_.askers.empty()) info.askers = requests_.askers.subspan(begin, end - begin);
+        if (!requests_.requesters.empty()) info.requesters = requests_.requesters.subspan(begin, end - begin);
         for (Cache& cache : caches_) cache.policy->access(info);
     }
 

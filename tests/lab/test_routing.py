@@ -7,8 +7,8 @@ import pytest
 
 from tierstore.lab.routing import (
     decode_tokens,
-    expert_askers,
     expert_masks,
+    expert_requesters,
     sequence_numbers,
     step_blocks,
 )
@@ -43,10 +43,10 @@ def test_numbers_of_sequences_by_hand():
     assert sequence_numbers(lengths, 2).tolist() == [[0, 1], [0, 1], [2, 1], [2, 3]]
 
 
-def test_askers_of_a_block():
+def test_requesters_of_a_block():
     topk = np.array([[[0, 2]], [[2, 1]], [[3, 0]]])
-    askers = expert_askers(topk, np.array([[0, 1], [1, 2]]), np.array([[0, 1], [1, 6]], np.uint8), 4)
-    assert askers[:, 0].tolist() == [[1, 2, 3, 0], [64, 2, 2, 64]]
+    requesters = expert_requesters(topk, np.array([[0, 1], [1, 2]]), np.array([[0, 1], [1, 6]], np.uint8), 4)
+    assert requesters[:, 0].tolist() == [[1, 2, 3, 0], [64, 2, 2, 64]]
 
 
 @pytest.mark.parametrize("sequences", [1, 3, 6, 9])

@@ -31,7 +31,7 @@ from tierstore.moe import (
 )
 from tierstore.moe.dispatch import dispatch
 from tierstore.moe.exchange import Arrival, ExchangedRows, RowChunk, expert_groups
-from tierstore.moe.source import PipelineDegrees, SourceSlot
+from tierstore.moe.source import ExpertSourceRef, PipelineDegrees
 from tierstore.parallel import Mesh, RankEnvironment, RankGroup, Work
 
 WIDTH = 16
@@ -54,7 +54,7 @@ def _pass(mesh: Mesh, tokens: list[int], dtype: torch.dtype, options: Found, tim
     shape = ExpertShape(WIDTH, 24)
     source = InMemoryExperts(shape, layers=[3], experts=experts, compute=dtype, replicas=mesh.replica)
     config = RouterConfig(**options)
-    slot = SourceSlot()
+    slot = ExpertSourceRef()
     slot.target, slot.pipelining.degrees = source, degrees
     layer = MoELayer(config, shape, slot, layer=3, seed=1, save_activations=save, mesh=mesh)
     generator = torch.Generator().manual_seed(9)

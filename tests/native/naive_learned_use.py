@@ -124,13 +124,13 @@ class NaiveModel:
 
 
 class NaiveLearnedUse(NaiveNextUse):
-    """``askers`` maps the next access's entries to the sequences that ask, a bit each. The walk is next-use's."""
+    """``requesters`` maps the next access's entries to the sequences that ask, a bit each. The walk is next-use's."""
 
     def __init__(self, capacity, frames, price=0.012, later=0.4, **model):
         super().__init__(capacity, frames)
         self.price, self.later, self.options, self.model = price, later, model, None
         self.turns, self.before, self.heard, self.told = 1, 0, {}, False
-        self.value, self.askers = {}, {}
+        self.value, self.requesters = {}, {}
 
     def access(self, phase, layer, entries):
         kind = self.enter(phase, layer)
@@ -147,8 +147,8 @@ class NaiveLearnedUse(NaiveNextUse):
             sizes = {of: len(self.entries(of)) for of in set(self.layers.values()) if self.entries(of)}
             self.model = NaiveModel(sizes, **self.options)
         used = {}
-        said = any(self.askers.values())
-        asked = {place: self.askers.get(e, 0) for place, e in enumerate(mine) if e in self.pending}
+        said = any(self.requesters.values())
+        asked = {place: self.requesters.get(e, 0) for place, e in enumerate(mine) if e in self.pending}
         self.told = self.told or (said and all(asked.values()))
         for place, who in asked.items():
             for sequence in [s for s in range(7) if who >> s & 1] if said else [ALONE]:

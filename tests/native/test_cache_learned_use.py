@@ -34,13 +34,13 @@ class Batch:
         """``chosen`` maps sequences (``NOBODY``: it is not said which) to experts. Returns the (layer, expert) that were
         evicted, in order.
         """
-        askers: dict[int, int] = {}
+        requesters: dict[int, int] = {}
         for sequence, experts in chosen.items():
             for expert in experts:
                 record = layer * self.experts + expert
-                askers[record] = askers.get(record, 0) | (0 if sequence == NOBODY else 1 << sequence)
-        records = sorted(askers)
-        flags = [1 | askers[record] << 9 for record in records]
+                requesters[record] = requesters.get(record, 0) | (0 if sequence == NOBODY else 1 << sequence)
+        records = sorted(requesters)
+        flags = [1 | requesters[record] << 9 for record in records]
         groups, _ = self.core.begin_access(
             FORWARD, layer, np.array(records, np.uint32), np.array(flags, np.uint16)
         )
@@ -48,18 +48,18 @@ class Batch:
         kinds, entries = self.core.next_group()[1]
         self.core.end_group()
         self.misses += int((kinds == Decision.FETCH).sum())
-        self.follow(layer, {4 * record: askers[record] for record in records}, kinds, entries.tolist())
+        self.follow(layer, {4 * record: requesters[record] for record in records}, kinds, entries.tolist())
         return [
             divmod(e // 4, self.experts)
             for e, kind in zip(entries.tolist(), kinds, strict=True)
             if kind == Decision.EVICT
         ]
 
-    def follow(self, layer, askers, kinds, entries):
+    def follow(self, layer, requesters, kinds, entries):
         """The naive policy names the same victims, one after another, to the bit."""
-        self.naive.askers = askers
-        self.naive.access(FORWARD, layer, list(askers))
-        free = set(self.naive.resident) - set(askers)
+        self.naive.requesters = requesters
+        self.naive.access(FORWARD, layer, list(requesters))
+        free = set(self.naive.resident) - set(requesters)
         for entry, kind in zip(entries, kinds, strict=True):
             if kind == Decision.EVICT:
                 assert self.naive.victims(free, 1) == [entry]
@@ -149,7 +149,7 @@ def test_what_nobody_goes_on_from_goes_first():
     assert batch.misses == misses
 
 
-def test_askers_belong_to_accesses():
+def test_requesters_belong_to_accesses():
     core = _native.Residency(4, policy="learned-use", lookahead_frames=2)
     core.add_record(0, [1, 0, 0], [1, 0, 0], 1)
     with pytest.raises(ValueError, match="flags"):
@@ -176,14 +176,14 @@ def test_every_victim_is_the_naive_one(data):
 
 def test_the_simulator_decides_the_same():
     random = np.random.default_rng(1)
-    batch, asked, askers, layers = Batch(9, 3, 6), [], [], []
+    batch, asked, requesters, layers = Batch(9, 3, 6), [], [], []
     for _ in range(15):
         for layer in range(3):
             chosen = {s: set(random.choice(6, 2, replace=False).tolist()) for s in (0, 4)}
             batch.ask(layer, chosen)
             of = {e: sum(1 << s for s in chosen if e in chosen[s]) for e in set().union(*chosen.values())}
             asked.append([layer * 6 + e for e in sorted(of)])
-            askers += [of[e] for e in sorted(of)]
+            requesters += [of[e] for e in sorted(of)]
             layers.append(layer)
     offsets, entries = columns(asked)
     found = {}
@@ -193,7 +193,7 @@ def test_the_simulator_decides_the_same():
             entries,
             layers=np.array(layers, np.uint32),
             entry_layers=np.arange(18, dtype=np.uint32) // 6,
-            askers=np.array(askers, np.uint8) if told else None,
+            requesters=np.array(requesters, np.uint8) if told else None,
             policy="learned-use",
             capacity_frames=9,
         )["misses"]

@@ -14,10 +14,10 @@ from tierstore.hf.experts import ExpertLayer, ExpertLoads, bind
 from tierstore.hf.loading import build_module, parse_config
 from tierstore.model.config import ComputeDtype, ModelConfig
 from tierstore.model.transformer import Transformer
-from tierstore.moe.source import ExpertLease, ExpertSource, InMemoryExperts, SourceSlot
+from tierstore.moe.source import ExpertLease, ExpertSource, ExpertSourceRef, InMemoryExperts
 from tierstore.prefetch.predictor import Counts
 from tierstore.prefetch.program import GuessCounts
-from tierstore.serve.batch import BatchRunner, MeetingPasses
+from tierstore.serve.batch import BatchRunner, LockstepPasses
 from tierstore.serve.experts import ServingPhase
 from tierstore.serve.model import BuiltInModel, ServedModel, WrappedModel
 
@@ -37,8 +37,8 @@ class MemoryExperts:
     def begin(self, phase: ServingPhase, tokens: int) -> None:
         self.begun.append((phase, tokens))
 
-    def tell_askers(self, askers: Mapping[int, int]) -> None:
-        self.told.append(dict(askers))
+    def set_requesters(self, requesters: Mapping[int, int]) -> None:
+        self.told.append(dict(requesters))
 
     def forward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
         self.asked.append((layer, tuple(experts)))
@@ -71,11 +71,11 @@ class MemoryExperts:
 class Served:
     """A model, its experts and where its passes meet: what runners are made of."""
 
-    def __init__(self, model: ServedModel, experts: MemoryExperts, slot: SourceSlot) -> None:
+    def __init__(self, model: ServedModel, experts: MemoryExperts, slot: ExpertSourceRef) -> None:
         self.model = model
         self.experts = experts
         slot.target = experts
-        self.passes = MeetingPasses(slot)
+        self.passes = LockstepPasses(slot)
 
     def runner(self, kind: type[BatchRunner], *, sequences: int = 8) -> BatchRunner:
         return kind(self.model, self.experts, self.passes, sequences=sequences)
@@ -92,7 +92,7 @@ def wrapped(
     """transformers' own model, and the same served, with these keys ``written`` into its config.json."""
     config = make_config(family, **options)
     plain = plain_model(config, dtype).eval()
-    slot = SourceSlot()
+    slot = ExpertSourceRef()
     loaded = build_module(parse_config({**json.loads(config.to_json_string()), **(written or {})}), dtype)
     copy_dense(plain, loaded)
     for number, module in loaded.experts_at.items():
@@ -115,7 +115,7 @@ def built_in(compute: ComputeDtype = ComputeDtype.FP32, *, context: int = 0) -> 
         top_k=2,
         compute_dtype=compute,
     )
-    slot = SourceSlot()
+    slot = ExpertSourceRef()
     model = Transformer(config, slot).eval()
     source = InMemoryExperts(
         config.expert_shape, layers=config.moe_layers, experts=config.experts, compute=compute.torch

@@ -17,7 +17,7 @@ from tiny_families import FAMILIES
 from tierstore.model.attention import KeyValueCache, visible_tokens
 from tierstore.model.config import ComputeDtype
 from tierstore.model.transformer import Transformer
-from tierstore.moe.source import InMemoryExperts, SourceSlot
+from tierstore.moe.source import ExpertSourceRef, InMemoryExperts
 from tierstore.serve.batch import BatchRunner, InvariantRunner
 
 #: Each of them other than it is by default.
@@ -117,7 +117,7 @@ def test_cache_equals_the_window_again() -> None:
 def test_in_fp64() -> None:
     model, _ = built_in()
     config = model.config
-    slot = SourceSlot()
+    slot = ExpertSourceRef()
     wide = Transformer(config, slot).double().eval()
     slot.target = InMemoryExperts(
         config.expert_shape, layers=config.moe_layers, experts=config.experts, compute=torch.float64

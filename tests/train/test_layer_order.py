@@ -322,7 +322,7 @@ def test_a_micro_batch_that_breaks_ends_the_others(
         assert calls == [False, False]
         assert [lane.run.dead for lane in lanes] == [True] * 3
         assert torch.is_grad_enabled()
-        assert order._slot.meeting is None
+        assert order._slot.barrier is None
         with pytest.raises(KeyError):
             order.boundaries.take(0, 0)
         with pytest.raises(StorePoisonedError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import IntEnum, IntFlag
 
 #: Sequences of a batch that an access can distinguish.
-ASKERS = 7
+SEQUENCES = 7
 
 #: An entry of the host cache, one group of one record, has the number ``record * GROUP_STRIDE + group``.
 GROUP_STRIDE = 4
@@ -35,7 +35,7 @@ class Need(IntFlag):
 
     #: In an access: the first sequence of a batch requests the record (in a prompt: with its last token); the bits
     #: above it are the next six's.
-    FIRST_ASKER = 1 << 9
+    FIRST_SEQUENCE = 1 << 9
 
     STEP = WEIGHTS | MOMENTS | DIRTY_WEIGHTS | DIRTY_MOMENTS
     ACCUMULATE = GRADIENTS | DIRTY_GRADIENTS

@@ -84,8 +84,8 @@ class CacheConfig:
         return _native.policy_headroom_frames(self.policy, dict(self.options))
 
     @property
-    def tells_askers_apart(self) -> bool:
-        """Whether the policy uses which sequences request a record (``Need.FIRST_ASKER``)."""
+    def tells_sequences_apart(self) -> bool:
+        """Whether the policy uses which sequences request a record (``Need.FIRST_SEQUENCE``)."""
         return _LEARNED_USE in (self.policy, self.device_policy)
 
     @property

@@ -239,7 +239,7 @@ class HostCache:
         state = self._entries.get(entry)
         return [state.ready] if state is not None and state.ready else []
 
-    def came(self, entry: int) -> None:
+    def mark_ready(self, entry: int) -> None:
         """The caller has waited for ``ready(entry)``, or a later ticket, without failure: no caller needs to wait again."""
         self._entries[entry].ready = 0
 

@@ -30,7 +30,7 @@ from tierstore.trace.reader import read_chunks, read_summary
 from tierstore.units import parse_size, printable
 
 SECTION_GROUPS = 3
-_DIRTY, _DROP, _ASKERS = 3, 6, 9  # shifts of a unit's flags
+_DIRTY, _DROP, _SEQUENCES = 3, 6, 9  # shifts of a unit's flags
 _LEFT_OUT = (TraceKind.PREFETCH, TraceKind.CLEAN, TraceKind.CLEAN_ALL, TraceKind.DROP, TraceKind.PIN)
 
 Capacity: TypeAlias = int | float | str
@@ -182,7 +182,7 @@ class Requests:
     table: EntryTable
     left_out: Mapping[str, int] = field(default_factory=dict)
     #: [requests]: the requesting sequences of a batch, a bit each; empty if the trace has none.
-    askers: NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))
+    requesters: NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))
     #: The treatment of an entry larger than the cache. A live store, and a replay of its trace, refuse it.
     oversized: Oversized = Oversized.REFUSE
     #: The policy's notion of a step in the run (``tierstore.trace.format.TraceHeader``).
@@ -197,8 +197,8 @@ class Requests:
             raise ValueError(f"{events} events with columns of other lengths")
         if len(self.entries) != len(self.writes) or int(self.offsets[-1]) != len(self.entries):
             raise ValueError(f"{len(self.entries)} requests with columns of other lengths")
-        if len(self.askers) not in (0, len(self.entries)):
-            raise ValueError(f"{len(self.entries)} requests with askers of {len(self.askers)}")
+        if len(self.requesters) not in (0, len(self.entries)):
+            raise ValueError(f"{len(self.entries)} requests with requesters of {len(self.requesters)}")
 
     @classmethod
     def of_columns(
@@ -342,7 +342,7 @@ class Requests:
             offsets=self.offsets[begin : end + 1] - self.offsets[begin],
             entries=self.entries[first:last],
             writes=self.writes[first:last],
-            askers=self.askers[first:last],
+            requesters=self.requesters[first:last],
             layers=self.layers[begin:end],
             phases=self.phases[begin:end],
             steps=self.steps[begin:end] - np.uint32(first_step),
@@ -412,7 +412,7 @@ class _Columns:
         wide, small = np.zeros(0, np.uint32), np.zeros(0, np.uint8)
         self._parts: dict[str, list[NDArray[Any]]] = {
             **{name: [wide] for name in ("keys", "counts", "layers", "steps")},
-            **{name: [small] for name in ("writes", "askers", "phases")},
+            **{name: [small] for name in ("writes", "requesters", "phases")},
         }
 
     def add(self, chunk: Trace, path: str) -> None:
@@ -436,7 +436,7 @@ class _Columns:
         for name, column in (
             ("keys", keys[needed]),
             ("writes", dirty[needed].astype(np.uint8)),
-            ("askers", np.repeat((flags >> _ASKERS).astype(np.uint8), needed.sum(axis=1))),
+            ("requesters", np.repeat((flags >> _SEQUENCES).astype(np.uint8), needed.sum(axis=1))),
             ("counts", np.diff(requests_before[bounds]).astype(np.uint32)),
             ("layers", chunk.layers[accesses]),
             ("phases", chunk.phases[accesses]),
@@ -467,8 +467,8 @@ class _Columns:
         """All requests, with entries numbered densely. Raises DataError if the trace has none."""
         # One column at a time, so that memory never holds the parts and the whole of all columns.
         whole = {column: np.concatenate(self._parts.pop(column)) for column in list(self._parts)}
-        keys, writes, askers, counts = (
-            whole.pop(column) for column in ("keys", "writes", "askers", "counts")
+        keys, writes, requesters, counts = (
+            whole.pop(column) for column in ("keys", "writes", "requesters", "counts")
         )
         left_out = {kind.name.lower().replace("_", "-"): int(self._kinds[kind]) for kind in _LEFT_OUT}
         if self._dropped.any():
@@ -476,7 +476,7 @@ class _Columns:
             left_out["discarded requests"] = len(keys) - int(keep.sum())
             kept_before = np.concatenate(([0], np.cumsum(keep, dtype=np.int64)))
             counts = np.diff(kept_before[_offsets(counts).astype(np.int64)]).astype(np.uint32)
-            keys, writes, askers = keys[keep], writes[keep], askers[keep]
+            keys, writes, requesters = keys[keep], writes[keep], requesters[keep]
         if not len(keys):
             raise DataError(f"{path}: expected a trace with accesses, found none")
         header, table = self._header, self._header.table
@@ -499,7 +499,7 @@ class _Columns:
             offsets=_offsets(counts[keep_events]),
             entries=keys,
             writes=writes,
-            askers=askers if askers.any() else np.zeros(0, np.uint8),
+            requesters=requesters if requesters.any() else np.zeros(0, np.uint8),
             layers=whole["layers"][keep_events],
             phases=whole["phases"][keep_events],
             steps=_numbered(whole["steps"][keep_events]),

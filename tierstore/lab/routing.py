@@ -67,7 +67,7 @@ def expert_masks(topk: NDArray[np.integer], tokens: NDArray[np.int64], experts: 
     return masks
 
 
-def expert_askers(
+def expert_requesters(
     topk: NDArray[np.integer], tokens: NDArray[np.int64], numbers: NDArray[np.uint8], experts: int
 ) -> NDArray[np.uint8]:
     """The sequences that chose an expert, a bit each: [steps, layers, experts].
@@ -75,12 +75,12 @@ def expert_askers(
     ``numbers`` [steps, sequences] are those of the sequences that ``tokens`` [steps, sequences] belong to, 0 to 6.
     """
     steps, layers = len(tokens), topk.shape[1]
-    askers = np.zeros((steps, layers, experts), np.uint8)
+    requesters = np.zeros((steps, layers, experts), np.uint8)
     step, layer = np.arange(steps)[:, None, None], np.arange(layers)[:, None]
     for slot in range(tokens.shape[1]):
         bits = np.left_shift(np.uint8(1), numbers[:, slot])[:, None, None]
-        askers[step, layer, topk[tokens[:, slot]]] |= bits
-    return askers
+        requesters[step, layer, topk[tokens[:, slot]]] |= bits
+    return requesters
 
 
 def routing_events(
@@ -89,11 +89,11 @@ def routing_events(
     first_step: int,
     passes: Passes,
     sections: Sections,
-    askers: NDArray[np.uint8] | None = None,
+    requesters: NDArray[np.uint8] | None = None,
 ) -> EventColumns:
     """The accesses of the steps in ``masks`` [steps, layers, experts], each step followed by its end.
 
-    A layer that no token chose is no access. ``askers``, with forward passes alone: as ``expert_askers`` gives them.
+    A layer that no token chose is no access. ``requesters``, with forward passes alone: as ``expert_requesters`` gives them.
     """
     steps, layers, experts = masks.shape
     order = np.arange(layers)
@@ -105,8 +105,8 @@ def routing_events(
     width = len(order)
     step, pass_of, expert = np.nonzero(masks)
     flags = expert_unit_flags(phase[pass_of], sections)
-    if askers is not None:
-        flags |= askers[step, pass_of, expert].astype(np.uint16) * np.uint16(Need.FIRST_ASKER)
+    if requesters is not None:
+        flags |= requesters[step, pass_of, expert].astype(np.uint16) * np.uint16(Need.FIRST_SEQUENCE)
     counts = np.zeros((steps, width + 1), np.int64)  # the last column: the step's end
     counts[:, :width] = masks.sum(axis=2)
     kinds = np.full((steps, width + 1), TraceKind.ACCESS, np.uint8)

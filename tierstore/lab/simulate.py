@@ -286,7 +286,7 @@ def replay_one(requests: Requests, setting: ReplaySetting, warmup_events: int, d
             table.groups,
             table.nbytes,
             pinned=table.pinned if len(table.pinned) else None,
-            askers=requests.askers if len(requests.askers) else None,
+            requesters=requests.requesters if len(requests.requesters) else None,
             policy=setting.policy.name,
             options=dict(setting.policy.options),
             capacity_frames=setting.capacity_frames,

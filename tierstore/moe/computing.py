@@ -42,7 +42,7 @@ from tierstore.moe.experts import (
     recompute_inner,
     rows_together,
 )
-from tierstore.moe.source import ExpertLease, ExpertSource, SourceSlot, pipelining_of, together
+from tierstore.moe.source import ExpertLease, ExpertSource, ExpertSourceRef, pipelining_of, together
 
 
 class Weighting(Enum):
@@ -72,10 +72,10 @@ def compute_experts(x_TD: Tensor, weight_TK: Tensor, call: ExpertPass) -> Tensor
     """``y[t] = sum_k weight[t, k] * expert[t, k](x[t])``, differentiable.
 
     A backward pass leaves the experts' gradients with the source, even if no input needs a gradient. Micro-batches whose
-    calls meet (``SourceSlot.meeting``) are computed together.
+    calls meet (``ExpertSourceRef.barrier``) are computed together.
     """
-    if isinstance(call.source, SourceSlot) and call.source.meeting is not None:
-        return call.source.meeting.compute(x_TD, weight_TK, call)
+    if isinstance(call.source, ExpertSourceRef) and call.source.barrier is not None:
+        return call.source.barrier.compute(x_TD, weight_TK, call)
     if not torch.is_grad_enabled():
         return _walk_forward(x_TD, weight_TK, call, saving=False)[0]
     anchor = torch.empty(0, dtype=x_TD.dtype, device=x_TD.device, requires_grad=True)

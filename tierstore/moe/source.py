@@ -97,7 +97,7 @@ class JointSource(ExpertSource, Protocol):
         ...
 
 
-class Meeting(Protocol):
+class ExpertBarrier(Protocol):
     """Where the calls of several micro-batches for the experts of one layer are joined."""
 
     def compute(self, x_TD: Tensor, weight_TK: Tensor, call: ExpertPass) -> Tensor:
@@ -105,15 +105,15 @@ class Meeting(Protocol):
         ...
 
 
-class SourceSlot:
+class ExpertSourceRef:
     """The source of a model that is built before its experts are opened: ``target`` is set later.
 
-    While there is a ``meeting``, calls for experts go to it. ``pipelining``: how passes are cut into chunks.
+    While there is a ``barrier``, calls for experts go to it. ``pipelining``: how passes are cut into chunks.
     """
 
     def __init__(self, pipelining: Pipelining | None = None) -> None:
         self.target: ExpertSource | None = None
-        self.meeting: Meeting | None = None
+        self.barrier: ExpertBarrier | None = None
         self.pipelining = pipelining or Pipelining()
 
     def forward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
@@ -133,12 +133,12 @@ class SourceSlot:
 
 def pipelining_of(source: ExpertSource) -> Pipelining:
     """How passes over the experts of ``source`` are cut into chunks; by default they are not."""
-    return source.pipelining if isinstance(source, SourceSlot) else Pipelining()
+    return source.pipelining if isinstance(source, ExpertSourceRef) else Pipelining()
 
 
 def in_training(source: ExpertSource) -> bool:
     """Whether the present forward pass is one of training: it records a graph, or will when it is recomputed."""
-    return torch.is_grad_enabled() or (isinstance(source, SourceSlot) and source.meeting is not None)
+    return torch.is_grad_enabled() or (isinstance(source, ExpertSourceRef) and source.barrier is not None)
 
 
 def users_of(asked: Sequence[Sequence[int]]) -> dict[int, list[int]]:

@@ -48,7 +48,7 @@ def find_records(
 _FETCH, _EVICT = int(Decision.FETCH), int(Decision.EVICT)
 _STORED = int(Need.WEIGHTS)
 #: The bits of an access that say which sequences request an expert.
-_ASKERS = 0xFFFF & ~(int(Need.FIRST_ASKER) - 1)
+_SEQUENCES = 0xFFFF & ~(int(Need.FIRST_SEQUENCE) - 1)
 
 
 @dataclass(slots=True)
@@ -148,7 +148,7 @@ class DeviceCache:
 
     def begin(self, access: Access, units: Sequence[int], records: Sequence[LiveRecord]) -> None:
         """Open an access to ``records``, the requests ``units`` of ``access``, in the order of their computation."""
-        flags = (access.flags[units] & np.uint16(_ASKERS)) | np.uint16(_STORED)
+        flags = (access.flags[units] & np.uint16(_SEQUENCES)) | np.uint16(_STORED)
         self.residency.begin_access(access.phase, access.layer, self._of(records), flags)
 
     def advance(self, record: LiveRecord) -> Copy:

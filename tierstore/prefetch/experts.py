@@ -233,9 +233,9 @@ class FrozenExperts(ExpertTiers):
         self.gradients = ExpertGradients()
         self.walk = AccessWalk(store, device, records, self.program, ledger=ledger, nearest_first=True)
 
-    def tell_askers(self, askers: Mapping[int, int]) -> None:
+    def set_requesters(self, requesters: Mapping[int, int]) -> None:
         """Set which sequences request each expert in the next forward pass: a bit mask, one bit per sequence."""
-        self.program.tell_askers(askers)
+        self.program.set_requesters(requesters)
 
     def forward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
         """Leases for a forward pass; experts in memory come first."""

@@ -64,11 +64,11 @@ class LoraExperts(ExpertTiers):
         for each in (self._pairs, self._base):
             each.begin_evaluation()
 
-    def tell_askers(self, askers: Mapping[int, int]) -> None:
+    def set_requesters(self, requesters: Mapping[int, int]) -> None:
         """Set which sequences request each expert and its pair in the next forward pass: a bit mask per expert."""
         for each in (self._pairs, self._base):
             if isinstance(each, FrozenExperts):
-                each.tell_askers(askers)
+                each.set_requesters(requesters)
 
     def offer(self, source: int, layer: int, chosen_E: Counts) -> None:
         for each in (self._pairs, self._base):

@@ -272,26 +272,26 @@ class FrozenProgram(PassProgram):
 
     def __init__(self, schedule: Schedule, predictor: Predictor) -> None:
         super().__init__(schedule, predictor)
-        self._askers: Mapping[int, int] = {}
+        self._requesters: Mapping[int, int] = {}
 
     def begin_evaluation(self) -> None:
         """Begin a run of forward passes only, until the next ``begin_micro``."""
         super().begin_evaluation()
-        self._askers = {}
+        self._requesters = {}
 
-    def tell_askers(self, askers: Mapping[int, int]) -> None:
-        """Set which sequences request each expert in the next forward pass: a bit mask (``Need.FIRST_ASKER``)."""
-        self._askers = askers
+    def set_requesters(self, requesters: Mapping[int, int]) -> None:
+        """Set which sequences request each expert in the next forward pass: a bit mask (``Need.FIRST_SEQUENCE``)."""
+        self._requesters = requesters
 
     def forward(self, layer: int, experts: Sequence[int] | Experts) -> Iterator[Access]:
         """A forward pass, or its recomputation."""
         chosen = np.asarray(experts, np.uint32)
         again, ahead = self._forward_pass(layer, chosen)
         access = self._access(Phase.FORWARD, layer, chosen, ahead)
-        if self._askers:
-            masks = [self._askers.get(expert, 0) for expert in chosen.tolist()]
-            access.flags[:] |= np.array(masks, np.uint16) * np.uint16(Need.FIRST_ASKER)
-            self._askers = {}
+        if self._requesters:
+            masks = [self._requesters.get(expert, 0) for expert in chosen.tolist()]
+            access.flags[:] |= np.array(masks, np.uint16) * np.uint16(Need.FIRST_SEQUENCE)
+            self._requesters = {}
         yield access
         if not again:
             self._predictor.observe(layer, chosen.tolist())

@@ -94,7 +94,7 @@ class AccessWalk:
         held = self._spared(access, records)
         flags = self._host_flags(access.flags, records, held)
         if self.slots.keeps:  # then only the slots' policy needs to know which sequences request an expert
-            flags = flags & np.uint16(Need.FIRST_ASKER - 1)
+            flags = flags & np.uint16(Need.FIRST_SEQUENCE - 1)
         asked = np.flatnonzero(flags & np.uint16(_NEEDS))
         self._host_unit = {unit: place for place, unit in enumerate(asked.tolist())}
         spared = [unit for unit in range(len(records)) if unit not in self._host_unit]
@@ -242,7 +242,7 @@ class AccessWalk:
         """Wait for weights that are used in the host cache. Raises ChecksumError, OSError."""
         if ready := self._ready(record):
             self._wait_again(ready, record, layer)
-            self._cache.came(record.entry(Group.WEIGHTS))
+            self._cache.mark_ready(record.entry(Group.WEIGHTS))
 
     def _wait_again(self, tickets: Sequence[int], record: LiveRecord, layer: int) -> bool:
         """Wait for ``tickets``, which bring the weights of ``record``. In a store opened to read, retry a failed read once;
@@ -277,7 +277,7 @@ class AccessWalk:
             self.wait(self._device.awaited(copy.slot, copy.ticket), layer, Tier.NVME, Cause.DEMAND_READ)
         copy.ticket = 0
         if copy.after and self._ready(record) == copy.after:
-            self._cache.came(record.entry(Group.WEIGHTS))
+            self._cache.mark_ready(record.entry(Group.WEIGHTS))
         return True
 
     # Speculation --------------------------------------------------------------------------------------------

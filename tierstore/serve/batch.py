@@ -4,7 +4,7 @@ Shapes: B sequences of a group, T tokens of a pass, S tokens including earlier o
 
 Sequences form groups, each a padded batch with a cache. ``BatchRunner`` keeps all sequences in one group where caches allow
 it; ``InvariantRunner`` gives each its own group, and thereby the same bits as if it were alone. The passes of several groups
-meet at the experts (``MeetingPasses``): one lease of an expert serves all of them.
+meet at the experts (``LockstepPasses``): one lease of an expert serves all of them.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import torch
 from greenlet import greenlet
 from torch import Tensor
 
-from tierstore.cache.access import ASKERS
+from tierstore.cache.access import SEQUENCES
 from tierstore.errors import BudgetError
 from tierstore.moe.computing import ExpertPass
 from tierstore.moe.guessing import PASS_DRIFT, StreamDrift
 from tierstore.moe.joint import forward_together
-from tierstore.moe.source import SourceSlot
+from tierstore.moe.source import ExpertSourceRef
 from tierstore.serve.experts import ServedExperts, ServingPhase
 from tierstore.serve.model import (
     LayeredCache,
@@ -45,8 +45,8 @@ class Joined:
     logits_V: Tensor
 
 
-class AskerBits:
-    """Gives each sequence of a batch one of ``ASKERS`` bits, by which cache policies tell sequences apart.
+class SequenceBits:
+    """Gives each sequence of a batch one of ``SEQUENCES`` bits, by which cache policies tell sequences apart.
 
     A sequence that joins gets the bit that the fewest sequences share, and among equals the one unused for longest, so that
     a policy rarely confuses it with an earlier sequence. The same joins and leaves give the same bits.
@@ -55,7 +55,7 @@ class AskerBits:
     def __init__(self) -> None:
         self._bit_of: dict[int, int] = {}
         #: All bits, the least recently released first.
-        self._bits = [1 << number for number in range(ASKERS)]
+        self._bits = [1 << number for number in range(SEQUENCES)]
 
     def update(self, sequences: Collection[int]) -> None:
         """Set the sequences of the batch, in the order in which they joined."""
@@ -73,7 +73,7 @@ class AskerBits:
         return [self._bit_of[sequence] for sequence in sequences]
 
 
-def askers_of(calls: Sequence[ExpertPass], bits: Sequence[Sequence[int]]) -> dict[int, int]:
+def requesters_of(calls: Sequence[ExpertPass], bits: Sequence[Sequence[int]]) -> dict[int, int]:
     """The bits of the sequences that request each expert; experts without requests are left out.
 
     ``bits[i]``: the bits of the sequences of ``calls[i]``, whose tokens are stored sequence by sequence, equally many each.
@@ -96,7 +96,7 @@ ExpertCall = tuple[Tensor, Tensor, ExpertPass]
 Called = Callable[[Sequence[ExpertPass]], None]
 
 
-class MeetingPasses:
+class LockstepPasses:
     """Runs forward passes side by side over a model whose experts are leased through ``slot``.
 
     Each pass runs in its own greenlet, like the micro-batches of a step in layer order. It stops where it calls experts;
@@ -104,7 +104,7 @@ class MeetingPasses:
     separately. So a pass has the same bits as if it were alone.
     """
 
-    def __init__(self, slot: SourceSlot) -> None:
+    def __init__(self, slot: ExpertSourceRef) -> None:
         self._slot = slot
 
     def run(self, passes: Sequence[Callable[[], Tensor]], called: Called | None = None) -> list[Tensor]:
@@ -115,17 +115,17 @@ class MeetingPasses:
         if len(passes) == 1 and called is None:
             return [passes[0]()]
         lanes = [greenlet(each) for each in passes]
-        self._slot.meeting = self
+        self._slot.barrier = self
         try:
             return self._run(lanes, called)
         finally:
-            self._slot.meeting = None
+            self._slot.barrier = None
             for lane in lanes:
                 if not lane.dead:
                     lane.throw()  # ends the pass, which closes what it has open
 
     def compute(self, x_TD: Tensor, weight_TK: Tensor, call: ExpertPass) -> Tensor:
-        """The experts' results for the current pass, which stops here until they are computed (``Meeting``)."""
+        """The experts' results for the current pass, which stops here until they are computed (``ExpertBarrier``)."""
         parent = greenlet.getcurrent().parent
         assert parent is not None
         result: Tensor = parent.switch((x_TD, weight_TK, call))
@@ -201,21 +201,21 @@ class BatchRunner:
         self,
         model: ServedModel,
         experts: ServedExperts,
-        passes: MeetingPasses,
+        passes: LockstepPasses,
         *,
         sequences: int,
         device: torch.device | None = None,
-        askers: AskerBits | None = None,
+        requesters: SequenceBits | None = None,
     ) -> None:
-        """With ``askers``, ``experts`` is told which sequences request each expert. Of a prompt only the last token counts:
-        a prompt requests most of a layer, but its last token predicts the next requests.
+        """With ``requesters``, ``experts`` is told which sequences request each expert. Of a prompt only the last token
+        counts: a prompt requests most of a layer, but its last token predicts the next requests.
         """
         self.model = model
         self.sequences = sequences
         self._experts = experts
         self._passes = passes
         self._device = device or torch.device("cpu")
-        self._askers = askers
+        self._requesters = requesters
         self._groups: list[SequenceGroup] = []
         #: The length of each sequence in tokens, by its number, in the order in which they joined.
         self._lengths: dict[int, int] = {}
@@ -305,12 +305,12 @@ class BatchRunner:
                 return
 
     def _called(self, groups: Sequence[SequenceGroup], batch: Collection[int]) -> Called | None:
-        """A callback that tells ``experts`` which sequences of ``groups`` request which experts; None without askers."""
-        if self._askers is None:
+        """A callback that tells ``experts`` which sequences of ``groups`` request which experts; None without requesters."""
+        if self._requesters is None:
             return None
-        self._askers.update(batch)
-        bits = [self._askers.of(group.numbers) for group in groups]
-        return lambda calls: self._experts.tell_askers(askers_of(calls, bits))
+        self._requesters.update(batch)
+        bits = [self._requesters.of(group.numbers) for group in groups]
+        return lambda calls: self._experts.set_requesters(requesters_of(calls, bits))
 
     def _forward(
         self,

@@ -28,7 +28,7 @@ from tierstore.model.spec import ModelSpec
 from tierstore.model.store_schema import EXPERT_SCHEMA, PAIR_SCHEMA, TrainState, expert_key, pair_key
 from tierstore.moe.guessing import RouterGuesses
 from tierstore.moe.lora import LoraConfig, PairShape
-from tierstore.moe.source import SourceSlot
+from tierstore.moe.source import ExpertSourceRef
 from tierstore.parallel import RankEnvironment, rank_device
 from tierstore.plan.papers import ExpertMemorySizes, ServedLayers
 from tierstore.prefetch.device_cache import find_records
@@ -36,7 +36,7 @@ from tierstore.prefetch.experts import FrozenExperts
 from tierstore.prefetch.lora import LoraExperts
 from tierstore.prefetch.predictor import Predictor, PredictorName, make_predictor
 from tierstore.prefetch.schedule import Schedule
-from tierstore.serve.batch import AskerBits, BatchRunner, InvariantRunner, MeetingPasses
+from tierstore.serve.batch import BatchRunner, InvariantRunner, LockstepPasses, SequenceBits
 from tierstore.serve.config import ExpertMemory, ServeConfig
 from tierstore.serve.dense import compiled_blocks, load_dense, quicken_linears
 from tierstore.serve.engine import ModelCounts, Running
@@ -161,7 +161,7 @@ class ServedParts:
     spec: ModelSpec
     model: Model
     #: The source that the model's layers call: it leases from ``experts``, or hands calls to its ``meeting`` if it has one.
-    source: SourceSlot
+    source: ExpertSourceRef
     experts: ServedExperts
     store: StoreCore
     ledger: StallLedger
@@ -217,7 +217,7 @@ def open_served(
         # Filling memory that is then overwritten changes no result, and costs time in each pass.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         ledger = StallLedger(listener=stall_spans(timeline) if timeline.enabled else None)
-        source = SourceSlot()
+        source = ExpertSourceRef()
         model = spec.build(source, ledger=ledger)
         store_config = StoreConfig(
             host_budget=budgets.cache,
@@ -287,10 +287,10 @@ def open_runner(parts: ServedParts) -> BatchRunner:
     return kind(
         model,
         parts.experts,
-        MeetingPasses(parts.source),
+        LockstepPasses(parts.source),
         sequences=config.batch.sequences,
         device=parts.device,
-        askers=AskerBits() if config.cache.tells_askers_apart else None,
+        requesters=SequenceBits() if config.cache.tells_sequences_apart else None,
     )
 
 

@@ -35,7 +35,7 @@ from tierstore.dense.gates import Gates, PassListener
 from tierstore.model.interface import Batch, Model, ModelOutput
 from tierstore.moe.computing import ExpertPass
 from tierstore.moe.joint import PendingExperts, backward_together, forward_together
-from tierstore.moe.source import SourceSlot
+from tierstore.moe.source import ExpertSourceRef
 from tierstore.train.boundaries import BoundaryStore
 
 ExpertCall = tuple[Tensor, Tensor, ExpertPass]
@@ -83,7 +83,7 @@ class LayerOrder:
         listener: PassListener,
         *,
         gates: Gates,
-        slot: SourceSlot,
+        slot: ExpertSourceRef,
         boundaries: BoundaryStore,
     ) -> None:
         self._model = model
@@ -107,7 +107,7 @@ class LayerOrder:
         """
         own = self._model.suspend()
         lanes = [self._lane_of(step, micro, batch) for micro, batch in enumerate(batches)]
-        self._slot.meeting = self
+        self._slot.barrier = self
         try:
             with self._groups.driven():
                 self._forward(lanes)
@@ -115,7 +115,7 @@ class LayerOrder:
                 if len(outputs) == len(lanes):
                     self._backward(lanes)
         finally:
-            self._slot.meeting = None
+            self._slot.barrier = None
             self._pending.clear()
             self.boundaries.clear()
             for lane in lanes:
@@ -210,7 +210,7 @@ class LayerOrder:
         return self._model.replaced(number, output, leaves)
 
     def compute(self, x_TD: Tensor, weight_TK: Tensor, call: ExpertPass) -> Tensor:
-        """The experts' results for the micro-batch in progress, or for the block that is recomputed (``Meeting``)."""
+        """The experts' results for the micro-batch in progress, or for the block that is recomputed (``ExpertBarrier``)."""
         if self._lane is not None:
             result: Tensor = self._stop((x_TD, weight_TK, call))
             torch.set_grad_enabled(False)

@@ -28,7 +28,7 @@ from tierstore.model.transformer import Transformer
 from tierstore.moe.guessing import RouterGuesses
 from tierstore.moe.lora import PairShape
 from tierstore.moe.low_rank import initial_pair
-from tierstore.moe.source import ExpertSource, JointSource, Pipelining, SourceSlot, in_training
+from tierstore.moe.source import ExpertSource, ExpertSourceRef, JointSource, Pipelining, in_training
 from tierstore.parallel import Mesh
 from tierstore.parallel.config import Elastic
 from tierstore.prefetch import HorizontalQueue, Schedule, unit_schedule
@@ -138,7 +138,7 @@ def open_parts(
     accepted()
     pipelining = Pipelining(setup.timeline)
     chunks = PipelineControl(config, setup.mesh, pipelining)
-    slot = SourceSlot(pipelining)
+    slot = ExpertSourceRef(pipelining)
     lower = "device_budget, data.batch_size or model.seq_len"
     with memory_errors(setup.mesh.device, lower), contextlib.ExitStack() as stack:
         model, units, layouts = _build_model(setup, slot)
@@ -185,7 +185,7 @@ def open_parts(
 # The parts, in order ----------------------------------------------------------------------------------------
 
 
-def _build_model(setup: Setup, slot: SourceSlot) -> tuple[Model, Units, Sequence[UnitLayout]]:
+def _build_model(setup: Setup, slot: ExpertSourceRef) -> tuple[Model, Units, Sequence[UnitLayout]]:
     """The model, with experts from ``slot``; its dense parameters by group, and their division between ranks."""
     config, vocabulary = setup.config, setup.vocabulary
     spec = config.spec
@@ -428,7 +428,7 @@ def _layer_order(
     store: StoreCore,
     queue: HorizontalQueue,
     gates: Gates,
-    slot: SourceSlot,
+    slot: ExpertSourceRef,
     stack: contextlib.ExitStack,
 ) -> LayerOrder | None:
     """The runner of steps in layer order; None in micro order. Reserves the disk space for spilled block inputs."""

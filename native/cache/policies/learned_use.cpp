@@ -53,7 +53,7 @@ void LearnedUse::announce(const AccessInfo& info) {
 
 void LearnedUse::pass(std::uint32_t number, const AccessInfo& info) {
     for (auto& used : used_) used.clear();
-    const bool told = !info.askers.empty();
+    const bool told = !info.requesters.empty();
     bool goes_on = told;  // somebody from each entry, as in a step of decoding
     for (std::size_t i = 0; i < info.entries.size(); ++i) {
         const EntryId entry = info.entries[i];
@@ -62,10 +62,10 @@ void LearnedUse::pass(std::uint32_t number, const AccessInfo& info) {
             used_[kAlone].push_back(entries_[entry].place);
             continue;
         }
-        const std::uint32_t askers = info.askers[i];
-        goes_on = goes_on && askers != 0;
+        const std::uint32_t requesters = info.requesters[i];
+        goes_on = goes_on && requesters != 0;
         for (std::uint32_t sequence = 0; sequence < kAlone; ++sequence) {
-            if ((askers >> sequence & 1) != 0) used_[sequence].push_back(entries_[entry].place);
+            if ((requesters >> sequence & 1) != 0) used_[sequence].push_back(entries_[entry].place);
         }
     }
     told_ = told_ || goes_on;

@@ -18,7 +18,7 @@ struct LearnedUseOptions {
 };
 
 // For decoding: several sequences, with one token each, walk through the layers together. An access may say which of
-// them requested which entry (AccessInfo::askers); without that they count as one. A prompt's access says it for each
+// them requested which entry (AccessInfo::requesters); without that they count as one. A prompt's access says it for each
 // sequence's last token; nothing is learned from the requests of its other tokens. A pass of layer l teaches an
 // ActivationModel what each sequence used, and an entry e of the layer then has, over the sequences s that took part,
 //     p = 1 - prod_s (1 - P_s(e))      a use in the next pass of l

@@ -19,8 +19,8 @@ from tierstore.lab.routing import (
     Passes,
     Sections,
     decode_tokens,
-    expert_askers,
     expert_masks,
+    expert_requesters,
     expert_table,
     routing_events,
     sequence_numbers,
@@ -140,12 +140,14 @@ class TopkImporter:
             numbers = sequence_numbers(prompt_len, options.sequences)
         for first, block in step_blocks(tokens, self._layers, self._experts, topk.shape[2]):
             if numbers is None:
-                askers, masks = None, expert_masks(topk, block, self._experts)
+                requesters, masks = None, expert_masks(topk, block, self._experts)
             else:
-                askers = expert_askers(topk, block, numbers[first : first + len(block)], self._experts)
-                masks = askers > 0
+                requesters = expert_requesters(
+                    topk, block, numbers[first : first + len(block)], self._experts
+                )
+                masks = requesters > 0
             yield routing_events(
-                masks, first_step=first, passes=passes, sections=options.sections, askers=askers
+                masks, first_step=first, passes=passes, sections=options.sections, requesters=requesters
             )
 
     def table(self) -> RecordTable:

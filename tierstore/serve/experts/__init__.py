@@ -34,9 +34,9 @@ class ServedExperts(ExpertSource, GuessListener, Protocol):
         """Begin a forward pass of ``tokens`` tokens in all."""
         ...
 
-    def tell_askers(self, askers: Mapping[int, int]) -> None:
-        """Tell the cache policy which sequences request each expert of the next layer, one bit each (``Need.FIRST_ASKER``).
-        In a prompt only last tokens count. Calling it is optional.
+    def set_requesters(self, requesters: Mapping[int, int]) -> None:
+        """Tell the cache policy which sequences request each expert of the next layer, one bit each
+        (``Need.FIRST_SEQUENCE``). In a prompt only last tokens count. Calling it is optional.
         """
         ...
 

@@ -125,8 +125,8 @@ class CachedExperts:
             self._read_bytes = read_bytes
         self._frozen.begin_evaluation()
 
-    def tell_askers(self, askers: Mapping[int, int]) -> None:
-        self._frozen.tell_askers(askers)
+    def set_requesters(self, requesters: Mapping[int, int]) -> None:
+        self._frozen.set_requesters(requesters)
 
     def forward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
         """Lease ``experts`` (ascending), those in memory first."""

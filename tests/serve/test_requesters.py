@@ -15,7 +15,7 @@ from served_stores import least_budget, served_store, store_of
 from torch import Tensor
 
 from tierstore.cache.access import Need
-from tierstore.serve.batch import AskerBits, BatchRunner, InvariantRunner
+from tierstore.serve.batch import BatchRunner, InvariantRunner, SequenceBits
 from tierstore.trace.format import TraceKind
 from tierstore.trace.reader import load_trace
 from tierstore.trace.replay import replay
@@ -25,7 +25,7 @@ KINDS = (BatchRunner, InvariantRunner)
 
 def test_bits_by_hand() -> None:
     """Free numbers in the order in which they were given back; the eighth sequence shares one."""
-    bits = AskerBits()
+    bits = SequenceBits()
     bits.update([10, 11])
     assert bits.of([11, 10]) == [2, 1]
     bits.update([11, 12])  # 10's is free, and the last to be given
@@ -41,7 +41,7 @@ def test_bits_by_hand() -> None:
 @given(st.lists(st.lists(st.integers(0, 20), unique=True, max_size=7), max_size=12))
 def test_up_to_seven_are_told_apart(batches: list[list[int]]) -> None:
     """The same batches give the same bits, and who stays keeps its own."""
-    one, other = AskerBits(), AskerBits()
+    one, other = SequenceBits(), SequenceBits()
     before: dict[int, int] = {}
     for batch in batches:
         one.update(batch)
@@ -111,7 +111,7 @@ def test_the_source_is_told_what_each_sequence_asks_for(kind: type[BatchRunner])
         for place, experts in zip(places, _alone(served, prompt, len(own) - 1), strict=True):
             for expert in experts:
                 expected[place][expert] = expected[place].get(expert, 0) | 1 << number
-    runner = kind(served.model, served.experts, served.passes, sequences=4, askers=AskerBits())
+    runner = kind(served.model, served.experts, served.passes, sequences=4, requesters=SequenceBits())
     _Batch(runner).come_and_go(prompts)
     assert served.experts.told == expected
     assert any(mask.bit_count() > 1 for told in expected for mask in told.values())
@@ -120,7 +120,7 @@ def test_the_source_is_told_what_each_sequence_asks_for(kind: type[BatchRunner])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sequence_alone_is_told_too(kind: type[BatchRunner]) -> None:
     _, served = built_in()
-    runner = kind(served.model, served.experts, served.passes, sequences=4, askers=AskerBits())
+    runner = kind(served.model, served.experts, served.passes, sequences=4, requesters=SequenceBits())
     batch = _Batch(runner)
     batch.join(*drawn((3, 4), vocabulary=61))
     batch.step()
@@ -138,7 +138,7 @@ def test_nobody_is_told_where_nobody_asked() -> None:
 
 
 def _run(store: Path, trace: Path, policy: str, **changes: object) -> tuple[dict[int, Tensor], set[int]]:
-    """All logits of sequences that come and go, and the askers that the trace has; its replay counts what live did."""
+    """All logits of sequences that come and go, and the requesters that the trace has; its replay counts what live did."""
     with served_store(store, trace=trace, cache__policy=policy, batch__sequences=4, **changes) as (
         parts,
         runner,
@@ -153,8 +153,8 @@ def _run(store: Path, trace: Path, policy: str, **changes: object) -> tuple[dict
     events = load_trace(trace)
     assert events.header.clock == "steps"  # a pass is one
     accesses = np.repeat(events.kinds == TraceKind.ACCESS, events.counts.astype(np.int64))
-    askers = set((events.flags[accesses] // int(Need.FIRST_ASKER)).tolist())
-    return {number: torch.stack(logits) for number, logits in batch.logits.items()}, askers
+    requesters = set((events.flags[accesses] // int(Need.FIRST_SEQUENCE)).tolist())
+    return {number: torch.stack(logits) for number, logits in batch.logits.items()}, requesters
 
 
 @pytest.mark.parametrize("predictor", ["none", "router"])
@@ -167,11 +167,11 @@ def test_live_decisions_are_replayed(tmp_path: Path, invariant: bool, predictor:
         "prefetch__predictor": predictor,
         "host_budget": 4 * least_budget(store),
     }
-    told, askers = _run(store, tmp_path / "told", "learned-use", **changes)
+    told, requesters = _run(store, tmp_path / "told", "learned-use", **changes)
     untold, nobody = _run(store, tmp_path / "untold", "lru", **changes)
     assert nobody == {0}  # LRU does not heed who asks
-    assert all(any(mask & bit for mask in askers) for bit in (1, 2, 4, 8))
-    assert 0 in askers  # prompts
-    assert max(askers) < 16
+    assert all(any(mask & bit for mask in requesters) for bit in (1, 2, 4, 8))
+    assert 0 in requesters  # prompts
+    assert max(requesters) < 16
     assert told.keys() == untold.keys()
     assert all(torch.equal(told[number], untold[number]) for number in told)
