@@ -42,8 +42,8 @@ _BOUNDARIES = "tierstore/train/boundaries.py"
 _MICRO = {"data.micro_batches": 2, "data.micro_order": "micro"}
 _LAYER = {"data.micro_batches": 2, "data.micro_order": "layer"}
 _TIGHT = {"host_budget": 200_000, "model.experts": 8}
-#: No read has finished when the copy that needs it is queued.
-_SLOW_DISK = {"links.disk.latency": 0.01}
+#: Experts are read in every pass, and no read has finished when the copy that needs it is queued.
+_SLOW_READS = _TIGHT | {"links.disk.latency": 0.01}
 _GUARDED = "            self.walk.wait(guards, layer, Tier.HOST, Cause.OPTIMIZER)\n"
 
 MUTANTS = [
@@ -67,14 +67,14 @@ MUTANTS = [
         _TIER,
         "            self._engine.wait_all(copy.after)\n",
         "",
-        _SLOW_DISK,
+        _SLOW_READS,
     ),
     Mutant(
         "a load follows nothing",
         _SLOTS,
         "self._cache.sections(entry)[0], guards)",
         "self._cache.sections(entry)[0], [])",
-        _SLOW_DISK,
+        _SLOW_READS,
     ),
     Mutant(
         "weights are used before they are there",
