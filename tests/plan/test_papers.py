@@ -52,6 +52,9 @@ def test_by_hand() -> None:
     assert found.gpu == 16 * 100 + 4 * 0.5 * 400 / 2
     assert found.cpu == 16 * 0.5 * 400
     assert found.ssd == 12 * 400
+    # L = 1, and none: S is 200, and 0.
+    assert paper_bytes(_model(100, 50, 4, 1), 0.5).gpu == 16 * 100 + 4 * 0.5 * 200
+    assert paper_bytes(_model(100, 50, 4, 0), 0.5).gpu == 16 * 100
 
 
 @pytest.mark.parametrize("alpha", [-0.1, 1.1])
