@@ -310,8 +310,7 @@ follows, with nothing changed.)")
             },
             "records"_a.noconvert(), "flags"_a.noconvert(),
             "Keep the resident ones of ``records`` (ascending), in this order, while a frame is left for "
-            "others: each "
-            "is pinned until it is released. Returns 1 for each that is kept.")
+            "others: each is pinned until it is released. Returns 1 for each that is kept.")
         .def(
             "release",
             [](Residency& self, Records records, Flags flags) {

@@ -338,9 +338,8 @@ class RankGroup:
         ``wait`` does not wait for the device (NCCL), a communicator that was aborted meanwhile has left garbage.
         """
         (found,) = read(gathered)
-        failure = None if self._blame is None else self._blame(0.0)
-        if failure is not None:
-            raise PeerError(Collective.ALL_GATHER, failure.reason, rank=failure.rank)
+        if (failed := self._failed(Collective.ALL_GATHER, within_s=0.0)) is not None:
+            raise failed
         return found
 
     # Messages from one rank to another ---------------------------------------------------------------------
@@ -356,10 +355,14 @@ class RankGroup:
 
     def explained(self, operation: Collective, error: RuntimeError) -> PeerError:
         """The PeerError for ``error`` of a communicator: the job cannot continue; names the rank to blame if known."""
-        failure = None if self._blame is None else self._blame(_BLAME_S)
-        if failure is None:
-            return PeerError(operation, str(error).split("\n", 1)[0])
-        return PeerError(operation, failure.reason, rank=failure.rank)
+        return self._failed(operation, within_s=_BLAME_S) or PeerError(
+            operation, str(error).split("\n", 1)[0]
+        )
+
+    def _failed(self, operation: Collective, *, within_s: float) -> PeerError | None:
+        """The PeerError for the failure that ended the job, if it is known within ``within_s``."""
+        failure = None if self._blame is None else self._blame(within_s)
+        return None if failure is None else PeerError(operation, failure.reason, rank=failure.rank)
 
     # What all of them are made of --------------------------------------------------------------------------
 

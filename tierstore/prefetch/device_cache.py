@@ -224,9 +224,7 @@ class DeviceCache:
         how many of them, counted from the first, are covered.
         """
         numbers = self._of(records)
-        taken, decided = self.residency.prefetch(
-            phase, layer, numbers, np.full(len(numbers), _STORED, np.uint16)
-        )
+        taken, decided = self.residency.prefetch(phase, layer, numbers, _flags(numbers))
         self._guesses.update(self._carry_out(decided))
         return taken
 

@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore import _native
-from tierstore._native import Residency
 from tierstore.cache.access import Need, Phase
 from tierstore.cache.host_cache import HostCache
 from tierstore.errors import BudgetError, StoreError
@@ -282,7 +281,7 @@ class StoreCore:
         if self._parts.recording is not None:
             self._parts.recording.note(note)
 
-    def record_slots(self, residency: Residency) -> None:
+    def record_slots(self, residency: _native.Residency) -> None:
         """Record the requests to ``residency``, the core of a device's slots, beside the recorded trace, if there is one.
         Raises OSError.
         """
