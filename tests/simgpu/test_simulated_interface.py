@@ -219,7 +219,8 @@ def test_ranks_that_share_a_device_are_refused(simulated_ranks: Ranks) -> None:
     simulated_ranks.run(1, _sharing)
 
 
-def _own_loop(mesh: Mesh, store: Path) -> list[list[float]]:
+def _own_loop(mesh: Mesh, store: Path, device_budget: int = 0) -> tuple[list[list[float]], int]:
+    """The outputs of two steps that use each expert, and the bytes copied to the device in them."""
     torch.set_num_threads(1)
     shape = ExpertShape(8, 16)
     generator = torch.Generator().manual_seed(0)
@@ -234,8 +235,16 @@ def _own_loop(mesh: Mesh, store: Path) -> list[list[float]]:
 
     outputs = []
     with open_experts(
-        store, shape, layers=[0], experts=4, host_budget="1MiB", first_weights=first, device=mesh.device
+        store,
+        shape,
+        layers=[0],
+        experts=4,
+        host_budget="1MiB",
+        first_weights=first,
+        device=mesh.device,
+        device_budget=device_budget,
     ) as tiered:
+        copied = 0 if mesh.device.type == "cpu" else -simulated.counts().get("h2d.bytes", 0)
         for _ in range(2):
             x, weight_TK = (each.to(mesh.device).requires_grad_() for each in (x_TD, torch.ones(6, 1)))
             with tiered.step(lr=1e-2) as step:
@@ -244,6 +253,7 @@ def _own_loop(mesh: Mesh, store: Path) -> list[list[float]]:
                 assert step.clip([x], 1e9) > 0
             outputs.append(y_TD.detach().cpu().reshape(-1).tolist())
         if mesh.device.type != "cpu":
+            copied += simulated.counts()["h2d.bytes"]
             with (
                 torch.no_grad(),
                 pytest.raises(ValueError, match=r"^layer 0: its inputs are on cpu, its experts on simgpu"),
@@ -251,8 +261,20 @@ def _own_loop(mesh: Mesh, store: Path) -> list[list[float]]:
                 tiered.compute(0, x_TD, expert_TK, torch.ones(6, 1))
     if mesh.device.type != "cpu":
         assert not simulated.violations()
-    return outputs
+        with (
+            pytest.raises(BudgetError, match=r"^device_budget: 4096 bytes .* the minimum is 12288 bytes$"),
+            open_experts(store, shape, layers=[0], experts=4, device=mesh.device, device_budget="4KiB"),
+        ):
+            pass
+    return outputs, copied
 
 
 def test_a_loop_of_ones_own_on_the_device(ranks: Ranks, simulated_ranks: Ranks, tmp_path: Path) -> None:
-    assert simulated_ranks.run(1, _own_loop, tmp_path / "device") == ranks.run(1, _own_loop, tmp_path / "cpu")
+    ((expected, _),) = ranks.run(1, _own_loop, tmp_path / "cpu")
+    ((two_slots, copied),) = simulated_ranks.run(1, _own_loop, tmp_path / "device")
+    ((all_slots, fewer),) = simulated_ranks.run(1, _own_loop, tmp_path / "kept", 1 << 16)
+    assert expected == two_slots == all_slots
+    # Four passes over 4 experts, of which a step changes all: with two slots each but the first copies two or more.
+    expert = ExpertShape(8, 16).numel * 4
+    assert fewer // expert == 2 * 4
+    assert 4 + 3 * 2 <= copied // expert <= 4 * 4

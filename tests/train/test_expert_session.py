@@ -13,7 +13,7 @@ from refusals import refuses
 from torch import Tensor, nn
 
 from tierstore._native import StepClock
-from tierstore.errors import StoreFormatError
+from tierstore.errors import BudgetError, StoreFormatError
 from tierstore.model.store_schema import expert_key
 from tierstore.moe.config import Activation, ExpertShape
 from tierstore.moe.experts import feed_forward, initial_expert
@@ -186,6 +186,11 @@ def test_a_store_of_other_experts(tmp_path: Path) -> None:
             open_experts(tmp_path / "e", shape, layers=range(layers), experts=experts, host_budget=TIGHT),
         ):
             pass
+    with (
+        refuses(BudgetError, "device_budget", "cpu"),
+        open_experts(tmp_path / "e", SHAPE, layers=[0], experts=1, device_budget="1MiB"),
+    ):
+        pass
 
 
 def test_narrow_moments(tmp_path: Path) -> None:

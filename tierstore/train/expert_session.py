@@ -18,7 +18,7 @@ import contextlib
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from torch import Tensor
 from tierstore._native import HugePages
 from tierstore.accelerator import has_own_memory, pinned, read
 from tierstore.capabilities import Capability
-from tierstore.errors import StoreFormatError
+from tierstore.errors import BudgetError, StoreFormatError
 from tierstore.model.store_schema import EXPERT_SCHEMA, expert_key
 from tierstore.moe.computing import ExpertPass, Weighting, compute_experts
 from tierstore.moe.config import ExpertShape, SaveActivations
@@ -69,10 +69,11 @@ def open_experts(
     adamw: AdamWConfig | None = None,
     first_weights: Callable[[int, int], npt.NDArray[np.float32]] | None = None,
     device: torch.device | str = "cpu",
+    device_budget: int | str = 0,
 ) -> Iterator[ExpertSession]:
     """Opens the experts in ``store`` at their last commit, or creates them: ``experts`` of ``shape`` in each of
     ``layers``, with ``first_weights(layer, expert)`` or random ones. ``device`` computes; on the CPU ``host_budget``
-    includes its slots.
+    includes its slots. An accelerator keeps as many experts as ``device_budget`` holds (0: two, for overlap).
 
     Raises StoreFormatError for a store of other experts, BudgetError, StoreError, OSError.
     """
@@ -80,6 +81,18 @@ def open_experts(
     adamw = adamw or AdamWConfig()
     schema = RecordSchema(EXPERT_SCHEMA, shape.numel, moments=adamw.moments)
     slots = DeviceSlots(shape.numel, torch.float32, _SLOTS, _SLOTS)
+    if kept := parse_size(device_budget, name="device_budget"):
+        if not has_own_memory(device):
+            raise BudgetError(
+                f"device_budget: a {device.type} computes with experts where the host cache has them"
+            )
+        count = slots.weights + (kept - slots.nbytes) // slots.weight_bytes
+        if count < 1:
+            raise BudgetError(
+                f"device_budget: {kept} bytes cannot hold an expert and {_SLOTS} gradients; the minimum is "
+                f"{replace(slots, weights=1).nbytes} bytes"
+            )
+        slots = replace(slots, weights=min(count, len(layers) * experts))
     budget = parse_size(host_budget, name="host_budget") - (0 if has_own_memory(device) else slots.nbytes)
     spare = max(0, budget - minimum_host_budget([schema], None, len(layers)))
     config = StoreConfig(host_budget=budget, lookahead=min(int(budget * 0.45), spare), layers=layers)
