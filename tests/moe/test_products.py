@@ -15,7 +15,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tierstore import _native
-from tierstore.moe.products import count_chosen, fade_towards, multiplies_at_once, multiply_at_once
+from tierstore.moe.products import (
+    count_chosen,
+    fade_towards,
+    multiplies_at_once,
+    multiply_at_once,
+    slow_products,
+)
 
 TYPES = (torch.float32, torch.bfloat16)
 TORCH = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
@@ -26,6 +32,13 @@ OFFERED = (
     and "amx_bf16" not in FLAGS
     and os.environ.get("TIERSTORE_ISA", "avx512") == "avx512"
 )
+
+
+def test_bf16_is_slow_without_avx512() -> None:
+    cpu, fast = torch.device("cpu"), {"avx512bw", "avx512dq", "avx512vl"} <= set(FLAGS)
+    assert (slow_products(torch.bfloat16, cpu) is None) is fast
+    assert slow_products(torch.float32, cpu) is None
+    assert slow_products(torch.bfloat16, torch.device("cuda")) is None
 
 
 @pytest.fixture(params=[1, 2])

@@ -277,6 +277,7 @@ def _steps(
 def _announce(config: TrainConfig, placed: TrainConfig, output: Output, fixed: int, mesh: Mesh) -> None:
     """Print what the run will take, before its first write; ``placed``: this rank's own configuration."""
     from tierstore.store.disk.home import rank_directory
+    from tierstore.moe.products import slow_products
     from tierstore.store.disk.store_extents import copies, schema_copies
     from tierstore.train.budgets import expert_schema, pair_schema
     from tierstore.train.stages import stage_blocks
@@ -290,6 +291,8 @@ def _announce(config: TrainConfig, placed: TrainConfig, output: Output, fixed: i
         f"model: {model.architecture.parameters / 1e6:.1f} M parameters, {model.architecture.records} experts in "
         f"{len(model.moe_layers)} layers, {format_bytes(records)} of expert records, {model.compute_dtype.value}"
     )
+    if slow := slow_products(model.compute_dtype.torch, mesh.device):
+        output.line(slow)
     if mesh.world.size > 1:
         output.line(
             f"ranks: {mesh.world.size}, in {mesh.replicas} expert group{'s' * (mesh.replicas > 1)} of "

@@ -22,6 +22,16 @@ def multiplies_at_once(like: Tensor) -> bool:
     return like.device.type == "cpu" and like.dtype in _TYPES and _products() is not None
 
 
+def slow_products(dtype: torch.dtype, device: torch.device) -> str | None:
+    """A warning if ``device`` is a CPU on which torch has no fast products of bf16 matrices, and ``dtype`` is bf16."""
+    if device.type != "cpu" or dtype != torch.bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return None
+    return (
+        "warning: this processor lacks AVX-512, without which torch multiplies bf16 matrices some hundred times slower "
+        "than fp32 ones; use fp32 (model.compute_dtype, or tierstore import --compute fp32)"
+    )
+
+
 def multiply_at_once(
     out_RN: Tensor,
     out_first: Sequence[int],

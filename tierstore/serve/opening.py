@@ -28,6 +28,7 @@ from tierstore.model.spec import ModelSpec
 from tierstore.model.store_schema import EXPERT_SCHEMA, PAIR_SCHEMA, TrainState, expert_key, pair_key
 from tierstore.moe.guessing import RouterGuesses
 from tierstore.moe.lora import LoraConfig, PairShape
+from tierstore.moe.products import slow_products
 from tierstore.moe.source import ExpertSourceRef
 from tierstore.parallel import RankEnvironment, rank_device
 from tierstore.plan.papers import ExpertMemorySizes, ServedLayers
@@ -134,10 +135,12 @@ def _lines(parts: ServedParts) -> tuple[str, ...]:
         device = format_bytes(config.device_budget)
     else:
         device = "all free memory" if has_own_memory(parts.device) else "part of the host budget"
+    slow = slow_products(spec.compute_dtype.torch, parts.device)
     return (
         f"model: {len(spec.moe_layers)} layers of {spec.experts} experts, {spec.compute_dtype.value}, on {parts.device}",
         f"budget: {format_bytes(config.host_budget)} for experts on the host; on the device: {device}; batch of at "
         f"most {config.batch.sequences} sequences, {batch}",
+        *([slow] if slow else []),
         *(
             [f"policy of device slots: {config.cache.of_device.summary}"]
             if config.cache.device_policy
