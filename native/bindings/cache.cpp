@@ -143,6 +143,7 @@ void bind_cache(nb::module_& m) {
         .def_ro("threshold", &LfuDecayOptions::threshold)
         .def_ro("beta", &LfuDecayOptions::beta)
         .def_ro("interval", &LfuDecayOptions::interval)
+        .def_ro("remember", &LfuDecayOptions::remember)
         .def_prop_ro("half_life", [](const LfuDecayOptions& self) {
             return half_life(self.beta, static_cast<double>(self.interval));
         });

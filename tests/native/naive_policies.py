@@ -500,22 +500,23 @@ class NaiveLfuDecay(NaivePolicy):
 
     most_unit = 2.0**500
 
-    def __init__(self, capacity, frames, variant="corrected", threshold=0, beta=0.5, interval=16):
+    def __init__(self, capacity, frames, variant="corrected", threshold=0, beta=0.5, interval=16, remember=0):
         super().__init__(capacity, frames)
         self.paper = variant == "paper"
         self.threshold, self.beta, self.interval = threshold, beta, interval
-        self.headroom = 1 if self.paper else 0
+        self.headroom, self.remember = 1 if self.paper else 0, remember
         self.score, self.unit = {}, 1.0
         self.count = 0
 
     def insert(self, e):
-        self.score[e] = self.unit
+        self.score[e] = self.score.get(e, 0.0) + self.unit
 
     def hit(self, e):
         self.score[e] += self.unit
 
     def remove(self, e):
-        del self.score[e]
+        if not self.remember:
+            del self.score[e]
 
     def _tick(self):
         self.count += 1
@@ -565,6 +566,9 @@ REFERENCES = {
             {"variant": "corrected", "threshold": 0.7, "beta": 1e-100, "interval": 1},
             {"variant": "paper", "threshold": 2, "beta": 0.1, "interval": 7},
             {"variant": "paper", "threshold": 0.5, "beta": 2.0**-499, "interval": 5},
+            {"variant": "corrected", "threshold": 1.5, "beta": 0.3, "interval": 2, "remember": 1},
+            {"variant": "corrected", "threshold": 0, "beta": 2.0**-499, "interval": 2, "remember": 1},
+            {"variant": "paper", "threshold": 2, "beta": 0.7, "interval": 7, "remember": 1},
         ],
     ),
     "slru": (NaiveSlru, [{"segments": 2}, {"segments": 4}]),

@@ -114,7 +114,7 @@ class CacheConfig:
         unit = "requests" if known.variant == "paper" else "steps"
         return (
             f"{self.policy} ({known.variant}), threshold {known.threshold:g}, "
-            f"half-life {known.half_life:g} {unit}"
+            f"half-life {known.half_life:g} {unit}{', remembers evicted hits' * known.remember}"
         )
 
     @property

@@ -276,8 +276,8 @@ def _steps(
 
 def _announce(config: TrainConfig, placed: TrainConfig, output: Output, fixed: int, mesh: Mesh) -> None:
     """Print what the run will take, before its first write; ``placed``: this rank's own configuration."""
-    from tierstore.store.disk.home import rank_directory
     from tierstore.moe.products import slow_products
+    from tierstore.store.disk.home import rank_directory
     from tierstore.store.disk.store_extents import copies, schema_copies
     from tierstore.train.budgets import expert_schema, pair_schema
     from tierstore.train.stages import stage_blocks

@@ -87,8 +87,8 @@ def _rank(policy: str) -> int:
     return SIMPLEST_FIRST.index(policy) if policy in SIMPLEST_FIRST else len(SIMPLEST_FIRST)
 
 
-def lfu_decay(half_life: float, threshold: float = 0.0) -> PolicySpec:
-    """LFU-decay (corrected) with a half-life in steps; infinite: hits never decay."""
+def lfu_decay(half_life: float, threshold: float = 0.0, *, remember: bool = False) -> PolicySpec:
+    """LFU-decay (corrected) with a half-life in steps; infinite: hits never decay. ``remember``: hits outlive eviction."""
     options: dict[str, float | str] = {}
     if math.isinf(half_life):
         options = {"beta": 1.0, "interval": 1.0}
@@ -96,6 +96,8 @@ def lfu_decay(half_life: float, threshold: float = 0.0) -> PolicySpec:
         options = {"half_life": half_life, "interval": max(1.0, math.floor(half_life))}
     if threshold:
         options["threshold"] = threshold
+    if remember:
+        options["remember"] = 1.0
     return PolicySpec("lfu-decay", options)
 
 
@@ -139,7 +141,9 @@ def starting_grid(
 
 
 def neighbours(candidate: Candidate) -> Iterator[Candidate]:
-    """Settings near ``candidate`` that the grid lacks: half-lives between its points, thresholds."""
+    """Settings near ``candidate`` that the grid lacks: half-lives between its points, thresholds, hits that outlive
+    eviction.
+    """
     policy, half_life = candidate.policy.name, float(candidate.policy.options.get("half_life", _NEVER))
     if policy == "next-use" and math.isfinite(half_life):
         for factor in _BETWEEN:
@@ -150,6 +154,8 @@ def neighbours(candidate: Candidate) -> Iterator[Candidate]:
                 yield Candidate(lfu_decay(half_life * factor), candidate.scope)
         for threshold in _THRESHOLDS:
             yield Candidate(lfu_decay(half_life, threshold), candidate.scope)
+        for factor in (1.0, *(_BETWEEN if math.isfinite(half_life) else ())):
+            yield Candidate(lfu_decay(half_life * factor, remember=True), candidate.scope)
 
 
 def cache_configuration(candidate: Candidate) -> CacheConfig | None:

@@ -47,6 +47,7 @@ LfuDecayOptions read_lfu_decay_options(const PolicyOptions& options) {
     if (!(read.beta >= kLeastBeta && read.beta <= 1.0)) {
         reader.refuse("beta", "a number above 0 (2^-500 at least) and at most 1");
     }
+    read.remember = reader.whole_in("remember", 0, 0, 1) == 1;
     reader.finish();
     return read;
 }
@@ -63,7 +64,8 @@ void LfuDecay::push(EntryId entry) {
 
 void LfuDecay::insert(EntryId entry) {
     if (entry >= entries_.size()) entries_.resize(entry + entry / 2 + 1);
-    entries_[entry].score = unit_;
+    Entry& of = entries_[entry];
+    of.score = options_.remember ? of.score + unit_ : unit_;
     push(entry);
 }
 

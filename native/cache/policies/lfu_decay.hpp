@@ -14,7 +14,8 @@ namespace tierstore {
 // and still fetch, the smallest is evicted (counted as starved).
 // CORRECTED: the minimum among those with hits >= threshold, ties by entry, one at a time; K counts training steps; the
 // overall minimum if none qualifies (counted as starved).
-// Both: pinned entries are no candidates, and `hits` is forgotten on eviction.
+// Both: pinned entries are no candidates. Line 17 of Algorithm 1 deletes `hits` on eviction, while the text before it
+// keeps the hits of "each sparse parameter": `remember` keeps them, and they go on decaying.
 //
 // The arithmetic. Multiplying every count by beta changes no order between them, so instead the unit that a hit adds
 // grows by 1 / beta at each decay; `hits` is score / unit, and hits >= threshold is score >= threshold * unit. Once the
@@ -29,6 +30,7 @@ struct LfuDecayOptions {
     double threshold = 0.0;      // >= 0
     double beta = 0.5;           // [kLeastBeta, 1]
     std::uint64_t interval = 8;  // K, >= 1
+    bool remember = false;       // an evicted entry comes back with the hits it had
 };
 
 // K and beta act through one number: after this many steps (requests, in PAPER) a hit counts half. Infinite for
@@ -57,7 +59,7 @@ private:
     // are below it. NAMED: in neither heap, since select() took it out.
     enum Place : std::uint8_t { NOWHERE, READY, COLD, NAMED };
     struct Entry {
-        double score = 0.0;
+        double score = 0.0;       // outside of the cache too, for `remember`
         std::uint32_t stamp = 0;  // of its latest node; earlier ones are out of date
         Place place = NOWHERE;
     };
