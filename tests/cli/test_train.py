@@ -163,6 +163,7 @@ def test_the_parts_of_the_steps_add_up(run: Run) -> None:
     assert sum(found[name] or 0.0 for name in named) == pytest.approx(found["wall_s"])
     assert sum(stall["stall_s"] for stall in found["stalls"]) == pytest.approx(found["stall_s"])
     shown = run(store=run.directory / "shown").stdout
+    assert re.search(r"^create experts (\d+)/\1$", shown, re.MULTILINE)
     assert re.search(r"^step time: ", shown, re.MULTILINE)
     assert re.search(r"^where .* of steps went$", shown, re.MULTILINE)
     assert re.search(r"^computing +[\d.]+ m?s +[\d.]+%$", shown, re.MULTILINE)
@@ -201,7 +202,9 @@ def test_a_full_disk_beside_the_store_loses_no_step(
         if what == "--record-trace":
             patched.setattr(TraceWriter, "extend", Mock(side_effect=full))
         elif what == "standard error":
-            patched.setattr("tierstore.cli.output.ProgressBar.update", Mock(side_effect=full))
+            patched.setattr(
+                "tierstore.cli.output._shown", Mock(side_effect=full)
+            )  # of a step's loss and so on
         given = [what, str(path)] if what.startswith("--") else []
         result = CliRunner().invoke(cli, [*arguments, "--set", "commit_every=0", *given])
     assert (result.exit_code, result.stdout) == (2, "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from tierstore.store import (
 )
 from tierstore.store.format import COMMITTED_GROUPS, Placement, Training, WeightFormat
 from tierstore.store.parameter_store import verify_store
-from tierstore.store.registering import RecordLoader
+from tierstore.store.registering import RecordLoader, register_many
 
 NUMEL = 1 << 18
 CONFIG = StoreConfig(host_budget=5 * NUMEL * 4)
@@ -87,6 +88,36 @@ def test_a_weight_that_cannot_be_made_leaves_nothing_of_its_record(
         crc = store.records_crc32c()
     with ParameterStore.open(tmp_path / "store", CONFIG) as store:
         assert (len(store.keys), store.records_crc32c()) == (5, crc)
+
+
+def test_threads_that_make_weights_change_nothing(tmp_path: Path) -> None:
+    """The order, the content and what stays after an error are those of one thread; few contents are in memory at once."""
+    made: list[int] = []
+    taken: list[tuple[int, int]] = []
+    most = 0
+
+    def weight(number: int) -> np.ndarray:
+        nonlocal most
+        made.append(number)
+        most = max(most, len(made) - len(taken))
+        return broken() if number == 9 else np.full(NUMEL, number, np.float32)
+
+    def progress(done: int, total: int) -> None:
+        taken.append((done, total))
+
+    new = [NewRecord(f"e{number}", "expert", weight=partial(weight, number)) for number in range(12)]
+    found = []
+    for threads in (1, 3):
+        made.clear(), taken.clear()
+        directory = tmp_path / str(threads)
+        with ParameterStore.create(directory, [RecordSchema("expert", NUMEL)], CONFIG) as store:
+            with pytest.raises(ZeroDivisionError):
+                register_many(store.core, new, threads=threads, progress=progress)
+            assert store.keys == [f"e{number}" for number in range(9)]
+            found.append(store.records_crc32c())
+        assert taken == [(number, 12) for number in range(1, 10)]
+        assert most <= threads
+    assert found[0] == found[1]
 
 
 def test_a_record_for_which_leases_leave_no_room_is_not_added(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ class Output:
 
     def named(self) -> AbstractContextManager[None]:
         """A context in which an OSError of printing, such as a full disk behind a log, names the stream."""
-        return naming("standard error" if self.console.stderr else "standard output")
+        return _naming(self.console)
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         """Print a table for people. Columns of numbers, with or without units, are right-aligned."""
@@ -139,16 +139,21 @@ class ProgressBar:
 
     def update(self, step: int, total: int, fields: Mapping[str, object] = MappingProxyType({})) -> None:
         """Show that ``step`` of ``total`` is done, and ``fields`` as ``name value`` (floats with 4 significant digits)."""
-        shown = "  ".join(f"{name} {_shown(value)}" for name, value in fields.items())
-        if self._drawn:
-            self._bar = self._bar or self._start(total)
-            self._bar.update(self._task, completed=step, total=total, shown=shown)
-            return
-        now = self._clock()
-        due = now - self._last_line_s >= self._interval_s
-        if (due or step >= total) and step != self._last_step:
-            self._last_line_s, self._last_step = now, step
-            self._console.print(f"{self._label} {step}/{total}  {shown}".rstrip(), soft_wrap=True)
+        with _naming(self._console):
+            shown = "  ".join(f"{name} {_shown(value)}" for name, value in fields.items())
+            if self._drawn:
+                self._bar = self._bar or self._start(total)
+                self._bar.update(self._task, completed=step, total=total, shown=shown)
+                return
+            now = self._clock()
+            due = now - self._last_line_s >= self._interval_s
+            if (due or step >= total) and step != self._last_step:
+                self._last_line_s, self._last_step = now, step
+                self._console.print(f"{self._label} {step}/{total}  {shown}".rstrip(), soft_wrap=True)
+
+
+def _naming(console: Console) -> AbstractContextManager[None]:
+    return naming("standard error" if console.stderr else "standard output")
 
 
 def _shown(value: object) -> str:

@@ -154,7 +154,7 @@ def _train(
     own = stage_config(config, mesh.pipeline.rank, mesh.stages)
     own.import_code()
     fixed = rank_cost(own, mesh, process=resident_bytes()).nbytes
-    tokenising = output.progress(label="tokenise (bytes)")
+    tokenising, creating = output.progress(label="tokenise (bytes)"), output.progress(label="create experts")
 
     def accepted() -> None:
         tokenising.close()
@@ -164,6 +164,7 @@ def _train(
 
     with (
         tokenising,
+        creating,
         open_timeline(timeline) as sink,
         MetricsLog(metrics) as log,
         open_session(
@@ -174,8 +175,10 @@ def _train(
             timeline=sink,
             accepted=accepted,
             tokenising=tokenising.update,
+            creating=creating.update,
         ) as trainer,
     ):
+        creating.close()
         _describe_opened(trainer, output)
         log.start(trainer)
         first, begun = trainer.state.position, Instant.now(trainer)
@@ -246,19 +249,18 @@ def _steps(
                 val_loss = trainer.evaluate()
             counts = counters(trainer)
             try:
-                with output.named():
-                    progress.update(
-                        done,
-                        config.steps,
-                        {
-                            "loss": result.loss,
-                            "val": trainer.state.val_loss if trainer.state.val_loss is not None else "-",
-                            "tokens/s": config.tokens_per_step * (done - first) / (time.monotonic() - begun),
-                            "hits": f"{counts['hits'] / max(counts['hits'] + counts['misses'], 1):.0%}",
-                            "read": format_bytes(counts["read_bytes"]),
-                            "written": format_bytes(counts["written_bytes"]),
-                        },
-                    )
+                progress.update(
+                    done,
+                    config.steps,
+                    {
+                        "loss": result.loss,
+                        "val": trainer.state.val_loss if trainer.state.val_loss is not None else "-",
+                        "tokens/s": config.tokens_per_step * (done - first) / (time.monotonic() - begun),
+                        "hits": f"{counts['hits'] / max(counts['hits'] + counts['misses'], 1):.0%}",
+                        "read": format_bytes(counts["read_bytes"]),
+                        "written": format_bytes(counts["written_bytes"]),
+                    },
+                )
                 log.record(trainer, result, val_loss)
             except OSError as error:
                 failure = error

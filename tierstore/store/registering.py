@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 
@@ -15,6 +17,7 @@ from tierstore.cache.access import Need, Phase
 from tierstore.cache.config import Scope
 from tierstore.errors import StoreError
 from tierstore.quant.layout import quantize
+from tierstore.stats import OnProgress
 from tierstore.store.core import StoreCore, check_array
 from tierstore.store.format import (
     SECTION_ALIGNMENT,
@@ -48,8 +51,16 @@ class NewRecord:
     step: int | None = None
 
 
-def register_many(core: StoreCore, records: Iterable[NewRecord]) -> None:
-    """Adds ``records``; each gets its content before the next one is added.
+def register_many(
+    core: StoreCore,
+    records: Iterable[NewRecord],
+    *,
+    threads: int = 1,
+    progress: OnProgress = lambda done, total: None,
+) -> None:
+    """Adds ``records``; each gets its content before the next one is added. With several ``threads``
+    they make contents, and run the callables for it: one each, so that this many are in memory. ``progress`` is called
+    with the records done and in all.
 
     Raises StoreError, ValueError and OSError (ENOSPC) with nothing changed. If a callable that makes content raises, the
     records before that one are registered; that one and the rest are not.
@@ -64,9 +75,10 @@ def register_many(core: StoreCore, records: Iterable[NewRecord]) -> None:
     unwritten: list[int] = []
     nbytes = 0
     try:
-        for new, schema in zip(records, schemas, strict=True):
+        contents = _contents(records, [core.extents.schemas[schema] for schema in schemas], threads)
+        for done, (new, schema, content) in enumerate(zip(records, schemas, contents, strict=True), 1):
+            progress(done, len(records))
             shape = core.extents.schemas[schema]
-            content = [] if shape.placement is Placement.DIRECT else _content(new, shape)
             record = core.records.add(new.key, schema, new.layer)
             record.step = fresh if new.step is None else new.step
             if not record.cached:
@@ -105,8 +117,31 @@ def _check(core: StoreCore, records: Sequence[NewRecord]) -> list[int]:
     return schemas
 
 
+def _contents(
+    records: Sequence[NewRecord], shapes: Sequence[RecordSchema], threads: int
+) -> Iterator[list[npt.NDArray[np.generic]]]:
+    """``_content`` of each record, in order; several threads make those of the next ones meanwhile."""
+    if threads == 1:
+        yield from map(_content, records, shapes)
+        return
+    coming: deque[Future[list[npt.NDArray[np.generic]]]] = deque()
+    with ThreadPoolExecutor(threads, "tierstore-contents") as pool:
+        try:
+            for new, shape in zip(records, shapes, strict=True):
+                coming.append(pool.submit(_content, new, shape))
+                if len(coming) == threads:
+                    yield coming.popleft().result()
+            while coming:
+                yield coming.popleft().result()
+        finally:  # an error, or a caller that wants no more
+            for future in coming:
+                future.cancel()
+
+
 def _content(new: NewRecord, shape: RecordSchema) -> list[npt.NDArray[np.generic]]:
-    """The leading sections of a new record; missing ones begin as zeros."""
+    """The leading sections of a new record, none of one that is kept directly; missing ones begin as zeros."""
+    if shape.placement is Placement.DIRECT:
+        return []
     if new.sections is not None:
         parts = [np.ascontiguousarray(part) for part in new.sections()]
         layout = [section for group in shape.groups for section in shape.layout(group).sections]

@@ -21,6 +21,7 @@ from tierstore.dense import DenseSlices, GatherDtype, UnitLayout, dense_schemas,
 from tierstore.dense.gates import Gates, PassListener
 from tierstore.dense.parameters import DividedParameters, Units, load_frozen
 from tierstore.errors import ConfigError
+from tierstore.machine import cores
 from tierstore.model.config import CheckpointActivations
 from tierstore.model.interface import Model
 from tierstore.model.store_schema import EXPERT_SCHEMA, PAIR_SCHEMA, TrainState, expert_key, pair_key
@@ -80,13 +81,15 @@ def open_session(
     io_log: Path | None = None,
     accepted: Callable[[], None] = lambda: None,
     tokenising: OnProgress = lambda done, total: None,
+    creating: OnProgress = lambda done, total: None,
 ) -> Iterator[Trainer]:
     """A trainer over ``config.store``, closed at exit in any case; uncommitted steps are lost.
 
     On several ranks (``mesh``) this is a collective, and each has a store of its own under ``config.store``. Budgets are
     per rank. ``accepted`` is called when all checks have passed, before the first write; ``tokenising``, if documents
-    must be tokenised, with the bytes done and in all. Raises ConfigError, DataError, BudgetError, CapabilityError,
-    StoreError, PeerError, OSError; on a failure nothing was created or changed.
+    must be tokenised, with the bytes done and in all; ``creating``, if experts are created, with those
+    done and in all. Raises ConfigError, DataError, BudgetError, CapabilityError, StoreError, PeerError, OSError; on a
+    failure nothing was created or changed.
     """
     with (
         open_parts(
@@ -99,6 +102,7 @@ def open_session(
             io_log=io_log,
             accepted=accepted,
             tokenising=tokenising,
+            creating=creating,
         ) as parts,
         contextlib.closing(ThreadTimes()) as threads,
     ):
@@ -131,6 +135,7 @@ def open_parts(
     io_log: Path | None = None,
     accepted: Callable[[], None] = lambda: None,
     tokenising: OnProgress = lambda done, total: None,
+    creating: OnProgress = lambda done, total: None,
 ) -> Iterator[SessionParts]:
     """The parts of ``open_session``'s trainer, closed at exit; ``loop`` drives them."""
     setup = prepare(config, opening, loop, mesh, timeline or NullTimeline(), tokenising)
@@ -151,7 +156,7 @@ def open_parts(
         queue = HorizontalQueue(schedule, dense, setup.ledger)
         gates = dense.attach(model, queue if watch is None else watch.listener(queue))
         stack.callback(gates.remove)
-        _fill(setup, model, store, dense)
+        _fill(setup, model, store, dense, creating)
         experts = _open_experts(setup, store, schedule, stack)
         slot.target = experts if watch is None else watch.source(experts)
         if config.prefetch.predictor is PredictorName.ROUTER and config.prefetch.depth:
@@ -307,14 +312,14 @@ def _slice_dense(
     return dense, schedule
 
 
-def _fill(setup: Setup, model: Model, store: StoreCore, dense: DenseSlices) -> None:
+def _fill(setup: Setup, model: Model, store: StoreCore, dense: DenseSlices, creating: OnProgress) -> None:
     """Creates all records, or loads those of the commit that all ranks have; reads frozen records that stay in memory."""
     config, owned = setup.config, setup.owned
     count = len(owned) * len(config.model.moe_layers)
     if setup.agreed.opening is Opening.CREATE:
         store.reserve({EXPERT_SCHEMA: count} | dense.record_counts())
         dense.register(store)
-        _register(store, EXPERT_SCHEMA, config.model.moe_layers, owned, config.spec.first_weights)
+        _register(store, EXPERT_SCHEMA, config.model.moe_layers, owned, config.spec.first_weights, creating)
     else:
         pairs = pair_schema(config) is not None
         keys = [layout.key for layout in dense.layouts if not layout.empty]
@@ -325,7 +330,7 @@ def _fill(setup: Setup, model: Model, store: StoreCore, dense: DenseSlices) -> N
             dense.register(store)
             if pairs:
                 first = partial(_first_pair, config)
-                _register(store, PAIR_SCHEMA, config.model.moe_layers, owned, first)
+                _register(store, PAIR_SCHEMA, config.model.moe_layers, owned, first, creating)
         else:
             fresh = dense.missing(store) if config.tasks else []
             store.reserve(dense.record_counts(fresh))
@@ -354,13 +359,15 @@ def _register(
     layers: Sequence[int],
     owned: range,
     values: Callable[[int, int], npt.NDArray[np.float32]],
+    progress: OnProgress,
 ) -> None:
     """Adds the records of the ``owned`` experts of each of ``layers``, or of their pairs; ``values(layer, expert)``: the
-    first weights.
+    first weights, which all cores draw (each record has a generator of its own).
     """
     key = expert_key if schema == EXPERT_SCHEMA else pair_key
     numbers = ((layer, expert) for layer in layers for expert in owned)
-    register_many(store, (NewRecord(key(*of), schema, of[0], partial(values, *of)) for of in numbers))
+    new = (NewRecord(key(*of), schema, of[0], partial(values, *of)) for of in numbers)
+    register_many(store, new, threads=cores(), progress=progress)
 
 
 def _first_pair(config: TrainConfig, layer: int, expert: int) -> npt.NDArray[np.float32]:
