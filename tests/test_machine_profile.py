@@ -22,6 +22,7 @@ from tierstore.machine_profile import (
     Evidence,
     IoPoint,
     device_name,
+    find_profile,
     fit_cost,
     fit_errors,
     load_io_point,
@@ -96,6 +97,22 @@ def test_exchanges_by_ranks_come_back_and_older_profiles_have_none(tmp_path: Pat
     json.loads(path.read_text(), parse_constant=pytest.fail)
     assert load_profile(path) == measured
     assert [measured.exchange(ranks) for ranks in (2, 3, 4, 8)] == [two, two, four, four]
+
+
+def test_a_gpu_by_its_data_sheet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = find_profile(Path("A100"))
+    # 40% of 312 TFLOP/s; 80% of 32 GB/s to the host, and of 12 NVLinks of 25 GB/s in each direction.
+    assert found.expert_flops.per_s == pytest.approx(124.8e12)
+    assert found.copy.per_s == pytest.approx(25.6e9)
+    assert found.gather.per_s == pytest.approx(240e9)
+    assert found.evidence is Evidence.ASSUMED
+    assert found.machine.startswith("A100 by its data sheet (40% ")
+    with pytest.raises(DataError, match=r"^A1000: expected a machine profile, .*: V100, A100, .*RTX4090$"):
+        find_profile(Path("A1000"))
+    # A file of that name is meant.
+    save_profile(replace(ASSUMED, machine="mine"), tmp_path / "A100")
+    assert find_profile(Path("A100")).machine == "mine"
 
 
 def test_errors_of_a_fit_by_hand() -> None:

@@ -13,7 +13,7 @@ import math
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from pathlib import Path
 
@@ -145,6 +145,66 @@ ASSUMED = Profile(
     dense_flops=Cost(1e-4, 5e10),
     expert_flops=Cost(1e-4, 5e10),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class _DataSheet:
+    """What a maker states of a GPU: floating point operations a second of dense 16-bit products that are summed in fp32, and
+    bytes a second in one direction to the host and to another GPU.
+    """
+
+    flops: float
+    host: float
+    peer: float
+
+
+_NVLINK_2, _NVLINK_3, _NVLINK_4 = 150e9, 300e9, 450e9  # all links of a GPU, in one direction
+_PCIE_3, _PCIE_4, _PCIE_5 = 16e9, 32e9, 64e9  # 16 lanes
+#: By NVIDIA's data sheets and architecture papers. GPUs for desktops reach each other over PCIe.
+_DATA_SHEETS = {
+    "V100": _DataSheet(125e12, _PCIE_3, _NVLINK_2),
+    "A100": _DataSheet(312e12, _PCIE_4, _NVLINK_3),
+    "H100": _DataSheet(989.5e12, _PCIE_5, _NVLINK_4),
+    "H200": _DataSheet(989.5e12, _PCIE_5, _NVLINK_4),
+    "RTX2080Ti": _DataSheet(53.8e12, _PCIE_3, _PCIE_3),
+    "RTX3090": _DataSheet(71e12, _PCIE_4, _PCIE_4),
+    "RTX4090": _DataSheet(165.2e12, _PCIE_4, _PCIE_4),
+}
+_REACHED_FLOPS, _REACHED_BYTES = 0.4, 0.8  # shares of what is stated that training reaches: assumed
+_HOST_MEMORY = 200e9  # eight channels of DDR4-3200
+_DRIVE_READ, _DRIVE_WRITE = 7e9, 5e9  # one drive on PCIe 4
+
+
+def find_profile(named: Path) -> Profile:
+    """The profile in the file ``named``; if there is none, that of the GPU of this name, by its data sheet. Raises DataError
+    that lists the names, OSError.
+    """
+    sheet = _DATA_SHEETS.get(str(named))
+    if named.exists() or sheet is None:
+        try:
+            return load_profile(named)
+        except FileNotFoundError as error:
+            known = ", ".join(_DATA_SHEETS)
+            raise DataError(f"{named}: expected a machine profile, or the name of a GPU: {known}") from error
+    host, peer, drive = (_REACHED_BYTES * rate for rate in (sheet.host, sheet.peer, _DRIVE_READ))
+    collective, products = Cost(2e-5, peer), Cost(1e-5, _REACHED_FLOPS * sheet.flops)
+    written = _REACHED_BYTES * _DRIVE_WRITE
+    return replace(
+        ASSUMED,
+        machine=f"{named} by its data sheet ({_REACHED_FLOPS:.0%} of its operations, {_REACHED_BYTES:.0%} of its links), "
+        "one drive",
+        gather=collective,
+        reduce_scatter=collective,
+        all_to_all=collective,
+        disk_read=Cost(1e-4, drive),
+        disk_write=Cost(1e-4, written),
+        disk_mixed=Cost(1e-4, (drive + written) / 2),
+        copy=Cost(1e-5, host),
+        adamw=Cost(1e-5, _REACHED_BYTES * _HOST_MEMORY),
+        dense_flops=products,
+        expert_flops=products,
+    )
+
 
 _COSTS = tuple(f.name for f in fields(Profile) if isinstance(getattr(ASSUMED, f.name), Cost))
 _LATER_COSTS = ("expert_forward", "expert_backward")

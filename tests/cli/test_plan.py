@@ -176,6 +176,50 @@ def test_presets(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["host_budget_bytes"] == 10**12
 
 
+@pytest.mark.parametrize(
+    ("name", "ranks", "published"), [("se-moe-13.9b", 8, 31_085), ("se-moe-207.2b", 128, 376_968)]
+)
+def test_table_1_of_se_moe(name: str, ranks: int, published: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """A sequence for each A100, whose length the paper does not give: 2,048 tokens."""
+    node = ["--memory", "2TB", "--disk", "10TB", "--ranks", str(ranks), "--ranks-per-node", "8"]
+    card = ["--device", "cuda", "--device-memory", "80GB", "--profile", "A100"]
+    sizes = {"model.compute_dtype": "bf16", "data.batch_size": ranks, "model.seq_len": 2048}
+    settings = [part for key, value in sizes.items() for part in ("--set", f"{key}={value}")]
+    _, found, _ = _run(capsys, "--preset", name, *node, *card, *settings)
+    assert published / 2 < found["prediction"]["tokens_per_s"] < published
+
+
+def test_the_equations_of_pipeline_moe_have_its_gpus_ranks_and_experts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """64 experts of width 4,096, 8 tensor-parallel V100s: 40% of 125 TFLOP/s, 80% of NVLink's 150 GB/s."""
+    many = [
+        "--memory",
+        "2TB",
+        "--disk",
+        "10TB",
+        "--ranks",
+        "128",
+        "--ranks-per-node",
+        "8",
+        "--device",
+        "cuda",
+    ]
+    _, found, _ = _run(
+        capsys, "--preset", "ppmoe-143b", *many, "--set", "parallel.tensor=8", "--profile", "V100"
+    )
+    flops, bandwidth, width = 50e12, 120e9, 4096
+    assert found["tensor"]["paper_equation_5_corrected_ratio"] == pytest.approx(
+        7 * flops / (4 * bandwidth * width)
+    )
+    assert found["tensor"]["paper_equation_2_corrected_ratio"] == pytest.approx(
+        63 / 64 * flops / (8 * bandwidth * width)
+    )
+    assert found["tensor"]["paper_equation_2_printed_ratio"] == pytest.approx(
+        63 * 64 * flops / (16 * bandwidth * width)
+    )
+
+
 def test_the_presets_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     status, found, _ = _run(capsys, "--preset", "list")
     assert status == 0

@@ -75,7 +75,8 @@ class _Question:
     )
     profile: Path | None = option(
         None,
-        help="Profile measured by `tierstore bench machine` (default: parallel.profile, or assumed costs).",
+        help="Profile measured by `tierstore bench machine`, or the name of a GPU, such as A100 (default: "
+        "parallel.profile, or assumed costs).",
     )
     serve: bool = option(False, help="Plan serving of an imported model at several host budgets.")
     batch: int = option(1, help="With --serve: sequences in a batch.")
@@ -123,7 +124,7 @@ def plan(
     output: Output,
 ) -> None:
     """Plan a run: bytes on each tier, whether they fit, step time, its bottleneck, and what to change."""
-    from tierstore.plan import ASSUMED, find_preset, load_profile, machine_limits, plan_run
+    from tierstore.plan import ASSUMED, find_preset, find_profile, machine_limits, plan_run
 
     ranks, model = question.ranks, question.model
     if question.preset is not None and model is not None:
@@ -137,7 +138,7 @@ def plan(
     run = {name: value for name, value in overrides.items() if name not in served or name == "store"}
     loaded = _load(config, preset, model, run, ranks)
     measured = question.profile or loaded.parallel.profile
-    costs = load_profile(measured) if measured else ASSUMED
+    costs = find_profile(measured) if measured else ASSUMED
     if question.serve:
         _show_serving(loaded, question, costs, output, overrides=served)
         return

@@ -8,7 +8,15 @@ from tierstore.lazy import exports
 
 if TYPE_CHECKING:
     from tierstore.decision import Decision
-    from tierstore.machine_profile import ASSUMED, Cost, Evidence, Profile, load_profile, save_profile
+    from tierstore.machine_profile import (
+        ASSUMED,
+        Cost,
+        Evidence,
+        Profile,
+        find_profile,
+        load_profile,
+        save_profile,
+    )
     from tierstore.plan.capacity import Capacity, Term, Use
     from tierstore.plan.fitting import Change, Effect, Hardware, Limits, Remedy, Shortfall, Verdict
     from tierstore.plan.order import OrderCost, choose_order
@@ -49,6 +57,7 @@ __all__ = [
     "Verdict",
     "choose_order",
     "find_preset",
+    "find_profile",
     "load_profile",
     "machine_limits",
     "plan_run",

@@ -294,6 +294,7 @@ class TensorCosts:
 
     rows: RowBytes
     attention: DivisionBytes
+    experts: int
     flops: float
     bandwidth: float
 
@@ -308,14 +309,14 @@ class TensorCosts:
             "attention_bytes": self.attention.both_passes,
             "all_reduce_crossover_ratio": rows.all_reduce_crossover,
             "rows_crossover_ratio": rows.rows_crossover,
-            "paper_equation_5_printed_ratio": self._ratio(all_reduce_ratio_printed),
-            "paper_equation_5_corrected_ratio": self._ratio(all_reduce_ratio),
-            "paper_equation_2_printed_ratio": self._ratio(all_to_all_ratio_printed),
-            "paper_equation_2_corrected_ratio": self._ratio(all_to_all_ratio),
+            "paper_equation_5_printed_ratio": self._ratio(all_reduce_ratio_printed, self.rows.ranks),
+            "paper_equation_5_corrected_ratio": self._ratio(all_reduce_ratio, self.rows.ranks),
+            "paper_equation_2_printed_ratio": self._ratio(all_to_all_ratio_printed, self.experts),
+            "paper_equation_2_corrected_ratio": self._ratio(all_to_all_ratio, self.experts),
         }
 
-    def _ratio(self, equation: _Equation) -> float:
-        return equation(self.rows.ranks, self.rows.width, self.flops, self.bandwidth)
+    def _ratio(self, equation: _Equation, among: int) -> float:
+        return equation(among, self.rows.width, self.flops, self.bandwidth)
 
     def lines(self) -> list[str]:
         """The costs as text."""
@@ -326,9 +327,11 @@ class TensorCosts:
             f"as many data ranks {rows.all_to_all / 2**20:.2f} MiB",
             f"it pays if links within the group are more than {rows.rows_crossover:.3g} times as fast as the links "
             f"of the all-to-alls (the paper's all-reduce: {rows.all_reduce_crossover:.3g})",
-            f"communication / computation by Pipeline MoE's equations: all-reduce {self._ratio(all_reduce_ratio):.3g} "
-            f"(as printed {self._ratio(all_reduce_ratio_printed):.3g}), all-to-all {self._ratio(all_to_all_ratio):.3g} "
-            f"(as printed {self._ratio(all_to_all_ratio_printed):.3g})",
+            f"communication / computation by Pipeline MoE's equations: all-reduce of {rows.ranks} "
+            f"{self._ratio(all_reduce_ratio, rows.ranks):.3g} (as printed "
+            f"{self._ratio(all_reduce_ratio_printed, rows.ranks):.3g}), all-to-all of {self.experts} experts "
+            f"{self._ratio(all_to_all_ratio, self.experts):.3g} (as printed "
+            f"{self._ratio(all_to_all_ratio_printed, self.experts):.3g})",
         ]
 
 
@@ -354,6 +357,7 @@ def tensor_costs(
     return TensorCosts(
         rows=RowBytes(**sizes, top_k=top_k),
         attention=DivisionBytes(**sizes, pairs=pairs),
+        experts=model.experts,
         flops=flops,
         bandwidth=bandwidth,
     )

@@ -34,7 +34,9 @@ class RingConfig:
     layers: int = field(default=0, metadata={"help": "layers in the ring (0: as many as fit in the budget)"})
     profile: Path | None = field(
         default=None,
-        metadata={"help": "file of bench machine with the costs that auto uses (none: assumed costs)"},
+        metadata={
+            "help": "file of bench machine, or the name of a GPU, with the costs that auto uses (none: assumed costs)"
+        },
     )
 
     def __post_init__(self) -> None:

@@ -22,7 +22,7 @@ from tierstore.capabilities import Capability
 from tierstore.errors import ConfigError, StoreError
 from tierstore.hf.spec import recorded_lora, recorded_spec
 from tierstore.machine import memory
-from tierstore.machine_profile import ASSUMED, Cost, load_profile
+from tierstore.machine_profile import ASSUMED, Cost, find_profile
 from tierstore.model.interface import Model
 from tierstore.model.spec import ModelSpec
 from tierstore.model.store_schema import EXPERT_SCHEMA, PAIR_SCHEMA, TrainState, expert_key, pair_key
@@ -431,7 +431,7 @@ class _ExpertOpening:
                 host=self.budgets.cache // schema.layout(Group.WEIGHTS).slot_bytes,
                 ring_layers=count,
             ),
-            profile=ASSUMED if config.ring.profile is None else load_profile(config.ring.profile),
+            profile=ASSUMED if config.ring.profile is None else find_profile(config.ring.profile),
             copy=Cost(link.latency, link.bandwidth or math.inf) if link.on else None,
         )
         return SlottedExperts(
