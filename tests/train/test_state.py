@@ -27,6 +27,12 @@ def test_it_comes_back_as_it_was() -> None:
     assert TrainState.unpack({STATE_KEY: state.pack()}, where="here") == state
 
 
+@pytest.mark.parametrize("state", [b"", b"{", b"[]", b'{"unknown": 1}'])
+def test_a_damaged_state_is_refused(state: bytes) -> None:
+    with refuses(StoreFormatError, "here", "damaged"):
+        TrainState.unpack({STATE_KEY: state}, where="here")
+
+
 def test_differences_name_each_condition() -> None:
     was = {"threads": 1, "model": {"d_model": 16, "seed": 0}, "torch": "2"}
     now = {"threads": 2, "model": {"d_model": 16, "seed": 5}, "device": "cpu"}
