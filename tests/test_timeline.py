@@ -5,17 +5,29 @@ from __future__ import annotations
 import itertools
 import json
 import threading
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierstore._native import Activity, Arena, Buffer, Engine, File, FileCreate, HugePages, Link
+from tierstore.accelerator import DeviceClock
 from tierstore.errors import ConfigError
-from tierstore.timeline import NullTimeline, OperationSpans, Timeline, TimelineSink, Track, open_timeline
+from tierstore.timeline import (
+    NullTimeline,
+    OperationSpans,
+    Timeline,
+    TimelineSink,
+    Track,
+    open_timeline,
+    read_slices,
+)
 
 
 def events(path: Path, phase: str = "X") -> list[dict[str, Any]]:
@@ -136,6 +148,50 @@ def test_threads_may_record_at_once(tmp_path: Path) -> None:
 def test_an_end_before_its_start_is_refused(tmp_path: Path) -> None:
     with Timeline(tmp_path / "t.json") as timeline, pytest.raises(ValueError, match="before it starts"):
         timeline.add(Track.COMPUTE, "x", 5, 4)
+
+
+@dataclass
+class Reached:
+    """An event of a device: when it is reached, if it has been."""
+
+    at_ms: float
+    done: bool = True
+
+    def query(self) -> bool:
+        return self.done
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, later: Reached) -> float:
+        return later.at_ms - self.at_ms
+
+
+def test_work_on_a_device_is_drawn_once_it_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device's clock began at 5 ms, when the host's showed 1000 ms. The second copy is not done when the first is
+    drawn, and holds back what was queued behind it; the fifth is never done.
+    """
+    marks = [Reached(5.0), *(Reached(5.0 + ms, ms < 3) for ms in (1, 2, 3, 7, 1.5, 2.5, 8, 9))]
+    made = iter(marks)
+    monkeypatch.setattr(DeviceClock, "mark", lambda clock, stream=None: next(made))
+    monkeypatch.setattr(time, "monotonic_ns", lambda: 1_000_000_000)
+    path = tmp_path / "t.json"
+    with Timeline(path, clock=lambda: 0) as timeline:
+        timeline.follow(torch.device("cpu"))
+        assert timeline.now() == 0
+        timeline.follow(torch.device("meta"))
+        for name in ("first", "second"):
+            timeline.add(Track.DEVICE_COPIES, name, timeline.now(), timeline.now())
+        with timeline.span(Track.COMPUTE, "third"), timeline.span(Track.STALLS, "the host's"):
+            pass
+        timeline.add(Track.DEVICE_COPIES, "fifth", timeline.now(), timeline.now())
+        for mark in marks[3:5]:
+            mark.done = True
+    assert read_slices(path) == {
+        "device copies": [("first", 1_001_000, 1_002_000), ("second", 1_003_000, 1_007_000)],
+        "stalls": [("the host's", 0, 0)],
+        "compute": [("third", 1_001_500, 1_002_500)],
+    }
 
 
 def test_errors_name_the_file(tmp_path: Path) -> None:

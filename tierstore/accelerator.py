@@ -10,6 +10,7 @@ import contextlib
 import importlib.util
 import logging
 import platform
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -77,6 +78,32 @@ def reached(device: torch.device) -> torch.Event:
     event = torch.Event(device)
     event.record(torch.accelerator.current_stream(device))
     return event
+
+
+class DeviceClock:
+    """Tells when the streams of ``device`` reach points in their work. Waits for the device once, when it is made."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._origin = self.mark()
+        self._origin.synchronize()
+        self._origin_ns = time.monotonic_ns()
+
+    def mark(self, stream: torch.Stream | None = None) -> torch.Event:
+        """An event behind all work that ``stream`` (None: the current one) has so far."""
+        import torch
+
+        event = torch.Event(self._device, enable_timing=True)
+        event.record(stream or torch.accelerator.current_stream(self._device))
+        return event
+
+    def time_ns(self, event: torch.Event) -> int:
+        """When the device reached the completed ``event``, in nanoseconds of CLOCK_MONOTONIC. Later events are measured from
+        it, since the device counts milliseconds in fp32.
+        """
+        self._origin_ns += round(self._origin.elapsed_time(event) * 1e6)
+        self._origin = event
+        return self._origin_ns
 
 
 @contextlib.contextmanager

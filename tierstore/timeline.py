@@ -9,7 +9,9 @@ JSON; if the process is killed before that, both viewers still open what was wri
 closing bracket.
 
 Times are nanoseconds of CLOCK_MONOTONIC, which ``time.monotonic_ns`` and the native engine's
-``steady_clock`` both read. Any thread may record: one lock guards the buffer.
+``steady_clock`` both read. Work on an accelerator (``follow``) lies between two events that its stream
+reaches: it is written once both have completed, which nothing waits for. Any thread may record: one lock
+guards the buffer.
 """
 
 from __future__ import annotations
@@ -19,17 +21,24 @@ import os
 import stat
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from tierstore._native import Activity, Engine
+from tierstore.accelerator import DeviceClock, has_own_memory
 from tierstore.errors import naming
 from tierstore.outputs import OutputKind, check_output
 
+if TYPE_CHECKING:
+    import torch
+
+#: Nanoseconds of CLOCK_MONOTONIC, or an event of the followed device.
+Moment: TypeAlias = "int | torch.Event"
 Args = Mapping[str, str | int | float | bool | None]
 
 _BUFFER_BYTES = 1 << 18
@@ -73,12 +82,21 @@ class TimelineSink(AbstractContextManager["TimelineSink"]):
     #: Why the file ends early, if it does; closing raises it.
     failure: OSError | None = None
 
+    def follow(self, device: torch.device) -> None:
+        """From now on, ``now`` and spans of computation tell when ``device`` does the work, not when it is queued. Does
+        nothing for the CPU.
+        """
+
+    def now(self, stream: torch.Stream | None = None) -> Moment:
+        """For ``add``: the time, or on a followed device the end of what ``stream`` (None: the current one) has to do."""
+        return 0
+
     def span(self, track: Track, name: str, args: Args | None = None) -> AbstractContextManager[None]:
         """Record the time inside the context, also when it raises. Spans of one track must nest."""
         return _NOTHING
 
-    def add(self, track: Track, name: str, start_ns: int, end_ns: int, args: Args | None = None) -> None:
-        """Record work that has ended. It may overlap other work of its track."""
+    def add(self, track: Track, name: str, start: Moment, end: Moment, args: Args | None = None) -> None:
+        """Record work that has ended, or been queued on the followed device. It may overlap other work of its track."""
 
     def count(self, name: str, values: Mapping[str, int | float]) -> None:
         """Record values as of now; each name is drawn as a curve, its values stacked."""
@@ -121,24 +139,58 @@ class Timeline(TimelineSink):
         self._lane_ends: dict[Track, list[int]] = {track: [] for track in Track}
         self._named: set[int] = set()
         self._first = {track: (index + 1) * _LANES for index, track in enumerate(Track)}
+        self._device: DeviceClock | None = None
+        #: Work on the device that has yet to be written, in the order in which it was recorded.
+        self._queued: deque[_Work] = deque()
         with self._lock:
             self._event({"ph": "M", "name": "process_name", "args": {"name": "tierstore"}})
 
     def span(self, track: Track, name: str, args: Args | None = None) -> AbstractContextManager[None]:
         return _Span(self, track, name, args)
 
-    def add(self, track: Track, name: str, start_ns: int, end_ns: int, args: Args | None = None) -> None:
-        if end_ns < start_ns:
-            raise ValueError(f"{name} ends {start_ns - end_ns} ns before it starts")
+    def follow(self, device: torch.device) -> None:
+        self._device = DeviceClock(device) if has_own_memory(device) else None
+
+    def now(self, stream: torch.Stream | None = None) -> Moment:
+        return self._clock() if self._device is None else self._device.mark(stream)
+
+    def add(self, track: Track, name: str, start: Moment, end: Moment, args: Args | None = None) -> None:
+        if isinstance(start, int) and isinstance(end, int) and end < start:
+            raise ValueError(f"{name} ends {start - end} ns before it starts")
         with self._lock:
-            ends = self._lane_ends[track]
+            self._record(_Work(track, name, start, end, args))
+
+    def _record(self, work: _Work) -> None:
+        if isinstance(work.start, int) and isinstance(work.end, int):
+            self._draw(work, work.start, work.end)
+        else:
+            self._queued.append(work)
+            self._draw_done()
+
+    def _draw_done(self) -> None:
+        """Draw the work that the device has done, up to the first that it has not."""
+        while self._queued and _done(self._queued[0].start) and _done(self._queued[0].end):
+            work = self._queued.popleft()
+            start_ns, end_ns = self._at_ns(work.start), self._at_ns(work.end)
+            self._draw(work, start_ns, max(start_ns, end_ns))
+
+    def _at_ns(self, moment: Moment) -> int:
+        if isinstance(moment, int):
+            return moment
+        assert self._device is not None
+        return self._device.time_ns(moment)
+
+    def _draw(self, work: _Work, start_ns: int, end_ns: int) -> None:
+        lane = -1
+        if not work.nests:
+            ends = self._lane_ends[work.track]
             lane = next((lane for lane, end in enumerate(ends) if end <= start_ns), len(ends))
             # If all lanes of the numbering are taken, the last one is shared: an untidy picture, not a failure.
             lane = min(lane, _LANES - 2)
             if lane == len(ends):
                 ends.append(end_ns)
             ends[lane] = end_ns
-            self._slice(track, lane + 1, name, start_ns, end_ns, args)
+        self._slice(work.track, lane + 1, work.name, start_ns, end_ns, work.args)
 
     def count(self, name: str, values: Mapping[str, int | float]) -> None:
         now = self._clock()
@@ -150,6 +202,7 @@ class Timeline(TimelineSink):
             if self._fd < 0:
                 return
             try:
+                self._draw_done()
                 self._buffer.append(b"\n]\n")
                 self._flush()
             finally:
@@ -173,11 +226,6 @@ class Timeline(TimelineSink):
                 os.close(fd)
                 if self._made:
                     self._path.unlink(missing_ok=True)
-
-    def _record(self, track: Track, name: str, start_ns: int, args: Args | None) -> None:
-        end_ns = self._clock()
-        with self._lock:
-            self._slice(track, 0, name, start_ns, end_ns, args)
 
     def _slice(
         self, track: Track, lane: int, name: str, start_ns: int, end_ns: int, args: Args | None
@@ -230,21 +278,39 @@ class Timeline(TimelineSink):
             self.failure = self.failure or error
 
 
+class _Work(NamedTuple):
+    """What is drawn. ``nests``: in the track's first lane, with the other spans of synchronous work."""
+
+    track: Track
+    name: str
+    start: Moment
+    end: Moment
+    args: Args | None
+    nests: bool = False
+
+
+def _done(moment: Moment) -> bool:
+    return isinstance(moment, int) or moment.query()
+
+
 class _Span:
-    __slots__ = ("_args", "_name", "_start_ns", "_timeline", "_track")
+    __slots__ = ("_args", "_name", "_now", "_start", "_timeline", "_track")
 
     def __init__(self, timeline: Timeline, track: Track, name: str, args: Args | None) -> None:
         self._timeline = timeline
         self._track = track
         self._name = name
         self._args = args
-        self._start_ns = 0
+        self._now = timeline.now if track is Track.COMPUTE else timeline._clock
+        self._start: Moment = 0
 
     def __enter__(self) -> None:
-        self._start_ns = self._timeline._clock()
+        self._start = self._now()
 
     def __exit__(self, *raised: object) -> None:
-        self._timeline._record(self._track, self._name, self._start_ns, self._args)
+        work = _Work(self._track, self._name, self._start, self._now(), self._args, nests=True)
+        with self._timeline._lock:
+            self._timeline._record(work)
 
 
 class OperationSpans:

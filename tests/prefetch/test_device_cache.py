@@ -194,6 +194,20 @@ def test_speculation_leaves_the_expert_that_computes_a_slot(make_rig: MakeRig) -
     assert len(resident(rig, 2)) in (2, 3)
 
 
+@pytest.mark.parametrize("slots", [2, 3])
+def test_a_slot_is_for_this_pass_before_a_coming_one(make_rig: MakeRig, slots: int) -> None:
+    """Slots hold the first experts of layer 0 when its pass begins. Each that has been computed makes room for the next of
+    layer 0 that no slot has, not for layer 2: while an expert is computed, all other slots hold those that follow it.
+    """
+    rig = make_rig(slots=slots, room=2 * ALL, depth=1, predictor=PredictorName.ALL, lookahead=AHEAD)
+    step(rig)
+    rig.experts.begin_micro(index=0, count=1)
+    assert len(resident(rig, 0)) == slots - 1
+    for lease in rig.experts.forward(0, EVERY):
+        following = EVERY[lease.expert + 1 :][: slots - 1]
+        assert set(following) <= set(resident(rig, 0)), lease.expert
+
+
 def test_an_expert_whose_step_is_still_to_be_queued_is_not_copied_ahead(make_rig: MakeRig) -> None:
     """The backward pass of layer 2 looks ahead to that of layer 0, and to the next step's forward passes. The weights of
     layer 0's experts change in between: each is copied once its step is queued, and there it still is.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ import simulated
 import torch
 from launcher import Ranks
 from rank_cases import TINY
-from training_cases import FEW_SLOTS, train
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from training_cases import FEW_SLOTS, STEPS, train
 
 from tierstore._native import Arena, Engine, HugePages
 from tierstore.accelerator import identity, make_current, pinned, usable_bytes
@@ -27,6 +29,7 @@ from tierstore.parallel.config import ParallelConfig
 from tierstore.parallel.launching import check_devices
 from tierstore.tiers import DeviceSlots, open_device_tier
 from tierstore.tiers.slots import DeviceKind
+from tierstore.timeline import open_timeline, read_slices
 from tierstore.train import open_experts
 from tierstore.train.config import TrainConfig
 from tierstore.train.footprint import fixed_cost
@@ -278,3 +281,47 @@ def test_a_loop_of_ones_own_on_the_device(ranks: Ranks, simulated_ranks: Ranks, 
     expert = ExpertShape(8, 16).numel * 4
     assert fewer // expert == 2 * 4
     assert 4 + 3 * 2 <= copied // expert <= 4 * 4
+
+
+def _drawn(mesh: Mesh, store: Path, text: str) -> Any:
+    """Losses, violations, counts and the timeline's slices of ``STEPS`` steps; the expert copies made."""
+    config = load(TrainConfig, None, {**TINY, **FEW_SLOTS, "data.paths": (text,), "store": store})
+    path = store.with_suffix(f".{mesh.world.rank}.json")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    with (
+        sdpa_kernel(SDPBackend.MATH),
+        open_timeline(path) as timeline,
+        open_session(config, Opening.CREATE, mesh=mesh, timeline=timeline) as trainer,
+    ):
+        simulated.reset()
+        begun_us = time.monotonic() * 1e6
+        losses = [trainer.step().loss for _ in range(STEPS)]
+        counts, ended_us = simulated.counts(), time.monotonic() * 1e6
+        copies = trainer.experts.walk.slots.copies
+        trainer.commit()
+    return losses, simulated.violations(), counts, read_slices(path), copies, (begun_us, ended_us)
+
+
+def test_a_timeline_shows_when_the_device_works_without_waiting_for_it(
+    simulated_ranks: Ranks, tmp_path: Path, text: Path
+) -> None:
+    """Each copy, gather and pass lies between events of the device; the host waits no more often than without."""
+    plain = simulated_ranks.run(2, train, tmp_path / "plain", {}, str(text))
+    found = simulated_ranks.run(2, _drawn, tmp_path / "drawn", str(text))
+    for ((losses, _, _), _, expected), (drawn, violations, counts, slices, copies, (begun, ended)) in zip(
+        plain, found, strict=True
+    ):
+        assert drawn == losses
+        assert not violations
+        assert {name: n for name, n in counts.items() if name.startswith("sync.")} == {
+            name: n for name, n in expected.items() if name.startswith("sync.")
+        }
+        assert counts["event.record"] > expected["event.record"]
+        loads = [s for s in slices["device copies"] if s.name == "load weights"]
+        assert len(loads) == copies > 0
+        assert {"copy gradient to host", "load weights"} == {s.name for s in slices["device copies"]}
+        for track in ("compute", "gathers", "reduce-scatters", "all-to-alls", "device copies"):
+            assert slices[track], track
+            # Its clock is the host's, but for the rounding of the device's milliseconds.
+            assert all(begun - 100 <= s.begin <= s.end <= ended + 100 for s in slices[track]), track

@@ -8,7 +8,6 @@ that needs more blocks at once than there are buffers is an error, not more memo
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -366,10 +365,6 @@ class DenseMessages:
         self._draw(work, Track.REDUCTIONS, f"scatter {unit}", sent_bytes)
 
     def _draw(self, work: Work, track: Track, name: str, sent_bytes: int) -> None:
-        issued_ns = time.monotonic_ns()
-
-        def ended() -> None:
-            self._timeline.add(track, name, issued_ns, time.monotonic_ns(), {"sent_bytes": sent_bytes})
-
         if self._timeline.enabled:
-            work.observe(ended)
+            issued, args = self._timeline.now(), {"sent_bytes": sent_bytes}
+            work.observe(lambda: self._timeline.add(track, name, issued, self._timeline.now(), args))

@@ -37,7 +37,9 @@ from tierstore.units import format_bytes
 
 _PROBED_TOKENS = 32
 #: What stands in for the paper's stages, for the records that the user reads.
-_NO_STATIC_GRAPH = "in place of a static graph (SE-MoE, 3.1): the server compiles dense blocks with torch.compile, on request"
+_NO_STATIC_GRAPH = (
+    "in place of a static graph (SE-MoE, 3.1): the server compiles dense blocks with torch.compile on request"
+)
 _NO_PASSES = "in place of passes over a graph and fused kernels (SE-MoE, 3.1): threads and predictor chosen by measurement"
 
 

@@ -8,7 +8,6 @@ and what is computed and added up does not depend on the number of chunks.
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from tierstore.moe.exchange import Arrival, RowChunk, Rows
 from tierstore.moe.source import ExpertLease, Pipelining
-from tierstore.timeline import Track
+from tierstore.timeline import Moment, Track
 
 
 class RowsAtExperts:
@@ -143,13 +142,13 @@ class Travel:
         degree = len(walks[0].chunks) if walks else 0
         self._due = deque((number, micro) for number in range(degree) for micro in range(len(walks)))
         #: When the first expert of a chunk was computed.
-        self._begun: dict[tuple[int, int], int] = {}
+        self._begun: dict[tuple[int, int], Moment] = {}
         for number, micro in self._due:
             self._draw("dispatch", number, micro, walks[micro].send(number))
 
     def compute(self, leases: Sequence[ExpertLease], micro: int = 0) -> None:
         """Compute the leased experts for one of the walks, and send the results of complete chunks."""
-        started = time.monotonic_ns()
+        started = self._timeline.now()
         for number in self._walks[micro].compute(leases):
             self._begun.setdefault((number, micro), started)
         self._send_complete()
@@ -165,16 +164,18 @@ class Travel:
             number, micro = self._due.popleft()
             if self._timeline.enabled and (number, micro) in self._begun:
                 name = self._name("experts", number, micro)
-                self._timeline.add(Track.COMPUTE, name, self._begun.pop((number, micro)), time.monotonic_ns())
+                self._timeline.add(
+                    Track.COMPUTE, name, self._begun.pop((number, micro)), self._timeline.now()
+                )
             self._draw("combine", number, micro, self._walks[micro].send_back(number))
 
     def _draw(self, what: str, number: int, micro: int, arrivals: Sequence[Arrival]) -> None:
         """Draw each of ``arrivals`` on the timeline, from now until it has been waited for."""
         if not self._timeline.enabled:
             return
-        started, name = time.monotonic_ns(), self._name(what, number, micro)
+        started, name = self._timeline.now(), self._name(what, number, micro)
         for arrival in arrivals:
-            arrival.observe(lambda: self._timeline.add(Track.EXCHANGES, name, started, time.monotonic_ns()))
+            arrival.observe(lambda: self._timeline.add(Track.EXCHANGES, name, started, self._timeline.now()))
 
     def _name(self, what: str, number: int, micro: int) -> str:
         several = f", micro-batch {micro}" if len(self._walks) > 1 else ""

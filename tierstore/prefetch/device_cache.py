@@ -101,6 +101,9 @@ class DeviceCache:
         self._last = [0] * slots
         #: In the open access: the remaining requests of the open group, and the current expert.
         self._group: deque[int] = deque()
+        #: The pass of the access, and its experts after the open group.
+        self._pass = (Phase.FORWARD, 0)
+        self._following = np.zeros(0, np.uint32)
         self._current: int | None = None
         #: Experts that passes requested; hits on experts that earlier passes left in a slot; hits on prefetched experts.
         self.asked = self.found = self.guessed = 0
@@ -149,7 +152,13 @@ class DeviceCache:
     def begin(self, access: Access, units: Sequence[int], records: Sequence[LiveRecord]) -> None:
         """Open an access to ``records``, the requests ``units`` of ``access``, in the order of their computation."""
         flags = (access.flags[units] & np.uint16(_SEQUENCES)) | np.uint16(_STORED)
-        self.residency.begin_access(access.phase, access.layer, self._of(records), flags)
+        self._begin(access.phase, access.layer, records, flags)
+
+    def _begin(
+        self, phase: Phase, layer: int, records: Sequence[LiveRecord], flags: npt.NDArray[np.uint16]
+    ) -> None:
+        self._pass, self._following = (phase, layer), self._of(records)
+        self.residency.begin_access(phase, layer, self._following, flags)
 
     def advance(self, record: LiveRecord) -> Copy:
         """Give ``record``, the next expert of the access, a slot until ``release``, and queue its copy if it has none. Also
@@ -158,7 +167,12 @@ class DeviceCache:
         if not self._group:
             units, demanded, ahead = self.residency.next_group()
             self._group.extend(units.tolist())
+            self._following = self._following[len(units) :]
             self._carry_out(demanded)
+            self._carry_out(ahead)
+        elif len(self._following):
+            # A slot that the group no longer needs is for this pass before it is for a coming one.
+            _, ahead = self.residency.prefetch(*self._pass, self._following, _flags(self._following))
             self._carry_out(ahead)
         self._current = self._numbers[record.number]
         return self._copies[self._current]
@@ -189,7 +203,7 @@ class DeviceCache:
 
     def bring(self, layer: int, record: LiveRecord) -> int:
         """Queue the copy of ``record``, which no slot holds, outside of a pass; returns its ticket."""
-        self.residency.begin_access(Phase.FORWARD, layer, self._of([record]), np.array([_STORED], np.uint16))
+        self._begin(Phase.FORWARD, layer, [record], np.array([_STORED], np.uint16))
         ticket = self.advance(record).ticket
         self.release()
         return ticket

@@ -11,7 +11,7 @@ import contextlib
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -21,6 +21,7 @@ from tierstore.capabilities import Capability
 from tierstore.quant.weights import QuantizedWeights, Weights
 from tierstore.tiers.device import LeavingGradients, WeightLoads, tensor_of
 from tierstore.tiers.slots import DeviceSlots
+from tierstore.timeline import NullTimeline, TimelineSink, Track
 
 
 class DeviceCopy:
@@ -116,8 +117,10 @@ class AcceleratedTier:
         device: torch.device,
         huge_pages: HugePages,
         pinning: Capability = Capability.AUTO,
+        timeline: TimelineSink | None = None,
     ) -> None:
         self.device = device
+        self._timeline = timeline or NullTimeline()
         self.slots = slots
         self.loads = WeightLoads.COPIED
         self._weights = _slots(slots.weights, slots.weight_bytes, slots.weight_content_bytes, device)
@@ -151,10 +154,11 @@ class AcceleratedTier:
         def copy() -> None:
             self._up.stream.wait_event(idle)
             offset = 0
-            for piece in source.arrays():
-                part = torch.from_numpy(piece)
-                target[offset : offset + part.numel()].copy_(part, non_blocking=True)
-                offset += part.numel()
+            with self._drawn(self._up, "load weights", source.nbytes):
+                for piece in source.arrays():
+                    part = torch.from_numpy(piece)
+                    target[offset : offset + part.numel()].copy_(part, non_blocking=True)
+                    offset += part.numel()
 
         load = self._loads[slot] = self._up.submit(after, copy)
         return load.ticket
@@ -184,12 +188,21 @@ class AcceleratedTier:
 
         def copy() -> None:
             self._down.stream.wait_event(made)
-            target.copy_(source, non_blocking=True)
+            with self._drawn(self._down, "copy gradient to host", buffer.nbytes):
+                target.copy_(source, non_blocking=True)
 
         return buffer, self._leaving.left(slot, self._down.submit(guards, copy).ticket)
 
     def free_gradient(self, slot: int, after: Sequence[int]) -> None:
         self._free.append((slot, self._leaving.end(slot, after)))
+
+    @contextlib.contextmanager
+    def _drawn(self, copies: CopyStream, name: str, nbytes: int) -> Iterator[None]:
+        begun = self._timeline.now(copies.stream)
+        yield
+        self._timeline.add(
+            Track.DEVICE_COPIES, name, begun, self._timeline.now(copies.stream), {"nbytes": nbytes}
+        )
 
     def close(self) -> None:
         self._up.close()

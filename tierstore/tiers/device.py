@@ -25,6 +25,7 @@ from tierstore.capabilities import Capability, Finding, Resolution, resolve
 from tierstore.links import LinkConfig, limited, open_link
 from tierstore.quant.weights import QuantizedWeights, Weights
 from tierstore.tiers.slots import DeviceSlots
+from tierstore.timeline import TimelineSink
 
 
 class WeightLoads(Enum):
@@ -311,14 +312,16 @@ def open_device_tier(
     huge_pages: HugePages,
     loads: WeightLoads = WeightLoads.COPIED,
     pinning: Capability = Capability.AUTO,
+    timeline: TimelineSink | None = None,
 ) -> DeviceTier:
-    """Open the tier of ``device``. ``loads`` applies to the CPU only, ``pinning`` (of gradients' host buffers) to others.
+    """Open the tier of ``device``. ``loads`` applies to the CPU only, ``pinning`` (of gradients' host buffers) and
+    ``timeline`` (of copies; those of the CPU are the engine's) to others.
     Raises OSError or torch's OutOfMemoryError if the slots do not fit, CapabilityError if ``pinning`` is ON and refused.
     """
     if has_own_memory(device):
         from tierstore.tiers.accelerated import AcceleratedTier
 
-        return AcceleratedTier(engine, slots, device, huge_pages, pinning)
+        return AcceleratedTier(engine, slots, device, huge_pages, pinning, timeline)
     return HostDeviceTier(engine, slots, huge_pages, loads)
 
 

@@ -389,7 +389,9 @@ def _open_experts(
     stack.enter_context(pinned(store.arena, mesh.device, config.pinned_memory))
 
     def open_tier(slots: DeviceSlots[torch.dtype]) -> DeviceTier:
-        tier = open_device_tier(store.engine, slots, mesh.device, HugePages.AUTO, loads, config.pinned_memory)
+        tier = open_device_tier(
+            store.engine, slots, mesh.device, HugePages.AUTO, loads, config.pinned_memory, setup.timeline
+        )
         stack.callback(tier.close)
         return limited_tier(tier, store.engine, link)
 

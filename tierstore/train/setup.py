@@ -149,6 +149,7 @@ def prepare(
         vocabulary=vocabulary,
     )
     check_alike(config, present, mesh)
+    timeline.follow(mesh.device)
     return Setup(
         config=config,
         mesh=mesh,
