@@ -94,11 +94,9 @@ def namespace(function: object) -> dict[str, object]:
         if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING":
             for node in block.body:
                 if isinstance(node, ast.Import):
-                    found |= {
-                        alias.asname: importlib.import_module(alias.name)
-                        for alias in node.names
-                        if alias.asname is not None
-                    }
+                    for alias in node.names:  # `import a.b` binds a
+                        bound = alias.name if alias.asname else alias.name.partition(".")[0]
+                        found[alias.asname or bound] = importlib.import_module(bound)
                 if isinstance(node, ast.ImportFrom) and node.module is not None:
                     imported = importlib.import_module(node.module)
                     found |= {
