@@ -69,6 +69,10 @@ from tierstore.train.task_data import TaskData
 from tierstore.train.tasks import own_head_tasks, resumed
 from tierstore.train.trainer import Trainer
 
+#: The most threads that draw first weights. Each has an expert's in memory, and one thread writes what they draw, which
+#: takes about as long.
+_DRAWING = 4
+
 
 @contextlib.contextmanager
 def open_session(
@@ -362,12 +366,12 @@ def _register(
     progress: OnProgress,
 ) -> None:
     """Adds the records of the ``owned`` experts of each of ``layers``, or of their pairs; ``values(layer, expert)``: the
-    first weights, which all cores draw (each record has a generator of its own).
+    first weights, which several cores draw (each record has a generator of its own).
     """
     key = expert_key if schema == EXPERT_SCHEMA else pair_key
     numbers = ((layer, expert) for layer in layers for expert in owned)
     new = (NewRecord(key(*of), schema, of[0], partial(values, *of)) for of in numbers)
-    register_many(store, new, threads=cores(), progress=progress)
+    register_many(store, new, threads=min(cores(), _DRAWING), progress=progress)
 
 
 def _first_pair(config: TrainConfig, layer: int, expert: int) -> npt.NDArray[np.float32]:
