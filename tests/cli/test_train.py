@@ -202,9 +202,8 @@ def test_a_full_disk_beside_the_store_loses_no_step(
         if what == "--record-trace":
             patched.setattr(TraceWriter, "extend", Mock(side_effect=full))
         elif what == "standard error":
-            patched.setattr(
-                "tierstore.cli.output._shown", Mock(side_effect=full)
-            )  # of a step's loss and so on
+            # Shows a step's loss and so on.
+            patched.setattr("tierstore.cli.output._shown", Mock(side_effect=full))
         given = [what, str(path)] if what.startswith("--") else []
         result = CliRunner().invoke(cli, [*arguments, "--set", "commit_every=0", *given])
     assert (result.exit_code, result.stdout) == (2, "")

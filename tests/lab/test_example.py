@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import re
+import runpy
 import tomllib
 from pathlib import Path
 
@@ -17,10 +17,7 @@ PAGE = (ROOT / "docs/CACHE_LAB.md").read_text()
 
 
 def test_the_example_runs(capsys):
-    spec = importlib.util.spec_from_file_location("tune_cache", ROOT / "examples/tune_cache.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.main()
+    runpy.run_path(str(ROOT / "examples/tune_cache.py"))["main"]()
     out = capsys.readouterr().out
     assert "43416 requests for 2048 MiB" in out
     assert "better: misses" in out

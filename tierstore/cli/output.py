@@ -52,18 +52,14 @@ class Output:
 
     def line(self, text: str = "") -> None:
         """Print one line for people, unwrapped."""
-        with self.named():
+        with _naming(self.console):
             self.console.print(text, soft_wrap=True)
 
     def write(self, text: str) -> None:
         """Write ``text`` for people at once, as it is: the console would turn tabs into blanks."""
-        with self.named():
+        with _naming(self.console):
             self.console.file.write(text)
             self.console.file.flush()
-
-    def named(self) -> AbstractContextManager[None]:
-        """A context in which an OSError of printing, such as a full disk behind a log, names the stream."""
-        return _naming(self.console)
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         """Print a table for people. Columns of numbers, with or without units, are right-aligned."""
@@ -76,7 +72,7 @@ class Output:
             table.add_row(*(str(cell) for cell in row))
         if title:
             self.line(title)  # rich would wrap the title to the table's width
-        with self.named():
+        with _naming(self.console):
             self.console.print(table)
 
     def emit(self, result: Mapping[str, object]) -> None:
@@ -153,6 +149,7 @@ class ProgressBar:
 
 
 def _naming(console: Console) -> AbstractContextManager[None]:
+    """A context in which an OSError of printing, such as a full disk behind a log, names the stream."""
     return naming("standard error" if console.stderr else "standard output")
 
 
