@@ -31,6 +31,7 @@ from tierstore.config import load
 from tierstore.dense import DenseSlices, GatherOnDemand
 from tierstore.dense.config import DenseConfig
 from tierstore.dense.layout import Narrow, UnitLayout, dense_bytes, layouts_of_shapes
+from tierstore.memory_account import peak_resident_bytes, resident_bytes
 from tierstore.model import Transformer
 from tierstore.model.config import ModelConfig, TieEmbeddings
 from tierstore.model.vocabulary import VocabularyCost, VocabularyPartition
@@ -39,7 +40,6 @@ from tierstore.parallel.config import RowPlacement
 from tierstore.parallel.layout import TableRows
 from tierstore.store.adamw import AdamWConfig
 from tierstore.train.config import TrainConfig
-from tierstore.train.footprint import peak_resident_bytes, resident_bytes
 from tierstore.train.vocabulary import SMALL_TABLE_BYTES, choose_vocabulary
 from tierstore.units import format_bytes, format_seconds
 

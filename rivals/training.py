@@ -26,6 +26,7 @@ from torch.nn.functional import cross_entropy
 
 from tierstore.bench.probes import process_bytes
 from tierstore.errors import CapabilityError, ConfigError
+from tierstore.memory_account import keep_freed_memory, peak_resident_bytes
 from tierstore.model.config import ModelConfig
 from tierstore.model.transformer import Transformer
 from tierstore.moe import FeedForward, InMemoryExperts, NoiseKey, RouterNoise, initial_expert
@@ -33,7 +34,6 @@ from tierstore.moe.config import Activation, ExpertShape
 from tierstore.store.adamw import Inactive
 from tierstore.train.config import FinetuneConfig, TrainConfig
 from tierstore.train.data import TrainingData
-from tierstore.train.footprint import keep_freed_memory, peak_resident_bytes
 from tierstore.train.tokens.data import open_data
 
 #: The values of a parameter by its name in ``module``.

@@ -95,11 +95,21 @@ def test_the_json_object(run: Run) -> None:
     assert found["misses"] > 0
 
 
+def test_the_host_budget_is_what_memory_leaves(run: Run) -> None:
+    """A host budget in the file wins; the loss is the same."""
+    given = run.json("--memory", "2GiB")
+    assert given["host_budget_bytes"] == 192 << 10
+    left = run.json("--memory", "2GiB", "--host-budget", "0", store=run.directory / "left")
+    assert left["memory"]["announced_bytes"] == 2 << 30
+    assert left["host_budget_bytes"] == (2 << 30) - left["fixed_resident_bytes"]
+    assert left["train_loss"] == given["train_loss"]
+
+
 def test_the_table_and_the_head_of_a_run(run: Run) -> None:
     out = run().stdout
     for said in (
         "host budget",
-        "fixed cost",
+        "memory: ",
         "data: ",
         "I/O: ",
         "direct I/O: ",

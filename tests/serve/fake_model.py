@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tierstore.errors import BudgetError, ChecksumError, DataError
+from tierstore.memory_account import MemoryAccount
 from tierstore.serve.batch import Joined
 from tierstore.serve.engine import ModelCounts, Running
 from tierstore.serve.language import Language
@@ -132,4 +133,5 @@ def opened(runner: FakeRunner, *, context: int = CONTEXT) -> Iterator[Running]:
     language = FakeLanguage(
         vocabulary=END + 1, end_tokens=frozenset({END}), defaults=SamplingOptions(temperature=0)
     )
-    yield Running(runner=runner, language=language, context=context, counts=lambda: counts)
+    account = MemoryAccount({"experts": 1 << 20})
+    yield Running(runner=runner, language=language, context=context, counts=lambda: counts, account=account)

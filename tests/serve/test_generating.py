@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -150,10 +151,12 @@ def test_the_context_that_fits() -> None:
     """By hand: 4 layers of width 256 in fp32 take 8 KiB a token; 8 sequences of 512 take 32 MiB, and a layer more."""
     spec = spec_of(ModelConfig(n_layers=4, d_model=256, n_heads=4))
     assert sequence_bytes(spec, 1) == 4 * 2 * 256 * spec.compute_dtype.itemsize
-    whole = batch_bytes(spec, sequences=8, context=512)
+    needed = partial(batch_bytes, spec, 8)
+    whole = needed(512)
     assert whole == 8 * 512 * sequence_bytes(spec, 1) * 5 // 4
-    assert fitted_context(spec, BatchConfig(), longest=512, room=whole) == 512
-    assert fitted_context(spec, BatchConfig(), longest=512, room=whole - 1) == 448
+    assert fitted_context(needed, BatchConfig(), longest=512, allowed=whole) == 512
+    assert fitted_context(needed, BatchConfig(), longest=512, allowed=whole - 1) == 448
+    assert fitted_context(needed, BatchConfig(), longest=512, allowed=needed(448) - 1) == 384
 
 
 # The command ------------------------------------------------------------------------------------------------
@@ -174,7 +177,7 @@ def test_the_command(tmp_path: Path) -> None:
     try:
         one = _generate(store, "--prompt", "ab", "--max-tokens", "5", "--record-trace", str(tmp_path / "t"))
         assert one.exception is None, one.output
-        assert "keys and values at most" in one.output
+        assert "at most 1 sequence of 7 tokens" in one.output
         assert "tokens/s" in one.output
         assert (tmp_path / "t").exists()
         sampled = [
@@ -196,6 +199,27 @@ def test_the_command(tmp_path: Path) -> None:
         assert first["misses"] > 0
         invariant = _generate(store, *sampled, "--batch-invariant")
         assert len(json.loads(invariant.stdout.splitlines()[-1])["texts"]) == 2
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_memory_of_the_whole_process(tmp_path: Path) -> None:
+    """Experts get what is left, here all that they take; less than the rest needs is refused before a pass."""
+    _, store = store_of(tmp_path, "mixtral")
+    threads = torch.get_num_threads()
+    base = ["generate", str(store), "--prompt", "ab", "--max-tokens", "5", "--set", "threads=1", "--json"]
+    try:
+        made = [CliRunner().invoke(cli, [*base, *more]) for more in ([], ["--memory", "8GiB"])]
+        default, given = (json.loads(one.stdout.splitlines()[-1]) for one in made)
+        assert default["texts"][0]["tokens"] == given["texts"][0]["tokens"]
+        experts = given["memory"]["parts"][0]
+        assert experts["part"] == "experts"
+        assert default["memory"]["parts"][0] == experts
+        assert given["memory"]["announced_bytes"] < 8 << 30
+        # Every expert is read at most once.
+        assert 0 < given["read_bytes"] <= experts["held_bytes"]
+        small = CliRunner().invoke(cli, [*base, "--memory", "1MiB"])
+        assert (small.exit_code, "memory: expected at least" in small.stderr) == (2, True), small.stderr
     finally:
         torch.set_num_threads(threads)
 

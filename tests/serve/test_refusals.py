@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ Act = Callable[[Path], object]
 MIB = 1 << 20
 #: 4 layers of width 256 in fp32: 8 sequences of 512 tokens take 32 MiB, and a layer more.
 SPEC = spec_of(ModelConfig(n_layers=4, d_model=256, n_heads=4))
-WHOLE = batch_bytes(SPEC, sequences=8, context=512)
+WHOLE = batch_bytes(SPEC, 8, 512)
 
 
 def keys(text: str) -> Act:
@@ -38,7 +39,9 @@ def keys(text: str) -> Act:
 
 
 def context(room: int, **batch: int) -> Act:
-    return lambda _: fitted_context(SPEC, BatchConfig(**batch), longest=512, room=room)
+    config = BatchConfig(**batch)
+    needed = partial(batch_bytes, SPEC, config.sequences)
+    return lambda _: fitted_context(needed, config, longest=512, allowed=room)
 
 
 def memory(device: DeviceKind, usable: int) -> Act:

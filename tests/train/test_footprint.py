@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,15 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launcher import Ranks
 from rank_cases import TINY, Make, Settings
+from refusals import refuses
 from slowness import mostly_slow
 
 from tierstore.config import load
 from tierstore.dense import DenseBytes
+from tierstore.errors import BudgetError
+from tierstore.memory_account import working_bytes
 from tierstore.model.architecture import DenseUnit
 from tierstore.model.config import ComputeDtype
 from tierstore.parallel import Mesh
+from tierstore.tiers.slots import DeviceKind
+from tierstore.train.budgets import budgets, least_host_budget
 from tierstore.train.config import TrainConfig
-from tierstore.train.footprint import WORKING_BYTES, fixed_cost, flat_layouts, rank_tokens
+from tierstore.train.footprint import fixed_cost, flat_layouts, rank_tokens, within_memory
 from tierstore.train.ranks import Opening
 from tierstore.train.session import open_session
 
@@ -45,8 +51,9 @@ def test_by_hand(config: TrainConfig) -> None:
     assert alone.activations == config.spec.activation_bytes(32)
     assert together.activations == config.spec.activation_bytes(16)
     for cost in (alone, together):
-        assert (cost.process, cost.text, cost.working) == (1000, 3000, WORKING_BYTES)
-        assert cost.nbytes == 4000 + WORKING_BYTES + cost.dense.total + cost.activations
+        working = working_bytes(cost.activations)
+        assert (cost.process, cost.text, cost.working) == (1000, 3000, working)
+        assert cost.nbytes == 4000 + working + cost.dense.total + cost.activations
 
 
 def given_to_dense(mesh: Mesh, settings: Settings) -> DenseBytes:
@@ -78,3 +85,53 @@ def test_slices_hold_every_parameter(units: list[DenseUnit], count: int, compute
 
 def test_the_largest_share_of_a_batch(config: TrainConfig) -> None:
     assert [rank_tokens(config, count) for count in (1, 2, 3, 4)] == [32, 16, 11, 8]
+
+
+# Budgets that follow from memory ----------------------------------------------------------------------------
+
+LAYERED = {"data.micro_batches": 2, "data.micro_order": "layer"}
+
+
+def within(config: TrainConfig, memory: int, **changes: object) -> TrainConfig:
+    given = load(TrainConfig, None, {**TINY, "data.paths": config.data.paths, "memory": memory, **changes})
+    return within_memory(given, fixed_cost(given, 1000), DeviceKind.CPU)
+
+
+def test_the_host_budget_is_what_memory_leaves(config: TrainConfig) -> None:
+    """``TINY`` names a host budget, which wins; 0 asks for what is left."""
+    fixed = fixed_cost(config, 1000).nbytes
+    assert within(config, fixed + 5_000_000, host_budget=0).host_budget == 5_000_000
+    assert within(config, fixed + 5_000_000).host_budget == config.host_budget
+    alone = load(TrainConfig, None, {"data.paths": config.data.paths})
+    assert (alone.memory, alone.host_budget) == (0, 256 << 20)
+    assert within_memory(alone, fixed_cost(alone, 1000), DeviceKind.CPU) == alone
+
+
+def test_memory_that_is_too_small_names_what_would_do(config: TrainConfig) -> None:
+    needed = fixed_cost(config, 1000).nbytes + least_host_budget(config, DeviceKind.CPU)
+    assert within(config, needed, host_budget=0).host_budget == least_host_budget(config, DeviceKind.CPU)
+    with refuses(BudgetError, "memory:", str(needed), "data.batch_size"):
+        within(config, needed - 1, host_budget=0)
+    with refuses(BudgetError, "memory:"):
+        within(config, needed, host_budget=config.host_budget + needed)
+
+
+@given(spare=st.integers(0, 40_000))
+def test_budgets_take_no_more_than_memory(spare: int) -> None:
+    """In layer order block inputs spill where they would take more than half of what is left, and never less than those
+    of one block stay. The account of the chosen budgets is what was allowed, but for less than one block input.
+    """
+    layered = load(TrainConfig, None, {**TINY, **LAYERED, "host_budget": 0, "memory": 1})
+    fixed = fixed_cost(layered, 1000, text=0)
+    assert fixed.boundaries is not None
+    one_block = 2 * fixed.boundaries.slot_bytes
+    least = least_host_budget(layered, DeviceKind.CPU)
+    allowed = fixed.nbytes - fixed.boundary_bytes + one_block + least + spare
+    chosen = within_memory(replace(layered, memory=allowed), fixed, DeviceKind.CPU)
+    account = fixed_cost(chosen, 1000, text=0).account(chosen, DeviceKind.CPU)
+    assert allowed - fixed.boundaries.slot_bytes < account.nbytes <= allowed
+    assert chosen.host_budget >= least
+    assert account.parts["block inputs"] in range(one_block, fixed.boundary_bytes + 1)
+    if chosen.boundary_budget:
+        assert account.parts["block inputs"] <= max(one_block, (one_block + spare) // 2)
+    assert budgets(chosen, DeviceKind.CPU, experts=8).cache <= chosen.host_budget

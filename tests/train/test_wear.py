@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tierstore.memory_account import MemoryAccount
 from tierstore.stats import Cause
 from tierstore.store.disk import write_budget
 from tierstore.train.config import TrainConfig
@@ -49,7 +50,7 @@ def summary(trainer: Trainer, config: TrainConfig, begun: Instant) -> RunSummary
         train_loss=None,
         val_loss=None,
         tokens=0,
-        fixed_resident_bytes=0,
+        account=MemoryAccount({"experts": 0}),
         totals=totals(trainer, begun),
     )
 

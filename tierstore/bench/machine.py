@@ -42,11 +42,11 @@ from tierstore.config import as_dict, from_dict
 from tierstore.errors import ConfigError
 from tierstore.links import LinksConfig
 from tierstore.machine_profile import ASSUMED, Cost, Evidence, Profile, fit_cost, fit_errors, save_profile
+from tierstore.memory_account import resident_bytes
 from tierstore.outputs import OutputKind
 from tierstore.parallel.collectives import RankGroup, Work
 from tierstore.store.config import IoConfig
 from tierstore.train.config import TrainConfig
-from tierstore.train.footprint import resident_bytes
 
 _Points = list[tuple[float, float]]
 #: Name prefix of the all-to-alls of a number of ranks.

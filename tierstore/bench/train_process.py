@@ -99,9 +99,9 @@ class TrainingProcess:
 
 
 def _answers(requests: Iterator[Any]) -> Generator[Mapping[str, object]]:
+    from tierstore.memory_account import keep_freed_memory
     from tierstore.plan.order import choose_order, in_order, order_lines
     from tierstore.train.config import TrainConfig
-    from tierstore.train.footprint import fixed_cost, keep_freed_memory, resident_bytes
     from tierstore.train.ranks import Opening
     from tierstore.train.session import open_session
 
@@ -113,12 +113,10 @@ def _answers(requests: Iterator[Any]) -> Generator[Mapping[str, object]]:
     keep_freed_memory()
     order = choose_order(config)
     config = in_order(config, order)
-    config.import_code()
-    fixed = fixed_cost(config, resident_bytes()).nbytes
     with open_session(config, Opening.CREATE, trace=trace) as trainer:
         yield asdict(
             Opened(
-                fixed_resident_bytes=fixed,
+                fixed_resident_bytes=trainer.account.nbytes - config.host_budget,
                 effective=[*trainer.store.describe(), trainer.describe_weights(), *order_lines(order)],
             )
         )
@@ -127,7 +125,7 @@ def _answers(requests: Iterator[Any]) -> Generator[Mapping[str, object]]:
 
 
 def _steps(trainer: Trainer, count: int) -> RoundSteps:
-    from tierstore.train.footprint import peak_resident_bytes
+    from tierstore.memory_account import peak_resident_bytes
     from tierstore.train.report import counters
 
     before, stalls, cpu = counters(trainer), _stalls(trainer), time.process_time()

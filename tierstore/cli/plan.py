@@ -153,6 +153,8 @@ def plan(
     if (preset or model) is not None and "host_budget" not in overrides and config is None:
         loaded = replace(loaded, host_budget=max(limits.memory // 2, 1))
     if question.layouts:
+        if not loaded.host_budget:
+            loaded = replace(loaded, host_budget=max(loaded.memory // 2, 1))
         _show_layouts(loaded, costs, ranks, share, limits.memory // share, output)
         return
     made = plan_run(

@@ -37,11 +37,13 @@ from tierstore.cli.options import (
 from tierstore.cli.output import Output
 from tierstore.config import load
 from tierstore.deploy.records import DEPLOYMENT_NAME
+from tierstore.memory_account import MemoryAccount, peak_resident_bytes
 from tierstore.serve.config import ServeConfig
 from tierstore.timeline import open_timeline
 from tierstore.units import format_bytes, format_seconds, printable
 
 if TYPE_CHECKING:  # these import torch, which --help must not load
+    from tierstore.model.spec import ModelSpec
     from tierstore.serve.api.metrics import ServerMetrics
     from tierstore.serve.batch import BatchRunner
     from tierstore.serve.engine import ServingEngine
@@ -88,6 +90,7 @@ class _Prompts:
 @config_options(
     ServeConfig,
     {
+        "--memory": "memory",
         "--host-budget": "host_budget",
         "--device-budget": "device_budget",
         "--batch-invariant": "batch.invariant",
@@ -112,25 +115,28 @@ def generate(
 ) -> None:
     """Generate text with the model in STORE, trained or imported.
 
-    Experts stay on disk and are cached in --host-budget bytes of memory. A single text is streamed; several are printed
-    when all have ended. A table follows. With --json texts and table go to stderr.
+    Experts stay on disk; those used most are cached in memory (--memory, or --host-budget for experts alone). A single text
+    is streamed; several are printed when all have ended. A table follows. With --json texts and table go to stderr.
     """
     config = _served(store, None, config_overrides(settings, {"store": store, **given}), output)
     from tierstore.serve.generating import TextGenerator
     from tierstore.serve.language import open_language
-    from tierstore.serve.opening import open_runner, open_served
+    from tierstore.serve.opening import open_runner, open_served, read_stored
 
+    spec = read_stored(store).spec
+    language = open_language(spec)
+    for line in language.lines:
+        output.line(line)
+    texts = _texts(wanted, language)
+    config = _sized(config, texts, spec)
     with (
         Interrupts.install() as interrupts,
         open_timeline(timeline) as sink,
         open_served(config, trace=record_trace, timeline=sink) as parts,
     ):
-        language = open_language(parts.spec)
-        for line in language.lines:
-            output.line(line)
-        texts = _texts(wanted, language)
         runner = open_runner(parts)
-        _announce(parts, runner, output)
+        account = parts.account(runner.model.context)
+        _announce(parts, runner, account, output)
         alone = len(texts) == 1
         generator = TextGenerator(
             runner,
@@ -143,7 +149,8 @@ def generate(
         if any(made.reasoning and not made.text for made in texts):
             output.line("a text is empty: all of its tokens are reasoning, which --json shows")
         _table(parts, generator.totals, texts, output)
-        output.emit(_result(parts, generator.totals, texts))
+        output.line(account.compare(peak_resident_bytes()))
+        output.emit({**_result(parts, generator.totals, texts), "memory": account.as_json()})
         parts.store.end_trace()
     ctx.exit(INTERRUPTED if interrupts.requested else DONE)
 
@@ -170,30 +177,31 @@ def _texts(wanted: _Prompts, language: Language) -> list[GeneratedText]:
     return texts
 
 
-def _announce(parts: ServedParts, runner: BatchRunner, output: Output) -> None:
-    """Print the model and the memory that the run takes, before the first pass."""
-    from tierstore.serve.footprint import batch_bytes
+def _sized(config: ServeConfig, texts: Sequence[GeneratedText], spec: ModelSpec) -> ServeConfig:
+    """``config`` with the batch and the context that ``texts`` need, so that memory is not kept for more."""
+    batch, longest = config.batch, spec.positions or spec.seq_len
+    needed = max((len(text.prompt) + text.most for text in texts), default=0)
+    context = batch.context or (needed if needed < longest else 0)
+    return replace(config, batch=replace(batch, sequences=min(batch.sequences, len(texts)), context=context))
 
-    spec, batch = parts.spec, parts.config.batch
+
+def _announce(parts: ServedParts, runner: BatchRunner, account: MemoryAccount, output: Output) -> None:
+    """Print the model and the memory that the run takes, before the first pass."""
+    spec = parts.spec
     architecture = spec.architecture
     output.line(
         f"model: {architecture.parameters / 1e6:.1f} M parameters, {architecture.records} experts in "
         f"{len(spec.moe_layers)} layers, {spec.compute_dtype.value}, on {parts.device}"
     )
-    context = runner.model.context
-    caches = batch_bytes(spec, sequences=batch.sequences, context=context)
-    output.line(
-        f"memory: host budget {format_bytes(parts.config.host_budget)} for experts; keys and values at most "
-        f"{format_bytes(caches)} ({batch.sequences} sequences of {context} tokens)"
-    )
+    sequences, context = parts.config.batch.sequences, runner.model.context
+    several = "s" * (sequences > 1)
+    output.line(f"{account.describe()}; at most {sequences} sequence{several} of {context} tokens")
     output.line(f"batch: {runner.describe()}")
 
 
 def _table(
     parts: ServedParts, totals: GenerationTotals, texts: Sequence[GeneratedText], output: Output
 ) -> None:
-    from tierstore.train.footprint import peak_resident_bytes
-
     stats = parts.store.cache.residency.stats()
     asked = stats.hits + stats.misses
     first = [made.first_s for made in texts if made.first_s is not None]
@@ -224,8 +232,6 @@ def _result(
     totals: GenerationTotals,
     texts: Sequence[GeneratedText],
 ) -> dict[str, object]:
-    from tierstore.train.footprint import peak_resident_bytes
-
     stats, guesses = parts.store.cache.residency.stats(), parts.experts.guesses
     return {
         "store": str(parts.config.store),
@@ -280,6 +286,7 @@ class _Listening:
 @config_options(
     ServeConfig,
     {
+        "--memory": "memory",
         "--host-budget": "host_budget",
         "--device-budget": "device_budget",
         "--batch-size": "batch.sequences",
@@ -305,7 +312,8 @@ def serve(
 ) -> None:
     """Serve the model in STORE, trained or imported, over an OpenAI-compatible API; the path / is a page to try it.
 
-    STORE is opened read-only, so several servers may share it. Experts are cached in --host-budget bytes of memory.
+    STORE is opened read-only, so several servers may share it. Experts stay on disk; those used most are cached in memory
+    (--memory, or --host-budget for experts alone).
     """
     for package in ("fastapi", "uvicorn", "prometheus_client"):
         require_package(package, "tierstore serve", extra="serve")
@@ -339,6 +347,7 @@ def serve(
         def opened() -> None:
             for line in engine.running.lines:
                 output.line(line)
+            output.line(engine.running.account.describe())
             output.line(f"opened in {format_seconds(time.monotonic() - begun_s)}")
             output.line(f"serving {name} at {url(bound)}")
 
@@ -352,8 +361,6 @@ def serve(
 
 
 def _totals(engine: ServingEngine, metrics: ServerMetrics, *, seconds: float) -> dict[str, object]:
-    from tierstore.train.footprint import peak_resident_bytes
-
     counts = engine.counts
     return {
         "elapsed_s": seconds,

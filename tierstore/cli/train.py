@@ -42,6 +42,7 @@ if TYPE_CHECKING:  # these import torch, which --help must not load
     from tierstore.store.core import StoreCore
     from tierstore.train.ranks import Opening
     from tierstore.train.report import MetricsLog, RunSummary
+    from tierstore.train.setup import Setup
     from tierstore.train.trainer import Trainer
 
 _PROMPT = "def "
@@ -55,6 +56,7 @@ _PROMPT = "def "
         "--data": ("data.paths", {"type": click.STRING}),  # file names need not be UTF-8
         "--store": "store",
         "--steps": "steps",
+        "--memory": "memory",
         "--host-budget": "host_budget",
         "--device-budget": "device_budget",
         "--lora": ("lora.rank", {"metavar": "RANK"}),
@@ -140,25 +142,20 @@ def _train(
     checksum: bool,
 ) -> tuple[RunSummary, bool]:
     """Run the training; returns its result and whether a signal ended it early."""
+    from tierstore.memory_account import keep_freed_memory
     from tierstore.plan.order import agreed_order, in_order, order_lines
-    from tierstore.train.footprint import keep_freed_memory, resident_bytes
     from tierstore.train.report import Instant, MetricsLog, RunSummary, totals
     from tierstore.train.session import open_session
-    from tierstore.train.setup import rank_cost
-    from tierstore.train.stages import stage_config
     from tierstore.train.trainer import records_checksum
 
     keep_freed_memory()
     order = agreed_order(config, mesh)
     config = in_order(config, order)
-    own = stage_config(config, mesh.pipeline.rank, mesh.stages)
-    own.import_code()
-    fixed = rank_cost(own, mesh, process=resident_bytes()).nbytes
     tokenising, creating = output.progress(label="tokenise (bytes)"), output.progress(label="create experts")
 
-    def accepted() -> None:
+    def accepted(setup: Setup) -> None:
         tokenising.close()
-        _announce(config, own, output, fixed, mesh)
+        _announce(config, setup, output)
         for line in order_lines(order):
             output.line(line)
 
@@ -205,7 +202,7 @@ def _train(
             train_loss=state.train_loss,
             val_loss=state.val_loss,
             tokens=config.tokens_per_step * (state.position - first),
-            fixed_resident_bytes=fixed,
+            account=trainer.account,
             totals=ended,
             records_crc32c=crc,
             tasks=dict(state.tasks),
@@ -276,17 +273,17 @@ def _steps(
     return False, failure
 
 
-def _announce(config: TrainConfig, placed: TrainConfig, output: Output, fixed: int, mesh: Mesh) -> None:
-    """Print what the run will take, before its first write; ``placed``: this rank's own configuration."""
+def _announce(config: TrainConfig, setup: Setup, output: Output) -> None:
+    """Print what the run of ``config`` will take, before its first write."""
     from tierstore.moe.products import slow_products
     from tierstore.store.disk.home import rank_directory
     from tierstore.store.disk.store_extents import copies, schema_copies
     from tierstore.train.budgets import expert_schema, pair_schema
     from tierstore.train.stages import stage_blocks
 
-    model, experts, pairs = config.model, expert_schema(config), pair_schema(config)
+    model, experts, pairs, mesh = config.model, expert_schema(config), pair_schema(config), setup.mesh
     records = model.architecture.records * experts.record_bytes
-    owned = len(mesh.blocks(model.experts).owned(mesh.expert.rank)) * len(placed.model.moe_layers)
+    owned = len(setup.owned) * len(setup.config.model.moe_layers)
     kept = schema_copies(experts, copies(config.retain))
     own = owned * experts.record_bytes
     output.line(
@@ -309,10 +306,7 @@ def _announce(config: TrainConfig, placed: TrainConfig, output: Output, fixed: i
         output.line(
             f"pipeline: {mesh.stages} stages with blocks {cut}; 1F1B over {config.data.micro_batches} micro-batches"
         )
-    output.line(
-        f"memory: host budget {format_bytes(config.host_budget)} for all experts, fixed cost about "
-        f"{format_bytes(fixed)} (torch, dense parameters, activations, text)"
-    )
+    output.line(setup.account.describe())
     cache = config.cache
     output.line(f"cache policy: {cache.summary}, {cache.scope.value} scope")
     if cache.device_policy:

@@ -116,10 +116,9 @@ class HfSpec(ModelSpec):
         head = _head(self, tokens)
         return micro_batches * stream + max(head, micro_batches * _widest(self, tokens))
 
-    def forward_bytes(self, tokens: int) -> int:
-        """As ``pass_bytes``, for a forward pass that keeps nothing for a backward pass."""
-        logits = tokens * self.vocab_size * (self.compute_dtype.itemsize + 4)
-        return max(logits, _widest(self, tokens))
+    def forward_bytes(self, tokens: int, *, logits: int | None = None) -> int:
+        rows = tokens if logits is None else logits
+        return max(rows * self.vocab_size * (self.compute_dtype.itemsize + 4), _widest(self, tokens))
 
     def cache_bytes(self, tokens: int) -> int:
         """Bytes of keys and values of ``tokens`` tokens in the compute type, as transformers caches them."""

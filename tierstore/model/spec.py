@@ -126,6 +126,12 @@ class ModelSpec(ABC):
         """The same for one pass through ``blocks`` (None: the whole model)."""
 
     @abstractmethod
+    def forward_bytes(self, tokens: int, *, logits: int | None = None) -> int:
+        """As ``pass_bytes``, for a forward pass that keeps nothing for a backward pass; ``logits``: the tokens whose logits
+        it computes (None: all).
+        """
+
+    @abstractmethod
     def layer_order_bytes(self, tokens: int, micro_batches: int) -> int:
         """The same for a step in layer order, of ``micro_batches`` of ``tokens`` each, without the kept block inputs.
         Raises ConfigError for a stage.
@@ -192,6 +198,11 @@ class BuiltInSpec(ModelSpec):
             inputs = count * tokens * self.d_model * self.compute_dtype.itemsize
             kept = inputs + of.attention + max(mixture, of.dense)
         return kept + of.rows + of.workspace + of.head
+
+    def forward_bytes(self, tokens: int, *, logits: int | None = None) -> int:
+        of, rows = self._activations(tokens), tokens if logits is None else logits
+        block = of.attention + max(of.mixture + of.rows + of.workspace, of.dense)
+        return max(block, rows * self.vocab_size * (self.compute_dtype.itemsize + 4))
 
     def layer_order_bytes(self, tokens: int, micro_batches: int) -> int:
         """Counts the graphs of one block for all micro-batches, with the rows of its experts and the stream's values (or

@@ -430,7 +430,7 @@ def _host_terms(setting: Setting, divided: Budgets) -> Iterable[Term]:
             spec.cache_bytes(context),
             f"for {context} tokens, as transformers caches them",
         )
-    kept = setting.boundaries
+    kept = fixed.boundaries if setting.usage.trains else None
     if kept is not None:
         yield Term(
             Tier.HOST,

@@ -25,6 +25,7 @@ from tierstore.stats import Tier
 from tierstore.tiers.slots import DeviceKind
 from tierstore.train.config import TrainConfig
 from tierstore.train.files import MicroOrder
+from tierstore.train.footprint import within_memory
 from tierstore.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -163,6 +164,8 @@ def _whole(setting: Setting) -> Setting:
 def _cost(setting: Setting, profile: Profile) -> OrderCost | None:
     """The cost of a step; None if the budgets are too small."""
     try:
+        within = within_memory(setting.config, setting.fixed, setting.device)
+        setting = replace(setting, config=within)
         taken = capacity(setting)
         made = predict(setting, profile, taken)
     except BudgetError:

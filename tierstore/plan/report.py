@@ -48,6 +48,7 @@ from tierstore.store.disk.store_extents import extent_bytes
 from tierstore.tiers.slots import DeviceKind
 from tierstore.train.config import TrainConfig, assignment_of
 from tierstore.train.files import MicroOrder, byte_files, text_bytes
+from tierstore.train.footprint import within_memory
 from tierstore.train.tasks import Assignment
 
 #: Bytes of a parameter of pairs in memory: weight, gradient and two moments, fp32.
@@ -340,6 +341,7 @@ def plan_run(
     if setting.usage.trains and config.data.micro_batches > 1:
         order = compare_orders(setting, profile)
         setting = replace(setting, config=in_order(setting.config, order))
+    setting = replace(setting, config=within_memory(setting.config, setting.fixed, device))
     limits = limits or machine_limits(config.store, sharing=ranks)
     verdict = judge(setting, limits)
     remedy = None if verdict.fits else shortest_remedy(setting, limits)

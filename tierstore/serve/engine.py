@@ -22,6 +22,7 @@ from typing import Protocol
 from torch import Tensor
 
 from tierstore.errors import BudgetError, TierstoreError
+from tierstore.memory_account import MemoryAccount
 from tierstore.serve.admission import Finish, GenerationRequest, RequestOutcome, RequestQueue, Update
 from tierstore.serve.batch import BatchRunner
 from tierstore.serve.config import LimitsConfig
@@ -44,13 +45,15 @@ class ModelCounts:
 @dataclass(frozen=True, kw_only=True)
 class Running:
     """An open model. ``context``: the most tokens of a sequence, prompt and answer. ``counts`` reads the model's counters;
-    only the model's thread calls it, between passes. ``lines``: a description to print.
+    only the model's thread calls it, between passes. ``account``: what the process will hold. ``lines``: a description to
+    print.
     """
 
     runner: BatchRunner
     language: Language
     context: int
     counts: Callable[[], ModelCounts]
+    account: MemoryAccount
     lines: tuple[str, ...] = ()
 
 

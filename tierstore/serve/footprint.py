@@ -9,16 +9,19 @@ tokens are the upper bound, which is compared with the machine's memory before a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from tierstore.capabilities import Capability
 from tierstore.errors import BudgetError, ConfigError
 from tierstore.hf.spec import HfSpec
+from tierstore.memory_account import MemoryAccount, working_bytes
 from tierstore.model.config import ComputeDtype
 from tierstore.model.spec import ModelSpec
 from tierstore.serve.config import BatchConfig, ExpertMemory, ServeConfig
 from tierstore.store.config import StoreAccess
-from tierstore.store.format import RecordSchema
+from tierstore.store.format import Group, RecordSchema
 from tierstore.store.opening import minimum_host_budget
 from tierstore.tiers.slots import DeviceKind, DeviceSlots
 from tierstore.units import format_bytes
@@ -120,14 +123,12 @@ def served_budgets(
 
     The device tier gets ``slot_count`` slots: fewer if the host budget is tight, but at least one.
     """
-    one = DeviceSlots(schema.numel, spec.compute_dtype, weights=1, gradients=0, quantized=schema.quantized)
+    one = _weight_slots(spec, schema, 1)
     on_host = device is DeviceKind.CPU
-    beside = None if pairs is None else DeviceSlots(pairs.numel, ComputeDtype.FP32, _PAIR_SLOTS, 0)
+    beside = None if pairs is None else _pair_slots(pairs)
     beside_bytes = 0 if beside is None else beside.nbytes
-    least_cache = scratch + minimum_host_budget(
-        [schema] if pairs is None else [schema, pairs], config.cache, len(spec.moe_layers), StoreAccess.READ
-    )
-    minimum = least_cache + (one.nbytes + beside_bytes if on_host else 0)
+    minimum = least_budget(config, spec, schema, device, scratch=scratch, pairs=pairs)
+    least_cache = minimum - (one.nbytes + beside_bytes if on_host else 0)
     if config.host_budget < minimum:
         raise BudgetError(
             f"host_budget: {config.host_budget} bytes ({format_bytes(config.host_budget)}) are too few for one expert; "
@@ -141,9 +142,7 @@ def served_budgets(
         room=config.host_budget - least_cache - beside_bytes,
         free=None if free is None else free - beside_bytes,
     )
-    slots = DeviceSlots(
-        schema.numel, spec.compute_dtype, weights=count, gradients=0, quantized=schema.quantized
-    )
+    slots = _weight_slots(spec, schema, count)
     cache = config.host_budget - (slots.nbytes + beside_bytes if on_host else 0)
     speculated = int((cache - scratch) * config.prefetch.budget) if config.prefetch.depth else 0
     return ServedBudgets(
@@ -153,6 +152,50 @@ def served_budgets(
         slots=slots,
         pairs=beside,
     )
+
+
+def _weight_slots(spec: ModelSpec, schema: RecordSchema, count: int) -> DeviceSlots[ComputeDtype]:
+    return DeviceSlots(schema.numel, spec.compute_dtype, count, 0, schema.quantized)
+
+
+def _pair_slots(pairs: RecordSchema) -> DeviceSlots[ComputeDtype]:
+    return DeviceSlots(pairs.numel, ComputeDtype.FP32, _PAIR_SLOTS, 0)
+
+
+def least_budget(
+    config: ServeConfig,
+    spec: ModelSpec,
+    schema: RecordSchema,
+    device: DeviceKind,
+    *,
+    scratch: int = 0,
+    pairs: RecordSchema | None = None,
+) -> int:
+    """The smallest host budget that ``served_budgets`` accepts, in bytes."""
+    schemas = [schema] if pairs is None else [schema, pairs]
+    cache = minimum_host_budget(schemas, config.cache, len(spec.moe_layers), StoreAccess.READ)
+    slots = _weight_slots(spec, schema, 1).nbytes + (0 if pairs is None else _pair_slots(pairs).nbytes)
+    return scratch + cache + (slots if device is DeviceKind.CPU else 0)
+
+
+def full_budget(
+    config: ServeConfig,
+    spec: ModelSpec,
+    schema: RecordSchema,
+    device: DeviceKind,
+    *,
+    share: float = 1.0,
+    scratch: int = 0,
+    pairs: RecordSchema | None = None,
+) -> int:
+    """The host budget with which the cache holds ``share`` of all experts, in bytes."""
+    count = spec.experts * len(spec.moe_layers)
+    each = sum(part.padded_nbytes for part in schema.layout(Group.WEIGHTS).sections)
+    ample = 16 * count * each  # beside the cache it leaves the most of any
+    divided = served_budgets(
+        replace(config, host_budget=ample), spec, schema, device, scratch=scratch, pairs=pairs
+    )
+    return max(round(share * count), 1) * each + ample - divided.cache + scratch
 
 
 def dense_parameter_bytes(spec: ModelSpec) -> int:
@@ -175,6 +218,60 @@ def check_memory(host_budget: int, dense: int, device: DeviceKind, *, usable: in
         )
 
 
+def served_account(
+    config: ServeConfig, spec: ModelSpec, device: DeviceKind, *, process: int, context: int
+) -> MemoryAccount:
+    """What a process that serves ``config`` with ``context`` tokens a sequence will hold in host memory. ``process``: bytes
+    that it held before.
+    """
+    sequences = config.batch.sequences
+    prefill = max(min(config.limits.prefill_tokens, sequences * context), context)
+    activations = spec.forward_bytes(prefill, logits=sequences)
+    on_cpu = {
+        "dense parameters": dense_parameter_bytes(spec),
+        "keys and values": batch_bytes(spec, sequences, context),
+        "activations": activations,
+    }
+    return MemoryAccount(
+        {
+            "experts": config.host_budget,
+            "process": process,
+            **(on_cpu if device is DeviceKind.CPU else {}),
+            "working memory": working_bytes(activations if device is DeviceKind.CPU else 0),
+        }
+    )
+
+
+def budget_within(
+    allowed: int,
+    config: ServeConfig,
+    spec: ModelSpec,
+    schema: RecordSchema,
+    device: DeviceKind,
+    *,
+    process: int,
+    scratch: int = 0,
+    pairs: RecordSchema | None = None,
+) -> int:
+    """The host budget that ``allowed`` bytes of memory leave, at most that for all experts. If ``batch.context`` is 0, keys
+    and values get what a useful context needs, and up to a quarter of the rest. Raises BudgetError naming the minimum.
+    """
+    least = least_budget(config, spec, schema, device, scratch=scratch, pairs=pairs)
+    longest = spec.positions or spec.seq_len
+    context = config.batch.context or min(_LEAST_CONTEXT, longest)
+
+    def account(context: int) -> MemoryAccount:
+        given = replace(config, host_budget=least)
+        return served_account(given, spec, device, process=process, context=context)
+
+    account(context).check(allowed, "batch.sequences or batch.context")
+    left = allowed - account(context).nbytes
+    if not config.batch.context:
+        left -= min(account(longest).nbytes - account(context).nbytes, left // 4)
+    full = full_budget(config, spec, schema, device, scratch=scratch, pairs=pairs)
+    return least + min(left, max(full - least, 0))
+
+
 #: The shortest useful context.
 _LEAST_CONTEXT = 128
 #: A reduced context is a multiple of this.
@@ -188,29 +285,28 @@ def sequence_bytes(spec: ModelSpec, tokens: int) -> int:
     return spec.cache_bytes(tokens) + _state_bytes(spec)
 
 
-def batch_bytes(spec: ModelSpec, *, sequences: int, context: int) -> int:
+def batch_bytes(spec: ModelSpec, sequences: int, context: int) -> int:
     """Most bytes that a batch takes: while a pass appends to a layer, that layer exists twice."""
     layers = len(spec.architecture.units) - 2
     whole = sequences * sequence_bytes(spec, context)
     return whole + -(-whole // layers)
 
 
-def fitted_context(spec: ModelSpec, batch: BatchConfig, *, longest: int, room: int) -> int:
-    """The context of ``batch``; if it is 0, the longest up to ``longest`` tokens such that all sequences fit in ``room``.
+def fitted_context(needed: Callable[[int], int], batch: BatchConfig, *, longest: int, allowed: int) -> int:
+    """The context of ``batch``; if it is 0, the longest up to ``longest`` tokens with which a process takes at most
+    ``allowed`` bytes. ``needed``: what it takes with a context.
 
     Raises BudgetError if the given context, or without one the shortest useful one, does not fit.
     """
     asked = batch.context or longest
-    needed = batch_bytes(spec, sequences=batch.sequences, context=asked)
-    if needed <= room:
+    if needed(asked) <= allowed:
         return asked
-    constant = batch_bytes(spec, sequences=batch.sequences, context=0)
-    most = (room - constant) * asked // max(needed - constant, 1) // _ROUND * _ROUND
+    most = _ROUND * (bisect_right(range(asked // _ROUND + 1), allowed, key=lambda n: needed(_ROUND * n)) - 1)
     if batch.context or most < _LEAST_CONTEXT:
         raise BudgetError(
-            f"batch.context: {batch.sequences} sequences of {asked} tokens need {format_bytes(needed)} for keys and "
-            f"values, but only {format_bytes(max(room, 0))} are left; {max(most, 0)} tokens would fit, or fewer "
-            "sequences (batch.sequences)"
+            f"batch.context: with {batch.sequences} sequences of {asked} tokens the process needs "
+            f"{format_bytes(needed(asked))}, but may take {format_bytes(max(allowed, 0))}; {max(most, 0)} tokens would fit, "
+            "or fewer sequences (batch.sequences)"
         )
     return most
 

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from tierstore.errors import ConfigError, StoreError
 from tierstore.hf.spec import recorded_lora, recorded_spec
 from tierstore.machine import memory
 from tierstore.machine_profile import ASSUMED, Cost, find_profile
+from tierstore.memory_account import MemoryAccount, allowed_bytes, resident_bytes, return_freed_memory
 from tierstore.model.interface import Model
 from tierstore.model.spec import ModelSpec
 from tierstore.model.store_schema import EXPERT_SCHEMA, PAIR_SCHEMA, TrainState, expert_key, pair_key
@@ -48,10 +49,12 @@ from tierstore.serve.experts.slotted import MemoryChooser, SlottedExperts
 from tierstore.serve.footprint import (
     ServedBudgets,
     batch_bytes,
+    budget_within,
     check_memory,
     copies_weights,
     dense_parameter_bytes,
     fitted_context,
+    served_account,
     served_budgets,
 )
 from tierstore.serve.language import open_language
@@ -75,7 +78,6 @@ from tierstore.tiers import (
 )
 from tierstore.tiers.slots import DeviceKind
 from tierstore.timeline import NullTimeline, TimelineSink, open_timeline
-from tierstore.train.footprint import return_freed_memory
 from tierstore.train.setup import compute_deterministically, stall_spans
 from tierstore.units import format_bytes
 
@@ -86,8 +88,6 @@ _GATE_EXPERTS = 16
 #: to choose. A batch that reaches most experts of a layer keeps the disk busy anyway; more guesses would only evict experts
 #: that the next step hits.
 GUESSED_PER_CHOSEN = 3
-#: The interpreter, torch, transformers and a pass's temporaries: 325 MiB measured, without experts and dense parameters.
-_PROCESS_BYTES = 400 << 20
 
 
 @contextlib.contextmanager
@@ -104,6 +104,7 @@ def open_running(
             language=language,
             context=runner.model.context,
             counts=lambda: _counts(parts),
+            account=parts.account(runner.model.context),
             lines=(*_lines(parts), *language.lines),
         )
         parts.store.end_trace()
@@ -170,6 +171,14 @@ class ServedParts:
     ledger: StallLedger
     timeline: TimelineSink
     device: torch.device
+    #: Bytes of memory that the process may take, and that it took before.
+    allowed: int
+    process: int
+
+    def account(self, context: int) -> MemoryAccount:
+        """What the process will hold with ``context`` tokens a sequence."""
+        kind = DeviceKind.of(self.device.type)
+        return served_account(self.config, self.spec, kind, process=self.process, context=context)
 
 
 @contextlib.contextmanager
@@ -182,10 +191,7 @@ def open_served(
     BudgetError naming the minimum, CapabilityError, StoreError, ChecksumError, OSError.
     """
     directory = config.store
-    if rank_directories(directory):
-        raise ConfigError(
-            f"{directory}: holds the stores of several ranks; merge them with tierstore deploy or tierstore reshard"
-        )
+    _check_one_rank(directory)
     timeline = timeline or NullTimeline()
     device = rank_device(config.device, RankEnvironment())
     make_current(device)
@@ -204,6 +210,22 @@ def open_served(
                 "merge them with tierstore deploy"
             )
         weights_in_place(config.weights_in_place, device, config.links.copy)  # raises if ON is impossible
+        spec.import_code()
+        process = resident_bytes()
+        given = config.host_budget and not config.memory
+        allowed = memory().usable_bytes if given else allowed_bytes(config.memory)
+        if not config.host_budget:
+            host_budget = budget_within(
+                allowed,
+                config,
+                spec,
+                stored.experts,
+                kind,
+                process=process,
+                scratch=stored.scratch,
+                pairs=stored.pairs,
+            )
+            config = replace(config, host_budget=host_budget)
         budgets = served_budgets(
             config,
             spec,
@@ -213,7 +235,7 @@ def open_served(
             pairs=stored.pairs,
             free=_free_device_bytes(config, spec, device),
         )
-        check_memory(config.host_budget, dense_parameter_bytes(spec), kind, usable=memory().usable_bytes)
+        check_memory(config.host_budget, dense_parameter_bytes(spec), kind, usable=allowed)
         if config.threads:
             torch.set_num_threads(config.threads)
         compute_deterministically(device)
@@ -257,6 +279,8 @@ def open_served(
             ledger=ledger,
             timeline=timeline,
             device=device,
+            allowed=allowed,
+            process=process,
         )
 
 
@@ -269,7 +293,7 @@ def _free_device_bytes(config: ServeConfig, spec: ModelSpec, device: torch.devic
     free, batch = usable_bytes(device) - dense_parameter_bytes(spec), config.batch
     if not batch.context:
         return free // 2
-    return free - batch_bytes(spec, sequences=batch.sequences, context=batch.context)
+    return free - batch_bytes(spec, batch.sequences, batch.context)
 
 
 def open_runner(parts: ServedParts) -> BatchRunner:
@@ -279,13 +303,16 @@ def open_runner(parts: ServedParts) -> BatchRunner:
     memory. Raises ConfigError for a context beyond the model's limit, BudgetError for one that does not fit.
     """
     config = parts.config
-    if has_own_memory(parts.device):
-        room = usable_bytes(parts.device)
-    else:
-        dense = sum(parameter.nbytes for parameter in parts.model.module.parameters())
-        room = memory().usable_bytes - config.host_budget - dense - _PROCESS_BYTES
     model = served_model(parts.model, context=config.batch.context)
-    model.context = fitted_context(parts.spec, config.batch, longest=model.context, room=room)
+    own = has_own_memory(parts.device)
+
+    def needed(context: int) -> int:
+        if own:
+            return batch_bytes(parts.spec, config.batch.sequences, context)
+        return parts.account(context).nbytes
+
+    allowed = usable_bytes(parts.device) if own else parts.allowed
+    model.context = fitted_context(needed, config.batch, longest=model.context, allowed=allowed)
     kind = InvariantRunner if config.batch.invariant else BatchRunner
     return kind(
         model,
@@ -315,10 +342,18 @@ class ServedStore:
     missed_records: int
 
 
+def _check_one_rank(directory: Path) -> None:
+    if rank_directories(directory):
+        raise ConfigError(
+            f"{directory}: holds the stores of several ranks; merge them with tierstore deploy or tierstore reshard"
+        )
+
+
 def read_stored(directory: Path) -> ServedStore:
     """Read the description of a store's model, but no weights. The model is imported, with LoRA pairs if some were trained,
     or the built-in one. Raises ConfigError (several ranks), StoreError, StoreFormatError.
     """
+    _check_one_rank(directory)
     summary = read_summary(directory)
     state = TrainState.unpack(summary.state, where=str(directory))
     if state.ranks > 1:

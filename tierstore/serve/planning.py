@@ -30,7 +30,13 @@ from tierstore.machine_profile import Evidence, Profile
 from tierstore.model.store_schema import expert_record, expert_weight_bytes, quantized_layout
 from tierstore.plan.papers import distinct_experts
 from tierstore.serve.config import ServeConfig
-from tierstore.serve.footprint import ServedBudgets, batch_bytes, dense_parameter_bytes, served_budgets
+from tierstore.serve.footprint import (
+    ServedBudgets,
+    batch_bytes,
+    dense_parameter_bytes,
+    full_budget,
+    served_budgets,
+)
 from tierstore.store.config import StoreAccess
 from tierstore.store.format import Group, Training
 from tierstore.store.opening import cache_frames
@@ -166,12 +172,13 @@ def plan_serving(
         return _Cache(frames, min(given.lookahead // frame, frames), each)
 
     count = spec.experts * len(spec.moe_layers)
-    if not budgets:  # bytes beside the cache: those of a budget that holds all, the most of any
-        each = sum(part.padded_nbytes for part in experts.layout(Group.WEIGHTS).sections)
-        beside = 16 * count * each - divided(16 * count * each).cache + scratch
-        budgets = [max(round(share * count), 1) * each + beside for share in SHARES]
+    if not budgets:
+        budgets = [
+            full_budget(config, spec, experts, device, share=share, scratch=scratch, pairs=pairs)
+            for share in SHARES
+        ]
     dense = dense_parameter_bytes(spec)
-    keys_and_values = batch_bytes(spec, sequences=work.sequences, context=work.context)
+    keys_and_values = batch_bytes(spec, work.sequences, work.context)
     made = []
     for budget in budgets:
         try:

@@ -29,6 +29,7 @@ from tierstore.train.tasks import Assignment, TaskConfig, TaskRows, assign, chec
 
 #: Default number of steps of a run.
 RUN_STEPS = 60
+_HOST_BUDGET = 256 << 20
 
 
 class LearningRateDecay(StrEnum):
@@ -150,8 +151,19 @@ class RunConfig:
     """
 
     store: Path = field(default=Path("tierstore-store"), metadata={"help": "store directory"})
+    memory: int = field(
+        default=0,
+        metadata={
+            "size": True,
+            "help": "memory of the process, from which budgets that are not given follow",
+        },
+    )
     host_budget: int = field(
-        default=1 << 30, metadata={"size": True, "help": "memory for experts: cache and CPU device tier"}
+        default=0,
+        metadata={
+            "size": True,
+            "help": "memory for experts: cache and CPU device tier (0: what memory leaves, by default 80% of what is free)",
+        },
     )
     device_budget: int = field(
         default=0,
@@ -187,8 +199,11 @@ class TrainConfig(RunConfig):
     steps: int = field(default=RUN_STEPS, metadata={"help": "total number of optimizer steps"})
     clip_norm: float = field(default=0.0, metadata={"help": "largest global gradient norm (0: no clipping)"})
     host_budget: int = field(
-        default=256 << 20,
-        metadata={"size": True, "help": "memory for experts: cache, gradients, CPU device tier"},
+        default=0,
+        metadata={
+            "size": True,
+            "help": "memory for experts: cache, gradients, CPU device tier (0: what memory leaves, 256MiB without it)",
+        },
     )
     boundary_budget: int = field(
         default=0,
@@ -228,6 +243,8 @@ class TrainConfig(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not (self.host_budget or self.memory):
+            object.__setattr__(self, "host_budget", _HOST_BUDGET)
         for name in ("steps", "eval_batches", "max_skipped"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: expected at least 1, got {getattr(self, name)}")

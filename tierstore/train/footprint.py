@@ -1,4 +1,4 @@
-"""The memory of a training run: the amount in use, and an estimate of its fixed part.
+"""The memory of a training run: an estimate of its fixed part, and the budgets that are left of ``memory``.
 
 The fixed part is everything outside of the budgets: the interpreter with torch and its libraries, this rank's share of
 the dense parameters and of the batch, the text. It does not depend on how many experts there are.
@@ -6,44 +6,28 @@ the dense parameters and of the batch, the text. It does not depend on how many 
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import resource
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import psutil
-
 from tierstore.dense.config import OptimizerState
 from tierstore.dense.layout import DenseBytes, Gathered, Narrow, Region, Span, UnitLayout, dense_bytes
+from tierstore.memory_account import MemoryAccount, working_bytes
 from tierstore.model.architecture import DenseUnit
 from tierstore.model.config import ComputeDtype
 from tierstore.model.vocabulary import EMBEDDING_PLACE, HEAD_PLACE
 from tierstore.parallel.layout import TableRows
 from tierstore.prefetch.predictor import PredictorName
 from tierstore.tiers.slots import DeviceKind
-from tierstore.train.budgets import BoundarySplit, pair_schema, split_boundaries
+from tierstore.train.budgets import BoundarySplit, least_host_budget, pair_schema, split_boundaries
 from tierstore.train.config import TrainConfig, assignment_of
 from tierstore.train.files import text_bytes
 from tierstore.train.tasks import own_head_tasks
 from tierstore.train.vocabulary import choose_vocabulary
 
-#: Further memory for torch, its thread pools and the fragmentation of freed activations, bytes (measured).
-WORKING_BYTES = 160 << 20
 #: Machine code that oneDNN keeps for a bf16 product, for each shape (measured). Each row count is another shape,
 #: and an expert's pass has six products.
 _PRODUCT_BYTES = 650 << 10
 _PRODUCTS = 6
-
-
-def resident_bytes() -> int:
-    """Resident bytes of this process, huge pages included."""
-    return int(psutil.Process().memory_info().rss)
-
-
-def peak_resident_bytes() -> int:
-    """Peak resident bytes of this process, huge pages included."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 @dataclass(frozen=True)
@@ -54,22 +38,48 @@ class FixedCost:
     dense: DenseBytes
     activations: int
     text: int
-    working: int = WORKING_BYTES
+    working: int = 0
     pairs: int = 0  # of a layer's experts during a pass
-    boundaries: int = 0  # block inputs of a step in layer order that stay in memory
+    boundaries: BoundarySplit | None = None  # block inputs of a step in layer order
     routers: int = 0  # copies, for guessing
 
     @property
     def nbytes(self) -> int:
-        passes = self.activations + self.pairs + self.boundaries
+        passes = self.activations + self.pairs + self.boundary_bytes
         return self.process + self.dense.total + passes + self.text + self.working + self.routers
+
+    @property
+    def boundary_bytes(self) -> int:
+        """Block inputs that stay in memory."""
+        return 0 if self.boundaries is None else self.boundaries.memory_bytes
 
     def device_bytes(self, config: TrainConfig) -> int:
         """What of it an accelerator holds."""
-        dense = self.dense.fusion + self.dense.gradients
-        if config.dense.optimizer_state is OptimizerState.DEVICE or config.lora.enabled:
-            dense += self.dense.slices
-        return dense + self.activations + self.pairs + self.routers
+        return self._dense_on_device(config) + self.activations + self.pairs + self.routers
+
+    def _dense_on_device(self, config: TrainConfig) -> int:
+        with_slices = config.dense.optimizer_state is OptimizerState.DEVICE or config.lora.enabled
+        return self.dense.fusion + self.dense.gradients + (self.dense.slices if with_slices else 0)
+
+    def account(self, config: TrainConfig, device: DeviceKind) -> MemoryAccount:
+        """What the process will hold in host memory, with the experts' budget."""
+        of_passes = {
+            "activations": self.activations,
+            "pairs of a pass": self.pairs,
+            "router copies": self.routers,
+        }
+        on_host = device is DeviceKind.CPU
+        return MemoryAccount(
+            {
+                "experts": config.host_budget,
+                "process": self.process,
+                "dense parameters": self.dense.total - (0 if on_host else self._dense_on_device(config)),
+                **(of_passes if on_host else {}),
+                "block inputs": self.boundary_bytes,
+                "text": self.text,
+                "working memory": self.working,
+            }
+        )
 
 
 def flat_layouts(
@@ -119,14 +129,14 @@ def fixed_cost(
     Raises DataError, BudgetError.
     """
     units = with_heads(config, config.model.architecture.units if units is None else units)
-    kept = boundary_split(config, ranks, len(units) - 2)
+    activations = _activations(config, rank_tokens(config, ranks))
     return FixedCost(
         process=process,
         dense=_dense(config, ranks, device, units),
-        activations=_activations(config, rank_tokens(config, ranks)),
-        boundaries=0 if kept is None else kept.memory_bytes,
+        activations=activations,
+        boundaries=boundary_split(config, ranks, len(units) - 2),
         text=_texts(config) if text is None else text,
-        working=WORKING_BYTES + product_bytes(config, device),
+        working=working_bytes(activations) + product_bytes(config, device),
         pairs=_pass_bytes(config, ranks),
         routers=router_bytes(config),
     )
@@ -178,6 +188,31 @@ def boundary_split(config: TrainConfig, ranks: int, blocks: int) -> BoundarySpli
     return split_boundaries(blocks, config.data.micro_batches, each, config.boundary_budget)
 
 
+def within_memory(config: TrainConfig, fixed: FixedCost, device: DeviceKind) -> TrainConfig:
+    """``config`` with the budgets that ``memory`` leaves beside ``fixed``, as far as they are not given: the host budget,
+    and ``boundary_budget`` if block inputs would take more than half of what is left. They change no bit.
+
+    Raises BudgetError if ``memory`` is too small; it names what would fit.
+    """
+    if not config.memory:
+        return config
+    least = config.host_budget or least_host_budget(config, device)
+    boundaries, boundary_budget = fixed.boundaries, config.boundary_budget
+    if boundaries is not None and not boundary_budget:
+        alone = replace(fixed, boundaries=None).account(replace(config, host_budget=least), device).nbytes
+        half, one_block = (config.memory - alone) // 2, config.data.micro_batches * boundaries.slot_bytes
+        if boundaries.memory_bytes > half:
+            boundary_budget = max(half, one_block)
+            slots = boundary_budget // boundaries.slot_bytes
+            fixed = replace(fixed, boundaries=replace(boundaries, slots=slots))
+    account = fixed.account(replace(config, host_budget=least), device)
+    account.check(
+        config.memory, "data.batch_size, or recompute activations (model.checkpoint_activations = block)"
+    )
+    host_budget = config.host_budget or config.memory - account.nbytes + least
+    return replace(config, host_budget=host_budget, boundary_budget=boundary_budget)
+
+
 def _pass_bytes(config: TrainConfig, ranks: int) -> int:
     """Bytes that a pass keeps for the pairs of a layer's experts: weights, and gradients of each of its micro-batches."""
     pairs = pair_schema(config)
@@ -205,25 +240,3 @@ def rank_tokens(config: TrainConfig, ranks: int) -> int:
 
 def _texts(config: TrainConfig) -> int:
     return sum(text_bytes(data, config.spec.tokenizer) for data in config.data_by_task.values())
-
-
-def keep_freed_memory() -> None:
-    """Lets glibc keep freed activations for the next step instead of returning them to the kernel.
-
-    The first touch of fresh memory is slow (measured: 0.4 to 1.9 GB/s with 4 KiB pages), and every step would pay it for
-    all of its activations. Without glibc this does nothing.
-    """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
-        return
-    trim_threshold, mmap_threshold, top_pad = -1, -3, -2
-    mallopt(mmap_threshold, 32 << 20)
-    mallopt(trim_threshold, 2**31 - 1)
-    mallopt(top_pad, 16 << 20)
-
-
-def return_freed_memory() -> None:
-    """Returns freed memory to the kernel once, so that memory used only during setup does not count for the whole run."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)

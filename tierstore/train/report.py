@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tierstore.decision import Decision
 from tierstore.errors import naming
+from tierstore.memory_account import MemoryAccount, peak_resident_bytes
 from tierstore.model.store_schema import TaskProgress
 from tierstore.moe.source import PipelineDegrees
 from tierstore.outputs import OutputKind, check_output
@@ -20,7 +21,6 @@ from tierstore.stats import delta
 from tierstore.store.disk.drives import DriveReport
 from tierstore.train.budgets import expert_schema
 from tierstore.train.config import TrainConfig
-from tierstore.train.footprint import peak_resident_bytes
 from tierstore.train.step_time import StepTime
 from tierstore.train.tasks import rows_of_tasks
 from tierstore.train.trainer import StepResult, Trainer
@@ -116,7 +116,7 @@ class RunSummary:
     train_loss: float | None
     val_loss: float | None
     tokens: int
-    fixed_resident_bytes: int
+    account: MemoryAccount
     totals: Totals
     records_crc32c: int | None = None
     #: The progress of each task that was ever trained in the store.
@@ -148,7 +148,7 @@ class RunSummary:
             "parameters": model.architecture.parameters,
             "experts": model.architecture.records,
             "record_bytes": model.architecture.records * expert_schema(self.config).record_bytes,
-            "host_budget_bytes": self.config.host_budget,
+            "host_budget_bytes": self.account.parts["experts"],
             "ranks": len(self.totals.peaks),
             "micro_order": self.config.data.micro_order.value,
             "micro_order_reason": self.micro_order_reason,
@@ -156,7 +156,8 @@ class RunSummary:
             "exchange": self.exchange,
             **_between_nodes(self.totals.sent),
             "peak_resident_bytes": max(self.totals.peaks),
-            "fixed_resident_bytes": self.fixed_resident_bytes,
+            "fixed_resident_bytes": self.account.nbytes - self.account.parts["experts"],
+            "memory": self.account.as_json(),
             **self.totals.counts,
             "stall_s": self.totals.stall_s,
             "stalled_rank": self.totals.stalled_rank,
@@ -253,8 +254,8 @@ def tier_rows(summary: RunSummary) -> list[tuple[str, str]]:
             for where, nbytes, messages in links
             if sent.node_messages
         ),
-        (f"host budget{each}", format_bytes(summary.config.host_budget)),
-        (f"fixed memory, as estimated{each}", format_bytes(summary.fixed_resident_bytes)),
+        (f"host budget{each}", format_bytes(summary.account.parts["experts"])),
+        (f"memory, as announced{each}", format_bytes(summary.account.nbytes)),
         (
             "peak resident memory, the largest rank" if several else "peak resident memory",
             format_bytes(max(summary.totals.peaks)),

@@ -22,6 +22,7 @@ from tierstore.dense.gates import Gates, PassListener
 from tierstore.dense.parameters import DividedParameters, Units, load_frozen
 from tierstore.errors import ConfigError
 from tierstore.machine import cores
+from tierstore.memory_account import return_freed_memory
 from tierstore.model.config import CheckpointActivations
 from tierstore.model.interface import Model
 from tierstore.model.store_schema import EXPERT_SCHEMA, PAIR_SCHEMA, TrainState, expert_key, pair_key
@@ -56,7 +57,7 @@ from tierstore.timeline import NullTimeline, TimelineSink
 from tierstore.train.boundaries import open_boundaries
 from tierstore.train.budgets import expert_schema, pair_schema, trained_schema
 from tierstore.train.config import TrainConfig
-from tierstore.train.footprint import boundary_split, return_freed_memory
+from tierstore.train.footprint import boundary_split
 from tierstore.train.layer_order import LayerOrder
 from tierstore.train.pipelining import PipelineControl, most_chunks
 from tierstore.train.ranks import Opening
@@ -83,14 +84,14 @@ def open_session(
     trace: Path | None = None,
     timeline: TimelineSink | None = None,
     io_log: Path | None = None,
-    accepted: Callable[[], None] = lambda: None,
+    accepted: Callable[[Setup], None] = lambda setup: None,
     tokenising: OnProgress = lambda done, total: None,
     creating: OnProgress = lambda done, total: None,
 ) -> Iterator[Trainer]:
     """A trainer over ``config.store``, closed at exit in any case; uncommitted steps are lost.
 
     On several ranks (``mesh``) this is a collective, and each has a store of its own under ``config.store``. Budgets are
-    per rank. ``accepted`` is called when all checks have passed, before the first write; ``tokenising``, if documents
+    per rank. ``accepted`` gets the setup when all checks have passed, before the first write; ``tokenising``, if documents
     must be tokenised, with the bytes done and in all; ``creating``, if experts are created, with those
     done and in all. Raises ConfigError, DataError, BudgetError, CapabilityError, StoreError, PeerError, OSError; on a
     failure nothing was created or changed.
@@ -137,14 +138,14 @@ def open_parts(
     trace: Path | None = None,
     timeline: TimelineSink | None = None,
     io_log: Path | None = None,
-    accepted: Callable[[], None] = lambda: None,
+    accepted: Callable[[Setup], None] = lambda setup: None,
     tokenising: OnProgress = lambda done, total: None,
     creating: OnProgress = lambda done, total: None,
 ) -> Iterator[SessionParts]:
     """The parts of ``open_session``'s trainer, closed at exit; ``loop`` drives them."""
     setup = prepare(config, opening, loop, mesh, timeline or NullTimeline(), tokenising)
     config = setup.config
-    accepted()
+    accepted(setup)
     pipelining = Pipelining(setup.timeline)
     chunks = PipelineControl(config, setup.mesh, pipelining)
     slot = ExpertSourceRef(pipelining)

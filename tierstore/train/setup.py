@@ -16,6 +16,7 @@ import torch
 from tierstore.accelerator import has_own_memory, make_current, usable_bytes
 from tierstore.dense import OptimizerState
 from tierstore.errors import ConfigError
+from tierstore.memory_account import MemoryAccount, resident_bytes
 from tierstore.model.config import ModelConfig
 from tierstore.model.spec import divided_units
 from tierstore.model.store_schema import STATE_KEY, TrainState, table_of
@@ -32,7 +33,7 @@ from tierstore.train.config import TrainConfig, assignment_of
 from tierstore.train.data import TextData, TrainingData
 from tierstore.train.elastic import follow_ranks
 from tierstore.train.files import DataConfig
-from tierstore.train.footprint import FixedCost, boundary_split, fixed_cost
+from tierstore.train.footprint import FixedCost, fixed_cost, within_memory
 from tierstore.train.pipelining import check_chunks
 from tierstore.train.ranks import Agreed, Opening, agree, check_alike
 from tierstore.train.resharding import Resharded
@@ -57,13 +58,15 @@ class Loop(Enum):
 class Setup:
     """The parts of a session that exist before its store is opened.
 
-    ``timing``: when expert gradients become steps. ``data``: None if an external loop brings its own. ``conditions``: the
-    settings that the bits of the run depend on. ``resharded_from``: how an elastic restart resharded the store, if so.
+    ``account``: what this rank's process will hold. ``timing``: when expert gradients become steps. ``data``: None if an
+    external loop brings its own. ``conditions``: the settings that the bits of the run depend on. ``resharded_from``: how
+    an elastic restart resharded the store, if so.
     """
 
     config: TrainConfig
     mesh: Mesh
     budgets: Budgets
+    account: MemoryAccount
     timing: StepTiming
     data: TrainingData | None
     agreed: Agreed
@@ -113,13 +116,16 @@ def prepare(
         torch.set_num_threads(config.threads)
     compute_deterministically(device)
     owned = mesh.blocks(config.model.experts).owned(mesh.expert.rank)
+    config.import_code()
+    fixed = rank_cost(config, mesh, process=resident_bytes(), text=None if loop is Loop.OWN else 0)
+    kind = DeviceKind.of(device.type)
+    config = within_memory(config, fixed, kind)
     divided = budgets(
         config,
-        DeviceKind.of(device.type),
+        kind,
         experts=len(owned) * len(config.model.moe_layers),
         free=_free_device_bytes(config, mesh),
     )
-    boundary_split(config, mesh.data.size, len(config.model.architecture.units) - 2)  # a refusal comes here
     resharded_from = follow_ranks(config, opening, mesh)
     agreed = agree(config.store, opening, mesh)
     recorded: dict[str, object] = {}  # of a store that is resumed: the conditions of its run so far
@@ -135,7 +141,7 @@ def prepare(
     vocabulary = choose_vocabulary(
         whole,
         ranks=mesh.data.size,
-        device=DeviceKind.of(device.type),
+        device=kind,
         recorded=table_of(recorded.get("parallel", {})) if recorded else None,
     )
     # Last, because tokenising may take hours.
@@ -154,6 +160,7 @@ def prepare(
         config=config,
         mesh=mesh,
         budgets=divided,
+        account=fixed.account(config, kind),
         timing=config.step_timing if loop is Loop.OWN else StepTiming.DEFERRED,
         data=data,
         agreed=agreed,

@@ -56,6 +56,7 @@ class Trainer:
     def __init__(self, parts: SessionParts, data: TrainingData, timer: StepTimer) -> None:
         self._stepper = Stepper(parts)
         self.config = parts.config
+        self.account = parts.account
         self.store = parts.store
         self.model = parts.model
         self.data = data
