@@ -28,8 +28,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ExpertLease:
-    """One expert, valid until the iterator that gave it advances. With ``more`` the next lease comes without a wait, and
-    this one stays valid until the first lease without ``more`` has been given and the iterator advances (``together``).
+    """One expert, valid until the iterator that gave it advances.
+
+    ``more``: the next lease comes without a wait. Leases with ``more`` form a run with the lease that follows them; all of
+    a run stay valid until the iterator advances past its last one (``together``).
 
     ``weights``: flat, in the compute type, read only; or quantised, for forward passes alone. ``gradients``: None in a
     forward pass, and for a frozen expert; in a backward pass a flat tensor of the same numel whose content is undefined

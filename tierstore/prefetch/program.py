@@ -203,8 +203,8 @@ class PassProgram(ABC):
     def speculate(
         self, access: Access, prefetch: Callable[[Speculation], int], cancel: Callable[[], None]
     ) -> None:
-        """Call ``prefetch`` for the passes ahead of ``access``, nearest first, until it takes fewer experts than a pass is
-        expected to use. After a wrong guess for the current pass, first call ``cancel``, which gives up all prefetched and
+        """Call ``prefetch`` for the passes ahead of ``access``, nearest first. Stop at the first pass that does not fit
+        completely. After a wrong guess for the current pass, first call ``cancel``, which gives up all prefetched and
         unused experts: otherwise wrong guesses would keep their memory until the end of the step, and decoding has no
         steps. Experts that are still expected are in memory, and are prefetched again.
         """
@@ -441,8 +441,8 @@ class AccessProgram(PassProgram):
         return self._training
 
     def unchanged(self, ahead: Speculation) -> npt.NDArray[np.bool_]:
-        """Experts whose steps and replays before the pass are all queued. Without replays, this excludes experts that the
-        current step may still change.
+        """True for experts whose steps and replays before the pass are all queued. Without replays (``inactive = skip``)
+        also False for experts that the current step may still step.
         """
         stepped, behind = self._due(ahead.layer, ahead.experts, later=ahead.later)
         changes = self._counts.replays or self._in_next_step(ahead.later)
