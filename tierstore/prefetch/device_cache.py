@@ -68,6 +68,7 @@ class DeviceCache:
 
     ``keeps`` is False if the device computes with the host cache (``WeightLoads.IN_PLACE``), or if the policy keeps all
     slots empty (``CacheConfig.headroom_frames``): then a slot is free again as soon as its expert has been computed.
+    ``native/cache/residency.hpp`` has a table of the states of an entry (here an expert): pinned, kept, on hold.
     """
 
     def __init__(self, store: StoreCore, device: DeviceTier, records: RecordsByExpert) -> None:

@@ -81,7 +81,8 @@ class AccessWalk:
 
     def walk(self, access: Access, bring_up: BringUp | None = None) -> Generator[Arrived]:
         """Yield each expert, group by group, when its weights have arrived. In a forward pass, ``bring_up`` is called for
-        each expert of a group first.
+        each expert of a group first. A request's number is its place in ``access.experts``; the host cache sees only
+        ``asked``, the requests that need something of it, and numbers these from 0.
 
         The caller may end a request (``end_unit``) as soon as it no longer needs the weights; otherwise it ends with its
         group.
