@@ -17,6 +17,7 @@ import pytest
 
 from tierstore.cli.main import COMMANDS, cli
 from tierstore.cli.options import options_json
+from tierstore.hf.families import FAMILIES
 from tierstore.serve.config import ServeConfig
 from tierstore.train.config import TrainConfig
 
@@ -108,6 +109,25 @@ def test_every_command_is_listed() -> None:
         f"{name.split()[0]} {inner}" for name in named if "/" in name for inner in name.split()[1].split("/")
     }
     assert {name for name in named if "/" not in name} | split == there
+
+
+def test_every_benchmark_and_experiment_has_a_row() -> None:
+    text = (ROOT / "docs/BENCH.md").read_text()
+    group = cli.get_command(click.Context(cli), "bench")
+    assert isinstance(group, click.Group)
+    listed = " ".join(cells[0] for cells in table(text, "command"))
+    assert set(re.findall(r"`bench ([a-z]+)", listed)) == set(group.list_commands(click.Context(group)))
+    listed = " ".join(cells[0] for cells in table(text, "script"))
+    scripts = {path.name for path in (ROOT / "experiments").glob("*.py")} - {"emulation.py"}
+    assert set(re.findall(r"`(\w+\.py)`", listed)) == scripts
+
+
+def test_every_model_family_is_named() -> None:
+    (named,) = re.findall(r"Tested\s+families: (.+?)\.\s", (ROOT / "docs/FINETUNE.md").read_text(), re.DOTALL)
+    words = re.split(r",\s+|\s+and\s+", named)
+    assert sorted(re.sub("[-_]", "", name) for name in FAMILIES) == sorted(
+        word.lower().replace("-", "") for word in words
+    )
 
 
 def test_the_readme_leads_to_every_page() -> None:
