@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import itertools
 import json
 import re
@@ -14,6 +16,10 @@ import click
 import pytest
 
 from tierstore.cli.main import COMMANDS, cli
+from tierstore.cli.options import options_json
+from tierstore.hf.families import FAMILIES
+from tierstore.serve.config import ServeConfig
+from tierstore.train.config import TrainConfig
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -105,6 +111,25 @@ def test_every_command_is_listed() -> None:
     assert {name for name in named if "/" not in name} | split == there
 
 
+def test_every_benchmark_and_experiment_has_a_row() -> None:
+    text = (ROOT / "docs/BENCH.md").read_text()
+    group = cli.get_command(click.Context(cli), "bench")
+    assert isinstance(group, click.Group)
+    listed = " ".join(cells[0] for cells in table(text, "command"))
+    assert set(re.findall(r"`bench ([a-z]+)", listed)) == set(group.list_commands(click.Context(group)))
+    listed = " ".join(cells[0] for cells in table(text, "script"))
+    scripts = {path.name for path in (ROOT / "experiments").glob("*.py")} - {"emulation.py"}
+    assert set(re.findall(r"`(\w+\.py)`", listed)) == scripts
+
+
+def test_every_model_family_is_named() -> None:
+    (named,) = re.findall(r"Tested\s+families: (.+?)\.\s", (ROOT / "docs/FINETUNE.md").read_text(), re.DOTALL)
+    words = re.split(r",\s+|\s+and\s+", named)
+    assert sorted(re.sub("[-_]", "", name) for name in FAMILIES) == sorted(
+        word.lower().replace("-", "") for word in words
+    )
+
+
 def test_the_readme_leads_to_every_page() -> None:
     text = (ROOT / "README.md").read_text()
     for page in (ROOT / "docs").rglob("*.md"):
@@ -125,6 +150,85 @@ def test_links_and_paths_lead_somewhere(page: Path) -> None:
     for path in re.findall(r"`((?:docs|examples|scripts|native|tierstore|tests)/[^` *<{]+)`", text):
         if "NAME" not in path:
             assert (ROOT / path.split("::")[0]).exists(), path
+
+
+#: Packages whose names are also those of variables in prose: ``config.store``, ``model.eval``.
+ALSO_VARIABLES = {"config", "model"}
+FILE_SUFFIXES = {"py", "json", "new"}
+
+
+@functools.cache
+def identifiers(module: Path) -> set[str]:
+    """Every name that the code of ``module`` defines, imports or uses."""
+    nodes = list(ast.walk(ast.parse(module.read_text())))
+    return {
+        value
+        for node in nodes
+        for field in ("name", "asname", "id", "attr", "arg")
+        if isinstance(value := getattr(node, field, None), str)
+    }
+
+
+@functools.cache
+def configuration_keys() -> list[str]:
+    return [str(key["name"]) for config in (TrainConfig, ServeConfig) for key in options_json(config)]
+
+
+def is_key(name: str) -> bool:
+    """Whether ``name`` is a configuration key, a table of keys, or one of a policy's options."""
+    return any(
+        f"{key}.".startswith(f"{name}.") or (key.endswith("options") and name.startswith(f"{key}."))
+        for key in configuration_keys()
+    )
+
+
+def leads_somewhere(name: str) -> bool:
+    """Whether the dotted ``name`` is a module below ``tierstore``, or a module and names in it."""
+    parts = name.removeprefix("tierstore.").split(".")
+    for count in range(len(parts), -1, -1):
+        path = (ROOT / "tierstore").joinpath(*parts[:count])
+        for module in (path.with_suffix(".py"), path.with_suffix(".pyi"), path / "__init__.py"):
+            if module.exists():
+                return set(parts[count:]) <= identifiers(module)
+    return False
+
+
+def dead_names(text: str, quote: str) -> list[str]:
+    """The quoted dotted names in ``text`` that begin like a module, but are neither one nor a configuration key."""
+    modules = packages("tierstore") - ALSO_VARIABLES | {"tierstore"}
+    named = re.findall(rf"{quote}((?:tierstore\.)?[a-z_]+(?:\.\w+)+)(?:\(\))?{quote}", text)
+    return [
+        name
+        for name in named
+        if name.partition(".")[0] in modules
+        and name.rpartition(".")[2] not in FILE_SUFFIXES
+        and not is_key(name)
+        and not leads_somewhere(name)
+    ]
+
+
+def test_a_name_that_leads_nowhere_is_dead() -> None:
+    text = "`tierstore.store.core.StoreCore.wait()`, `store.core`, `cache.options.half_life`, `links.copy`, `tierstore.json`"
+    assert dead_names(text, "`") == []
+    text = "`tierstore.store.cor`, `store.core.StoreCorps`, `store.space`, `plan.pipemoe`, `cache.polic`, `config.store`"
+    assert dead_names(text, "`") == re.findall("`(.+?)`", text)[:-1]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_modules_that_documents_name_are_there(page: Path) -> None:
+    if page.name != "CHANGELOG.md":  # which names those of its time
+        assert dead_names(page.read_text(), "`") == []
+
+
+@pytest.mark.parametrize("directory", ["tierstore", "tests", "experiments", "examples", "rivals", "scripts"])
+def test_modules_that_docstrings_name_are_there(directory: str) -> None:
+    """And comments: only they quote by two accents."""
+    dead = {
+        str(path.relative_to(ROOT)): names
+        for path in sorted((ROOT / directory).rglob("*.py"))
+        if path.name != Path(__file__).name and (names := dead_names(path.read_text(), "``"))
+    }
+    assert dead == {}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import importlib.machinery
 import importlib.util
 from pathlib import Path
@@ -30,3 +32,20 @@ def test_the_reference_is_current(reference: ModuleType, name: str) -> None:
 
 def test_every_public_name_has_a_summary(reference: ModuleType) -> None:
     assert "|  |" not in reference.pages()[reference.DOCS / "API.md"]
+
+
+def test_a_summary_is_neither_inherited_nor_generated(reference: ModuleType) -> None:
+    class Told(enum.Enum):
+        """What it is. More."""
+
+    class Untold(enum.Enum):
+        A = 1
+
+    @dataclasses.dataclass
+    class Fields:
+        a: int
+
+    assert reference.own_docstring(Told) == "What it is. More."
+    assert reference.own_docstring(reference.pages) == "The text of each page."
+    assert Fields.__doc__ is not None  # generated: its signature
+    assert reference.own_docstring(Untold) == reference.own_docstring(Fields) == ""

@@ -1,8 +1,22 @@
 // Which records are resident: every decision of the host cache, taken in program order. It counts frames and knows
 // neither memory nor I/O, so a replay drives the same object that a live store runs.
 //
-// An entry is one section group of one record. It is ABSENT or RESIDENT; a resident one may be pinned (in use by an
-// access), on hold (fetched or kept for a coming access), or dirty (newer than its backing copy).
+// An entry is one section group of one record. Its state (Flag, and the pins and kHeld of busy_):
+//
+//             means                          set by                               cleared by
+//   RESIDENT  has frames                     next_group, prefetch                 eviction, drop
+//   DIRTY     newer than its backing copy    end_unit, end_group, unpin           write-back (clean, eviction), drop
+//   STORED    has a backing copy             add_record, set_stored, write-back   set_stored, drop
+//   pinned    in use; a count                next_group, pin, keep                end_unit, end_group, unpin, release
+//   KEPT      one pin is keep()'s            keep                                 release
+//   on hold   for a coming access            prefetch, next_group (later groups)  its request, cancel_prefetch, end_step
+//   FRESH     prefetched, not requested yet  prefetch, next_group (later groups)  its request
+//   KNOWN     the policy was told of it      its request, or the end of its hold  eviction, drop
+//
+// Pinned entries and those on hold are *busy*: no policy may evict them. If a demanded group would not fit, the newest
+// holds are evicted all the same. Leaving memory, by eviction or drop, clears everything but STORED. A DeviceCache
+// (tierstore/prefetch/device_cache.py) pins what a pass finds in its slots by keep(); Action.KEEP, of a gradient, and a
+// commit's Keep are other things.
 //
 // An access is one atomic event: the records that one layer needs at one moment. None of its entries evicts another.
 // If it does not fit, it is split into the largest groups that do, each atomic: residents first, so that no group
@@ -41,11 +55,12 @@ enum class Scope : std::uint8_t { GLOBAL, LAYER };
 // depend on the cache's content. GIVEN: as the access lists its records, which need not be ascending.
 enum class GroupOrder : std::uint8_t { RESIDENT_FIRST, KEY, GIVEN };
 
-// What counts as a step for the policies.  - STEPS: what ends with end_step().  - ACCESSES: each access is a step,
-// since otherwise no time would pass, except those of Phase::INIT and    Phase::OPTIMIZER. It ends with the access's
-// last group. From the first end_step() on, steps are as with STEPS.  - LATE_ACCESSES: like ACCESSES, except that the
-// first accesses, as many as there are records, are not steps. A program    that calls end_step() before that sees no
-// difference from STEPS.
+// What counts as a step for the policies.
+//  - STEPS: what ends with end_step().
+//  - ACCESSES: each access, since otherwise no time would pass, except those of Phase::INIT and Phase::OPTIMIZER. The
+//    step ends with the access's last group. From the first end_step() on, steps are as with STEPS.
+//  - LATE_ACCESSES: like ACCESSES, but the first accesses, as many as there are records, are not steps. For a store that
+//    cannot know whether its user will call end_step(): one who does so before that sees no difference from STEPS.
 enum class StepClock : std::uint8_t { STEPS, ACCESSES, LATE_ACCESSES };
 
 // Flags of a unit: what an access does with one record. `dirty` and `drop` only for groups that it needs.
@@ -184,7 +199,6 @@ public:
 
 private:
     enum Flag : std::uint8_t { RESIDENT = 1, DIRTY = 2, STORED = 4, FRESH = 8, KNOWN = 16, KEPT = 32 };
-    // FRESH: prefetched and not yet used. KNOWN: the policy has been told of it. KEPT: by keep().
     static constexpr std::uint32_t kHeld = 1u << 31;  // of busy_; the rest counts pins
     static constexpr EntryId kNobody = ~0u;
 

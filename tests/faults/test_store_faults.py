@@ -25,10 +25,10 @@ from slowness import mostly_slow
 
 from tierstore import _native
 from tierstore.errors import ChecksumError, StoreFormatError, StoreInUseError, StorePoisonedError
-from tierstore.store import Group, OpenAt, ParameterStore, RecordSchema
+from tierstore.store import Group, IoBackendName, OpenAt, ParameterStore, RecordSchema
 from tierstore.store.committing import Keep
 
-BACKENDS = ["uring", "threads", "pmem"]
+BACKENDS = [name.value for name in IoBackendName if name is not IoBackendName.AUTO]
 DIRECT = ["uring", "threads"]
 EXTENTS, INDEX = "s/extents/*", "s/index/data.mdb"
 

@@ -1,4 +1,4 @@
-"""Wrapped models of eleven families against transformers' own, with its ``grouped_mm``: the same bits.
+"""Wrapped models of all tested families against transformers' own, with its ``grouped_mm``: the same bits.
 
 ==============================  ==============================================================
 what                            equal

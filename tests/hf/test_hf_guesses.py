@@ -117,4 +117,4 @@ def test_frozen_routers_become_one_matrix_where_that_chooses_as_they_do(
             router.norm.to(dtype)
             router.router.to(dtype)
             assert (router.folded(dtype) is None) == (family in UNFOLDED)
-    assert len(UNFOLDED) == len(FAMILIES) - 7
+    assert FAMILIES.keys() > UNFOLDED

@@ -1,4 +1,4 @@
-"""Tiny models of eleven families of transformers, and their experts in memory: the reference and the same, wrapped."""
+"""Tiny models of the tested families of transformers, and their experts in memory: the reference and the same, wrapped."""
 
 from __future__ import annotations
 

@@ -1,16 +1,19 @@
 // Several threads submit random graphs of copies, fills, reads, writes, syncs, punches and holds, wait, cancel and
 // close, each against an oracle that replays in ticket order whatever succeeded. Usage: stress_engine
-// [threads|uring] [rounds]
+// [BACKEND] [rounds], with a name of kIoBackends in lower case
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cctype>
 #include <cerrno>
 #include <chrono>
+#include <cstdio>
 #include <cstring>
 #include <memory>
 #include <random>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -369,9 +372,14 @@ void closing(IoBackend backend, unsigned rounds) {
 int main(int argc, char** argv) {
     const std::string name = argc > 1 ? argv[1] : "threads";
     const auto rounds = static_cast<unsigned>(argc > 2 ? std::atoi(argv[2]) : 20);
-    const IoBackend backend = name == "uring"  ? IoBackend::Uring
-                              : name == "pmem" ? IoBackend::Pmem
-                                               : IoBackend::Threads;
+    const auto found = std::ranges::find_if(kIoBackends, [&](const auto& known) {
+        return std::ranges::equal(name, std::string_view(known.first), {}, ::toupper);
+    });
+    if (found == std::end(kIoBackends)) {
+        std::fprintf(stderr, "no I/O backend has the name %s\n", name.c_str());
+        return 2;
+    }
+    const IoBackend backend = found->second;
     try {
         Engine probe(options(backend, 1));
     } catch (const SyscallError& error) {

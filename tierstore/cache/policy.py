@@ -1,7 +1,7 @@
 """Cache policies of your own, written in Python.
 
 ``[cache] policy = "package.module:Class"`` names a class with the methods of ``PythonPolicy``; ``[cache.options]``
-are its keyword arguments (numbers arrive as floats). The live store, ``tierstore.trace.format.replay`` and the
+are its keyword arguments (numbers arrive as floats). The live store, ``tierstore.trace.replay.replay`` and the
 simulator call the same object, some ten times slower than a native policy.
 
 A policy must be deterministic: it must not look at a clock or iterate over a set. Its exceptions pass through the

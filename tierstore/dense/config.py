@@ -9,7 +9,9 @@ from tierstore.errors import ConfigError
 
 
 class OptimizerState(StrEnum):
-    """The location of a rank's slices (fp32 weights and moments) and of their steps: host memory, or the device."""
+    """Where a rank's slices (fp32 weights and moments) are kept and stepped: on the device, in host memory, or in host
+    memory with moments on disk.
+    """
 
     DEVICE = "device"
     HOST = "host"  # the device holds gathered parameters only

@@ -1,9 +1,9 @@
 """Module hooks that detect, from outside of the model, where passes over the parameter groups begin and end.
 
 The U groups are passed in order, each in one pass forward and one backward: 0 (embedding), the blocks, U - 1 (norm and
-head). Hooks on modules detect forward passes. A block's backward pass begins when the gradient of its output exists, and
-ends when the gradients of all its parameters do; at the latest when that of the block before it in the model begins. The
-recomputation of a block (activation checkpointing) is part of its backward pass.
+head). Hooks on modules detect forward passes. A block's backward pass begins when the gradient of its output exists. It
+ends when the gradients of all its parameters do, or when the backward pass of the previous block begins, if some gradients
+never come. The recomputation of a block (activation checkpointing) is part of its backward pass.
 """
 
 from __future__ import annotations

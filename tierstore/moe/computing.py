@@ -75,6 +75,7 @@ def compute_experts(x_TD: Tensor, weight_TK: Tensor, call: ExpertPass) -> Tensor
     calls meet (``ExpertSourceRef.barrier``) are computed together.
     """
     if isinstance(call.source, ExpertSourceRef) and call.source.barrier is not None:
+        # Other passes' greenlets run meanwhile: control returns to a forward pass when all passes are here.
         return call.source.barrier.compute(x_TD, weight_TK, call)
     if not torch.is_grad_enabled():
         return _walk_forward(x_TD, weight_TK, call, saving=False)[0]

@@ -8,7 +8,7 @@ micro-batches: the bits are those of one micro-batch after another.
     results = forward_together(source, [(x, weights, call) for each micro-batch])
     ...                                       # the rest of the block, and later its recomputation:
     pending = PendingExperts(x, weights, call)
-    y = pending.output()                      # no content: what follows it is known, and nothing reads it
+    y = pending.output()                      # a placeholder: only the graph behind it is needed, no value is read
     ...                                       # out = the rest of the block; the gradient of y is found
     backward_together(source, [(pending, grad_y) for each micro-batch])
     out.backward(grad_out)                    # passes the experts' gradients on

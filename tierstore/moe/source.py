@@ -28,8 +28,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ExpertLease:
-    """One expert, valid until the iterator that gave it advances. With ``more`` the next lease comes without a wait, and
-    this one stays valid until the first lease without ``more`` has been given and the iterator advances (``together``).
+    """One expert, valid until the iterator that gave it advances.
+
+    ``more``: the next lease comes without a wait. Leases with ``more`` form a run with the lease that follows them; all of
+    a run stay valid until the iterator advances past its last one (``together``).
 
     ``weights``: flat, in the compute type, read only; or quantised, for forward passes alone. ``gradients``: None in a
     forward pass, and for a frozen expert; in a backward pass a flat tensor of the same numel whose content is undefined
@@ -98,7 +100,17 @@ class JointSource(ExpertSource, Protocol):
 
 
 class ExpertBarrier(Protocol):
-    """Where the calls of several micro-batches for the experts of one layer are joined."""
+    """Where the calls of several passes for the experts of one layer are joined: those of a step's micro-batches in layer
+    order (``train.layer_order.LayerOrder``), or of the groups of a served batch (``serve.batch.LockstepPasses``).
+
+    Each pass runs in its own greenlet. Its call switches to the barrier's, and returns when all passes have called::
+
+        pass 0   ... router, compute --+                            +--> y, the rest of the block ...
+        pass 1   ... router, compute --+                            +--> y, the rest of the block ...
+        barrier                        +--> one lease of each expert, the rows of pass 0, those of pass 1
+
+    A block that layer order recomputes gets a placeholder at once (``moe.joint.PendingExperts``).
+    """
 
     def compute(self, x_TD: Tensor, weight_TK: Tensor, call: ExpertPass) -> Tensor:
         """What ``compute_experts`` returns, for the present micro-batch."""

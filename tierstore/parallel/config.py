@@ -80,7 +80,7 @@ class ParallelConfig:
         default=AUTO_DEGREE,
         metadata={
             "words": {"auto": AUTO_DEGREE},
-            "help": "chunks of a pass: tokens of one travel to experts while another is computed",
+            "help": "chunks into which the exchange of a pass is cut (PipeMoE); not pipeline stages",
         },
     )
     profile: Path | None = field(

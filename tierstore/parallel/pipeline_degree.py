@@ -19,8 +19,9 @@ equal)::
 
 Each term has the form ``A + B r + C / r``: convex, and so is their maximum. Its minimum is at the minimum of one term,
 ``sqrt(C / B)``, or where two cross, a quadratic equation; the best whole r is next to one of these at most 16 points.
-Every term is a lower bound of every schedule in that order, and one of them is attained: ``plan.pipemoe`` compares them with
-a discrete-event simulation. Pure functions of their arguments; no torch.
+Every term is a lower bound of every schedule in that order, and one of them is attained:
+``experiments/pipemoe_solvers.py`` compares them with a discrete-event simulation. Pure functions of their arguments; no
+torch.
 """
 
 from __future__ import annotations

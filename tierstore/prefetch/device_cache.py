@@ -68,6 +68,7 @@ class DeviceCache:
 
     ``keeps`` is False if the device computes with the host cache (``WeightLoads.IN_PLACE``), or if the policy keeps all
     slots empty (``CacheConfig.headroom_frames``): then a slot is free again as soon as its expert has been computed.
+    ``native/cache/residency.hpp`` has a table of the states of an entry (here an expert): pinned, kept, on hold.
     """
 
     def __init__(self, store: StoreCore, device: DeviceTier, records: RecordsByExpert) -> None:
@@ -124,8 +125,8 @@ class DeviceCache:
         return np.array([numbers[record.number] in copies for record in records], np.bool_)
 
     def keep(self, records: Sequence[LiveRecord]) -> npt.NDArray[np.bool_]:
-        """Keep those of ``records`` (ascending), which a pass requests, that slots hold, until each is released.
-        Returns which are kept: as many as leave a slot for an expert that is in none.
+        """A pass requests ``records`` (ascending). Pin those that are in slots, each until it is released, but leave one
+        slot free for the others. Returns a mask of the pinned ones.
         """
         self._kept = self._of(records)
         known = set(self._kept.tolist()) & self._copies.keys()
@@ -234,8 +235,8 @@ class DeviceCache:
     # Speculation --------------------------------------------------------------------------------------------
 
     def prefetch(self, phase: Phase, layer: int, records: Sequence[LiveRecord]) -> int:
-        """Queue copies of ``records``, which a coming pass uses and the host cache has, and keep existing copies; returns
-        how many of them, counted from the first, are covered.
+        """Queue copies of ``records``, which a coming pass uses and the host cache has, in this order, until slots run
+        out; hold existing copies, too. Returns the length of the covered prefix.
         """
         numbers = self._of(records)
         taken, decided = self.residency.prefetch(phase, layer, numbers, _flags(numbers))

@@ -1,9 +1,9 @@
 """Low-rank pairs that train beside frozen experts: two expert sources over one store, combined into one.
 
 An access of the host cache covers one kind of record, and only one access is open at a time. So a pass over a layer first
-copies all pairs that it needs to separate memory, then walks the experts. In a backward pass the pairs' gradients are
-computed in such memory too, and a walk of the pairs then takes them from there. Everything happens in program order, in
-one host cache, and is recorded in one trace.
+copies all pairs that it needs to memory beside the cache, then walks the experts. In a backward pass the pairs' gradients
+are written to such memory, too; a second walk, over the pairs, then takes them as their gradients. Everything happens in
+program order, in one host cache, and is recorded in one trace.
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ class PrefetchConfig:
     guesses: int = field(
         default=0,
         metadata={
-            "help": "most experts of a layer to guess at once (0: all likely ones; in serving, three for each that a "
-            "token chooses)"
+            "help": "most experts of a layer to guess at once (0: all likely ones; in serving by the router predictor, "
+            "3 x top_k)"
         },
     )
 

@@ -17,6 +17,10 @@ import numpy.typing as npt
 
 
 class PredictorName(Enum):
+    """What a forward pass is expected to use: all experts, the frequent ones, none, or those that the layer's router
+    chooses for an earlier layer's hidden states.
+    """
+
     ALL = "all"
     HISTORY = "history"
     NONE = "none"
@@ -117,8 +121,8 @@ class _Offer:
 
 
 class RouterPredictor:
-    """Predicts the experts that a layer's own router chooses for the hidden states of an earlier layer. If it makes more
-    choices than there are experts, adds those whose decayed activation frequency is at least ``CERTAIN``.
+    """Predicts the experts that a layer's own router chooses for the hidden states of an earlier layer. If these choices,
+    summed over tokens, outnumber the experts, adds those whose decayed activation frequency is at least ``CERTAIN``.
 
     If ``most`` is not 0, only ``most`` are predicted: those chosen most often; of equal ones the most frequent, then the
     first. Without an offer it predicts what ``HistoryPredictor`` does; for an offer without experts, nothing. The last

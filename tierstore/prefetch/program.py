@@ -11,6 +11,24 @@ program of frozen experts (``FrozenProgram``) requests weights only.
         ...                                          # begin the access; then for each group of its requests:
             program.speculate(access, prefetch, cancel)  # while the last group is open
             program.done(access, requests)           #     once their actions have been taken
+
+What trained experts request (``Need``) and what is done with them (``Action``). *last*: the pass of the micro-batch that
+makes gradients final. *after*: the access that follows the pass, for experts of the layer that the pass did not request and
+whose gradient is in the state named. If the number of micro-batches is unknown, none is the last, and ``finish`` makes the
+access after it. Under ``StepTiming.DEFERRED``, ``apply`` then makes all kept gradients pending. ::
+
+    pass             expert   requests               actions                     after
+    backward         none     WEIGHTS | ACCUMULATE   KEEP                        nothing
+                     kept     WEIGHTS | ACCUMULATE   ACCUMULATE
+    last, DEFERRED   none     WEIGHTS | ACCUMULATE   KEEP, FINISH                kept: GRADIENTS; FINISH
+                     kept     WEIGHTS | ACCUMULATE   ACCUMULATE, FINISH
+    last, IMMEDIATE  none     STEP                   FINISH, STEP                kept: STEP_SPILLED; FINISH, STEP
+                     kept     STEP_SPILLED           ACCUMULATE, FINISH, STEP
+    forward          pending  STEP_SPILLED           STEP                        pending: STEP_SPILLED; STEP
+                     behind   STEP                   CATCH_UP                    (not after a recomputation)
+                     other    WEIGHTS                nothing
+
+An expert is *behind* if it missed steps that are replayed; with ``inactive = skip`` none is.
 """
 
 from __future__ import annotations
@@ -127,7 +145,8 @@ class PassProgram(ABC):
         self._predictor = predictor
         #: Experts used in forward passes of the micro-batches under way, by ``Pass.micro`` and layer.
         self._used: dict[int, dict[int, Experts]] = {0: {}}
-        #: The current micro-batch (``Pass.micro``), and the one whose backward pass makes gradients final, if known.
+        #: The current micro-batch (``Pass.micro``), and the one whose backward pass makes gradients final. None: it is
+        #: unknown, there is none, or, where passes do not interleave and each micro-batch is number 0, it is a later one.
         self._micro = 0
         self._last: int | None = None
         self._training = False
@@ -203,8 +222,8 @@ class PassProgram(ABC):
     def speculate(
         self, access: Access, prefetch: Callable[[Speculation], int], cancel: Callable[[], None]
     ) -> None:
-        """Call ``prefetch`` for the passes ahead of ``access``, nearest first, until it takes fewer experts than a pass is
-        expected to use. After a wrong guess for the current pass, first call ``cancel``, which gives up all prefetched and
+        """Call ``prefetch`` for the passes ahead of ``access``, nearest first. Stop at the first pass that does not fit
+        completely. After a wrong guess for the current pass, first call ``cancel``, which gives up all prefetched and
         unused experts: otherwise wrong guesses would keep their memory until the end of the step, and decoding has no
         steps. Experts that are still expected are in memory, and are prefetched again.
         """
@@ -441,8 +460,8 @@ class AccessProgram(PassProgram):
         return self._training
 
     def unchanged(self, ahead: Speculation) -> npt.NDArray[np.bool_]:
-        """Experts whose steps and replays before the pass are all queued. Without replays, this excludes experts that the
-        current step may still change.
+        """True for experts whose steps and replays before the pass are all queued. Without replays (``inactive = skip``)
+        also False for experts that the current step may still step.
         """
         stepped, behind = self._due(ahead.layer, ahead.experts, later=ahead.later)
         changes = self._counts.replays or self._in_next_step(ahead.later)

@@ -72,9 +72,11 @@ class StickyGathers:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """A pass over one unit. ``later``: how many cycles after the current one. A cycle is a micro-batch in
-    ``Schedule.following``, if micro-batches do not interleave, and otherwise a step. ``micro``: the micro-batch, if their
-    passes interleave.
+    """A pass over one unit. ``micro``: the micro-batch, if their passes interleave.
+
+    ``later``: the number of cycles after the current one. A cycle is a step if the passes of micro-batches interleave;
+    otherwise it is one micro-batch, or one forward-only run. In practice 0 (this cycle) or 1 (the next); more only if the
+    queue looks ahead further than a whole cycle.
     """
 
     phase: Phase

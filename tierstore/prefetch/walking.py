@@ -72,7 +72,7 @@ class AccessWalk:
         self._nearest_first = nearest_first
         self.slots = DeviceCache(store, device, records)
         self._by_key = store.config.group_order is GroupOrder.KEY
-        #: For the open access: the index in the host cache's access of each request that is part of that.
+        #: For the open access: request number here > request number in the host cache's access.
         self._host_unit: dict[int, int] = {}
         #: Coming passes, and the indices of the experts in each whose copies are still to be queued.
         self._coming: list[tuple[Speculation, list[int]]] = []
@@ -81,7 +81,8 @@ class AccessWalk:
 
     def walk(self, access: Access, bring_up: BringUp | None = None) -> Generator[Arrived]:
         """Yield each expert, group by group, when its weights have arrived. In a forward pass, ``bring_up`` is called for
-        each expert of a group first.
+        each expert of a group first. A request's number is its place in ``access.experts``; the host cache sees only
+        ``asked``, the requests that need something of it, and numbers these from 0.
 
         The caller may end a request (``end_unit``) as soon as it no longer needs the weights; otherwise it ends with its
         group.
@@ -156,8 +157,8 @@ class AccessWalk:
     # What is requested of which cache -----------------------------------------------------------------------
 
     def _spared(self, access: Access, records: Sequence[LiveRecord]) -> npt.NDArray[np.bool_]:
-        """Keep those of ``records`` that slots hold until they are released; returns which these are. Experts that a forward
-        pass steps first are excluded, because the step makes their copies stale.
+        """Pin the ``records`` that are in slots; returns a mask of them. Experts that a forward pass steps first are
+        excluded, because the step makes their copies stale.
         """
         spared = np.zeros(len(records), np.bool_)
         if self.slots.keeps:
@@ -283,8 +284,8 @@ class AccessWalk:
     # Speculation --------------------------------------------------------------------------------------------
 
     def _prefetch(self, ahead: Speculation) -> int:
-        """Prefetch what a coming pass needs and no slot holds; copies are queued when slots become free. Returns how many of
-        the experts, counted from the first, are covered.
+        """Prefetch what a coming pass needs and no slot holds; copies are queued when slots become free. Returns the length
+        of the covered prefix of its experts.
         """
         records = self._records_of(ahead)
         flags = ahead.flags
@@ -321,8 +322,8 @@ class AccessWalk:
         return tickets
 
     def prefetch(self, layer: int, experts: Sequence[int]) -> int:
-        """Prefetch ``experts`` (ascending) into the host cache, as far as its prefetch budget allows; returns how many of
-        them, counted from the first, are there or being read.
+        """Prefetch ``experts`` (ascending) into the host cache, as far as its prefetch budget allows. Returns the length of
+        the prefix that is there or being read.
         """
         numbers = _numbers([self._records[layer][expert] for expert in experts])
         weights = np.full(len(numbers), int(Need.WEIGHTS), np.uint16)

@@ -126,6 +126,7 @@ class LockstepPasses:
 
     def compute(self, x_TD: Tensor, weight_TK: Tensor, call: ExpertPass) -> Tensor:
         """The experts' results for the current pass, which stops here until they are computed (``ExpertBarrier``)."""
+        # To ``_run``, which goes on with the next pass, and comes back when all are here and their experts are computed.
         parent = greenlet.getcurrent().parent
         assert parent is not None
         result: Tensor = parent.switch((x_TD, weight_TK, call))

@@ -164,7 +164,7 @@ class ServedParts:
     config: ServeConfig
     spec: ModelSpec
     model: Model
-    #: The source that the model's layers call: it leases from ``experts``, or hands calls to its ``meeting`` if it has one.
+    #: The source that the layers call: it leases from ``experts``, or hands calls to its ``barrier`` while it has one.
     source: ExpertSourceRef
     experts: ServedExperts
     store: StoreCore

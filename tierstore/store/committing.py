@@ -298,7 +298,7 @@ class Committer:
         self._parts.extents.discard(kept, self._parts.live.counts())
 
     def _superseded(self, adding: int) -> list[str]:
-        """The snapshots that a final commit drops when it adds ``adding`` snapshots."""
+        """The snapshots to drop with a commit that is final (no prepare, or acknowledged) and adds ``adding`` snapshots."""
         named = [name for name in self.snapshots if name != PREVIOUS]
         excess = max(len(named) + adding - self._parts.config.retain, 0) if adding or self._replaces else 0
         return named[:excess] + ([PREVIOUS] if PREVIOUS in self.snapshots else [])

@@ -17,6 +17,10 @@ from tierstore.units import format_bytes
 
 
 class IoBackendName(Enum):
+    """How a store reads and writes: by io_uring, by threads, or in mapped persistent memory. ``AUTO``: io_uring, or threads
+    if the kernel grants no ring.
+    """
+
     AUTO = "auto"
     URING = "uring"
     THREADS = "threads"
@@ -111,7 +115,7 @@ class StripeConfig:
     )
     weights: tuple[float, ...] = field(
         default=(),
-        metadata={"help": "shares of new records, the store's own first (none: by measured bandwidth)"},
+        metadata={"help": "shares of new records, the store's own first (empty: by measured bandwidth)"},
     )
     bandwidths: tuple[int, ...] = field(
         default=(),

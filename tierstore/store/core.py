@@ -2,6 +2,11 @@
 
 It holds the parts of a store (records by key, slots on disk, host cache, optimizer, committer) and offers the operations
 that need several of them: accesses, optimizer steps, owner-held records, commits. One serialised caller.
+
+A record appears as: what the last commit has of it (``CommittedRecords``, the durable table, by row; ``RecordEntry``, one
+row unpacked); what is so now (``LiveIndex``, in columns; ``LiveRecord``, a handle of one row), which the next commit makes
+durable; and what users see (``RecordInfo``). ``Records`` finds live records by key and knows who holds them. ``Parts`` are
+parts of the store, not of records.
 """
 
 from __future__ import annotations

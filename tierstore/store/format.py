@@ -1,6 +1,7 @@
 """The on-disk format: the files of a store directory, and the layout of record slots.
 
-``docs/FORMAT.md`` is the same in prose; ``index.entries`` packs the index values. Everything is little-endian.
+``docs/FORMAT.md`` is the same in prose; ``tierstore.store.index.table`` packs the index values. Everything is
+little-endian.
 
 A store directory holds::
 

@@ -25,8 +25,8 @@ from tierstore.timeline import NullTimeline, TimelineSink, Track
 
 
 class DeviceCopy:
-    """A copy to be put on ``stream`` once the tickets ``after`` have finished. The caller who needs it or the thread that
-    waits for the tickets does so, whichever comes first.
+    """A copy to be put on ``stream`` once the tickets ``after`` have finished. The thread that waits for the tickets queues
+    it, unless a caller needs it sooner and queues it itself.
     """
 
     def __init__(

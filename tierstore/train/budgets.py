@@ -144,9 +144,10 @@ def budgets(
     minimum. ``schema``: that of the experts (None: the configuration's). ``free``: bytes of an accelerator that experts may
     take if ``device_budget`` is 0 (None: not known).
 
-    The device tier gets as many slots as ``device_budget`` or ``free`` holds, at most one for each expert. Without either,
-    or if the device computes with the host cache, it gets a few slots for overlap, and an accelerator never fewer than
-    those; fewer if the host budget is tight, but at least one weight slot and one gradient slot.
+    The device tier gets as many slots as ``device_budget`` or ``free`` holds, at most one for each expert. It gets a few,
+    for overlap, without either, if ``free`` holds fewer, or if the device computes with the host cache. A tight host
+    budget, which a CPU's slots and the landing of gradients are part of, leaves fewer: at least one for weights and one for
+    gradients.
     """
     schema = schema or expert_schema(config)
     slots = _slots(config, schema, 1)

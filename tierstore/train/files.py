@@ -73,7 +73,7 @@ class SourceConfig:
     """
 
     paths: tuple[str, ...] = field(
-        default=(), metadata={"help": "text files and directories (none: Python's own source)"}
+        default=(), metadata={"help": "text files and directories (empty: Python's own source)"}
     )
     suffixes: tuple[str, ...] = field(
         default=(), metadata={"help": "endings of files taken from directories (empty: all)"}

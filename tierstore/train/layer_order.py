@@ -212,7 +212,9 @@ class LayerOrder:
     def compute(self, x_TD: Tensor, weight_TK: Tensor, call: ExpertPass) -> Tensor:
         """The experts' results for the micro-batch in progress, or for the block that is recomputed (``ExpertBarrier``)."""
         if self._lane is not None:
-            result: Tensor = self._stop((x_TD, weight_TK, call))
+            result: Tensor = self._stop(
+                (x_TD, weight_TK, call)
+            )  # resumed once those of all micro-batches are there
             torch.set_grad_enabled(False)
             return result
         self._pending.append(PendingExperts(x_TD, weight_TK, call))

@@ -10,7 +10,7 @@
 * It wraps a pass's exception in a RuntimeError, which is unwrapped here; any other RuntimeError is a failed message.
 
 Each message has a small companion: its arrival time, if the link is limited, and whether the losses up to there are
-finite. On the way back the latter is the last stage's verdict. So every stage knows whether the step is taken before its
+finite. Backward messages carry the last stage's verdict instead. So every stage knows whether the step is taken before its
 last backward pass, which may step experts. Then come values of the model itself: forward for the next stage, backward
 from the last stage for all others.
 """

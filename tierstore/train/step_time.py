@@ -9,8 +9,8 @@ were woken before and have yet to run). So
     wall = computing + run queue + stolen + device + threads + stalls + unaccounted
 
 ``device`` is the time in which it waits for what an accelerator has yet to compute. The thread's work during a stall, or
-such a wait, counts as the stall or the wait. ``unaccounted`` is blocked, uncharged time during which no such
-thread ran or was runnable; it may be slightly negative, since the parts are measured separately.
+such a wait, counts as the stall or the wait. ``unaccounted`` is time blocked with no known reason; it may be slightly
+negative, since the parts are measured separately.
 
 The kernel counts time stolen by a hypervisor for the machine, not for threads: the driving thread's share is proportional
 to its time on processors. It is subtracted from that time, or, if the kernel excludes it there, from the time that the

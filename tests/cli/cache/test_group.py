@@ -13,6 +13,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
+from tierstore._native import policy_names
 from tierstore.cli.main import cli
 from tierstore.machine_profile import ASSUMED, Cost, Evidence, save_profile
 from tierstore.trace.format import TraceHeader, TraceKind, TraceRecord
@@ -341,13 +342,13 @@ def test_refusals(trace: Path, tmp_path: Path) -> None:
         (("tune", trace, "--prefix", "1"), "--prefix: expected a fraction"),
         (("tune", trace, "--confidence", "0"), "--confidence: expected"),
         (("tune", trace, "--objective", "joy"), "--objective"),
-        (("tune", trace, "--policy", "belady"), "w-tinylfu, next-use, learned-use, got 'belady'"),
+        (("tune", trace, "--policy", "belady"), f"one of {', '.join(policy_names())}, got 'belady'"),
         (("tune", trace, "--policy", "lru:x=1"), "has no option 'x'"),
         (
             ("tune", trace, "--policy", "lfu-decay:half_life=1"),
             "--policy: expected a policy's name without options",
         ),
-        (("tune", trace, "--policy", "mru"), "w-tinylfu, next-use, learned-use, got 'mru'"),
+        (("tune", trace, "--policy", "mru"), f"one of {', '.join(policy_names())}, got 'mru'"),
         (("report", trace), "--html"),
         (("import", other), "SOURCE and TRACE"),
         (("import", missing, other), str(missing)),

@@ -148,8 +148,12 @@ def _is_amount(usual: str) -> bool:
 
 
 def _is_header(head: list[list[str]], key: int) -> bool:
-    """Whether the first row names columns: it holds no number, no cell comes again below, and a cell is a usual name, or
-    stands above numbers in a column other than the key's.
+    """Whether the first row names columns:
+
+    - no cell is a number,
+    - no cell comes again below in its column, and
+    - at least one cell is a usual name of keys, or stands above nothing but numbers (in the key's column only if it is also
+      a usual name of sizes or times).
     """
     said = False
     for column, cell in enumerate(head[0] if head else []):

@@ -1,9 +1,10 @@
 """The lock of a store's directory: one process may have it open to write, or several to read.
 
 The lease is a ``flock``, exclusive for a writer, shared for readers, on the directory and on the file ``lease`` in it.
-Cleaners of temporary directories remove old files, and a lock on a removed file excludes no process; but they keep a
-directory that is not empty. The file holds the writer's pid; only the file is locked if the file system cannot lock
-directories, or locks them only on this machine (NFS). Readers lock only the directory if there is no such file.
+Cleaners of temporary directories remove old files, and a lock on a removed file excludes nobody, so the directory, which
+such cleaners do not remove while it holds files, is locked too. The file holds the writer's pid; only the file is locked if
+the file system cannot lock directories, or locks them only on this machine (NFS). Readers lock only the directory if there
+is no such file.
 
 A flock lives as long as its open file description, so a writer's descriptors are also registered in the engine's ring:
 after SIGKILL the kernel destroys the ring only when its last direct write has finished, and the locks stay until then.
