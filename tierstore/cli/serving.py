@@ -37,6 +37,7 @@ from tierstore.cli.options import (
 from tierstore.cli.output import Output
 from tierstore.config import load
 from tierstore.deploy.records import DEPLOYMENT_NAME
+from tierstore.errors import ConfigError
 from tierstore.serve.config import ServeConfig
 from tierstore.timeline import open_timeline
 from tierstore.units import format_bytes, format_seconds, printable
@@ -115,7 +116,11 @@ def generate(
     Experts stay on disk and are cached in --host-budget bytes of memory. A single text is streamed; several are printed
     when all have ended. A table follows. With --json texts and table go to stderr.
     """
-    config = _served(store, None, config_overrides(settings, {"store": store, **given}), output)
+    overrides = config_overrides(settings, {"store": store, **given})
+    for key in overrides:
+        if key.startswith("limits."):
+            raise ConfigError(f"{key}: has effect in tierstore serve only")
+    config = _served(store, None, overrides, output)
     from tierstore.serve.generating import TextGenerator
     from tierstore.serve.language import open_language
     from tierstore.serve.opening import open_runner, open_served
