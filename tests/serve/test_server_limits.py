@@ -23,6 +23,7 @@ import httpx
 import pytest
 from fake_model import expected
 from fake_server import MODEL, Fake, serving
+from fastapi.routing import APIRoute
 from refusals import refuses
 
 from tierstore.serve.api.app import Keys
@@ -168,8 +169,12 @@ def test_keys(tmp_path: Path) -> None:
     path.write_text("# ours\n\nfirst-key-of-all-keys\nsecond-key-of-all-keys\n")
     Keys.read(path).check("Bearer second-key-of-all-keys")
     with serving(keys=("first-key-of-all-keys",)) as fake:
-        for path_, status in (("/v1/models", 401), ("/metrics", 401), ("/health", 200), ("/", 200)):
-            assert httpx.get(f"{fake.url}{path_}").status_code == status
+        routes = [route for route in fake.service.app().routes if isinstance(route, APIRoute)]
+        assert {route.path for route in routes if not route.dependencies} == {"/", "/health"}
+        for route in routes:
+            for method in route.methods:
+                given = httpx.request(method, fake.url + route.path_format.format(name=MODEL), json={})
+                assert given.status_code == (401 if route.dependencies else 200), route.path
         wrong = httpx.get(f"{fake.url}/v1/models", headers={"Authorization": "Bearer first-key-of-all-keyz"})
         assert (wrong.status_code, error(wrong)) == (401, "unknown API key")
         assert wrong.headers["www-authenticate"] == "Bearer"
