@@ -31,7 +31,7 @@ from tierstore.config import load
 from tierstore.dense import DenseSlices, GatherOnDemand
 from tierstore.dense.config import DenseConfig
 from tierstore.dense.layout import Narrow, UnitLayout, dense_bytes, layouts_of_shapes
-from tierstore.memory_account import peak_resident_bytes, resident_bytes
+from tierstore.machine import peak_resident_bytes, resident_bytes
 from tierstore.model import Transformer
 from tierstore.model.config import ModelConfig, TieEmbeddings
 from tierstore.model.vocabulary import VocabularyCost, VocabularyPartition

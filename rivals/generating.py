@@ -25,7 +25,7 @@ from process import Opened
 from tierstore.bench.harness import at_least, more_than_0
 from tierstore.bench.probes import process_bytes
 from tierstore.errors import ConfigError
-from tierstore.memory_account import peak_resident_bytes
+from tierstore.machine import peak_resident_bytes
 from tierstore.serve.batch import BatchRunner
 
 _FIRST_TOKEN = 3  # below are the usual special ones

@@ -26,7 +26,7 @@ from torch.nn.functional import cross_entropy
 
 from tierstore.bench.probes import process_bytes
 from tierstore.errors import CapabilityError, ConfigError
-from tierstore.memory_account import keep_freed_memory, peak_resident_bytes
+from tierstore.machine import keep_freed_memory, peak_resident_bytes
 from tierstore.model.config import ModelConfig
 from tierstore.model.transformer import Transformer
 from tierstore.moe import FeedForward, InMemoryExperts, NoiseKey, RouterNoise, initial_expert

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -34,9 +35,7 @@ from tierstore.train.tokens.data import open_data
 PROMPT, ADDED = 32, 64  # tokens
 
 
-def losses_of(
-    model: transformers.PreTrainedModel, batch: Batch, *, aux_loss_weight: float = 0.0
-) -> tuple[Tensor, Tensor]:
+def losses_of(model: Any, batch: Batch, *, aux_loss_weight: float = 0.0) -> tuple[Tensor, Tensor]:
     """The batch's share of the mean cross entropy of a step, and what is differentiated."""
     output = model(
         input_ids=batch.tokens_BT,
@@ -50,13 +49,13 @@ def losses_of(
 
 def reference(
     config: TrainConfig, checkpoint: Path, store: Path, *, fused: bool | None = None, set_to_none: bool = True
-) -> tuple[transformers.PreTrainedModel, TrainingData, Callable[[int], float]]:
+) -> tuple[Any, TrainingData, Callable[[int], float]]:
     """The model, the data, and what takes step number n of the run and gives its loss. ``fused``: torch's AdamW;
     ``set_to_none``: gradients are allocated anew in every step.
     """
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    model = transformers.AutoModelForCausalLM.from_pretrained(
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
         checkpoint, dtype=torch.float32, experts_implementation="grouped_mm"
     ).train()
     data = open_data(
@@ -79,7 +78,7 @@ def reference(
         total = 0.0
         for micro in range(parts):
             loss, objective = losses_of(model, data.batch(number, micro), aux_loss_weight=aux_loss_weight)
-            (objective / parts).backward()
+            (objective / parts).backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach()) / parts
         optimizer.step()
         optimizer.zero_grad(set_to_none=set_to_none)
@@ -88,7 +87,7 @@ def reference(
     return model, data, step
 
 
-def held_out(model: transformers.PreTrainedModel, batches: list[Batch]) -> float:
+def held_out(model: Any, batches: list[Batch]) -> float:
     """The mean loss of their counted targets, in nats a token."""
     with torch.no_grad():
         losses = [float(losses_of(model, replace(batch, step_targets=0))[0]) for batch in batches]

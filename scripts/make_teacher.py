@@ -16,6 +16,7 @@ import argparse
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +54,7 @@ def clusters(hidden_TH: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return centres, (unit_TH @ centres.T).argmax(-1)
 
 
-def specialised(source: nn.Module, calibration: Tensor, width: int) -> MixtralForCausalLM:
+def specialised(source: Any, calibration: Tensor, width: int) -> MixtralForCausalLM:
     """A Mixtral with experts of ``width`` columns each, chosen by the use of each cluster of tokens."""
     seen: dict[int, list[Tensor]] = {}
     layers = source.model.layers
@@ -98,13 +99,13 @@ def specialised(source: nn.Module, calibration: Tensor, width: int) -> MixtralFo
 
 
 @torch.no_grad()
-def held_out_loss(model: nn.Module, held: Tensor) -> float:
+def held_out_loss(model: Any, held: Tensor) -> float:
     with torch.autocast("cpu", torch.bfloat16):
-        losses = [model(rows, labels=rows).loss.item() for rows in held.split(4)]
+        losses = [float(model(rows, labels=rows).loss) for rows in torch.split(held, 4)]
     return sum(losses) / len(losses)
 
 
-def save(model: MixtralForCausalLM, tokenizer_of: Path, directory: Path) -> None:
+def save(model: Any, tokenizer_of: Path, directory: Path) -> None:
     """The checkpoint replaces an earlier one whole."""
     fresh = directory.with_name(directory.name + ".new")
     model.save_pretrained(fresh)
@@ -136,7 +137,7 @@ def main() -> None:
     train, held = windows(args.text, tokenizer, args.length)
     held = held[torch.randperm(len(held))[:16]]
     order = torch.randperm(len(train))
-    source = AutoModelForCausalLM.from_pretrained(
+    source: Any = AutoModelForCausalLM.from_pretrained(
         args.upcycled, dtype=torch.float32, experts_implementation="eager"
     )
     print(f"{len(train)} windows; held-out loss before: {held_out_loss(source, held):.4f}", flush=True)

@@ -156,7 +156,7 @@ def main() -> None:
     parser.add_argument("what", choices=("run", "finetune", "race"))
     parser.add_argument("files", type=Path, nargs="+", help="what is drawn, and the SVG to write")
     asked = parser.parse_args()
-    draw = {"run": draw_run, "finetune": draw_finetune, "race": draw_race}[asked.what]
+    draw: Any = {"run": draw_run, "finetune": draw_finetune, "race": draw_race}[asked.what]
     if len(asked.files) != (3 if asked.what == "finetune" else 2):
         parser.error(f"{asked.what}: expected the files above")
     draw(*asked.files)

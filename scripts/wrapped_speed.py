@@ -58,7 +58,7 @@ def tiered(args: argparse.Namespace) -> Iterator[Callable[[int], float]]:
     """A step of ``tierstore train``."""
     from tierstore.cli.options import with_stored_model
     from tierstore.config import load
-    from tierstore.memory_account import keep_freed_memory
+    from tierstore.machine import keep_freed_memory
     from tierstore.train.config import TrainConfig
     from tierstore.train.ranks import Opening
     from tierstore.train.session import open_session

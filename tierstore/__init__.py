@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from tierstore.lab.results import Curve
     from tierstore.lab.simulate import Contract, PolicySpec
     from tierstore.lab.tuning import TuneOptions, Tuning, tune
+    from tierstore.machine import MemoryAccount
     from tierstore.machine_profile import Profile
     from tierstore.model.config import ModelConfig
     from tierstore.parallel import Mesh, ParallelConfig, RankGroup, launch
@@ -73,6 +74,7 @@ __all__ = [
     "ImportSummary",
     "Limits",
     "Machine",
+    "MemoryAccount",
     "Mesh",
     "ModelConfig",
     "NewRecord",

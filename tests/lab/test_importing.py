@@ -93,6 +93,9 @@ async def test_a_stream_that_is_refused_or_ends_leaves_nothing(tmp_path):
         await import_trace_async(stream(b"1\n", b"3 4\n"), tmp_path / "trace", name="upload")
     with pytest.raises(ConnectionResetError):
         await import_trace_async(stream(b"1\n", ConnectionResetError()), tmp_path / "trace")
+    for name in ("", "..", "../upload", "/upload", "a/b"):
+        with refuses(ConfigError, "name:", repr(name)):
+            await import_trace_async(stream(b"1\n"), tmp_path / "trace", name=name)
     assert list(tmp_path.iterdir()) == []
 
 

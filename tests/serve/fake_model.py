@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tierstore.errors import BudgetError, ChecksumError, DataError
-from tierstore.memory_account import MemoryAccount
+from tierstore.machine import MemoryAccount
 from tierstore.serve.batch import Joined
 from tierstore.serve.engine import ModelCounts, Running
 from tierstore.serve.language import Language

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from refusals import refuses
 
 from tierstore.errors import BudgetError
-from tierstore.memory_account import working_bytes
+from tierstore.machine import working_bytes
 from tierstore.model.config import ModelConfig
 from tierstore.model.spec import spec_of
 from tierstore.model.store_schema import expert_record

@@ -255,3 +255,10 @@ def test_what_the_command_refuses(tmp_path: Path) -> None:
         found = _generate(store, *arguments)
         assert found.exit_code == 2
         assert message in found.stderr, (arguments, found.output)
+
+
+def test_limits_of_a_server_are_refused(tmp_path: Path) -> None:
+    _, store = store_of(tmp_path, "mixtral")
+    refused = _generate(store, "--prompt", "ab", "--set", "limits.tokens=5")
+    assert refused.exit_code == 2
+    assert "limits.tokens: has effect in tierstore serve only" in refused.output

@@ -19,8 +19,10 @@ from tierstore.errors import BudgetError, ConfigError, DataError
 from tierstore.hf.importing import ImportOptions, import_model
 from tierstore.hf.manifest import Weights
 from tierstore.hf.spec import HfSpec, model_of
+from tierstore.links import LinkConfig, LinksConfig
 from tierstore.machine_profile import ASSUMED, Cost, Evidence
 from tierstore.quant.layout import CodeFormat
+from tierstore.serve.config import ServeConfig
 from tierstore.serve.planning import ServedWork, plan_serving
 
 TOP_K = 2
@@ -91,6 +93,23 @@ def test_each_expert_that_is_read_takes_a_latency(spec: HfSpec) -> None:
     # 3.5 of a pass's seven experts are missed, and two of a decode pass's four.
     assert one.prefill.pass_s == 4 * model.dense + 3.5 * latency
     assert one.decode.pass_s == 4 * model.dense + 2 * latency
+
+    # A limited disk, of which half the rate is left.
+    slow = ServeConfig(links=LinksConfig(disk=LinkConfig(bandwidth=2, latency=latency)))
+    work = ServedWork(prompt_tokens=2, context=10)
+    (limited,) = plan_serving(spec, work, SLOW, budgets=[half], config=slow).budgets
+    each = 4 * model.expert_numel  # fp32
+    assert limited.decode.pass_s == 4 * model.dense + 2 * (latency + each / 2)
+
+
+@pytest.mark.parametrize(("key", "option"), [("batch.sequences", "--batch"), ("batch.context", "--context")])
+def test_a_key_that_an_option_replaces_is_refused(
+    store: Path, capsys: pytest.CaptureFixture[str], key: str, option: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["plan", "--model", str(store), "--serve", "--set", f"{key}=2"])
+    assert ended.value.code == 2
+    assert f"{key}: expected {option} instead" in capsys.readouterr().err
 
 
 def test_a_larger_budget_is_never_slower(spec: HfSpec) -> None:

@@ -12,11 +12,13 @@ import pytest
 import torch
 from refusals import Refusal, refuses
 
+from tierstore.cache.config import CacheConfig
+from tierstore.config import dotted_fields, load
 from tierstore.errors import BudgetError, ConfigError, DataError
 from tierstore.model import ModelConfig
 from tierstore.model.spec import spec_of
 from tierstore.serve.api.app import Keys
-from tierstore.serve.config import BatchConfig, LimitsConfig
+from tierstore.serve.config import BatchConfig, LimitsConfig, ServeConfig
 from tierstore.serve.footprint import batch_bytes, check_memory, fitted_context
 from tierstore.serve.language import BytePieces, Language, StreamedText, open_language
 from tierstore.serve.sampling import SamplingOptions, TokenSampler, sampling_defaults
@@ -62,6 +64,18 @@ def limits(name: str, value: float) -> Act:
     return lambda _: LimitsConfig(**{name: value})  # type: ignore[arg-type]
 
 
+def idle(key: str, value: str) -> Act:
+    """A file of a server that sets ``key``, which has effect in training only."""
+
+    def act(directory: Path) -> None:
+        path = directory / "serve.toml"
+        table, _, name = key.rpartition(".")
+        path.write_text(f"[{table}]\n{name} = {value}\n")
+        load(ServeConfig, path)
+
+    return act
+
+
 def bytes_of() -> Language:
     """The language of a model without a tokenizer."""
     return open_language(spec_of(ModelConfig()))
@@ -90,6 +104,13 @@ OPTIONS = [
     ("top_p", 1.1),
     ("repetition_penalty", 0.0),
 ]
+IDLE = [
+    ("cache.write_back_every", "2"),
+    ("prefetch.gather_depth", "0"),
+    ("links.gather.bandwidth", '"1MiB"'),
+    ("links.exchange.latency", "0.5"),
+    ("links.node.latency", "0.5"),
+]
 LIMITS = [("queue", 0), ("tokens", -1), ("request_s", 0.0), ("drain_s", math.inf), ("body", 0)]
 KEYS = {"empty": "", "comment": "# none\n", "short": "short\n", "blanks": "with blanks in the key\n"}
 ROWS: list[tuple[str, Act, type[Exception], tuple[str, ...]]] = [
@@ -99,6 +120,15 @@ ROWS: list[tuple[str, Act, type[Exception], tuple[str, ...]]] = [
     ),
     *((f"option-{name}-{value}", options(name, value), ConfigError, (name,)) for name, value in OPTIONS),
     *((f"limit-{name}", limits(name, value), ConfigError, (f"limits.{name}:",)) for name, value in LIMITS),
+    *(
+        (
+            f"idle-{key}",
+            idle(key, value),
+            ConfigError,
+            ("serve.toml: ", ".".join(key.split(".")[:2]), "training only"),
+        )
+        for key, value in IDLE
+    ),
     *((f"keys-{name}", keys(text), ConfigError, ("--api-keys:", "keys")) for name, text in KEYS.items()),
     (
         "context",
@@ -140,3 +170,13 @@ ROWS: list[tuple[str, Act, type[Exception], tuple[str, ...]]] = [
 def test_it_is_refused_by_name(tmp_path: Path, refusal: Refusal) -> None:
     with refuses(refusal.error, *refusal.named):
         refusal.act(tmp_path)
+
+
+def test_what_has_effect_in_training_only_is_not_listed() -> None:
+    """Nor taken from Python; its defaults change nothing."""
+    listed = {info.name for info in dotted_fields(ServeConfig)}
+    assert listed.isdisjoint(key for key, _ in IDLE)
+    assert {"cache.policy", "prefetch.depth", "links.copy.latency", "links.disk.bandwidth"} <= listed
+    assert load(ServeConfig, None, {"prefetch.gather_depth": 1, "links.node.latency": 0}) == ServeConfig()
+    with refuses(ConfigError, "cache.write_back_every: has effect in training only"):
+        ServeConfig(cache=CacheConfig(write_back_every=2))

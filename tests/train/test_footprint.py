@@ -17,7 +17,7 @@ from slowness import mostly_slow
 from tierstore.config import load
 from tierstore.dense import DenseBytes
 from tierstore.errors import BudgetError
-from tierstore.memory_account import working_bytes
+from tierstore.machine import working_bytes
 from tierstore.model.architecture import DenseUnit
 from tierstore.model.config import ComputeDtype
 from tierstore.parallel import Mesh

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tierstore.memory_account import MemoryAccount
+from tierstore.machine import MemoryAccount
 from tierstore.stats import Cause
 from tierstore.store.disk import write_budget
 from tierstore.train.config import TrainConfig

@@ -41,8 +41,8 @@ from tierstore.capabilities import chosen_instruction_set
 from tierstore.config import as_dict, from_dict
 from tierstore.errors import ConfigError
 from tierstore.links import LinksConfig
+from tierstore.machine import resident_bytes
 from tierstore.machine_profile import ASSUMED, Cost, Evidence, Profile, fit_cost, fit_errors, save_profile
-from tierstore.memory_account import resident_bytes
 from tierstore.outputs import OutputKind
 from tierstore.parallel.collectives import RankGroup, Work
 from tierstore.store.config import IoConfig

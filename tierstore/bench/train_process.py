@@ -99,7 +99,7 @@ class TrainingProcess:
 
 
 def _answers(requests: Iterator[Any]) -> Generator[Mapping[str, object]]:
-    from tierstore.memory_account import keep_freed_memory
+    from tierstore.machine import keep_freed_memory
     from tierstore.plan.order import choose_order, in_order, order_lines
     from tierstore.train.config import TrainConfig
     from tierstore.train.ranks import Opening
@@ -125,7 +125,7 @@ def _answers(requests: Iterator[Any]) -> Generator[Mapping[str, object]]:
 
 
 def _steps(trainer: Trainer, count: int) -> RoundSteps:
-    from tierstore.memory_account import peak_resident_bytes
+    from tierstore.machine import peak_resident_bytes
     from tierstore.train.report import counters
 
     before, stalls, cpu = counters(trainer), _stalls(trainer), time.process_time()

@@ -315,9 +315,12 @@ def _layout_table(
 
 
 def _server_settings(overrides: Mapping[str, object]) -> dict[str, object]:
-    """The ``overrides`` whose keys belong to ``ServeConfig``."""
+    """The ``overrides`` whose keys belong to ``ServeConfig``. Raises ConfigError for those that an option replaces."""
     from tierstore.serve.config import ServeConfig
 
+    for key, name in (("batch.sequences", "--batch"), ("batch.context", "--context")):
+        if key in overrides:
+            raise ConfigError(f"{key}: expected {name} instead, which a plan of serving uses")
     names = {one.name for one in fields(ServeConfig)}
     return {key: value for key, value in overrides.items() if key.partition(".")[0] in names}
 

@@ -37,7 +37,8 @@ from tierstore.cli.options import (
 from tierstore.cli.output import Output
 from tierstore.config import load
 from tierstore.deploy.records import DEPLOYMENT_NAME
-from tierstore.memory_account import MemoryAccount, peak_resident_bytes
+from tierstore.errors import ConfigError
+from tierstore.machine import MemoryAccount, peak_resident_bytes
 from tierstore.serve.config import ServeConfig
 from tierstore.timeline import open_timeline
 from tierstore.units import format_bytes, format_seconds, printable
@@ -118,7 +119,11 @@ def generate(
     Experts stay on disk; those used most are cached in memory (--memory, or --host-budget for experts alone). A single text
     is streamed; several are printed when all have ended. A table follows. With --json texts and table go to stderr.
     """
-    config = _served(store, None, config_overrides(settings, {"store": store, **given}), output)
+    overrides = config_overrides(settings, {"store": store, **given})
+    for key in overrides:
+        if key.startswith("limits."):
+            raise ConfigError(f"{key}: has effect in tierstore serve only")
+    config = _served(store, None, overrides, output)
     from tierstore.serve.generating import TextGenerator
     from tierstore.serve.language import open_language
     from tierstore.serve.opening import open_runner, open_served, read_stored
@@ -182,7 +187,13 @@ def _sized(config: ServeConfig, texts: Sequence[GeneratedText], spec: ModelSpec)
     batch, longest = config.batch, spec.positions or spec.seq_len
     needed = max((len(text.prompt) + text.most for text in texts), default=0)
     context = batch.context or (needed if needed < longest else 0)
-    return replace(config, batch=replace(batch, sequences=min(batch.sequences, len(texts)), context=context))
+    sequences = min(batch.sequences, len(texts))
+    prompts = sequences * max((len(text.prompt) for text in texts), default=0)
+    return replace(
+        config,
+        batch=replace(batch, sequences=sequences, context=context),
+        limits=replace(config.limits, prefill_tokens=max(prompts, 1)),
+    )
 
 
 def _announce(parts: ServedParts, runner: BatchRunner, account: MemoryAccount, output: Output) -> None:

@@ -38,11 +38,11 @@ from tierstore.train.config import TrainConfig
 from tierstore.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:  # these import torch, which --help must not load
+    from tierstore.machine import MemoryAccount
     from tierstore.parallel import Mesh
     from tierstore.store.core import StoreCore
     from tierstore.train.ranks import Opening
     from tierstore.train.report import MetricsLog, RunSummary
-    from tierstore.train.setup import Setup
     from tierstore.train.trainer import Trainer
 
 _PROMPT = "def "
@@ -142,7 +142,7 @@ def _train(
     checksum: bool,
 ) -> tuple[RunSummary, bool]:
     """Run the training; returns its result and whether a signal ended it early."""
-    from tierstore.memory_account import keep_freed_memory
+    from tierstore.machine import keep_freed_memory
     from tierstore.plan.order import agreed_order, in_order, order_lines
     from tierstore.train.report import Instant, MetricsLog, RunSummary, totals
     from tierstore.train.session import open_session
@@ -153,9 +153,9 @@ def _train(
     config = in_order(config, order)
     tokenising, creating = output.progress(label="tokenise (bytes)"), output.progress(label="create experts")
 
-    def accepted(setup: Setup) -> None:
+    def accepted(account: MemoryAccount) -> None:
         tokenising.close()
-        _announce(config, setup, output)
+        _announce(config, account, output, mesh)
         for line in order_lines(order):
             output.line(line)
 
@@ -273,17 +273,18 @@ def _steps(
     return False, failure
 
 
-def _announce(config: TrainConfig, setup: Setup, output: Output) -> None:
+def _announce(config: TrainConfig, account: MemoryAccount, output: Output, mesh: Mesh) -> None:
     """Print what the run of ``config`` will take, before its first write."""
     from tierstore.moe.products import slow_products
     from tierstore.store.disk.home import rank_directory
     from tierstore.store.disk.store_extents import copies, schema_copies
     from tierstore.train.budgets import expert_schema, pair_schema
-    from tierstore.train.stages import stage_blocks
+    from tierstore.train.stages import stage_blocks, stage_config
 
-    model, experts, pairs, mesh = config.model, expert_schema(config), pair_schema(config), setup.mesh
+    model, experts, pairs = config.model, expert_schema(config), pair_schema(config)
     records = model.architecture.records * experts.record_bytes
-    owned = len(setup.owned) * len(setup.config.model.moe_layers)
+    placed = stage_config(config, mesh.pipeline.rank, mesh.stages)
+    owned = len(mesh.blocks(model.experts).owned(mesh.expert.rank)) * len(placed.model.moe_layers)
     kept = schema_copies(experts, copies(config.retain))
     own = owned * experts.record_bytes
     output.line(
@@ -306,7 +307,7 @@ def _announce(config: TrainConfig, setup: Setup, output: Output) -> None:
         output.line(
             f"pipeline: {mesh.stages} stages with blocks {cut}; 1F1B over {config.data.micro_batches} micro-batches"
         )
-    output.line(setup.account.describe())
+    output.line(account.describe())
     cache = config.cache
     output.line(f"cache policy: {cache.summary}, {cache.scope.value} scope")
     if cache.device_policy:

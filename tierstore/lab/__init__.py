@@ -21,7 +21,13 @@ if TYPE_CHECKING:
         Zipf,
         in_memory,
     )
-    from tierstore.lab.importing import ImportSummary, SourceKind, import_trace, options_of
+    from tierstore.lab.importing import (
+        ImportSummary,
+        SourceKind,
+        import_trace,
+        import_trace_async,
+        options_of,
+    )
     from tierstore.lab.live import Recording, recording_of
     from tierstore.lab.miss_curves import curves
     from tierstore.lab.report import write_report
@@ -90,6 +96,7 @@ __all__ = [
     "curves",
     "half_life_map",
     "import_trace",
+    "import_trace_async",
     "in_memory",
     "known_policies",
     "load_requests",

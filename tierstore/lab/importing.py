@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from tierstore import config
-from tierstore.errors import DataError
+from tierstore.errors import ConfigError, DataError
 from tierstore.lab.importers import BYTE_ORDER_MARK, Importer, open_source, refuse_wide
 from tierstore.lab.importers.csv_columns import CsvOptions, csv_requests
 from tierstore.lab.importers.json_lines import KNOWN_FIELDS, JsonOptions, RoutingLog, TrainingJsonOptions
@@ -150,23 +150,31 @@ def import_trace(
 
 
 async def import_trace_async(
-    source: AsyncIterable[bytes], target: str | os.PathLike[str], *, name: str = "stream", **settings: Any
+    source: AsyncIterable[bytes],
+    target: str | os.PathLike[str],
+    *,
+    name: str = "stream",
+    kind: SourceKind | None = None,
+    options: Mapping[str, object] | None = None,
+    keys: str | os.PathLike[str] | None = None,
 ) -> ImportSummary:
-    """``import_trace`` of a stream of bytes, such as an upload, for a program that may not block its event loop.
+    """Awaitable ``import_trace`` of a stream of bytes, such as an upload: the event loop never waits for a disk.
 
     aiofiles collects the stream in a temporary file beside ``target``, since importers read a source more than once;
-    a thread imports it. ``name``: what errors and the header call the source. ``settings``: the keyword arguments of
-    ``import_trace``. An import whose task is cancelled still runs to its end.
+    a thread imports it. ``name``: the file name that errors and the header give the source. An import whose task is
+    cancelled still runs to its end. Raises what ``import_trace`` and ``source`` raise; ConfigError for ``name``.
     """
     from aiofiles import open as open_file
     from aiofiles.tempfile import TemporaryDirectory
 
+    if Path(name).name != name or name in ("", ".."):
+        raise ConfigError(f"name: expected a file name without directories, got {name!r}")
     async with TemporaryDirectory(dir=Path(target).parent) as folder:
         path = Path(folder) / name
         async with open_file(path, "wb") as file:
             async for part in source:
                 await file.write(part)
-        return await asyncio.to_thread(import_trace, path, target, **settings)
+        return await asyncio.to_thread(import_trace, path, target, kind=kind, options=options, keys=keys)
 
 
 def write_trace(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tierstore.cache.config import CacheConfig
 from tierstore.capabilities import Capability
+from tierstore.config import training_only
 from tierstore.errors import ConfigError
 from tierstore.links import LinksConfig
 from tierstore.prefetch.plan import PrefetchConfig
@@ -123,7 +124,23 @@ class ServeConfig(RunConfig):
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     ring: RingConfig = field(default_factory=RingConfig)
     graphs: GraphsConfig = field(default_factory=GraphsConfig)
-    cache: CacheConfig = field(default_factory=lambda: CacheConfig(policy="learned-use"))
-    prefetch: PrefetchConfig = field(default_factory=lambda: PrefetchConfig(predictor=PredictorName.ROUTER))
+    cache: CacheConfig = field(
+        default_factory=lambda: CacheConfig(policy="learned-use"),
+        metadata={"training_only": ("write_back_every",)},
+    )
+    prefetch: PrefetchConfig = field(
+        default_factory=lambda: PrefetchConfig(predictor=PredictorName.ROUTER),
+        metadata={"training_only": ("gather_depth",)},
+    )
     io: IoConfig = field(default_factory=IoConfig)
-    links: LinksConfig = field(default_factory=LinksConfig)
+    links: LinksConfig = field(
+        default_factory=LinksConfig, metadata={"training_only": ("gather", "exchange", "node")}
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key in training_only(ServeConfig):
+            table, name = key.split(".")
+            given = getattr(self, table)
+            if getattr(given, name) != getattr(type(given)(), name):
+                raise ConfigError(f"{key}: has effect in training only; a server and generate do not take it")

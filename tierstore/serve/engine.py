@@ -22,7 +22,7 @@ from typing import Protocol
 from torch import Tensor
 
 from tierstore.errors import BudgetError, TierstoreError
-from tierstore.memory_account import MemoryAccount
+from tierstore.machine import MemoryAccount
 from tierstore.serve.admission import Finish, GenerationRequest, RequestOutcome, RequestQueue, Update
 from tierstore.serve.batch import BatchRunner
 from tierstore.serve.config import LimitsConfig

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from tierstore.capabilities import Capability
 from tierstore.errors import BudgetError, ConfigError
 from tierstore.hf.spec import HfSpec
-from tierstore.memory_account import MemoryAccount, working_bytes
+from tierstore.machine import MemoryAccount, working_bytes
 from tierstore.model.config import ComputeDtype
 from tierstore.model.spec import ModelSpec
 from tierstore.serve.config import BatchConfig, ExpertMemory, ServeConfig

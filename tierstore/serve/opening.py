@@ -21,9 +21,8 @@ from tierstore.accelerator import has_own_memory, make_current, memory_errors, p
 from tierstore.capabilities import Capability
 from tierstore.errors import ConfigError, StoreError
 from tierstore.hf.spec import recorded_lora, recorded_spec
-from tierstore.machine import memory
+from tierstore.machine import MemoryAccount, allowed_bytes, memory, resident_bytes, return_freed_memory
 from tierstore.machine_profile import ASSUMED, Cost, find_profile
-from tierstore.memory_account import MemoryAccount, allowed_bytes, resident_bytes, return_freed_memory
 from tierstore.model.interface import Model
 from tierstore.model.spec import ModelSpec
 from tierstore.model.store_schema import EXPERT_SCHEMA, PAIR_SCHEMA, TrainState, expert_key, pair_key

@@ -26,7 +26,7 @@ from tierstore.cache.frames import frames_of
 from tierstore.errors import BudgetError, ConfigError, DataError
 from tierstore.hf.describing import cached_positions
 from tierstore.hf.spec import HfSpec
-from tierstore.machine_profile import Evidence, Profile
+from tierstore.machine_profile import Evidence, Profile, over_link
 from tierstore.model.store_schema import expert_record, expert_weight_bytes, quantized_layout
 from tierstore.plan.papers import distinct_experts
 from tierstore.serve.config import ServeConfig
@@ -153,6 +153,7 @@ def plan_serving(
     Raises ConfigError, BudgetError (a budget that a server refuses), DataError for a trace of another model.
     """
     work, config = work.of(spec), config or ServeConfig()
+    profile = replace(profile, disk_read=over_link(profile.disk_read, config.links.disk))
     if stored is None:
         numel, quantized = spec.expert_shape.numel, quantized_layout(spec)
         experts = expert_record(numel, spec.compute_dtype, Training.FROZEN, quantized=quantized)

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from tierstore.cache import CacheConfig, Scope
     from tierstore.dense import DenseBytes, DenseConfig, Fusion, GatherDtype, OptimizerState, Reshard
     from tierstore.links import LinkConfig, LinksConfig
+    from tierstore.machine import MemoryAccount
     from tierstore.model import CheckpointActivations, ComputeDtype, ModelConfig, ModelSpec, TieEmbeddings
     from tierstore.moe import Activation, ExpertLease, ExpertShape, RouterNoise, SaveActivations
     from tierstore.moe.config import ExpertViews
@@ -88,6 +89,7 @@ __all__ = [
     "LinksConfig",
     "LoraConfig",
     "LoraTargets",
+    "MemoryAccount",
     "Mesh",
     "MicroOrder",
     "ModelConfig",

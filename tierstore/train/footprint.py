@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from tierstore.dense.config import OptimizerState
 from tierstore.dense.layout import DenseBytes, Gathered, Narrow, Region, Span, UnitLayout, dense_bytes
-from tierstore.memory_account import MemoryAccount, working_bytes
+from tierstore.machine import MemoryAccount, working_bytes
 from tierstore.model.architecture import DenseUnit
 from tierstore.model.config import ComputeDtype
 from tierstore.model.vocabulary import EMBEDDING_PLACE, HEAD_PLACE

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tierstore.decision import Decision
 from tierstore.errors import naming
-from tierstore.memory_account import MemoryAccount, peak_resident_bytes
+from tierstore.machine import MemoryAccount, peak_resident_bytes
 from tierstore.model.store_schema import TaskProgress
 from tierstore.moe.source import PipelineDegrees
 from tierstore.outputs import OutputKind, check_output

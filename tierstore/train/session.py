@@ -21,8 +21,7 @@ from tierstore.dense import DenseSlices, GatherDtype, UnitLayout, dense_schemas,
 from tierstore.dense.gates import Gates, PassListener
 from tierstore.dense.parameters import DividedParameters, Units, load_frozen
 from tierstore.errors import ConfigError
-from tierstore.machine import cores
-from tierstore.memory_account import return_freed_memory
+from tierstore.machine import MemoryAccount, cores, return_freed_memory
 from tierstore.model.config import CheckpointActivations
 from tierstore.model.interface import Model
 from tierstore.model.store_schema import EXPERT_SCHEMA, PAIR_SCHEMA, TrainState, expert_key, pair_key
@@ -84,16 +83,16 @@ def open_session(
     trace: Path | None = None,
     timeline: TimelineSink | None = None,
     io_log: Path | None = None,
-    accepted: Callable[[Setup], None] = lambda setup: None,
+    accepted: Callable[[MemoryAccount], None] = lambda account: None,
     tokenising: OnProgress = lambda done, total: None,
     creating: OnProgress = lambda done, total: None,
 ) -> Iterator[Trainer]:
     """A trainer over ``config.store``, closed at exit in any case; uncommitted steps are lost.
 
     On several ranks (``mesh``) this is a collective, and each has a store of its own under ``config.store``. Budgets are
-    per rank. ``accepted`` gets the setup when all checks have passed, before the first write; ``tokenising``, if documents
-    must be tokenised, with the bytes done and in all; ``creating``, if experts are created, with those
-    done and in all. Raises ConfigError, DataError, BudgetError, CapabilityError, StoreError, PeerError, OSError; on a
+    per rank. When all checks have passed, before the first write, ``accepted`` gets what the process will hold.
+    ``tokenising`` gets the bytes of documents that are tokenised, ``creating`` the experts that are created: those done,
+    and all. Raises ConfigError, DataError, BudgetError, CapabilityError, StoreError, PeerError, OSError; on a
     failure nothing was created or changed.
     """
     with (
@@ -138,14 +137,14 @@ def open_parts(
     trace: Path | None = None,
     timeline: TimelineSink | None = None,
     io_log: Path | None = None,
-    accepted: Callable[[Setup], None] = lambda setup: None,
+    accepted: Callable[[MemoryAccount], None] = lambda account: None,
     tokenising: OnProgress = lambda done, total: None,
     creating: OnProgress = lambda done, total: None,
 ) -> Iterator[SessionParts]:
     """The parts of ``open_session``'s trainer, closed at exit; ``loop`` drives them."""
     setup = prepare(config, opening, loop, mesh, timeline or NullTimeline(), tokenising)
     config = setup.config
-    accepted(setup)
+    accepted(setup.account)
     pipelining = Pipelining(setup.timeline)
     chunks = PipelineControl(config, setup.mesh, pipelining)
     slot = ExpertSourceRef(pipelining)

@@ -16,7 +16,7 @@ import torch
 from tierstore.accelerator import has_own_memory, make_current, usable_bytes
 from tierstore.dense import OptimizerState
 from tierstore.errors import ConfigError
-from tierstore.memory_account import MemoryAccount, resident_bytes
+from tierstore.machine import MemoryAccount, resident_bytes
 from tierstore.model.config import ModelConfig
 from tierstore.model.spec import divided_units
 from tierstore.model.store_schema import STATE_KEY, TrainState, table_of

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import HTMLResponse, JSONResponse, Response
@@ -159,17 +159,28 @@ class Service:
         app.add_exception_handler(ApiError, self._refuse)
         app.add_exception_handler(HTTPException, self._refuse)
         app.add_exception_handler(Exception, self._fail)
-        for method, path, endpoint in (
-            ("GET", "/", self._page_at_root),
-            ("GET", "/health", self._health),
-            ("GET", "/metrics", self._show_metrics),
-            ("GET", "/v1/models", self._models),
-            ("GET", "/v1/models/{name:path}", self._one_model),
-            ("POST", "/v1/completions", self._completions),
-            ("POST", "/v1/chat/completions", self._chat),
+        # Which requests a route takes: all, those with a valid key, or those with a key once the model is open.
+        free: list[Any] = []
+        keyed = [Depends(self._check_key)]
+        opened = [*keyed, Depends(self._check_opened)]
+        for method, path, admitted, endpoint in (
+            ("GET", "/", free, self._page_at_root),
+            ("GET", "/health", free, self._health),
+            ("GET", "/metrics", keyed, self._show_metrics),
+            ("GET", "/v1/models", opened, self._models),
+            ("GET", "/v1/models/{name:path}", opened, self._one_model),
+            ("POST", "/v1/completions", opened, self._completions),
+            ("POST", "/v1/chat/completions", opened, self._chat),
         ):
-            app.add_api_route(path, endpoint, methods=[method], response_model=None)
+            app.add_api_route(path, endpoint, methods=[method], response_model=None, dependencies=admitted)
         return app
+
+    async def _check_key(self, request: Request) -> None:
+        self._keys.check(request.headers.get("authorization"))
+
+    async def _check_opened(self) -> None:
+        if not self.engine.opened:
+            raise ApiError(503, _OPENING, headers={"Retry-After": "1"})
 
     async def _page_at_root(self) -> Response:
         return HTMLResponse(
@@ -191,22 +202,13 @@ class Service:
             return JSONResponse({"status": _OPENING}, status_code=503)
         return JSONResponse({"status": "ok"})
 
-    async def _show_metrics(self, request: Request) -> Response:
-        self._keys.check(request.headers.get("authorization"))
+    async def _show_metrics(self) -> Response:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    def _admit(self, request: Request) -> None:
-        """Raise ApiError for a request without a valid key, and while the model is not open."""
-        self._keys.check(request.headers.get("authorization"))
-        if not self.engine.opened:
-            raise ApiError(503, _OPENING, headers={"Retry-After": "1"})
-
-    async def _models(self, request: Request) -> Response:
-        self._admit(request)
+    async def _models(self) -> Response:
         return JSONResponse({"object": "list", "data": [model_body(self._model, self._created)]})
 
-    async def _one_model(self, request: Request, name: str) -> Response:
-        self._admit(request)
+    async def _one_model(self, name: str) -> Response:
         self._check_model(name)
         return JSONResponse(model_body(self._model, self._created))
 
@@ -219,7 +221,6 @@ class Service:
     async def _answer(
         self, request: Request, style: RequestKind, kind: type[ChatBody | CompletionBody]
     ) -> Response:
-        self._admit(request)
         body = parse_body(kind, await receive_body(request, self._limits))
         self._check_model(body.model)
         answering = Answering(
