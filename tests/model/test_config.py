@@ -44,6 +44,7 @@ def test_plain_strings_become_choices() -> None:
         ("experts", {"experts": 0}),
         ("top_k", {"top_k": 65}),
         ("moe_every", {"moe_every": 5}),
+        ("moe_every", {"moe_every": -1}),
         ("activation", {"activation": "relu"}),
         ("tie_embeddings", {"tie_embeddings": "maybe"}),
         ("router_noise", {"router_noise": "loud"}),

@@ -52,7 +52,35 @@ VARIANTS = [
     {"activation": Activation.GELU, "tie_embeddings": TieEmbeddings.TIED, "moe_every": 2},
     {"shared_expert_d_ff": 6, "top_k": 1, "capacity_factor": 1.0},
     {"router_noise": RouterNoise.JITTER, "router_noise_std": 0.2, "top_k": 3},
+    {"moe_every": 0},
 ]
+
+
+@pytest.mark.parametrize("activation", [Activation.SWIGLU, Activation.GELU])
+def test_a_block_without_experts_is_one_expert_that_gets_every_token(activation: Activation) -> None:
+    """Its router weighs each token by 1, so with the same weights loss and gradients are the same."""
+    sparse, source = _model(_config(experts=1, top_k=1, activation=activation, d_ff=24))
+    dense, _ = _model(_config(moe_every=0, activation=activation, d_ff=24))
+    theirs, own = dict(sparse.named_parameters()), dict(dense.named_parameters())
+
+    def of_expert(name: str, flats: dict[tuple[int, int], Tensor]) -> Tensor:
+        """The matrix of a record (inner rows, then D x F) that is ``blocks.<layer>.ffn.<matrix>``."""
+        _, layer, _, matrix = name.split(".")
+        flat, last = flats[int(layer), 0], 16 * 24
+        return flat[:-last] if matrix == "inner" else flat[-last:]
+
+    with torch.no_grad():
+        for name, parameter in own.items():
+            same = of_expert(name, source.masters) if "ffn." in name else theirs[name]
+            parameter.copy_(same.view_as(parameter))
+    found, expected = dense(*_batch()), sparse(*_batch())
+    torch.testing.assert_close(found.loss, expected.loss)
+    found.objective.backward()
+    expected.loss.backward()
+    assert found.loads == ()
+    for name, parameter in own.items():
+        same = of_expert(name, source.grads) if "ffn." in name else theirs[name].grad
+        torch.testing.assert_close(parameter.grad, same.view_as(parameter), msg=name)
 
 
 @pytest.mark.parametrize("options", VARIANTS)

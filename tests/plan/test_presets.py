@@ -91,8 +91,9 @@ def test_active_parameters() -> None:
         {"n_layers": 5, "moe_every": 2},
         {"shared_expert_d_ff": 24, "tie_embeddings": "tied"},
         {"activation": "gelu", "d_ff_dense": 40, "n_layers": 4, "moe_every": 4},
+        {"moe_every": 0},
     ],
-    ids=["plain", "dense between", "shared, tied", "gelu"],
+    ids=["plain", "dense between", "shared, tied", "gelu", "no experts"],
 )
 def test_the_built_in_model_counts_as_torch_does(changes: dict[str, Any]) -> None:
     small: dict[str, Any] = {"d_model": 16, "n_heads": 2, "seq_len": 8, "d_ff": 32, "experts": 6}

@@ -33,6 +33,7 @@ CASES: dict[str, dict[str, Any]] = {
     "sleepy-skip": {**SLEEPY, "adamw.inactive": "skip"},
     "sleepy-clip": {**SLEEPY, "clip_norm": 0.3},
     "sleepy-skip-micro-clip": {**SLEEPY, "adamw.inactive": "skip", "clip_norm": 0.3, "data.micro_batches": 2},
+    "dense-clip": {"model.moe_every": 0, "clip_norm": 0.5, "data.micro_batches": 2},
     "gelu-shared-untied": {
         "model.activation": "gelu",
         "model.shared_expert_d_ff": 16,
@@ -56,7 +57,7 @@ def expert_weights(trainer: Trainer) -> dict[tuple[int, int], np.ndarray]:
     return found
 
 
-@pytest.mark.parametrize("case", mostly_slow(CASES, "plain", "sleepy-clip"))
+@pytest.mark.parametrize("case", mostly_slow(CASES, "plain", "sleepy-clip", "dense-clip"))
 def test_losses_and_parameters_follow_plain_torch(
     case: str, configure: Callable[[Mapping[str, Any]], TrainConfig]
 ) -> None:

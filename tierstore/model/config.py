@@ -68,7 +68,8 @@ class ModelConfig:
     """A decoder transformer with MoE layers. Raises ConfigError naming the field.
 
     Blocks ``moe_every - 1, 2 * moe_every - 1, ...`` hold a mixture of ``experts`` networks of width
-    ``d_ff``; the others a dense one of width ``d_ff_dense`` (0: ``4 * d_model``).
+    ``d_ff``; the others a dense one of width ``d_ff_dense`` (0: ``4 * d_model``). With a ``moe_every`` of 0 no block has
+    experts: the dense backbone, whose networks are by default as wide as an expert.
     """
 
     vocab_size: int = field(default=256, metadata={"help": "size of the vocabulary (text is read as bytes)"})
@@ -78,11 +79,14 @@ class ModelConfig:
     seq_len: int = field(default=256, metadata={"help": "tokens of a sequence"})
     d_ff: int = field(default=1024, metadata={"help": "inner width of an expert"})
     d_ff_dense: int = field(
-        default=0, metadata={"help": "inner width of blocks without experts (0: 4 x d_model)"}
+        default=0,
+        metadata={"help": "inner width of blocks without experts (0: 4 x d_model; d_ff if moe_every is 0)"},
     )
     experts: int = field(default=64, metadata={"help": "experts in each MoE layer"})
     top_k: int = field(default=2, metadata={"help": "experts for each token"})
-    moe_every: int = field(default=1, metadata={"help": "use an MoE block every N blocks"})
+    moe_every: int = field(
+        default=1, metadata={"help": "use an MoE block every N blocks (0: none, the dense backbone)"}
+    )
     activation: Activation = field(
         default=Activation.SWIGLU, metadata={"help": "activation of experts and dense networks"}
     )
@@ -124,10 +128,10 @@ class ModelConfig:
     seed: int = field(default=0, metadata={"help": "seed of initial weights and router noise"})
 
     def __post_init__(self) -> None:
-        for name in ("d_model", "n_layers", "n_heads", "seq_len", "d_ff", "moe_every"):
+        for name in ("d_model", "n_layers", "n_heads", "seq_len", "d_ff"):
             _at_least(name, getattr(self, name), 1)
         _at_least("vocab_size", self.vocab_size, 2)
-        for name in ("d_ff_dense", "shared_expert_d_ff"):
+        for name in ("d_ff_dense", "shared_expert_d_ff", "moe_every"):
             _at_least(name, getattr(self, name), 0)
         if self.d_model % (2 * self.n_heads):
             raise ConfigError(
@@ -183,7 +187,8 @@ class ModelConfig:
     @property
     def dense_shape(self) -> ExpertShape:
         """The shape of the feed-forward network in blocks without experts."""
-        return ExpertShape(self.d_model, self.d_ff_dense or 4 * self.d_model, self.activation)
+        width = self.d_ff_dense or (4 * self.d_model if self.moe_every else self.d_ff)
+        return ExpertShape(self.d_model, width, self.activation)
 
     @property
     def head_dim(self) -> int:
@@ -193,7 +198,8 @@ class ModelConfig:
     @property
     def moe_layers(self) -> tuple[int, ...]:
         """The blocks with experts: the layer numbers in requests to an expert source."""
-        return tuple(range(self.moe_every - 1, self.n_layers, self.moe_every))
+        every = self.moe_every
+        return tuple(range(every - 1, self.n_layers, every)) if every else ()
 
     @property
     def architecture(self) -> Architecture:

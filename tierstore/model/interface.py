@@ -157,6 +157,11 @@ class ModelOutput:
     segments: tuple[SegmentLoss, ...] = ()
 
 
+def active_experts(passes: Iterable[Sequence[Tensor]]) -> int:
+    """The number of experts, over all layers, that got tokens in ``passes``, each given by its ``loads``."""
+    return sum(int(torch.stack(loads).any(dim=0).sum()) for loads in zip(*passes, strict=True))
+
+
 class DenseModel(Protocol):
     """A model's dense parameters: the parameter groups, and where passes over them begin and end."""
 

@@ -183,11 +183,11 @@ class BuiltInSpec(ModelSpec):
     config: ModelConfig
 
     def pass_bytes(self, tokens: int, blocks: range | None) -> int:
-        """Counts all of ``blocks`` as MoE blocks: what autograd saves per block, the experts' activations, and the
-        scratch of one layer's backward pass with every assignment at one expert.
+        """Counts all of ``blocks`` as MoE blocks, if the model has any: what autograd saves per block, the experts'
+        activations, and the scratch of one layer's backward pass with every assignment at one expert.
         """
         if blocks is not None:
-            config = replace(self.config, n_layers=len(blocks), moe_every=1)
+            config = replace(self.config, n_layers=len(blocks), moe_every=min(self.config.moe_every, 1))
             return spec_of(config).pass_bytes(tokens, None)
         count, moe = self.config.n_layers, len(self.config.moe_layers)
         of = self._activations(tokens)

@@ -77,7 +77,7 @@ class RouterGuesses:
         self._ledger = ledger or StallLedger()
         self._training = training
         self._frozen = frozen is not None
-        self._first = min(self._routers)  # no layer guesses for it
+        self._first = min(self._routers, default=None)  # no layer guesses for it
         self._copies: dict[int, LayerRouter | FoldedRouter] = {}
         #: Layers whose parameters may have changed since they were copied.
         self._stale: set[int] = set(self._routers)

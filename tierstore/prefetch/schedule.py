@@ -141,9 +141,8 @@ class Schedule:
     )
 
     def __post_init__(self) -> None:
-        for name, count in (("units", len(self.units)), ("micro_batches", self.micro_batches)):
-            if count < 1:
-                raise ConfigError(f"{name}: expected at least one, got {count}")
+        if self.micro_batches < 1:
+            raise ConfigError(f"micro_batches: expected at least one, got {self.micro_batches}")
         self._check_budget()
         self._check_order()
         put = object.__setattr__  # the class is frozen; these fields follow from the arguments

@@ -55,6 +55,8 @@ def slot_count(
     Raises BudgetError, ConfigError.
     """
     layers = len(spec.moe_layers)
+    if not layers and config.ring.memory is ExpertMemory.RING:
+        raise ConfigError("ring.memory: expected auto or sparse: the model has no experts, got ring")
     if config.ring.layers > layers:
         raise ConfigError(f"ring.layers: expected at most {layers}, the MoE layers, got {config.ring.layers}")
     copied, on_host = copies_weights(config, device), device is DeviceKind.CPU
@@ -78,7 +80,7 @@ def slot_count(
         budget = max(free or 0, _FEW * each)
     count = (min(budget, room) if on_host else budget) // each
     keeps = copied and (config.device_budget or asked or free is not None)
-    most = layers * spec.experts if keeps else _FEW
+    most = max(layers * spec.experts, 1) if keeps else _FEW
     return min(count, most)
 
 

@@ -254,7 +254,7 @@ def check_budget(
     by_layer = config.cache.scope is Scope.LAYER
     if by_layer and not layers:
         raise ConfigError(
-            "cache.scope: a quota for each layer needs StoreConfig.layers, the layers that have records"
+            "cache.scope: expected global: a quota for each layer needs layers with experts (StoreConfig.layers), got none"
         )
     shares = len(config.cache.layer_shares)
     if shares and shares != len(set(layers)):

@@ -153,7 +153,7 @@ def router_bytes(config: TrainConfig) -> int:
     model, prefetch = config.model, config.prefetch
     if prefetch.predictor is not PredictorName.ROUTER or not prefetch.depth:
         return 0
-    return 4 * (len(model.moe_layers) - 1) * (model.experts + 1) * model.expert_shape.d_model
+    return 4 * len(model.moe_layers[1:]) * (model.experts + 1) * model.expert_shape.d_model
 
 
 def _dense(config: TrainConfig, ranks: int, device: DeviceKind, units: Sequence[DenseUnit]) -> DenseBytes:
@@ -224,7 +224,7 @@ def _pass_bytes(config: TrainConfig, ranks: int) -> int:
 def product_bytes(config: TrainConfig, device: DeviceKind) -> int:
     """Bytes that torch keeps for the experts' products: an estimate, for row counts up to twice an expert's mean."""
     model = config.model
-    if model.compute_dtype is not ComputeDtype.BF16 or device is not DeviceKind.CPU:
+    if not model.moe_layers or model.compute_dtype is not ComputeDtype.BF16 or device is not DeviceKind.CPU:
         return 0
     tokens = rank_tokens(config, 1)  # an expert's rows come from the ranks of its group
     counts = min(tokens, -(-2 * tokens * model.architecture.top_k // model.experts))

@@ -32,7 +32,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from tierstore.cache.access import Phase
 from tierstore.errors import PeerError
 from tierstore.links import wait_until
-from tierstore.model.interface import Batch, ModelOutput
+from tierstore.model.interface import Batch, ModelOutput, active_experts
 from tierstore.model.stage import StageModule
 from tierstore.parallel import Channel, Collective, RankGroup
 from tierstore.prefetch.program import Finals
@@ -113,7 +113,7 @@ class StagePipeline:
         if self._border.ends:
             told[:count] = torch.tensor(passes.losses, dtype=torch.float64)
             told[count] = float(passes.finite)
-        told[count + 1] = float(torch.stack(passes.reached).any(dim=0).sum())
+        told[count + 1] = active_experts(passes.loads)
         with self._ledger.stall(layer=None, tier=Tier.RANKS, cause=Cause.AGREEMENT):
             self._group.all_reduce(told).wait()
         *losses, finite, active = told.tolist()
@@ -212,7 +212,7 @@ class StagePipeline:
         output = self._model.run_stage(batch, given if border.begins else entering(given), values)
         part = output.part
         assert part.objective is not None
-        passes.reached.append(torch.stack(part.loads) > 0)
+        passes.loads.append(part.loads)
         share = part.objective / len(passes.batches)
         if output.stream is None:
             passes.outgoing[Phase.BACKWARD, micro] = output.values
@@ -239,7 +239,7 @@ class _OpenPasses:
     finite: bool = True
     held: int = 0
     losses: list[float] = field(default_factory=list)
-    reached: list[Tensor] = field(default_factory=list)
+    loads: list[tuple[Tensor, ...]] = field(default_factory=list)
     failure: BaseException | None = None
     stall: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     #: The model's values: those received beside streams, by micro-batch; those to send beside the message after a pass;

@@ -91,7 +91,7 @@ def balanced_blocks(costs: Sequence[int], stages: int) -> list[range]:
 def stage_blocks(architecture: Architecture, stages: int, given: Sequence[int] = ()) -> list[range]:
     """The blocks of each of ``stages`` stages; ``given``: the number of each (empty: balanced by cost).
 
-    Raises ConfigError naming the setting if they do not fit, or a stage would have no MoE layer.
+    Raises ConfigError naming the setting if they do not fit, or only some of the stages would have MoE layers.
     """
     count = len(architecture.units) - 2
     if not given:
@@ -104,7 +104,7 @@ def stage_blocks(architecture: Architecture, stages: int, given: Sequence[int] =
     else:
         found = [range(stop - own, stop) for own, stop in zip(given, accumulate(given), strict=True)]
     for stage, blocks in enumerate(found):
-        if not any(layer in blocks for layer in architecture.moe_layers):
+        if architecture.moe_layers and not any(layer in blocks for layer in architecture.moe_layers):
             raise ConfigError(
                 f"parallel.stages: stage {stage} would have blocks {blocks.start} to {blocks.stop - 1}, none of them with "
                 "experts; expected fewer stages, or other parallel.stage_blocks"

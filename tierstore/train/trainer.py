@@ -20,7 +20,7 @@ import torch
 
 from tierstore import _native
 from tierstore.accelerator import read
-from tierstore.model.interface import Batch, ModelOutput
+from tierstore.model.interface import Batch, ModelOutput, active_experts
 from tierstore.model.stage import StageModule
 from tierstore.stats import Cause, OnProgress, Tier
 from tierstore.tiers import describe_weights, weights_in_place
@@ -143,7 +143,7 @@ class Trainer:
     def _backward(self, step: OpenStep, position: int) -> tuple[float, int]:
         """Gradients of all micro-batches; returns the loss (not finite: nothing was stepped) and active experts."""
         count = self.config.data.micro_batches
-        losses, reached = [], None
+        losses, loads = [], []
         for micro in range(count):
             batch = self._batch(position, micro)
             step.begin_pass()
@@ -156,10 +156,8 @@ class Trainer:
             losses.append(loss)
             assert output.objective is not None
             step.backward(output.objective / count)
-            used = torch.stack(output.loads) > 0
-            reached = used if reached is None else reached | used
-        assert reached is not None
-        return _mean(losses), int(reached.sum())
+            loads.append(output.loads)
+        return _mean(losses), active_experts(loads)
 
     def _backward_by_layers(self, layers: LayerOrder, step: OpenStep, position: int) -> tuple[float, int]:
         """The same, with each layer taking all micro-batches at once."""
@@ -179,8 +177,7 @@ class Trainer:
         if len(outputs) < count:
             step.skip()
             return math.nan, 0
-        reached = torch.stack([torch.stack(output.loads) > 0 for output in outputs]).any(dim=0)
-        return _mean(losses), int(reached.sum())
+        return _mean(losses), active_experts(output.loads for output in outputs)
 
     def _backward_by_stages(self, stages: StagePipeline, step: OpenStep, position: int) -> tuple[float, int]:
         """The same, through this rank's pipeline stage."""
