@@ -118,6 +118,7 @@ def prepare(
         DeviceKind.of(device.type),
         experts=len(owned) * len(config.model.moe_layers),
         free=_free_device_bytes(config, mesh),
+        replicas=mesh.replicas,
     )
     boundary_split(config, mesh.data.size, len(config.model.architecture.units) - 2)  # a refusal comes here
     resharded_from = follow_ranks(config, opening, mesh)
