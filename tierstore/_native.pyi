@@ -428,6 +428,7 @@ def adamw(
         Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu")],
     ],
     grad: Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu", writable=False)]
+    | Annotated[NDArray[numpy.uint16], dict(shape=(None,), order="C", device="cpu", writable=False)]
     | None,
     steps: Annotated[NDArray[numpy.float32], dict(shape=(None, 7), order="C", device="cpu", writable=False)],
     grad_scale: float = 1.0,
@@ -438,7 +439,8 @@ def adamw(
     first: int = 0,
 ) -> None:
     """
-    AdamW steps in one pass; moments in fp32, bf16 (uint16) or pairs (uint8 codes, fp32 scales).
+    AdamW steps in one pass; moments in fp32, bf16 (uint16) or pairs (uint8 codes, fp32 scales). ``grad`` is fp32
+    or bf16 (uint16), with the same bits.
 
     Narrow moments are rounded after each step by a hash of ``record_hash``, the step's number (``last_step`` is
     that of the last row) and the element's index in the record (``first`` is that of ``weight[0]``; with 8-bit moments a
@@ -464,6 +466,7 @@ def adamw(
         Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu")],
     ],
     grad: Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu", writable=False)]
+    | Annotated[NDArray[numpy.uint16], dict(shape=(None,), order="C", device="cpu", writable=False)]
     | None,
     steps: Annotated[NDArray[numpy.float32], dict(shape=(None, 7), order="C", device="cpu", writable=False)],
     grad_scale: float = 1.0,
@@ -827,6 +830,17 @@ class Engine:
     def fill_zero(
         self, dst: Buffer, *, after: Sequence[int] = (), priority: Priority = Priority.DEMAND
     ) -> int: ...
+    def widen(
+        self,
+        dst: Buffer,
+        src: Buffer,
+        src_dtype: Dtype,
+        *,
+        after: Sequence[int] = (),
+        priority: Priority = Priority.DEMAND,
+    ) -> int:
+        """``dst = src``, exactly; dst is fp32."""
+
     def accumulate(
         self,
         dst: Buffer,
@@ -843,12 +857,13 @@ class Engine:
         src: Buffer,
         out: DoubleTable,
         index: int,
+        src_dtype: Dtype = Dtype.FP32,
         *,
         after: Sequence[int] = (),
         priority: Priority = Priority.DEMAND,
     ) -> int:
         """
-        ``out[index]`` = the sum of squares of src (fp32); the same bits wherever its spans lie.
+        ``out[index]`` = the sum of squares of src; the same bits wherever its spans lie.
         """
 
     def adamw(
@@ -873,7 +888,7 @@ class Engine:
         AdamW steps over one record in one pass. ``weight`` is [fp32] or [bf16 rounding, int16 remainder].
 
         ``steps`` is [k, 7], copied: lr, beta1, beta2, eps, weight_decay, bias_correction1, sqrt(bias_correction2).
-        All but the last step have a zero gradient.
+        All but the last step have a zero gradient. ``grad`` is fp32 or bf16, as its size says; the bits are the same.
 
         ``moments`` says what exp_avg and exp_avg_sq hold: fp32; bf16 (uint16); or 8-bit codes (uint8), with
         ``scales`` [exp_avg's, exp_avg_sq's], fp32, one for every ``MOMENT_BLOCK`` elements of the record. Narrow moments

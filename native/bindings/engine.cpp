@@ -181,6 +181,15 @@ void bind_compute(nb::class_<Engine>& engine) {
             },
             "dst"_a, nb::kw_only(), "after"_a = nb::make_tuple(), "priority"_a = Priority::Demand)
         .def(
+            "widen",
+            [](Engine& self, const Buffer& dst, const Buffer& src, Dtype src_dtype, const Tickets& after,
+               Priority priority) {
+                return self.compute(widen_work(dst, src, src_dtype), {after, priority},
+                                    {Activity::Copy, dst.nbytes()});
+            },
+            "dst"_a, "src"_a, "src_dtype"_a, nb::kw_only(), "after"_a = nb::make_tuple(),
+            "priority"_a = Priority::Demand, "``dst = src``, exactly; dst is fp32.")
+        .def(
             "accumulate",
             [](Engine& self, const Buffer& dst, const Buffer& src, Dtype src_dtype, const Tickets& after,
                Priority priority) {
@@ -191,14 +200,14 @@ void bind_compute(nb::class_<Engine>& engine) {
             "priority"_a = Priority::Demand, "``dst += src``; dst is fp32.")
         .def(
             "sum_of_squares",
-            [](Engine& self, const Buffer& src, const HeldDoubles& out, size_t index, const Tickets& after,
-               Priority priority) {
-                return self.compute(sum_of_squares_work(src, out.ptr, index), {after, priority},
+            [](Engine& self, const Buffer& src, const HeldDoubles& out, size_t index, Dtype src_dtype,
+               const Tickets& after, Priority priority) {
+                return self.compute(sum_of_squares_work(src, src_dtype, out.ptr, index), {after, priority},
                                     {Activity::SumOfSquares, src.nbytes()});
             },
-            "src"_a, "out"_a, "index"_a, nb::kw_only(), "after"_a = nb::make_tuple(),
-            "priority"_a = Priority::Demand,
-            "``out[index]`` = the sum of squares of src (fp32); the same bits wherever its spans lie.")
+            "src"_a, "out"_a, "index"_a, "src_dtype"_a = Dtype::Fp32, nb::kw_only(),
+            "after"_a = nb::make_tuple(), "priority"_a = Priority::Demand,
+            "``out[index]`` = the sum of squares of src; the same bits wherever its spans lie.")
         .def(
             "adamw", adamw, "weight"_a, "exp_avg"_a, "exp_avg_sq"_a, "grad"_a.none(), "steps"_a.noconvert(),
             "grad_scale"_a = 1.0f, nb::kw_only(), "moments"_a = MomentFormat::Fp32,
@@ -207,7 +216,7 @@ void bind_compute(nb::class_<Engine>& engine) {
             R"(AdamW steps over one record in one pass. ``weight`` is [fp32] or [bf16 rounding, int16 remainder].
 
 ``steps`` is [k, 7], copied: lr, beta1, beta2, eps, weight_decay, bias_correction1, sqrt(bias_correction2).
-All but the last step have a zero gradient.
+All but the last step have a zero gradient. ``grad`` is fp32 or bf16, as its size says; the bits are the same.
 
 ``moments`` says what exp_avg and exp_avg_sq hold: fp32; bf16 (uint16); or 8-bit codes (uint8), with
 ``scales`` [exp_avg's, exp_avg_sq's], fp32, one for every ``MOMENT_BLOCK`` elements of the record. Narrow moments

@@ -48,6 +48,7 @@ using Bf16 = Array<std::uint16_t>;
 using Int8 = std::pair<Array<std::uint8_t>, Array<float>>;  // codes, a scale a block
 using AnyMoment = std::variant<Array<float>, Bf16, Int8>;
 using Narrow = std::variant<Bf16, Int8>;
+using Gradient = std::optional<std::variant<Array<const float>, Array<const std::uint16_t>>>;
 using ConstNarrow =
     std::variant<Array<const std::uint16_t>, std::pair<Array<const std::uint8_t>, Array<const float>>>;
 
@@ -73,16 +74,22 @@ std::pair<void*, float*> pointers(const AnyMoment& moment, std::size_t numel, co
 }
 
 void adamw(tierstore::AdamWSpan span, const AnyMoment& exp_avg, const AnyMoment& exp_avg_sq,
-           const std::optional<Array<const float>>& grad, const Steps& steps, float grad_scale,
-           std::optional<InstructionSet> isa, const tierstore::RoundingCounter& counter) {
+           const Gradient& grad, const Steps& steps, float grad_scale, std::optional<InstructionSet> isa,
+           const tierstore::RoundingCounter& counter) {
     constexpr MomentFormat formats[] = {MomentFormat::Fp32, MomentFormat::Bf16, MomentFormat::Int8};
     if (exp_avg.index() != exp_avg_sq.index())
         throw std::invalid_argument("exp_avg and exp_avg_sq differ in format");
     const auto [m, m_scale] = pointers(exp_avg, span.numel, "exp_avg");
     const auto [v, v_scale] = pointers(exp_avg_sq, span.numel, "exp_avg_sq");
     span.moments = {formats[exp_avg.index()], m, v, m_scale, v_scale};
-    if (grad) same_length(span.numel, grad->size(), "grad");
-    span.grad = grad ? grad->data() : nullptr;
+    if (grad) {
+        std::visit([&](const auto& values) { same_length(span.numel, values.size(), "grad"); }, *grad);
+        if (const auto* bf16 = std::get_if<Array<const std::uint16_t>>(&*grad)) {
+            span.grad_bf16 = bf16->data();
+        } else {
+            span.grad = std::get<Array<const float>>(*grad).data();
+        }
+    }
     const auto* first = reinterpret_cast<const tierstore::AdamWStep*>(steps.data());
     const std::span<const tierstore::AdamWStep> rows(first, steps.shape(0));
     const InstructionSet chosen = isa ? *isa : tierstore::best_instruction_set();
@@ -160,9 +167,8 @@ void bind_optim(nb::module_& m) {
     m.def(
         "adamw",
         [](const Array<float>& weight, const AnyMoment& exp_avg, const AnyMoment& exp_avg_sq,
-           const std::optional<Array<const float>>& grad, const Steps& steps, float grad_scale,
-           std::optional<InstructionSet> isa, std::uint64_t record_hash, std::uint64_t last_step,
-           std::uint64_t first) {
+           const Gradient& grad, const Steps& steps, float grad_scale, std::optional<InstructionSet> isa,
+           std::uint64_t record_hash, std::uint64_t last_step, std::uint64_t first) {
             tierstore::AdamWSpan span{};
             span.weight = weight.data();
             span.numel = weight.size();
@@ -171,7 +177,8 @@ void bind_optim(nb::module_& m) {
         "weight"_a.noconvert(), "exp_avg"_a.noconvert(), "exp_avg_sq"_a.noconvert(),
         "grad"_a.noconvert().none(), "steps"_a.noconvert(), "grad_scale"_a = 1.0f, "isa"_a = nb::none(),
         nb::kw_only(), "record_hash"_a = 0, "last_step"_a = 0, "first"_a = 0,
-        R"(AdamW steps in one pass; moments in fp32, bf16 (uint16) or pairs (uint8 codes, fp32 scales).
+        R"(AdamW steps in one pass; moments in fp32, bf16 (uint16) or pairs (uint8 codes, fp32 scales). ``grad`` is fp32
+or bf16 (uint16), with the same bits.
 
 Narrow moments are rounded after each step by a hash of ``record_hash``, the step's number (``last_step`` is
 that of the last row) and the element's index in the record (``first`` is that of ``weight[0]``; with 8-bit moments a
@@ -179,9 +186,8 @@ multiple of ``MOMENT_BLOCK``).)");
     m.def(
         "adamw",
         [](const SplitWeight& weight, const AnyMoment& exp_avg, const AnyMoment& exp_avg_sq,
-           const std::optional<Array<const float>>& grad, const Steps& steps, float grad_scale,
-           std::optional<InstructionSet> isa, std::uint64_t record_hash, std::uint64_t last_step,
-           std::uint64_t first) {
+           const Gradient& grad, const Steps& steps, float grad_scale, std::optional<InstructionSet> isa,
+           std::uint64_t record_hash, std::uint64_t last_step, std::uint64_t first) {
             same_length(weight.first.size(), weight.second.size(), "weight_lo");
             tierstore::AdamWSpan span{};
             span.weight_hi = weight.first.data();

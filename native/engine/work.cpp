@@ -95,6 +95,17 @@ void in_step(const Buffer& dst, const Buffer& src, size_t ratio, Call call) {
     }
 }
 
+size_t bytes_of(Dtype dtype) { return dtype == Dtype::Fp32 ? 4 : 2; }
+
+// dst of fp32 and src of `src_dtype` have equal numbers of elements; returns the bytes of one of src.
+size_t require_widening(const Buffer& dst, const Buffer& src, Dtype src_dtype, const std::string& name) {
+    const size_t unit = bytes_of(src_dtype), numel = src.nbytes() / unit;
+    require(src.nbytes() % unit == 0, (name + ": src is not a whole number of elements").c_str());
+    require_elements(dst, 4, numel, (name + ": dst").c_str());
+    require_elements(src, unit, numel, (name + ": src").c_str());
+    return unit;
+}
+
 }  // namespace
 
 std::vector<Span> transfer_spans(const Transfer& transfer) {
@@ -151,12 +162,18 @@ Work fill_zero_work(Buffer dst) {
     };
 }
 
+Work widen_work(Buffer dst, Buffer src, Dtype src_dtype) {
+    require_widening(dst, src, src_dtype, "widen");
+    if (src_dtype == Dtype::Fp32) return copy_work(std::move(dst), std::move(src));
+    return [dst = std::move(dst), src = std::move(src)] {
+        in_step(dst, src, 2, [](std::byte* to, std::byte* from, size_t n) {
+            widen_bf16(reinterpret_cast<float*>(to), reinterpret_cast<const uint16_t*>(from), n / 2);
+        });
+    };
+}
+
 Work accumulate_work(Buffer dst, Buffer src, Dtype src_dtype) {
-    const size_t unit = src_dtype == Dtype::Fp32 ? 4 : 2;
-    require(src.nbytes() % unit == 0, "accumulate: src is not a whole number of elements");
-    const size_t numel = src.nbytes() / unit;
-    require_elements(dst, 4, numel, "accumulate: dst");
-    require_elements(src, unit, numel, "accumulate: src");
+    const size_t unit = require_widening(dst, src, src_dtype, "accumulate");
     return [dst = std::move(dst), src = std::move(src), unit] {
         in_step(dst, src, 4 / unit, [unit](std::byte* to, std::byte* from, size_t n) {
             if (unit == 4) {
@@ -168,29 +185,33 @@ Work accumulate_work(Buffer dst, Buffer src, Dtype src_dtype) {
     };
 }
 
-Work sum_of_squares_work(Buffer src, std::shared_ptr<DoubleTable> out, size_t index) {
-    require_elements(src, 4, src.nbytes() / 4, "sum_of_squares: src");
+Work sum_of_squares_work(Buffer src, Dtype src_dtype, std::shared_ptr<DoubleTable> out, size_t index) {
+    const size_t unit = bytes_of(src_dtype);
+    require_elements(src, unit, src.nbytes() / unit, "sum_of_squares: src");
     require(index < out->size(), "sum_of_squares: index is outside the table");
-    return [src = std::move(src), out = std::move(out), index] {
+    return [src = std::move(src), out = std::move(out), index, unit] {
         // In blocks of a fixed size from the start of the content, summed in order: where the spans lie must
-        // not change the result. A block that a span divides is put together first.
-        constexpr size_t kBlock = 16384;  // bytes
-        alignas(64) std::array<std::byte, kBlock> joined;
+        // not change the result. A block of bf16, or that a span divides, is put together first.
+        constexpr size_t kBlock = 4096;  // elements
+        alignas(64) std::array<float, kBlock> joined;
         double sum = 0;
         Cursor at(src);
-        for (size_t left = src.nbytes(); left > 0;) {
+        for (size_t left = src.nbytes() / unit; left > 0;) {
             const size_t n = std::min(kBlock, left);
-            if (at.here() >= n) {
-                sum += sum_of_squares(at.as<const float>(), n / 4);
-                at.advance(n);
+            if (unit == 4 && at.here() >= n * unit) {
+                sum += sum_of_squares(at.as<const float>(), n);
+                at.advance(n * unit);
             } else {
-                for (size_t filled = 0; filled < n;) {
-                    const size_t piece = std::min(at.here(), n - filled);
-                    std::memcpy(joined.data() + filled, at.data(), piece);
-                    at.advance(piece);
-                    filled += piece;
-                }
-                sum += sum_of_squares(reinterpret_cast<const float*>(joined.data()), n / 4);
+                float* to = joined.data();
+                at.for_each(n * unit, [&to, unit](std::byte* piece, size_t nbytes) {
+                    if (unit == 4) {
+                        std::memcpy(to, piece, nbytes);
+                    } else {
+                        widen_bf16(to, reinterpret_cast<const uint16_t*>(piece), nbytes / unit);
+                    }
+                    to += nbytes / unit;
+                });
+                sum += sum_of_squares(joined.data(), n);
             }
             left -= n;
         }
@@ -199,15 +220,6 @@ Work sum_of_squares_work(Buffer src, std::shared_ptr<DoubleTable> out, size_t in
 }
 
 namespace {
-
-size_t moment_bytes(MomentFormat format) {
-    switch (format) {
-        case MomentFormat::Int8: return 1;
-        case MomentFormat::Bf16: return 2;
-        case MomentFormat::Fp32: break;
-    }
-    return 4;
-}
 
 constexpr size_t kMostSections = 7;
 
@@ -225,6 +237,7 @@ struct AdamWTask {
     std::vector<AdamWStep> steps;
     float grad_scale;
     bool split;
+    size_t grad_bytes;  // of one element
 
     // weight (or its halves), exp_avg, exp_avg_sq, then the scales and the gradient if there are any.
     std::vector<SectionCursor> sections(size_t begin) const {
@@ -234,7 +247,7 @@ struct AdamWTask {
         all.push_back({Cursor(record.exp_avg), moment, 1});
         all.push_back({Cursor(record.exp_avg_sq), moment, 1});
         for (const Buffer& part : record.scales) all.push_back({Cursor(part), 4, kMomentBlock});
-        for (const Buffer& part : record.grad) all.push_back({Cursor(part), 4, 1});
+        for (const Buffer& part : record.grad) all.push_back({Cursor(part), grad_bytes, 1});
         for (SectionCursor& section : all) section.at.skip(section.nbytes(begin));
         return all;
     }
@@ -255,7 +268,13 @@ struct AdamWTask {
             span.moments.exp_avg_scale = reinterpret_cast<float*>(*next++);
             span.moments.exp_avg_sq_scale = reinterpret_cast<float*>(*next++);
         }
-        span.grad = record.grad.empty() ? nullptr : reinterpret_cast<const float*>(*next++);
+        if (!record.grad.empty()) {
+            if (grad_bytes == 4) {
+                span.grad = reinterpret_cast<const float*>(*next++);
+            } else {
+                span.grad_bf16 = reinterpret_cast<const uint16_t*>(*next++);
+            }
+        }
         span.numel = numel;
         adamw(span, steps, grad_scale, {record.record_hash, record.last_step, first});
     }
@@ -325,7 +344,11 @@ std::vector<Work> adamw_work(AdamWRecord record, std::vector<AdamWStep> steps, f
     require_elements(record.exp_avg, moment, numel, "adamw: exp_avg");
     require_elements(record.exp_avg_sq, moment, numel, "adamw: exp_avg_sq");
     for (const Buffer& part : record.scales) require_elements(part, 4, moment_blocks(numel), "adamw: scales");
-    for (const Buffer& part : record.grad) require_elements(part, 4, numel, "adamw: grad");
+    size_t grad_bytes = 4;
+    for (const Buffer& part : record.grad) {
+        if (part.nbytes() == numel * 2) grad_bytes = 2;
+        require_elements(part, grad_bytes, numel, "adamw: grad");
+    }
     // Less than this in a part, elements times steps, and waking another thread costs more than it saves.
     constexpr size_t kPartWork = size_t{1} << 19;
     constexpr size_t kWhole =
@@ -333,8 +356,8 @@ std::vector<Work> adamw_work(AdamWRecord record, std::vector<AdamWStep> steps, f
     static_assert(kWhole % kMomentBlock == 0);
     const size_t parts = std::clamp<size_t>(numel * steps.size() / kPartWork, 1, most_parts);
     const size_t each = round_up((numel + parts - 1) / parts, kWhole);
-    const auto task =
-        std::make_shared<AdamWTask>(AdamWTask{std::move(record), std::move(steps), grad_scale, split});
+    const auto task = std::make_shared<AdamWTask>(
+        AdamWTask{std::move(record), std::move(steps), grad_scale, split, grad_bytes});
     std::vector<Work> works;
     for (size_t begin = 0; begin < numel; begin += each) {
         works.push_back([task, begin, end = std::min(begin + each, numel)] { task->run(begin, end); });

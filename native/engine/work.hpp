@@ -41,17 +41,19 @@ void seal(const Transfer& transfer);
 // dst and src have equal sizes and do not overlap.
 Work copy_work(Buffer dst, Buffer src);
 Work fill_zero_work(Buffer dst);
-// dst += src; dst is fp32, src of `src_dtype`.
+// dst = src; dst is fp32, src of `src_dtype`.
+Work widen_work(Buffer dst, Buffer src, Dtype src_dtype);
+// dst += src, likewise.
 Work accumulate_work(Buffer dst, Buffer src, Dtype src_dtype);
-// out[index] = the sum of squares of src (fp32), in an order that does not depend on its spans.
-Work sum_of_squares_work(Buffer src, std::shared_ptr<DoubleTable> out, size_t index);
+// out[index] = the sum of squares of src, in an order that does not depend on its spans or `src_dtype`.
+Work sum_of_squares_work(Buffer src, Dtype src_dtype, std::shared_ptr<DoubleTable> out, size_t index);
 
 struct AdamWRecord {
     std::vector<Buffer> weight;  // {fp32}, or {bf16 rounding, int16 remainder}
     Buffer exp_avg;              // of the format's type
     Buffer exp_avg_sq;
     std::vector<Buffer> scales;  // Int8: {exp_avg's, exp_avg_sq's}, fp32, one per block; otherwise none
-    std::vector<Buffer> grad;    // {fp32}, or none: zero gradient
+    std::vector<Buffer> grad;    // {fp32} or {bf16}, as its size says, or none: zero gradient
     MomentFormat format = MomentFormat::Fp32;
     uint64_t record_hash = 0;  // narrow moments are rounded by it ...
     uint64_t last_step = 0;    // ... and by the number of each step; this is the last one

@@ -48,14 +48,15 @@ struct MomentSpan {
     float* exp_avg_sq_scale = nullptr;
 };
 
-// Either weight, or weight_hi and weight_lo (see bf16.hpp). A null grad is a gradient of zero. No alignment beyond
-// that of the element; sections must not overlap. exp_avg_sq must not be negative.
+// Either weight, or weight_hi and weight_lo (see bf16.hpp). At most one of grad and grad_bf16: without either the
+// gradient is zero. No alignment beyond that of the element; sections must not overlap. exp_avg_sq must not be negative.
 struct AdamWSpan {
     float* weight;
     std::uint16_t* weight_hi;
     std::int16_t* weight_lo;
     MomentSpan moments;
     const float* grad;
+    const std::uint16_t* grad_bf16;
     std::size_t numel;
 };
 

@@ -33,6 +33,12 @@ class Frames:
         return buffer
 
 
+def upper_halves(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """``values`` in bf16, rounded towards zero, and these in fp32."""
+    halves = (values.view(np.uint32) >> 16).astype(np.uint16)
+    return halves, (halves.astype(np.uint32) << 16).view(np.float32)
+
+
 def content(buffer: native.Buffer, dtype: type) -> np.ndarray:
     out = np.empty(buffer.nbytes, dtype=np.uint8)
     buffer.copy_to(out)
@@ -62,10 +68,20 @@ def test_accumulate(engine: native.Engine, arena: native.Arena, rng: np.random.G
     a, b = rng.standard_normal((2, 3000)).astype(np.float32)
     dst, src = frames.buffer(a), frames.buffer(b)
     first = engine.accumulate(dst, src)
-    halves = (b.view(np.uint32) >> 16).astype(np.uint16)
+    halves, widened = upper_halves(b)
     engine.wait(engine.accumulate(dst, frames.buffer(halves), native.Dtype.BF16, after=[first]))
-    widened = (halves.astype(np.uint32) << 16).view(np.float32)
     assert np.array_equal(content(dst, np.float32), a + b + widened)
+
+
+def test_widen(engine: native.Engine, arena: native.Arena, rng: np.random.Generator) -> None:
+    frames = Frames(arena, rng)
+    values = rng.standard_normal(3000).astype(np.float32)
+    halves, widened = upper_halves(values)
+    dst = frames.buffer(np.zeros_like(values))
+    engine.wait(engine.widen(dst, frames.buffer(halves), native.Dtype.BF16))
+    assert np.array_equal(content(dst, np.float32), widened)
+    engine.wait(engine.widen(dst, frames.buffer(values), native.Dtype.FP32))
+    assert np.array_equal(content(dst, np.float32), values)
 
 
 @pytest.mark.parametrize("count", [1, 1000, 4096, 20000])
@@ -83,6 +99,12 @@ def test_a_sum_of_squares_does_not_depend_on_where_it_lies(
         engine.wait(engine.sum_of_squares(buffer, sums, index))
     del small
     result = sums.array()
+    halves, widened = upper_halves(values)
+    narrow = native.DoubleTable(3)
+    for index, buffer in enumerate((arenas.buffer(halves), odd.buffer(halves))):
+        engine.wait(engine.sum_of_squares(buffer, narrow, index, native.Dtype.BF16))
+    engine.wait(engine.sum_of_squares(arenas.buffer(widened), narrow, 2))
+    assert len(set(narrow.array().tolist())) == 1
     assert result[0] == result[1] == result[2]
     assert result[0] == pytest.approx(float(np.sum(values.astype(np.float64) ** 2)), rel=1e-12)
     assert result[3] == 0
@@ -203,6 +225,10 @@ def test_sizes_that_do_not_match(engine: native.Engine, arena: native.Arena) -> 
         engine.accumulate(good, buffer(400, (0, 6), (1000, 394)))
     with pytest.raises(ValueError, match="divide an element"):
         engine.sum_of_squares(buffer(400, (2, 400)), native.DoubleTable(1), 0)
+    with pytest.raises(ValueError, match="widen: dst: expected 800 bytes"):
+        engine.widen(good, good, native.Dtype.BF16)
+    with pytest.raises(ValueError, match="sum_of_squares: src: expected 400 bytes, got 401"):
+        engine.sum_of_squares(buffer(401), native.DoubleTable(1), 0, native.Dtype.BF16)
     with pytest.raises(ValueError, match="outside the table"):
         engine.sum_of_squares(good, native.DoubleTable(1), 1)
     with pytest.raises(ValueError, match="exp_avg_sq: expected 400"):

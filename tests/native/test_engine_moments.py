@@ -36,10 +36,12 @@ class Record:
     weight: list[npt.NDArray[Any]]
     moments: list[npt.NDArray[Any]]
     scales: list[npt.NDArray[np.float32]]
-    grad: npt.NDArray[np.float32]
+    grad: npt.NDArray[Any]
 
     @classmethod
-    def made(cls, count: int, form: MomentFormat, rng: np.random.Generator, split: bool) -> Record:
+    def made(
+        cls, count: int, form: MomentFormat, rng: np.random.Generator, split: bool, narrow: bool = False
+    ) -> Record:
         weight, m, grad = rng.standard_normal((3, count)).astype(np.float32)
         parts: list[npt.NDArray[Any]] = [weight]
         if split:
@@ -49,6 +51,8 @@ class Record:
         scales = [np.empty(-(-count // BLOCK), np.float32) for _ in range(2)]
         for moment, values, out, scale in zip(native.Moment, (m, m * m), moments, scales, strict=True):
             native.encode_moment(moment, (out, scale) if form is MomentFormat.INT8 else out, values)
+        if narrow:
+            grad = (grad.view(np.uint32) >> 16).astype(np.uint16)
         return cls(parts, moments, scales if form is MomentFormat.INT8 else [], grad)
 
     def alone(self, rows: Any, number: int, grad: bool) -> list[bytes]:
@@ -106,7 +110,8 @@ def content(buffer: native.Buffer) -> bytes:
 def test_spans_of_any_shape(engine: native.Engine, data: st.DataObject) -> None:
     form = data.draw(st.sampled_from(list(DTYPES)))
     count = data.draw(st.integers(1, 1500))
-    record = Record.made(count, form, np.random.default_rng(count), data.draw(st.booleans()))
+    split, narrow = data.draw(st.booleans()), data.draw(st.booleans())
+    record = Record.made(count, form, np.random.default_rng(count), split, narrow)
     arena = native.Arena(1 << 18, native.HugePages.OFF)
     buffers, room = [], 1 << 14
     for index, array in enumerate(record.sections()):

@@ -94,6 +94,11 @@ def test_two_steps_by_hand():
     _native.adamw(p, m, v, None, steps[1:])
     assert p[0] == pytest.approx(0.8075 - 0.1 * (2 / 3) / (12 / 7) ** 0.5, rel=1e-7)
     assert (m[0], v[0]) == (0.5, 0.75)
+    # The same first step with its gradient in bf16: 4 is 2 * 2^1, an exponent of 127 + 2 above seven bits of zeros.
+    p, m, v = np.ones(1, np.float32), np.zeros(1, np.float32), np.zeros(1, np.float32)
+    _native.adamw(p, m, v, np.array([129 << 7], np.uint16), steps[:1], 0.5)
+    assert p[0] == pytest.approx(0.85, rel=1e-7)
+    assert (m[0], v[0]) == (1.0, 1.0)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -171,6 +176,29 @@ def test_a_split_weight_takes_the_same_steps(size, seed, count, grad, isa):
     assert canonical(split.bits()) == canonical(whole.bits())
 
 
+@quick
+@given(
+    st.one_of(st.integers(0, 150), st.integers(4090, 4110), st.integers(8190, 8210)),
+    seeds,
+    st.integers(1, 4),
+    st.booleans(),
+    st.sampled_from(SETS),
+)
+def test_a_gradient_in_bf16_is_the_same_in_fp32(size, seed, count, split, isa):
+    wide = make_state(size, seed)
+    grad = placed((wide.grad.view(np.uint32) >> 16).astype(np.uint16), seed % 7)
+    wide.grad = (grad.astype(np.uint32) << 16).view(np.float32)
+    narrow = wide.copy()
+    halves = np.empty(size, np.uint16), np.empty(size, np.int16)
+    _native.split_bf16(*halves, wide.weight)
+    run(wide, make_steps(count), scale=0.37, isa=isa)
+    weight = halves if split else narrow.weight
+    _native.adamw(weight, narrow.exp_avg, narrow.exp_avg_sq, grad, make_steps(count), 0.37, isa)
+    if split:
+        _native.merge_bf16(narrow.weight, *halves)
+    assert canonical(narrow.bits()) == canonical(wide.bits())
+
+
 @pytest.mark.parametrize("isa", SETS)
 def test_every_low_half_is_split_alike(isa):
     # A step that does not move: every low half, ties among them, comes back as split_bf16 made it.
@@ -245,3 +273,6 @@ def test_lengths_must_agree():
     w, m, v = np.zeros(4, np.float32), np.zeros(4, np.float32), np.zeros(3, np.float32)
     with pytest.raises(ValueError, match="exp_avg_sq: expected 4 elements, got 3"):
         _native.adamw(w, m, v, None, make_steps(1))
+    for grad in (v, np.zeros(3, np.uint16)):
+        with pytest.raises(ValueError, match="grad: expected 4 elements, got 3"):
+            _native.adamw(w, m, m.copy(), grad, make_steps(1))

@@ -115,6 +115,19 @@ class State:
         return b"".join(a.tobytes() for a in (self.weight, *moments))
 
 
+@quick
+@given(st.sampled_from(NARROW), st.integers(1, 9000), seeds, st.sampled_from(SETS))
+def test_a_gradient_in_bf16_is_the_same_in_fp32(
+    form: MomentFormat, size: int, seed: int, isa: InstructionSet
+) -> None:
+    wide = State.made(size, form, seed, first=3 * BLOCK)
+    narrow = wide.copy()
+    halves = (gradient(size, seed).view(np.uint32) >> 16).astype(np.uint16)
+    wide.run(make_rows(2), (halves.astype(np.uint32) << 16).view(np.float32), isa)
+    narrow.run(make_rows(2), halves, isa)
+    assert narrow.bits() == wide.bits()
+
+
 def gradient(size: int, seed: int) -> npt.NDArray[np.float32]:
     rng = np.random.default_rng(seed)
     return (rng.standard_normal(size) * np.exp(rng.standard_normal(size) * 3)).astype(np.float32)

@@ -21,6 +21,7 @@ from tierstore.plan.workload import StepWorkload
 from tierstore.prefetch.operations import Kind, Operation, PassSizes, Resource, operations
 from tierstore.prefetch.plan import StepTiming
 from tierstore.prefetch.schedule import Pass, QueueLimits, Schedule, Unit
+from tierstore.tiers.slots import DeviceKind
 
 # Simulated runs: by hand, against bounds, and against a naive loop over clock ticks -------------------------
 
@@ -270,6 +271,12 @@ def test_the_bytes_of_passes_by_hand(setting: Make) -> None:
     assert backward.dispatch == backward.combine == forward.dispatch + 4 * 96
     head = work.sizes(Pass(Phase.BACKWARD, 3))  # 4,112 parameters, padded to 2 x 2,064
     assert (head.gather, head.experts, head.fetch) == (2064 * 4, 0, 0)
+
+
+@pytest.mark.parametrize(("compute", "nbytes"), [("fp32", 6144), ("bf16", 3072)])
+def test_a_gradient_leaves_in_the_type_of_its_slot(setting: Make, compute: str, nbytes: int) -> None:
+    work = _workload(replace(setting({"model.compute_dtype": compute}), device=DeviceKind.CUDA))
+    assert work.sizes(Pass(Phase.BACKWARD, 1, 0)).to_host == nbytes
 
 
 def test_a_step_moves_its_traffic_and_computes_its_flops(setting: Make) -> None:

@@ -13,11 +13,14 @@ import torch
 
 from tierstore._native import Buffer, HugePages
 from tierstore.cache import CacheConfig, GroupOrder
+from tierstore.model.config import ComputeDtype
+from tierstore.model.store_schema import expert_record
 from tierstore.prefetch import PredictorName, Schedule, StepTiming, TieredExperts, make_predictor
 from tierstore.stats import StallLedger
-from tierstore.store import AdamWConfig, Group, Inactive, ParameterStore, RecordSchema, StoreConfig
+from tierstore.store import AdamWConfig, Group, Inactive, ParameterStore, StoreConfig
 from tierstore.store.core import StoreCore
 from tierstore.tiers import DeviceSlots, HostDeviceTier, WeightLoads
+from tierstore.tiers.slots import SlotGradient
 
 NUMEL, LAYERS, EXPERTS = 1024, (0, 2), 4
 RECORD = 4 * 4096 + 4096  # weights, two moments, gradient (4,096 bytes each), and as much again to spare
@@ -88,12 +91,14 @@ def make_rig(tmp_path: Path) -> Iterator[MakeRig]:
             cache: CacheConfig | None = None,
             order: GroupOrder = GroupOrder.RESIDENT_FIRST,
             trace: Path | None = None,
+            compute: ComputeDtype = ComputeDtype.FP32,
+            gradient: SlotGradient = SlotGradient.SUM,
         ) -> Rig:
             nonlocal made
             made += 1
             opened = ParameterStore.create(
                 tmp_path / str(made),
-                [RecordSchema("expert", NUMEL)],
+                [expert_record(NUMEL, compute)],
                 StoreConfig(
                     host_budget=int(room * RECORD),
                     lookahead=lookahead,
@@ -113,7 +118,7 @@ def make_rig(tmp_path: Path) -> Iterator[MakeRig]:
             store.committer.commit()
             tier = CountingTier(
                 store.engine,
-                DeviceSlots(NUMEL, torch.float32, weights=slots or 2, gradients=2),
+                DeviceSlots(NUMEL, compute.torch, weights=slots or 2, gradients=2, gradient=gradient),
                 HugePages.OFF,
                 WeightLoads.IN_PLACE if slots is None else WeightLoads.COPIED,
             )

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from tierstore.errors import StoreError, StorePoisonedError
+from tierstore.model.config import ComputeDtype
 from tierstore.prefetch import StepTiming
 from tierstore.prefetch.program import GradientState
 from tierstore.store import Inactive
+from tierstore.tiers.slots import SlotGradient
 
 LR = 0.01
 MakeRig = Callable[..., Any]
@@ -80,6 +82,33 @@ def test_micro_batches_add_up(make_rig: MakeRig, timing: StepTiming, room: float
     rig.experts.gradients.step_pending()
     for expert, total in enumerate([3.0, 5.0, -1.0, 0.0]):
         close(rig.weight(0, expert), stepped(rig.initial(0, expert), [filled(total * scale)], adamw))
+
+
+@pytest.mark.parametrize("timing", list(StepTiming))
+@pytest.mark.parametrize("slots", [None, 2], ids=["in place", "copied"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_products_in_bf16_have_the_bits_of_their_sums(
+    make_rig: MakeRig, timing: StepTiming, slots: int | None, count: int
+) -> None:
+    """Also where two micro-batches add up in the host cache, which spills."""
+    found, nbytes = [], []
+    for gradient in SlotGradient:
+        rig = make_rig(timing, room=1.2, slots=slots, compute=ComputeDtype.BF16, gradient=gradient)
+        random = torch.Generator().manual_seed(0)
+        with rig.store.optimizer_step(LR):
+            for index in range(count):
+                rig.experts.begin_micro(index=index, count=count)
+                rig.forward(0, 0, 1)
+                products = {expert: torch.randn(1024, generator=random).bfloat16() for expert in (0, 1)}
+                rig.backward(0, products)
+            squares = rig.experts.gradients.squares()
+            if timing is StepTiming.DEFERRED:
+                rig.experts.gradients.apply(0.3)
+        rig.experts.gradients.step_pending()
+        found.append((squares, rig.opened.records_crc32c()))
+        nbytes.append(rig.tier.slots.gradient_content_bytes)
+    assert found[0] == found[1]
+    assert nbytes == [4096, 2048]
 
 
 def test_deferred_steps_come_before_the_next_use(make_rig: MakeRig) -> None:

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 from launcher import Ranks
-from training_cases import WAYS, check_counts, train
+from training_cases import WAYS, check_counts, train, train_holding
+
+from tierstore.tiers.slots import SlotGradient
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -16,3 +18,21 @@ def test_one_device(ranks: Ranks, simulated_ranks: Ranks, tmp_path: Path, text: 
     assert not violations
     assert found == expected
     check_counts(counts, WAYS[way])
+
+
+def test_gradients_in_bf16_leave_with_half_the_bytes(
+    simulated_ranks: Ranks, tmp_path: Path, text: Path
+) -> None:
+    bits, left, copied = [], [], []
+    for gradient in SlotGradient:
+        ((trained, nbytes),) = simulated_ranks.run(
+            1, train_holding, tmp_path / gradient.value, WAYS["bf16"], str(text), gradient
+        )
+        found, violations, counts = trained
+        assert not violations
+        bits.append(found)
+        left.append(nbytes)
+        copied.append(counts["d2h.bytes"])
+    assert bits[0] == bits[1]
+    assert left[0] == 2 * left[1] > 0
+    assert copied[0] - copied[1] == left[1]  # nothing else leaves with other bytes

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import simulated
 import torch
@@ -12,9 +14,14 @@ from combination_cases import train_features
 from rank_cases import TINY
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tierstore._native import Buffer
 from tierstore.accelerator import has_own_memory
 from tierstore.config import load
+from tierstore.model.config import ComputeDtype
 from tierstore.parallel import Mesh
+from tierstore.tiers.accelerated import AcceleratedTier
+from tierstore.tiers.slots import DeviceSlots, SlotGradient
+from tierstore.train import budgets
 from tierstore.train.combinations import Feature
 from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening
@@ -40,6 +47,18 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "capacity": {"model.capacity_factor": 1.0},
     "limited link": {"links.copy.bandwidth": 1 << 28},
     "narrow moments": {"adamw.moments": "int8"},
+    "bf16": {"model.compute_dtype": "bf16"},
+    "bf16, clipped micro-batches": {
+        "model.compute_dtype": "bf16",
+        "data.micro_batches": 2,
+        "data.micro_order": "micro",
+        "clip_norm": 0.5,
+    },
+    "bf16, layer order": {
+        "model.compute_dtype": "bf16",
+        "data.micro_batches": 2,
+        "data.micro_order": "layer",
+    },
 }
 
 
@@ -66,6 +85,28 @@ def train(mesh: Mesh, store: Path, settings: Mapping[str, Any], text: str) -> Tr
         trainer.commit()
         crc = trainer.store.records_crc32c()
     return (losses, evaluated, crc), simulated.violations() if simulating else {}, counts
+
+
+def train_holding(
+    mesh: Mesh, store: Path, settings: Mapping[str, Any], text: str, gradient: SlotGradient
+) -> tuple[Trained, int]:
+    """``train`` with ``gradient`` in the slots of gradients, and the bytes of gradients that left the device."""
+    divide, leave, left = budgets._slots, AcceleratedTier.copy_to_host, 0
+
+    def slots(*args: Any) -> list[DeviceSlots[ComputeDtype]]:
+        return [replace(each, gradient=gradient) for each in divide(*args)]
+
+    def copy_to_host(tier: AcceleratedTier, slot: int) -> tuple[Buffer, list[int]]:
+        nonlocal left
+        buffer, after = leave(tier, slot)
+        left += buffer.nbytes
+        return buffer, after
+
+    with (
+        mock.patch.object(budgets, "_slots", slots),
+        mock.patch.object(AcceleratedTier, "copy_to_host", copy_to_host),
+    ):
+        return train(mesh, store, settings, text), left
 
 
 def check_counts(counts: Mapping[str, int], settings: Mapping[str, Any]) -> None:

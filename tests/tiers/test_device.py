@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import errno
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -25,6 +24,8 @@ from tierstore.tiers import (
     open_device_tier,
     weights_in_place,
 )
+from tierstore.tiers.device import gradient_type, tensor_of
+from tierstore.tiers.slots import SlotGradient
 
 #: "faked": the tier of an accelerator, its tickets and threads, over copies that the CPU makes at once.
 DEVICES = ["cpu", "faked", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -69,10 +70,18 @@ def _faked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=[(d, t) for d in DEVICES for t in (torch.float32, torch.bfloat16)], ids=str)
+#: Types of weights, and what gradients are.
+TYPES = [
+    (torch.float32, SlotGradient.SUM),
+    (torch.bfloat16, SlotGradient.SUM),
+    (torch.bfloat16, SlotGradient.PRODUCT),
+]
+
+
+@pytest.fixture(params=[(d, *t) for d in DEVICES for t in TYPES], ids=str)
 def bench(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
-    name, dtype = request.param
-    slots = DeviceSlots(NUMEL, dtype, weights=3, gradients=2)
+    name, dtype, gradient = request.param
+    slots = DeviceSlots(NUMEL, dtype, weights=3, gradients=2, gradient=gradient)
     tier: DeviceTier
     with Engine() as engine:
         if name == "faked":
@@ -192,20 +201,23 @@ def test_slots_are_aligned_alike(bench: Bench) -> None:
     assert [slot.data_ptr() % 64 for slot in slots] == [0] * 5
 
 
-def test_a_gradient_lands_in_fp32(bench: Bench) -> None:
+def test_a_gradient_lands_in_its_type(bench: Bench) -> None:
     torch.manual_seed(2)
+    dtype = gradient_type(bench.slots)
+    assert dtype == (torch.float32 if bench.slots.gradient is SlotGradient.SUM else torch.bfloat16)
     expected = []
     copied = []
     for _ in range(2):
         slot, guards = bench.tier.allocate_gradient()
         assert guards == []
-        gradient = torch.randn(NUMEL)
+        gradient = torch.randn(NUMEL).to(dtype)
         expected.append(gradient)
         bench.tier.gradients(slot).copy_(gradient)
         copied.append(bench.tier.copy_to_host(slot))
     for gradient, (buffer, after) in zip(expected, copied, strict=True):
         bench.engine.wait_all(after)
-        assert np.array_equal(buffer.array().view(np.float32), gradient.numpy())
+        assert buffer.nbytes == NUMEL * dtype.itemsize
+        assert torch.equal(tensor_of(buffer, dtype), gradient)
 
 
 def test_a_host_buffer_is_guarded_by_all_who_read_it(bench: Bench) -> None:
@@ -223,15 +235,20 @@ def test_a_host_buffer_is_guarded_by_all_who_read_it(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "weights", "gradients", "nbytes"),
+    ("dtype", "weights", "gradients", "nbytes", "products"),
     [
-        (torch.float32, 1, 1, 2 * 12288),  # 3,000 * 4 = 12,000 bytes: three pages each
-        (torch.bfloat16, 1, 1, 8192 + 12288),
-        (torch.bfloat16, 4, 3, 4 * 8192 + 3 * 12288),
+        # 3,000 * 4 = 12,000 bytes: three pages each
+        (torch.float32, 1, 1, 2 * 12288, 2 * 12288),
+        (torch.bfloat16, 1, 1, 8192 + 12288, 2 * 8192),
+        (torch.bfloat16, 4, 3, 4 * 8192 + 3 * 12288, 7 * 8192),
     ],
 )
-def test_bytes_of_slots(dtype: torch.dtype, weights: int, gradients: int, nbytes: int) -> None:
-    assert DeviceSlots(NUMEL, dtype, weights=weights, gradients=gradients).nbytes == nbytes
+def test_bytes_of_slots(dtype: torch.dtype, weights: int, gradients: int, nbytes: int, products: int) -> None:
+    slots = DeviceSlots(NUMEL, dtype, weights=weights, gradients=gradients)
+    assert slots.nbytes == nbytes
+    slots = replace(slots, gradient=SlotGradient.PRODUCT)
+    assert slots.nbytes == products
+    assert slots.host_bytes == products - weights * slots.weight_bytes
 
 
 def test_weights_in_place_are_those_of_their_source() -> None:
@@ -289,9 +306,9 @@ def test_a_gradient_slot_is_free_when_its_copy_has_left(bench: Bench) -> None:
             bench.engine.wait_all(after)
     buffer, after = copies[2]
     assert not any(map(bench.engine.done, after))
-    assert float(buffer.array().view(np.float32)[0]) == 0.0
+    assert float(tensor_of(buffer, gradient_type(bench.slots))[0]) == 0.0
     bench.engine.complete_external(reading[0])
     bench.engine.wait_all(after)
-    assert float(buffer.array().view(np.float32)[-1]) == 2.0
+    assert float(tensor_of(buffer, gradient_type(bench.slots))[-1]) == 2.0
     for ticket in reading[1:]:
         bench.engine.complete_external(ticket)

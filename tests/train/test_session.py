@@ -19,7 +19,7 @@ from tierstore.store import verify_store
 from tierstore.tiers.slots import DeviceKind
 from tierstore.trace.reader import load_trace
 from tierstore.trace.replay import replay
-from tierstore.train.budgets import budgets
+from tierstore.train.budgets import budgets, least_host_budget
 from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening
 from tierstore.train.session import open_session
@@ -120,6 +120,28 @@ def test_slots_of_an_accelerator(configure: Make) -> None:
     assert slots(12, free=20 * page) == 12  # no more than there are experts
     assert slots(24, free=-1) == slots(24, free=None) == 4  # an estimate may be wrong: memory decides
     assert slots(24, free=20 * page, budget=10 * page) == 7
+
+
+@pytest.mark.parametrize(
+    ("changes", "replicas", "nbytes"),
+    [
+        ({}, 1, 8192),
+        ({"model.compute_dtype": "bf16"}, 1, 4096),
+        ({"model.compute_dtype": "bf16", "data.micro_batches": 2, "data.micro_order": "micro"}, 1, 4096),
+        ({"model.compute_dtype": "bf16", "data.micro_batches": 2, "data.micro_order": "layer"}, 1, 8192),
+        ({"model.compute_dtype": "bf16"}, 2, 8192),
+    ],
+    ids=["fp32", "bf16", "micro-batches", "added up in layer order", "added up over replicas"],
+)
+def test_slots_of_gradients(changes: Mapping[str, Any], replicas: int, nbytes: int, configure: Make) -> None:
+    """Of 1,536 parameters, 6,144 bytes in fp32: a product in bf16 takes half, on the device and on the host."""
+    divided = budgets(configure(changes), DeviceKind.CUDA, experts=24, replicas=replicas)
+    assert divided.slots.gradient_bytes == nbytes
+    assert divided.landing == 3 * nbytes
+    assert divided.device == 4 * divided.slots.weight_bytes + 3 * nbytes
+    config = configure({**changes, "host_budget": least_host_budget(configure(changes), DeviceKind.CPU)})
+    if replicas == 1:
+        assert budgets(config, DeviceKind.CPU, experts=24).slots.gradients == 1
 
 
 TRACED: dict[str, Mapping[str, Any]] = {

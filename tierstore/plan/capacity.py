@@ -68,6 +68,11 @@ class Ranks:
         """Ranks that share one copy of the experts."""
         return self.expert or self.count
 
+    @property
+    def replicas(self) -> int:
+        """Copies of the experts."""
+        return self.count // self.sharing
+
 
 #: The default rank of LoRA pairs.
 DEFAULT_RANK = 16
@@ -174,7 +179,7 @@ class Setting:
     @property
     def least_host_budget(self) -> int:
         """The smallest host budget that a run starts with, in bytes."""
-        return least_host_budget(self.run_config, self.device, self.schema)
+        return least_host_budget(self.run_config, self.device, self.schema, replicas=self.ranks.replicas)
 
     @property
     def local_experts(self) -> int:
@@ -333,7 +338,12 @@ def capacity(setting: Setting) -> Capacity:
 def _capacity(setting: Setting, free: int | None = None) -> Capacity:
     """``capacity`` with ``free`` bytes of an accelerator for experts (None: unknown)."""
     divided = budgets(
-        setting.run_config, setting.device, experts=setting.records, schema=setting.schema, free=free
+        setting.run_config,
+        setting.device,
+        experts=setting.records,
+        schema=setting.schema,
+        free=free,
+        replicas=setting.ranks.replicas,
     )
     terms = [
         *_device_terms(setting, divided),

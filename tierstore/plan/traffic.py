@@ -167,7 +167,7 @@ class _Drive:
             layers=self._layers,
             cache=setting.config.cache,
             group_order=group_order(
-                replicas=setting.ranks.count // setting.ranks.sharing,
+                replicas=setting.ranks.replicas,
                 chunks=setting.config.parallel.most_chunks(
                     experts=setting.model.experts, sharing=setting.ranks.sharing
                 ),

@@ -129,9 +129,9 @@ class StepWorkload:
         dispatch, combine = self._sent(item)
         parts = self.parts(item)
         slots, each = self.taken.divided.slots, self.experts / parts
-        backward = item.phase is Phase.BACKWARD
+        stepped = self.taken.divided.pairs or slots
+        leaves = item.phase is Phase.BACKWARD and stepped.gradients and setting.device is not DeviceKind.CPU
         moved, divided = self._moved_for(item), self._passes * parts
-        on_device = setting.device is not DeviceKind.CPU
         return PassSizes(
             gather=gather,
             reduce=reduce,
@@ -143,7 +143,7 @@ class StepWorkload:
             fetch_state=round(moved.state / divided),
             evict=round(moved.written / divided),
             load=round(slots.weight_bytes * each),
-            to_host=round(self._trained_numel * 4 * each) if backward and on_device else 0,
+            to_host=round(stepped.gradient_content_bytes * each) if leaves else 0,
         )
 
     def exchange(self, item: Pass) -> LayerPass:

@@ -50,6 +50,7 @@ from tierstore.store.adamw import StepHistory
 from tierstore.store.core import StoreCore
 from tierstore.store.index.live import LiveRecord
 from tierstore.tiers.device import DeviceTier
+from tierstore.tiers.slots import SlotGradient
 
 
 class ExpertTiers(ABC):
@@ -136,6 +137,7 @@ class TieredExperts(ExpertTiers):
         replicas: parallel.RankGroup | None = None,
     ) -> None:
         group = replicas or parallel.RankGroup.alone()
+        assert group.size == 1 or device.slots.gradient is SlotGradient.SUM
         if group.size > 1 and store.config.group_order is not GroupOrder.KEY:
             raise ConfigError("group_order: experts with replicas need a store with GroupOrder.KEY")
         self._store = store

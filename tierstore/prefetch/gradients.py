@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tierstore._native import Buffer, DoubleTable
+from tierstore._native import Buffer, DoubleTable, Dtype
 from tierstore.cache.access import GROUP_STRIDE, Need
 from tierstore.errors import StoreError
 from tierstore.parallel import Channel, RankGroup, Work
@@ -26,7 +26,7 @@ from tierstore.store.core import StoreCore
 from tierstore.store.format import Group
 from tierstore.store.index.live import LiveRecord
 from tierstore.tiers import DeviceSlots
-from tierstore.tiers.device import DeviceTier
+from tierstore.tiers.device import DeviceTier, gradient_type
 
 
 class ExpertGradients:
@@ -68,6 +68,7 @@ class GradientAccumulator(ExpertGradients):
         self._cache = store.cache
         self._engine = store.engine
         self._device = device
+        self._dtype = Dtype.BF16 if gradient_type(device.slots) == torch.bfloat16 else Dtype.FP32
         self._records = records
         self._program = program
         count = 1 + max((r.number for layer in records.values() for r in layer.values()), default=0)
@@ -89,7 +90,7 @@ class GradientAccumulator(ExpertGradients):
             reading = [self._accumulate(record, action, copied, after)]
             self.settle(record, action, step)
         else:
-            square = self._square(record, copied, after)
+            square = self._square(record, copied, after, self._dtype)
             reading = [square, self._store.optimizer.step(record, copied, number=step, after=after)]
         self._device.free_gradient(slot, reading)
 
@@ -110,13 +111,15 @@ class GradientAccumulator(ExpertGradients):
         entry = record.entry(Group.GRADIENTS)
         target = self._cache.sections(entry)[0]
         before = [*after, *self._cache.before_write(entry)]
-        queue = self._engine.copy if action & Action.KEEP else self._engine.accumulate
-        ticket = queue(target, copied, after=before)
+        queue = self._engine.widen if action & Action.KEEP else self._engine.accumulate
+        ticket = queue(target, copied, self._dtype, after=before)
         self._cache.wrote(entry, ticket)
         return ticket
 
-    def _square(self, record: LiveRecord, gradient: Buffer, after: Sequence[int]) -> int:
-        ticket = self._engine.sum_of_squares(gradient, self._squares, record.number, after=list(after))
+    def _square(
+        self, record: LiveRecord, gradient: Buffer, after: Sequence[int], dtype: Dtype = Dtype.FP32
+    ) -> int:
+        ticket = self._engine.sum_of_squares(gradient, self._squares, record.number, dtype, after=list(after))
         self._square_tickets.append(ticket)
         return ticket
 
@@ -191,6 +194,7 @@ class GradientParts:
     def add_up(self, micros: Sequence[int], total: Tensor, *, layer: int) -> Iterator[tuple[int, Tensor]]:
         """Yield each of ``micros`` and the tensor to write its part to; afterwards ``total`` is the sum."""
         alone = self._replicas.size == 1
+        assert len(micros) == 1 or total.dtype == torch.float32
         self._spare = self._spare or FlatTensors(total.numel(), total.device)
         spare = self._spare.of(min(len(micros) - 1, 1) if alone else len(micros) - 1)
         if alone:

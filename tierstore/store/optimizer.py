@@ -69,8 +69,8 @@ class RecordOptimizer:
         scale: float = 1.0,
         after: Sequence[int] = (),
     ) -> int:
-        """Queues optimizer step ``number`` (None: the open one) with ``gradient`` (fp32, flat) times ``scale``, and in
-        the same pass the record's missed steps; returns the ticket.
+        """Queues optimizer step ``number`` (None: the open one) with ``gradient`` (flat, fp32 or bf16) times ``scale``, and
+        in the same pass the record's missed steps; returns the ticket.
 
         ``number`` may be an applied step, for a gradient that waited for that step's norm. Raises StoreError if no step
         is open, or the record is frozen or has taken the step.

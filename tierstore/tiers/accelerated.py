@@ -19,7 +19,7 @@ from tierstore._native import Arena, Buffer, Engine, HugePages
 from tierstore.accelerator import pinned, reached, synchronize
 from tierstore.capabilities import Capability
 from tierstore.quant.weights import QuantizedWeights, Weights
-from tierstore.tiers.device import LeavingGradients, WeightLoads, tensor_of
+from tierstore.tiers.device import LeavingGradients, WeightLoads, gradient_type, tensor_of
 from tierstore.tiers.slots import DeviceSlots
 from tierstore.timeline import NullTimeline, TimelineSink, Track
 
@@ -124,15 +124,19 @@ class AcceleratedTier:
         self.slots = slots
         self.loads = WeightLoads.COPIED
         self._weights = _slots(slots.weights, slots.weight_bytes, slots.weight_content_bytes, device)
-        gradients = _slots(slots.gradients, slots.gradient_bytes, slots.numel * 4, device)
-        self._gradients = [slot.view(torch.float32) for slot in gradients]
+        gradients = _slots(slots.gradients, slots.gradient_bytes, slots.gradient_content_bytes, device)
+        self._gradients = [slot.view(gradient_type(slots)) for slot in gradients]
         # Frozen experts have no gradient slots; an arena has at least a page.
         self._host_arena = Arena(max(slots.host_bytes, 4096), huge_pages)
         self._pinned = contextlib.ExitStack()
         self._pinned.enter_context(pinned(self._host_arena, device, pinning))
         self._leaving = LeavingGradients(
             [
-                Buffer(self._host_arena, [(i * slots.gradient_bytes, slots.gradient_bytes)], slots.numel * 4)
+                Buffer(
+                    self._host_arena,
+                    [(i * slots.gradient_bytes, slots.gradient_bytes)],
+                    slots.gradient_content_bytes,
+                )
                 for i in range(slots.gradients)
             ]
         )
@@ -184,7 +188,7 @@ class AcceleratedTier:
     def copy_to_host(self, slot: int) -> tuple[Buffer, list[int]]:
         made = reached(self.device)
         buffer, guards = self._leaving.begin(slot)
-        source, target = self._gradients[slot], tensor_of(buffer, torch.float32)
+        source, target = self._gradients[slot], tensor_of(buffer, gradient_type(self.slots))
 
         def copy() -> None:
             self._down.stream.wait_event(made)

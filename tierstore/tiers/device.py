@@ -24,7 +24,7 @@ from tierstore.accelerator import has_own_memory
 from tierstore.capabilities import Capability, Finding, Resolution, resolve
 from tierstore.links import LinkConfig, limited, open_link
 from tierstore.quant.weights import QuantizedWeights, Weights
-from tierstore.tiers.slots import DeviceSlots
+from tierstore.tiers.slots import DeviceSlots, SlotGradient
 from tierstore.timeline import TimelineSink
 
 
@@ -151,12 +151,18 @@ class HostDeviceTier:
             for i in range(slots.weights)
         ]
         self._gradients = [
-            self._buffer(weight_end + i * slots.gradient_bytes, slots.gradient_bytes, slots.numel * 4)
+            self._buffer(
+                weight_end + i * slots.gradient_bytes, slots.gradient_bytes, slots.gradient_content_bytes
+            )
             for i in range(slots.gradients)
         ]
         self._leaving = LeavingGradients(
             [
-                self._buffer(slots.nbytes + i * slots.gradient_bytes, slots.gradient_bytes, slots.numel * 4)
+                self._buffer(
+                    slots.nbytes + i * slots.gradient_bytes,
+                    slots.gradient_bytes,
+                    slots.gradient_content_bytes,
+                )
                 for i in range(buffers)
             ]
         )
@@ -167,7 +173,7 @@ class HostDeviceTier:
         self._slot_weights = [self._weights_in(buffer) for buffer in self._weights]
         #: The results of ``in_place`` by source.
         self._in_place: WeakKeyDictionary[Buffer, Weights] = WeakKeyDictionary()
-        self._gradient_tensors = [tensor_of(buffer, torch.float32) for buffer in self._gradients]
+        self._gradient_tensors = [tensor_of(buffer, gradient_type(slots)) for buffer in self._gradients]
         self._free: deque[tuple[int, list[int]]] = deque((slot, []) for slot in range(slots.gradients))
 
     def _buffer(self, offset: int, capacity: int, nbytes: int) -> Buffer:
@@ -220,6 +226,11 @@ class HostDeviceTier:
         self._gradient_tensors.clear()
         if self._products is not None:
             self._products.close()
+
+
+def gradient_type(slots: DeviceSlots[torch.dtype]) -> torch.dtype:
+    """The type of gradients in ``slots``."""
+    return torch.float32 if slots.gradient is SlotGradient.SUM else slots.compute
 
 
 def tensor_of(buffer: Buffer, dtype: torch.dtype) -> torch.Tensor:

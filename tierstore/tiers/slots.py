@@ -23,6 +23,15 @@ class DeviceKind(Enum):
         return cls.CPU if device_type == "cpu" else cls.CUDA
 
 
+class SlotGradient(Enum):
+    """What a gradient slot holds."""
+
+    #: A sum over micro-batches or replicas, in fp32.
+    SUM = "sum"
+    #: One matrix product, in the compute type, which holds all of its digits.
+    PRODUCT = "product"
+
+
 class ElementType(Protocol):
     """A torch.dtype, or anything else with an element size."""
 
@@ -38,7 +47,7 @@ E = TypeVar("E", bound=ElementType)
 @dataclass(frozen=True)
 class DeviceSlots(Generic[E]):
     """Number and size of the slots. Each holds ``numel`` elements: weights in the compute type, or as codes if
-    ``quantized``; gradients in fp32.
+    ``quantized``; gradients in fp32, or in the compute type if ``gradient`` is a product.
     """
 
     numel: int
@@ -46,6 +55,7 @@ class DeviceSlots(Generic[E]):
     weights: int = 4
     gradients: int = 3
     quantized: QuantizedLayout | None = None
+    gradient: SlotGradient = SlotGradient.SUM
 
     @property
     def weight_content_bytes(self) -> int:
@@ -58,8 +68,14 @@ class DeviceSlots(Generic[E]):
         return _padded(self.weight_content_bytes)
 
     @property
+    def gradient_content_bytes(self) -> int:
+        """Bytes of the gradient in a slot."""
+        return self.numel * (4 if self.gradient is SlotGradient.SUM else self.compute.itemsize)
+
+    @property
     def gradient_bytes(self) -> int:
-        return _padded(self.numel * 4)
+        """Bytes of a gradient slot, and of the host buffer that a gradient is copied to."""
+        return _padded(self.gradient_content_bytes)
 
     @property
     def nbytes(self) -> int:

@@ -13,7 +13,7 @@ from tierstore.model.store_schema import PAIR_SCHEMA, expert_record, quantized_l
 from tierstore.moe.lora import PairShape
 from tierstore.store.format import SECTION_ALIGNMENT, RecordSchema, Training
 from tierstore.store.opening import minimum_host_budget
-from tierstore.tiers.slots import DeviceKind, DeviceSlots
+from tierstore.tiers.slots import DeviceKind, DeviceSlots, SlotGradient
 from tierstore.train.config import TrainConfig
 from tierstore.units import format_bytes
 
@@ -97,22 +97,28 @@ def trained_schema(config: TrainConfig) -> RecordSchema | None:
     return pair_schema(config) if config.lora.enabled else expert_schema(config)
 
 
-def least_host_budget(config: TrainConfig, device: DeviceKind, schema: RecordSchema | None = None) -> int:
+def least_host_budget(
+    config: TrainConfig, device: DeviceKind, schema: RecordSchema | None = None, *, replicas: int = 1
+) -> int:
     """The smallest host budget that ``budgets`` accepts, in bytes."""
     schema, pairs = schema or expert_schema(config), pair_schema(config)
     schemas = [schema] if pairs is None else [schema, pairs]
     cache = minimum_host_budget(schemas, config.cache, len(config.model.moe_layers))
-    slots = _slots(config, schema, 1)
+    slots = _slots(config, schema, 1, replicas)
     return cache + _landing(config, device, slots) + (_nbytes(slots) if device is DeviceKind.CPU else 0)
 
 
-def _slots(config: TrainConfig, schema: RecordSchema, count: int) -> list[DeviceSlots[ComputeDtype]]:
+def _slots(
+    config: TrainConfig, schema: RecordSchema, count: int, replicas: int
+) -> list[DeviceSlots[ComputeDtype]]:
     """Slots for ``count`` experts at a time, and for their pairs, if any. Gradients are moved off as they become final."""
-    gradients, pairs = min(count, 3), pair_schema(config)
+    gradients, pairs = 0 if schema.frozen else min(count, 3), pair_schema(config)
+    # In layer order a slot adds up the micro-batches' products; replicas' are added up in it.
+    gradient = SlotGradient.SUM if config.data.layer_major or replicas > 1 else SlotGradient.PRODUCT
     compute = config.model.compute_dtype
-    slots = [DeviceSlots(schema.numel, compute, count, 0 if schema.frozen else gradients, schema.quantized)]
+    slots = [DeviceSlots(schema.numel, compute, count, gradients, schema.quantized, gradient)]
     if pairs is not None:
-        slots.append(DeviceSlots(pairs.numel, ComputeDtype.FP32, count, gradients))
+        slots.append(DeviceSlots(pairs.numel, ComputeDtype.FP32, count, min(count, 3)))
     return slots
 
 
@@ -139,10 +145,11 @@ def budgets(
     experts: int,
     schema: RecordSchema | None = None,
     free: int | None = None,
+    replicas: int = 1,
 ) -> Budgets:
     """Divides the budgets for a rank that has ``experts`` experts in all of its layers. Raises BudgetError naming the
     minimum. ``schema``: that of the experts (None: the configuration's). ``free``: bytes of an accelerator that experts may
-    take if ``device_budget`` is 0 (None: not known).
+    take if ``device_budget`` is 0 (None: not known). ``replicas``: copies of the experts on other ranks and here.
 
     The device tier gets as many slots as ``device_budget`` or ``free`` holds, at most one for each expert. It gets a few,
     for overlap, without either, if ``free`` holds fewer, or if the device computes with the host cache. A tight host
@@ -150,9 +157,9 @@ def budgets(
     gradients.
     """
     schema = schema or expert_schema(config)
-    slots = _slots(config, schema, 1)
+    slots = _slots(config, schema, 1, replicas)
     least, on_host = _nbytes(slots), device is DeviceKind.CPU
-    minimum = least_host_budget(config, device, schema)
+    minimum = least_host_budget(config, device, schema, replicas=replicas)
     minimum_cache = minimum - _landing(config, device, slots) - (least if on_host else 0)
     if config.host_budget < minimum:
         raise BudgetError(
@@ -169,7 +176,7 @@ def budgets(
     elif on_host:
         allowance = max(config.host_budget // 8, least)
     else:
-        allowance = max(free or 0, _nbytes(_slots(config, schema, _FEW_SLOTS)))
+        allowance = max(free or 0, _nbytes(_slots(config, schema, _FEW_SLOTS, replicas)))
     keeps = copies_weights(config, device) and (config.device_budget or free is not None)
     most = experts if keeps else _FEW_SLOTS
 
@@ -178,10 +185,10 @@ def budgets(
 
     def lacks(count: int) -> bool:
         """Whether the budgets are too small for ``count`` slots."""
-        asked = _slots(config, schema, count)
+        asked = _slots(config, schema, count, replicas)
         return _nbytes(asked) > allowance or cache_beside(asked) < minimum_cache
 
-    slots = _slots(config, schema, max(bisect_left(range(1, most + 1), True, key=lacks), 1))
+    slots = _slots(config, schema, max(bisect_left(range(1, most + 1), True, key=lacks), 1), replicas)
     cache = cache_beside(slots)
     lookahead = int(cache * config.prefetch.budget) if config.prefetch.depth else 0
     if cache - lookahead < minimum_cache:

@@ -125,6 +125,7 @@ def prepare(
         kind,
         experts=len(owned) * len(config.model.moe_layers),
         free=_free_device_bytes(config, mesh),
+        replicas=mesh.replicas,
     )
     resharded_from = follow_ranks(config, opening, mesh)
     agreed = agree(config.store, opening, mesh)
