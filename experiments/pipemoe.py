@@ -1,6 +1,7 @@
 """Whether AUTO's number of chunks is the best (PipeMoE): layers over limited links, with experts on an emulated device.
 
-    python experiments/pipemoe.py [--layers 60] [--rounds 5] [--slowdown 1]
+    python experiments/pipemoe.py [--layers 60] [--rounds 5] [--slowdown 1] [--experts 12]
+    python experiments/pipemoe.py --layers 12 --experts 1 2 4 8
     python experiments/pipemoe.py --svg docs/chunks.svg --rounds 25
 
 2 and 4 ranks run the passes of a MoE layer as a training run does, forward and backward, in every number of chunks in
@@ -9,6 +10,10 @@ of communication to computation, 3 sizes). AUTO's models are fitted before, on a
 Each pass is compared with the best of those measured, and with one chunk, round by round. Where AUTO's number is one of
 those measured, the two that ought to be equal show how much of a difference is noise. ``--slowdown``: links and devices
 take that many times as long, for a machine that others use.
+
+``--experts``: experts that a rank owns, of as many layers each. More chunks than that divide each expert's rows into parts,
+as ``auto-split`` does. The table by number of experts sets AUTO beside fixed degrees, as the paper's Table VI does, and
+beside AUTO with whole experts alone.
 
 ``--svg`` draws, from one rank's timeline, the fastest passes of one layer in 1, 2 and 4 chunks: on the network the
 turns of messages on the limited link, on the device the experts of each chunk from when its rows have arrived.
@@ -34,7 +39,7 @@ from tierstore.links import CollectiveLink, LinkConfig, open_link
 from tierstore.machine_profile import Cost, fit_cost
 from tierstore.moe.computing import ExpertPass, Weighting, compute_experts
 from tierstore.moe.config import ExpertShape, SaveActivations
-from tierstore.moe.dispatch import dispatch
+from tierstore.moe.dispatch import Dispatch, dispatch
 from tierstore.moe.exchange import ExchangedRows, rows_of
 from tierstore.moe.source import ExpertSourceRef, PipelineDegrees, Pipelining
 from tierstore.parallel import Channel, Collective, Mesh, Work
@@ -42,20 +47,21 @@ from tierstore.parallel.config import ParallelConfig
 from tierstore.parallel.launching import launch
 from tierstore.parallel.limited import LimitedGroup
 from tierstore.parallel.pipeline_degree import (
+    Degree,
     LayerPass,
     PipelineCosts,
     Share,
     backward_pass,
+    chosen_degrees,
     forward_pass,
     pass_seconds,
-    worthwhile_degree,
 )
 from tierstore.reports.bars import Bar, BarPanel, draw_bars, joined
 from tierstore.stats import percentile
 from tierstore.timeline import NullTimeline, TimelineSink, TimelineSlice, Track, open_timeline, read_slices
 from tierstore.units import format_seconds
 
-#: Experts that a rank owns. Their loads are drawn, so chunks are not quite equal.
+#: Experts that a rank owns, if no other number is given. Their loads are drawn, so chunks are not quite equal.
 EXPERTS = 12
 #: Bytes of one row, and of its weight, which travels beside its gradient.
 ROW_BYTES, WEIGHT_BYTES = 1024, 4
@@ -63,6 +69,8 @@ ROW_BYTES, WEIGHT_BYTES = 1024, 4
 HIDDEN = 4
 #: Chunks that are measured.
 DEGREES = (1, 2, 3, 4, 6, 8)
+#: Those that the paper compares itself with (Table VI).
+FIXED = (1, 2, 4, 8)
 #: Rows of a rank: of layers that are scored, and of those that models are fitted on.
 ROWS, FITTED_ROWS = (512, 1024, 1536), (384, 768, 1280)
 #: One chunk, and several: what a chunk adds is fitted on these, in turns of some rounds each.
@@ -86,13 +94,14 @@ COLOURS = {"dispatch": "#55a868", "combine": "#8172b3", "forward": "#4c72b0", "b
 @dataclass(frozen=True, slots=True)
 class Machine:
     """``ranks`` on a network whose all-to-alls start in ``latency_s``, with devices on which the experts of a layer of the
-    middle size take 1 / ``ratio`` times as long as its dispatch and combine.
+    middle size take 1 / ``ratio`` times as long as its dispatch and combine. ``experts``: those that a rank owns.
     """
 
     ranks: int
     latency_s: float
     ratio: float
     slowdown: float = 1.0
+    experts: int = EXPERTS
 
     @property
     def link(self) -> LinkConfig:
@@ -102,7 +111,7 @@ class Machine:
 
     @property
     def speed(self) -> DeviceSpeed:
-        seconds = 2 * EXCHANGE_S * self.slowdown / self.ratio - EXPERTS * EXPERT_START_S
+        seconds = 2 * EXCHANGE_S * self.slowdown / self.ratio - self.experts * EXPERT_START_S
         return DeviceSpeed(EXPERT_START_S, seconds / ROWS[1])
 
 
@@ -115,10 +124,10 @@ class Layer:
     seed: int
 
 
-def layers(count: int, slowdown: float) -> list[Layer]:
+def layers(count: int, slowdown: float, experts: int = EXPERTS) -> list[Layer]:
     """``count`` of the 60 layers, evenly over them."""
     every = [
-        Layer(Machine(ranks, latency_s, ratio, slowdown), rows, seed)
+        Layer(Machine(ranks, latency_s, ratio, slowdown, experts), rows, seed)
         for seed, (ranks, latency_s, ratio, rows) in enumerate(
             itertools.product(RANKS, LATENCIES_S, RATIOS, ROWS)
         )
@@ -190,7 +199,7 @@ class Passes:
         always follows the same other; the first round is not kept.
         """
         self._link.link, self._link.timeline = open_link(link), timeline or NullTimeline()
-        world, experts = self._mesh.data.size, EXPERTS * self._mesh.data.size
+        world, experts = self._mesh.data.size, layer.machine.experts * self._mesh.data.size
         slot = ExpertSourceRef(Pipelining(timeline))
         shape = ExpertShape(ROW_BYTES // 4, HIDDEN)
         slot.target = SleepingExperts(shape, self._device)
@@ -202,20 +211,21 @@ class Passes:
         x_TD = torch.randn(layer.rows, ROW_BYTES // 4, requires_grad=True)
         weight_TK, grad_TD = torch.ones(layer.rows, 1), torch.ones_like(x_TD)
 
-        def rows() -> ExchangedRows:
+        def rows(parts: int) -> tuple[Dispatch, ExchangedRows]:
             # Found anew in every pass, as a training step does.
-            found = rows_of(plan, load_RE, self._mesh, training=True)
+            divided, found = rows_of(plan, load_RE, self._mesh, training=True, parts=parts)
             assert isinstance(found, ExchangedRows)
-            return found
+            return divided, found
 
         draw, places = random.Random(layer.seed), range(len(degrees))  # the same on all ranks
         spent = torch.zeros(2, len(degrees), rounds, dtype=torch.float64)
         for number in range(rounds + 1):
             for place in draw.sample(places, len(places)):
-                slot.pipelining.degrees = PipelineDegrees(*degrees[place])
+                parts = -(-max(degrees[place]) // layer.machine.experts)
+                slot.pipelining.degrees = PipelineDegrees(*degrees[place], parts)
                 self._mesh.data.barrier()
                 started = time.perf_counter()
-                call = ExpertPass(0, shape, slot, plan, rows(), Weighting.BY_EXPERT, SaveActivations.SAVE)
+                call = ExpertPass(0, shape, slot, *rows(parts), Weighting.BY_EXPERT, SaveActivations.SAVE)
                 y_TD = compute_experts(x_TD, weight_TK, call)
                 forward_s = time.perf_counter() - started
                 self._mesh.data.barrier()
@@ -223,7 +233,7 @@ class Passes:
                 torch.autograd.backward(y_TD, grad_TD)
                 if number:
                     spent[:, place, number - 1] = torch.tensor([forward_s, time.perf_counter() - started])
-        most = rows().most()
+        most = rows(1)[1].most()
         self._link.link, self._link.timeline = None, NullTimeline()
         if rounds:
             self._mesh.world.max(spent)
@@ -295,15 +305,16 @@ class Models:
     def __init__(self, passes: Passes) -> None:
         self._passes = passes
         self._exchanges: dict[LinkConfig, Cost] = {}
-        self._devices: dict[float, list[FittedPass]] = {}
+        self._devices: dict[tuple[float, int], list[FittedPass]] = {}
 
     def predict(self, layer: Layer) -> list[PredictedPass]:
         """The forward and the backward pass of ``layer``: in the latter gradients and weights travel."""
         machine = layer.machine
         if machine.link not in self._exchanges:
             self._exchanges[machine.link] = self._fit_exchange(machine)
-        if machine.ratio not in self._devices:
-            self._devices[machine.ratio] = self._fit_device(machine)
+        device = machine.ratio, machine.experts
+        if device not in self._devices:
+            self._devices[device] = self._fit_device(machine)
         loads = self._passes.measure(layer, machine.link, [(1, 1)], rounds=0)
         exchange, sent = self._exchanges[machine.link], loads.travelling * ROW_BYTES
         ways = (
@@ -311,7 +322,7 @@ class Models:
             backward_pass(sent, 0.0, weights_bytes=loads.travelling * WEIGHT_BYTES),
         )
         found = []
-        for way, computed in zip(ways, self._devices[machine.ratio], strict=True):
+        for way, computed in zip(ways, self._devices[device], strict=True):
             costs = PipelineCosts(exchange.latency_s, 1 / exchange.per_s, computed.chunk_s, 1.0)
             experts = Share(1, computed.rows.seconds(loads.computed))
             found.append(PredictedPass(costs, LayerPass(way.dispatch, experts, way.combine)))
@@ -343,12 +354,16 @@ class Models:
 
 
 def score(
-    layer: Layer, phase: str, predicted: PredictedPass, samples: Sequence[Sequence[float]]
+    layer: Layer, phase: str, predicted: PredictedPass, chosen: Degree, samples: Sequence[Sequence[float]]
 ) -> dict[str, Any]:
-    """One pass. ``samples``: by round, of each of ``DEGREES`` and of AUTO's choice. Ratios are medians over rounds of AUTO's
-    time to another's of the same round; ``same_ratio``: to its own number of chunks, measured once more.
+    """One pass. ``samples``: by round, of each of ``DEGREES`` and of AUTO's choice, ``chosen``. Ratios are medians of
+    rounds, of AUTO's time to another's of the same round; ``same_ratio``: to its own number of chunks, measured once more;
+    ``to_whole_ratio``: to the best number of chunks of whole experts.
     """
-    chosen = worthwhile_degree(predicted.costs, predicted.work, present=1, most=max(DEGREES))
+    experts = layer.machine.experts
+    whole = min(
+        (r for r in DEGREES if r <= experts), key=lambda r: pass_seconds(predicted.costs, predicted.work, r)
+    )
     times = dict(zip(DEGREES, samples, strict=False))
     medians = {r: statistics.median(found) for r, found in times.items()}
     best = min(medians, key=lambda r: medians[r])
@@ -365,6 +380,7 @@ def score(
     return {
         "phase": phase,
         "ranks": layer.machine.ranks,
+        "experts_count": layer.machine.experts,
         "rows_count": layer.rows,
         "latency_s": layer.machine.link.latency,
         "communication_to_computation_ratio": predicted.network_s(1) / predicted.device_s(1),
@@ -377,6 +393,8 @@ def score(
         "predicted_s": chosen.seconds,
         "to_best_ratio": ratio(best),
         "to_one_ratio": ratio(1),
+        "to_fixed_ratio": {str(r): ratio(r) for r in FIXED},
+        "to_whole_ratio": 1.0 if chosen.degree <= experts else ratio(whole),
         "same_ratio": ratio(chosen.degree) if chosen.degree in times else None,
         "limit_s": limit_s,
         "times_s": {str(r): spent for r, spent in medians.items()},
@@ -393,15 +411,19 @@ def rank(chosen: Sequence[Layer], rounds: int) -> list[dict[str, Any]]:
         models = Models(passes)
         for layer in chosen:
             predicted = models.predict(layer)
-            auto = [
-                worthwhile_degree(of.costs, of.work, present=1, most=max(DEGREES)).degree for of in predicted
-            ]
-            degrees = [*((r, r) for r in DEGREES), (auto[0], auto[1])]
+            experts, most = layer.machine.experts, max(DEGREES)
+            auto = chosen_degrees(
+                [(of.costs, of.work) for of in predicted],
+                present=(1, 1),
+                owned=min(experts, most),
+                most=most,
+            )
+            degrees = [*((r, r) for r in DEGREES), (auto[0].degree, auto[1].degree)]
             found = passes.measure(layer, layer.machine.link, degrees, rounds)
-            for phase, of, samples in zip(
-                ("forward", "backward"), predicted, (found.forward_s, found.backward_s), strict=True
+            for phase, of, choice, samples in zip(
+                ("forward", "backward"), predicted, auto, (found.forward_s, found.backward_s), strict=True
             ):
-                rows.append(score(layer, phase, of, samples))
+                rows.append(score(layer, phase, of, choice, samples))
     return rows
 
 
@@ -422,6 +444,25 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             row["wanted_chunks_count"] > max(DEGREES) == row["auto_chunks_count"] for row in rows
         ),
     }
+
+
+def saved_by_experts(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """By experts of a rank, the part of a pass's time that AUTO saves, mean and highest: of each fixed degree, of the
+    slowest of these, of the best measured, and of the best number of chunks of whole experts.
+    """
+    found = []
+    for experts in sorted({row["experts_count"] for row in rows}):
+        own = [row for row in rows if row["experts_count"] == experts]
+        to = {f"r = {r}": [row["to_fixed_ratio"][str(r)] for row in own] for r in FIXED}
+        to["the slowest"] = [min(row["to_fixed_ratio"].values()) for row in own]
+        to["the best measured"] = [row["to_best_ratio"] for row in own]
+        to["whole experts"] = [row["to_whole_ratio"] for row in own]
+        saved = {
+            name: {"mean_ratio": 1 - statistics.mean(ratios), "highest_ratio": 1 - min(ratios)}
+            for name, ratios in to.items()
+        }
+        found.append({"experts_count": experts, "passes_count": len(own), "saved": saved})
+    return found
 
 
 # The picture ------------------------------------------------------------------------------------------------
@@ -523,7 +564,7 @@ def _expert_bars(drawn: DrawnPass, zero: float) -> Iterator[Bar]:
 
 
 def main() -> None:
-    asked = options(__doc__, layers=60, rounds=5, slowdown=1.0, svg=None)
+    asked = options(__doc__, layers=60, rounds=5, slowdown=1.0, experts=(EXPERTS,), svg=None)
     if asked.svg:
         with tempfile.TemporaryDirectory() as directory:
             run_ranks(draw_rank, 2, directory, asked.slowdown, asked.rounds)
@@ -534,20 +575,20 @@ def main() -> None:
         seconds = {str(r): [(each.end - each.begin) / 1e6 for each in both] for r, both in drawn.items()}
         finish({"drawn_pass_s": seconds})
     rows: list[dict[str, Any]] = []
-    for ranks, of in itertools.groupby(
-        layers(asked.layers, asked.slowdown), key=lambda each: each.machine.ranks
-    ):
-        rows += run_ranks(rank, ranks, list(of), asked.rounds)[0]
-    found = summary(rows)
+    chosen = [layer for experts in asked.experts for layer in layers(asked.layers, asked.slowdown, experts)]
+    for ranks in RANKS:
+        of = [layer for layer in chosen if layer.machine.ranks == ranks]
+        rows += run_ranks(rank, ranks, of, asked.rounds)[0] if of else []
+    found, saved = summary(rows), saved_by_experts(rows)
     OUTPUT.table(
         f"{len(rows) // 2} layers, forward and backward, {asked.rounds} rounds",
         (
-            *("pass", "ranks", "rows", "start", "communication / computation"),
+            *("pass", "ranks", "experts", "rows", "start", "communication / computation"),
             *("AUTO's r", "best r", "AUTO", "best", "r = 1", "/ best", "/ r = 1", "predicted"),
         ),
         [
             (
-                row["phase"], row["ranks"], row["rows_count"], format_seconds(row["latency_s"]),
+                row["phase"], row["ranks"], row["experts_count"], row["rows_count"], format_seconds(row["latency_s"]),
                 f"{row['communication_to_computation_ratio']:.2f}", row["auto_chunks_count"], row["best_chunks_count"],
                 *(format_seconds(row[name]) for name in ("auto_s", "best_s", "one_s")),
                 f"{row['to_best_ratio']:.3f}", f"{row['to_one_ratio']:.3f}", format_seconds(row["predicted_s"]),
@@ -566,7 +607,18 @@ def main() -> None:
             f"overlap, where communication equals computation: at most {found['overlap_worst_ratio']:.3f} of 1.2 x the "
             "longer plus what cannot overlap"
         )
-    finish({**found, "passes": rows})
+    OUTPUT.table(
+        "what AUTO saves of a pass's time: mean (highest)",
+        ("experts of a rank", *saved[0]["saved"]),
+        [
+            (
+                of["experts_count"],
+                *(f"{one['mean_ratio']:.1%} ({one['highest_ratio']:.1%})" for one in of["saved"].values()),
+            )
+            for of in saved
+        ],
+    )
+    finish({**found, "by_experts": saved, "passes": rows})
 
 
 if __name__ == "__main__":

@@ -7,7 +7,18 @@ import time
 import pytest
 import torch
 from emulation import DeviceSpeed, SleepingDevice, SleepingExperts, slow_weights
-from pipemoe import EXPERTS, ROW_BYTES, Layer, Machine, PredictedPass, fit_pass, layers, score, summary
+from pipemoe import (
+    EXPERTS,
+    ROW_BYTES,
+    Layer,
+    Machine,
+    PredictedPass,
+    fit_pass,
+    layers,
+    saved_by_experts,
+    score,
+    summary,
+)
 
 from tierstore.moe.config import ExpertShape
 from tierstore.moe.experts import Workspace, backward_weighted_expert, forward_expert
@@ -122,13 +133,23 @@ def test_a_score_by_hand() -> None:
     """The network's 204.8 ms and starts of 2 ms a chunk: 2 chunks do. They take 1.1 and 1.3 of 200 ms in two rounds."""
     layer, of = Layer(Machine(2, 0.001, 1.0), 512, 0), predicted()
     samples = [[0.3, 0.3], [0.22, 0.26], [0.2, 0.2], [0.3, 0.3], [0.4, 0.4], [0.5, 0.5], [0.24, 0.24]]
-    found = score(layer, "forward", of, samples)
+    chosen = worthwhile_degree(of.costs, of.work, present=1, most=8)
+    found = score(layer, "forward", of, chosen, samples)
     assert (found["auto_chunks_count"], found["best_chunks_count"]) == (2, 3)
     assert found["to_best_ratio"] == pytest.approx(1.2)
     assert found["to_one_ratio"] == pytest.approx(0.8)
     assert found["same_ratio"] == pytest.approx((0.24 / 0.22 + 0.24 / 0.26) / 2)
     assert found["limit_s"] == pytest.approx(0.2 * 0.2068 + pass_seconds(of.costs, of.work, 3))
-    assert score(layer, "backward", of, samples)["limit_s"] is None
+    assert score(layer, "backward", of, chosen, samples)["limit_s"] is None
+    assert found["to_fixed_ratio"] == pytest.approx({"1": 0.8, "2": found["same_ratio"], "4": 0.8, "8": 0.48})
+    assert found["to_whole_ratio"] == 1.0  # of 12 experts
+    few = score(Layer(Machine(2, 0.001, 1.0, experts=1), 512, 0), "forward", of, chosen, samples)
+    assert few["to_whole_ratio"] == found["to_one_ratio"]
+    one, twelve = saved_by_experts([found, few])
+    assert (one["experts_count"], twelve["experts_count"]) == (1, 12)
+    assert one["saved"]["the slowest"]["mean_ratio"] == pytest.approx(0.52)
+    assert one["saved"]["whole experts"]["highest_ratio"] == pytest.approx(0.2)
+    assert twelve["saved"]["whole experts"]["mean_ratio"] == 0.0
     result = summary([found, {**found, "to_best_ratio": 1.0, "to_one_ratio": 1.2}])
     assert (result["close_share_ratio"], result["worst_to_best_ratio"]) == (0.5, found["to_best_ratio"])
     assert result["worst_to_one_ratio"] == 1.2

@@ -28,7 +28,7 @@ SMALLEST = {
     "embedding": "--ranks 2 --vocab 9000 --d-model 128 --tokens 16 --small-tokens 128 --rounds 1 --steps 1",
     "exchange": f"{_NODES} --network process",
     "layouts": "--ranks 1 --rounds 1 --steps 1",
-    "pipemoe": "--layers 1 --rounds 1 --slowdown 0.1",
+    "pipemoe": "--layers 1 --rounds 1 --slowdown 0.1 --experts 2 12",
     "pipemoe_solvers": "--cases 50",
     "ppmoe": "--ranks 2 --tokens 32 --width 8 --rounds 1 --pass-s 0.002",
     "prediction": "--cases 1 --steps 1 --warmup 1 --forward-s 0.001",
@@ -79,7 +79,8 @@ def check_layouts(found: Found) -> None:
 
 
 def check_pipemoe(found: Found) -> None:
-    assert [each["phase"] for each in found["passes"]] == ["forward", "backward"]
+    assert [each["phase"] for each in found["passes"]] == ["forward", "backward"] * 2
+    assert [each["experts_count"] for each in found["by_experts"]] == [2, 12]
     assert all(list(each["times_s"]) == ["1", "2", "3", "4", "6", "8"] for each in found["passes"])
 
 

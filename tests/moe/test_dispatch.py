@@ -8,7 +8,7 @@ from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierstore.moe.dispatch import combine, combine_weighted, dispatch, dispatch_token
+from tierstore.moe.dispatch import combine, combine_weighted, dispatch, dispatch_token, divide_experts
 
 
 def test_by_hand() -> None:
@@ -42,6 +42,46 @@ def test_there_and_back(tokens: int, top_k: int, experts: int, seed: int) -> Non
     rows = torch.cat([x[plan.token_N], torch.zeros(1, 3)])
     kept = (expert_TK >= 0).sum(dim=1, keepdim=True)
     torch.testing.assert_close(combine(rows, plan.place_TK), x * kept)
+
+
+def test_divided_experts_by_hand() -> None:
+    """Rank 0 has 2 and 0 rows of two experts, rank 1 has 3 and 1: expert 0's rows 0 to 4 go to parts 0 1 0 1 0, of which 2
+    to 4 are rank 1's.
+    """
+    expert_TK = torch.tensor([[1, 0], [0, -1], [0, -1]])
+    plan = dispatch(expert_TK, torch.tensor([3, 1]))
+    assert plan.order_N.tolist() == [1, 2, 4, 0]
+    divided, load_SU = divide_experts(plan, torch.tensor([[2, 0], [3, 1]]), 1, 2)
+    assert load_SU.tolist() == [[1, 1, 0, 0], [2, 1, 1, 0]]
+    assert divided.order_N.tolist() == [1, 4, 2, 0]
+    assert divided.token_N.tolist() == [0, 2, 1, 0]
+    assert divided.offsets == (0, 2, 3, 4, 4)
+    assert divided.place_TK.tolist() == [[3, 0], [2, 4], [1, 4]]
+
+
+@settings(max_examples=share(50))
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 5), st.integers(0, 999))
+def test_divided_experts_against_slices(ranks: int, experts: int, parts: int, seed: int) -> None:
+    """Part p of an expert has all ranks' rows p, p + parts, ..., of each rank in the order of its tokens."""
+    draw = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, 9, (ranks,), generator=draw).tolist()
+    chosen = [torch.randint(-1, experts, (count, 2), generator=draw) for count in tokens]
+    load_SE = torch.stack([(each.flatten() + 1).bincount(minlength=experts + 1)[1:] for each in chosen])
+    for rank, each in enumerate(chosen):
+        plan = dispatch(each, load_SE[rank])
+        divided, load_SU = divide_experts(plan, load_SE, rank, parts)
+        for expert in range(experts):
+            rows = [(r, i) for r in range(ranks) for i in range(int(load_SE[r, expert]))]
+            for part in range(parts):
+                there, unit = rows[part::parts], expert * parts + part
+                assert load_SU[:, unit].tolist() == [sum(r == s for r, _ in there) for s in range(ranks)]
+                wanted = [int(plan.order_N[plan.span(expert)][i]) for r, i in there if r == rank]
+                assert divided.order_N[divided.span(unit)].tolist() == wanted
+        assert torch.equal(divided.token_N, divided.order_N // 2)
+        places = torch.cat([divided.order_N, torch.tensor([-1])])[divided.place_TK].flatten()
+        dropped = each.flatten() < 0
+        assert torch.equal(places.masked_fill(dropped, 0), torch.arange(len(places)).masked_fill(dropped, 0))
+        assert bool((places[dropped] == -1).all())
 
 
 @settings(max_examples=share(40))

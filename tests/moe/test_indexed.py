@@ -132,7 +132,7 @@ def one_pass(mesh: Mesh, weighting: Weighting, save: SaveActivations, dtype: tor
     x_TD.requires_grad_()
     weight_TK = torch.rand(17, 3, generator=generator).masked_fill(expert_TK < 0, 0).requires_grad_()
     source = InMemoryExperts(shape, layers=[0], experts=experts, compute=dtype)
-    rows = rows_of(plan, load_E.unsqueeze(0), mesh, training=True)
+    plan, rows = rows_of(plan, load_E.unsqueeze(0), mesh, training=True)
     before = mesh.tensor.traffic[Collective.ALL_TO_ALL].sent_bytes
     y_TD = compute_experts(x_TD, weight_TK, ExpertPass(0, shape, source, plan, rows, weighting, save))
     sent = mesh.tensor.traffic[Collective.ALL_TO_ALL].sent_bytes - before

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from tierstore.errors import ConfigError
 from tierstore.moe.computing import ExpertPass, Weighting, compute_experts
 from tierstore.moe.config import Activation, ExpertShape, SaveActivations
-from tierstore.moe.dispatch import dispatch
+from tierstore.moe.dispatch import dispatch, divide_experts
 from tierstore.moe.exchange import LocalRows
 from tierstore.moe.lora import LoraConfig, LoraTargets, PairShape
 from tierstore.moe.low_rank import PairLease, initial_pair, merge_pair
@@ -91,10 +91,16 @@ class Case:
         weight_TK, self.expert_TK = scores.topk(TOP_K)
         self.weight_TK = weight_TK.to(wide).requires_grad_()
 
-    def run(self, weighting: Weighting, save: SaveActivations) -> Tensor:
+    def run(self, weighting: Weighting, save: SaveActivations, parts: int = 1) -> Tensor:
         load_E = torch.bincount(self.expert_TK.flatten(), minlength=EXPERTS)
         plan = dispatch(self.expert_TK, load_E)
-        call = ExpertPass(0, self.shape, self.source, plan, LocalRows(plan, plan.experts), weighting, save)
+        rows = LocalRows(plan, plan.experts)
+        if parts > 1:
+            asked = tuple(expert * parts + part for expert in plan.experts for part in range(parts))
+            plan, _ = divide_experts(plan, load_E.unsqueeze(0), 0, parts)
+            rows = LocalRows(plan, asked)
+            rows.parts = parts
+        call = ExpertPass(0, self.shape, self.source, plan, rows, weighting, save)
         return compute_experts(self.x_TD, self.weight_TK, call)
 
     def expected(self) -> tuple[Tensor, dict[int, Tensor]]:
@@ -112,17 +118,18 @@ class Case:
         return torch.stack(rows), pairs
 
 
+@pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("save", SaveActivations)
 @pytest.mark.parametrize("weighting", Weighting)
 @pytest.mark.parametrize("kind", Activation)
 def test_equal_to_autograd_through_the_merged_weights(
-    kind: Activation, weighting: Weighting, save: SaveActivations
+    kind: Activation, weighting: Weighting, save: SaveActivations, parts: int
 ) -> None:
     if kind.transposed and weighting is Weighting.BY_EXPERT:
         pytest.skip("experts with biases are weighed by their output")
     case = Case(kind, torch.float64)
     inputs = (case.x_TD, case.weight_TK)
-    out = case.run(weighting, save)
+    out = case.run(weighting, save, parts)
     expected, pairs = case.expected()
     assert torch.allclose(out, expected, rtol=1e-12, atol=1e-12)
     downstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(9), dtype=out.dtype)

@@ -15,8 +15,10 @@ from tierstore.parallel.pipeline_degree import (
     WeightGradients,
     backward_pass,
     best_degree,
+    chosen_degrees,
     forward_pass,
     pass_seconds,
+    worthwhile_degree,
 )
 
 COSTS = PipelineCosts(alpha_a=1.0, beta_a=0.1, alpha_e=2.0, beta_e=0.5)
@@ -102,3 +104,35 @@ def test_bad_arguments() -> None:
         pass_seconds(COSTS, work, 0)
     with pytest.raises(ValueError, match="amount"):
         Share(1, -1.0)
+
+
+def test_parts_of_experts_by_hand() -> None:
+    """The passes above: 54 s in one chunk, 46 in two, 44.7 in three and 45 in four. A rank with one expert takes three for
+    both; with two experts two and four are its whole parts, and four saves 2.2%; with three it keeps experts whole.
+    """
+    passes = [(COSTS, forward_pass(100.0, 60.0))] * 2
+    for owned, degree in ((1, 3), (2, 4), (3, 3)):
+        found = chosen_degrees(passes, present=(1, 1), owned=owned, most=8)
+        assert [one.degree for one in found] == [degree] * 2
+        assert [one.seconds for one in found] == [pass_seconds(COSTS, passes[0][1], degree)] * 2
+    slightly = chosen_degrees(passes, present=(2, 2), owned=2, most=2)
+    assert [(one.degree, one.wanted) for one in slightly] == [(2, 3)] * 2
+
+
+@given(st.lists(st.tuples(SHARES, SHARES, SHARES), min_size=1, max_size=2), st.integers(1, 6))
+def test_one_number_for_all_passes_where_experts_are_divided(
+    shares: list[tuple[Share, Share, Share]], owned: int
+) -> None:
+    """Against all numbers; and with whole experts alone, each pass as if it were the only one."""
+    passes = [(COSTS, LayerPass(*each)) for each in shares]
+    present = [1] * len(passes)
+    alone = [worthwhile_degree(*one, present=1, most=owned) for one in passes]
+    assert chosen_degrees(passes, present=present, owned=owned, most=owned) == alone
+    found = chosen_degrees(passes, present=present, owned=owned, most=8 * owned)
+    seconds = sum(one.seconds for one in found)
+    if found != alone:
+        assert len({one.degree for one in found}) == 1
+        assert found[0].degree % owned == 0
+        assert seconds < sum(one.seconds for one in alone)
+    for parts in range(1, 9):
+        assert seconds <= sum(pass_seconds(*one, parts * owned) for one in passes) * 1.021

@@ -95,8 +95,10 @@ def test_what_cannot_be_says_why() -> None:
         assert why in found
     layered = LayoutChoice(Layout(2, 1, 1, 1), order=MicroOrder.LAYER)
     assert "1F1B" in (obstacle(config, layered, 4) or "")
-    five = LayoutChoice(Layout(1, 1, 2, 1), degree=5)
-    assert "parallel.pipeline_degree: expected auto or at most 2" in (obstacle(config, five, 4) or "")
+    many = LayoutChoice(Layout(1, 1, 2, 1), degree=33)
+    assert "parallel.pipeline_degree: expected auto, auto-split or at most 32" in (
+        obstacle(config, many, 4) or ""
+    )
 
 
 def test_what_differs_is_a_candidate() -> None:

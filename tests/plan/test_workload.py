@@ -186,9 +186,22 @@ def test_what_the_plan_says(setting: Make) -> None:
     assert plan_run(setting().config, ROOMY, profile=profile).as_json()["pipeline_degree"] is None
 
 
-def test_more_chunks_than_experts_are_refused_as_by_a_run(setting: Make) -> None:
-    with pytest.raises(ConfigError, match="auto or at most 6, the fewest of the 12 experts"):
-        predict(setting({"parallel.pipeline_degree": 7}, ranks=2), ASSUMED)
+def test_too_many_chunks_are_refused_as_by_a_run(setting: Make) -> None:
+    with pytest.raises(ConfigError, match=r"auto-split or at most 96, 16 parts of an expert .*\(12 experts"):
+        predict(setting({"parallel.pipeline_degree": 97}, ranks=2), ASSUMED)
+
+
+def test_more_chunks_than_experts_where_they_are_asked_for(setting: Make) -> None:
+    """By number, or by AUTO: 6 experts of a rank, each divided into parts, hide more of a slow network."""
+    profile = _profile(Cost(1e-4, 1e3), Cost(1e-6, 9600.0), Cost(1e-6, 9600.0))
+    seconds = []
+    for degree, most, taken in (("auto", 6, 6), ("8", 96, 8), ("auto-split", 96, 96)):
+        found = predict(setting({"parallel.pipeline_degree": degree}, ranks=2), profile)
+        assert found.degrees is not None
+        assert (found.degrees.most, found.degrees.auto) == (most, degree.startswith("auto"))
+        assert _chunked(found) == {Phase.FORWARD: taken, Phase.BACKWARD: taken}
+        seconds.append(found.step_s)
+    assert seconds == sorted(seconds, reverse=True)
 
 
 def test_a_repeated_forward_pass_sends_its_rows_once_more(setting: Make) -> None:

@@ -95,7 +95,13 @@ def test_a_profile_decides_and_is_named(tmp_path: Path, exchange: Cost, chunks: 
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"model.expert_activations": "recompute"}, {"data.micro_batches": 2}]
+    "settings",
+    [
+        {},
+        {"model.expert_activations": "recompute"},
+        {"data.micro_batches": 2},
+        {"model.experts": 2, "model.top_k": 2, "parallel.pipeline_degree": "auto-split"},
+    ],
 )
 @pytest.mark.parametrize("latency", [0.0, 0.002, 0.01, 0.05, 0.3])
 def test_the_plan_says_what_the_run_chooses(tmp_path: Path, latency: float, settings: Settings) -> None:

@@ -1,4 +1,6 @@
-"""Chunks of a pass in whole training runs: the same bits for every number of them, and AUTO's choice at commits."""
+"""Chunks of a pass in whole training runs: the same bits for every number of them, parts of experts close to experts as
+wholes, and AUTO's choice at commits.
+"""
 
 from __future__ import annotations
 
@@ -87,6 +89,61 @@ def _train(mesh: Mesh, settings: Settings, degree: int | str) -> tuple[list[floa
         return train(mesh, told, 4, Opening.CREATE, commit_every=1)
 
 
+# Experts in parts -------------------------------------------------------------------------------------------
+
+#: One expert of a layer on each of two ranks, which hold fewer of them than there are.
+ONE_EACH: Settings = {"model.experts": 2, "host_budget": 120_000}
+
+
+def _stepped(
+    mesh: Mesh, settings: Settings, costs: LayerCosts, steps: int, opening: Opening
+) -> tuple[list[float], int, list[int] | None, str]:
+    """Losses, checksum, the number of chunks that is stored, and the line about it, after ``steps`` steps in all."""
+    torch.set_num_threads(1)
+    with (
+        mock.patch.object(pipelining, "probe", return_value=costs),
+        open_session(configured(settings), opening, mesh=mesh) as trainer,
+    ):
+        losses = []
+        while trainer.state.position < steps:
+            losses.append(trainer.step().loss)
+            trainer.commit()
+        assert trainer.chunks.chosen is not None
+        line = trainer.chunks.chosen.describe()
+        return losses, trainer.store.records_crc32c(), trainer.state.chunks, line
+
+
+def test_one_expert_of_a_rank_in_two_chunks(ranks: Ranks, settings: Make) -> None:
+    """As close to one chunk as rounding, and not equal to it; the same bits however passes are computed again, and in
+    whatever order of micro-batches.
+    """
+    told = {**ONE_EACH, "data.micro_batches": 2, "data.micro_order": "micro", "parallel.pipeline_degree": 2}
+    two = ranks.run(2, train, settings(told), 4, Opening.CREATE)
+    one = ranks.run(2, train, settings({**told, "parallel.pipeline_degree": 1}), 4, Opening.CREATE)
+    for (losses, norms, crc), (wanted, wanted_norms, other) in zip(two, one, strict=True):
+        assert losses == pytest.approx(wanted, rel=2e-5)
+        assert norms == pytest.approx(wanted_norms, rel=2e-4)
+        assert crc != other
+    for mode in ("computed again", "layer order"):
+        assert ranks.run(2, train, settings({**told, **MODES[mode]}), 4, Opening.CREATE) == two, mode
+
+
+def test_a_choice_that_changes_bits_is_made_once_and_kept(ranks: Ranks, settings: Make) -> None:
+    """Costs that are nothing divide experts into as many parts as may be; a run that is resumed where DEAR ones would not,
+    does as the one that was not interrupted.
+    """
+    free = replace(FREE, expert=0.0)
+    told, again = (settings({**ONE_EACH, "parallel.pipeline_degree": "auto-split"}) for _ in range(2))
+    straight = ranks.run(2, _stepped, told, free, 4, Opening.CREATE)
+    ranks.run(2, _stepped, again, free, 2, Opening.CREATE)
+    resumed = ranks.run(2, _stepped, again, DEAR, 4, Opening.RESUME)
+    for (losses, crc, chunks, line), (rest, same, kept, taken_up) in zip(straight, resumed, strict=True):
+        assert (losses[2:], crc, chunks) == (rest, same, kept)
+        assert chunks == [16, 16]
+        assert "16 forward, 16 backward, each expert in 16 parts (auto-split: tokens spread evenly" in line
+        assert "(auto-split: taken up from the last commit)" in taken_up
+
+
 # What AUTO chooses ------------------------------------------------------------------------------------------
 
 
@@ -128,6 +185,35 @@ def test_choice_worked_by_hand() -> None:
         assert control.chosen.value == PipelineDegrees(wanted, wanted)
         capped = "would be better, and a rank owns 3 experts of a layer" in control.chosen.describe()
         assert capped == (wanted == 3)
+
+
+def test_choice_of_parts_worked_by_hand() -> None:
+    """Each chunk starts an expert's products once more. 16 rows of 64 bytes travel, 32 rows in 3 experts take 3.23 ms.
+    Forward with r chunks, in ms: the network is busy for 0.2 r + 2.048, and the device is done after 0.2 + 2.048 / r + 3.23
+    + 0.01 r. For r = 7 these are 3.45 and 3.79, for 8 3.65 and 3.77, for 9 3.85 and 3.75: 8 is the best. The backward pass
+    takes as long twice and sends weights, too: 0.4 + 2.176 / r + 6.46 + 0.02 r is least for r = 10. Chunks are equal where
+    r is a multiple of 3: both take 9, three parts of each expert, in 3.85 + 7.28 ms. Where the start takes 1 ms, one chunk
+    is the best.
+    """
+    costs = LayerCosts(message=0.1e-3, byte=1e-6, chunk=0.0, expert=1e-5, row=1e-4)
+    told: Settings = {"model.compute_dtype": "fp32", "parallel.pipeline_degree": "auto-split"}
+    passes = Pipelining()
+    for expert, degrees in ((1e-3, PipelineDegrees()), (1e-5, PipelineDegrees(9, 9, 3))):
+        control = _control(replace(costs, expert=expert), told, passes)
+        control.begin(TrainState(), lambda note: None)
+        assert passes.degrees == degrees
+    count(passes, (8, 24, 3))
+    control._costs = DEAR
+    assert control.at_commit(7) == [9, 9]
+    assert passes.degrees == degrees
+
+
+def test_parts_as_configured() -> None:
+    """Of 6 experts on 2 ranks, 3 chunks are whole experts, 4 to 6 two parts of each, 7 three parts."""
+    for degree, parts in ((3, 1), (4, 2), (6, 2), (7, 3), (48, 16)):
+        control = PipelineControl(configured({"parallel.pipeline_degree": degree}), _mesh(), Pipelining())
+        assert control.chosen is not None
+        assert control.chosen.value == PipelineDegrees(degree, degree, parts)
 
 
 def count(passes: Pipelining, *loads: tuple[int, int, int]) -> None:
@@ -236,12 +322,17 @@ def _recorded(mesh: Mesh, settings: Settings, directory: Path) -> dict[str, Any]
     }
 
 
-def test_a_replay_counts_as_the_run_did(ranks: Ranks, settings: Make, tmp_path: Path) -> None:
-    told = settings({"host_budget": 120_000, "parallel.pipeline_degree": 2})
+@pytest.mark.parametrize(
+    ("experts", "budget", "parts"), [(6, 120_000, ""), (2, 50_000, ", each expert in 2 parts")]
+)
+def test_a_replay_counts_as_the_run_did(
+    ranks: Ranks, settings: Make, tmp_path: Path, experts: int, budget: int, parts: str
+) -> None:
+    told = settings({"host_budget": budget, "model.experts": experts, "parallel.pipeline_degree": 2})
     for found in ranks.run(2, _recorded, told, tmp_path):
         assert found["live"]["evictions"] > 0
         assert found["replayed"] == found["live"]
-        assert found["notes"] == ("step 0: chunks: 2 forward, 2 backward",)
+        assert found["notes"] == (f"step 0: chunks: 2 forward, 2 backward{parts}",)
         assert found["order"] == "key"
         for layer in (0, 1):
             for what in ("dispatch", "experts", "combine"):

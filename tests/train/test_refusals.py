@@ -241,14 +241,19 @@ ROWS: list[tuple[str, Act, Error, tuple[str, ...]]] = [
     ("data-micro-batch", micro_batch_beyond, ValueError, ("micro-batch 3", "3")),
     ("data-pipe-named", piped(named=True), DataError, ("b.txt", "pipe")),
     ("data-pipe-in-a-directory", piped(named=False), DataError, ("b.txt", "pipe")),
-    ("chunks-by-ranks-2", lambda _: chunks({DEGREE[:-1]: 4}, 2), ConfigError, (DEGREE, "3", "6", "got 4")),
+    (
+        "chunks-by-ranks-2",
+        lambda _: chunks({DEGREE[:-1]: 49}, 2),
+        ConfigError,
+        (DEGREE, "at most 48", "got 49"),
+    ),
     (
         "chunks-by-ranks-4",
-        lambda _: chunks({DEGREE[:-1]: 2}, 4),
+        lambda _: chunks({DEGREE[:-1]: 17}, 4),
         ConfigError,
-        (DEGREE, "1", "4 ranks", "got 2"),
+        (DEGREE, "auto-split or at most 16", "16 parts of an expert", "4 ranks", "got 17"),
     ),
-    ("chunks-by-ranks-8", lambda _: chunks({DEGREE[:-1]: 2}, 8), ConfigError, (DEGREE, "at most 1")),
+    ("chunks-by-ranks-8", lambda _: chunks({DEGREE[:-1]: 17}, 8), ConfigError, (DEGREE, "at most 16")),
     *(
         (f"chunks-{wrong}", lambda _, w=wrong: configured({DEGREE[:-1]: w}), ConfigError, (DEGREE, "auto"))
         for wrong in ("0", "-1", "many")

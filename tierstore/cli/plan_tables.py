@@ -168,7 +168,7 @@ def _show_degrees(made: Plan, output: Output) -> None:
     for one in degrees.passes:
         if one.best.wanted > one.best.degree:
             output.line(
-                f"{one.phase.name.lower()}: {one.best.wanted} chunks would be best, but a rank owns {degrees.most} experts"
+                f"{one.phase.name.lower()}: {one.best.wanted} chunks would be best, of at most {degrees.most}"
             )
     taken = ", ".join(f"{count} {phase.name.lower()}" for phase, count in degrees.taken.items())
     why = "auto: the best number if it saves 2%" if degrees.auto else "parallel.pipeline_degree"

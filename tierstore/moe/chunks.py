@@ -4,6 +4,9 @@ All rows of a pass are sent when it begins, chunk by chunk. Experts are computed
 own chunk has arrived. A chunk's results are sent as soon as its last expert has been computed and the results of all
 chunks before it have been sent. So every rank issues its all-to-alls in the same order, whatever order its experts come in,
 and what is computed and added up does not depend on the number of chunks.
+
+An expert whose rows are divided into parts is leased once and computed part by part. Its gradients are the parts', added
+in their order in fp32.
 """
 
 from __future__ import annotations
@@ -66,11 +69,13 @@ class RowsHere:
 
 
 class PlacedLease(NamedTuple):
-    """A leased expert that has rows: ``span``, in chunk ``number``."""
+    """A leased expert that has rows: ``span``, in chunk ``number``, of part ``part``. ``last``: no later part has rows."""
 
     lease: ExpertLease
     number: int
     span: slice
+    part: int
+    last: bool
 
 
 class ExpertWalk(ABC):
@@ -80,7 +85,8 @@ class ExpertWalk(ABC):
     """
 
     def __init__(self, rows: Rows, degree: int) -> None:
-        self.asked = rows.asked
+        self.parts = rows.parts
+        self.asked = tuple(part // self.parts for part in rows.asked[:: self.parts])
         self.chunks = rows.chunks(degree)
         self.sent: list[RowsAtExperts] = []
         self.returned: list[tuple[Tensor, Tensor]] = []
@@ -93,14 +99,16 @@ class ExpertWalk(ABC):
         """Send the rows of chunk ``number`` to the ranks of its experts."""
         return [rows.send(number) for rows in self.sent]
 
-    def compute(self, leases: Sequence[ExpertLease]) -> list[int]:
-        """Compute the rows of the leased experts, if they have any; returns the numbers of their chunks."""
-        placed, numbers = [], [self._number[lease.expert] for lease in leases]
-        for lease, number in zip(leases, numbers, strict=True):
-            span = self._rows.span(lease.expert)
+    def compute(self, leases: Sequence[ExpertLease], part: int) -> list[int]:
+        """Compute the rows of part ``part`` of the leased experts, if they have any; returns the numbers of their chunks."""
+        placed, experts = [], [lease.expert * self.parts + part for lease in leases]
+        numbers = [self._number[expert] for expert in experts]
+        for lease, expert, number in zip(leases, experts, numbers, strict=True):
+            span = self._rows.span(expert)
             if span.start < span.stop:
-                placed.append(PlacedLease(lease, number, span))
-            else:  # only tokens of another replica reached it
+                following = self._rows.span(expert + 1) if part + 1 < self.parts else slice(0, 0)
+                placed.append(PlacedLease(lease, number, span, part, following.start == following.stop))
+            elif not part:  # only tokens of another replica reached it
                 lease.zero_gradients()
         self._compute(placed)
         for number in numbers:
@@ -147,11 +155,14 @@ class Travel:
             self._draw("dispatch", number, micro, walks[micro].send(number))
 
     def compute(self, leases: Sequence[ExpertLease], micro: int = 0) -> None:
-        """Compute the leased experts for one of the walks, and send the results of complete chunks."""
-        started = self._timeline.now()
-        for number in self._walks[micro].compute(leases):
-            self._begun.setdefault((number, micro), started)
-        self._send_complete()
+        """Compute the leased experts for one of the walks, part by part, and send the results of complete chunks."""
+        parts = self._walks[micro].parts
+        for group in [leases] if parts == 1 else [[lease] for lease in leases]:
+            for part in range(parts):
+                started = self._timeline.now()
+                for number in self._walks[micro].compute(group, part):
+                    self._begun.setdefault((number, micro), started)
+                self._send_complete()
 
     def end(self) -> None:
         """Called after the last lease. Raises RuntimeError if experts are missing."""

@@ -4,8 +4,9 @@ Shapes: T tokens, K experts a token, N assignments, M rows of the experts comput
 width of the activation's input (2F or F).
 
 Experts come from an :class:`ExpertSource`, one by one, in the forward pass and again in the backward pass. Each expert is
-computed in one matrix product over all of its tokens, so no shape depends on how many experts fit in memory at once. Rows
-are kept in buffers sorted by expert and summed once all are complete, so no sum depends on the order in which experts came.
+computed in one matrix product over all of its tokens (or over each part of them, as ``tierstore.moe.chunks`` says), so no
+shape depends on how many experts fit in memory at once. Rows are kept in buffers sorted by expert and summed once all are
+complete, so no sum depends on the order in which experts came.
 """
 
 from __future__ import annotations
@@ -162,13 +163,13 @@ class ForwardWalk(ExpertWalk):
     def _compute(self, placed: Sequence[PlacedLease]) -> None:
         shape, work, y_MD = self._call.shape, self._work, self._y_MD
         if self._saving:
-            for lease, number, span in placed:
+            for lease, number, span, *_ in placed:
                 x_MD = self._arriving.of(number, span)
                 forward_expert(shape, lease.weights, x_MD, self._inner_MP[span], y_MD[span], work, lease.pair)
             return
         experts: list[ExpertRows] = []
         count = 0
-        for lease, number, span in placed:
+        for lease, number, span, *_ in placed:
             rows = span.stop - span.start
             if experts and count + rows > self._together:
                 forward_experts(shape, experts, self._arriving.rows, y_MD, work)
@@ -202,8 +203,9 @@ class ForwardWalk(ExpertWalk):
 class BackwardWalk(ExpertWalk):
     """A backward pass over the experts of one call."""
 
-    def __init__(self, x_TD: Tensor, call: ExpertPass, saved: Saved) -> None:
+    def __init__(self, x_TD: Tensor, call: ExpertPass, saved: Saved, scratch: Scratch | None) -> None:
         super().__init__(call.rows, pipelining_of(call.source).degrees.backward)
+        self._scratch = scratch or Scratch()
         self._call, self._saved = call, saved
         self._inputs: RowsAtExperts | RowsHere
         if saved.rows_MD is not None:
@@ -212,8 +214,22 @@ class BackwardWalk(ExpertWalk):
             self._inputs = RowsAtExperts(call.rows, self.chunks, x_TD.index_select(0, call.plan.token_N))
 
     def _compute(self, placed: Sequence[PlacedLease]) -> None:
-        for lease, number, span in placed:
+        for lease, number, span, part, last in placed:
             self._compute_one(lease, number, span)
+            if part or not last:
+                for index, gradients in enumerate(lease.all_gradients):
+                    self._add_part(index, gradients, first=not part, last=last)
+
+    def _add_part(self, index: int, gradients: Tensor, *, first: bool, last: bool) -> None:
+        """Add a part's ``gradients`` to the sum of those before it, which ends in ``gradients`` with the last part."""
+        wide = torch.promote_types(gradients.dtype, torch.float32)
+        total = self._scratch.take(
+            f"gradients {index}", gradients.numel(), gradients.new_empty(0, dtype=wide)
+        )
+        if first:
+            total.copy_(gradients)
+        else:
+            torch.add(total, gradients, out=gradients if last else total)
 
     @abstractmethod
     def _compute_one(self, lease: ExpertLease, number: int, span: slice) -> None:
@@ -248,7 +264,7 @@ class _ByExpert(BackwardWalk):
         saved: Saved,
         scratch: Scratch | None,
     ) -> None:
-        super().__init__(x_TD, call, saved)
+        super().__init__(x_TD, call, saved, scratch)
         plan, rows, shape = call.plan, call.rows, call.shape
         self._weight_TK = weight_TK
         self._grads = RowsAtExperts(call.rows, self.chunks, grad_TD.index_select(0, plan.token_N))
@@ -260,7 +276,7 @@ class _ByExpert(BackwardWalk):
         self._grad_x_MD = rows.at_experts(self._grad_x_ND)
         self._grad_weight_M = rows.at_experts(self._grad_weight_N)
         inner = 1 if saved.inner_MP is not None else 2
-        self._work = Workspace(shape, rows.most_rows, x_TD, inner=inner, hidden=2, scratch=scratch)
+        self._work = Workspace(shape, rows.most_rows, x_TD, inner=inner, hidden=2, scratch=self._scratch)
         self.sent = [self._grads, self._weights, *_travelling(self._inputs)]
         self.returned = [(self._grad_x_MD, self._grad_x_ND), (self._grad_weight_M, self._grad_weight_N)]
 
@@ -302,7 +318,7 @@ class _ByOutput(BackwardWalk):
         saved: Saved,
         scratch: Scratch | None,
     ) -> None:
-        super().__init__(x_TD, call, saved)
+        super().__init__(x_TD, call, saved, scratch)
         plan, rows, shape = call.plan, call.rows, call.shape
         self._weight_TK, self._grad_TD = weight_TK, grad_TD
         self._grads = RowsAtExperts(call.rows, self.chunks, gradients_of_outputs(grad_TD, plan, weight_TK))
@@ -313,7 +329,7 @@ class _ByOutput(BackwardWalk):
         #: The outputs if they are recomputed; None if they were saved.
         self._y_MD = rows.at_experts(self._y_ND) if again else None
         inner = 2 if again else 1
-        self._work = Workspace(shape, rows.most_rows, x_TD, inner=inner, hidden=2, scratch=scratch)
+        self._work = Workspace(shape, rows.most_rows, x_TD, inner=inner, hidden=2, scratch=self._scratch)
         self.sent = [self._grads, *_travelling(self._inputs)]
         self.returned = [(self._grad_x_MD, self._grad_x_ND)]
         if self._y_MD is not None:

@@ -14,6 +14,8 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from tierstore.accelerator import upload
+
 
 class RowOrder(Enum):
     """The order of the tokens of one expert."""
@@ -96,6 +98,34 @@ def dispatch_token(expert_1K: Tensor, experts: int) -> Dispatch:
     order_N = torch.tensor(order, device=expert_1K.device)
     place_1K = torch.tensor([place], device=expert_1K.device)
     return Dispatch(order_N, torch.zeros_like(order_N), place_1K, tuple(itertools.accumulate(offsets)))
+
+
+def divide_experts(plan: Dispatch, load_SE: Tensor, rank: int, parts: int) -> tuple[Dispatch, Tensor]:
+    """``plan`` with each expert's rows divided into ``parts``, each an expert of its own: ``e * parts`` and those after it
+    for expert e. Also returns their loads (S, E * parts).
+
+    ``load_SE``, on the CPU: the rows of each expert on each of S ranks, of which ``rank`` has ``plan``. Row i of an expert,
+    counted over all ranks, goes to part ``i % parts``: so each rank has an equal share of each part, and what the parts are
+    does not depend on how tokens are spread over ranks.
+    """
+    ends_SE = load_SE.cumsum(dim=0)
+    starts_SE, part_P = ends_SE - load_SE, torch.arange(parts)
+    before_SEP, until_SEP = (
+        (row_SE.unsqueeze(-1) - part_P - 1).div(parts, rounding_mode="floor")
+        for row_SE in (starts_SE, ends_SE)
+    )
+    load_SU = (until_SEP - before_SEP).flatten(1)
+    own_E = load_SE[rank]
+    first_E = starts_SE[rank] - (own_E.cumsum(dim=0) - own_E)
+    row_N = torch.arange(plan.rows) + first_E.repeat_interleave(own_E)
+    expert_N = torch.arange(len(own_E)).repeat_interleave(own_E)
+    sorted_N = upload((expert_N * parts + row_N % parts).argsort(stable=True), plan.order_N.device)
+    place_N = torch.empty(plan.rows + 1, dtype=torch.int64, device=plan.order_N.device)
+    place_N[sorted_N] = torch.arange(plan.rows, device=place_N.device)
+    place_N[plan.rows] = plan.rows
+    offsets = itertools.accumulate(load_SU[rank].tolist(), initial=0)
+    divided = Dispatch(plan.order_N[sorted_N], plan.token_N[sorted_N], place_N[plan.place_TK], tuple(offsets))
+    return divided, load_SU
 
 
 def combine(rows_ND: Tensor, place_TK: Tensor) -> Tensor:

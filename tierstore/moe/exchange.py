@@ -9,7 +9,8 @@ rows that are sorted by expert are sorted by owner, and one all-to-all with unev
 2.3); with the splits transposed, another brings the results back.
 
 Rows may also be sent in chunks, one all-to-all each (PipeMoE): chunk c carries the c-th group of every owner's experts.
-Every expert is in one chunk, so its products are the same for any number of chunks.
+Every expert is in one chunk, so its products are the same for any number of chunks. For more chunks than a rank has experts,
+each expert's rows are divided into parts: to the exchange, each part is an expert (``divide_experts``).
 
 If the ranks of a group have the same tokens, nothing has to be sent to the experts: see experts by index, below.
 """
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor
 
 from tierstore.accelerator import upload
-from tierstore.moe.dispatch import Dispatch
+from tierstore.moe.dispatch import Dispatch, divide_experts
 from tierstore.parallel import Channel, Exchange, Mesh, RankGroup, Work
 
 Charge = Callable[[], AbstractContextManager[None]]
@@ -92,8 +93,12 @@ class PassLoads:
 
 
 class Rows(Protocol):
-    """The exchange of one pass's rows: to their experts, and back."""
+    """The exchange of one pass's rows: to their experts, and back. With ``parts``, an expert here is a part of one of the
+    layer's experts (``divide_experts``).
+    """
 
+    #: The parts of each expert of the layer.
+    parts: int
     #: M
     rows: int
     #: The most rows of any expert on this rank.
@@ -128,6 +133,7 @@ class LocalRows:
     """All experts are on this rank: rows stay in place, in one chunk."""
 
     travel = False
+    parts = 1
 
     def __init__(self, plan: Dispatch, asked: tuple[int, ...]) -> None:
         self.rows = plan.rows
@@ -168,7 +174,9 @@ class ExchangedRows:
         load_SE: Tensor,
         asked: tuple[int, ...],
         charge: Charge | None = None,
+        parts: int = 1,
     ) -> None:
+        self.parts = parts
         self._exchange = exchange
         self._charge = charge
         self._starts = starts
@@ -310,26 +318,38 @@ def gather_counts(own: Tensor, group: RankGroup, charge: Charge | None = None) -
 
 
 def rows_of(
-    plan: Dispatch, load_RE: Tensor, mesh: Mesh, *, training: bool, charge: Charge | None = None
-) -> Rows:
-    """The exchange of the rows of ``plan``, given ``load_RE`` of all data ranks (those of ``mesh.data``), on the CPU.
+    plan: Dispatch,
+    load_RE: Tensor,
+    mesh: Mesh,
+    *,
+    training: bool,
+    charge: Charge | None = None,
+    parts: int = 1,
+) -> tuple[Dispatch, Rows]:
+    """The exchange of the rows of ``plan``, given ``load_RE`` of all data ranks (those of ``mesh.data``), on the CPU; and
+    ``plan`` itself, whose experts are divided into ``parts`` if rows travel.
 
     In training, replicas must step the same experts: each requests every expert of its block that any data rank
     reached, in the same order, so that gradients can be summed one by one.
     """
     if mesh.data.size == 1 and mesh.tensor.size == 1:
-        return LocalRows(plan, plan.experts)
+        return plan, LocalRows(plan, plan.experts)
     sources = list(mesh.expert_sources)
     blocks = mesh.blocks(load_RE.shape[1])
     load_SE = load_RE[sources]
     reached_E = (load_RE if training else load_SE).sum(dim=0).tolist()
     asked = tuple(expert for expert in blocks.owned(mesh.expert.rank) if reached_E[expert])
     if mesh.expert.size == 1:
-        return LocalRows(plan, asked)
-    starts = tuple(blocks.start(rank) for rank in range(mesh.expert.size + 1))
+        return plan, LocalRows(plan, asked)
+    starts = tuple(blocks.start(rank) * parts for rank in range(mesh.expert.size + 1))
+    if parts > 1:
+        plan, load_SE = divide_experts(
+            plan, load_SE, 0 if mesh.tensor.size > 1 else mesh.exchange.rank, parts
+        )
+        asked = tuple(expert * parts + part for expert in asked for part in range(parts))
     if mesh.tensor.size > 1:
-        return IndexedRows(mesh.tensor, starts, plan, asked, charge)
-    return ExchangedRows(mesh.exchange, starts, load_SE, asked, charge)
+        return plan, IndexedRows(mesh.tensor, starts, plan, asked, charge, parts)
+    return plan, ExchangedRows(mesh.exchange, starts, load_SE, asked, charge, parts)
 
 
 def _joined(pieces: Sequence[slice]) -> list[slice]:
@@ -397,7 +417,9 @@ class IndexedRows:
         plan: Dispatch,
         asked: tuple[int, ...],
         charge: Charge | None = None,
+        parts: int = 1,
     ) -> None:
+        self.parts = parts
         self._group = group
         self._starts = starts
         self._plan = plan

@@ -34,7 +34,7 @@ from tierstore.moe.exchange import Charge, LocalRows, Rows, rows_of
 from tierstore.moe.experts import feed_forward, weight_std
 from tierstore.moe.router import NoiseKey, Router, Routing
 from tierstore.moe.seeds import keyed_generator
-from tierstore.moe.source import ExpertSource, in_training
+from tierstore.moe.source import ExpertSource, in_training, pipelining_of
 from tierstore.parallel import Mesh, TensorRanks
 from tierstore.stats import Cause, StallLedger, Tier
 
@@ -106,8 +106,7 @@ class MoELayer(nn.Module):
     def forward(self, x_TD: Tensor, key: NoiseKey) -> tuple[Tensor, Routing]:
         """``(T, D)`` to ``(T, D)`` in the type of ``x_TD``, and the routing (for its losses and loads)."""
         routing = self.router(x_TD, key)
-        plan = dispatch(routing.expert_TK, routing.own_load_E)
-        rows = self._rows(plan, routing)
+        plan, rows = self._rows(dispatch(routing.expert_TK, routing.own_load_E), routing)
         call = ExpertPass(
             self.layer, self.shape, self._source, plan, rows, Weighting.BY_EXPERT, self.save_activations
         )
@@ -116,11 +115,11 @@ class MoELayer(nn.Module):
             y_TD = y_TD + self.shared(x_TD)
         return y_TD, routing
 
-    def _rows(self, plan: Dispatch, routing: Routing) -> Rows:
+    def _rows(self, plan: Dispatch, routing: Routing) -> tuple[Dispatch, Rows]:
         if self.mesh is None:
-            return LocalRows(plan, plan.experts)
-        training = in_training(self._source)
-        return rows_of(plan, routing.load_RE, self.mesh, training=training, charge=self._charge)
+            return plan, LocalRows(plan, plan.experts)
+        training, parts = in_training(self._source), pipelining_of(self._source).degrees.parts
+        return rows_of(plan, routing.load_RE, self.mesh, training=training, charge=self._charge, parts=parts)
 
     @property
     def source(self) -> ExpertSource:

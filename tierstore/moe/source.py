@@ -53,11 +53,16 @@ class ExpertLease:
         """``weights`` for uses that need them plain, such as a backward pass. Raises ConfigError if they are quantised."""
         return plain_weights(self.weights)
 
+    @property
+    def all_gradients(self) -> list[Tensor]:
+        """The gradients of the expert and of its pairs, of those that are trained."""
+        held = (self.gradients, None if self.pair is None else self.pair.gradients)
+        return [gradients for gradients in held if gradients is not None]
+
     def zero_gradients(self) -> None:
         """Clear the gradients: no token of this rank reached the expert."""
-        for gradients in (self.gradients, None if self.pair is None else self.pair.gradients):
-            if gradients is not None:
-                gradients.zero_()
+        for gradients in self.all_gradients:
+            gradients.zero_()
 
 
 def together(leases: Iterable[ExpertLease]) -> Iterator[list[ExpertLease]]:
@@ -229,13 +234,17 @@ class InMemoryExperts:
 
 @dataclass(frozen=True, slots=True)
 class PipelineDegrees:
-    """The number of chunks of forward and of backward passes."""
+    """The number of chunks of forward and of backward passes. ``parts``: those of each expert's rows, for more chunks than a
+    rank has experts. Each part is a product of its own, so unlike the number of chunks they change bits.
+    """
 
     forward: int = 1
     backward: int = 1
+    parts: int = 1
 
     def __str__(self) -> str:
-        return f"{self.forward} forward, {self.backward} backward"
+        parts = f", each expert in {self.parts} parts" if self.parts > 1 else ""
+        return f"{self.forward} forward, {self.backward} backward{parts}"
 
 
 class Pipelining:

@@ -9,8 +9,11 @@ from pathlib import Path
 
 from tierstore.errors import ConfigError
 
-#: ``ParallelConfig.pipeline_degree``: the run chooses.
-AUTO_DEGREE = 0
+#: ``ParallelConfig.pipeline_degree``: the run chooses, at every commit, a number of chunks of whole experts; or once, for
+#: good, a number that may divide the rows of each expert.
+AUTO_DEGREE, AUTO_SPLIT = 0, -1
+#: The most parts of an expert's rows.
+MOST_PARTS = 16
 
 
 class RowPlacement(StrEnum):
@@ -41,6 +44,11 @@ class Elastic(Enum):
 
     OFF = "off"
     RESHARD = "reshard"
+
+
+def fewest_experts(experts: int, sharing: int) -> int:
+    """The fewest of ``experts`` of a layer that any of ``sharing`` ranks owns, but at least 1."""
+    return max(experts // sharing, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +87,9 @@ class ParallelConfig:
     pipeline_degree: int = field(
         default=AUTO_DEGREE,
         metadata={
-            "words": {"auto": AUTO_DEGREE},
-            "help": "chunks into which the exchange of a pass is cut (PipeMoE); not pipeline stages",
+            "words": {"auto": AUTO_DEGREE, "auto-split": AUTO_SPLIT},
+            "help": "chunks into which the exchange of a pass is cut (PipeMoE); not pipeline stages. More than a rank has "
+            "experts, or auto-split, divide each expert's tokens, which rounds otherwise",
         },
     )
     profile: Path | None = field(
@@ -100,20 +109,33 @@ class ParallelConfig:
         default=5.0, metadata={"help": "seconds that a rank has to end by itself after another has died"}
     )
 
-    def most_chunks(self, *, experts: int, sharing: int) -> int:
-        """The most chunks of a pass over ``experts`` of a layer, spread over ``sharing`` ranks: 1 if no rows travel, else
-        the configured number, or the fewest experts that any rank owns. Raises ConfigError if the configured number is
-        higher.
+    @property
+    def auto_degree(self) -> bool:
+        """Whether the run chooses the number of chunks."""
+        return self.pipeline_degree in (AUTO_DEGREE, AUTO_SPLIT)
+
+    def chunks_cap(self, *, experts: int, sharing: int) -> int:
+        """The most chunks that a pass over ``experts`` of a layer, spread over ``sharing`` ranks, may have: 1 if no rows
+        travel, the fewest experts of any rank, or so many parts of them if the configuration divides experts.
         """
         if sharing == 1:
             return 1
-        fewest = max(experts // sharing, 1)
-        if self.pipeline_degree > fewest:
+        fewest = fewest_experts(experts, sharing)
+        divides = self.pipeline_degree == AUTO_SPLIT or self.pipeline_degree > fewest
+        return fewest * MOST_PARTS if divides else fewest
+
+    def most_chunks(self, *, experts: int, sharing: int) -> int:
+        """The most chunks that a pass has: ``chunks_cap`` or the configured number. Raises ConfigError if that is higher."""
+        cap = self.chunks_cap(experts=experts, sharing=sharing)
+        if sharing == 1 or self.auto_degree:
+            return cap
+        if self.pipeline_degree > cap:
             raise ConfigError(
-                f"parallel.pipeline_degree: expected auto or at most {fewest}, the fewest of the {experts} experts of a "
-                f"layer that any of {sharing} ranks owns, got {self.pipeline_degree}"
+                f"parallel.pipeline_degree: expected auto, auto-split or at most {cap}, {MOST_PARTS} parts of an expert for "
+                f"each of the fewest that a rank owns ({experts} experts of a layer over {sharing} ranks), got "
+                f"{self.pipeline_degree}"
             )
-        return self.pipeline_degree or fewest
+        return self.pipeline_degree
 
     def __post_init__(self) -> None:
         if self.expert < 0:
@@ -127,11 +149,11 @@ class ParallelConfig:
             raise ConfigError(
                 f"parallel.stage_blocks: expected at least 1 each, got {list(self.stage_blocks)}"
             )
-        if self.pipeline_degree < AUTO_DEGREE:
+        if self.pipeline_degree < 1 and not self.auto_degree:
             raise ConfigError(
-                f"parallel.pipeline_degree: expected auto or at least 1, got {self.pipeline_degree}"
+                f"parallel.pipeline_degree: expected auto, auto-split or at least 1, got {self.pipeline_degree}"
             )
-        if self.profile is not None and self.pipeline_degree != AUTO_DEGREE:
+        if self.profile is not None and not self.auto_degree:
             raise ConfigError(
                 f"parallel.profile: expected none with parallel.pipeline_degree = {self.pipeline_degree}: only auto uses "
                 "its costs"

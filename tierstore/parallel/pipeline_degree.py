@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
 
@@ -151,6 +151,31 @@ def worthwhile_degree(costs: PipelineCosts, work: LayerPass, *, present: int, mo
     best = best_degree(costs, work, most=most)
     stays = pass_seconds(costs, work, present)
     return Degree(present, stays, best.wanted) if stays <= best.seconds * (1 + _WORTH) else best
+
+
+def chosen_degrees(
+    passes: Sequence[tuple[PipelineCosts, LayerPass]], *, present: Sequence[int], owned: int, most: int
+) -> list[Degree]:
+    """The numbers that AUTO changes to from ``present``, pass by pass: each its own, up to the ``owned`` experts of a rank;
+    or, up to ``most``, the multiple of ``owned`` that is best for all passes together, if it is faster by 2%. (They divide
+    experts into the same parts, and only multiples have equal chunks.) Raises ValueError.
+    """
+    whole = [
+        worthwhile_degree(costs, work, present=now, most=owned)
+        for (costs, work), now in zip(passes, present, strict=True)
+    ]
+    divided = min(
+        (
+            [Degree(r, pass_seconds(*one, r), own.wanted) for one, own in zip(passes, whole, strict=True)]
+            for r in range(owned, most + 1, owned)
+        ),
+        key=_together_s,
+    )
+    return divided if _together_s(divided) * (1 + _WORTH) < _together_s(whole) else whole
+
+
+def _together_s(degrees: Sequence[Degree]) -> float:
+    return sum(one.seconds for one in degrees)
 
 
 def pass_seconds(costs: PipelineCosts, work: LayerPass, degree: int) -> float:

@@ -77,8 +77,8 @@ def _orders(config: TrainConfig) -> list[MicroOrder]:
 
 
 def most_degree(config: TrainConfig, layout: Layout) -> int:
-    """The largest number of chunks of rows in ``layout``: the fewest experts of any rank; 1 if no rows travel."""
-    return max(config.model.experts // layout.expert, 1) if layout.expert > 1 else 1
+    """The largest number of chunks of rows to consider in ``layout`` (``ParallelConfig.chunks_cap``)."""
+    return config.parallel.chunks_cap(experts=config.model.experts, sharing=layout.expert)
 
 
 def obstacle(config: TrainConfig, choice: LayoutChoice, node_ranks: int) -> str | None:

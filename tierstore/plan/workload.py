@@ -20,7 +20,7 @@ from tierstore.links import LinkConfig
 from tierstore.machine_profile import Cost, Evidence, Profile, over_link
 from tierstore.model.config import CheckpointActivations
 from tierstore.moe.config import SaveActivations
-from tierstore.parallel.config import AUTO_DEGREE
+from tierstore.parallel.config import fewest_experts
 from tierstore.parallel.pipeline_degree import (
     Degree,
     Inputs,
@@ -30,9 +30,9 @@ from tierstore.parallel.pipeline_degree import (
     WeightGradients,
     backward_pass,
     best_degree,
+    chosen_degrees,
     forward_pass,
     pass_seconds,
-    worthwhile_degree,
 )
 from tierstore.plan.capacity import Capacity, Setting
 from tierstore.plan.traffic import Moved, Traffic
@@ -349,8 +349,8 @@ _OF_EXPERTS = frozenset({Kind.FETCH, Kind.WRITE, Kind.LOAD, Kind.COPY_TO_HOST, K
 
 # Chunks of a run's MoE layers (PipeMoE) ---------------------------------------------------------------------
 #
-# Experts have equal loads. A chunk is a group of whole experts, so the experts' start times are part of the work, whatever
-# the number of chunks. Every chunk after the first is assumed to add one more start.
+# Experts have equal loads. A chunk is a group of experts or of parts of experts; the experts' start times are part of the
+# work, whatever the number of chunks. Every chunk after the first is assumed to add one more start.
 
 
 @dataclass(frozen=True)
@@ -388,7 +388,7 @@ class PassDegrees:
 
 @dataclass(frozen=True)
 class LayerDegrees:
-    """The chunks of a MoE layer's passes. ``most``: the cap on their number, the fewest experts of any rank. ``auto``:
+    """The chunks of a MoE layer's passes. ``most``: the cap on their number (``ParallelConfig.chunks_cap``). ``auto``:
     whether the run chooses the number.
     """
 
@@ -417,22 +417,22 @@ def layer_degrees(workload: StepWorkload) -> LayerDegrees | None:
     sharing, parallel = setting.ranks.sharing, setting.config.parallel
     if sharing == 1 or parallel.tensor > 1 or not setting.usage.trains:
         return None
-    auto = parallel.pipeline_degree == AUTO_DEGREE
-    most = max(setting.model.experts // sharing, 1)
+    auto, most = parallel.auto_degree, parallel.chunks_cap(experts=setting.model.experts, sharing=sharing)
     first: dict[Phase, Pass] = {}
     for item in workload.passes:
         if item.moe_layer is not None:
             first.setdefault(item.phase, item)
-    passes = []
-    for phase, item in first.items():
-        costs, work = modelled(workload, item)
-        taken = (
-            worthwhile_degree(costs, work, present=1, most=most).degree if auto else parallel.pipeline_degree
-        )
-        passes.append(PassDegrees(phase, costs, work, most, taken))
-    return LayerDegrees(
-        most, auto, tuple(passes), workload.profile.evidence.weaker(workload.traffic.evidence)
+    works = [modelled(workload, item) for item in first.values()]
+    taken = [parallel.pipeline_degree] * len(works)
+    if auto:
+        owned = fewest_experts(setting.model.experts, sharing)
+        chosen = chosen_degrees(works, present=[1] * len(works), owned=owned, most=most)
+        taken = [one.degree for one in chosen]
+    passes = tuple(
+        PassDegrees(phase, costs, work, most, own)
+        for phase, (costs, work), own in zip(first, works, taken, strict=True)
     )
+    return LayerDegrees(most, auto, passes, workload.profile.evidence.weaker(workload.traffic.evidence))
 
 
 def modelled(workload: StepWorkload, item: Pass) -> tuple[PipelineCosts, LayerPass]:

@@ -7,6 +7,9 @@ the configuration, with tokens spread evenly. The choice is made only at commits
 on, and is committed with the state, so that a resumed run continues with it. The number of chunks changes neither bits
 nor accesses to the store.
 
+More chunks than a rank owns experts divide each expert's rows into parts, which changes bits. AUTO considers them only as
+``auto-split``: then it chooses once, before the first step, and every resumed run keeps that choice.
+
 Tensor-parallel ranks have the rows of all their tokens: no rows are sent to the experts, and results come back in chunks.
 """
 
@@ -33,7 +36,7 @@ from tierstore.moe.experts import Workspace, forward_expert
 from tierstore.moe.source import PipelineDegrees, Pipelining
 from tierstore.parallel import Mesh
 from tierstore.parallel.collectives import uncounted
-from tierstore.parallel.config import AUTO_DEGREE
+from tierstore.parallel.config import AUTO_SPLIT, fewest_experts
 from tierstore.parallel.pipeline_degree import (
     Inputs,
     LayerPass,
@@ -41,18 +44,16 @@ from tierstore.parallel.pipeline_degree import (
     Share,
     WeightGradients,
     backward_pass,
+    chosen_degrees,
     forward_pass,
     pass_seconds,
-    worthwhile_degree,
 )
 from tierstore.train.config import TrainConfig
 from tierstore.units import format_seconds
 
 
 def most_chunks(config: TrainConfig, mesh: Mesh) -> int:
-    """The most chunks that a run's passes may have. Raises ConfigError if the configuration requests more than the
-    smallest number of experts that any rank owns.
-    """
+    """The most chunks that a run's passes may have. Raises ConfigError if the configuration requests too many."""
     return config.parallel.most_chunks(experts=config.model.experts, sharing=mesh.expert.size)
 
 
@@ -60,7 +61,7 @@ def check_chunks(config: TrainConfig, mesh: Mesh) -> None:
     """Raises ConfigError if passes cannot have the requested number of chunks, or AUTO's profile lacks the costs it
     needs."""
     most, parallel = most_chunks(config, mesh), config.parallel
-    if parallel.profile is not None and parallel.pipeline_degree == AUTO_DEGREE and most > 1:
+    if parallel.profile is not None and parallel.auto_degree and most > 1:
         read_profile(parallel.profile, mesh.expert.size)
 
 
@@ -82,6 +83,10 @@ class PipelineControl:
         self._mesh = mesh
         self._pipelining = pipelining
         self._most = most_chunks(config, mesh)
+        self._owned = fewest_experts(config.model.experts, mesh.expert.size)
+        #: Whether a choice is for good, because it may change bits.
+        self._split = config.parallel.pipeline_degree == AUTO_SPLIT
+        self._auto = "auto-split" if self._split else "auto"
         self._costs: LayerCosts | None = None
         self._costs_from: str | None = None
         self._loads = even_loads(config, mesh)
@@ -90,7 +95,7 @@ class PipelineControl:
         #: The degrees until the next commit, the best ones without the cap of ``most``, and the source of the costs; None
         #: if no rows are exchanged.
         self.chosen: Decision[PipelineDegrees] | None = None
-        auto = config.parallel.pipeline_degree == AUTO_DEGREE
+        auto = config.parallel.auto_degree
         if auto and self._most > 1:
             profile = config.parallel.profile
             if profile is None:
@@ -100,27 +105,27 @@ class PipelineControl:
                 self._costs_from = f"of {profile}"
         elif mesh.expert.size > 1:
             reason = "auto: some rank has at most one expert of a layer" if auto else "as configured"
-            self._take(PipelineDegrees(self._most, self._most), reason)
+            self._take(self._degrees(self._most, self._most), reason)
 
     def begin(self, state: TrainState, note: Callable[[str], None]) -> None:
         """Begins at ``state``, which may hold an earlier choice. ``note`` receives each choice, for the trace."""
         self._note = note
         if self._costs is not None and state.chunks is None:
-            self._choose("auto: tokens spread evenly")
+            self._choose(f"{self._auto}: tokens spread evenly")
         elif self._costs is not None and state.chunks is not None:
             forward, backward = (min(max(degree, 1), self._most) for degree in state.chunks)
-            self._take(PipelineDegrees(forward, backward), "auto: taken up from the last commit")
+            self._take(self._degrees(forward, backward), f"{self._auto}: taken up from the last commit")
         self._note_choice(state.position)
 
     def at_commit(self, position: int) -> list[int] | None:
-        """Chooses again, from the counts since the last commit; a collective. Returns the choice to store in this commit,
-        after ``position`` steps.
+        """Chooses again, unless the choice was for good, from the counts since the last commit; a collective. Returns the
+        choice to store in this commit, after ``position`` steps.
         """
         if self._costs is None:
             return None
         means = torch.tensor(astuple(self._pipelining.mean_loads()), dtype=torch.float64)
         self._mesh.world.max(means)
-        if means[1] > 0:
+        if means[1] > 0 and not self._split:
             self._loads = PassLoads(*means.tolist())
             self._choose("auto: rows since the last commit")
             self._note_choice(position)
@@ -131,7 +136,7 @@ class PipelineControl:
 
     def _probed(self) -> LayerCosts:
         model, even = self._config.model, self._loads
-        return probe(
+        found = probe(
             self._mesh,
             model.expert_shape,
             model.compute_dtype.torch,
@@ -139,16 +144,17 @@ class PipelineControl:
             rows_to_each=int(even.travelling) // (self._mesh.expert.size - 1),
             rows_of_expert=int(even.computed / max(even.experts, 1)),
         )
+        # A further part of an expert starts its products once more.
+        return replace(found, chunk=found.chunk + found.expert) if self._split else found
 
     def _choose(self, reason: str) -> None:
         assert self._costs is not None
         present = self._pipelining.degrees
         passes = self._priced(self._costs)
-        found = [
-            worthwhile_degree(costs, work, present=now, most=self._most)
-            for (costs, work), now in zip(passes, (present.forward, present.backward), strict=True)
-        ]
-        degrees = PipelineDegrees(*(one.degree for one in found))
+        found = chosen_degrees(
+            passes, present=(present.forward, present.backward), owned=self._owned, most=self._most
+        )
+        degrees = self._degrees(*(one.degree for one in found))
         wanted = PipelineDegrees(*(one.wanted for one in found))
         whole = sum(pass_seconds(costs, work, 1) for costs, work in passes)
         chunked = sum(one.seconds for one in found)
@@ -183,6 +189,10 @@ class PipelineControl:
         backward = replace(backward, experts=Share(1, loads.experts * own.expert + loads.computed * row))
         return [(priced, forward), (replace(priced, alpha_e=own.expert), backward)]
 
+    def _degrees(self, forward: int, backward: int) -> PipelineDegrees:
+        """With as many parts of each expert as the larger number needs: both passes have the same, so they round alike."""
+        return PipelineDegrees(forward, backward, -(-max(forward, backward) // self._owned))
+
     def _note_choice(self, position: int) -> None:
         degrees = self._pipelining.degrees
         if self.chosen is not None and degrees != self._noted:
@@ -198,8 +208,8 @@ class PipelineControl:
         facts = {"wanted": wanted, "most": most, "reason": reason, "costs": self._costs_from}
         if max(wanted.forward, wanted.backward) > most:
             reason += (
-                f"; {wanted.forward} and {wanted.backward} would be better, and a rank owns {most} "
-                f"expert{'s' * (most > 1)} of a layer"
+                f"; {wanted.forward} and {wanted.backward} would be better, and a rank owns {self._owned} "
+                f"expert{'s' * (self._owned > 1)} of a layer"
             )
         self.chosen = Decision("chunks of tokens on their way to experts", degrees, reason, facts)
 

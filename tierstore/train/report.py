@@ -176,6 +176,7 @@ class RunSummary:
         return {
             "forward": degrees.forward,
             "backward": degrees.backward,
+            "parts": degrees.parts,
             "most": facts["most"],
             "reason": facts["reason"],  # without the cost of a cap, which the printed line states
             "costs": facts["costs"],
