@@ -26,6 +26,7 @@ UNITS = (
 COUNTS = frozenset(
     {
         *("active_records", "bytes_per_parameter", "capacity_frames", "collectives", "commits", "cores"),
+        *("carried_tensors", "expert_parameters", "files", "skipped_records", "tensors", "total_parameters"),
         *("data_ranks", "node_ranks", "pipeline_degree", "stages", "stages_before"),
         *("tensor_ranks", "tensor_ranks_before"),
         *("creates", "depth", "disk_transfers", "drive_life_years", "drive_writes_per_day", "events"),

@@ -10,7 +10,7 @@ from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierstore.stats import Cause, StallKey, StallLedger, Tier, delta, percentile, spread
+from tierstore.stats import Cause, StallKey, StallLedger, Tier, delta, in_parts, percentile, spread
 
 
 class FakeClock:
@@ -183,3 +183,13 @@ def test_a_watcher_hears_of_the_outermost_stalls() -> None:
     with pytest.raises(ZeroDivisionError), stall(ledger, READ):
         raise ZeroDivisionError
     assert heard == ["begun", "ended", "begun", "ended"]
+
+
+def test_parts_add_up_to_one_pass() -> None:
+    """Stores of 10, 30 and 20 bytes: until one begins, it counts as much as the one that is read."""
+    seen: list[tuple[int, int]] = []
+    for size, part in zip((10, 30, 20), in_parts(lambda *at: seen.append(at), 3), strict=True):
+        part(0, size)
+        part(size, size)
+    assert seen == [(0, 30), (10, 30), (10, 70), (40, 70), (40, 60), (60, 60)]
+    assert list(in_parts(lambda *at: seen.append(at), 0)) == []

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TypeAlias, TypeVar
@@ -24,6 +24,22 @@ from typing import TypeAlias, TypeVar
 K = TypeVar("K")
 #: Called with the amount done and the total.
 OnProgress: TypeAlias = Callable[[int, int], None]
+
+
+def in_parts(progress: OnProgress, count: int) -> Iterator[OnProgress]:
+    """The progress of each of ``count`` passes in turn, as parts of one; those that have not begun (stores of other ranks,
+    say) count as much as the current one.
+    """
+    before, size, left = 0, 0, count
+
+    def part(done: int, total: int) -> None:
+        nonlocal size
+        size = total
+        progress(before + done, before + left * total)
+
+    while left:
+        yield part
+        before, left = before + size, left - 1
 
 
 class Dimension(Enum):

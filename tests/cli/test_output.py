@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 from rich.console import Console
 
-from tierstore.cli.output import Output, OutputMode, ProgressBar
+from tierstore.cli.output import Output, OutputMode, ProgressBar, Unit
 
 
 def test_human_output_is_all_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,6 +80,27 @@ def test_plain_progress_is_a_line_now_and_then() -> None:
         "train 1/5  loss 0.6667  read 3 MiB",  # the first
         "train 4/5  loss 0.6667  read 3 MiB",  # 12 s later
         "train 5/5  loss 0.6667  read 3 MiB",  # the last
+    ]
+
+
+def test_bytes_have_their_rate_and_the_time_left() -> None:
+    """Resumed at 100 of 1,124 MiB: from there 64 MiB/s, and the last line without a time left."""
+    clock = [100.0]
+    stream = io.StringIO()
+    console = Console(file=stream, highlight=False, markup=False, width=200)
+    with ProgressBar(console, label="import", unit=Unit.BYTES, clock=lambda: clock[0]) as progress:
+        progress.update(0, 0)  # nothing is known yet
+        clock[0] += 60
+        for done in range(100, 1125, 128):
+            progress.update(done << 20, 1124 << 20)
+            clock[0] += 2
+        progress.update(1124 << 20, 1124 << 20)
+    assert stream.getvalue().splitlines() == [
+        "import ...",
+        "import 100 MiB/1.1 GiB",
+        "import 484 MiB/1.1 GiB  64 MiB/s  10 s left",  # 6 s later
+        "import 868 MiB/1.1 GiB  64 MiB/s  4 s left",
+        "import 1.1 GiB/1.1 GiB  64 MiB/s",
     ]
 
 

@@ -23,6 +23,7 @@ from tierstore.deploy.records import (
     stage_directory,
 )
 from tierstore.errors import ChecksumError, ConfigError, StoreExistsError, StoreFormatError, StoreMissingError
+from tierstore.stats import OnProgress
 
 
 class _Counting:
@@ -46,7 +47,7 @@ class _Counting:
             store=store, checks={"lines": len(lines) + 1}, figures={"settings": {"threads": 1}}
         )
 
-    def verify(self, store: Path, checks: Mapping[str, object]) -> None:
+    def verify(self, store: Path, checks: Mapping[str, object], progress: OnProgress) -> None:
         self._log.append(f"verify {self.name.value}")
         if len((store / "lines").read_text()) != checks["lines"]:
             raise ChecksumError(f"{store}: lines")

@@ -220,7 +220,7 @@ def test_an_import_that_was_cut_short_is_refused(tmp_path: Path) -> None:
     class Stop(Exception):
         pass
 
-    def stop(done: int, total: int, fields: dict[str, object]) -> None:
+    def stop(done: int, total: int) -> None:
         if done > total / 2:
             raise Stop
 

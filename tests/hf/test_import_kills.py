@@ -94,7 +94,7 @@ def _records(store: Path) -> int:
 def test_killed_after_so_many_records(after: int, source: Path, wanted: int, tmp_path: Path) -> None:
     seen = 0
 
-    def count(done: int, total: int, fields: dict[str, object]) -> None:
+    def count(done: int, total: int) -> None:
         nonlocal seen
         if seen == after:
             _die()
@@ -132,7 +132,7 @@ def test_zeros_are_zeros_where_a_slot_was_used_before(source: Path, wanted: int,
     """What a killed import wrote and did not commit lies in slots that the next one takes."""
     seen = 0
 
-    def count(done: int, total: int, fields: dict[str, object]) -> None:
+    def count(done: int, total: int) -> None:
         nonlocal seen
         seen += 1
         if seen == 12:
@@ -154,7 +154,7 @@ def test_zeros_are_zeros_where_a_slot_was_used_before(source: Path, wanted: int,
 
 def test_only_the_same_import_goes_on(source: Path, tmp_path: Path) -> None:
     pid = _in_child(
-        lambda: import_model(source, tmp_path / "s", _OPTIONS, progress=lambda done, total, fields: _die())
+        lambda: import_model(source, tmp_path / "s", _OPTIONS, progress=lambda done, total: _die())
     )
     os.waitpid(pid, 0)
     with pytest.raises(StoreFormatError, match=r"with other options: compute fp32, trainable.*compute bf16"):

@@ -102,9 +102,9 @@ def checksums(mesh: Mesh, settings: Settings, stops: int | None = None) -> tuple
     torch.set_num_threads(1)
     done = 0
 
-    def progress(records: int, total: int) -> None:
+    def progress(nbytes: int, total: int) -> None:
         nonlocal done
-        done = records
+        done += nbytes > 0  # the first call comes before the first record
         time.sleep(0.01 * mesh.world.rank)  # the later ranks take longer
 
     with open_session(load(TrainConfig, None, {**TINY, **settings}), Opening.CREATE, mesh=mesh) as trainer:

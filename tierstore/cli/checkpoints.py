@@ -80,14 +80,14 @@ def import_(
     with launch(ParallelConfig(expert=expert_ranks), device="cpu") as mesh:
         if mesh.world.rank:
             output = Output(OutputMode.SILENT)
-        with output.progress(label="import") as progress:
+        with output.passing("import") as progress:
             report = import_model(
                 model,
                 store,
                 options,
                 mesh=mesh,
                 planned=lambda plan: _describe(plan, store, output),
-                progress=progress.update,
+                progress=progress,
             )
         _show_import(report, store, output)
 
@@ -185,15 +185,11 @@ def export(
     """
     if adapter and any(option is not None for option in (dtype, merge, max_shard_size)):
         raise ConfigError("--adapter cannot be combined with --dtype, --merge or --max-shard-size")
-    from tierstore.hf.adapters import export_adapter, load_adapter
-    from tierstore.hf.exporting import export as write
-    from tierstore.hf.writing import MAX_SHARD_BYTES, ExportDtype
-
     start = time.monotonic()
-    with output.progress(label="export (MiB)") as bar:
-
-        def progress(written: int, total: int) -> None:
-            bar.update(written >> 20, total >> 20)
+    with output.passing("export") as progress:
+        from tierstore.hf.adapters import export_adapter, load_adapter
+        from tierstore.hf.exporting import export as write
+        from tierstore.hf.writing import MAX_SHARD_BYTES, ExportDtype
 
         if adapter:
             written = export_adapter(store, target, progress=progress)

@@ -74,7 +74,13 @@ def deploy(
         raise ConfigError("expected a STORE and --to DIR, or --show DIR")
     config = load(DeployConfig, None, {"store": store, "target": target, **given})
     with Interrupts.install() as interrupts:
-        done = run(config, until=until, say=output.line, asked_to_stop=lambda: interrupts.requested)
+        done = run(
+            config,
+            until=until,
+            say=output.line,
+            show=output.passing,
+            asked_to_stop=lambda: interrupts.requested,
+        )
     _show(output, done.directory, done.records, complete=done.complete)
 
 

@@ -9,19 +9,21 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
 from types import MappingProxyType
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as RichProgress
 from rich.table import Table
 
 from tierstore.errors import naming
 from tierstore.outputs import to_json
+from tierstore.stats import OnProgress
+from tierstore.units import format_bytes, format_seconds
 
 _PLAIN_WIDTH = 120  # columns of tables without a terminal
 _PLAIN_INTERVAL_S = 5.0
@@ -85,6 +87,20 @@ class Output:
         """Make a ProgressBar for people."""
         return ProgressBar(self.console, label=label)
 
+    @contextmanager
+    def passing(self, label: str) -> Iterator[OnProgress]:
+        """Show a pass over a store by its bytes, from now on: what it opens and imports first may take seconds."""
+        with ProgressBar(self.console, label=label, unit=Unit.BYTES) as bar:
+            bar.update(0, 0)
+            yield bar.update
+
+
+class Unit(Enum):
+    """What a ProgressBar counts."""
+
+    STEPS = "steps"
+    BYTES = "bytes"  # shown with their rate and the time left
+
 
 class ProgressBar:
     """A bar on a terminal; elsewhere, a plain line at the first and last step and every few seconds.
@@ -97,15 +113,18 @@ class ProgressBar:
         console: Console,
         *,
         label: str,
+        unit: Unit = Unit.STEPS,
         interval_s: float = _PLAIN_INTERVAL_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._console = console
         self._label = label
+        self._unit = unit
         self._interval_s = interval_s
         self._clock = clock
         self._last_line_s = -math.inf
         self._last_step = -1
+        self._begun: tuple[float, int] | None = None  # the time and the step of the first update with a total
         self._drawn = console.is_terminal and not console.quiet
         self._bar: RichProgress | None = None
 
@@ -124,28 +143,45 @@ class ProgressBar:
         bar = RichProgress(
             TextColumn("{task.description}"),
             BarColumn(),
-            MofNCompleteColumn(),
+            TextColumn("{task.fields[count]}"),
             TimeElapsedColumn(),
             TextColumn("{task.fields[shown]}"),
             console=self._console,
         )
-        self._task = bar.add_task(self._label, total=total, shown="")
+        self._task = bar.add_task(self._label, total=total or None, count="", shown="")
         bar.start()
         return bar
 
     def update(self, step: int, total: int, fields: Mapping[str, object] = MappingProxyType({})) -> None:
-        """Show that ``step`` of ``total`` is done, and ``fields`` as ``name value`` (floats with 4 significant digits)."""
+        """Show that ``step`` of ``total`` (0: unknown yet) is done, and ``fields`` as ``name value`` (floats with 4
+        significant digits)."""
         with _naming(self._console):
-            shown = "  ".join(f"{name} {_shown(value)}" for name, value in fields.items())
+            now = self._clock()
+            count, *more = self._counted(step, total, now)
+            shown = "  ".join([*more, *(f"{name} {_shown(value)}" for name, value in fields.items())])
             if self._drawn:
                 self._bar = self._bar or self._start(total)
-                self._bar.update(self._task, completed=step, total=total, shown=shown)
+                self._bar.update(self._task, completed=step, total=total or None, count=count, shown=shown)
                 return
-            now = self._clock()
             due = now - self._last_line_s >= self._interval_s
             if (due or step >= total) and step != self._last_step:
                 self._last_line_s, self._last_step = now, step
-                self._console.print(f"{self._label} {step}/{total}  {shown}".rstrip(), soft_wrap=True)
+                self._console.print(f"{self._label} {count}  {shown}".rstrip(), soft_wrap=True)
+
+    def _counted(self, step: int, total: int, now: float) -> list[str]:
+        """What is done, and of bytes their rate since the first update and the time left."""
+        if not total:
+            return ["..."]
+        if self._unit is Unit.STEPS:
+            return [f"{step}/{total}"]
+        found = [f"{format_bytes(step)}/{format_bytes(total)}"]
+        self._begun = self._begun or (now, step)
+        elapsed_s, done = now - self._begun[0], step - self._begun[1]
+        if elapsed_s > 0 and done > 0:
+            found.append(f"{format_bytes(done / elapsed_s)}/s")
+            if step < total:
+                found.append(f"{format_seconds((total - step) * elapsed_s / done)} left")
+        return found
 
 
 def _naming(console: Console) -> AbstractContextManager[None]:

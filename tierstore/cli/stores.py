@@ -22,11 +22,11 @@ _SHOWN_FAILURES = 20  # the JSON object lists all failures
 @json_option
 def verify(store: Path, output: Output) -> int:
     """Read and check every record of every snapshot of STORE (all ranks); exit status 1 if any is damaged."""
-    from tierstore.store.parameter_store import verify_all
-
     start = time.monotonic()
-    with output.progress(label="verify") as progress:
-        report = verify_all(store, progress=progress.update)
+    with output.passing("verify") as progress:
+        from tierstore.store.parameter_store import verify_all
+
+        report = verify_all(store, progress=progress)
     elapsed_s = time.monotonic() - start
     for failure in report.failures[:_SHOWN_FAILURES]:
         output.line(f"corrupt: {failure}")
@@ -144,10 +144,6 @@ def reshard(
 
     Writes a new store, with dense parameters resliced and experts moved. STORE does not change.
     """
-    from tierstore.hf.spec import stored_spec
-    from tierstore.parallel.layout import layout_of
-    from tierstore.train.resharding import reshard as make
-
     if ranks is None and moments is None and embedding is None and head is None:
         raise click.UsageError("expected --ranks, --moments, --embedding or --head")
     if ranks is None and (expert, tensor, stages) != (0, 1, 1):
@@ -159,12 +155,16 @@ def reshard(
     blocks = stage_blocks or ()
     wanted = ParallelConfig(expert=expert, tensor=tensor, stages=stages, stage_blocks=blocks)
     start = time.monotonic()
-    with output.progress(label="reshard") as progress:
+    with output.passing("reshard") as progress:
+        from tierstore.hf.spec import stored_spec
+        from tierstore.parallel.layout import layout_of
+        from tierstore.train.resharding import reshard as make
+
         done = make(
             store,
             target,
             None if ranks is None else layout_of(wanted, ranks),
-            progress.update,
+            progress,
             embedding=embedding,
             head=head,
             moments=moments,

@@ -190,10 +190,8 @@ def _train(
         ended = totals(trainer, begun)
         crc = None
         if checksum and not stopped:
-            with output.progress(label="checksum") as progress:
-                crc = records_checksum(
-                    trainer, progress=progress.update, stopped=lambda: interrupts.requested
-                )
+            with output.passing("checksum") as progress:
+                crc = records_checksum(trainer, progress=progress, stopped=lambda: interrupts.requested)
             stopped = crc is None
         state, exchange = trainer.state, trainer.mesh.exchange_choice
         summary = RunSummary(

@@ -38,6 +38,7 @@ from tierstore.moe.config import ExpertShape
 from tierstore.moe.experts import Workspace, forward_expert
 from tierstore.moe.source import ExpertLease
 from tierstore.serve.experts import ServingPhase
+from tierstore.stats import OnProgress
 
 
 @dataclass(frozen=True)
@@ -250,7 +251,11 @@ def check_count(manifest: Manifest, config: Mapping[str, Any], count: int) -> No
 
 
 def write_student(
-    store: Path, checkpoint: Path, groups: Mapping[int, Groups], uses: Mapping[int, LayerUse]
+    store: Path,
+    checkpoint: Path,
+    groups: Mapping[int, Groups],
+    uses: Mapping[int, LayerUse],
+    progress: OnProgress = lambda done, total: None,
 ) -> None:
     """Writes the model of the frozen ``store``, with the experts of ``groups`` in each layer, to the new directory
     ``checkpoint``, in the type of the store.
@@ -271,7 +276,7 @@ def write_student(
         config = json.loads(files["config.json"])
         config.update(dict.fromkeys(_counts(config, manifest.experts.count), count))
         files["config.json"] = json_bytes(config)
-        write_outline(replace(outline, files=files), merged, checkpoint)
+        write_outline(replace(outline, files=files), merged, checkpoint, progress=progress)
 
 
 def _counts(config: Mapping[str, Any], count: int) -> list[str]:

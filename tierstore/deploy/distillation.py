@@ -34,7 +34,7 @@ from tierstore.deploy.records import (
     read_json,
     write_json,
 )
-from tierstore.deploy.stages import bytes_on_disk, product_dtype, refrozen, store_checks
+from tierstore.deploy.stages import bytes_on_disk, checked, product_dtype, refrozen
 from tierstore.deploy.teacher import Teacher, Windows, open_teacher, read_windows
 from tierstore.errors import StoreFormatError
 from tierstore.hf.exporting import export
@@ -104,8 +104,8 @@ def _quantized(context: StageContext, made: StageOutput, codes: CodeFormat) -> S
     source, store = context.directory / _PLAIN, context.directory / _QUANTIZED
     if not _imported(store):
         if not source.exists():
-            export(made.store, source, dtype=product_dtype(made.store))
-            context.check()
+            with context.passing("export") as progress:
+                export(made.store, source, dtype=product_dtype(made.store), progress=progress)
         refrozen(source, store, context, codes=codes)
     shutil.rmtree(source, ignore_errors=True)
     figures = dict(made.figures)
@@ -115,7 +115,7 @@ def _quantized(context: StageContext, made: StageOutput, codes: CodeFormat) -> S
             figures["quantized_loss"] = held_out_loss(teacher.logits, windows.held)
         context.say(f"distillation: held-out loss {figures['quantized_loss']:.4f} in {codes.value}")
     figures["bytes_after"] = bytes_on_disk(store)
-    return StageOutput(store=store, checks=store_checks(store), figures=figures)
+    return StageOutput(store=store, checks=checked(store, context), figures=figures)
 
 
 def _compressed(context: StageContext, count: int) -> StageOutput:
@@ -144,7 +144,7 @@ def _compressed(context: StageContext, count: int) -> StageOutput:
         shutil.rmtree(directory / name, ignore_errors=True)
     return StageOutput(
         store=store,
-        checks=store_checks(store),
+        checks=checked(store, context),
         figures={
             "teacher_loss": found.loss,
             "compressed_loss": before,
@@ -171,16 +171,15 @@ def _distilled(context: StageContext, count: int, found: Calibration, windows: W
     if not _imported(training):
         if not (directory / _CHECKPOINT).exists():
             _write_student(context, count, found)
-        import_model(
-            directory / _CHECKPOINT,
-            training,
-            ImportOptions(commit_bytes=256 << 20),
-            progress=lambda done, total, fields: context.check(),
-        )
+        with context.passing("import") as show:
+            import_model(
+                directory / _CHECKPOINT, training, ImportOptions(commit_bytes=256 << 20), progress=show
+            )
     shutil.rmtree(directory / _CHECKPOINT, ignore_errors=True)
     with open_teacher(context.input_store, host_budget=config.host_budget) as teacher:
         progress = _distil(context, training, teacher, windows)
-    export(training, exported, dtype=product_dtype(training))
+    with context.passing("export") as show:
+        export(training, exported, dtype=product_dtype(training), progress=show)
     return progress
 
 
@@ -233,9 +232,9 @@ def _write_student(context: StageContext, count: int, found: Calibration) -> Non
     method = context.config.compression.method
     groups = {layer: groups_of(use, count, method) for layer, use in found.uses.items()}
     checkpoint = context.directory / _CHECKPOINT
-    write_student(context.input_store, checkpoint, groups, found.uses)
+    with context.passing("compress") as progress:
+        write_student(context.input_store, checkpoint, groups, found.uses, progress)
     context.say(f"distillation: wrote {count} experts a layer, {format_bytes(bytes_on_disk(checkpoint))}")
-    context.check()
 
 
 # The stores -------------------------------------------------------------------------------------------------

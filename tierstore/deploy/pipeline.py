@@ -29,6 +29,7 @@ from tierstore.deploy.records import (
     DeployConfig,
     DeployInterrupted,
     Deployment,
+    ShowPass,
     StageContext,
     StageName,
     StageOutput,
@@ -49,6 +50,7 @@ from tierstore.deploy.stages import (
 from tierstore.deploy.teacher import read_windows
 from tierstore.errors import ConfigError, StoreExistsError, StoreMissingError
 from tierstore.hf.spec import stored_spec
+from tierstore.stats import OnProgress
 from tierstore.store.disk.home import building, building_directory, fsync_directory
 from tierstore.units import format_seconds
 
@@ -65,7 +67,7 @@ class DeployStage:
     name: StageName
     settings: Callable[[DeployConfig], Mapping[str, object]]
     run: Callable[[StageContext], StageOutput]
-    verify: Callable[[Path, Mapping[str, object]], None] = verify_checks
+    verify: Callable[[Path, Mapping[str, object], OnProgress], None] = verify_checks
 
 
 STAGES = (
@@ -97,13 +99,15 @@ def deploy(
     *,
     until: StageName = StageName.DEPLOYMENT,
     say: Callable[[str], None] = lambda text: None,
+    show: ShowPass = lambda name: contextlib.nullcontext(lambda done, total: None),
     asked_to_stop: Callable[[], bool] = lambda: False,
     stages: Sequence[DeployStage] = STAGES,
 ) -> Deployed:
     """Runs the stages up to ``until``, or all that remain; the last one's output becomes ``config.target``.
 
-    Raises ConfigError, DataError, StoreError, StoreExistsError for a target that exists, StoreInUseError where another
-    process deploys to it, DeployInterrupted, OSError. A target that the same stages have made is left as it is.
+    ``show`` shows the progress of each pass over a store. Raises ConfigError, DataError, StoreError, StoreExistsError for a
+    target that exists, StoreInUseError where another process deploys to it, DeployInterrupted, OSError. A target that the
+    same stages have made is left as it is.
     """
     target, root = config.target, building_directory(config.target)
     if os.path.lexists(target):
@@ -111,13 +115,22 @@ def deploy(
     _refuse_early(config)
     with _working(root):
         records: list[StageRecord] = []
-        unverified: DeployStage | None = None
+        unverified: tuple[DeployStage, StageContext] | None = None
         for stage in stages:
             if unverified is not None:
-                unverified.verify(root / records[-1].store, records[-1].checks)
-            record, ran = _stage(stage, config, root, tuple(records), say, asked_to_stop)
+                _verify(*unverified, records[-1])
+            context = StageContext(
+                config=config,
+                root=root,
+                stage=stage.name,
+                before=tuple(records),
+                say=say,
+                show=show,
+                asked_to_stop=asked_to_stop,
+            )
+            record, ran = _stage(stage, context)
             records.append(record)
-            unverified = stage if ran else None
+            unverified = (stage, context) if ran else None
             if stage.name is until:
                 break
         if records[-1].stage is not StageName.DEPLOYMENT:
@@ -206,28 +219,23 @@ def _working(root: Path) -> Iterator[None]:
         yield
 
 
-def _stage(
-    stage: DeployStage,
-    config: DeployConfig,
-    root: Path,
-    before: tuple[StageRecord, ...],
-    say: Callable[[str], None],
-    asked_to_stop: Callable[[], bool],
-) -> tuple[StageRecord, bool]:
+def _verify(stage: DeployStage, context: StageContext, record: StageRecord) -> None:
+    with context.passing("verify") as progress:
+        stage.verify(context.root / record.store, record.checks, progress)
+
+
+def _stage(stage: DeployStage, context: StageContext) -> tuple[StageRecord, bool]:
     """Runs ``stage``, or verifies it if it is complete. Returns its record and whether it ran."""
-    settings = stage.settings(config)
-    wanted = fingerprint(stage.name, settings, before[-1].fingerprint if before else "")
-    directory = stage_directory(root, stage.name)
+    settings = stage.settings(context.config)
+    wanted = fingerprint(stage.name, settings, context.before[-1].fingerprint if context.before else "")
+    directory = context.directory
     found = StageRecord.read(directory)
     if found is not None and found.fingerprint == wanted:
-        stage.verify(root / found.store, found.checks)
-        say(f"{stage.name.value}: complete, verified")
+        _verify(stage, context, found)
+        context.say(f"{stage.name.value}: complete, verified")
         return found, False
     _clear(directory, wanted)
-    context = StageContext(
-        config=config, root=root, stage=stage.name, before=before, say=say, asked_to_stop=asked_to_stop
-    )
-    if asked_to_stop():
+    if context.asked_to_stop():
         raise DeployInterrupted(f"stopped before stage {stage.name.value}; the same command resumes here")
     began = time.monotonic()
     output = stage.run(context)
@@ -235,14 +243,14 @@ def _stage(
         stage=stage.name,
         fingerprint=wanted,
         settings=settings,
-        store=str(output.store.relative_to(root)),
+        store=str(output.store.relative_to(context.root)),
         checks=output.checks,
         figures=output.figures,
         notes=output.notes,
         elapsed_s=time.monotonic() - began,
     )
     record.write(directory)
-    say(f"{stage.name.value}: done in {format_seconds(record.elapsed_s)}")
+    context.say(f"{stage.name.value}: done in {format_seconds(record.elapsed_s)}")
     return record, True
 
 

@@ -7,14 +7,16 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from tierstore.capabilities import Capability
 from tierstore.errors import ConfigError, StoreFormatError, TierstoreError
+from tierstore.stats import OnProgress
 from tierstore.store.disk.home import fsync_directory, write_durably
 
 
@@ -279,11 +281,16 @@ class DeployInterrupted(TierstoreError):
     """A deployment stopped on request. The same command resumes it."""
 
 
+#: Shows the progress of the pass of this name while the context is entered.
+ShowPass: TypeAlias = Callable[[str], AbstractContextManager[OnProgress]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class StageContext:
     """The context of a stage. ``root``: the directory of all stages. ``before``: the completed stages, in order.
 
-    ``say`` prints a line for people; ``asked_to_stop`` is called between two durable points.
+    ``say`` prints a line for people, ``show`` the progress of a pass; ``asked_to_stop`` is called in passes and between two
+    durable points.
     """
 
     config: DeployConfig
@@ -291,6 +298,7 @@ class StageContext:
     stage: StageName
     before: tuple[StageRecord, ...]
     say: Callable[[str], None]
+    show: ShowPass
     asked_to_stop: Callable[[], bool]
 
     @property
@@ -302,6 +310,17 @@ class StageContext:
     def input_store(self) -> Path:
         """The store that the previous stage wrote."""
         return self.root / self.before[-1].store if self.before else self.config.store
+
+    @contextmanager
+    def passing(self, what: str) -> Iterator[OnProgress]:
+        """Shows the progress of pass ``what`` over a store, and ends it by DeployInterrupted if a stop is requested."""
+        with self.show(f"{self.stage.value}: {what}") as show:
+
+            def progress(done: int, total: int) -> None:
+                show(done, total)
+                self.check()
+
+            yield progress
 
     def check(self) -> None:
         """Raises DeployInterrupted if a signal has requested a stop."""

@@ -33,6 +33,7 @@ from tierstore.machine import memory
 from tierstore.model.config import ComputeDtype
 from tierstore.model.store_schema import EXPERT_SCHEMA, STATE_KEY, TrainState
 from tierstore.quant.layout import CodeFormat
+from tierstore.stats import OnProgress, in_parts
 from tierstore.store.disk.home import IDENTITY, MODEL_DIRECTORY, fsync_directory, rank_directories
 from tierstore.store.format import Group
 from tierstore.store.parameter_store import open_to_read
@@ -40,7 +41,7 @@ from tierstore.store.reading import OpenAt, read_schemas, read_states
 from tierstore.units import format_bytes
 
 
-def store_checks(store: Path) -> dict[str, object]:
+def store_checks(store: Path, progress: OnProgress = lambda done, total: None) -> dict[str, object]:
     """Counts, shapes and checksums over all records of the frozen store at ``store``, of one rank or several.
 
     Reads and verifies every record. Raises ChecksumError, StoreFormatError, OSError.
@@ -52,10 +53,10 @@ def store_checks(store: Path) -> dict[str, object]:
         )
     directories = rank_directories(store) or [store]
     records, sums = 0, []
-    for directory in directories:
+    for directory, part in zip(directories, in_parts(progress, len(directories)), strict=True):
         with open_to_read(directory) as opened:
             records += len(opened.keys)
-            sums.append(f"{opened.records_crc32c():08x}")
+            sums.append(f"{opened.records_crc32c(part):08x}")
     units = sum(1 for layout in manifest.unit_layouts(len(directories)) if not layout.empty)
     expected = manifest.experts.records + units * len(directories)
     if records != expected:
@@ -70,9 +71,11 @@ def store_checks(store: Path) -> dict[str, object]:
     }
 
 
-def verify_checks(store: Path, wanted: Mapping[str, object]) -> None:
+def verify_checks(
+    store: Path, wanted: Mapping[str, object], progress: OnProgress = lambda done, total: None
+) -> None:
     """Compares ``store_checks`` with the recorded ones. Raises ChecksumError naming the first difference."""
-    found = store_checks(store)
+    found = store_checks(store, progress)
     for name, value in wanted.items():
         if name in found and found[name] != value:
             raise ChecksumError(
@@ -100,10 +103,10 @@ def fuse(context: StageContext) -> StageOutput:
     before = bytes_on_disk(config.store)
     notes: tuple[str, ...] = ()
     if not checkpoint.exists():
-        done = export(config.store, checkpoint, dtype=_export_dtype(config))
-        notes = done.notes
-        context.check()
+        with context.passing("export") as progress:
+            notes = export(config.store, checkpoint, dtype=_export_dtype(config), progress=progress).notes
     refrozen(checkpoint, store, context, codes=_codes_of(config))
+    checks = checked(store, context)
     shutil.rmtree(checkpoint)
     manifest = Manifest.read(store)
     after = bytes_on_disk(store)
@@ -113,7 +116,7 @@ def fuse(context: StageContext) -> StageOutput:
     )
     return StageOutput(
         store=store,
-        checks=store_checks(store),
+        checks=checks,
         figures={
             "source_ranks": len(rank_directories(config.store)) or 1,
             "bytes_before": before,
@@ -132,12 +135,15 @@ def refrozen(
 
     ``codes``: the quantisation of its experts; None for none.
     """
-    import_model(
-        checkpoint,
-        store,
-        ImportOptions(weights=Weights.FROZEN, codes=codes, commit_bytes=256 << 20),
-        progress=lambda done, total, fields: context.check(),
-    )
+    options = ImportOptions(weights=Weights.FROZEN, codes=codes, commit_bytes=256 << 20)
+    with context.passing("import") as progress:
+        import_model(checkpoint, store, options, progress=progress)
+
+
+def checked(store: Path, context: StageContext) -> dict[str, object]:
+    """``store_checks``, with progress."""
+    with context.passing("checksum") as progress:
+        return store_checks(store, progress)
 
 
 def source_fingerprint(store: Path) -> str:
@@ -332,7 +338,8 @@ def assemble(context: StageContext) -> StageOutput:
     if store.exists():
         shutil.rmtree(store)
     link_tree(context.input_store, store)
-    verify_checks(store, before.checks)
+    with context.passing("checksum") as progress:
+        verify_checks(store, before.checks, progress)
     profile = before.figures.get("profile")  # the optimisation's measurements of the settings that it chose
     figures = {"bytes_on_disk": bytes_on_disk(store), **(profile if isinstance(profile, dict) else {})}
     return StageOutput(store=store, checks=before.checks, figures=figures)

@@ -61,6 +61,7 @@ from tierstore.model.store_schema import (
 )
 from tierstore.parallel import Mesh, RankEnvironment
 from tierstore.quant.layout import CodeFormat
+from tierstore.stats import OnProgress
 from tierstore.store.config import StoreConfig
 from tierstore.store.disk.home import (
     IDENTITY,
@@ -77,10 +78,6 @@ from tierstore.store.opening import minimum_host_budget
 from tierstore.store.parameter_store import ParameterStore
 from tierstore.store.reading import OpenAt, read_states
 from tierstore.store.registering import RecordLoader
-from tierstore.units import format_bytes
-
-#: Called with (records of this rank that are stored, their total, fields to show).
-ProgressCallback = Callable[[int, int, dict[str, object]], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,11 +162,12 @@ def import_model(
     *,
     mesh: Mesh | None = None,
     planned: Callable[[ImportPlan], None] = lambda plan: None,
-    progress: ProgressCallback = lambda done, total, fields: None,
+    progress: OnProgress = lambda done, total: None,
 ) -> ImportReport:
     """Imports the model directory ``source`` into ``store``, or resumes an interrupted import of the same directory.
 
-    On several ranks (``mesh``) a collective. ``planned`` is called before the first write. Raises DataError and ConfigError
+    On several ranks (``mesh``) a collective. ``planned`` is called before the first write; ``progress`` receives the bytes
+    of the checkpoint that this rank has read, in all runs, and those that it reads in all. Raises DataError and ConfigError
     for a checkpoint that does not match its configuration, StoreExistsError, StoreFormatError for another source,
     OSError (ENOSPC) before anything is written.
     """
@@ -432,7 +430,7 @@ class _Import:
         plan: ImportPlan,
         state: ImportState,
         options: ImportOptions,
-        progress: ProgressCallback,
+        progress: OnProgress,
     ) -> None:
         self._core = store.core
         self._plan, self._state, self._options, self._progress = plan, state, options, progress
@@ -462,7 +460,7 @@ class _Import:
         """Writes the records that are missing."""
         if self._loader is None:
             return
-        self._show()
+        self._progress(self._total - self._left, self._total)
         expert, budget = self._plan.schemas[0], self._options.host_budget
         with Filler(self._loader, weights, expert, budget=budget, wrote=self._wrote) as filler:
             filler.run(self._jobs)
@@ -494,11 +492,7 @@ class _Import:
         self._uncommitted += job.nbytes
         if self._uncommitted >= self._options.commit_bytes:
             self._commit()
-        self._show()
-
-    def _show(self) -> None:
-        read = f"{format_bytes(self._total - self._left)} of {format_bytes(self._total)}"
-        self._progress(self.report.skipped + self.report.records, len(self._plan.jobs), {"read": read})
+        self._progress(self._total - self._left, self._total)
 
     def _commit(self, more: dict[str, bytes] | None = None) -> None:
         self._core.committer.commit({IMPORT_KEY: self._state.pack(), **(more or {})})

@@ -220,9 +220,10 @@ def write_checkpoint(
     progress: OnProgress = lambda done, total: None,
 ) -> None:
     """Writes ``shards`` and their index. ``content`` gives the bytes of a tensor in pieces, each valid until the next one
-    is read; ``progress`` is called after each tensor. Raises OSError; ValueError where pieces do not fit.
+    is read; ``progress`` is called after each piece. Raises OSError; ValueError where pieces do not fit.
     """
     done, total = 0, sum(shard.data_bytes for shard in shards)
+    progress(0, total)
     for shard in shards:
         with StreamFile(directory / shard.file) as file:
             file.append(np.frombuffer(shard.header, np.uint8))
@@ -230,10 +231,10 @@ def write_checkpoint(
                 before = file.nbytes
                 for piece in content(tensor):
                     file.append(piece)
+                    done += piece.nbytes
+                    progress(done, total)
                 if file.nbytes - before != tensor.nbytes:
                     raise ValueError(f"{tensor.name}: {file.nbytes - before} bytes, expected {tensor.nbytes}")
-                done += tensor.nbytes
-                progress(done, total)
             file.finish()
     if len(shards) > 1:
         write_file(directory / INDEX_NAME, json_bytes(index_of(shards), ensure_ascii=True))

@@ -26,7 +26,7 @@ from tierstore.stats import OnProgress
 from tierstore.store.adamw import StepHistory
 from tierstore.store.committing import Committer, Failures
 from tierstore.store.config import StoreAccess
-from tierstore.store.disk.extents import scratch_buffers
+from tierstore.store.disk.extents import Scratch, read_ahead, scratch_buffers
 from tierstore.store.disk.store_extents import copies
 from tierstore.store.format import Group
 from tierstore.store.index.database import index_bytes
@@ -193,16 +193,22 @@ class StoreCore:
 
     # Content and status -------------------------------------------------------------------------------------
 
-    def records_crc32c(self, progress: OnProgress | None = None) -> int:
+    def records_crc32c(self, progress: OnProgress = lambda done, total: None) -> int:
         """As ``ParameterStore.records_crc32c``."""
-        crc, keys = 0, self.records.keys
-        for done, key in enumerate(keys, start=1):
-            for section in self.sections(key):
+        crc, done, keys = 0, 0, self.records.keys
+        total = sum(map(self._nbytes, keys))
+        progress(0, total)
+        for sections, tickets in read_ahead(keys, self._nbytes, self._queue_sections):
+            self.wait(tickets)
+            for section in sections:
                 for piece in section.arrays():
                     crc = _native.crc32c(piece, crc)
-            if progress is not None:
-                progress(done, len(keys))
+                done += section.nbytes
+            progress(done, total)
         return crc
+
+    def _nbytes(self, key: str) -> int:
+        return self.records.live(key).schema.nbytes
 
     def sections(self, key: str) -> list[_native.Buffer]:
         """All committed sections of record ``key``, caught up to the last applied step; valid until the store is used again.
@@ -210,6 +216,12 @@ class StoreCore:
         No cache decision, record or file changes: sections that are not resident are read into separate memory, beside
         the host budget, and missed steps are replayed there. Raises KeyError, ChecksumError, OSError.
         """
+        sections, tickets = self._queue_sections(key, scratch_buffers)
+        self.wait(tickets)
+        return sections
+
+    def _queue_sections(self, key: str, scratch: Scratch) -> tuple[list[_native.Buffer], list[int]]:
+        """The sections of record ``key``, and the tickets that fill those in memory of ``scratch``."""
         self.failures.check()
         live, cache = self.records.live(key), self.cache
         behind = self.optimizer.behind(live) > 0
@@ -224,17 +236,16 @@ class StoreCore:
                 sections += resident
                 tickets += ready
                 continue
-            scratch = scratch_buffers(live.schema.layout(group))
-            sections += scratch
+            own = scratch(live.schema.layout(group))
+            sections += own
             if resident:
-                pairs = zip(scratch, resident, strict=True)
+                pairs = zip(own, resident, strict=True)
                 tickets += [self.engine.copy(copy, source, after=ready) for copy, source in pairs]
             else:
-                tickets.append(live.read(group, scratch, (), _native.Priority.DEMAND))
+                tickets.append(live.read(group, own, (), _native.Priority.DEMAND))
         if behind:
             tickets = [self.optimizer.replay_copy(live, sections, after=tickets)]
-        self.wait(tickets)
-        return sections
+        return sections, tickets
 
     @property
     def arena(self) -> _native.Arena:

@@ -205,6 +205,11 @@ class RecordSchema:
         """The groups of a record in a commit."""
         return COMMITTED_GROUPS[:1] if self.frozen else COMMITTED_GROUPS
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a record's content in a commit."""
+        return sum(self.layout(group).nbytes for group in self.groups)
+
     def layout(self, group: Group) -> GroupLayout:
         """The sections of ``group``; a frozen record has only those of the weights."""
         return self._layouts[group]

@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore._native import Engine
-from tierstore.stats import OnProgress
+from tierstore.stats import OnProgress, in_parts
 from tierstore.store.adamw import AdamWConfig
 from tierstore.store.config import StoreAccess, StoreConfig
 from tierstore.store.core import OptimizerStep, StoreCore
@@ -291,22 +291,23 @@ class ParameterStore:
         """The capabilities in effect, and the use of the directories."""
         return StoreStatus(self.core.history.applied, self.core.describe(), self.core.extents.drive_reports())
 
-    def records_crc32c(self, progress: OnProgress | None = None) -> int:
+    def records_crc32c(self, progress: OnProgress = lambda done, total: None) -> int:
         """CRC-32C over every record's content in key order, caught up to the last applied step: equal for stores of equal
-        content, whatever their layout on disk. ``progress`` is called with the records done and in all. Raises
+        content, whatever their layout on disk. ``progress`` is called with the bytes done and in all; the store cannot be
+        used in it. Raises
         ChecksumError, OSError.
         """
         return self.core.records_crc32c(progress)
 
-    def verify(self, progress: OnProgress | None = None) -> VerifyReport:
+    def verify(self, progress: OnProgress = lambda done, total: None) -> VerifyReport:
         """Reads and checks every section of the last commit and of the snapshots; see ``verify_store``."""
         self.core.failures.check()
         core = self.core
         return verify_tables(core.extents, core.engine, core.committer.tables(), progress)
 
 
-def verify_store(directory: Path | str, progress: OnProgress | None = None) -> VerifyReport:
-    """Verifies the store in ``directory``; ``progress`` is called with the section groups done and in all. Writes nothing.
+def verify_store(directory: Path | str, progress: OnProgress = lambda done, total: None) -> VerifyReport:
+    """Verifies the store in ``directory``; ``progress`` is called with the bytes checked and in all. Writes nothing.
 
     Raises StoreMissingError, StoreInUseError, StoreFormatError (a truncated file, say).
     """
@@ -314,11 +315,11 @@ def verify_store(directory: Path | str, progress: OnProgress | None = None) -> V
         return store.verify(progress)
 
 
-def verify_all(store: Path, progress: OnProgress | None = None) -> VerifyReport:
-    """``verify_store`` for every rank, in rank order; ``progress`` reports one rank after another."""
-    total = VerifyReport()
-    for directory in rank_directories(store) or [store]:
-        report = verify_store(directory, progress)
+def verify_all(store: Path, progress: OnProgress = lambda done, total: None) -> VerifyReport:
+    """``verify_store`` for every rank, in rank order; ``progress`` is of all (``in_parts``)."""
+    total, directories = VerifyReport(), rank_directories(store) or [store]
+    for directory, part in zip(directories, in_parts(progress, len(directories)), strict=True):
+        report = verify_store(directory, part)
         total.records += report.records
         total.sections += report.sections
         total.snapshots = max(total.snapshots, report.snapshots)

@@ -68,7 +68,7 @@ def reshard(
     source: Path,
     target: Path,
     layout: Layout | None = None,
-    progress: OnProgress | None = None,
+    progress: OnProgress = lambda done, total: None,
     *,
     embedding: RowPlacement | None = None,
     head: RowPlacement | None = None,
@@ -77,7 +77,7 @@ def reshard(
     stage_blocks: Sequence[int] = (),
 ) -> Resharded:
     """Writes the store of ``source`` to ``target``, divided for ``layout`` (None: the same). ``progress`` is called with
-    the numbers of records done and in all. ``embedding`` and ``head``: how the new stores hold the rows of these tables,
+    the bytes written and in all. ``embedding`` and ``head``: how the new stores hold the rows of these tables,
     GATHERED or PARTITIONED (None: as the old ones); a tied head is the embedding. ``moments``: the format of experts'
     moments (None: the same); a narrower format rounds them once.
 
@@ -174,7 +174,7 @@ class _Writer:
         conditions: Mapping[str, object],
         moments: MomentFormat,
         target: Path,
-        progress: OnProgress | None,
+        progress: OnProgress,
     ) -> None:
         self._old = old
         self._expert_schema = replace(old.expert_schema, moments=moments)
@@ -182,13 +182,15 @@ class _Writer:
         self._cut = cut
         self._parallel = conditions
         self._target = target
-        self._progress = progress or (lambda done, total: None)
+        self._progress = progress
         self._done = 0
         self._nbytes = 0
         experts = len(old.model.moe_layers) * old.model.experts * layout.replicas
-        self._total = experts + sum(len(self._cut.groups_of(rank)) for rank in range(layout.world))
+        groups = (number for rank in range(layout.world) for number in cut.groups_of(rank))
+        self._total = experts * self._expert_schema.nbytes + sum(self._group_schema(n).nbytes for n in groups)
 
     def run(self) -> tuple[int, int]:
+        self._progress(0, self._total)
         for rank in range(self._layout.world):
             self._write_rank(rank)
         return self._done, self._nbytes
@@ -246,7 +248,7 @@ class _Writer:
     def _wrote(self, sections: Sequence[npt.NDArray[np.generic]]) -> None:
         self._done += 1
         self._nbytes += sum(section.nbytes for section in sections)
-        self._progress(self._done, self._total)
+        self._progress(self._nbytes, self._total)
 
 
 def _copy_model(source: Path, target: Path) -> None:

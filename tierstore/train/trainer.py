@@ -281,13 +281,13 @@ class _StoppedError(Exception):
 def records_checksum(
     trainer: Trainer,
     *,
-    progress: OnProgress | None = None,
+    progress: OnProgress = lambda done, total: None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> int | None:
     """CRC-32C over every record's content in key order; for several ranks, the CRC-32C of their checksums in rank order.
 
     A collective: all ranks get the same result, None if ``stopped`` was true on one of them. ``progress`` is called with
-    this rank's records done and in all. Raises ChecksumError, PeerError, OSError.
+    this rank's bytes done and in all. Raises ChecksumError, PeerError, OSError.
     """
     world = trainer.mesh.world
     met_s = time.monotonic()
@@ -300,9 +300,8 @@ def records_checksum(
             raise _StoppedError
         return [crc for crc, _ in answers]
 
-    def done(records: int, total: int) -> None:
-        if progress is not None:
-            progress(records, total)
+    def done(nbytes: int, total: int) -> None:
+        progress(nbytes, total)
         if time.monotonic() - met_s >= _MEET_S:
             meet(None)
 

@@ -12,9 +12,11 @@ from __future__ import annotations
 import errno
 import os
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -411,3 +413,48 @@ def scratch_buffers(layout: GroupLayout) -> list[Buffer]:
         sections.append(Buffer(arena, [(offset, section.padded_nbytes)], section.nbytes))
         offset += section.padded_nbytes
     return sections
+
+
+#: Reads of ``read_ahead`` in flight at once, and their bytes.
+_IN_FLIGHT, _IN_FLIGHT_BYTES = 64, 64 << 20
+_Item = TypeVar("_Item")
+_Read = TypeVar("_Read")
+#: Allocates memory for a slot.
+Scratch: TypeAlias = Callable[[GroupLayout], list[Buffer]]
+
+
+def read_ahead(
+    items: Iterable[_Item], nbytes: Callable[[_Item], int], begin: Callable[[_Item, Scratch], _Read]
+) -> Iterator[_Read]:
+    """``begin(item, scratch)`` of each item, which queues reads of ``nbytes(item)`` into memory of ``scratch``; those of the
+    next items are queued meanwhile. Before the next item the caller waits for the reads, and is done with the memory.
+
+    The memory is used again and again: all together ``_IN_FLIGHT_BYTES``, or one item's, beside what the caller keeps.
+    """
+    spare: dict[GroupLayout, list[list[Buffer]]] = defaultdict(list)
+    coming: deque[tuple[_Read, int, list[tuple[GroupLayout, list[Buffer]]]]] = deque()
+    in_flight = 0
+
+    def scratch(layout: GroupLayout) -> list[Buffer]:
+        if not spare[layout]:
+            spare.clear()  # memory for other layouts is freed before more is allocated
+            spare[layout] = [scratch_buffers(layout)]
+        taken.append((layout, spare[layout].pop()))
+        return taken[-1][1]
+
+    def first() -> Iterator[_Read]:
+        nonlocal in_flight
+        read, size, lent = coming.popleft()
+        yield read
+        in_flight -= size
+        for layout, buffers in lent:
+            spare[layout].append(buffers)
+
+    for item in items:
+        while coming and (len(coming) == _IN_FLIGHT or in_flight + nbytes(item) > _IN_FLIGHT_BYTES):
+            yield from first()
+        taken: list[tuple[GroupLayout, list[Buffer]]] = []
+        coming.append((begin(item, scratch), nbytes(item), taken))
+        in_flight += nbytes(item)
+    while coming:
+        yield from first()
