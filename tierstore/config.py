@@ -11,8 +11,7 @@ chooses (``[tasks.code]``, and ``tasks.code.weight=2`` as an override).
 Metadata: ``help`` is the text that ``dotted_fields`` shows; ``read_as`` is the dataclass of a field whose
 annotation is wider; ``words`` names values of an ``int``, which are then read and written by these names
 alone; ``size`` marks bytes: an ``int`` then also takes ``"512MiB"``; a ``str`` is checked and stays text, so
-that a fraction such as ``"25%"`` can be resolved once the whole is known; ``training_only`` names fields of a nested
-dataclass that have no effect in the one around it, which refuses other values than their defaults.
+that a fraction such as ``"25%"`` can be resolved once the whole is known.
 
 TOML has no null, so the word ``none`` stands for one: in a field that may be None, ``"none"`` is None.
 
@@ -134,25 +133,16 @@ def dump(config: object) -> str:
 
 
 def dotted_fields(cls: type[object]) -> list[FieldInfo]:
-    """Every field of ``cls`` and its nested tables that has an effect in it, in order of declaration. Tables that the user
-    names appear once, under NAME.
+    """Every field of ``cls`` and its nested tables, in order of declaration, except its attribute ``training_only``. Tables
+    that the user names appear once, under NAME.
     """
     found: list[FieldInfo] = []
-    idle = tuple(f"{key}." for key in training_only(cls))
+    idle = tuple(f"{key}." for key in getattr(cls, "training_only", ()))
     for info in _leaves(cls):
         if f"{info.name}.".startswith(idle):
             continue
         found += _leaves(info.kind, None, f"{info.name}.NAME.") if info.named else [info]
     return found
-
-
-def training_only(cls: type[Any]) -> list[str]:
-    """The fields of nested dataclasses that have no effect in ``cls``, by dotted name."""
-    return [
-        f"{table.name}.{name}"
-        for table in dataclasses.fields(cls)
-        for name in table.metadata.get("training_only", ())
-    ]
 
 
 # Declarations -----------------------------------------------------------------------------------------------

@@ -350,7 +350,11 @@ def test_quantised_weights_have_their_loss_beside_the_teachers(
     """The oracle: transformers with the weights of the records, dequantised."""
     from transformers import AutoModelForCausalLM
 
-    config = replace(_config(store, tmp_path / "d", text), compression=CompressionConfig(weights=weights))
+    config = replace(
+        _config(store, tmp_path / "d", text),
+        compression=CompressionConfig(weights=weights),
+        distillation=DistillationConfig(text=(text,), length=32, held_out=2),
+    )
     done = deploy(config, until=StageName.SEGMENTATION)
     figures: Any = done.records[1].figures
     quantized = done.directory / done.records[1].store

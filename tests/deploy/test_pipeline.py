@@ -16,6 +16,7 @@ from tierstore.deploy.records import (
     DeployConfig,
     DeployInterrupted,
     DistillationConfig,
+    Method,
     StageContext,
     StageName,
     StageOutput,
@@ -34,7 +35,7 @@ class _Counting:
         self._log = log
 
     def settings(self, config: DeployConfig) -> Mapping[str, object]:
-        return {"minutes": config.distillation.minutes} if self.name is StageName.DISTILLATION else {}
+        return {"threads": config.threads} if self.name is StageName.DISTILLATION else {}
 
     def run(self, context: StageContext) -> StageOutput:
         self._log.append(f"run {self.name.value}")
@@ -100,7 +101,7 @@ def test_the_same_again_finds_it_and_others_are_refused(
     assert [record.stage for record in again.records] == list(StageName)
     assert log == []
     with pytest.raises(StoreExistsError, match="something here already"):
-        deploy(replace(config, distillation=DistillationConfig(minutes=7)), stages=stages)
+        deploy(replace(config, threads=7), stages=stages)
 
 
 def test_a_run_killed_while_it_removes_the_stages_leaves_them_to_the_next(
@@ -140,7 +141,7 @@ def test_other_settings_make_a_stage_and_all_behind_it_again(
 ) -> None:
     deploy(config, until=StageName.OPTIMISATION, stages=stages)
     log.clear()
-    other = replace(config, distillation=DistillationConfig(minutes=7))
+    other = replace(config, threads=7)
     deploy(other, until=StageName.OPTIMISATION, stages=stages)
     assert _run(log) == list(StageName)[1:5]
     root = config.target.with_name("out.partial")
@@ -190,3 +191,15 @@ def test_damaged_records_are_named(config: DeployConfig, stages: list[DeployStag
 def test_fewer_experts_need_a_text() -> None:
     with pytest.raises(ConfigError, match="--text"):
         DeployConfig(store=Path("s"), target=Path("t"), compression=CompressionConfig(experts=2))
+
+
+@pytest.mark.parametrize("name", ["minutes", "steps", "rate", "rows", "length"])
+def test_options_of_what_is_not_done_are_refused(name: str) -> None:
+    how = DistillationConfig(**{name: 7})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=f"--{name}: has effect with --(experts|text) only"):
+        DeployConfig(store=Path("s"), target=Path("t"), distillation=how)
+
+
+def test_a_method_needs_a_number_of_experts() -> None:
+    with pytest.raises(ConfigError, match="--method: has effect with --experts only"):
+        DeployConfig(store=Path("s"), target=Path("t"), compression=CompressionConfig(method=Method.PRUNE))

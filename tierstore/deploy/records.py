@@ -159,6 +159,14 @@ class DeployConfig:
             raise ConfigError(
                 "--text: expected a text file, on which the use of experts and the loss of the smaller model are measured"
             )
+        how, usual = self.distillation, DistillationConfig()
+        names = ("minutes", "steps", "rate", "rows") if how.trains else ()
+        idle = [name for name in names if getattr(how, name) != getattr(usual, name)]
+        idle += ["method"] * (self.compression.method is not Method.MERGE)
+        if idle and self.compression.experts is None:
+            raise ConfigError(f"--{idle[0]}: has effect with --experts only: no other change is distilled")
+        if how.length != usual.length and not how.text:
+            raise ConfigError("--length: has effect with --text only")
 
 
 # Input and output of a stage -------------------------------------------------------------------------------

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
+from typing import ClassVar
 
 from tierstore.cache.config import CacheConfig
 from tierstore.capabilities import Capability
-from tierstore.config import training_only
 from tierstore.errors import ConfigError
 from tierstore.links import LinksConfig
 from tierstore.prefetch.plan import PrefetchConfig
@@ -124,23 +124,21 @@ class ServeConfig(RunConfig):
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     ring: RingConfig = field(default_factory=RingConfig)
     graphs: GraphsConfig = field(default_factory=GraphsConfig)
-    cache: CacheConfig = field(
-        default_factory=lambda: CacheConfig(policy="learned-use"),
-        metadata={"training_only": ("write_back_every",)},
-    )
-    prefetch: PrefetchConfig = field(
-        default_factory=lambda: PrefetchConfig(predictor=PredictorName.ROUTER),
-        metadata={"training_only": ("gather_depth",)},
-    )
+    cache: CacheConfig = field(default_factory=lambda: CacheConfig(policy="learned-use"))
+    prefetch: PrefetchConfig = field(default_factory=lambda: PrefetchConfig(predictor=PredictorName.ROUTER))
     io: IoConfig = field(default_factory=IoConfig)
-    links: LinksConfig = field(
-        default_factory=LinksConfig, metadata={"training_only": ("gather", "exchange", "node")}
+    links: LinksConfig = field(default_factory=LinksConfig)
+
+    #: Fields of its tables that nothing in serving reads: other values than their defaults are refused.
+    training_only: ClassVar = (
+        *("cache.write_back_every", "prefetch.gather_depth"),
+        *("links.gather", "links.exchange", "links.node"),
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for key in training_only(ServeConfig):
+        for key in self.training_only:
             table, name = key.split(".")
             given = getattr(self, table)
             if getattr(given, name) != getattr(type(given)(), name):
-                raise ConfigError(f"{key}: has effect in training only; a server and generate do not take it")
+                raise ConfigError(f"{key}: has effect in training only; serving does not take it")
