@@ -3,9 +3,9 @@
     python experiments/layouts.py [--ranks 1 2 4] [--rounds 3] [--steps 2]
 
 The model computes on an emulated device: the calling thread sleeps, in both passes, where a real device would compute
-(in front of a block's attention for the whole block outside its experts, in front of the last norm for the head, and in
-each product with an expert's weights). Links are limited, experts are all in the host's cache, all else is what
-training does.
+(in front of a block's attention for all but its network, in front of the network of a block without experts, in front of
+the last norm for the head, and in each product with an expert's weights). Links are limited, experts are all in the
+host's cache, all else is what training does.
 
 The device and the links take known times. Unknown is what training itself takes on this machine, with that many ranks:
 to drive a pass over a unit's dense part, to drive one over an expert, and a message. These three are the latencies of
@@ -99,12 +99,13 @@ class Size:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One layout, and the size of what it trains, on ``nodes`` of two ranks each, or one node."""
+    """One layout, and the size of what it trains, on ``nodes`` of two ranks each, or one node, with ``further`` settings."""
 
     kind: str
     choice: LayoutChoice
     size: Size = field(default_factory=Size)
     nodes: int = 1
+    further: tuple[tuple[str, Any], ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -150,6 +151,7 @@ class Case:
             "parallel.timeout_s": 120.0,
             **self.choice.settings,
             **limits,
+            **dict(self.further),
         }
 
 
@@ -294,9 +296,13 @@ class EmulatedModel:
     tensor: int
 
     def block_s(self, tokens: int) -> float:
-        """A block's forward pass outside its experts: four square matrices, and attention over all positions."""
+        """A block's forward pass outside its network: four square matrices, and attention over all positions."""
         width = self.config.d_model
         return DENSE.seconds(2 * tokens * width * (4 * width + self.config.seq_len) / self.tensor)
+
+    def network_s(self, tokens: int) -> float:
+        """The network of a block without experts."""
+        return DENSE.seconds(2 * tokens * self.config.dense_shape.numel / self.tensor)
 
     def head_s(self, tokens: int) -> float:
         return DENSE.seconds(2 * tokens * self.config.d_model * self.config.vocab_size)
@@ -307,6 +313,8 @@ class EmulatedModel:
         for block in model.blocks:
             assert isinstance(block, Block)
             block.attention.register_forward_pre_hook(_waiting(self.block_s))
+            if block.ffn is not None:
+                block.ffn.register_forward_pre_hook(_waiting(self.network_s))
         if model.ends:
             model.norm.register_forward_pre_hook(_waiting(self.head_s))
 
@@ -371,9 +379,8 @@ def laid_out(config: TrainConfig, joined: Mesh) -> Iterator[Mesh]:
             dist.destroy_process_group(communicator)
 
 
-def rank(cases: Sequence[Case], directory: Path, steps: int) -> list[list[float]]:
-    """Seconds of ``steps`` steps of each case, in a new session each, behind a first step."""
-    found = []
+def sessions(cases: Sequence[Case], directory: Path) -> Iterator[Trainer]:
+    """A trainer of each case in turn on the emulated device, which has taken a first step."""
     with launch(ParallelConfig(timeout_s=120.0), device="cpu") as joined:
         for number, each in enumerate(cases):
             settings = {**each.settings(directory / "text"), "store": directory / f"store-{number}"}
@@ -390,14 +397,23 @@ def rank(cases: Sequence[Case], directory: Path, steps: int) -> list[list[float]
                 trainer = Trainer(parts, parts.data, StepTimer(parts.ledger, threads, stolen_while_running()))
                 device.slow_down(trainer.model.module)
                 trainer.step()  # first touch
-                taken = []
-                for _ in range(steps):
-                    trainer.mesh.world.barrier()
-                    started = time.perf_counter()
-                    trainer.step()
-                    taken.append(time.perf_counter() - started)
-            found.append(taken)
-    return found
+                yield trainer
+
+
+def timed(trainer: Trainer, steps: int) -> list[float]:
+    """Seconds of ``steps`` steps."""
+    taken = []
+    for _ in range(steps):
+        trainer.mesh.world.barrier()
+        started = time.perf_counter()
+        trainer.step()
+        taken.append(time.perf_counter() - started)
+    return taken
+
+
+def rank(cases: Sequence[Case], directory: Path, steps: int) -> list[list[float]]:
+    """Seconds of ``steps`` steps of each case, in a new session each, behind a first step."""
+    return [timed(trainer, steps) for trainer in sessions(cases, directory)]
 
 
 def measure(cases: Sequence[Case], directory: Path, rounds: int, steps: int) -> dict[Case, list[list[float]]]:

@@ -1,6 +1,6 @@
 """Pipeline MoE against experts over data ranks: bytes by link, and how fast links within the group must be for it to pay.
 
-    python experiments/ppmoe.py [--tokens 1024] [--width 128] [--rounds 5] [--pass-s 0.1]
+    python experiments/ppmoe.py [--tokens 1024] [--width 128] [--rounds 5] [--pass-s 0.1] [--seq-len 32] [--steps 2]
 
 Three ways to bring S tokens of T ranks to their experts and back take turns, over real ranks on Gloo: ``rows`` (the
 ranks have the same tokens, and send the rows of their experts back: ``tierstore.moe.exchange``), ``all-reduce`` (the
@@ -15,6 +15,11 @@ first two use a link within the group, the last one between groups, both limited
 
 The noise floor is the difference of two all-to-alls of one round. Experts are chosen in turns, so loads are equal.
 
+* **Twins** (Tables 2 and 3): steps of a MoE, with one of 8 experts a token in every other block, and of its dense
+  backbone, in the same layouts on the emulated device of ``layouts.py``, and the parts of the MoE's forward passes. What
+  a link carries for an operation of the device is the paper's: two all-to-alls between groups are 65.5% of a forward
+  pass (Table 1), an all-reduce within takes 2.2 times as long as a network (Table 3). Stages send within, too.
+
 Exit status 1: bytes are not those of the formulas.
 """
 
@@ -22,11 +27,16 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 import statistics
+import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import layouts
 import torch
 from emulation import OUTPUT, TIMEOUT_S, finish, options, run_ranks, start
 from torch import Tensor
@@ -38,8 +48,11 @@ from tierstore.moe.dispatch import Dispatch, dispatch
 from tierstore.moe.exchange import ExchangedRows, IndexedRows, Rows
 from tierstore.parallel import Channel, LimitedGroup, ParallelConfig, RankGroup, launch
 from tierstore.parallel.hierarchical import FlatExchange
+from tierstore.parallel.layout import Layout
+from tierstore.plan.layout_workload import LayoutChoice
 from tierstore.plan.papers import RowBytes
 from tierstore.stats import median_line
+from tierstore.train.trainer import Trainer
 from tierstore.units import format_bytes, format_seconds
 
 #: (T, K): tensor-parallel ranks, experts a token.
@@ -51,6 +64,9 @@ COLUMNS = ("sent_bytes", "formula_bytes", "passes_bytes", "passes_formula_bytes"
 SWEEP = (0.6, 0.8, 1.0, 1.25, 1.6)
 #: By how much a crossover that was found may differ from the predicted one.
 TOLERANCE = 0.15
+#: Of the twins' rows and all-reduces, bytes a second: between groups, and within one.
+BETWEEN, WITHIN = 133_000, 475_000
+RATIOS = ("speed", "to_slowest", "moe", "gating", "experts", "rows", "network", "network_all_reduce")
 
 
 def crossing(speeds: Sequence[float], ratios: Sequence[float]) -> float | None:
@@ -220,8 +236,62 @@ def failures(case: dict[str, Any]) -> list[str]:
     ]
 
 
+def watch_parts(trainer: Trainer) -> Counter[str]:
+    """From now on adds up the ns of forward passes by module, and (``<module> waits``) of the messages in them."""
+    parts: Counter[str] = Counter()
+
+    def add(sign: int, part: str) -> None:
+        parts.update({part: sign * time.perf_counter_ns(), f"{part} waits": sign * trainer.ledger.total_ns})
+
+    for name, module in trainer.model.module.named_modules():
+        if (part := name.rpartition(".")[2]) in ("", "mixture", "router", "ffn"):
+            module.register_forward_pre_hook(lambda *_, part=part: add(-1, part), prepend=True)
+            module.register_forward_hook(lambda *_, part=part: add(1, part))
+    return parts
+
+
+def twin_rank(twins: Sequence[layouts.Case], directory: Path, steps: int) -> list[Any]:
+    """Seconds of ``steps`` steps of each twin, and the parts of their forward passes."""
+    watched = ((trainer, watch_parts(trainer)) for trainer in layouts.sessions(twins, directory))
+    return [(layouts.timed(trainer, steps), parts) for trainer, parts in watched]
+
+
+def compare(ranks: int, seq_len: int, rounds: int, steps: int) -> list[dict[str, Any]]:
+    """A MoE and its dense backbone in layouts of ``ranks`` ranks, in which a step has the same tokens."""
+    twins, answers, found = [], [], []
+    counts = (1, 1, ranks, 1), (1, ranks // 2, 2, 2), (ranks // 2, 1, 2, 2)
+    for layout, every in itertools.product(dict.fromkeys(Layout(*of) for of in counts), (0, 2)):
+        size = layouts.Size(rows=4, seq_len=seq_len, layers=4, micro_batches=ranks // layout.data)
+        link = BETWEEN if layout.tensor == 1 else WITHIN
+        further = {
+            "model.d_ff": 256,
+            "model.top_k": 1,
+            "model.moe_every": every,
+            "links.exchange.bandwidth": link,
+        }
+        twins.append(
+            layouts.Case(kind="twin", choice=LayoutChoice(layout), size=size, further=tuple(further.items()))
+        )
+    for _ in range(rounds):
+        with tempfile.TemporaryDirectory() as made:
+            (Path(made) / "text").write_bytes(random.Random(0).randbytes(layouts.TEXT_BYTES))
+            answers += run_ranks(twin_rank, ranks, twins, Path(made), steps)
+    by_twin = [*zip(*answers, strict=True)]  # a step is as long on all ranks
+    step_s = [statistics.median(each for taken, _ in of for each in taken) for of in by_twin]
+    for number in range(1, len(twins), 2):
+        dense_s, moe_s = step_s[number - 1 : number + 1]
+        of: Counter[str] = sum((own for _, own in by_twin[number]), Counter())
+        moe, gating = of["mixture"], of["router"]
+        rows = of["mixture waits"] - of["router waits"]  # what brings tokens to their experts and back
+        spent = moe, gating, moe - gating - rows, rows, of["ffn"], of["ffn waits"]
+        ratios = dense_s / moe_s, max(step_s[::2]) / moe_s, *(part / of[""] for part in spent)
+        row = {"layout": twins[number].choice.name, "backbone_step_s": dense_s, "moe_step_s": moe_s}
+        found.append(row | {f"{name}_ratio": ratio for name, ratio in zip(RATIOS, ratios, strict=True)})
+    return found
+
+
 def main() -> None:
-    asked = options(__doc__, ranks=(2, 4), tokens=1024, width=128, rounds=5, pass_s=0.1)
+    asked = options(__doc__, ranks=(2, 4), tokens=1024, width=128, rounds=5, pass_s=0.1, seq_len=32, steps=2)
     cases = []
     for ranks in asked.ranks:
         top_ks = [top_k for size, top_k in CASES if size == ranks]
@@ -258,12 +328,22 @@ def main() -> None:
             for case, way, of, found in crossovers
         ],
     )  # fmt: skip
+    compared = [of for n in asked.ranks for of in compare(n, asked.seq_len, asked.rounds, asked.steps)]
+    OUTPUT.table(
+        f"a MoE and its dense backbone: steps (medians of {asked.rounds} rounds of {asked.steps}), parts of forward passes",
+        ("layout", "backbone", "MoE", *(name.replace("_", " ") for name in RATIOS)),
+        [
+            (of["layout"], *(f"{of[f'{way}_step_s']:.2f} s" for way in ("backbone", "moe")),
+             *(f"{of[f'{name}_ratio']:.1%}" for name in RATIOS))
+            for of in compared
+        ],
+    )  # fmt: skip
     near = sum(
         found is not None and abs(found / of["expected_ratio"] - 1) <= TOLERANCE
         for _, _, of, found in crossovers
     )
     OUTPUT.line(f"crossovers within {TOLERANCE:.0%} of the expected: {near} of {len(crossovers)}")
-    finish({"cases": cases}, [each for case in cases for each in failures(case)])
+    finish({"cases": cases, "twins": compared}, [each for case in cases for each in failures(case)])
 
 
 if __name__ == "__main__":

@@ -141,6 +141,21 @@ def test_a_budget_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["remedy"][0]["change"].startswith("host_budget = ")
 
 
+@pytest.mark.parametrize("more", [(), ("--ranks", "2"), ("--ranks", "4", "--layouts")])
+def test_a_model_without_experts_is_planned(
+    more: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ("--set", "model.moe_every=0", "--set", "data.micro_batches=4")
+    status, found, shown = _run(capsys, *ROOMY, *given, *more)
+    assert status == 0
+    if "--layouts" in more:
+        assert "stages 4" in shown
+    else:
+        assert found["sparse_parameters_count"] == 0
+        assert found["pipeline_degree"] is None
+        assert found["prediction"]["step_s"] > 0
+
+
 def test_ranks_share_a_machine(capsys: pytest.CaptureFixture[str]) -> None:
     _, alone, _ = _run(capsys, *ROOMY)
     _, shared, _ = _run(capsys, *ROOMY, "--ranks", "4")

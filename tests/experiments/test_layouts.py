@@ -44,12 +44,15 @@ def test_the_layouts_spread_over_all_kinds(tmp_path: Path) -> None:
 
 
 def test_the_device_waits_for_each_block_and_the_head() -> None:
-    """Two tokens of a model of width 8, attention over 4 positions: 2 x 2 x 8 x (4 x 8 + 4) operations a block."""
+    """Two tokens of a model of width 8, attention over 4 positions: 2 x 2 x 8 x (4 x 8 + 4) operations a block, and
+    2 x 2 x 3 x 8 x 32 for the network of one without experts.
+    """
     config = ModelConfig(
-        d_model=8, n_layers=2, n_heads=2, seq_len=4, d_ff=8, experts=2, top_k=1, vocab_size=256
+        d_model=8, n_layers=2, n_heads=2, seq_len=4, d_ff=8, experts=2, top_k=1, moe_every=2, vocab_size=256
     )
     device = EmulatedModel(config, 2)
     assert device.block_s(2) == pytest.approx(DENSE.latency_s + 2 * 2 * 8 * 36 / 2 / DENSE.per_s)
+    assert device.network_s(2) == pytest.approx(DENSE.latency_s + 2 * 2 * 3 * 8 * 32 / 2 / DENSE.per_s)
     assert device.head_s(2) == pytest.approx(DENSE.latency_s + 2 * 2 * 8 * 256 / DENSE.per_s)
     experts = InMemoryExperts(config.expert_shape, layers=range(2), experts=2)
     plain = Transformer(config, experts)
@@ -60,7 +63,7 @@ def test_the_device_waits_for_each_block_and_the_head() -> None:
     for name, module in slowed.named_modules():
         if isinstance(module, nn.Module) and module._forward_pre_hooks:
             waited[name] += 1
-    assert waited == {"blocks.0.attention": 1, "blocks.1.attention": 1, "norm": 1}
+    assert waited == {"blocks.0.attention": 1, "blocks.0.ffn": 1, "blocks.1.attention": 1, "norm": 1}
     tokens = torch.arange(4).view(1, 4)
     losses = []
     for model in (plain, slowed):

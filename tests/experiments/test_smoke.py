@@ -30,7 +30,7 @@ SMALLEST = {
     "layouts": "--ranks 1 --rounds 1 --steps 1",
     "pipemoe": "--layers 1 --rounds 1 --slowdown 0.1 --experts 2 12",
     "pipemoe_solvers": "--cases 50",
-    "ppmoe": "--ranks 2 --tokens 32 --width 8 --rounds 1 --pass-s 0.002",
+    "ppmoe": "--ranks 2 --tokens 32 --width 8 --rounds 1 --pass-s 0.002 --seq-len 4 --steps 1",
     "prediction": "--cases 1 --steps 1 --warmup 1 --forward-s 0.001",
     "quant": "--inputs 200 --outputs 40 --rows 1 3 --weight-bytes 100000 --repeats 2",
     "ring": _RING,
@@ -102,6 +102,15 @@ def check_ppmoe(found: Found) -> None:
         assert sent.get("passes_bytes") == sent.get("passes_formula_bytes")
     expected = [of["expected_ratio"] for case in found["cases"] for of in case["crossovers"].values()]
     assert expected == [1.0, 2.0, 1.0, 1.0]
+    data, tensor = found["twins"]
+    assert (
+        data["network_all_reduce_ratio"] == 0 < tensor["network_all_reduce_ratio"] < tensor["network_ratio"]
+    )
+    for twin in (data, tensor):
+        parts = [twin[f"{name}_ratio"] for name in ("gating", "experts", "rows")]
+        assert twin["moe_ratio"] == pytest.approx(sum(parts))
+        assert 0 < min(parts) < twin["moe_ratio"] < 1 - twin["network_ratio"]
+        assert twin["speed_ratio"] == pytest.approx(twin["backbone_step_s"] / twin["moe_step_s"])
 
 
 def check_prediction(found: Found) -> None:

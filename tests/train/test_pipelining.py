@@ -261,8 +261,14 @@ def test_a_slightly_better_choice_is_not_taken_up() -> None:
 
 
 def test_where_nothing_travels_nothing_is_chosen() -> None:
-    for settings in ({}, {"parallel.pipeline_degree": 5}):
-        control = PipelineControl(configured(settings), alone(), Pipelining())
+    no_experts = {"model.moe_every": 0}
+    for settings, mesh in (
+        ({}, alone()),
+        ({"parallel.pipeline_degree": 5}, alone()),
+        (no_experts, _mesh(2)),
+        ({**no_experts, "parallel.pipeline_degree": 2}, _mesh(2)),
+    ):
+        control = PipelineControl(configured(settings), mesh, Pipelining())
         control.begin(TrainState(), lambda note: None)
         assert control.chosen is None
         assert control.at_commit(3) is None

@@ -415,7 +415,7 @@ def layer_degrees(workload: StepWorkload) -> LayerDegrees | None:
     """The chunks of a run's passes; None if no tokens travel to experts, or nothing is trained."""
     setting = workload.setting
     sharing, parallel = setting.ranks.sharing, setting.config.parallel
-    if sharing == 1 or parallel.tensor > 1 or not setting.usage.trains:
+    if sharing == 1 or parallel.tensor > 1 or not setting.usage.trains or not setting.model.moe_layers:
         return None
     auto, most = parallel.auto_degree, parallel.chunks_cap(experts=setting.model.experts, sharing=sharing)
     first: dict[Phase, Pass] = {}

@@ -96,14 +96,15 @@ class PipelineControl:
         #: if no rows are exchanged.
         self.chosen: Decision[PipelineDegrees] | None = None
         auto = config.parallel.auto_degree
-        if auto and self._most > 1:
+        exchanges = mesh.expert.size > 1 and bool(config.model.moe_layers)
+        if auto and exchanges and self._most > 1:
             profile = config.parallel.profile
             if profile is None:
                 self._costs, self._costs_from = self._probed(), "probed"
             else:
                 self._costs = profiled(mesh, config.model.expert_shape, profile, config.links.rows)
                 self._costs_from = f"of {profile}"
-        elif mesh.expert.size > 1:
+        elif exchanges:
             reason = "auto: some rank has at most one expert of a layer" if auto else "as configured"
             self._take(self._degrees(self._most, self._most), reason)
 
