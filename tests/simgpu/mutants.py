@@ -155,8 +155,8 @@ MUTANTS = [
     Mutant(
         "the norm does not follow the copy",
         _GRADIENTS,
-        "record.number, after=list(after))",
-        "record.number, after=[])",
+        "record.number, dtype, after=list(after))",
+        "record.number, dtype, after=[])",
         pinned=True,
     ),
     Mutant(

@@ -208,6 +208,7 @@ _ACCESSES: dict[str, Callable[..., tuple[_Buffers, _Buffers]]] = {
     "write": lambda file, offset, sections, *rest, **options: (sections, ()),
     "copy": lambda dst, src, **options: ([src], [dst]),
     "fill_zero": lambda dst, **options: ((), [dst]),
+    "widen": lambda dst, src, *rest, **options: ([src], [dst]),
     "accumulate": lambda dst, src, *rest, **options: ([src], [dst]),
     "sum_of_squares": lambda src, *rest, **options: ([src], ()),
     "adamw": lambda weight, exp_avg, exp_avg_sq, grad, *rest, scales=(), **options: (
