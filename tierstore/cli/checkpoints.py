@@ -12,6 +12,8 @@ from tierstore.cli.options import EXISTING_DIRECTORY, PATH, SIZE, MemberOf, json
 from tierstore.cli.output import Output, OutputMode
 from tierstore.errors import ConfigError
 from tierstore.model.config import ComputeDtype
+from tierstore.parallel.config import ParallelConfig
+from tierstore.parallel.layout import RankEnvironment
 from tierstore.quant.layout import CodeFormat
 from tierstore.store.format import MomentFormat
 from tierstore.units import format_bytes, format_seconds
@@ -65,22 +67,21 @@ def import_(
     output: Output,
 ) -> None:
     """Import the safetensors checkpoint in MODEL_DIR into a store. Under torchrun each rank imports its own part."""
-    from tierstore.hf.importing import ImportOptions, import_model
-    from tierstore.hf.manifest import Weights
-    from tierstore.parallel import launch
-    from tierstore.parallel.config import ParallelConfig
+    if RankEnvironment.from_environment().rank:
+        output = Output(OutputMode.SILENT)
+    with output.passing("import") as progress:
+        from tierstore.hf.importing import ImportOptions, import_model
+        from tierstore.hf.manifest import Weights
+        from tierstore.parallel import launch
 
-    options = ImportOptions(
-        compute=compute,
-        weights=Weights.FROZEN if frozen else Weights.TRAINABLE,
-        moments=moments,
-        codes=codes,
-        host_budget=host_budget,
-    )
-    with launch(ParallelConfig(expert=expert_ranks), device="cpu") as mesh:
-        if mesh.world.rank:
-            output = Output(OutputMode.SILENT)
-        with output.passing("import") as progress:
+        options = ImportOptions(
+            compute=compute,
+            weights=Weights.FROZEN if frozen else Weights.TRAINABLE,
+            moments=moments,
+            codes=codes,
+            host_budget=host_budget,
+        )
+        with launch(ParallelConfig(expert=expert_ranks), device="cpu") as mesh:
             report = import_model(
                 model,
                 store,
@@ -89,7 +90,7 @@ def import_(
                 planned=lambda plan: _describe(plan, store, output),
                 progress=progress,
             )
-        _show_import(report, store, output)
+    _show_import(report, store, output)
 
 
 def _describe(plan: ImportPlan, store: Path, output: Output) -> None:
