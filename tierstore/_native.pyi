@@ -1032,6 +1032,11 @@ class Scope(enum.Enum):
     LAYER = 1
 
 class GroupOrder(enum.Enum):
+    """
+    The order in which an access that does not fit at once is cut into groups. KEY does not depend on what is
+    resident: for ranks that must work on the same experts in the same order. GIVEN: that of the access.
+    """
+
     RESIDENT_FIRST = 0
 
     KEY = 1

@@ -110,7 +110,11 @@ void bind_cache(nb::module_& m) {
         .value("WRITE_BACK", Decision::WRITE_BACK)
         .value("DROP", Decision::DROP);
     nb::enum_<Scope>(m, "Scope").value("GLOBAL", Scope::GLOBAL).value("LAYER", Scope::LAYER);
-    nb::enum_<GroupOrder>(m, "GroupOrder")
+    nb::enum_<GroupOrder>(m, "GroupOrder",
+                          "The order in which an access that does not fit at once is cut into groups. KEY "
+                          "does not depend on what is\n"
+                          "resident: for ranks that must work on the same experts in the same order. GIVEN: "
+                          "that of the access.")
         .value("RESIDENT_FIRST", GroupOrder::RESIDENT_FIRST)
         .value("KEY", GroupOrder::KEY)
         .value("GIVEN", GroupOrder::GIVEN);

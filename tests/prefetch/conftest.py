@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from tierstore._native import Buffer, HugePages
-from tierstore.cache import CacheConfig, GroupOrder
+from tierstore._native import Buffer, GroupOrder, HugePages
+from tierstore.cache import CacheConfig
 from tierstore.model.config import ComputeDtype
 from tierstore.model.store_schema import expert_record
 from tierstore.prefetch import PredictorName, Schedule, StepTiming, TieredExperts, make_predictor

@@ -12,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierstore.cache import CacheConfig, GroupOrder
+from tierstore._native import GroupOrder
+from tierstore.cache import CacheConfig
 from tierstore.prefetch import PredictorName, StepTiming
 from tierstore.store import Group
 from tierstore.trace.reader import read_header

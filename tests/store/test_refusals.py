@@ -12,9 +12,10 @@ import pytest
 
 from tierstore._native import Arena, Buffer, HugePages
 from tierstore.cache.access import Need, Phase
-from tierstore.errors import StoreError
+from tierstore.errors import ConfigError, StoreError
 from tierstore.store import (
     Group,
+    GroupOrder,
     NewRecord,
     ParameterStore,
     Placement,
@@ -205,3 +206,8 @@ def test_a_closed_store_says_so(tmp_path_factory: pytest.TempPathFactory, use: s
     )
     with pytest.raises(StoreError, match="closed"):
         getattr(closed, use)(**arguments)
+
+
+def test_the_order_of_a_devices_slots_is_refused() -> None:
+    with pytest.raises(ConfigError, match="group_order: expected RESIDENT_FIRST or KEY, got GIVEN"):
+        StoreConfig(group_order=GroupOrder.GIVEN)

@@ -1,6 +1,6 @@
 """The host cache: executes what the native residency core decides, through the ticket engine."""
 
-from tierstore.cache.config import CacheConfig, GroupOrder, Scope
+from tierstore.cache.config import CacheConfig, Scope
 from tierstore.cache.host_cache import Backing, HostCache
 
-__all__ = ["Backing", "CacheConfig", "GroupOrder", "HostCache", "Scope"]
+__all__ = ["Backing", "CacheConfig", "HostCache", "Scope"]

@@ -21,16 +21,6 @@ class Scope(Enum):
     LAYER = "layer"
 
 
-class GroupOrder(Enum):
-    """The order in which an access that does not fit at once is cut into groups.
-
-    ``KEY`` does not depend on the cache's content: for ranks that must work on the same experts in the same order.
-    """
-
-    RESIDENT_FIRST = "resident-first"
-    KEY = "key"
-
-
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
     """Policies of the host cache and of a device's slots, by name, with their options (docs/CACHE.md lists both).

@@ -3,9 +3,8 @@
 Shapes: T tokens, K experts a token, N assignments, D width of the model, P what feeds the activation (2F
 or F).
 
-Experts are not parameters of this module. They come from an :class:`ExpertSource`, one by one, in the forward
-pass and again in the backward pass. Each expert is computed whole, in one product over all of its tokens, so
-that no shape depends on how many fit in memory at once. Experts without a token are never requested.
+Experts are not parameters of this module: they come from an :class:`ExpertSource` (``tierstore.moe.computing``).
+Experts without a token are never requested.
 
 On several ranks (``mesh``), tokens travel to the ranks that own their experts and results travel back; every
 forward and backward pass is then a collective of all ranks, with or without tokens. Each rank differentiates

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore import parallel
-from tierstore.cache.config import GroupOrder
+from tierstore._native import GroupOrder
 from tierstore.errors import ConfigError
 from tierstore.moe.source import ExpertLease, users_of
 from tierstore.prefetch.device_cache import RecordsByExpert

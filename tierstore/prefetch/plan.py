@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from tierstore.cache.config import GroupOrder
+from tierstore._native import GroupOrder
 from tierstore.errors import ConfigError
 from tierstore.prefetch.predictor import PredictorName
 

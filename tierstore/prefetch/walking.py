@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from tierstore._native import GroupOrder
 from tierstore.cache.access import Need, Phase
-from tierstore.cache.config import GroupOrder
 from tierstore.errors import StoreError
 from tierstore.prefetch.device_cache import Copy, DeviceCache, RecordsByExpert
 from tierstore.prefetch.program import Access, Flags, PassProgram, Speculation

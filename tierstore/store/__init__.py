@@ -1,7 +1,7 @@
 """The parameter store: record format, extents, index, commits and snapshots. Imports no torch."""
 
-from tierstore._native import StepClock
-from tierstore.cache.config import CacheConfig, GroupOrder, Scope
+from tierstore._native import GroupOrder, StepClock
+from tierstore.cache.config import CacheConfig, Scope
 from tierstore.capabilities import Capability
 from tierstore.links import LinkConfig
 from tierstore.store.adamw import AdamWConfig, Inactive

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
-from tierstore._native import StepClock
-from tierstore.cache.config import CacheConfig, GroupOrder
+from tierstore._native import GroupOrder, StepClock
+from tierstore.cache.config import CacheConfig
 from tierstore.capabilities import Capability
 from tierstore.errors import ConfigError, DataError
 from tierstore.links import LinkConfig
@@ -164,6 +164,8 @@ class StoreConfig:
             raise ConfigError(f"layers: expected numbers of at least 0, got {self.layers}")
         if self.retain < 0:
             raise ConfigError(f"retain: expected at least 0 snapshots, got {self.retain}")
+        if self.group_order is GroupOrder.GIVEN:
+            raise ConfigError("group_order: expected RESIDENT_FIRST or KEY, got GIVEN, a device's order")
 
 
 DEFAULT_CHUNK_BYTES = 1 << 20

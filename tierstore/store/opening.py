@@ -367,7 +367,7 @@ def make_residency(config: StoreConfig, frames: int, frame_bytes: int) -> Reside
         "policy_options": dict(config.cache.options),
         "scope": _native.Scope[config.cache.scope.name],
         "lookahead_frames": min(config.lookahead // frame_bytes, frames),
-        "group_order": _native.GroupOrder[config.group_order.name],
+        "group_order": config.group_order,
         "clock": config.clock,
     }
     if config.cache.scope is Scope.LAYER:
