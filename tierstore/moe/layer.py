@@ -4,8 +4,9 @@ Shapes: T tokens, K experts a token, N assignments, D width of the model, P what
 or F).
 
 Experts are not parameters of this module. They come from an :class:`ExpertSource`, one by one, in the forward
-pass and again in the backward pass. Each expert is computed whole, in one product over all of its tokens, so
-that no shape depends on how many fit in memory at once. Experts without a token are never requested.
+pass and again in the backward pass. Each expert is computed whole, in one product over all of its tokens (in
+one for each part, if its rows travel in parts), so that no shape depends on how many fit in memory at once.
+Experts without a token are never requested.
 
 On several ranks (``mesh``), tokens travel to the ranks that own their experts and results travel back; every
 forward and backward pass is then a collective of all ranks, with or without tokens. Each rank differentiates
