@@ -575,10 +575,11 @@ def main() -> None:
         seconds = {str(r): [(each.end - each.begin) / 1e6 for each in both] for r, both in drawn.items()}
         finish({"drawn_pass_s": seconds})
     rows: list[dict[str, Any]] = []
-    chosen = [layer for experts in asked.experts for layer in layers(asked.layers, asked.slowdown, experts)]
-    for ranks in RANKS:
-        of = [layer for layer in chosen if layer.machine.ranks == ranks]
-        rows += run_ranks(rank, ranks, of, asked.rounds)[0] if of else []
+    for experts in asked.experts:
+        for ranks, of in itertools.groupby(
+            layers(asked.layers, asked.slowdown, experts), key=lambda each: each.machine.ranks
+        ):
+            rows += run_ranks(rank, ranks, list(of), asked.rounds)[0]
     found, saved = summary(rows), saved_by_experts(rows)
     OUTPUT.table(
         f"{len(rows) // 2} layers, forward and backward, {asked.rounds} rounds",

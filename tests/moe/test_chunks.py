@@ -173,12 +173,14 @@ def test_bits_of_the_reference(
 
 
 @pytest.mark.parametrize("weighting", list(Weighting))
-@pytest.mark.parametrize(("size", "layout"), [(2, {}), (4, {"expert": 2}), (2, {"tensor": 2})])
+@pytest.mark.parametrize(
+    ("size", "layout"), [(2, {}), (4, {"expert": 2}), (2, {"tensor": 2}), (4, {"tensor": 2})]
+)
 def test_close_to_experts_as_wholes(
     ranks: Ranks, size: int, layout: dict[str, int], weighting: Weighting
 ) -> None:
     """In fp32; with replicas, and where every rank of a tensor-parallel group has all rows."""
-    tokens = [40 // size] * (1 if "tensor" in layout else size)
+    tokens = [40 // size] * (size // layout.get("tensor", 1))
     for save in SaveActivations:
         one, many = (
             ranks.run(size, one_pass, tokens, 4, torch.float32, degrees, weighting, save, **layout)

@@ -19,6 +19,7 @@ from tierstore.train.combinations import Compatibility, Feature, pairing
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "whole layers": {},
     "chunks": {"parallel.pipeline_degree": 2},
+    "parts of experts": {"parallel.pipeline_degree": 8},
     "capacity": {"model.capacity_factor": 1.0},
     "dense on the host": {
         "dense.optimizer_state": "host",

@@ -105,7 +105,9 @@ class PipelineControl:
                 self._costs = profiled(mesh, config.model.expert_shape, profile, config.links.rows)
                 self._costs_from = f"of {profile}"
         elif exchanges:
-            reason = "auto: some rank has at most one expert of a layer" if auto else "as configured"
+            reason = "as configured"
+            if auto:
+                reason = "auto: some rank has at most one expert of a layer; auto-split would divide it"
             self._take(self._degrees(self._most, self._most), reason)
 
     def begin(self, state: TrainState, note: Callable[[str], None]) -> None:
@@ -211,6 +213,7 @@ class PipelineControl:
             reason += (
                 f"; {wanted.forward} and {wanted.backward} would be better, and a rank owns {self._owned} "
                 f"expert{'s' * (self._owned > 1)} of a layer"
+                f"{'' if self._split else ', which auto-split would divide'}"
             )
         self.chosen = Decision("chunks of tokens on their way to experts", degrees, reason, facts)
 

@@ -176,7 +176,7 @@ class RunSummary:
         return {
             "forward": degrees.forward,
             "backward": degrees.backward,
-            "parts": degrees.parts,
+            "parts_count": degrees.parts,
             "most": facts["most"],
             "reason": facts["reason"],  # without the cost of a cap, which the printed line states
             "costs": facts["costs"],
