@@ -17,6 +17,7 @@ from tierstore.errors import ConfigError
 from tierstore.hf.importing import ImportOptions, import_model
 from tierstore.hf.manifest import Weights
 from tierstore.hf.spec import stored_spec
+from tierstore.model.store_schema import expert_key
 from tierstore.parallel import ExchangeMode, Mesh
 from tierstore.store.format import MomentFormat
 from tierstore.train.combinations import Feature
@@ -161,7 +162,9 @@ def logical(store: Path) -> Arrays:
                 for index, parameter in enumerate(whole):
                     found[f"{name}/{section}/{index}"] = parameter.numpy().copy()
         for layer in stored.model.moe_layers:
-            for expert in range(stored.model.experts):
-                for section, array in enumerate(stored.expert(layer, expert)[0]):
-                    found[f"expert.{layer}.{expert}/{section}"] = array.copy()
+            for key, sections, _ in stored.experts(
+                expert_key(layer, expert) for expert in range(stored.model.experts)
+            ):
+                for section, array in enumerate(sections):
+                    found[f"{key}/{section}"] = array.copy()
     return found

@@ -64,16 +64,16 @@ def deploy(
     The stages are fusion, distillation, conversion, segmentation, optimisation and deployment. Each checks the result of
     the previous one. Run the same command again to resume an interrupted deployment.
     """
-    if show is None and (store is None or target is None):
-        raise ConfigError("expected a STORE and --to DIR, or --show DIR")
-    if show is None:
-        output.line(f"{target}: deploying {store}")
-    from tierstore.deploy.pipeline import deploy as run
-    from tierstore.deploy.pipeline import stage_records
-
     if show is not None:
+        from tierstore.deploy.pipeline import stage_records
+
         _show(output, show, stage_records(show))
         return
+    if store is None or target is None:
+        raise ConfigError("expected a STORE and --to DIR, or --show DIR")
+    output.line(f"{target}: deploying {store}")
+    from tierstore.deploy.pipeline import deploy as run
+
     config = load(DeployConfig, None, {"store": store, "target": target, **given})
     with Interrupts.install() as interrupts:
         done = run(

@@ -115,10 +115,7 @@ def deploy(
     _refuse_early(config)
     with _working(root):
         records: list[StageRecord] = []
-        unverified: tuple[DeployStage, StageContext] | None = None
         for stage in stages:
-            if unverified is not None:
-                _verify(*unverified, records[-1])
             context = StageContext(
                 config=config,
                 root=root,
@@ -130,9 +127,10 @@ def deploy(
             )
             record, ran = _stage(stage, context)
             records.append(record)
-            unverified = (stage, context) if ran else None
-            if stage.name is until:
+            if stage.name is until or stage is stages[-1]:
                 break
+            if ran:
+                _verify(stage, context, record)
         if records[-1].stage is not StageName.DEPLOYMENT:
             return Deployed(root, tuple(records))
         finished = root / records[-1].store

@@ -195,10 +195,10 @@ class StoreCore:
 
     def records_crc32c(self, progress: OnProgress = lambda done, total: None) -> int:
         """As ``ParameterStore.records_crc32c``."""
-        crc, done, keys = 0, 0, self.records.keys
-        total = sum(map(self._nbytes, keys))
+        nbytes = {key: self.records.live(key).schema.nbytes for key in self.records.keys}
+        crc, done, total = 0, 0, sum(nbytes.values())
         progress(0, total)
-        for sections, tickets in read_ahead(keys, self._nbytes, self._queue_sections):
+        for sections, tickets in read_ahead(nbytes, nbytes.__getitem__, self.queue_sections):
             self.wait(tickets)
             for section in sections:
                 for piece in section.arrays():
@@ -207,21 +207,18 @@ class StoreCore:
             progress(done, total)
         return crc
 
-    def _nbytes(self, key: str) -> int:
-        return self.records.live(key).schema.nbytes
-
     def sections(self, key: str) -> list[_native.Buffer]:
         """All committed sections of record ``key``, caught up to the last applied step; valid until the store is used again.
 
         No cache decision, record or file changes: sections that are not resident are read into separate memory, beside
         the host budget, and missed steps are replayed there. Raises KeyError, ChecksumError, OSError.
         """
-        sections, tickets = self._queue_sections(key, scratch_buffers)
+        sections, tickets = self.queue_sections(key, scratch_buffers)
         self.wait(tickets)
         return sections
 
-    def _queue_sections(self, key: str, scratch: Scratch) -> tuple[list[_native.Buffer], list[int]]:
-        """The sections of record ``key``, and the tickets that fill those in memory of ``scratch``."""
+    def queue_sections(self, key: str, scratch: Scratch) -> tuple[list[_native.Buffer], list[int]]:
+        """As ``sections``, in memory of ``scratch``; and the tickets to wait for."""
         self.failures.check()
         live, cache = self.records.live(key), self.cache
         behind = self.optimizer.behind(live) > 0

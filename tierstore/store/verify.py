@@ -45,8 +45,7 @@ def verify_tables(
                 work.setdefault((slot, location.generation), (what, location.crcs))
     done, total = 0, sum(slot.extent.slot_bytes for slot, _ in work)
     progress(0, total)
-    slots = [(slot, what, crcs) for (slot, _), (what, crcs) in work.items()]
-    for read in read_ahead(slots, lambda item: item[0].extent.slot_bytes, _Read):
+    for read in read_ahead(work.items(), lambda item: item[0][0].extent.slot_bytes, _Read):
         _check(read, engine, report)
         done += read.slot.extent.slot_bytes
         progress(done, total)
@@ -57,8 +56,8 @@ def verify_tables(
 class _Read:
     """A slot that is read into scratch memory."""
 
-    def __init__(self, item: tuple[Slot, str, tuple[int, ...]], scratch: Scratch) -> None:
-        self.slot, self.what, self.crcs = item
+    def __init__(self, item: tuple[tuple[Slot, int], tuple[str, tuple[int, ...]]], scratch: Scratch) -> None:
+        (self.slot, _), (self.what, self.crcs) = item
         layout = self.slot.extent.layout
         self.sections = scratch(layout)
         table = CrcTable(layout.first_section + len(self.sections))

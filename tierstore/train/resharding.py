@@ -15,6 +15,7 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -213,21 +214,17 @@ class _Writer:
                 store.register(self._cut.record(number).key, self._group_schema(number).name)
             owned = ExpertBlocks(model.experts, layout.expert).owned(rank % layout.expert)
             for layer in layers:
-                for expert in owned:
-                    self._write_expert(store, layer, expert)
+                for key, held, step in old.experts([expert_key(layer, expert) for expert in owned]):
+                    sections = convert_moments(old.expert_schema, held, self._expert_schema.moments)
+                    new = NewRecord(key, EXPERT_SCHEMA, layer, sections=partial(list, sections), step=step)
+                    store.register_many([new])
+                    self._wrote(sections)
             for number in groups:
                 self._write_group(store, number, rank)
             own = {"rank": rank, **({"layers": [blocks.start, blocks.stop]} if layout.stages > 1 else {})}
             conditions = {**old.state.conditions, "parallel": {**self._parallel, **own}}
             state = replace(old.state, conditions=conditions)
             store.commit({**old.small_state(), STATE_KEY: state.pack()})
-
-    def _write_expert(self, store: ParameterStore, layer: int, expert: int) -> None:
-        held, step = self._old.expert(layer, expert)
-        sections = convert_moments(self._old.expert_schema, held, self._expert_schema.moments)
-        key = expert_key(layer, expert)
-        store.register_many([NewRecord(key, EXPERT_SCHEMA, layer, sections=lambda: sections, step=step)])
-        self._wrote(sections)
 
     def _write_group(self, store: ParameterStore, number: int, rank: int) -> None:
         """Writes a rank's record of dense parameters, and waits for the write, so that its memory can be reused."""

@@ -12,7 +12,7 @@ two directions, for one array at a time: the weights, or one of the moments.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.overrides import TorchFunctionMode
 
+from tierstore._native import Buffer
 from tierstore.dense import Fusion, UnitLayout, recut
 from tierstore.dense.layout import Narrow, ParameterPlace, layouts_of_shapes
 from tierstore.errors import StoreFormatError
@@ -30,7 +32,6 @@ from tierstore.model.store_schema import (
     IMPORT_KEY,
     STATE_KEY,
     TrainState,
-    expert_key,
     reading_conditions,
     recorded_model,
     table_of,
@@ -40,6 +41,8 @@ from tierstore.moe.source import InMemoryExperts
 from tierstore.parallel.layout import Division, Layout
 from tierstore.parallel.tensor import part_of, whole_of
 from tierstore.store.committing import OWN_STATE
+from tierstore.store.core import StoreCore
+from tierstore.store.disk.extents import Scratch, read_ahead
 from tierstore.store.disk.home import rank_directories
 from tierstore.store.format import RecordSchema
 from tierstore.store.parameter_store import ParameterStore, open_to_read
@@ -236,20 +239,23 @@ class StoredModel:
 
             yield self.cut.join(number, read)
 
-    def expert(self, layer: int, expert: int) -> tuple[list[npt.NDArray[np.generic]], int]:
-        """All committed sections of an expert, caught up, and its step."""
-        key = expert_key(layer, expert)
-        store = next((store for store in self.stores if key in store.core.records), None)
-        if store is None:
-            raise StoreFormatError(f"record {key!r} is in none of the {len(self.stores)} stores")
-        core, schema = store.core, store.info(key).schema
+    def experts(self, keys: Iterable[str]) -> Iterator[tuple[str, list[npt.NDArray[np.generic]], int]]:
+        """``keys`` of experts, all committed sections, caught up and valid until the next, and the step. Reads ahead."""
+        schema = self.expert_schema
         sections = [section for group in schema.groups for section in schema.layout(group).sections]
-        arrays = [
-            buffer.array().view(section.dtype)
-            for buffer, section in zip(core.sections(key), sections, strict=True)
-        ]
-        behind = core.optimizer.behind(core.record(key)) > 0
-        return arrays, core.history.applied if behind else store.info(key).step
+
+        def begin(key: str, scratch: Scratch) -> tuple[str, StoreCore, list[Buffer], list[int]]:
+            core = next((store.core for store in self.stores if key in store.core.records), None)
+            if core is None:
+                raise StoreFormatError(f"record {key!r} is in none of the {len(self.stores)} stores")
+            return key, core, *core.queue_sections(key, scratch)
+
+        for key, core, buffers, tickets in read_ahead(keys, lambda key: schema.nbytes, begin):
+            core.wait(tickets)
+            views = zip(buffers, sections, strict=True)
+            behind = core.optimizer.behind(core.record(key)) > 0
+            step = core.history.applied if behind else core.record(key).step
+            yield key, [buffer.array().view(section.dtype) for buffer, section in views], step
 
     def small_state(self) -> dict[str, bytes]:
         """The state in a commit beside the records, without that of the individual store and the training position."""
@@ -262,10 +268,16 @@ class StoredModel:
         return {name: value for name, value in whole.items() if name not in dropped}
 
 
+class _Undrawn(TorchFunctionMode):
+    """Draws no first values, so that memory is reserved and not touched: for the meta device torch loads its compiler."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return None if func is torch.nn.init.normal_ else func(*args, **(kwargs or {}))
+
+
 def whole_groups(model: ModelSpec) -> list[DenseGroup]:
     """The dense parameters of ``model`` in a single process. Those of the built-in model take no memory."""
-    # Modules of transformers compute some of their buffers when they are constructed.
-    with torch.device("meta") if isinstance(model, BuiltInSpec) else contextlib.nullcontext():
+    with _Undrawn() if isinstance(model, BuiltInSpec) else contextlib.nullcontext():
         built = model.build(InMemoryExperts(model.expert_shape, layers=(), experts=0))
     narrow = {id(parameter) for parameter in built.cast_parameters()}
     return [
