@@ -15,6 +15,7 @@ from tierstore.machine_profile import ASSUMED, Cost
 from tierstore.plan.capacity import Setting, capacity
 from tierstore.plan.fitting import Limits, shortest_remedy
 from tierstore.plan.order import choose_order, compare_orders, in_order, order_advice, order_lines
+from tierstore.plan.predict import predict
 from tierstore.plan.report import plan_run
 from tierstore.plan.traffic import step_traffic
 from tierstore.plan.workload import StepWorkload
@@ -101,6 +102,16 @@ def test_passes_of_layer_order_by_hand(setting: Make) -> None:
     assert kept.spilled_bytes == 4 * 4096
     moved = layer.traffic.moved_for[Phase.FORWARD, 0]
     assert layer.sizes(forward).evict == round((moved.written + 2 * 4096) / 6)
+
+
+def test_spilled_block_inputs_of_a_model_without_experts_take_the_disk(setting: Make) -> None:
+    """Two blocks, of whose 8 pages 4 are spilled; a disk of 40,960 bytes a second reads and writes one in 0.1 s."""
+    planned = setting(LAYER | {"model.moe_every": 0, "boundary_budget": 4 * 4096})
+    slow = Cost(0.0, 40_960)
+    profile = replace(ASSUMED, disk_read=slow, disk_write=slow, disk_mixed=slow)
+    assert predict(planned, profile).step_s == pytest.approx(8 * 0.1, rel=0.05)
+    unbounded = setting(LAYER | {"model.moe_every": 0})
+    assert predict(unbounded, profile).step_s < 0.1
 
 
 # The choice ------------------------------------------------------------------------------------------------

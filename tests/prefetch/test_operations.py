@@ -29,6 +29,26 @@ def sizes(item: Pass) -> PassSizes:
     return SIZES[item.phase]
 
 
+def test_spilled_inputs_of_blocks() -> None:
+    """a and b, each with 7 spilled bytes, and no experts: written as a pass begins, read back as the pass before begins."""
+    schedule = Schedule(units=(Unit("a", 10), Unit("b", 10)), horizontal=QueueLimits(1))
+    found = operations(schedule, lambda item: PassSizes(spilled=7))
+    disk = {
+        index: (op.kind, op.position, op.nbytes, op.after)
+        for index, op in enumerate(found)
+        if op.resource is Resource.DISK
+    }
+    first, second, *backward = (index for index, op in enumerate(found) if op.kind is Kind.DENSE)
+    assert [*disk.values()] == [
+        (Kind.WRITE, 0, 7, ()),
+        (Kind.WRITE, 1, 7, (first,)),
+        (Kind.FETCH, 2, 7, (first,)),  # b's, since its forward pass
+        (Kind.FETCH, 3, 7, (second,)),  # a's, since b's backward pass
+    ]
+    for read, dense in zip([*disk][2:], backward, strict=True):
+        assert read in found[dense].after
+
+
 def test_one_dense_and_one_moe_unit() -> None:
     """a (dense) and b (layer 0), one pass of lookahead each. Positions: forward a 0, b 1, backward b 2, a 3, optimizer
     a 4, b 5; each line: kind, position, bytes, what it follows.

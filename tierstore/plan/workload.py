@@ -125,7 +125,8 @@ class StepWorkload:
         reduced = self._stepped(item.unit) if setting.usage.frozen else layout.exchanged_numel // (others + 1)
         reduce = reduced * others * 4 * setting.together
         if item.moe_layer is None:
-            return PassSizes(gather=gather, reduce=reduce, rows=self._divided_sent(item))
+            spilled = self._spilled if 0 < item.unit < len(self.layouts) - 1 else 0
+            return PassSizes(gather=gather, reduce=reduce, rows=self._divided_sent(item), spilled=spilled)
         dispatch, combine = self._sent(item)
         parts = self.parts(item)
         slots, each = self.taken.divided.slots, self.experts / parts
@@ -195,6 +196,12 @@ class StepWorkload:
         if item.unit == last and choice.partition.head is not None and forward:
             return choice.cost.head_sent // passes
         return 0
+
+    @property
+    def _spilled(self) -> int:
+        """Bytes of a block's spilled inputs in a model without experts; otherwise passes over experts move all of them."""
+        kept, model = self.setting.boundaries, self.setting.model
+        return 0 if kept is None or model.moe_layers else kept.spilled_bytes // (len(model.units) - 2)
 
     def _stepped(self, unit: int) -> int:
         """The number of ``unit``'s dense parameters that one rank's optimizer steps."""

@@ -75,7 +75,8 @@ class PassSizes:
     Per expert, 0 for none: ``fetch`` (of weights, read from disk), ``fetch_state`` (of state that only its step needs),
     ``evict``, ``load`` and ``to_host``. ``fetch``, ``fetch_state`` and ``evict`` are means: hits need no fetch, and an
     eviction writes only changed content. ``dispatch`` and ``combine`` are sent in ``chunks`` parts, each for its part of the
-    experts. ``rows``: sent by the pass over embedding or head if its rows are divided over ranks.
+    experts. ``rows``: sent by the pass over embedding or head if its rows are divided over ranks. ``spilled``: input of a
+    block without experts, written to disk by its forward pass and read back for its backward pass.
     """
 
     gather: int = 0
@@ -84,6 +85,7 @@ class PassSizes:
     combine: int = 0
     chunks: int = 1
     rows: int = 0
+    spilled: int = 0
     experts: int = 0
     fetch: int = 0
     fetch_state: int = 0
@@ -151,8 +153,9 @@ class _Writer:
         self._gradients: deque[tuple[int, ...]] = deque([()] * gradient_slots)
         self._window = Window(schedule, training=passes is StepPasses.TRAINING)
         self._operations: list[Operation] = []
-        #: The last operations of the main thread.
+        #: The last operations of the main thread, and those when the pass before this one began.
         self._last: tuple[int, ...] = ()
+        self._before: tuple[int, ...] = ()
         self._gathered: dict[int, int] = {}
         self._sticky = StickyGathers(schedule.units)
         self._reduced: dict[int, list[int]] = {}
@@ -186,7 +189,11 @@ class _Writer:
             self._gathered[unit] = self._add(Kind.GATHER, position, self._sizes(item).gather, *self._last)
 
     def _compute(self, position: int, item: Pass) -> None:
-        size = self._sizes(item)
+        size, before, self._before = self._sizes(item), self._before, self._last
+        if size.spilled and item.phase is Phase.FORWARD:
+            self._add(Kind.WRITE, position, size.spilled, *self._last)
+        elif size.spilled:
+            self._last = (*self._last, self._add(Kind.FETCH, position, size.spilled, *before))
         self._last = (*self._last, self._gathered[item.unit])
         if size.rows:
             self._last = (self._add(Kind.ALL_TO_ALL, position, size.rows, *self._last),)
