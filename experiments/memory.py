@@ -38,7 +38,7 @@ TRAINED: dict[str, dict[str, object]] = {
 }
 #: Texts that are generated at once, by case.
 GENERATED = {"generate": 1, "generate-8": 8}
-PROMPT = "def f(x):\n    return " * 8
+PROMPT = "def f(x):\n    return " * 3
 
 
 def tierstore(*arguments: str) -> dict[str, Any]:

@@ -28,6 +28,7 @@ SMALLEST = {
     "embedding": "--ranks 2 --vocab 9000 --d-model 128 --tokens 16 --small-tokens 128 --rounds 1 --steps 1",
     "exchange": f"{_NODES} --network process",
     "layouts": "--ranks 1 --rounds 1 --steps 1",
+    "memory": "--width 32 --layers 2 --experts 4 --steps 2 --cases train train-layer-order generate generate-8",
     "pipemoe": "--layers 1 --rounds 1 --slowdown 0.1 --experts 2 12",
     "pipemoe_solvers": "--cases 50",
     "ppmoe": "--ranks 2 --tokens 32 --width 8 --rounds 1 --pass-s 0.002 --seq-len 4 --steps 1",
@@ -64,6 +65,11 @@ def check_embedding(found: Found) -> None:
     # Beside slices, alike in both: gathered on two ranks, tied, the table in a buffer, its gradients twice, and once each as
     # the head, as the embedding and as their sum; partitioned, half of those three. 1 + 2 + 3 - 3/2.
     assert found["large"]["calculated_saved_bytes"] == pytest.approx(4.5 * 9000 * 128 * 4, rel=0.02)
+
+
+def check_memory(found: Found) -> None:
+    assert len(found["runs"]) == 4
+    assert all(0.85 <= run["ratio"] <= 1.03 for run in found["runs"])
 
 
 def check_exchange(found: Found) -> None:

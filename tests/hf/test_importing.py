@@ -30,14 +30,40 @@ from transformers import AutoTokenizer
 
 from tierstore.cli.checkpoints import import_
 from tierstore.errors import ConfigError, DataError, StoreFormatError
+from tierstore.hf import filling
+from tierstore.hf.filling import READERS
 from tierstore.hf.importing import ImportPlan, import_model
 from tierstore.hf.manifest import Manifest, Weights
 from tierstore.model.config import ComputeDtype
 from tierstore.model.store_schema import IMPORT_KEY, STATE_KEY
-from tierstore.store.format import Group, MomentFormat
+from tierstore.store.format import Group, MomentFormat, RecordSchema
 from tierstore.store.parameter_store import verify_store
 from tierstore.train.ranks import Opening
 from tierstore.train.session import open_session
+
+
+@pytest.mark.parametrize(("experts", "buffers"), [(0, 2), (3, 3), (50, READERS + 4)])
+def test_an_import_holds_a_fixed_number_of_experts(
+    experts: int, buffers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 32: those that fit the budget, at least two, and no more than the readers can use."""
+    made: list[int] = []
+
+    class Counted(filling._ExpertBuffers):
+        def __init__(self, schema: RecordSchema) -> None:
+            super().__init__(schema)
+            made.append(self.nbytes(schema))
+
+    monkeypatch.setattr(filling, "_ExpertBuffers", Counted)
+    save(tmp_path / "m", "mixtral", num_local_experts=16)
+    imported(tmp_path / "m", tmp_path / "s")
+    assert made
+    each, count = made[0], len(made)
+    assert count == READERS + 4
+    made.clear()
+    report = imported(tmp_path / "m", tmp_path / "t", host_budget=max(experts * each, 1))
+    assert report.records > 32
+    assert made == [each] * buffers
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,7 +27,8 @@ from tierstore.store import (
     StripeConfig,
     WeightFormat,
 )
-from tierstore.store.format import moment_sections
+from tierstore.store.disk.extents import scratch_buffers
+from tierstore.store.format import GroupLayout, moment_sections
 from tierstore.store.optimizer import record_hash
 
 Array = npt.NDArray[np.float32]
@@ -129,6 +131,27 @@ def small_store(
         store.register(key, "expert", weight=weight)
     store.commit()
     return store
+
+
+class _Slot(list[_native.Buffer]):
+    """Memory of one slot that can be watched."""
+
+
+class ScratchMemory:
+    """In place of ``extents.scratch_buffers``: counts the bytes that ``read_ahead`` holds."""
+
+    def __init__(self) -> None:
+        self.held = self.most = self.made = 0
+
+    def __call__(self, layout: GroupLayout) -> list[_native.Buffer]:
+        slot, nbytes = _Slot(scratch_buffers(layout)), layout.slot_bytes
+        weakref.finalize(slot, self._freed, nbytes)
+        self.held, self.made = self.held + nbytes, self.made + 1
+        self.most = max(self.most, self.held)
+        return slot
+
+    def _freed(self, nbytes: int) -> None:
+        self.held -= nbytes
 
 
 class ArrayModel:

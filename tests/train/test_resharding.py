@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest_store import ScratchMemory
 from launcher import Ranks
 from rank_cases import MODES, Make, ahead, alone, laid_out, train, weights
 from refusals import refuses
@@ -15,9 +16,12 @@ from refusals import refuses
 from tierstore.errors import ConfigError, StoreExistsError, StoreFormatError, StoreMissingError
 from tierstore.parallel.config import RowPlacement
 from tierstore.store import ParameterStore, StoreConfig, verify_store
+from tierstore.store.disk import extents
 from tierstore.store.disk.home import rank_directories
+from tierstore.store.format import COMMITTED_GROUPS
 from tierstore.train.ranks import Opening
 from tierstore.train.resharding import reshard
+from tierstore.train.stored_model import open_stored
 
 
 def contents(store: Path) -> list[int]:
@@ -167,6 +171,22 @@ def test_what_cannot_be_is_refused_and_leaves_nothing(settings: Make, tmp_path: 
         reshard(plain, tmp_path / "new", laid_out(2, 2))
     assert not (tmp_path / "new").exists()
     assert not list(tmp_path.glob("*.partial"))
+
+
+def test_it_holds_a_fixed_number_of_experts(
+    settings: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 24 in each layer, those that are read at once fit the limit, which has room for two."""
+    made = settings({"model.experts": 24})
+    train(alone(), made, 1, Opening.CREATE)
+    with open_stored(made["store"]) as stored:
+        slot_bytes = sum(stored.expert_schema.layout(group).slot_bytes for group in COMMITTED_GROUPS)
+    memory = ScratchMemory()
+    monkeypatch.setattr(extents, "scratch_buffers", memory)
+    monkeypatch.setattr(extents, "_IN_FLIGHT_BYTES", 2 * slot_bytes)
+    done = reshard(made["store"], tmp_path / "new", laid_out(2, 2))
+    assert done.records > 48
+    assert memory.most == 2 * slot_bytes
 
 
 def test_an_interrupted_one_leaves_nothing(settings: Make, tmp_path: Path) -> None:

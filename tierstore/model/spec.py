@@ -196,7 +196,8 @@ class BuiltInSpec(ModelSpec):
         kept = count * of.attention + moe * mixture + (count - moe) * of.dense
         if self.checkpoint_activations is CheckpointActivations.BLOCK:
             inputs = count * tokens * self.d_model * self.compute_dtype.itemsize
-            kept = inputs + of.attention + max(mixture, of.dense)
+            # A recomputed block holds its values and, in attention, gradients of as many.
+            kept = inputs + 2 * of.attention + max(mixture, of.dense)
         return kept + of.rows + of.workspace + of.head
 
     def forward_bytes(self, tokens: int, *, logits: int | None = None) -> int:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import gc
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest_store import small_store
+from conftest_store import ScratchMemory, small_store
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,31 +22,9 @@ from tierstore.store.format import Group, GroupLayout, Section
 PAGE = 4096
 
 
-class _Slot(list[Buffer]):
-    """Memory of one slot that can be watched."""
-
-
-class _Memory:
-    """Counts the bytes of slots that are alive."""
-
-    def __init__(self) -> None:
-        self.held = self.most = self.made = 0
-        self._allocate = extents.scratch_buffers
-
-    def __call__(self, layout: GroupLayout) -> list[Buffer]:
-        slot, nbytes = _Slot(self._allocate(layout)), layout.slot_bytes
-        weakref.finalize(slot, self._freed, nbytes)
-        self.held, self.made = self.held + nbytes, self.made + 1
-        self.most = max(self.most, self.held)
-        return slot
-
-    def _freed(self, nbytes: int) -> None:
-        self.held -= nbytes
-
-
 @pytest.fixture
-def memory(monkeypatch: pytest.MonkeyPatch) -> _Memory:
-    counted = _Memory()
+def memory(monkeypatch: pytest.MonkeyPatch) -> ScratchMemory:
+    counted = ScratchMemory()
     monkeypatch.setattr(extents, "scratch_buffers", counted)
     return counted
 
@@ -67,7 +44,7 @@ def read(pages: list[int], log: list[str]) -> Iterator[tuple[int, list[Buffer]]]
     return read_ahead(list(enumerate(pages)), lambda item: item[1] * PAGE, begin)
 
 
-def test_worked_by_hand(memory: _Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worked_by_hand(memory: ScratchMemory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four pages in all: two items of two pages are in flight; three pages wait for both, and take their memory's place."""
     monkeypatch.setattr(extents, "_IN_FLIGHT_BYTES", 4 * PAGE)
     log: list[str] = []
@@ -87,7 +64,7 @@ def test_worked_by_hand(memory: _Memory, monkeypatch: pytest.MonkeyPatch) -> Non
 @given(pages=st.lists(st.integers(1, 6), max_size=40), limit=st.integers(1, 12), most=st.integers(1, 5))
 def test_the_order_and_the_limits(pages: list[int], limit: int, most: int) -> None:
     with pytest.MonkeyPatch.context() as patched:
-        memory = _Memory()
+        memory = ScratchMemory()
         patched.setattr(extents, "scratch_buffers", memory)
         patched.setattr(extents, "_IN_FLIGHT_BYTES", limit * PAGE)
         patched.setattr(extents, "_IN_FLIGHT", most)
@@ -107,7 +84,7 @@ def test_the_order_and_the_limits(pages: list[int], limit: int, most: int) -> No
 
 @pytest.mark.parametrize("behind", [False, True])
 def test_passes_over_a_store_hold_no_more_than_the_limit(
-    tmp_path: Path, memory: _Memory, monkeypatch: pytest.MonkeyPatch, behind: bool
+    tmp_path: Path, memory: ScratchMemory, monkeypatch: pytest.MonkeyPatch, behind: bool
 ) -> None:
     """Of 40 records of 12 pages at most 28 pages are held, also where steps are replayed; their bytes are the progress."""
     monkeypatch.setattr(extents, "_IN_FLIGHT_BYTES", 28 * PAGE)
