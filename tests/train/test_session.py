@@ -19,7 +19,7 @@ from tierstore.store import verify_store
 from tierstore.tiers.slots import DeviceKind
 from tierstore.trace.reader import load_trace
 from tierstore.trace.replay import replay
-from tierstore.train.budgets import budgets, least_host_budget
+from tierstore.train.budgets import adds_up, budgets, least_host_budget
 from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening
 from tierstore.train.session import open_session
@@ -123,24 +123,38 @@ def test_slots_of_an_accelerator(configure: Make) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "replicas", "nbytes"),
+    ("changes", "replicas", "sharing", "nbytes"),
     [
-        ({}, 1, 8192),
-        ({"model.compute_dtype": "bf16"}, 1, 4096),
-        ({"model.compute_dtype": "bf16", "data.micro_batches": 2, "data.micro_order": "micro"}, 1, 4096),
-        ({"model.compute_dtype": "bf16", "data.micro_batches": 2, "data.micro_order": "layer"}, 1, 8192),
-        ({"model.compute_dtype": "bf16"}, 2, 8192),
+        ({"model.compute_dtype": "fp32"}, 1, 1, 8192),
+        ({}, 1, 1, 4096),
+        ({"data.micro_batches": 2, "data.micro_order": "micro"}, 1, 1, 4096),
+        ({"data.micro_batches": 2, "data.micro_order": "layer"}, 1, 1, 8192),
+        ({}, 2, 1, 8192),
+        ({"parallel.pipeline_degree": 6}, 1, 2, 4096),
+        ({"parallel.pipeline_degree": 7}, 1, 2, 8192),
+        ({"parallel.pipeline_degree": 7}, 1, 1, 4096),
+        ({"parallel.pipeline_degree": "auto-split"}, 1, 2, 8192),
     ],
-    ids=["fp32", "bf16", "micro-batches", "added up in layer order", "added up over replicas"],
+    ids=[
+        *("fp32", "bf16", "micro-batches", "added up in layer order", "added up over replicas"),
+        *("chunks of whole experts", "added up over parts", "no rows travel", "parts may be chosen"),
+    ],
 )
-def test_slots_of_gradients(changes: Mapping[str, Any], replicas: int, nbytes: int, configure: Make) -> None:
-    """Of 1,536 parameters, 6,144 bytes in fp32: a product in bf16 takes half, on the device and on the host."""
-    divided = budgets(configure(changes), DeviceKind.CUDA, experts=24, replicas=replicas)
+def test_slots_of_gradients(
+    changes: Mapping[str, Any], replicas: int, sharing: int, nbytes: int, configure: Make
+) -> None:
+    """Of 1,536 parameters, 6,144 bytes in fp32: a product in bf16 takes half, on the device and on the host. Each layer has
+    12 experts, of which two ranks share 6 each.
+    """
+    changes = {"model.compute_dtype": "bf16", **changes}
+    made = configure(changes)
+    sums = adds_up(made, experts=12, replicas=replicas, sharing=sharing)
+    divided = budgets(made, DeviceKind.CUDA, experts=24, sums=sums)
     assert divided.slots.gradient_bytes == nbytes
     assert divided.landing == 3 * nbytes
     assert divided.device == 4 * divided.slots.weight_bytes + 3 * nbytes
     config = configure({**changes, "host_budget": least_host_budget(configure(changes), DeviceKind.CPU)})
-    if replicas == 1:
+    if not sums:
         assert budgets(config, DeviceKind.CPU, experts=24).slots.gradients == 1
 
 

@@ -114,15 +114,19 @@ class ParallelConfig:
         """Whether the run chooses the number of chunks."""
         return self.pipeline_degree in (AUTO_DEGREE, AUTO_SPLIT)
 
+    def divides_experts(self, *, experts: int, sharing: int) -> bool:
+        """Whether an expert's rows may travel, and are then computed, in parts."""
+        most = fewest_experts(experts, sharing)
+        return sharing > 1 and (self.pipeline_degree == AUTO_SPLIT or self.pipeline_degree > most)
+
     def chunks_cap(self, *, experts: int, sharing: int) -> int:
         """The most chunks that a pass over ``experts`` of a layer, spread over ``sharing`` ranks, may have: 1 if no rows
         travel, the fewest experts of any rank, or so many parts of them if the configuration divides experts.
         """
         if sharing == 1:
             return 1
-        fewest = fewest_experts(experts, sharing)
-        divides = self.pipeline_degree == AUTO_SPLIT or self.pipeline_degree > fewest
-        return fewest * MOST_PARTS if divides else fewest
+        divides = self.divides_experts(experts=experts, sharing=sharing)
+        return fewest_experts(experts, sharing) * (MOST_PARTS if divides else 1)
 
     def most_chunks(self, *, experts: int, sharing: int) -> int:
         """The most chunks that a pass has: ``chunks_cap`` or the configured number. Raises ConfigError if that is higher."""

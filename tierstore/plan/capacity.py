@@ -28,7 +28,7 @@ from tierstore.store.disk.store_extents import copies, extent_bytes, schema_copi
 from tierstore.store.format import MomentFormat, Placement, RecordSchema, Training
 from tierstore.store.index.database import index_bytes
 from tierstore.tiers.slots import DeviceKind
-from tierstore.train.budgets import BoundarySplit, Budgets, budgets, least_host_budget
+from tierstore.train.budgets import BoundarySplit, Budgets, adds_up, budgets, least_host_budget
 from tierstore.train.config import TrainConfig
 from tierstore.train.footprint import FixedCost, boundary_split, fixed_cost, flat_layouts, rank_tokens
 from tierstore.train.vocabulary import VocabularyTables, choose_vocabulary
@@ -179,7 +179,15 @@ class Setting:
     @property
     def least_host_budget(self) -> int:
         """The smallest host budget that a run starts with, in bytes."""
-        return least_host_budget(self.run_config, self.device, self.schema, replicas=self.ranks.replicas)
+        return least_host_budget(self.run_config, self.device, self.schema, sums=self.sums)
+
+    @property
+    def sums(self) -> bool:
+        """Whether gradient slots add up products (``train.budgets.adds_up``)."""
+        ranks = self.ranks
+        return adds_up(
+            self.config, experts=self.model.experts, replicas=ranks.replicas, sharing=ranks.sharing
+        )
 
     @property
     def local_experts(self) -> int:
@@ -343,7 +351,7 @@ def _capacity(setting: Setting, free: int | None = None) -> Capacity:
         experts=setting.records,
         schema=setting.schema,
         free=free,
-        replicas=setting.ranks.replicas,
+        sums=setting.sums,
     )
     terms = [
         *_device_terms(setting, divided),

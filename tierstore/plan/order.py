@@ -164,7 +164,7 @@ def _whole(setting: Setting) -> Setting:
 def _cost(setting: Setting, profile: Profile) -> OrderCost | None:
     """The cost of a step; None if the budgets are too small."""
     try:
-        within = within_memory(setting.config, setting.fixed, setting.device)
+        within = within_memory(setting.config, setting.fixed, setting.device, sums=setting.sums)
         setting = replace(setting, config=within)
         taken = capacity(setting)
         made = predict(setting, profile, taken)

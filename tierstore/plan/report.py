@@ -341,7 +341,7 @@ def plan_run(
     if setting.usage.trains and config.data.micro_batches > 1:
         order = compare_orders(setting, profile)
         setting = replace(setting, config=in_order(setting.config, order))
-    setting = replace(setting, config=within_memory(setting.config, setting.fixed, device))
+    setting = replace(setting, config=within_memory(setting.config, setting.fixed, device, sums=setting.sums))
     limits = limits or machine_limits(config.store, sharing=ranks)
     verdict = judge(setting, limits)
     remedy = None if verdict.fits else shortest_remedy(setting, limits)

@@ -98,28 +98,35 @@ def trained_schema(config: TrainConfig) -> RecordSchema | None:
 
 
 def least_host_budget(
-    config: TrainConfig, device: DeviceKind, schema: RecordSchema | None = None, *, replicas: int = 1
+    config: TrainConfig, device: DeviceKind, schema: RecordSchema | None = None, *, sums: bool = False
 ) -> int:
     """The smallest host budget that ``budgets`` accepts, in bytes."""
     schema, pairs = schema or expert_schema(config), pair_schema(config)
     schemas = [schema] if pairs is None else [schema, pairs]
     cache = minimum_host_budget(schemas, config.cache, len(config.model.moe_layers))
-    slots = _slots(config, schema, 1, replicas)
+    slots = _slots(config, schema, 1, sums)
     return cache + _landing(config, device, slots) + (_nbytes(slots) if device is DeviceKind.CPU else 0)
 
 
 def _slots(
-    config: TrainConfig, schema: RecordSchema, count: int, replicas: int
+    config: TrainConfig, schema: RecordSchema, count: int, sums: bool
 ) -> list[DeviceSlots[ComputeDtype]]:
     """Slots for ``count`` experts at a time, and for their pairs, if any. Gradients are moved off as they become final."""
     gradients, pairs = 0 if schema.frozen else min(count, 3), pair_schema(config)
-    # In layer order a slot adds up the micro-batches' products; replicas' are added up in it.
-    gradient = SlotGradient.SUM if config.data.layer_major or replicas > 1 else SlotGradient.PRODUCT
+    # In layer order a slot adds up the micro-batches' products.
+    gradient = SlotGradient.SUM if sums or config.data.layer_major else SlotGradient.PRODUCT
     compute = config.model.compute_dtype
     slots = [DeviceSlots(schema.numel, compute, count, gradients, schema.quantized, gradient)]
     if pairs is not None:
         slots.append(DeviceSlots(pairs.numel, ComputeDtype.FP32, count, min(count, 3)))
     return slots
+
+
+def adds_up(config: TrainConfig, *, experts: int, replicas: int, sharing: int) -> bool:
+    """Whether a gradient slot adds up products, and so is fp32, in micro order too: those of ``replicas`` of the experts, or
+    of parts of each of a layer's ``experts``, whose rows travel between the ``sharing`` ranks of a group.
+    """
+    return replicas > 1 or config.parallel.divides_experts(experts=experts, sharing=sharing)
 
 
 def _nbytes(slots: Iterable[DeviceSlots[ComputeDtype]]) -> int:
@@ -145,11 +152,11 @@ def budgets(
     experts: int,
     schema: RecordSchema | None = None,
     free: int | None = None,
-    replicas: int = 1,
+    sums: bool = False,
 ) -> Budgets:
     """Divides the budgets for a rank that has ``experts`` experts in all of its layers. Raises BudgetError naming the
     minimum. ``schema``: that of the experts (None: the configuration's). ``free``: bytes of an accelerator that experts may
-    take if ``device_budget`` is 0 (None: not known). ``replicas``: copies of the experts on other ranks and here.
+    take if ``device_budget`` is 0 (None: not known). ``sums``: see ``adds_up``.
 
     The device tier gets as many slots as ``device_budget`` or ``free`` holds, at most one for each expert. It gets a few,
     for overlap, without either, if ``free`` holds fewer, or if the device computes with the host cache. A tight host
@@ -157,9 +164,9 @@ def budgets(
     gradients.
     """
     schema = schema or expert_schema(config)
-    slots = _slots(config, schema, 1, replicas)
+    slots = _slots(config, schema, 1, sums)
     least, on_host = _nbytes(slots), device is DeviceKind.CPU
-    minimum = least_host_budget(config, device, schema, replicas=replicas)
+    minimum = least_host_budget(config, device, schema, sums=sums)
     minimum_cache = minimum - _landing(config, device, slots) - (least if on_host else 0)
     if config.host_budget < minimum:
         raise BudgetError(
@@ -176,7 +183,7 @@ def budgets(
     elif on_host:
         allowance = max(config.host_budget // 8, least)
     else:
-        allowance = max(free or 0, _nbytes(_slots(config, schema, _FEW_SLOTS, replicas)))
+        allowance = max(free or 0, _nbytes(_slots(config, schema, _FEW_SLOTS, sums)))
     keeps = copies_weights(config, device) and (config.device_budget or free is not None)
     most = experts if keeps else _FEW_SLOTS
 
@@ -185,10 +192,10 @@ def budgets(
 
     def lacks(count: int) -> bool:
         """Whether the budgets are too small for ``count`` slots."""
-        asked = _slots(config, schema, count, replicas)
+        asked = _slots(config, schema, count, sums)
         return _nbytes(asked) > allowance or cache_beside(asked) < minimum_cache
 
-    slots = _slots(config, schema, max(bisect_left(range(1, most + 1), True, key=lacks), 1), replicas)
+    slots = _slots(config, schema, max(bisect_left(range(1, most + 1), True, key=lacks), 1), sums)
     cache = cache_beside(slots)
     lookahead = int(cache * config.prefetch.budget) if config.prefetch.depth else 0
     if cache - lookahead < minimum_cache:

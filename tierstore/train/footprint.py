@@ -188,7 +188,9 @@ def boundary_split(config: TrainConfig, ranks: int, blocks: int) -> BoundarySpli
     return split_boundaries(blocks, config.data.micro_batches, each, config.boundary_budget)
 
 
-def within_memory(config: TrainConfig, fixed: FixedCost, device: DeviceKind) -> TrainConfig:
+def within_memory(
+    config: TrainConfig, fixed: FixedCost, device: DeviceKind, *, sums: bool = False
+) -> TrainConfig:
     """``config`` with the budgets that ``memory`` leaves beside ``fixed``, as far as they are not given: the host budget,
     and ``boundary_budget`` if block inputs would take more than half of what is left. They change no bit.
 
@@ -196,7 +198,7 @@ def within_memory(config: TrainConfig, fixed: FixedCost, device: DeviceKind) -> 
     """
     if not config.memory:
         return config
-    least = config.host_budget or least_host_budget(config, device)
+    least = config.host_budget or least_host_budget(config, device, sums=sums)
     boundaries, boundary_budget = fixed.boundaries, config.boundary_budget
     if boundaries is not None and not boundary_budget:
         alone = replace(fixed, boundaries=None).account(replace(config, host_budget=least), device).nbytes

@@ -27,7 +27,7 @@ from tierstore.store.disk.home import rank_directory
 from tierstore.store.reading import read_schemas, read_states
 from tierstore.tiers.slots import DeviceKind
 from tierstore.timeline import TimelineSink, Track
-from tierstore.train.budgets import Budgets, budgets
+from tierstore.train.budgets import Budgets, adds_up, budgets
 from tierstore.train.combinations import check_combination
 from tierstore.train.config import TrainConfig, assignment_of
 from tierstore.train.data import TextData, TrainingData
@@ -119,13 +119,14 @@ def prepare(
     config.import_code()
     fixed = rank_cost(config, mesh, process=resident_bytes(), text=None if loop is Loop.OWN else 0)
     kind = DeviceKind.of(device.type)
-    config = within_memory(config, fixed, kind)
+    sums = adds_up(config, experts=config.model.experts, replicas=mesh.replicas, sharing=mesh.expert.size)
+    config = within_memory(config, fixed, kind, sums=sums)
     divided = budgets(
         config,
         kind,
         experts=len(owned) * len(config.model.moe_layers),
         free=_free_device_bytes(config, mesh),
-        replicas=mesh.replicas,
+        sums=sums,
     )
     resharded_from = follow_ranks(config, opening, mesh)
     agreed = agree(config.store, opening, mesh)
