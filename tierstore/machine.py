@@ -182,12 +182,13 @@ class MemoryAccount:
         parts = [{"part": name, "held_bytes": nbytes} for name, nbytes in self.parts.items()]
         return {"announced_bytes": self.nbytes, "parts": parts}
 
-    def check(self, allowed: int, remedies: str) -> None:
-        """Raise BudgetError if the sum is more than ``allowed`` bytes; ``remedies`` completes "or reduce ..."."""
+    def check(self, allowed: int, remedies: str = "") -> None:
+        """Raise BudgetError if the sum is more than ``allowed`` bytes; ``remedies``: what may be reduced instead."""
         if self.nbytes > allowed:
             raise BudgetError(
                 f"memory: expected at least {self.nbytes} bytes, got {allowed} ({format_bytes(allowed)}): this needs "
-                f"{self.describe().removeprefix('memory: ')}; set memory to at least that, or reduce {remedies}"
+                f"{self.describe().removeprefix('memory: ')}; set memory to at least that"
+                + (f", or reduce {remedies}" if remedies else "")
             )
 
 

@@ -23,20 +23,23 @@ from checkpoints import (
     write_tokenizer,
 )
 from click.testing import CliRunner
+from refusals import refuses
 from stored_runs import configuration
 from tiny_families import make_config, plain_model
 from token_cases import conversation, save_tokenizer, write_lines
 from transformers import AutoTokenizer
 
 from tierstore.cli.checkpoints import import_
-from tierstore.errors import ConfigError, DataError, StoreFormatError
+from tierstore.errors import BudgetError, ConfigError, DataError, StoreFormatError
 from tierstore.hf import filling
-from tierstore.hf.filling import READERS
-from tierstore.hf.importing import ImportPlan, import_model
+from tierstore.hf.filling import READERS, UnitJob
+from tierstore.hf.importing import ImportOptions, ImportPlan, import_model
 from tierstore.hf.manifest import Manifest, Weights
+from tierstore.machine import MemoryAccount
 from tierstore.model.config import ComputeDtype
 from tierstore.model.store_schema import IMPORT_KEY, STATE_KEY
 from tierstore.store.format import Group, MomentFormat, RecordSchema
+from tierstore.store.opening import minimum_host_budget
 from tierstore.store.parameter_store import verify_store
 from tierstore.train.ranks import Opening
 from tierstore.train.session import open_session
@@ -64,6 +67,41 @@ def test_an_import_holds_a_fixed_number_of_experts(
     report = imported(tmp_path / "m", tmp_path / "t", host_budget=max(experts * each, 1))
     assert report.records > 32
     assert made == [each] * buffers
+
+
+def test_memory_of_an_import(tmp_path: Path) -> None:
+    """A ring of two experts at least, and of eight at most; the largest slices of a dense unit, in fp32; and the store's
+    own cache, of one record. ``memory`` leaves the ring what all others do not take, up to ``host_budget``.
+    """
+    save(tmp_path / "m", "mixtral")
+    plans: list[tuple[ImportPlan, MemoryAccount]] = []
+
+    def run(store: str, **options: int) -> MemoryAccount:
+        import_model(
+            tmp_path / "m",
+            tmp_path / store,
+            ImportOptions(**options),
+            planned=lambda *seen: plans.append(seen),
+        )
+        return plans[-1][1]
+
+    account = run("s")
+    plan = plans[0][0]
+    each = account.parts["experts"] // 8
+    dense = [job.layout.slice_numel for job in plan.jobs if isinstance(job, UnitJob)]
+    assert account.parts["dense parameters"] == 4 * max(dense)
+    assert account.parts["host cache"] == minimum_host_budget(list(plan.schemas))
+    assert plan.account(0, 1000).parts["experts"] == 2 * each
+    assert plan.account(5 * each, 1000).parts["experts"] == 5 * each
+    least = plan.account(0, 1000).nbytes
+    for more in (0, each, 3 * each, 100 * each):
+        budget = plan.budget_within(ImportOptions(memory=least + more), 1000)
+        assert plan.account(budget, 1000).nbytes == least + min(more, 6 * each)
+    with refuses(BudgetError, "memory:", str(least)):
+        plan.budget_within(ImportOptions(memory=least - 1), 1000)
+    with refuses(BudgetError, "memory:"):
+        run("t", memory=1 << 20)
+    assert not (tmp_path / "t").exists()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -376,5 +414,5 @@ def test_a_damaged_companion_is_no_reason_to_refuse(
 def describe_lines(source: Path, store: Path) -> tuple[Manifest, list[str]]:
     """The manifest of an import, and what it says is ignored."""
     plans: list[ImportPlan] = []
-    import_model(source, store, planned=plans.append)
+    import_model(source, store, planned=lambda plan, account: plans.append(plan))
     return plans[0].manifest, list(plans[0].notes)

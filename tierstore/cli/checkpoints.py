@@ -11,6 +11,7 @@ import click
 from tierstore.cli.options import EXISTING_DIRECTORY, PATH, SIZE, MemberOf, json_option
 from tierstore.cli.output import Output, OutputMode
 from tierstore.errors import ConfigError
+from tierstore.machine import MemoryAccount, peak_resident_bytes
 from tierstore.model.config import ComputeDtype
 from tierstore.parallel.config import ParallelConfig
 from tierstore.parallel.layout import RankEnvironment
@@ -50,6 +51,9 @@ if TYPE_CHECKING:  # these import torch, which --help must not load
     type=MemberOf(CodeFormat),
     help="With --frozen: quantise experts to 8 or 4 bits, for forward passes only (default: keep the compute type).",
 )
+@click.option(
+    "--memory", type=SIZE, default=0, help="Memory of the process (default: what the import needs)."
+)
 @click.option("--host-budget", type=SIZE, default="64MiB", help="Memory for experts while they are copied.")
 @click.option(
     "--expert-ranks", type=int, default=0, help="Ranks that share one copy of the experts (0: all ranks)."
@@ -62,6 +66,7 @@ def import_(
     frozen: bool,
     moments: MomentFormat,
     codes: CodeFormat | None,
+    memory: int,
     host_budget: int,
     expert_ranks: int,
     output: Output,
@@ -80,6 +85,7 @@ def import_(
             moments=moments,
             codes=codes,
             host_budget=host_budget,
+            memory=memory,
         )
         with launch(ParallelConfig(expert=expert_ranks), device="cpu") as mesh:
             report = import_model(
@@ -87,13 +93,13 @@ def import_(
                 store,
                 options,
                 mesh=mesh,
-                planned=lambda plan: _describe(plan, store, output),
+                planned=lambda plan, account: _describe(plan, account, store, output),
                 progress=progress,
             )
     _show_import(report, store, output)
 
 
-def _describe(plan: ImportPlan, store: Path, output: Output) -> None:
+def _describe(plan: ImportPlan, account: MemoryAccount, store: Path, output: Output) -> None:
     manifest = plan.manifest
     experts = manifest.experts
     output.line(
@@ -110,6 +116,7 @@ def _describe(plan: ImportPlan, store: Path, output: Output) -> None:
         )
     for note in plan.notes:
         output.line(note)
+    output.line(account.describe())
     each = " for each rank" if plan.ranks > 1 else ""
     frozen = manifest.weights.value == "frozen"
     if manifest.codes is not None:
@@ -127,6 +134,8 @@ def _show_import(report: ImportReport, store: Path, output: Output) -> None:
         f"{store}: {report.records} records imported{skipped} in {format_seconds(report.elapsed_s)}; read "
         f"{format_bytes(report.read_bytes)}, wrote {format_bytes(report.written_bytes)}"
     )
+    peak = peak_resident_bytes()
+    output.line(report.account.compare(peak))
     if report.direct_reason:
         output.line(f"the checkpoint was read through the page cache: {report.direct_reason}")
     output.emit(
@@ -148,6 +157,8 @@ def _show_import(report: ImportReport, store: Path, output: Output) -> None:
             "written_bytes": report.written_bytes,
             "reserved_bytes": report.reserved_bytes,
             "commits": report.commits,
+            "memory": report.account.as_json(),
+            "peak_resident_bytes": peak,
             "moving_s": report.moving_s,
             "elapsed_s": report.elapsed_s,
         }

@@ -55,7 +55,7 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _MOST_DIMENSIONS = 32
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 #: Bytes that are read at once of a tensor that is copied or compared.
-_CHUNK_BYTES = 8 << 20
+WINDOW_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -350,8 +350,8 @@ class TensorReader:
 
     def chunks(self, info: TensorInfo, window: ReadWindow) -> Iterator[npt.NDArray[np.uint8]]:
         """All bytes of a tensor in order, in pieces that the next one overwrites. Raises as ``read``."""
-        for begin in range(0, info.nbytes, _CHUNK_BYTES):
-            yield self.read(info, begin, min(begin + _CHUNK_BYTES, info.nbytes), window)
+        for begin in range(0, info.nbytes, WINDOW_BYTES):
+            yield self.read(info, begin, min(begin + WINDOW_BYTES, info.nbytes), window)
 
     def _fill(self, path: Path, fd: int, direct: bool, memory: memoryview, offset: int, wanted: int) -> int:
         got = 0

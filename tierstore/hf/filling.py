@@ -20,7 +20,7 @@ from tierstore import _native
 from tierstore._native import Arena, Buffer, HugePages
 from tierstore.dense.layout import UnitLayout
 from tierstore.dense.slices import schema_name
-from tierstore.hf.checkpoint import ReadWindow
+from tierstore.hf.checkpoint import WINDOW_BYTES, ReadWindow
 from tierstore.hf.families import Part
 from tierstore.hf.manifest import ParameterEntry
 from tierstore.hf.weights import WeightReader
@@ -130,6 +130,21 @@ class _ExpertBuffers:
         return kept + [None] * (self._sections - len(kept))
 
 
+def ring_size(expert: RecordSchema, budget: int) -> int:
+    """The most experts in memory at once: as many as ``budget`` bytes hold, at least two, and no more than threads use."""
+    return min(max(budget // _ExpertBuffers.nbytes(expert), 2), READERS + _AHEAD)
+
+
+def held_bytes(expert: RecordSchema, jobs: Iterable[Job], budget: int) -> dict[str, int]:
+    """What a ``Filler`` of ``jobs`` holds, in bytes by part."""
+    units = [4 * job.layout.slice_numel for job in jobs if isinstance(job, UnitJob)]
+    return {
+        "experts": ring_size(expert, budget) * _ExpertBuffers.nbytes(expert),
+        "dense parameters": max(units, default=0),
+        "readers": READERS * (WINDOW_BYTES + 4 * _SPLIT_VALUES),
+    }
+
+
 class Filler:
     """Adds the records of jobs to a store, in their order. A context manager: leaving it ends the threads."""
 
@@ -149,7 +164,7 @@ class Filler:
         self._weights = weights
         self._wrote = wrote
         self._expert = expert
-        self._most = min(max(budget // _ExpertBuffers.nbytes(expert), 2), READERS + _AHEAD)
+        self._most = ring_size(expert, budget)
         self._free: deque[_ExpertBuffers] = deque()
         self._made = 0
         self._pending: deque[tuple[ExpertJob, _ExpertBuffers, Future[None]]] = deque()

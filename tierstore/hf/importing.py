@@ -33,7 +33,7 @@ from tierstore.errors import (
 from tierstore.hf.checkpoint import Checkpoint, ReadWindow, TensorInfo, TensorReader
 from tierstore.hf.describing import CONFIG_NAME, describe_config, ignored_attention, read_config
 from tierstore.hf.families import FAMILIES, Part
-from tierstore.hf.filling import ExpertJob, Filler, Job, UnitJob
+from tierstore.hf.filling import ExpertJob, Filler, Job, UnitJob, held_bytes
 from tierstore.hf.loading import class_of, parse_config
 from tierstore.hf.manifest import CarriedEntry, ImportProgress, ImportState, Manifest, Weights
 from tierstore.hf.matching import (
@@ -47,6 +47,7 @@ from tierstore.hf.matching import (
 )
 from tierstore.hf.spec import hf_spec
 from tierstore.hf.weights import WeightReader
+from tierstore.machine import MemoryAccount, resident_bytes, working_bytes
 from tierstore.model.config import ComputeDtype
 from tierstore.model.store_schema import (
     BUFFERS_KEY,
@@ -86,7 +87,8 @@ class ImportOptions:
 
     ``compute`` None: fp32 for a checkpoint in fp32, else bf16. ``moments``: the format of trained experts' moments.
     ``codes``: the format of frozen experts' weights; None: the compute type. ``host_budget`` (bytes) limits the memory
-    for experts being imported, which holds at least two. A commit follows every ``commit_bytes`` of the source.
+    for experts being imported, which holds at least two. ``memory`` (bytes; 0: not given) limits all of the process, and
+    ``host_budget`` to what it leaves. A commit follows every ``commit_bytes`` of the source.
     """
 
     compute: ComputeDtype | None = None
@@ -94,6 +96,7 @@ class ImportOptions:
     moments: MomentFormat = MomentFormat.FP32
     codes: CodeFormat | None = None
     host_budget: int = 64 << 20
+    memory: int = 0
     commit_bytes: int = 1 << 30
 
     def __post_init__(self) -> None:
@@ -129,6 +132,22 @@ class ImportPlan:
         """Space that the store reserves for its records; copy on write needs two copies of trained records."""
         return sum(extent_bytes(schema, self.counts[schema.name], 0) for schema in self.schemas)
 
+    def account(self, host_budget: int, process: int) -> MemoryAccount:
+        """What the process will hold, with ``host_budget`` bytes for experts. ``process``: bytes that it holds already."""
+        parts = held_bytes(self.schemas[0], self.jobs, host_budget)
+        cache = minimum_host_budget(list(self.schemas))
+        return MemoryAccount(
+            {"process": process, **parts, "host cache": cache, "working memory": working_bytes(0)}
+        )
+
+    def budget_within(self, options: ImportOptions, process: int) -> int:
+        """The memory for experts that ``options`` leave. Raises BudgetError if ``memory`` is too small for two experts."""
+        least = self.account(0, process)
+        if not options.memory:
+            return options.host_budget
+        least.check(options.memory)
+        return min(options.host_budget, options.memory - least.nbytes + least.parts["experts"])
+
     @property
     def source_bytes(self) -> int:
         """Bytes of the checkpoint that the jobs read."""
@@ -140,12 +159,14 @@ class ImportReport:
     """What an import did on this rank. ``records`` were added by this call, ``skipped`` by an earlier one.
 
     ``moving_s`` is the part of ``elapsed_s`` from the first write to the last commit; the rest is reading headers and
-    transformers' own start. ``direct_reason``: why the checkpoint was read through the page cache; empty if it was not.
+    transformers' own start. ``account``: what the process was to hold. ``direct_reason``: why the checkpoint was read
+    through the page cache; empty if it was not.
     """
 
     manifest: Manifest
     skipped: int
     reserved_bytes: int
+    account: MemoryAccount
     records: int = 0
     read_bytes: int = 0
     written_bytes: int = 0
@@ -161,15 +182,15 @@ def import_model(
     options: ImportOptions | None = None,
     *,
     mesh: Mesh | None = None,
-    planned: Callable[[ImportPlan], None] = lambda plan: None,
+    planned: Callable[[ImportPlan, MemoryAccount], None] = lambda plan, account: None,
     progress: OnProgress = lambda done, total: None,
 ) -> ImportReport:
     """Imports the model directory ``source`` into ``store``, or resumes an interrupted import of the same directory.
 
-    On several ranks (``mesh``) a collective. ``planned`` is called before the first write; ``progress`` receives the bytes
-    of the checkpoint that this rank has read, in all runs, and those that it reads in all. Raises DataError and ConfigError
-    for a checkpoint that does not match its configuration, StoreExistsError, StoreFormatError for another source,
-    OSError (ENOSPC) before anything is written.
+    On several ranks (``mesh``) a collective. ``planned`` is called before the first write, with what the process will hold;
+    ``progress`` receives the bytes of the checkpoint that this rank has read, in all runs, and those that it reads in all.
+    Raises DataError and ConfigError for a checkpoint that does not match its configuration, StoreExistsError,
+    StoreFormatError for another source, BudgetError for too little ``memory``, OSError (ENOSPC) before anything is written.
     """
     options = options or ImportOptions()
     start = time.monotonic()
@@ -178,9 +199,12 @@ def import_model(
     state = _state(plan, mesh)
     _check_ranks(state, mesh)
     _check_stores(store, state, mesh)
-    planned(plan)
+    process = resident_bytes()
+    options = replace(options, host_budget=plan.budget_within(options, process))
+    account = plan.account(options.host_budget, process)
+    planned(plan, account)
     with _open_store(store, plan, mesh) as opened, TensorReader() as reader:
-        job = _Import(opened, plan, state, options, progress)
+        job = _Import(opened, plan, state, options, account, progress)
         job.begin()
         if mesh.world.rank == 0:
             if not opened.keys:  # such files were left beside the ranks' stores by another import
@@ -430,6 +454,7 @@ class _Import:
         plan: ImportPlan,
         state: ImportState,
         options: ImportOptions,
+        account: MemoryAccount,
         progress: OnProgress,
     ) -> None:
         self._core = store.core
@@ -439,6 +464,7 @@ class _Import:
             manifest=plan.manifest,
             skipped=len(plan.jobs) - len(self._jobs),
             reserved_bytes=plan.disk_bytes,
+            account=account,
         )
         self._total, self._left = plan.source_bytes, sum(job.nbytes for job in self._jobs)
         self._uncommitted = 0
