@@ -231,11 +231,11 @@ def test_a_deployed_store_brings_its_settings(tmp_path: Path) -> None:
     try:
         settings = {"host_budget": 8 << 20, "prefetch.predictor": "none", "batch.sequences": 3}
         Deployment(settings=settings, profile={}, stages=()).write(store)
-        made = _generate(store, "--prompt", "a", "--max-tokens", "2")
+        made = _generate(store, *["--prompt", "a"] * 4, "--max-tokens", "2")
         assert made.exception is None, made.output
         assert "deployment.json: prefetch.predictor = none, batch.sequences = 3\n" in made.output
-        assert "host budget 4 MiB" in made.output
-        assert "(3 sequences of 128 tokens)" in made.output
+        assert "experts 4 MiB" in made.output
+        assert "at most 3 sequences of 3 tokens" in made.output
     finally:
         torch.set_num_threads(threads)
     (store / "deployment.json").write_text("{}")
