@@ -136,7 +136,7 @@ def fixed_cost(
         activations=activations,
         boundaries=boundary_split(config, ranks, len(units) - 2),
         text=_texts(config) if text is None else text,
-        working=working_bytes(activations) + product_bytes(config, device),
+        working=working_bytes(activations if device is DeviceKind.CPU else 0) + product_bytes(config, device),
         pairs=_pass_bytes(config, ranks),
         routers=router_bytes(config),
     )
