@@ -103,7 +103,7 @@ def made(configure: Make) -> TrainConfig:
         ("io.map_sync=on", "io.map_sync: on needs io.backend = pmem"),
         ("data.separator=\udcff", "separator: expected text in UTF-8"),
         ("host_budget=-5", "host_budget"),
-        ("host_budget=0", "host_budget"),
+        ("host_budget=1", "host_budget"),
         ("host_budget=lots", "host_budget"),
         ("host_budget=1KiB", "minimum is"),
         ("device_budget=1KiB", "minimum is"),
