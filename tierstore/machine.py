@@ -28,7 +28,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 #: Thread pools, and what libraries allocate when they are first used, in bytes (measured).
 _POOL_BYTES = 48 << 20
 #: What the allocator keeps between blocks in use: activations of other sizes leave gaps (measured over 60 steps).
-_GAPS = 0.25
+_GAPS = 0.35
 #: The share of the memory that is available which a process takes if it is not told how much.
 _SHARE = 0.8
 
