@@ -79,6 +79,15 @@ def test_budgets_by_hand() -> None:
         budget(beside(128) + LEAST - 1)
 
 
+def test_a_model_without_experts() -> None:
+    """It gets what a cache of one expert takes, however much memory there is."""
+    spec = spec_of(ModelConfig(n_layers=4, d_model=64, n_heads=2, d_ff=128, experts=8, moe_every=0))
+    least = least_budget(CONFIG, spec, SCHEMA, DeviceKind.CPU)
+    found = budget_within(1 << 30, CONFIG, spec, SCHEMA, DeviceKind.CPU, process=PROCESS)
+    assert found in range(least, least + EACH + 1)
+    served_budgets(replace(CONFIG, host_budget=found), spec, SCHEMA, DeviceKind.CPU)  # accepts it
+
+
 @given(spare=st.integers(0, 64 << 20))
 def test_all_parts_fit(spare: int) -> None:
     """The budget that memory leaves, with the context that then fits, takes no more than memory."""

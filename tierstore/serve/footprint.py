@@ -193,7 +193,8 @@ def full_budget(
     """The host budget with which the cache holds ``share`` of all experts, in bytes."""
     count = spec.experts * len(spec.moe_layers)
     each = sum(part.padded_nbytes for part in schema.layout(Group.WEIGHTS).sections)
-    ample = 16 * count * each  # beside the cache it leaves the most of any
+    least = least_budget(config, spec, schema, device, scratch=scratch, pairs=pairs)
+    ample = max(16 * count * each, least)  # beside the cache it leaves the most of any
     divided = served_budgets(
         replace(config, host_budget=ample), spec, schema, device, scratch=scratch, pairs=pairs
     )
