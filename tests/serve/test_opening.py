@@ -34,7 +34,7 @@ from tierstore.model.config import ComputeDtype
 from tierstore.model.interface import Batch
 from tierstore.model.store_schema import EXPERT_SCHEMA
 from tierstore.quant.layout import CodeFormat
-from tierstore.serve.footprint import check_memory, dense_parameter_bytes, served_budgets
+from tierstore.serve.footprint import ServedRecords, check_memory, dense_parameter_bytes, served_budgets
 from tierstore.serve.opening import open_served
 from tierstore.store import ParameterStore, StoreConfig
 from tierstore.store.config import StoreAccess
@@ -192,12 +192,13 @@ def test_how_the_budgets_are_divided(small: _Trained) -> None:
     assert schema is not None
     slot, weights, scratch = 8_192, 8_192, 2 * 2 * 8_192
     assert replay_scratch_bytes(schema) == scratch
+    records = ServedRecords(experts=schema, scratch=scratch)
     assert least_budget(store) == slot + weights + scratch
     with open_served(serving(store)) as parts:
         spec = parts.spec
 
     def divided(**changes: object) -> tuple[int, int, int]:
-        found = served_budgets(serving(store, changes), spec, schema, DeviceKind.CPU, scratch=scratch)
+        found = served_budgets(serving(store, changes), spec, records, DeviceKind.CPU)
         assert found.cache + found.slots.nbytes == changes.get("host_budget", 8 << 20)
         return found.slots.weights, found.cache, found.lookahead
 
@@ -206,9 +207,7 @@ def test_how_the_budgets_are_divided(small: _Trained) -> None:
     assert divided(device_budget=2 * slot)[0] == 2
     with refuses(BudgetError, "device_budget: 1 bytes", f"{slot} bytes"):
         divided(device_budget=1)
-    on_device = served_budgets(
-        serving(store, {"device_budget": 9 * slot}), spec, schema, DeviceKind.CUDA, scratch=scratch
-    )
+    on_device = served_budgets(serving(store, {"device_budget": 9 * slot}), spec, records, DeviceKind.CUDA)
     assert (on_device.slots.weights, on_device.cache) == (9, 8 << 20)
 
 

@@ -96,6 +96,32 @@ _PAIR_SLOTS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
+class ServedRecords:
+    """The records that serving reads: schemas of experts and of their LoRA pairs (None: no pairs), and the scratch bytes
+    for replaying missed steps (``replay_scratch_bytes``).
+    """
+
+    experts: RecordSchema
+    pairs: RecordSchema | None = None
+    scratch: int = 0
+
+    @property
+    def schemas(self) -> list[RecordSchema]:
+        return [self.experts] if self.pairs is None else [self.experts, self.pairs]
+
+    def slots(self, spec: ModelSpec, count: int) -> DeviceSlots[ComputeDtype]:
+        """Device slots for the weights of ``count`` experts."""
+        return DeviceSlots(self.experts.numel, spec.compute_dtype, count, 0, self.experts.quantized)
+
+    @property
+    def pair_slots(self) -> DeviceSlots[ComputeDtype] | None:
+        """Device slots for pairs; None without any."""
+        return (
+            None if self.pairs is None else DeviceSlots(self.pairs.numel, ComputeDtype.FP32, _PAIR_SLOTS, 0)
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServedBudgets:
     """How the budgets for experts are divided, in bytes. ``cache`` includes the ``scratch`` of replays; on a CPU, cache and
     slots together are the host budget. ``lookahead``: the part of the cache that speculation may hold.
@@ -112,24 +138,21 @@ class ServedBudgets:
 def served_budgets(
     config: ServeConfig,
     spec: ModelSpec,
-    schema: RecordSchema,
+    records: ServedRecords,
     device: DeviceKind,
     *,
-    scratch: int = 0,
-    pairs: RecordSchema | None = None,
     free: int | None = None,
 ) -> ServedBudgets:
-    """Divide the budgets of ``config`` for experts with records of ``schema``, and their LoRA ``pairs``. ``scratch``: bytes
-    for replaying missed steps (``replay_scratch_bytes``). ``free``: bytes of an accelerator that experts may take if
+    """Divide the budgets of ``config`` for ``records``. ``free``: bytes of an accelerator that experts may take if
     ``device_budget`` is 0 (None: not known). Raises BudgetError naming the minimum.
 
     The device tier gets ``slot_count`` slots: fewer if the host budget is tight, but at least one.
     """
-    one = _weight_slots(spec, schema, 1)
+    one = records.slots(spec, 1)
     on_host = device is DeviceKind.CPU
-    beside = None if pairs is None else _pair_slots(pairs)
+    beside = records.pair_slots
     beside_bytes = 0 if beside is None else beside.nbytes
-    minimum = least_budget(config, spec, schema, device, scratch=scratch, pairs=pairs)
+    minimum = least_budget(config, spec, records, device)
     least_cache = minimum - (one.nbytes + beside_bytes if on_host else 0)
     if config.host_budget < minimum:
         raise BudgetError(
@@ -144,61 +167,46 @@ def served_budgets(
         room=config.host_budget - least_cache - beside_bytes,
         free=None if free is None else free - beside_bytes,
     )
-    slots = _weight_slots(spec, schema, count)
+    slots = records.slots(spec, count)
     cache = config.host_budget - (slots.nbytes + beside_bytes if on_host else 0)
-    speculated = int((cache - scratch) * config.prefetch.budget) if config.prefetch.depth else 0
+    speculated = int((cache - records.scratch) * config.prefetch.budget) if config.prefetch.depth else 0
     return ServedBudgets(
         cache=cache,
-        scratch=scratch,
+        scratch=records.scratch,
         lookahead=min(speculated, cache - least_cache),
         slots=slots,
         pairs=beside,
     )
 
 
-def _weight_slots(spec: ModelSpec, schema: RecordSchema, count: int) -> DeviceSlots[ComputeDtype]:
-    return DeviceSlots(schema.numel, spec.compute_dtype, count, 0, schema.quantized)
-
-
-def _pair_slots(pairs: RecordSchema) -> DeviceSlots[ComputeDtype]:
-    return DeviceSlots(pairs.numel, ComputeDtype.FP32, _PAIR_SLOTS, 0)
-
-
 def least_budget(
     config: ServeConfig,
     spec: ModelSpec,
-    schema: RecordSchema,
+    records: ServedRecords,
     device: DeviceKind,
-    *,
-    scratch: int = 0,
-    pairs: RecordSchema | None = None,
 ) -> int:
     """The smallest host budget that ``served_budgets`` accepts, in bytes."""
-    schemas = [schema] if pairs is None else [schema, pairs]
-    cache = minimum_host_budget(schemas, config.cache, len(spec.moe_layers), StoreAccess.READ)
-    slots = _weight_slots(spec, schema, 1).nbytes + (0 if pairs is None else _pair_slots(pairs).nbytes)
-    return scratch + cache + (slots if device is DeviceKind.CPU else 0)
+    cache = minimum_host_budget(records.schemas, config.cache, len(spec.moe_layers), StoreAccess.READ)
+    beside = records.pair_slots
+    slots = records.slots(spec, 1).nbytes + (0 if beside is None else beside.nbytes)
+    return records.scratch + cache + (slots if device is DeviceKind.CPU else 0)
 
 
 def full_budget(
     config: ServeConfig,
     spec: ModelSpec,
-    schema: RecordSchema,
+    records: ServedRecords,
     device: DeviceKind,
     *,
     share: float = 1.0,
-    scratch: int = 0,
-    pairs: RecordSchema | None = None,
 ) -> int:
     """The host budget with which the cache holds ``share`` of all experts, in bytes."""
     count = spec.experts * len(spec.moe_layers)
-    each = sum(part.padded_nbytes for part in schema.layout(Group.WEIGHTS).sections)
-    least = least_budget(config, spec, schema, device, scratch=scratch, pairs=pairs)
-    ample = max(16 * count * each, least)  # beside the cache it leaves the most of any
-    divided = served_budgets(
-        replace(config, host_budget=ample), spec, schema, device, scratch=scratch, pairs=pairs
-    )
-    return max(round(share * count), 1) * each + ample - divided.cache + scratch
+    each = sum(part.padded_nbytes for part in records.experts.layout(Group.WEIGHTS).sections)
+    # Beside the cache it leaves the most of any.
+    ample = max(16 * count * each, least_budget(config, spec, records, device))
+    divided = served_budgets(replace(config, host_budget=ample), spec, records, device)
+    return max(round(share * count), 1) * each + ample - divided.cache + records.scratch
 
 
 def dense_parameter_bytes(spec: ModelSpec) -> int:
@@ -249,17 +257,15 @@ def budget_within(
     allowed: int,
     config: ServeConfig,
     spec: ModelSpec,
-    schema: RecordSchema,
+    records: ServedRecords,
     device: DeviceKind,
     *,
     process: int,
-    scratch: int = 0,
-    pairs: RecordSchema | None = None,
 ) -> int:
     """The host budget that ``allowed`` bytes of memory leave, at most that for all experts. If ``batch.context`` is 0, keys
     and values get what a useful context needs, and up to a quarter of the rest. Raises BudgetError naming the minimum.
     """
-    least = least_budget(config, spec, schema, device, scratch=scratch, pairs=pairs)
+    least = least_budget(config, spec, records, device)
     longest = spec.positions or spec.seq_len
     context = config.batch.context or min(_LEAST_CONTEXT, longest)
 
@@ -271,7 +277,7 @@ def budget_within(
     left = allowed - account(context).nbytes
     if not config.batch.context:
         left -= min(account(longest).nbytes - account(context).nbytes, left // 4)
-    full = full_budget(config, spec, schema, device, scratch=scratch, pairs=pairs)
+    full = full_budget(config, spec, records, device)
     return least + min(left, max(full - least, 0))
 
 

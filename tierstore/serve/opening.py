@@ -47,6 +47,7 @@ from tierstore.serve.experts.ring import Ring
 from tierstore.serve.experts.slotted import MemoryChooser, SlottedExperts
 from tierstore.serve.footprint import (
     ServedBudgets,
+    ServedRecords,
     batch_bytes,
     budget_within,
     check_memory,
@@ -63,7 +64,7 @@ from tierstore.store.config import StoreAccess, StoreConfig
 from tierstore.store.core import StoreCore
 from tierstore.store.disk.home import rank_directories, read_identity
 from tierstore.store.disk.lease import DirectoryLease
-from tierstore.store.format import Group, RecordSchema
+from tierstore.store.format import Group
 from tierstore.store.optimizer import replay_scratch_bytes
 from tierstore.store.parameter_store import ParameterStore
 from tierstore.store.reading import read_summary
@@ -202,7 +203,9 @@ def open_served(
         stack.enter_context(DirectoryLease(directory, access=StoreAccess.READ))
         stored = read_stored(directory)
         spec = stored.spec
-        if stored.pairs is not None and (config.ring.memory is ExpertMemory.RING or config.ring.layers):
+        if stored.records.pairs is not None and (
+            config.ring.memory is ExpertMemory.RING or config.ring.layers
+        ):
             name = "ring.memory" if config.ring.memory is ExpertMemory.RING else "ring.layers"
             raise ConfigError(
                 f"{name}: the experts of {directory} have LoRA pairs, which a ring does not support yet; "
@@ -214,26 +217,10 @@ def open_served(
         given = config.host_budget and not config.memory
         allowed = memory().usable_bytes if given else allowed_bytes(config.memory)
         if not config.host_budget:
-            host_budget = budget_within(
-                allowed,
-                config,
-                spec,
-                stored.experts,
-                kind,
-                process=process,
-                scratch=stored.scratch,
-                pairs=stored.pairs,
-            )
+            host_budget = budget_within(allowed, config, spec, stored.records, kind, process=process)
             config = replace(config, host_budget=host_budget)
-        budgets = served_budgets(
-            config,
-            spec,
-            stored.experts,
-            kind,
-            scratch=stored.scratch,
-            pairs=stored.pairs,
-            free=_free_device_bytes(config, spec, device),
-        )
+        free = _free_device_bytes(config, spec, device)
+        budgets = served_budgets(config, spec, stored.records, kind, free=free)
         check_memory(config.host_budget, dense_parameter_bytes(spec), kind, usable=allowed)
         if config.threads:
             torch.set_num_threads(config.threads)
@@ -261,7 +248,9 @@ def open_served(
         return_freed_memory()
         stack.enter_context(pinned(store.arena, device, config.pinned_memory))
         opening = _ExpertOpening(stack, config, stored, budgets, store, device, ledger)
-        experts = opening.slotted(timeline) if opening.copied and stored.pairs is None else opening.cached()
+        experts = (
+            opening.slotted(timeline) if opening.copied and stored.records.pairs is None else opening.cached()
+        )
         source.target = experts
         if config.prefetch.predictor is PredictorName.ROUTER and config.prefetch.depth:
             guesses = RouterGuesses(model.routers(), experts, frozen=spec.compute_dtype.torch)
@@ -332,12 +321,9 @@ class ServedStore:
 
     state: TrainState
     spec: ModelSpec
-    #: Schemas of the records of experts and of their LoRA pairs (None: no pairs).
-    experts: RecordSchema
     lora: LoraConfig
-    pairs: RecordSchema | None
-    #: Scratch bytes for replaying missed steps, and the number of expert records that have missed steps.
-    scratch: int
+    records: ServedRecords
+    #: The number of expert records that have missed steps.
     missed_records: int
 
 
@@ -363,13 +349,16 @@ def read_stored(directory: Path) -> ServedStore:
     experts = summary.schema(EXPERT_SCHEMA)
     if experts is None:
         raise StoreError(f"{directory}: the store holds no experts")
+    records = ServedRecords(
+        experts=experts,
+        pairs=summary.schema(PAIR_SCHEMA) if lora.enabled and lora.experts else None,
+        scratch=sum(replay_scratch_bytes(kept) for kept in summary.schemas if summary.missed.get(kept.name)),
+    )
     return ServedStore(
         state=state,
         spec=spec,
-        experts=experts,
         lora=lora,
-        pairs=summary.schema(PAIR_SCHEMA) if lora.enabled and lora.experts else None,
-        scratch=sum(replay_scratch_bytes(kept) for kept in summary.schemas if summary.missed.get(kept.name)),
+        records=records,
         missed_records=summary.missed.get(EXPERT_SCHEMA, 0),
     )
 
@@ -412,11 +401,11 @@ class _ExpertOpening:
         spec, experts, pairs = self.stored.spec, self.budgets.slots, self.budgets.pairs
         residency = self.store.cache.residency
         slots = DeviceSlots(
-            experts.numel, experts.compute.torch, experts.weights, 0, self.stored.experts.quantized
+            experts.numel, experts.compute.torch, experts.weights, 0, self.stored.records.experts.quantized
         )
         predictor = served_predictor(self.config, spec)
         if pairs is None:
-            window = _GATE_EXPERTS * self.stored.experts.layout(Group.WEIGHTS).slot_bytes
+            window = _GATE_EXPERTS * self.stored.records.experts.layout(Group.WEIGHTS).slot_bytes
             gate = GatedPredictor(predictor, partial(settled_bytes, residency), window=window)
             return CachedExperts(self._frozen(slots, expert_key, gate), residency, gate)
         beside = DeviceSlots(pairs.numel, torch.float32, pairs.weights, 0)
@@ -430,7 +419,7 @@ class _ExpertOpening:
 
     def slotted(self, timeline: TimelineSink) -> SlottedExperts:
         """Experts in device slots: a ring of whole layers, or chosen experts."""
-        config, spec, schema = self.config, self.stored.spec, self.stored.experts
+        config, spec, schema = self.config, self.stored.spec, self.stored.records.experts
         experts, prefetch, link = self.budgets.slots, config.prefetch, config.links.copy
         predictor = served_predictor(config, spec)
         slots = DeviceSlots(schema.numel, spec.compute_dtype.torch, experts.weights, 0, schema.quantized)

@@ -32,6 +32,7 @@ from tierstore.plan.papers import distinct_experts
 from tierstore.serve.config import ServeConfig
 from tierstore.serve.footprint import (
     ServedBudgets,
+    ServedRecords,
     batch_bytes,
     dense_parameter_bytes,
     full_budget,
@@ -157,27 +158,23 @@ def plan_serving(
     if stored is None:
         numel, quantized = spec.expert_shape.numel, quantized_layout(spec)
         experts = expert_record(numel, spec.compute_dtype, Training.FROZEN, quantized=quantized)
-        pairs, scratch = None, 0
+        records = ServedRecords(experts=experts)
     else:
-        experts, pairs, scratch = stored.experts, stored.pairs, stored.scratch
-    schemas = [experts] if pairs is None else [experts, pairs]
+        records = stored.records
 
     def divided(budget: int) -> ServedBudgets:
         given = replace(config, host_budget=budget)
-        return served_budgets(given, spec, experts, device, scratch=scratch, pairs=pairs)
+        return served_budgets(given, spec, records, device)
 
     def cache_of(budget: int) -> _Cache:
         given = divided(budget)
-        frames, frame = cache_frames(given.cache - scratch, schemas, StoreAccess.READ)
-        each = frames_of([part.nbytes for part in experts.layout(Group.WEIGHTS).sections], frame)
+        frames, frame = cache_frames(given.cache - records.scratch, records.schemas, StoreAccess.READ)
+        each = frames_of([part.nbytes for part in records.experts.layout(Group.WEIGHTS).sections], frame)
         return _Cache(frames, min(given.lookahead // frame, frames), each)
 
     count = spec.experts * len(spec.moe_layers)
     if not budgets:
-        budgets = [
-            full_budget(config, spec, experts, device, share=share, scratch=scratch, pairs=pairs)
-            for share in SHARES
-        ]
+        budgets = [full_budget(config, spec, records, device, share=share) for share in SHARES]
     dense = dense_parameter_bytes(spec)
     keys_and_values = batch_bytes(spec, work.sequences, work.context)
     made = []
