@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 from rich.console import Console
 
-from tierstore.cli.output import Output, OutputMode, ProgressBar, Unit
+from tierstore.cli.output import Output, OutputMode, ProgressBar, ProgressUnit
 
 
 def test_human_output_is_all_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,7 +88,7 @@ def test_bytes_have_their_rate_and_the_time_left() -> None:
     clock = [100.0]
     stream = io.StringIO()
     console = Console(file=stream, highlight=False, markup=False, width=200)
-    with ProgressBar(console, label="import", unit=Unit.BYTES, clock=lambda: clock[0]) as progress:
+    with ProgressBar(console, label="import", unit=ProgressUnit.BYTES, clock=lambda: clock[0]) as progress:
         progress.update(0, 0)  # nothing is known yet
         clock[0] += 60
         for done in range(100, 1125, 128):

@@ -90,12 +90,12 @@ class Output:
     @contextmanager
     def passing(self, label: str) -> Iterator[OnProgress]:
         """Show a pass over a store by its bytes, from now on: what it opens and imports first may take seconds."""
-        with ProgressBar(self.console, label=label, unit=Unit.BYTES) as bar:
+        with ProgressBar(self.console, label=label, unit=ProgressUnit.BYTES) as bar:
             bar.update(0, 0)
             yield bar.update
 
 
-class Unit(Enum):
+class ProgressUnit(Enum):
     """What a ProgressBar counts."""
 
     STEPS = "steps"
@@ -113,7 +113,7 @@ class ProgressBar:
         console: Console,
         *,
         label: str,
-        unit: Unit = Unit.STEPS,
+        unit: ProgressUnit = ProgressUnit.STEPS,
         interval_s: float = _PLAIN_INTERVAL_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -172,7 +172,7 @@ class ProgressBar:
         """What is done, and of bytes their rate since the first update and the time left."""
         if not total:
             return ["..."]
-        if self._unit is Unit.STEPS:
+        if self._unit is ProgressUnit.STEPS:
             return [f"{step}/{total}"]
         found = [f"{format_bytes(step)}/{format_bytes(total)}"]
         self._begun = self._begun or (now, step)

@@ -31,8 +31,8 @@ from tierstore.hf.families import ACTIVATIONS
 from tierstore.moe.computing import ExpertPass, Weighting, compute_experts
 from tierstore.moe.config import Activation, ExpertShape, SaveActivations
 from tierstore.moe.dispatch import Dispatch, RowOrder, count_experts, dispatch, dispatch_token
-from tierstore.moe.exchange import Charge, LocalRows, Rows, gather_counts, rows_of
-from tierstore.moe.source import ExpertSource, in_training, pipelining_of
+from tierstore.moe.exchange import Charge, LocalRows, Rows, gather_counts
+from tierstore.moe.source import ExpertSource, rows_to
 from tierstore.parallel import Mesh, RankGroup
 from tierstore.stats import Cause, StallLedger, Tier
 
@@ -122,7 +122,9 @@ class ExpertLayer:
         together = self._mesh is not None and self._mesh.data.size > 1
         plan = dispatch(expert_TK, own_E, RowOrder.TOKENS if together else RowOrder.SORTED)
         self._loads.record(self.layer, load_E)
-        return self._computed(x_TD, weight_TK, *self._rows(plan, load_RE))
+        # Rows of padding are computed as others are.
+        plan, rows = rows_to(self.source, plan, load_RE, self._mesh, self._charge)
+        return self._computed(x_TD, weight_TK, plan, rows)
 
     @property
     def _all_here(self) -> bool:
@@ -155,13 +157,6 @@ class ExpertLayer:
         if found_RN[rank, experts]:
             raise ValueError(f"layer {self.layer}: routed to expert {int(expert_TK.max())} of {experts}")
         return load_RE[rank], load_RE, counted_RE.sum(dim=0)
-
-    def _rows(self, plan: Dispatch, load_RE: Tensor) -> tuple[Dispatch, Rows]:
-        """The plan, and the way of its rows. Rows of padding are computed as others are."""
-        if self._mesh is None or self._all_here:
-            return plan, LocalRows(plan, plan.experts)
-        training, parts = in_training(self.source), pipelining_of(self.source).degrees.parts
-        return rows_of(plan, load_RE, self._mesh, training=training, charge=self._charge, parts=parts)
 
 
 def compute_bound(

@@ -142,9 +142,9 @@ class ImportPlan:
 
     def budget_within(self, options: ImportOptions, process: int) -> int:
         """The memory for experts that ``options`` leave. Raises BudgetError if ``memory`` is too small for two experts."""
-        least = self.account(0, process)
         if not options.memory:
             return options.host_budget
+        least = self.account(0, process)
         least.check(options.memory)
         return min(options.host_budget, options.memory - least.nbytes + least.parts["experts"])
 

@@ -28,12 +28,12 @@ from tierstore.moe.config import (
     SaveActivations,
     network_divisions,
 )
-from tierstore.moe.dispatch import Dispatch, dispatch
-from tierstore.moe.exchange import Charge, LocalRows, Rows, rows_of
+from tierstore.moe.dispatch import dispatch
+from tierstore.moe.exchange import Charge
 from tierstore.moe.experts import feed_forward, weight_std
 from tierstore.moe.router import NoiseKey, Router, Routing
 from tierstore.moe.seeds import keyed_generator
-from tierstore.moe.source import ExpertSource, in_training, pipelining_of
+from tierstore.moe.source import ExpertSource, rows_to
 from tierstore.parallel import Mesh, TensorRanks
 from tierstore.stats import Cause, StallLedger, Tier
 
@@ -105,7 +105,8 @@ class MoELayer(nn.Module):
     def forward(self, x_TD: Tensor, key: NoiseKey) -> tuple[Tensor, Routing]:
         """``(T, D)`` to ``(T, D)`` in the type of ``x_TD``, and the routing (for its losses and loads)."""
         routing = self.router(x_TD, key)
-        plan, rows = self._rows(dispatch(routing.expert_TK, routing.own_load_E), routing)
+        plan = dispatch(routing.expert_TK, routing.own_load_E)
+        plan, rows = rows_to(self._source, plan, routing.load_RE, self.mesh, self._charge)
         call = ExpertPass(
             self.layer, self.shape, self._source, plan, rows, Weighting.BY_EXPERT, self.save_activations
         )
@@ -113,12 +114,6 @@ class MoELayer(nn.Module):
         if self.shared is not None:
             y_TD = y_TD + self.shared(x_TD)
         return y_TD, routing
-
-    def _rows(self, plan: Dispatch, routing: Routing) -> tuple[Dispatch, Rows]:
-        if self.mesh is None:
-            return plan, LocalRows(plan, plan.experts)
-        training, parts = in_training(self._source), pipelining_of(self._source).degrees.parts
-        return rows_of(plan, routing.load_RE, self.mesh, training=training, charge=self._charge, parts=parts)
 
     @property
     def source(self) -> ExpertSource:

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from tierstore.moe.config import ExpertShape
-from tierstore.moe.exchange import PassLoads, Rows
+from tierstore.moe.dispatch import Dispatch
+from tierstore.moe.exchange import Charge, LocalRows, PassLoads, Rows, rows_of
 from tierstore.moe.experts import initial_expert
 from tierstore.moe.low_rank import PairLease
-from tierstore.parallel import RankGroup
+from tierstore.parallel import Mesh, RankGroup
 from tierstore.quant.weights import Weights, plain_weights
 from tierstore.timeline import NullTimeline, TimelineSink
 
@@ -156,6 +157,18 @@ def pipelining_of(source: ExpertSource) -> Pipelining:
 def in_training(source: ExpertSource) -> bool:
     """Whether the present forward pass is one of training: it records a graph, or will when it is recomputed."""
     return torch.is_grad_enabled() or (isinstance(source, ExpertSourceRef) and source.barrier is not None)
+
+
+def rows_to(
+    source: ExpertSource, plan: Dispatch, load_RE: Tensor, mesh: Mesh | None, charge: Charge | None
+) -> tuple[Dispatch, Rows]:
+    """The plan of the present pass over the experts of ``source``, and the way of its rows; ``mesh`` None: all experts are
+    here.
+    """
+    if mesh is None:
+        return plan, LocalRows(plan, plan.experts)
+    training, parts = in_training(source), pipelining_of(source).degrees.parts
+    return rows_of(plan, load_RE, mesh, training=training, charge=charge, parts=parts)
 
 
 def users_of(asked: Sequence[Sequence[int]]) -> dict[int, list[int]]:

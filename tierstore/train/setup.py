@@ -117,15 +117,22 @@ def prepare(
     compute_deterministically(device)
     owned = mesh.blocks(config.model.experts).owned(mesh.expert.rank)
     config.import_code()
-    fixed = rank_cost(config, mesh, process=resident_bytes(), text=None if loop is Loop.OWN else 0)
     kind = DeviceKind.of(device.type)
+    fixed = fixed_cost(
+        config,
+        resident_bytes(),
+        ranks=mesh.data.size,
+        device=kind,
+        units=divided_units(config.spec, mesh.tensor.size),
+        text=None if loop is Loop.OWN else 0,
+    )
     sums = adds_up(config, experts=config.model.experts, replicas=mesh.replicas, sharing=mesh.expert.size)
     config = within_memory(config, fixed, kind, sums=sums)
     divided = budgets(
         config,
         kind,
         experts=len(owned) * len(config.model.moe_layers),
-        free=_free_device_bytes(config, mesh),
+        free=_free_device_bytes(config, mesh, fixed),
         sums=sums,
     )
     resharded_from = follow_ranks(config, opening, mesh)
@@ -174,25 +181,13 @@ def prepare(
     )
 
 
-def _free_device_bytes(config: TrainConfig, mesh: Mesh) -> int | None:
+def _free_device_bytes(config: TrainConfig, mesh: Mesh, fixed: FixedCost) -> int | None:
     """Bytes of this rank's accelerator that experts may take: what is free there beside a reserve, dense parameters,
     activations and whatever else the run keeps. None on a CPU.
     """
     if not has_own_memory(mesh.device):
         return None
-    return usable_bytes(mesh.device) - rank_cost(config, mesh, text=0).device_bytes(config)
-
-
-def rank_cost(config: TrainConfig, mesh: Mesh, *, process: int = 0, text: int | None = None) -> FixedCost:
-    """``fixed_cost`` of this rank, whose own configuration is ``config``. Raises DataError, BudgetError."""
-    return fixed_cost(
-        config,
-        process,
-        ranks=mesh.data.size,
-        device=DeviceKind.of(mesh.device.type),
-        units=divided_units(config.spec, mesh.tensor.size),
-        text=text,
-    )
+    return usable_bytes(mesh.device) - fixed.device_bytes(config)
 
 
 def _refuse_external(config: TrainConfig) -> None:
