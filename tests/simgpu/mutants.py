@@ -81,7 +81,7 @@ MUTANTS = [
         _WALK,
         "        elif self._wait_again(awaited, record, layer):\n",
         "        elif False:\n",
-        _TIGHT | {"prefetch.depth": 0},
+        _SLOW_READS | {"prefetch.depth": 0},
     ),
     Mutant(
         "the compute stream does not wait for a load",
