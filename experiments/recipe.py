@@ -36,7 +36,7 @@ def curve(directory: Path, shape: str, seed: int, settings: dict[str, object]) -
         "experts": 4, "seed": seed,
     }  # fmt: skip
     sets = {**settings, **{f"model.{name}": value for name, value in model.items()}}
-    tierstore(
+    run = tierstore(
         "train",
         "--store",
         str(directory / f"{shape}.{seed}"),
@@ -45,7 +45,7 @@ def curve(directory: Path, shape: str, seed: int, settings: dict[str, object]) -
         *(part for key, value in sets.items() for part in ("--set", f"{key}={value}")),
     )
     steps = [json.loads(line) for line in metrics.read_text().splitlines()]
-    held_out = [step["val_loss"] for step in steps if step["val_loss"] is not None]
+    held_out = [step["val_loss"] for step in steps if step["val_loss"] is not None] + [run["val_loss"]]
     norms = [step["grad_norm"] for step in steps]
     return {
         "shape": shape,
