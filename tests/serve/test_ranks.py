@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import shutil
+import signal
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launcher import Ranks
 from rank_cases import train
+from refusals import refuses
 from served_cases import drawn
 from served_stores import serve_config, store_of
+from test_adapted import adapted
 from torch import Tensor
 
+from tierstore.errors import PeerError, TierstoreError
+from tierstore.moe.lora import LoraConfig, LoraTargets
 from tierstore.parallel import Mesh, RankGroup
 from tierstore.parallel.layout import Layout
 from tierstore.serve.opening import open_runner, open_served
@@ -107,6 +114,57 @@ def test_an_imported_model(ranks: Ranks, tmp_path: Path, family: str) -> None:
     _, store = store_of(tmp_path, family)
     found, _ = ranks.run(2, answers, store, INVARIANT)
     assert same(found, answers(None, store, INVARIANT))
+
+
+def test_experts_with_pairs(ranks: Ranks, tmp_path: Path) -> None:
+    store, _ = adapted(tmp_path, LoraConfig(rank=4, targets=LoraTargets.EXPERTS), torch.float32)
+    found, _ = ranks.run(2, answers, store, INVARIANT)
+    assert same(found, answers(None, store, INVARIANT))
+
+
+def refused(mesh: Mesh, cases: Sequence[tuple[Path, Settings, str]]) -> None:
+    """Each of ``cases`` by all ranks, which name this."""
+    for store, settings, named in cases:
+        with refuses(TierstoreError, named), open_served(serve_config(store, settings), mesh):
+            pass
+
+
+def test_what_several_ranks_cannot_serve(
+    ranks: Ranks, trained: tuple[Path, Path], text: Path, tmp_path: Path
+) -> None:
+    two, one = trained
+    settings = {"store": tmp_path / "behind", "data.paths": [str(text)], "parallel.embedding": "partitioned"}
+    ranks.run(2, train, settings, 1, Opening.CREATE)
+    shutil.rmtree(tmp_path / "behind" / "rank-0001")
+    shutil.copytree(two / "rank-0001", tmp_path / "behind" / "rank-0001")
+    cases = [
+        (one, {"ring.memory": "ring"}, "ring.memory: not supported on several ranks"),
+        (one, {"ring.layers": 1}, "ring.layers: not supported on several ranks"),
+        (one, {"graphs.compile": "auto"}, "graphs.compile: not supported on several ranks"),
+        (tmp_path / "behind", {}, "different steps, [1, 2]"),
+    ]
+    ranks.run(2, refused, cases)
+    ranks.run(3, refused, [(two, {}, "start 2 with torchrun")])
+
+
+def dying(mesh: Mesh, store: Path) -> str:
+    """Rank 1 dies where it would begin a step."""
+    with open_served(serve_config(store, INVARIANT), mesh) as parts:
+        runner = open_runner(parts)
+        if mesh.world.rank:
+            runner.step = lambda tokens: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,method-assign,return-value]
+            runner.follow()
+        first, _ = runner.join(drawn((3, 4), vocabulary=61))
+        with pytest.raises(PeerError) as error:
+            runner.step({first.number: 1})
+        return str(error.value)
+
+
+def test_a_rank_that_dies_in_a_pass(ranks: Ranks, trained: tuple[Path, Path]) -> None:
+    with ranks.fresh(2) as world:
+        for rank in range(2):
+            world.send(rank, dying, trained[1])
+        assert "rank 1 failed: its process ended" in world.receive(0)
 
 
 def test_where_sequences_go() -> None:
