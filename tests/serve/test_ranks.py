@@ -21,11 +21,13 @@ from served_stores import serve_config, store_of
 from test_adapted import adapted
 from torch import Tensor
 
-from tierstore.errors import PeerError, TierstoreError
+from tierstore.errors import ChecksumError, PeerError, TierstoreError
 from tierstore.moe.lora import LoraConfig, LoraTargets
+from tierstore.moe.source import ExpertSourceRef
 from tierstore.parallel import Mesh, RankGroup
 from tierstore.parallel.layout import Layout
 from tierstore.serve.opening import open_runner, open_served
+from tierstore.serve.passes import JointPasses
 from tierstore.serve.ranks import ServedRanks
 from tierstore.train.ranks import Opening
 from tierstore.train.resharding import reshard
@@ -165,6 +167,17 @@ def test_a_rank_that_dies_in_a_pass(ranks: Ranks, trained: tuple[Path, Path]) ->
         for rank in range(2):
             world.send(rank, dying, trained[1])
         assert "rank 1 failed: its process ended" in world.receive(0)
+
+
+def test_an_error_in_a_pass_names_the_rank() -> None:
+    """No rank can go on: none repeats the pass."""
+
+    def corrupt() -> Tensor:
+        raise ChecksumError("record expert.0000.00003 is corrupt")
+
+    passes = JointPasses(ExpertSourceRef(), RankGroup.alone(), lambda: torch.empty(0), apart=True)
+    with refuses(PeerError, "rank 0 failed: ChecksumError: record expert.0000.00003 is corrupt"):
+        passes.run([corrupt])
 
 
 def test_where_sequences_go() -> None:

@@ -131,7 +131,8 @@ def generate(
     """Generate text with the model in STORE, trained or imported.
 
     Experts stay on disk; those used most are cached in memory (--memory, or --host-budget for experts alone). A single text
-    is streamed; several are printed when all have ended. A table follows. With --json texts and table go to stderr.
+    is streamed; several are printed when all have ended. A table follows. With --json texts and table go to stderr. Under
+    torchrun the ranks share experts and sequences; budgets are per rank.
     """
     output = _first_rank(output)
     overrides = config_overrides(settings, {"store": store, **given})
@@ -348,7 +349,8 @@ def serve(
     """Serve the model in STORE, trained or imported, over an OpenAI-compatible API; the path / is a page to try it.
 
     STORE is opened read-only, so several servers may share it. Experts stay on disk; those used most are cached in memory
-    (--memory, or --host-budget for experts alone).
+    (--memory, or --host-budget for experts alone). Under torchrun the ranks share experts and sequences; budgets are per
+    rank.
     """
     for package in ("fastapi", "uvicorn", "prometheus_client"):
         require_package(package, "tierstore serve", extra="serve")
