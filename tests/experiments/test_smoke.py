@@ -22,8 +22,11 @@ _NODES = (
 )
 _RING = "--layers 5 --experts 2 --expert-bytes 8192 --forward-s 0.0002 --passes 1 --rounds 2 --shares 0.4 0.8 --loads 0.9"
 
+_CLOCK = "--models small --places device drives --tokens 1024 --layers 1 --steps 2 --loads 1 --check-steps 1"
+
 #: The smallest size of each.
 SMALLEST = {
+    "clock": _CLOCK,
     "collectives": _WORDS,
     "embedding": "--ranks 2 --vocab 9000 --d-model 128 --tokens 16 --small-tokens 128 --rounds 1 --steps 1",
     "exchange": f"{_NODES} --network process",
@@ -48,6 +51,19 @@ def run(name: str, options: str, directory: Path) -> subprocess.CompletedProcess
     return subprocess.run(
         command, cwd=directory, env=environ, capture_output=True, text=True, check=False, timeout=300
     )
+
+
+def check_clock(found: Found) -> None:
+    device, drives = found["steps"]
+    for step in (device, drives):
+        assert step["bound_ratio"] >= 1
+        assert sum(step["path_s"].values()) == pytest.approx(step["step_s"])
+        # 128 experts of 3 x 128 x 74 bf16 weights, 256 times smaller: at least once up, and their gradients down.
+        assert min(step["busy_s"]["h2d"], step["busy_s"]["d2h"]) >= 128 * 3 * 128 * 74 * 2 * 256 / (
+            0.8 * 64e9
+        )
+    assert drives["busy_s"]["drives"] > 0 == device["busy_s"].get("drives", 0)
+    assert [check["load_ratio"] for check in found["checks"]] == [1]
 
 
 def check_collectives(found: Found) -> None:

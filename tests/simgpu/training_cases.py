@@ -136,3 +136,23 @@ def train_with(
     with sdpa_kernel(SDPBackend.MATH):
         found = train_features(mesh, store, {"device_budget": 1 << 17, **settings}, features, model)
     return found, simulated.violations() if simulating else {}
+
+
+def record(mesh: Mesh, store: Path, settings: Mapping[str, Any], text: str) -> list[simulated.Node]:
+    """The graph of the steps after the first, without what differs in each run: times, tickets, numbers of streams."""
+    torch.set_num_threads(1)
+    config = load(TrainConfig, None, {**TINY, "data.paths": (text,), "store": store, **settings})
+    with sdpa_kernel(SDPBackend.MATH), open_session(config, Opening.CREATE, mesh=mesh) as trainer:
+        trainer.step()
+        simulated.record()
+        simulated.mark("step")
+        for _ in range(STEPS):
+            trainer.step()
+            simulated.mark("step")
+        nodes = simulated.recorded()
+    made = dict.fromkeys(each.stream for each in nodes if each.stream > 0)
+    streams = {each: number for number, each in enumerate(made, 1)}
+    return [
+        each._replace(stream=streams.get(each.stream, each.stream), ticket=0, begin_ns=0, end_ns=0)
+        for each in nodes
+    ]
