@@ -41,6 +41,7 @@ SMALLEST = {
     "ring": _RING,
     "stages": "--stages 2 --micro-batches 1 --forward-s 0.001 --backward-s 0.002 --rounds 1 --svg picture.svg",
     "tasks": "--time-scale 200 --rounds 1 --steps 1",
+    "uploads": "--layers 2 --experts 2 --slots 2 4 --depth 0",
 }
 
 
@@ -187,6 +188,17 @@ def check_tasks(found: Found) -> None:
     assert all(
         mode["step_s"] >= mode["predicted_step_s"] for mode in modes
     )  # sleeping takes at least its time
+
+
+def check_uploads(found: Found) -> None:
+    """E = 4, and 2 layers of 2. Two slots are those of the layer that computes: two are found at a turn, none of a round."""
+    assert {case["way"]: (case["least_count"], case["most_count"]) for case in found["cases"][:4]} == {
+        "one micro-batch": (2 * 4 - 2, 2 * 4),
+        "evaluation": (4 - 2, 4),
+        "micro order": (4 * 4 - 3 * 2, 4 * 4),
+        "layer order": (2 * 4 - 2, 2 * 4),
+    }
+    assert [case["copies_count"] for case in found["cases"]] == [6, 4, 10, 6, 4, 0, 4, 4]
 
 
 CHECKS: dict[str, Callable[[Found], None]] = {name: globals()[f"check_{name}"] for name in SMALLEST}
