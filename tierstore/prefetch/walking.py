@@ -1,9 +1,9 @@
 """Execution of an access of the access program: brings its experts, group by group, to where they are computed.
 
-That is the host cache, the slots of a device (``DeviceCache``), or mapped files (``MappedRecords``). The weights of an expert
-that a slot holds, or that is mapped, are not read. While the experts of one group are computed, the next ones are copied to
-the device, then those of coming passes, and the following groups and passes are read. Every action is queued on the engine
-behind those that it needs, so this code waits only for weights that a layer is about to use.
+That is the host cache, the slots of a device (``DeviceCache``), or mapped files (``MappedRecords``). Weights that a slot or
+a mapped file has are not read. While the experts of one group are computed, the next ones are copied to the device, then
+those of coming passes, and the following groups and passes are read. Every action is queued on the engine behind those that
+it needs, so this code waits only for weights that a layer is about to use.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class AccessWalk:
         return np.array([self._mapped(record) is not None for record in records], np.bool_)
 
     def _host_flags(self, flags: Flags, records: Sequence[LiveRecord], held: npt.NDArray[np.bool_]) -> Flags:
-        """``flags`` without the weights of experts ``held`` in slots or mapped files, except requests that write the weights.
+        """``flags`` without the weights of experts ``held`` elsewhere, except requests that write the weights.
 
         If steps follow, weights that are also in the host cache are still requested: this reads nothing, and the policy sees
         each use. Otherwise it would evict weights that the step is about to need.
@@ -310,8 +310,8 @@ class AccessWalk:
     # Speculation --------------------------------------------------------------------------------------------
 
     def _prefetch(self, ahead: Speculation) -> int:
-        """Prefetch what a coming pass needs and neither slots nor mapped files have; copies are queued when slots become free. Returns the length
-        of the covered prefix of its experts.
+        """Prefetch what a coming pass needs and neither slots nor mapped files have; copies are queued when slots become
+        free. Returns the length of the covered prefix of its experts.
         """
         records = self._records_of(ahead)
         flags = ahead.flags

@@ -32,8 +32,8 @@ from tierstore.serve.language import Language
 @dataclass(frozen=True, kw_only=True)
 class ModelCounts:
     """Counters of a model's experts since it was opened. ``moved_bytes``: by tier and direction (``nvme read``);
-    ``stall_s``: by cause; ``pinned``: experts that are leased or pinned now. ``mapped``: leases in mapped files, neither hits
-    nor misses, and ``mapped_bytes`` of them.
+    ``stall_s``: by cause; ``pinned``: experts that are leased or pinned now. ``mapped``: leases in mapped files, which
+    are neither hits nor misses, of ``mapped_bytes``.
     """
 
     hits: int = 0

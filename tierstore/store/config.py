@@ -49,7 +49,7 @@ class IoConfig:
     mapped_weights: Capability = field(
         default=Capability.AUTO,
         metadata={
-            "help": "on the CPU, compute with frozen experts in place in mapped files (backend pmem); auto: on DAX alone"
+            "help": "on the CPU, compute with frozen experts in mapped files (backend pmem), uncopied; auto: if DAX"
         },
     )
     huge_pages: Capability = field(default=Capability.AUTO, metadata={"help": "2 MiB pages for arenas"})

@@ -1,9 +1,9 @@
 """Weights of frozen records where mappings of their files have them, without a copy in the host cache.
 
-Behind a DAX file system the processor loads from persistent memory as from any other (AppDirect), so the CPU can compute with
-such weights in place. They are read only: of records that are written once, through mappings that no store can write to. A
-mapping stays until its last view has gone. The host cache is not asked: it gives these records no frames, and counts neither
-hits nor misses of them. What is not leased here (a record that is trained, or in no commit yet) is read into the host cache.
+Behind a DAX file system the processor loads from persistent memory as from any other (AppDirect), so the CPU can compute
+with such weights in place. Mappings are read only, and the records are written once. A mapping stays until its last view has
+gone. The host cache is not asked: it gives these records no frames, and counts neither hits nor misses of them. Records that
+are trained, or in no commit yet, are read into the host cache.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from tierstore.store.index.live import LiveRecord
 
 
 def maps_weights(config: StoreConfig, drives: Drives) -> Resolution:
-    """Whether frozen weights are leased in mapped files. Raises CapabilityError if ``io.mapped_weights`` is ON and they cannot
-    be.
+    """Whether frozen weights are leased in mapped files. Raises CapabilityError if ``io.mapped_weights`` is ON and they
+    cannot be.
     """
     setting = config.io.mapped_weights
 
@@ -40,8 +40,8 @@ def maps_weights(config: StoreConfig, drives: Drives) -> Resolution:
 
 @dataclass(slots=True)
 class MappedWeights:
-    """A record's ``weights`` in a mapping of their file. ``checked``: the ticket of the comparison with their checksum; 0 once
-    it has been waited for.
+    """A record's ``weights`` in a mapping of their file. ``checked``: the ticket of the comparison with their checksum; 0
+    once it has been waited for.
     """
 
     weights: Buffer
@@ -59,8 +59,8 @@ class MappedRecords:
         self.leases = self.leased_bytes = 0
 
     def find(self, record: LiveRecord) -> MappedWeights | None:
-        """The mapped weights of ``record``; None if they have to be read into the host cache. The first call queues the check,
-        which raises ChecksumError or OSError when it is waited for. Raises OSError.
+        """The mapped weights of ``record``; None if they have to be read into the host cache. The first call queues the
+        check; waiting for it raises ChecksumError or OSError. Raises OSError.
         """
         found = self._mapped.get(record.row)
         if found is None and self.resolution and record.schema.frozen:
@@ -83,7 +83,7 @@ class MappedRecords:
 
     def describe(self) -> str:
         """One line for people."""
-        where = "leased in mapped files" if self.resolution else "copied to the host cache"
+        where = "in mapped files where the CPU computes in place" if self.resolution else "in the host cache"
         return f"frozen weights: {where} ({self.resolution.reason})"
 
     def close(self) -> None:
