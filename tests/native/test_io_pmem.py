@@ -107,9 +107,7 @@ def test_a_file_that_grows_is_mapped_anew_while_reads_are_in_flight(
         engine.wait(engine.sync(file))
 
 
-def test_bytes_are_leased_where_a_mapping_has_them_and_checked(
-    engine: native.Engine, tmp_path: Path
-) -> None:
+def test_bytes_are_leased_where_a_mapping_has_them_and_checked(engine: native.Engine, tmp_path: Path) -> None:
     """The second page of three, 4,000 bytes of it. The view outlives the file; a flipped bit is a mismatch that names it."""
     content = np.random.default_rng(0).bytes(3 * 4096)
     path = tmp_path / "data"
