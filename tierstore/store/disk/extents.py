@@ -431,6 +431,11 @@ _Read = TypeVar("_Read")
 Scratch: TypeAlias = Callable[[GroupLayout], list[Buffer]]
 
 
+def ahead_bytes(total: int, largest: int) -> int:
+    """The most memory that ``read_ahead`` takes for items of ``total`` bytes, the largest of ``largest``."""
+    return max(min(total, _IN_FLIGHT_BYTES), largest)
+
+
 def read_ahead(
     items: Iterable[_Item], nbytes: Callable[[_Item], int], begin: Callable[[_Item, Scratch], _Read]
 ) -> Iterator[_Read]:
