@@ -146,6 +146,21 @@ void seal(const Transfer& transfer) {
     }
 }
 
+Work verify_mapped_work(Transfer transfer) {
+    return [transfer = std::move(transfer)] {
+        for (const Buffer& section : transfer.sections) {
+            for (const Span& span : section.content()) {
+                const int err = populate_pages(span.data, span.nbytes, Touch::Read);
+                if (err == 0) continue;
+                SyscallError error(err, "read of mapped bytes", transfer.file->path);
+                error.file_offset = static_cast<int64_t>(transfer.offset);
+                throw error;
+            }
+        }
+        verify_checksums(transfer);
+    };
+}
+
 Work copy_work(Buffer dst, Buffer src) {
     require(dst.nbytes() == src.nbytes(), "copy: dst and src differ in size");
     return [dst = std::move(dst), src = std::move(src)] {

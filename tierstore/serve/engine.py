@@ -33,11 +33,14 @@ from tierstore.serve.language import Language
 @dataclass(frozen=True, kw_only=True)
 class ModelCounts:
     """Counters of a model's experts since it was opened. ``moved_bytes``: by tier and direction (``nvme read``);
-    ``stall_s``: by cause; ``pinned``: experts that are leased or pinned now.
+    ``stall_s``: by cause; ``pinned``: experts that are leased or pinned now. ``mapped``: leases in mapped files, which
+    are neither hits nor misses, of ``mapped_bytes``.
     """
 
     hits: int = 0
     misses: int = 0
+    mapped: int = 0
+    mapped_bytes: int = 0
     moved_bytes: Mapping[str, int] = field(default_factory=dict)
     stall_s: Mapping[str, float] = field(default_factory=dict)
     pinned: int = 0

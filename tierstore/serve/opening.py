@@ -124,6 +124,8 @@ def _counts(parts: ServedParts) -> ModelCounts:
     return ModelCounts(
         hits=stats.hits,
         misses=stats.misses,
+        mapped=parts.store.mapped.leases,
+        mapped_bytes=parts.store.mapped.leased_bytes,
         moved_bytes={
             "nvme read": stats.read_bytes,
             "nvme read early": stats.prefetch_read_bytes,
