@@ -226,7 +226,7 @@ def equal_chunks(costs: PipelineCosts, work: LayerPass, degree: int) -> list[Chu
     return [one] * degree
 
 
-def simulate_chunks(chunks: Sequence[ChunkTimes]) -> Run:
+def simulate_chunks(chunks: Sequence[ChunkTimes]) -> Run[Operation]:
     """When each operation of ``chunks`` begins and ends: r dispatches, r computations, r combines."""
     count = len(chunks)
     listed = [Operation(Kind.ALL_TO_ALL, 0, chunk, ()) for chunk in range(count)]

@@ -236,6 +236,15 @@ Work sum_of_squares_work(Buffer src, Dtype src_dtype, std::shared_ptr<DoubleTabl
 
 namespace {
 
+size_t moment_bytes(MomentFormat format) {
+    switch (format) {
+        case MomentFormat::Int8: return 1;
+        case MomentFormat::Bf16: return 2;
+        case MomentFormat::Fp32: break;
+    }
+    return 4;
+}
+
 constexpr size_t kMostSections = 7;
 
 // One section of a record in the course of a step: `bytes` for every `each` elements.

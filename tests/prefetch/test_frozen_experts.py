@@ -13,6 +13,7 @@ import torch
 from refusals import refuses
 
 from tierstore._native import GroupOrder, HugePages
+from tierstore.cache import CacheConfig
 from tierstore.cache.access import Need, Phase
 from tierstore.capabilities import Capability
 from tierstore.errors import StoreError
@@ -82,6 +83,7 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Frozen]]:
             predictor: PredictorName = PredictorName.NONE,
             lookahead: int = 0,
             loads: WeightLoads = WeightLoads.COPIED,
+            slots: int = 2,
             mapped: bool = False,
             order: GroupOrder = GroupOrder.RESIDENT_FIRST,
             trace: Path | None = None,
@@ -89,7 +91,11 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Frozen]]:
             schema = RecordSchema("expert", NUMEL, WeightFormat.BF16, training=Training.FROZEN)
             io = IoConfig(backend=IoBackendName.PMEM, mapped_weights=Capability.ON) if mapped else IoConfig()
             config = StoreConfig(
-                host_budget=room * PAGE, lookahead=lookahead * PAGE, io=io, group_order=order
+                host_budget=room * PAGE,
+                lookahead=lookahead * PAGE,
+                io=io,
+                group_order=order,
+                cache=CacheConfig(device_policy="next-use"),
             )
             with ParameterStore.create(tmp_path / "s", [schema], config) as store:
                 store.register_many(
@@ -101,8 +107,8 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Frozen]]:
             opened = ParameterStore.open(tmp_path / "s", config, trace=trace)
             stack.callback(opened.close)
             core = opened.core
-            slots = DeviceSlots(NUMEL, torch.bfloat16, weights=2, gradients=0)
-            tier = open_device_tier(core.engine, slots, torch.device("cpu"), HugePages.OFF, loads)
+            held = DeviceSlots(NUMEL, torch.bfloat16, weights=slots, gradients=0)
+            tier = open_device_tier(core.engine, held, torch.device("cpu"), HugePages.OFF, loads)
             stack.callback(tier.close)
             experts = FrozenExperts(
                 core,
@@ -229,3 +235,28 @@ def test_the_program_by_hand() -> None:
         "recomputed: the layer's own backward pass comes next"
     )
     assert carried_out(Phase.BACKWARD, 0, 3) == backward[1:]
+
+
+@pytest.mark.parametrize("slots", [3, 5, 6, 7, 8])
+def test_copies_of_both_directions(make: Callable[..., Frozen], slots: int) -> None:
+    """Two micro-batches: four passes over E = 8 experts that nothing changes. Each finds at most S, and at least those that
+    are not of the layer that computes; with a slot for each, nothing is copied.
+    """
+    frozen, every = make(room=8, slots=slots), range(EXPERTS)
+
+    def step() -> None:
+        with frozen.store.optimizer_step(0.1):
+            for micro in range(2):
+                frozen.experts.begin_micro(index=micro, count=2)
+                for layer in LAYERS:
+                    frozen.read(Phase.FORWARD, layer, *every)
+                for layer in reversed(LAYERS):
+                    frozen.read(Phase.BACKWARD, layer, *every)
+
+    for _ in range(3):
+        step()
+    before = frozen.experts.walk.slots.copies
+    step()
+    copied = frozen.experts.walk.slots.copies - before
+    kept = slots if slots == 8 else max(slots - EXPERTS, 0)
+    assert 4 * (8 - slots) <= copied <= 4 * (8 - kept)

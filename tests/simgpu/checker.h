@@ -61,6 +61,9 @@ public:
         thread_ = add_timeline("thread " + name);
     }
 
+    // A number of this thread's timeline; -1 for the main thread's.
+    static int thread() { return thread_; }
+
     // Work queued on a stream: what this thread has seen, the work has seen. Returns the clock of the work.
     Clock launch(int device, int64_t stream, const std::string& what, const std::vector<Span>& spans) {
         std::lock_guard lock(mutex_);

@@ -33,6 +33,11 @@ Checker& checker() {
     return *one;
 }
 
+Recorder& recorder() {
+    static Recorder* one = new Recorder;
+    return *one;
+}
+
 constexpr auto TYPE = c10::DeviceType::PrivateUse1;
 const c10::DispatchKeySet KEYS(c10::DispatchKey::PrivateUse1);
 
@@ -187,8 +192,15 @@ struct PinnedMemory final : c10::Allocator {
 
 struct Event {
     Clock clock;
+    Nodes after;
     std::chrono::steady_clock::time_point reached;
 };
+
+// The host waits for all that the stream has (all of the device's with stream -1).
+void wait_for_stream(int device, int64_t stream) {
+    checker().host_waits(device, stream);
+    recorder().host_waits_for_streams(Checker::thread(), stream, now_ns());
+}
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
     static constexpr c10::DeviceType static_type = TYPE;
@@ -237,6 +249,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
         if (*event == nullptr) *event = new Event;
         static_cast<Event*>(*event)->clock =
             checker().launch(stream.device_index(), stream.id(), "record", {});
+        static_cast<Event*>(*event)->after = recorder().reached(stream.id());
         static_cast<Event*>(*event)->reached = std::chrono::steady_clock::now();
         checker().count("event.record");
     }
@@ -244,6 +257,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
         checker().count("event.wait");
         if (event != nullptr) {
             checker().stream_waits(stream.device_index(), stream.id(), static_cast<Event*>(event)->clock);
+            recorder().stream_waits(stream.id(), static_cast<Event*>(event)->after);
         }
     }
     // Everything queued is done, and whoever asks knows it then.
@@ -257,15 +271,17 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     }
     void synchronizeEvent(void* event) const override {
         checker().count("sync.event");
-        if (event != nullptr) checker().host_acquires(static_cast<Event*>(event)->clock);
+        if (event == nullptr) return;
+        checker().host_acquires(static_cast<Event*>(event)->clock);
+        recorder().host("sync", Checker::thread(), static_cast<Event*>(event)->after, now_ns());
     }
     void synchronizeStream(const c10::Stream& stream) const override {
         checker().count("sync.stream");
-        checker().host_waits(stream.device_index(), stream.id());
+        wait_for_stream(stream.device_index(), stream.id());
     }
     void synchronizeDevice(c10::DeviceIndex device) const override {
         checker().count("sync.device");
-        checker().host_waits(device < 0 ? current_device_ : device, -1);
+        wait_for_stream(device < 0 ? current_device_ : device, -1);
     }
     // In milliseconds. All work is done when it is queued.
     double elapsedTime(void* from, void* to, c10::DeviceIndex) const override {
@@ -396,6 +412,7 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool non_bloc
     const int device = (up ? to : self).device().index();
     const int64_t stream = current_streams_[device];
     const std::string kind = up ? "h2d" : down ? "d2h" : "d2d";
+    const int64_t begun = now_ns();
     Span read = span_of(self, Mode::READ), write = span_of(to, Mode::WRITE);
     bool blocks = (up || down) && !non_blocking;
     std::vector<Span> spans{read, write};
@@ -420,7 +437,8 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool non_bloc
         at::AutoDispatchBelowADInplaceOrView below;
         as_cpu(to).copy_(as_cpu(self));
     }
-    if (blocks) checker().host_waits(device, stream);
+    recorder().launch(kind, Checker::thread(), stream, 0, self.nbytes(), begun);
+    if (blocks) wait_for_stream(device, stream);
     return to;
 }
 
@@ -432,7 +450,7 @@ at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& to) {
 at::Scalar item(const at::Tensor& self) {
     const int device = self.device().index();
     checker().launch(device, current_streams_[device], "item", {span_of(self, Mode::READ)});
-    checker().host_waits(device, current_streams_[device]);
+    wait_for_stream(device, current_streams_[device]);
     checker().count("sync.item");
     at::AutoDispatchBelowADInplaceOrView below;
     return as_cpu(self).item();
@@ -450,6 +468,13 @@ const std::set<std::string> WAITS = {
 const std::set<std::string> INDEXING = {"aten::index.Tensor", "aten::_index_put_impl_", "aten::index_put_",
                                         "aten::index.Tensor_out"};
 
+const std::set<std::string> PRODUCTS = {"aten::mm",        "aten::mm.out",  "aten::addmm",
+                                        "aten::addmm.out", "aten::addmm_",  "aten::bmm",
+                                        "aten::bmm.out",   "aten::baddbmm", "aten::baddbmm_"};
+
+std::atomic<bool> widens_products{false};
+void widen_products(bool widen) { widens_products = widen; }
+
 // One call of an operation for which there is nothing but the CPU's kernel.
 class Kernel {
 public:
@@ -457,9 +482,11 @@ public:
         : op_(op), schema_(op.schema()), stack_(stack) {
         const auto& name = schema_.operator_name();
         name_ = name.name + (name.overload_name.empty() ? "" : "." + name.overload_name);
+        widens_ = widens_products && PRODUCTS.count(name_);
     }
 
     void run() {
+        const int64_t begun = now_ns();
         take_arguments();
         TORCH_CHECK(!(host_tensors_ && device_ >= 0) || INDEXING.count(name_), name_,
                     ": Expected all tensors to be on the same device, but found at least two devices, simgpu "
@@ -479,8 +506,9 @@ public:
             op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack_);
         }
         return_results();
+        recorder().launch(name_, Checker::thread(), stream_, operations(), nbytes_, begun);
         if (WAITS.count(name_) || masked_) {
-            checker().host_waits(device_, stream_);
+            wait_for_stream(device_, stream_);
             checker().count("sync.op");
         }
     }
@@ -489,7 +517,8 @@ private:
     struct Operand {
         at::Tensor given, cpu;
         bool written;
-        bool sized;  // written, and empty so far: the kernel gives it its size
+        bool sized;    // written, and empty so far: the kernel gives it its size
+        bool widened;  // the kernel has it in fp32
     };
 
     void take_arguments() {
@@ -533,6 +562,7 @@ private:
         }
         TORCH_CHECK(device_ < 0 || device_ == given.device().index(), name_, ": tensors on two devices");
         device_ = given.device().index();
+        nbytes_ += given.nbytes();
         for (Operand& each : operands_)
             if (each.given.is_same(given)) {
                 each.written |= written;
@@ -540,16 +570,18 @@ private:
             }
         const bool sized = written && !given.numel();
         const auto options = at::TensorOptions().dtype(given.scalar_type());
-        operands_.push_back({given, sized ? at::empty({0}, options) : as_cpu(given), written, sized});
+        const bool widened = widens_ && given.scalar_type() == at::kBFloat16;
+        at::Tensor cpu = sized ? at::empty({0}, options) : as_cpu(given);
+        if (widened) cpu = cpu.to(at::kFloat);
+        operands_.push_back({given, std::move(cpu), written, sized, widened});
         return operands_.back().cpu;
     }
 
     void return_results() {
-        for (const Operand& each : operands_)
-            if (each.sized && each.cpu.numel()) {
-                each.given.resize_(each.cpu.sizes());
-                fill(each.given, each.cpu);
-            }
+        for (const Operand& each : operands_) {
+            if (each.sized && each.cpu.numel()) each.given.resize_(each.cpu.sizes());
+            if (each.written && (each.sized || each.widened)) fill(each.given, each.cpu);
+        }
         const size_t count = schema_.returns().size(), begin = stack_->size() - count;
         for (size_t i = 0; i < count; ++i) {
             c10::IValue& value = (*stack_)[begin + i];
@@ -577,15 +609,30 @@ private:
                                   static_cast<int64_t>((address - begin) / each.given.element_size()));
             }
         }
+        const bool narrow =
+            std::any_of(operands_.begin(), operands_.end(), [](const Operand& each) { return each.widened; });
         c10::DeviceGuard guard(c10::Device(TYPE, static_cast<c10::DeviceIndex>(device_)));
         at::Tensor made = at::detail::empty_strided_generic(result.sizes(), result.strides(), &memory(), KEYS,
-                                                            result.scalar_type());
+                                                            narrow ? at::kBFloat16 : result.scalar_type());
         fill(made, result);
         return made;
     }
 
+    // Floating point operations of a product: with the first two matrices among its operands.
+    double operations() const {
+        if (!PRODUCTS.count(name_)) return 0;
+        std::vector<at::Tensor> matrices;
+        for (const Operand& each : operands_)
+            if (each.given.dim() >= 2 && !each.written) matrices.push_back(each.given);
+        const size_t first = matrices.size() > 2 ? matrices.size() - 2 : 0;  // what products are added to
+        if (matrices.size() == 1) matrices.push_back(matrices[0]);
+        return 2.0 * static_cast<double>(matrices[first].numel()) *
+               static_cast<double>(matrices[first + 1].size(-1));
+    }
+
     void fill(const at::Tensor& to, const at::Tensor& from) {
         if (!from.numel()) return;
+        nbytes_ += to.nbytes();
         at::AutoDispatchBelowADInplaceOrView below;
         as_cpu(to).copy_(from);
         checker().note(device_, stream_, name_, {span_of(to, Mode::WRITE)});
@@ -599,7 +646,8 @@ private:
     std::optional<at::Device> asked_;
     int device_ = -1;
     int64_t stream_ = 0;
-    bool host_tensors_ = false, masked_ = false;
+    size_t nbytes_ = 0;
+    bool widens_ = false, host_tensors_ = false, masked_ = false;
 };
 
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) { Kernel(op, stack).run(); }

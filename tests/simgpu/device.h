@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "checker.h"
+#include "recorder.h"
 
 namespace simgpu {
 
@@ -17,6 +18,8 @@ int64_t new_stream();
 // Bytes that the device has from now on.
 void set_memory(int device, size_t nbytes);
 void register_hooks();
+// Whether products of bf16 matrices are made in fp32 and rounded once: the CPU's own are slow without AVX-512.
+void widen_products(bool widen);
 
 bool on_device(const at::Tensor& tensor);
 // The bytes between a tensor's first element and its last.

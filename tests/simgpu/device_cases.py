@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from tierstore import _native
 from tierstore._native import Arena, Buffer
+from tierstore.tiers.accelerated import CopyStream
 
 CASES: dict[str, Callable[[], None]] = {}
 DEVICE = "simgpu:0"
@@ -124,7 +125,8 @@ def fresh_memory_is_no_number() -> None:
 
 @case
 def memory_runs_out() -> None:
-    simulated.set_memory(1 << 20)
+    free, total = torch.accelerator.get_memory_info(0)
+    simulated.set_memory(total - free + (1 << 20))  # of what others of this world have left
     before = torch.accelerator.get_memory_info(0)
     held = torch.empty(1 << 19, dtype=torch.uint8, device=DEVICE)
     after = torch.accelerator.get_memory_info(0)
@@ -405,6 +407,48 @@ def by_another_thread(*, waits: bool) -> bool:
 def threads_have_seen_what_they_were_handed() -> None:
     assert by_another_thread(waits=False)
     assert not by_another_thread(waits=True)
+
+
+# Recording --------------------------------------------------------------------------------------------------
+
+
+@case
+def records_what_follows_what() -> None:
+    """A product; its copy to the host on another stream, behind a ticket and the product; a second kernel, which follows the
+    first alone; a ticket that follows the copy; the host waits for it.
+    """
+    square, stream_event = torch.ones(32, 32, device=DEVICE), torch.Event(DEVICE)
+    with Host() as host:
+        copies = CopyStream(host.engine, torch.device(DEVICE), "test")
+        simulated.record()
+        product = square @ square
+        stream_event.record()
+
+        def copy() -> None:
+            copies.stream.wait_event(stream_event)
+            host.tensor().copy_(product.view(-1).view(torch.uint8), non_blocking=True)
+
+        first = host.engine.fill_zero(host.buffers[0])
+        copied = copies.submit([first], copy).ticket
+        product.neg()
+        last = host.engine.copy(host.buffers[1], host.buffers[0], after=[copied])
+        host.engine.wait(last)
+        simulated.mark("end")
+        found = simulated.recorded()
+        copies.close()
+    assert [(node.what.removeprefix("engine "), node.nbytes, node.after) for node in found] == [
+        ("aten::mm.out", 3 * BYTES, []),
+        ("fill_zero", BYTES, []),
+        ("wait", 0, []),  # in this run alone: the tickets are the copy's to wait for
+        ("d2h", BYTES, [0, 1]),
+        ("aten::neg.out", 2 * BYTES, [0]),
+        ("copy", 2 * BYTES, [1, 3]),
+        ("wait", 0, [5]),
+        ("end", 0, []),
+    ]
+    assert found[0].operations == 2 * 32**3
+    assert [node.ticket for node in found if node.stream == simulated.ENGINE] == [first, last]
+    assert not raced()
 
 
 # Collectives ------------------------------------------------------------------------------------------------

@@ -12,10 +12,11 @@ namespace simgpu {
 class Work final : public c10d::Work {
 public:
     Work(std::vector<c10::intrusive_ptr<c10d::Work>> inner, std::vector<at::Tensor> tensors, Clock done,
-         int device, int64_t stream)
+         Nodes recorded, int device, int64_t stream)
         : inner_(std::move(inner)),
           tensors_(std::move(tensors)),
           done_(std::move(done)),
+          recorded_(std::move(recorded)),
           device_(device),
           stream_(stream) {}
 
@@ -29,6 +30,7 @@ public:
         for (auto& each : inner_) each->wait();
         checker().count("collective.wait");
         checker().stream_waits(device_, current_stream(device_), done_);
+        recorder().stream_waits(current_stream(device_), recorded_);
         tensors_.clear();
         return true;
     }
@@ -39,12 +41,14 @@ public:
         inner_.insert(inner_.end(), other.inner_.begin(), other.inner_.end());
         tensors_.insert(tensors_.end(), other.tensors_.begin(), other.tensors_.end());
         join(done_, other.done_);
+        recorded_.insert(recorded_.end(), other.recorded_.begin(), other.recorded_.end());
     }
 
 private:
     std::vector<c10::intrusive_ptr<c10d::Work>> inner_;
     std::vector<at::Tensor> tensors_;
     Clock done_;
+    Nodes recorded_;
     int device_;
     int64_t stream_;
 };
@@ -120,10 +124,15 @@ private:
         checker().stream_waits(device, stream_,
                                checker().launch(device, current_stream(device), "record", {}));
         Clock done = checker().launch(device, stream_, what, spans);
+        size_t nbytes = 0;
+        for (const at::Tensor& each : reads.empty() ? writes : reads) nbytes += each.nbytes();
+        recorder().stream_waits(stream_, recorder().reached(current_stream(device)));
+        Nodes recorded =
+            recorder().launch("collective " + what, Checker::thread(), stream_, 0, nbytes, now_ns());
         checker().count("collective." + what);
         std::vector<c10::intrusive_ptr<c10d::Work>> inner{call(host_reads, host_writes)};
-        auto work =
-            c10::make_intrusive<Work>(std::move(inner), std::move(tensors), std::move(done), device, stream_);
+        auto work = c10::make_intrusive<Work>(std::move(inner), std::move(tensors), std::move(done),
+                                              std::move(recorded), device, stream_);
         if (coalescing_) batch_.push_back(work);
         return work;
     }
@@ -156,6 +165,7 @@ PYBIND11_MODULE(_simgpu, m) {
     m.def("current_device", current_device);
     m.def("set_device", set_device);
     m.def("set_memory", set_memory);
+    m.def("widen_products", widen_products);
 
     m.def("violations", [] { return checker().violations(); });
     m.def("counts", [] { return checker().counts(); });
@@ -181,5 +191,29 @@ PYBIND11_MODULE(_simgpu, m) {
     m.def("complete", [](int engine, int64_t ticket) { checker().complete(engine, ticket); });
     m.def("host_knows",
           [](int engine, const std::vector<int64_t>& tickets) { checker().host_knows(engine, tickets); });
+    m.def("record", [] { recorder().start(); });
+    m.def("recording", [] { return recorder().on(); });
+    m.def("recorded", [] {
+        py::list found;
+        for (const Node& each : recorder().stop())
+            found.append(py::make_tuple(each.what, each.thread, each.stream, each.ticket, each.operations,
+                                        each.nbytes, each.after, each.begin_ns, each.end_ns));
+        return found;
+    });
+    m.def("now_ns", now_ns);
+    m.def("record_mark",
+          [](const std::string& what) { recorder().host(what, Checker::thread(), {}, now_ns()); });
+    m.def("record_ticket", [](const std::string& what, int engine, int64_t ticket,
+                              const std::vector<int64_t>& after, uint64_t nbytes, int64_t begin_ns) {
+        recorder().issue(what, Checker::thread(), engine, ticket, after, nbytes, begin_ns);
+    });
+    m.def("record_completion",
+          [](int engine, int64_t ticket) { recorder().complete(Checker::thread(), engine, ticket); });
+    m.def("record_wait", [](int engine, const std::vector<int64_t>& tickets, int64_t begin_ns) {
+        recorder().host_waits_for_tickets(Checker::thread(), engine, tickets, begin_ns);
+    });
+    m.def("record_following",
+          [](int engine, const std::vector<int64_t>& tickets) { recorder().follow(engine, tickets); });
+
     m.def("close_engine", [](int engine) { checker().close_engine(engine); });
 }

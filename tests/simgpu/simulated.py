@@ -32,7 +32,7 @@ import threading
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -81,6 +81,103 @@ def set_memory(nbytes: int, device: int = 0) -> None:
 def note_host(what: str, address: int, nbytes: int, *, written: bool) -> None:
     """An access of host memory by the calling thread."""
     _native.note_host(what, [(address, nbytes, written)])
+
+
+def widen_products() -> None:
+    """From now on products of bf16 matrices are made in fp32 and rounded once. Without AVX-512, the CPU's are slow."""
+    _native.widen_products(True)
+
+
+# Recording --------------------------------------------------------------------------------------------------
+
+
+#: The main thread; streams of nodes that are no stream's.
+MAIN = -1
+HOST, ENGINE = -1, -2
+
+
+class Node(NamedTuple):
+    """Something that ``thread`` (-1: the main one) queued or did, after its previous nodes and those in ``after``.
+
+    ``stream``: the device's stream; HOST, the thread itself; ENGINE, its ``ticket``. ``operations``: of floating point, in
+    products. ``nbytes``: what a kernel reads and writes, a copy or a collective moves, the engine reads and writes of host
+    memory or of files. ``begin_ns``, ``end_ns``: when the thread did it (CLOCK_MONOTONIC), and a stream's work with it.
+    """
+
+    what: str
+    thread: int
+    stream: int
+    ticket: int
+    operations: float
+    nbytes: int
+    after: list[int]
+    begin_ns: int
+    end_ns: int
+
+
+#: The external tickets of copies, with their engines, that a recording has so far.
+_submitted: list[tuple[Any, int]] = []
+
+
+def record() -> None:
+    """Begin to write down the graph of what is queued and waited for, in program order.
+
+    It does not depend on timing: engines say of no ticket that it is done until a thread waits for it, so every order is
+    kept, and the thread that submits a copy puts it on its stream, behind the tickets that it follows.
+    """
+    _native.record()
+
+
+def mark(what: str) -> None:
+    """Note that the calling thread came here."""
+    _native.record_mark(what)
+
+
+def recorded() -> list[Node]:
+    """The graph since ``record``, which ends with it. Nodes name earlier ones.
+
+    What has no cost of its own (external tickets, barriers, what other threads wait for to complete them) is left out:
+    what follows it follows what it follows.
+    """
+    for engine, ticket in _submitted:
+        engine.wait_unrecorded([ticket])
+    _submitted.clear()
+    found = [Node(*each) for each in _native.recorded()]
+    passed_on = [
+        node.what in ("engine external", "engine barrier") or (node.stream == HOST and node.thread != MAIN)
+        for node in found
+    ]
+    numbers, kept = {}, []
+    for index, node in enumerate(found):
+        after: set[int] = set()
+        through = [*node.after]
+        while through:
+            before = through.pop()
+            if passed_on[before]:
+                through += found[before].after
+            else:
+                after.add(before)
+        if not passed_on[index]:
+            numbers[index] = len(kept)
+            kept.append(node._replace(after=sorted(numbers[before] for before in after)))
+    return kept
+
+
+def _submit_at_once(stream: Any, after: Sequence[int], copy: Callable[[], None]) -> Any:
+    """``CopyStream.submit`` while recording: what would wait in another thread for tickets is queued behind them."""
+    from tierstore.tiers.accelerated import DeviceCopy
+
+    engine, before = stream._engine, [earlier for earlier in after if earlier]
+    submitted = DeviceCopy(stream.stream, before, copy, engine.external(after=before))
+    _submitted.append((engine, submitted.ticket))
+    begun_ns = _native.now_ns()
+    engine.wait_unrecorded(before)
+    _native.record_wait(engine.number, [], begun_ns)
+    _native.record_following(engine.number, before)
+    submitted.queue()
+    _native.record_following(engine.number, [])
+    stream._running.put(submitted)
+    return submitted
 
 
 class HostRegistration:
@@ -135,8 +232,15 @@ def _collectives(store: Any, rank: int, size: int, timeout: Any) -> Any:
 def _watch_engines() -> None:
     """Engines that stores open from now on are recorded."""
     import tierstore.store.opening
+    from tierstore.tiers.accelerated import CopyStream, DeviceCopy
 
     tierstore.store.opening.Engine = recording_engine()  # type: ignore[misc]
+    submit = CopyStream.submit
+
+    def submits(stream: CopyStream, after: Sequence[int], copy: Callable[[], None]) -> DeviceCopy:
+        return (_submit_at_once if _native.recording() else submit)(stream, after, copy)
+
+    CopyStream.submit = submits  # type: ignore[method-assign]
 
 
 # Threads ----------------------------------------------------------------------------------------------------
@@ -238,19 +342,27 @@ def recording_engine() -> type[Any]:
 
         def complete_external(self, ticket: int, *error: str) -> None:
             _native.complete(self.number, ticket)
+            _native.record_completion(self.number, ticket)
             super().complete_external(ticket, *error)
 
         def wait(self, ticket: int, *timeout_s: float | None) -> None:
             self.wait_all([ticket], *timeout_s)
 
         def wait_all(self, tickets: Sequence[int], *timeout_s: float | None) -> None:
+            begun_ns = _native.now_ns()
+            try:
+                self.wait_unrecorded(tickets, *timeout_s)
+            finally:
+                _native.record_wait(self.number, list(tickets), begun_ns)
+
+        def wait_unrecorded(self, tickets: Sequence[int], *timeout_s: float | None) -> None:
             try:
                 super().wait_all(tickets, *timeout_s)
             finally:
                 self._know([each for each in tickets if super(RecordingEngine, self).done(each)])
 
         def done(self, ticket: int) -> bool:
-            done = super().done(ticket)
+            done = super().done(ticket) and not _native.recording()
             if done:
                 self._know([ticket])
             return done
@@ -274,6 +386,7 @@ def recording_engine() -> type[Any]:
         native = getattr(tierstore_native.Engine, name)
 
         def operation(self: RecordingEngine, *args: Any, **options: Any) -> int:
+            begun_ns = _native.now_ns()
             ticket: int = native(self, *args, **options)
             reads, writes = _ACCESSES[name](*args, **options)
             spans = [
@@ -284,6 +397,11 @@ def recording_engine() -> type[Any]:
             ]
             after = options.get("after", args[0] if name == "barrier" else ())
             _native.issue(self.number, ticket, list(after), name == "external", f"engine {name}", spans)
+            # AdamW and sums read what they write.
+            both = name in ("adamw", "accumulate")
+            nbytes = sum(size * (1 + (both and written)) for _, size, written in spans)
+            nbytes = args[1] if name == "hold" else nbytes
+            _native.record_ticket(f"engine {name}", self.number, ticket, list(after), nbytes, begun_ns)
             return ticket
 
         return operation

@@ -87,6 +87,28 @@ def train(mesh: Mesh, store: Path, settings: Mapping[str, Any], text: str) -> Tr
     return (losses, evaluated, crc), simulated.violations() if simulating else {}, counts
 
 
+def uploads(mesh: Mesh, store: Path, slots: int, text: str) -> tuple[int, int, int]:
+    """What a step copies to a device with ``slots``, if each pass reaches all 12 experts: experts, and all bytes. Also an
+    expert's bytes.
+    """
+    torch.set_num_threads(1)
+    settings = {**TINY, "model.top_k": TINY["model.experts"], "prefetch.depth": 0, "data.paths": (text,)}
+    numel = load(TrainConfig, None, settings).model.expert_shape.numel
+    nbytes = DeviceSlots(numel, torch.float32, slots, min(slots, 3)).nbytes
+    config = load(TrainConfig, None, {**settings, "device_budget": nbytes, "store": store})
+    with open_session(config, Opening.CREATE, mesh=mesh) as trainer:
+        cache = trainer.experts.walk.slots
+        assert cache.count == slots
+        trainer.step()
+        simulated.reset()
+        before = cache.copies
+        trainer.step()
+        copied, all_bytes = cache.copies - before, simulated.counts()["h2d.bytes"]
+        trainer.commit()
+    assert not simulated.violations()
+    return copied, all_bytes, 4 * numel
+
+
 def train_holding(
     mesh: Mesh, store: Path, settings: Mapping[str, Any], text: str, gradient: SlotGradient
 ) -> tuple[Trained, int]:
@@ -136,3 +158,23 @@ def train_with(
     with sdpa_kernel(SDPBackend.MATH):
         found = train_features(mesh, store, {"device_budget": 1 << 17, **settings}, features, model)
     return found, simulated.violations() if simulating else {}
+
+
+def record(mesh: Mesh, store: Path, settings: Mapping[str, Any], text: str) -> list[simulated.Node]:
+    """The graph of the steps after the first, without what differs in each run: times, tickets, numbers of streams."""
+    torch.set_num_threads(1)
+    config = load(TrainConfig, None, {**TINY, "data.paths": (text,), "store": store, **settings})
+    with sdpa_kernel(SDPBackend.MATH), open_session(config, Opening.CREATE, mesh=mesh) as trainer:
+        trainer.step()
+        simulated.record()
+        simulated.mark("step")
+        for _ in range(STEPS):
+            trainer.step()
+            simulated.mark("step")
+        nodes = simulated.recorded()
+    made = dict.fromkeys(each.stream for each in nodes if each.stream > 0)
+    streams = {each: number for number, each in enumerate(made, 1)}
+    return [
+        each._replace(stream=streams.get(each.stream, each.stream), ticket=0, begin_ns=0, end_ns=0)
+        for each in nodes
+    ]

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import Generic, Protocol, TypeVar
 
 from tierstore.machine_profile import Evidence, Profile
 from tierstore.plan.capacity import Capacity, Setting, capacity
@@ -34,7 +35,18 @@ class Discipline(Enum):
     READY = "first ready"
 
 
-DISCIPLINES: Mapping[Resource, Discipline] = {
+class Occupying(Protocol):
+    """An operation that occupies ``resource`` once the earlier operations with the indices ``after`` have ended."""
+
+    @property
+    def resource(self) -> Hashable: ...
+    @property
+    def after(self) -> Sequence[int]: ...
+
+
+T = TypeVar("T", bound=Occupying)
+
+DISCIPLINES: Mapping[Hashable, Discipline] = {
     Resource.COMPUTE: Discipline.PROGRAM,
     Resource.GATHER: Discipline.PROGRAM,
     Resource.COPY: Discipline.READY,
@@ -44,10 +56,10 @@ DISCIPLINES: Mapping[Resource, Discipline] = {
 
 
 @dataclass(frozen=True)
-class Run:
+class Run(Generic[T]):
     """When each operation began and ended, in seconds, and the index of the operation that it waited for last (-1: none)."""
 
-    operations: Sequence[Operation]
+    operations: Sequence[T]
     begun: Sequence[float]
     ended: Sequence[float]
     cause: Sequence[int]
@@ -67,13 +79,13 @@ class Run:
 
 
 def simulate(
-    operations: Sequence[Operation],
-    seconds: Callable[[Operation], float],
+    operations: Sequence[T],
+    seconds: Callable[[T], float],
     *,
-    disciplines: Mapping[Resource, Discipline] = DISCIPLINES,
-) -> Run:
-    """Simulate ``operations``: each takes ``seconds`` of a server of its resource, once the operations in its ``after`` have
-    ended. Raises ValueError if an operation depends on a later one.
+    disciplines: Mapping[Hashable, Discipline] = DISCIPLINES,
+) -> Run[T]:
+    """Simulate ``operations``: each takes ``seconds`` of the server of its resource, one of ``disciplines``, once the
+    operations in its ``after`` have ended. Raises ValueError if an operation depends on a later one.
     """
     return _Simulation(operations, seconds, disciplines).run()
 
@@ -90,16 +102,16 @@ class _Server:
     last_ended: int = -1
 
 
-class _Simulation:
+class _Simulation(Generic[T]):
     def __init__(
         self,
-        operations: Sequence[Operation],
-        seconds: Callable[[Operation], float],
-        disciplines: Mapping[Resource, Discipline],
+        operations: Sequence[T],
+        seconds: Callable[[T], float],
+        disciplines: Mapping[Hashable, Discipline],
     ) -> None:
         self._operations = operations
         self._seconds = seconds
-        self._servers = {r: _Server(disciplines[r]) for r in Resource}
+        self._servers = {resource: _Server(each) for resource, each in disciplines.items()}
         self._followers: list[list[int]] = [[] for _ in operations]
         self._missing = [len(operation.after) for operation in operations]
         self._begun = [0.0] * len(operations)
@@ -115,7 +127,7 @@ class _Simulation:
                     raise ValueError(f"operation {index} depends on {before}, which does not come before it")
                 self._followers[before].append(index)
 
-    def run(self) -> Run:
+    def run(self) -> Run[T]:
         for index, missing in enumerate(self._missing):
             if missing == 0:
                 self._make_ready(index, 0.0, -1)
@@ -175,7 +187,7 @@ class SteadyState:
     bottleneck: Resource
 
 
-def outcome(run: Run, passes: int, *, steps: int, settled: int = 1) -> SteadyState:
+def outcome(run: Run[Operation], passes: int, *, steps: int, settled: int = 1) -> SteadyState:
     """The steady state of ``run`` (``steps`` steps of ``passes`` passes each), without its first ``settled`` steps."""
     ends = _step_ends(run, passes, steps)
     first, last = ends[settled - 1] if settled else -1, ends[-1]
@@ -202,7 +214,7 @@ def outcome(run: Run, passes: int, *, steps: int, settled: int = 1) -> SteadySta
     )
 
 
-def _step_ends(run: Run, passes: int, steps: int) -> list[int]:
+def _step_ends(run: Run[Operation], passes: int, steps: int) -> list[int]:
     """The index of the last computation of each step."""
     ends = [-1] * steps
     for index, operation in enumerate(run.operations):
