@@ -2,9 +2,9 @@
 
     python experiments/memory.py [--width 256] [--layers 4] [--experts 16] [--steps 10] [--cases train generate-8]
 
-Each case runs ``tierstore`` in a process of its own and reads both from its JSON; ``generate`` continues the store that
-``train`` made. Models have experts of twice the width, and budgets hold a quarter of them. Exit status 1: a peak is more
-than 3% above what was announced, or less than 85% of it.
+Each case runs ``tierstore`` in a process of its own and reads both from its JSON; ``generate`` and the commands on a whole
+store use the store that ``train`` made. Models have experts of twice the width, and budgets hold a quarter of them. Exit
+status 1: a peak is more than 3% above what was announced, or less than 85% of it.
 """
 
 from __future__ import annotations
@@ -38,6 +38,14 @@ TRAINED: dict[str, dict[str, object]] = {
 }
 #: Texts that are generated at once, by case.
 GENERATED = {"generate": 1, "generate-8": 8}
+#: Commands on a whole store by case, and their options; ``to``: where they write.
+WHOLE: dict[str, tuple[str, ...]] = {
+    "verify": (),
+    "export": ("--to", "{to}"),
+    "export-bf16": ("--to", "{to}", "--dtype", "bf16"),
+    "reshard": ("--to", "{to}", "--ranks", "2"),
+    "reshard-int8-moments": ("--to", "{to}", "--moments", "int8"),
+}
 PROMPT = "def f(x):\n    return " * 3
 
 
@@ -57,7 +65,11 @@ def tierstore(*arguments: str) -> dict[str, Any]:
 
 
 def run(case: str, store: Path, settings: dict[str, object], budget: int) -> dict[str, Any]:
-    """Runs ``case``: trains in ``store``, or generates from it."""
+    """Runs ``case``: trains in ``store``, generates from it, or reads the whole of it."""
+    if case in WHOLE:
+        to = store.with_name(f"{case}.out")
+        command = case.partition("-")[0]
+        return tierstore(command, str(store), *(option.format(to=to) for option in WHOLE[case]))
     if case in GENERATED:
         prompts = ["--prompt", PROMPT] * GENERATED[case]
         return tierstore("generate", str(store), *prompts, "--max-tokens", "32", "--host-budget", str(budget))
@@ -71,7 +83,7 @@ def run(case: str, store: Path, settings: dict[str, object], budget: int) -> dic
 
 
 def main() -> None:
-    cases = (*TRAINED, *GENERATED)
+    cases = (*TRAINED, *GENERATED, *WHOLE)
     asked = options(__doc__, width=256, layers=4, experts=16, steps=10, cases=cases)
     settings = {
         "steps": asked.steps, "sample_tokens": 0, "eval_every": 0, "commit_every": 0, "data.batch_size": 8,
@@ -83,10 +95,10 @@ def main() -> None:
     runs = []
     with tempfile.TemporaryDirectory() as directory:
         trained = Path(directory, "train")
-        if set(asked.cases) & set(GENERATED) and "train" not in asked.cases:
+        if set(asked.cases) & {*GENERATED, *WHOLE} and "train" not in asked.cases:
             run("train", trained, settings, budget)
         for case in asked.cases:
-            store = trained if case in GENERATED else Path(directory, case)
+            store = Path(directory, case) if case in TRAINED else trained
             found = run(case, store, settings, budget)
             announced, peak = found["memory"]["announced_bytes"], found["peak_resident_bytes"]
             runs.append(

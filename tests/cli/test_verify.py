@@ -10,16 +10,26 @@ from pathlib import Path
 import pytest
 
 from tierstore.cli.main import cli
+from tierstore.machine import MemoryAccount
 from tierstore.store.verify import VerifyReport
 
 
 class FakeVerifier:
     def __init__(self, failures: list[str]) -> None:
-        self.report = VerifyReport(4, 12, 2, 3 * 2**20, failures)
+        account = MemoryAccount({"process": 1 << 20, "reads ahead": 3 << 20})
+        self.report = VerifyReport(4, 12, 2, 3 * 2**20, failures, account=account)
         self.paths: list[Path] = []
 
-    def __call__(self, directory: Path, /, *, progress: Callable[[int, int], None]) -> VerifyReport:
+    def __call__(
+        self,
+        directory: Path,
+        /,
+        *,
+        progress: Callable[[int, int], None],
+        announced: Callable[[MemoryAccount], None],
+    ) -> VerifyReport:
         self.paths.append(directory)
+        announced(self.report.account)
         for done in range(1, 5):
             progress(done, 4)
         return self.report
@@ -39,9 +49,11 @@ def test_a_whole_store(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
     assert verifier.paths == [Path("store")]
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "verify ..."
-    assert re.fullmatch(r"verify 4 B/4 B  .*/s", lines[1])
-    assert lines[-1].startswith("store: 4 records, 12 sections, 2 snapshots; read 3 MiB in ")
-    assert lines[-1].endswith("; all intact")
+    assert lines[1] == "memory: 4 MiB: reads ahead 3 MiB, process 1 MiB"
+    assert re.fullmatch(r"verify 4 B/4 B  .*/s", lines[2])
+    assert lines[-2].startswith("store: 4 records, 12 sections, 2 snapshots; read 3 MiB in ")
+    assert lines[-2].endswith("; all intact")
+    assert lines[-1].startswith("memory: 4 MiB announced, ")
 
 
 def test_a_corrupt_store(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,6 +62,8 @@ def test_a_corrupt_store(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     out, err = capsys.readouterr()
     found = json.loads(out)
     assert found.pop("elapsed_s") >= 0
+    assert found.pop("peak_resident_bytes") > 0
+    assert found.pop("memory")["announced_bytes"] == 4 << 20
     assert found == {
         "store": "store",
         "records": 4,

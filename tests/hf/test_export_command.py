@@ -38,6 +38,9 @@ def test_the_object_and_the_text(tmp_path: Path) -> None:
     result = call("export", tmp_path / "s", "--to", tmp_path / "out", "--max-shard-size", "40kB", "--json")
     found = object_of(result)
     seconds, speed = found.pop("elapsed_s"), found.pop("written_bytes_per_s")
+    parts = {part["part"]: part["held_bytes"] for part in found.pop("memory")["parts"]}
+    assert parts["reads ahead"] == 16 * parts["an expert, converted"], "the whole of a small store"
+    assert found.pop("peak_resident_bytes") > parts["process"]
     assert 0 < seconds < 60
     assert speed > 0
     assert found == {
@@ -56,6 +59,7 @@ def test_the_object_and_the_text(tmp_path: Path) -> None:
     text = call("export", tmp_path / "s", "--to", tmp_path / "wide", "--dtype", "fp32").output
     assert "mixtral at step 0; wrote" in text
     assert "tensors as fp32" in text
+    assert "announced" in text
 
 
 def test_a_damaged_record_is_named_and_nothing_is_left(tmp_path: Path) -> None:

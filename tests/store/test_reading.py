@@ -16,13 +16,14 @@ from conftest_store import fingerprint, read_only, small_store, weights
 
 from tierstore.bench.soak_plan import committed_generation
 from tierstore.errors import BudgetError, ConfigError, StoreError, StoreInUseError
+from tierstore.machine import MemoryAccount
 from tierstore.store import Group, ParameterStore, RecordSchema, StoreConfig, StripeConfig, verify_store
 from tierstore.store.committing import Keep
 from tierstore.store.config import StoreAccess
-from tierstore.store.disk import lease
+from tierstore.store.disk import extents, lease
 from tierstore.store.gc import Mode, collect
-from tierstore.store.opening import minimum_host_budget
-from tierstore.store.parameter_store import open_to_read
+from tierstore.store.opening import minimum_host_budget, minimum_reading_budget
+from tierstore.store.parameter_store import open_to_read, verify_all
 from tierstore.store.reading import OpenAt, read_drives, read_schemas, read_states, read_summary
 
 READ = StoreAccess.READ
@@ -283,3 +284,18 @@ def test_its_least_budget_is_that_of_weights_alone(store: Path) -> None:
         assert (stats.misses, stats.read_bytes, stats.written_bytes) == (4, 4 * 12_288, 0)
     with pytest.raises(BudgetError, match=rf"cannot hold one record; the minimum is {least} bytes"):
         ParameterStore.open(store, StoreConfig(host_budget=least - 1), access=READ)
+
+
+def test_what_a_verification_will_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three records of 12 KB, read at once; or, where less may be in flight, the largest slot: two moments of 4 KB."""
+    with ParameterStore.create(tmp_path / "s", [RecordSchema("expert", 1024)], CONFIG) as store:
+        for key, weight in weights(3, 1024).items():
+            store.register(key, "expert", weight=weight)
+        store.commit()
+    told: list[MemoryAccount] = []
+    report = verify_all(tmp_path / "s", announced=told.append)
+    assert told == [report.account]
+    assert report.account.parts["reads ahead"] == 3 * 12 * 1024 == report.bytes_read
+    assert report.account.parts["host cache"] == minimum_reading_budget(read_schemas(tmp_path / "s"))
+    monkeypatch.setattr(extents, "_IN_FLIGHT_BYTES", 4096)
+    assert verify_all(tmp_path / "s").account.parts["reads ahead"] == 2 * 4096

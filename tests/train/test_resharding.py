@@ -186,7 +186,7 @@ def test_it_holds_a_fixed_number_of_experts(
     monkeypatch.setattr(extents, "_IN_FLIGHT_BYTES", 2 * slot_bytes)
     done = reshard(made["store"], tmp_path / "new", laid_out(2, 2))
     assert done.records > 48
-    assert memory.most == 2 * slot_bytes
+    assert memory.most == 2 * slot_bytes == done.account.parts["reads ahead"]
 
 
 def test_an_interrupted_one_leaves_nothing(settings: Make, tmp_path: Path) -> None:

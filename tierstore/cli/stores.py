@@ -25,11 +25,11 @@ def verify(store: Path, output: Output) -> int:
     """Read and check every record of every snapshot of STORE (all ranks); exit status 1 if any is damaged."""
     start = time.monotonic()
     with output.passing("verify") as progress:
-        from tierstore.store.parameter_store import verify_account, verify_all
+        from tierstore.store.parameter_store import verify_all
 
-        account = verify_account(store)
-        output.line(account.describe())
-        report = verify_all(store, progress=progress)
+        report = verify_all(
+            store, progress=progress, announced=lambda account: output.line(account.describe())
+        )
     elapsed_s = time.monotonic() - start
     for failure in report.failures[:_SHOWN_FAILURES]:
         output.line(f"corrupt: {failure}")
@@ -42,7 +42,7 @@ def verify(store: Path, output: Output) -> int:
         + (f"{len(report.failures)} failures" if report.failures else "all intact")
     )
     peak = peak_resident_bytes()
-    output.line(account.compare(peak))
+    output.line(report.account.compare(peak))
     if len(report.drives) > 1:
         output.table(
             "Drives",
@@ -64,7 +64,7 @@ def verify(store: Path, output: Output) -> int:
             "sections": report.sections,
             "snapshots": report.snapshots,
             "read_bytes": report.bytes_read,
-            "memory": account.as_json(),
+            "memory": report.account.as_json(),
             "peak_resident_bytes": peak,
             "elapsed_s": elapsed_s,
             "failures": report.failures,

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -319,9 +319,32 @@ def verify_store(directory: Path | str, progress: OnProgress = lambda done, tota
         return store.verify(progress)
 
 
-def verify_account(store: Path) -> MemoryAccount:
-    """What ``verify_all`` will hold: it opens the ranks one after another. Raises as ``verify_store``."""
-    ranks = [read_summary(directory) for directory in rank_directories(store) or [store]]
+def verify_all(
+    store: Path,
+    progress: OnProgress = lambda done, total: None,
+    *,
+    announced: Callable[[MemoryAccount], None] = lambda account: None,
+) -> VerifyReport:
+    """``verify_store`` for every rank, in rank order; ``progress`` is of all (``in_parts``). ``announced`` receives what the
+    process will hold.
+    """
+    directories = rank_directories(store) or [store]
+    total = VerifyReport(account=_verify_account(directories))
+    announced(total.account)
+    for directory, part in zip(directories, in_parts(progress, len(directories)), strict=True):
+        report = verify_store(directory, part)
+        total.records += report.records
+        total.sections += report.sections
+        total.snapshots = max(total.snapshots, report.snapshots)
+        total.bytes_read += report.bytes_read
+        total.failures += report.failures
+        total.drives += report.drives
+    return total
+
+
+def _verify_account(directories: Sequence[Path]) -> MemoryAccount:
+    """What verifying the stores in ``directories``, one after another, will hold. Raises as ``verify_store``."""
+    ranks = [read_summary(directory) for directory in directories]
     return MemoryAccount(
         {
             "process": resident_bytes(),
@@ -329,7 +352,9 @@ def verify_account(store: Path) -> MemoryAccount:
             "reads ahead": max(
                 ahead_bytes(
                     sum(schema.nbytes * rank.records[schema.name] for schema in rank.schemas),
-                    max(schema.layout(group).slot_bytes for schema in rank.schemas for group in schema.groups),
+                    max(
+                        schema.layout(group).slot_bytes for schema in rank.schemas for group in schema.groups
+                    ),
                 )
                 for rank in ranks
             ),
@@ -340,20 +365,6 @@ def verify_account(store: Path) -> MemoryAccount:
             "working memory": _ENGINE_BYTES,
         }
     )
-
-
-def verify_all(store: Path, progress: OnProgress = lambda done, total: None) -> VerifyReport:
-    """``verify_store`` for every rank, in rank order; ``progress`` is of all (``in_parts``)."""
-    total, directories = VerifyReport(), rank_directories(store) or [store]
-    for directory, part in zip(directories, in_parts(progress, len(directories)), strict=True):
-        report = verify_store(directory, part)
-        total.records += report.records
-        total.sections += report.sections
-        total.snapshots = max(total.snapshots, report.snapshots)
-        total.bytes_read += report.bytes_read
-        total.failures += report.failures
-        total.drives += report.drives
-    return total
 
 
 def open_to_read(directory: Path, at: OpenAt = OpenAt.LAST) -> ParameterStore:

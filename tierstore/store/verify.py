@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from tierstore import _native
 from tierstore._native import CrcTable, Engine, Priority
+from tierstore.machine import MemoryAccount
 from tierstore.stats import OnProgress
 from tierstore.store.disk.drives import DriveReport
 from tierstore.store.disk.extents import Scratch, Slot, read_ahead
@@ -16,7 +17,9 @@ from tierstore.store.index.table import CommittedRecords
 
 @dataclass
 class VerifyReport:
-    """The result of a verification. ``failures`` names key, section, file and commit of each mismatch."""
+    """The result of a verification. ``failures`` names key, section, file and commit of each mismatch. ``account``: what the
+    process was to hold, in the report of ``verify_all``.
+    """
 
     records: int = 0
     sections: int = 0
@@ -24,6 +27,7 @@ class VerifyReport:
     bytes_read: int = 0
     failures: list[str] = field(default_factory=list)
     drives: list[DriveReport] = field(default_factory=list)
+    account: MemoryAccount = field(default_factory=lambda: MemoryAccount({}))
 
 
 def verify_tables(
