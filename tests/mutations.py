@@ -332,11 +332,21 @@ MUTATIONS = [
     ),
     Mutation(
         "pages of a mapping are not touched beforehand",
-        "native/io/pmem.cpp",
-        "        if (rc == 0 || errno == EINVAL) return true;\n",
-        "        return true;\n",
+        "native/io/mapping.cpp",
+        "    if (rc == 0 || errno == EINVAL) return 0;\n",
+        "    return 0;\n",
         STORE + "test_a_failed_read_names_key_section_and_file[weight-pmem]",
-        (STORE + "test_a_file_that_is_cut_short_is_an_error_and_no_signal[pmem]",),
+        (
+            STORE + "test_a_file_that_is_cut_short_is_an_error_and_no_signal[pmem]",
+            "tests/store/test_mapped.py::test_a_file_that_was_cut_short_is_an_error_and_not_a_signal",
+        ),
+    ),
+    Mutation(
+        "weights in a mapped file are used unchecked",
+        "tierstore/prefetch/walking.py",
+        "                self.wait(self._ready(record), layer, Tier.NVME, Cause.DEMAND_READ)\n",
+        "                pass\n",
+        "tests/serve/test_broken_reads.py::test_a_damaged_expert_in_a_mapped_file",
     ),
     Mutation(
         "a short transfer is taken for a whole one",

@@ -132,7 +132,7 @@ class PlainTrainer:
         self._clip_norm = clip_norm
         self._optimizer = torch.optim.AdamW(
             self.model.parameters(),
-            lr=schedule.lr,
+            lr=schedule.lr_at(0),
             betas=adamw.betas,
             eps=adamw.eps,
             weight_decay=adamw.weight_decay,

@@ -368,6 +368,14 @@ class File:
     def punch(self, offset: int, nbytes: int) -> None:
         """Gives blocks back: they read as zeros. The size stays."""
 
+    def map(self, offset: int, nbytes: int) -> Buffer:
+        """
+        The bytes where a read-only mapping of the file has them: a write to them is a segmentation fault.
+
+        The mapping stays, also once the file is closed, until the last of its buffers and views has gone. OSError (EIO)
+        beyond the file's end.
+        """
+
     @property
     def closed(self) -> bool: ...
     def close(self) -> None:
@@ -792,6 +800,21 @@ class Engine:
 
         Every section needs room for its padding. With ``crcs``, section i is compared with ``crcs[first_crc + i]``
         as it stands when the bytes have arrived.
+        """
+
+    def verify_mapped(
+        self,
+        file: File,
+        offset: int,
+        section: Buffer,
+        crcs: CrcTable,
+        crc: int,
+        *,
+        after: Sequence[int] = (),
+        priority: Priority = Priority.DEMAND,
+    ) -> int:
+        """
+        Compares a section where ``file.map(offset, ...)`` has it with ``crcs[crc]``; fails as a read does.
         """
 
     def write(

@@ -139,6 +139,18 @@ void bind_transfers(nb::class_<Engine>& engine) {
 Every section needs room for its padding. With ``crcs``, section i is compared with ``crcs[first_crc + i]``
 as it stands when the bytes have arrived.)")
         .def(
+            "verify_mapped",
+            [](Engine& self, const HeldFile& file, uint64_t offset, const Buffer& section,
+               const HeldCrcs& crcs, size_t crc, const Tickets& after, Priority priority) {
+                Transfer mapped{file.ptr->open(), offset, {section}, crcs.ptr, crc};
+                return self.compute(verify_mapped_work(std::move(mapped)), {after, priority},
+                                    {Activity::Read, section.nbytes()});
+            },
+            "file"_a, "offset"_a, "section"_a, "crcs"_a, "crc"_a, nb::kw_only(), "after"_a = nb::make_tuple(),
+            "priority"_a = Priority::Demand,
+            "Compares a section where ``file.map(offset, ...)`` has it with ``crcs[crc]``; fails as a read "
+            "does.")
+        .def(
             "write",
             [](Engine& self, const HeldFile& file, uint64_t offset, const Buffers& sections,
                const HeldCrcs* crcs, size_t first_crc, size_t align, const Tickets& after,

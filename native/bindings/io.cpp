@@ -7,6 +7,7 @@
 #include "native/bindings/bindings.hpp"
 #include "native/bindings/held.hpp"
 #include "native/io/backend.hpp"
+#include "native/memory/buffer.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -113,6 +114,26 @@ Its transfers and syncs are counted by ``meter``, if any.)")
         .def(
             "punch", [](const Held<File>& self, uint64_t offset, uint64_t n) { self.ptr->punch(offset, n); },
             "offset"_a, "nbytes"_a, "Gives blocks back: they read as zeros. The size stays.",
+            nb::call_guard<nb::gil_scoped_release>())
+        .def(
+            "map",
+            [](const Held<File>& self, uint64_t offset, size_t nbytes) {
+                const OpenFilePtr file = self.ptr->open();
+                const MappedPtr mapped = file->leased.covering(file->buffered_fd, file->path, offset + nbytes,
+                                                               MapSync::Off, FileAccess::Read);
+                if (!mapped) {
+                    SyscallError error(EIO, "map: unexpected end of file", file->path);
+                    error.file_offset = static_cast<int64_t>(offset);
+                    throw error;
+                }
+                auto arena = std::make_shared<Arena>(mapped, mapped->data() + offset, nbytes);
+                return Buffer(std::move(arena), {{0, nbytes}}, nbytes);
+            },
+            "offset"_a, "nbytes"_a,
+            R"(The bytes where a read-only mapping of the file has them: a write to them is a segmentation fault.
+
+The mapping stays, also once the file is closed, until the last of its buffers and views has gone. OSError (EIO)
+beyond the file's end.)",
             nb::call_guard<nb::gil_scoped_release>())
         .def_prop_ro("closed", [](const Held<File>& self) { return self.ptr->closed(); })
         .def(

@@ -146,6 +146,21 @@ void seal(const Transfer& transfer) {
     }
 }
 
+Work verify_mapped_work(Transfer transfer) {
+    return [transfer = std::move(transfer)] {
+        for (const Buffer& section : transfer.sections) {
+            for (const Span& span : section.content()) {
+                const int err = populate_pages(span.data, span.nbytes, Touch::Read);
+                if (err == 0) continue;
+                SyscallError error(err, "read of mapped bytes", transfer.file->path);
+                error.file_offset = static_cast<int64_t>(transfer.offset);
+                throw error;
+            }
+        }
+        verify_checksums(transfer);
+    };
+}
+
 Work copy_work(Buffer dst, Buffer src) {
     require(dst.nbytes() == src.nbytes(), "copy: dst and src differ in size");
     return [dst = std::move(dst), src = std::move(src)] {
@@ -220,6 +235,15 @@ Work sum_of_squares_work(Buffer src, Dtype src_dtype, std::shared_ptr<DoubleTabl
 }
 
 namespace {
+
+size_t moment_bytes(MomentFormat format) {
+    switch (format) {
+        case MomentFormat::Int8: return 1;
+        case MomentFormat::Bf16: return 2;
+        case MomentFormat::Fp32: break;
+    }
+    return 4;
+}
 
 constexpr size_t kMostSections = 7;
 

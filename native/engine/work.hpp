@@ -38,6 +38,9 @@ bool needs_seal(const Transfer& transfer);
 // Zeroes the padding and stores each section's checksum.
 void seal(const Transfer& transfer);
 
+// verify_checksums of sections that lie in a mapping of the file, whose pages it touches first: a drive's error is a
+// SyscallError.
+Work verify_mapped_work(Transfer transfer);
 // dst and src have equal sizes and do not overlap.
 Work copy_work(Buffer dst, Buffer src);
 Work fill_zero_work(Buffer dst);

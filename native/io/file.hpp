@@ -33,6 +33,7 @@ struct OpenFile {
     size_t memory_alignment = 1;   // of a direct transfer's memory, bytes
     size_t offset_alignment = 1;   // of a direct transfer's offset and length, bytes
     mutable FileMapping mapping;   // of the pmem backend
+    mutable FileMapping leased;    // read-only, where readers compute with the file's bytes
     std::shared_ptr<Meter> meter;  // of its drive; null: not measured
 };
 

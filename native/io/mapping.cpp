@@ -8,8 +8,14 @@
 #include <cstring>
 #include <utility>
 
+#include "native/base/align.hpp"
 #include "native/base/error.hpp"
 #include "native/memory/persist.hpp"
+
+#ifndef MADV_POPULATE_READ  // since Linux 5.14; a C library may be older
+#define MADV_POPULATE_READ 22
+#define MADV_POPULATE_WRITE 23
+#endif
 
 namespace tierstore {
 
@@ -45,6 +51,18 @@ int Mapped::sync(int fd, bool grown) const {
     if (!synchronous() && msync(data_, size_, MS_SYNC) != 0) return errno;
     if (grown && fdatasync(fd) != 0) return errno;
     return 0;
+}
+
+int populate_pages(const std::byte* at, size_t nbytes, Touch touch) {
+    const auto begin = round_down(reinterpret_cast<uintptr_t>(at), kPageBytes);
+    const auto end = round_up(reinterpret_cast<uintptr_t>(at) + nbytes, kPageBytes);
+    const int advice = touch == Touch::Read ? MADV_POPULATE_READ : MADV_POPULATE_WRITE;
+    int rc;
+    do {
+        rc = madvise(reinterpret_cast<void*>(begin), end - begin, advice);
+    } while (rc != 0 && (errno == EINTR || errno == EAGAIN));
+    if (rc == 0 || errno == EINVAL) return 0;
+    return errno == EFAULT || errno == EHWPOISON ? EIO : errno;
 }
 
 MappedPtr FileMapping::covering(int fd, const std::string& path, uint64_t end, MapSync wanted,

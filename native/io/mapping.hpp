@@ -40,6 +40,11 @@ private:
 
 using MappedPtr = std::shared_ptr<const Mapped>;
 
+enum class Touch { Read, Write };
+// Touches the pages of mapped bytes beforehand, where a drive's error or a file that was cut short is an errno; met by a
+// load or store it would be a SIGBUS. Returns 0 or the errno. (Kernels before 5.14 cannot: there it stays a signal.)
+int populate_pages(const std::byte* at, size_t nbytes, Touch touch);
+
 // The mapping of one open file, replaced when the file has grown; users keep the one that they have.
 class FileMapping {
 public:

@@ -1,21 +1,14 @@
 // The backend for persistent memory: see make_pmem_backend.
 #include <fcntl.h>
-#include <sys/mman.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <memory>
 
-#include "native/base/align.hpp"
 #include "native/io/threads.hpp"
 #include "native/memory/copy.hpp"
 #include "native/memory/persist.hpp"
-
-#ifndef MADV_POPULATE_READ  // since Linux 5.14; a C library may be older
-#define MADV_POPULATE_READ 22
-#define MADV_POPULATE_WRITE 23
-#endif
 
 namespace tierstore {
 namespace {
@@ -48,25 +41,11 @@ private:
         return file.mapping.covering(file.buffered_fd, file.path, end, wanted_, file.access);
     }
 
-    // Touches the pages of a transfer beforehand, where a drive's error or a file that was cut short is an errno; met by
-    // a copy it would be a SIGBUS. False with errno set. (Kernels before 5.14 cannot: there it stays a signal.)
-    static bool populate(std::byte* at, size_t nbytes, int advice) {
-        const auto begin = round_down(reinterpret_cast<uintptr_t>(at), kPageBytes);
-        const auto end = round_up(reinterpret_cast<uintptr_t>(at) + nbytes, kPageBytes);
-        int rc;
-        do {
-            rc = madvise(reinterpret_cast<void*>(begin), end - begin, advice);
-        } while (rc != 0 && (errno == EINTR || errno == EAGAIN));
-        if (rc == 0 || errno == EINVAL) return true;
-        if (errno == EFAULT || errno == EHWPOISON) errno = EIO;
-        return false;
-    }
-
     ssize_t read(const Chunk& chunk) const {
         const MappedPtr mapped = map(chunk.file(), chunk.offset() + asked(chunk));
         if (!mapped) return 0;  // the end of the file lies before
         std::byte* at = mapped->data() + chunk.offset();
-        if (!populate(at, asked(chunk), MADV_POPULATE_READ)) return -errno;
+        if (const int err = populate_pages(at, asked(chunk), Touch::Read)) return -err;
         size_t moved = 0;
         for (const iovec& part : chunk.vector()) {
             copy_bytes(part.iov_base, at + moved, part.iov_len, stores_for(part.iov_len));
@@ -86,7 +65,7 @@ private:
         const MappedPtr mapped = map(file, chunk.offset() + nbytes);
         if (!mapped) return -EIO;  // cut short by somebody else
         std::byte* at = mapped->data() + chunk.offset();
-        if (!populate(at, nbytes, MADV_POPULATE_WRITE)) return -errno;
+        if (const int err = populate_pages(at, nbytes, Touch::Write)) return -err;
         size_t moved = 0;
         for (const iovec& part : chunk.vector()) {
             if (mapped->synchronous()) {

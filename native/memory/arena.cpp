@@ -8,6 +8,7 @@
 #include <fstream>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "native/base/align.hpp"
 #include "native/base/error.hpp"
@@ -97,7 +98,12 @@ Arena::Arena(size_t nbytes, HugePages huge_pages) : nbytes_(nbytes), huge_pages_
     }
 }
 
-Arena::~Arena() { munmap(reservation_, reserved_); }
+Arena::Arena(std::shared_ptr<const void> owner, std::byte* data, size_t nbytes)
+    : owner_(std::move(owner)), data_(data), nbytes_(nbytes), huge_pages_(HugePages::Off) {}
+
+Arena::~Arena() {
+    if (reservation_) munmap(reservation_, reserved_);
+}
 
 void Arena::populate() {
     // A piece at a time: one call for the whole would hold the address space's lock for seconds.

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 
 namespace tierstore {
 
@@ -15,6 +16,8 @@ enum class HugePages { Off, Auto, On };
 class Arena {
 public:
     explicit Arena(size_t nbytes, HugePages huge_pages = HugePages::Auto);
+    // Memory of `owner`, which it keeps: a file's mapping, which may be read-only.
+    Arena(std::shared_ptr<const void> owner, std::byte* data, size_t nbytes);
     ~Arena();
     Arena(const Arena&) = delete;
     Arena& operator=(const Arena&) = delete;
@@ -29,7 +32,8 @@ public:
 private:
     void populate();
 
-    std::byte* reservation_ = nullptr;  // guards and slack included
+    std::shared_ptr<const void> owner_;  // null: the memory is its own
+    std::byte* reservation_ = nullptr;   // guards and slack included
     size_t reserved_ = 0;
     std::byte* data_ = nullptr;
     size_t nbytes_ = 0;

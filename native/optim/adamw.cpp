@@ -1,7 +1,5 @@
 #include "native/optim/adamw.hpp"
 
-#include <algorithm>
-#include <array>
 #include <charconv>
 #include <stdexcept>
 #include <string>
@@ -84,81 +82,47 @@ T* as(void* moment) {
     return static_cast<T*>(moment);
 }
 
-// The steps as the kernels take them: fp32 moments need no keys.
-struct Prepared {
-    std::vector<kernels::Scalars> scalars;
-    std::vector<kernels::Step> keyed;
-};
-
-void sweep(const kernels::Kernels& kernels, const AdamWSpan& span, const Prepared& steps, float grad_scale,
-           std::uint32_t first) {
+void run(const kernels::Kernels& kernels, const AdamWSpan& span, std::span<const AdamWStep> steps,
+         float grad_scale, const RoundingCounter& counter) {
+    if (steps.empty() || span.numel == 0) return;
     const MomentSpan& moments = span.moments;
-    const auto& [scalars, keyed] = steps;
+    if (moments.format == MomentFormat::Int8 && counter.first % kMomentBlock != 0)
+        throw std::invalid_argument("8-bit moments: a span starts within a block");
+    // The scalars are double arithmetic, with subnormals whatever the caller had set.
+    const FloatMode plain(FloatMode::Subnormals::Keep);
+    const std::vector<kernels::Scalars> scalars = prepare(steps);
+    const FloatMode flushing(FloatMode::Subnormals::Flush);
+    const auto first = static_cast<std::uint32_t>(counter.first);
     switch (moments.format) {
         case MomentFormat::Fp32: {
             auto *m = as<float>(moments.exp_avg), *v = as<float>(moments.exp_avg_sq);
             const kernels::Sections sections{span.weight, span.weight_hi, span.weight_lo, m,
-                                             v,           span.grad,      span.numel};
+                                             v,           span.grad,      span.grad_bf16, span.numel};
             return kernels.adamw(sections, scalars.data(), scalars.size(), grad_scale);
         }
         case MomentFormat::Bf16: {
             auto *m = as<std::uint16_t>(moments.exp_avg), *v = as<std::uint16_t>(moments.exp_avg_sq);
-            const kernels::Bf16Sections sections{span.weight, span.weight_hi, span.weight_lo, m,
-                                                 v,           span.grad,      span.numel,     first};
+            const std::vector<kernels::Step> keyed = with_keys(scalars, counter);
+            const kernels::Bf16Sections sections{span.weight, span.weight_hi, span.weight_lo, m,    v,
+                                                 span.grad,   span.grad_bf16, span.numel,     first};
             return kernels.adamw_bf16(sections, keyed.data(), keyed.size(), grad_scale);
         }
         case MomentFormat::Int8: {
             auto *m = as<std::uint8_t>(moments.exp_avg), *v = as<std::uint8_t>(moments.exp_avg_sq);
-            const kernels::Int8Sections sections{
-                span.weight,           span.weight_hi,           span.weight_lo, m,          v,
-                moments.exp_avg_scale, moments.exp_avg_sq_scale, span.grad,      span.numel, first};
+            const std::vector<kernels::Step> keyed = with_keys(scalars, counter);
+            const kernels::Int8Sections sections{span.weight,
+                                                 span.weight_hi,
+                                                 span.weight_lo,
+                                                 m,
+                                                 v,
+                                                 moments.exp_avg_scale,
+                                                 moments.exp_avg_sq_scale,
+                                                 span.grad,
+                                                 span.grad_bf16,
+                                                 span.numel,
+                                                 first};
             return kernels.adamw_int8(sections, keyed.data(), keyed.size(), grad_scale);
         }
-    }
-}
-
-template <class T>
-T* moved(T* section, std::size_t by) {
-    return section == nullptr ? nullptr : section + by;
-}
-
-// The `numel` elements of `span` from `at` on, a multiple of kMomentBlock, with the gradient `grad`.
-AdamWSpan part(const AdamWSpan& span, std::size_t at, std::size_t numel, const float* grad) {
-    const MomentSpan& moments = span.moments;
-    const std::size_t bytes = at * moment_bytes(moments.format), block = at / kMomentBlock;
-    return {
-        moved(span.weight, at),
-        moved(span.weight_hi, at),
-        moved(span.weight_lo, at),
-        {moments.format, as<std::byte>(moments.exp_avg) + bytes, as<std::byte>(moments.exp_avg_sq) + bytes,
-         moved(moments.exp_avg_scale, block), moved(moments.exp_avg_sq_scale, block)},
-        grad,
-        nullptr,
-        numel};
-}
-
-void run(const kernels::Kernels& kernels, const AdamWSpan& span, std::span<const AdamWStep> steps,
-         float grad_scale, const RoundingCounter& counter) {
-    if (steps.empty() || span.numel == 0) return;
-    const MomentFormat format = span.moments.format;
-    if (format == MomentFormat::Int8 && counter.first % kMomentBlock != 0)
-        throw std::invalid_argument("8-bit moments: a span starts within a block");
-    // The scalars are double arithmetic, with subnormals whatever the caller had set.
-    const FloatMode plain(FloatMode::Subnormals::Keep);
-    Prepared prepared{prepare(steps), {}};
-    if (format != MomentFormat::Fp32) prepared.keyed = with_keys(prepared.scalars, counter);
-    const FloatMode flushing(FloatMode::Subnormals::Flush);
-    const auto first = static_cast<std::uint32_t>(counter.first);
-    if (span.grad_bf16 == nullptr) return sweep(kernels, span, prepared, grad_scale, first);
-    // Widened piece by piece, which is exact; a piece stays in the first-level cache.
-    constexpr std::size_t kPiece = 4096;
-    static_assert(kPiece % kMomentBlock == 0);
-    alignas(64) std::array<float, kPiece> wide;
-    for (std::size_t at = 0; at < span.numel; at += kPiece) {
-        const std::size_t numel = std::min(kPiece, span.numel - at);
-        kernels.widen_bf16(wide.data(), span.grad_bf16 + at, numel);
-        sweep(kernels, part(span, at, numel, wide.data()), prepared, grad_scale,
-              first + static_cast<std::uint32_t>(at));
     }
 }
 

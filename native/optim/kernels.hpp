@@ -25,6 +25,7 @@ struct Step {
     Key key;
 };
 
+// A section that is absent is null: one of weight and its halves, one or both of the gradients.
 struct Sections {
     float* weight;
     std::uint16_t* weight_hi;
@@ -32,6 +33,7 @@ struct Sections {
     float* exp_avg;
     float* exp_avg_sq;
     const float* grad;
+    const std::uint16_t* grad_bf16;
     std::size_t numel;
 };
 
@@ -43,6 +45,7 @@ struct Bf16Sections {
     std::uint16_t* exp_avg;
     std::uint16_t* exp_avg_sq;
     const float* grad;
+    const std::uint16_t* grad_bf16;
     std::size_t numel;
     std::uint32_t first;
 };
@@ -57,6 +60,7 @@ struct Int8Sections {
     float* exp_avg_scale;
     float* exp_avg_sq_scale;
     const float* grad;
+    const std::uint16_t* grad_bf16;
     std::size_t numel;
     std::uint32_t first;
 };

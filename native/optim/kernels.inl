@@ -7,7 +7,7 @@ namespace tierstore::kernels {
 namespace {
 
 enum class Weight { Whole, Split };
-enum class Grad { Zero, Given };
+enum class Grad { Zero, Fp32, Bf16 };
 
 struct Constants {
     Vec::F decay, beta1, rest1, beta2, rest2, rate, floor;
@@ -39,6 +39,15 @@ inline void step_without_gradient(const Constants& c, Vec::F& p, Vec::F& m, Vec:
     move_weight(c, p, m, v);
 }
 
+template <Grad grad, class S>
+inline Vec::F load_grad(const S& s, std::size_t at) {
+    if constexpr (grad == Grad::Bf16) {
+        return Vec::load_bf16(s.grad_bf16 + at);
+    } else {
+        return Vec::load(s.grad + at);
+    }
+}
+
 // All steps on `count` registers from element i: read once, written once.
 template <Weight weight, Grad grad, int count>
 inline void block(const Sections& s, std::size_t i, const Scalars* steps, std::size_t step_count,
@@ -61,8 +70,8 @@ inline void block(const Sections& s, std::size_t i, const Scalars* steps, std::s
     const Constants last(steps[step_count - 1]);
     for (int u = 0; u < count; ++u) {
         const std::size_t at = i + u * Vec::width;
-        if constexpr (grad == Grad::Given) {
-            step(last, p[u], m[u], v[u], Vec::mul(Vec::load(s.grad + at), scale));
+        if constexpr (grad != Grad::Zero) {
+            step(last, p[u], m[u], v[u], Vec::mul(load_grad<grad>(s, at), scale));
         } else {
             step_without_gradient(last, p[u], m[u], v[u]);
         }
@@ -87,7 +96,7 @@ inline void tail(const Sections& s, std::size_t i, const Scalars* steps, std::si
                  Vec::F scale) {
     constexpr std::size_t width = Vec::width;
     float p[width] = {}, m[width] = {}, v[width] = {}, g[width] = {};
-    std::uint16_t hi[width] = {};
+    std::uint16_t hi[width] = {}, narrow[width] = {};
     std::int16_t lo[width] = {};
     const std::size_t n = s.numel - i;
     if constexpr (weight == Weight::Split) {
@@ -98,8 +107,9 @@ inline void tail(const Sections& s, std::size_t i, const Scalars* steps, std::si
     }
     copy(m, s.exp_avg + i, n);
     copy(v, s.exp_avg_sq + i, n);
-    if constexpr (grad == Grad::Given) copy(g, s.grad + i, n);
-    block<weight, grad, 1>(Sections{p, hi, lo, m, v, g, width}, 0, steps, step_count, scale);
+    if constexpr (grad == Grad::Fp32) copy(g, s.grad + i, n);
+    if constexpr (grad == Grad::Bf16) copy(narrow, s.grad_bf16 + i, n);
+    block<weight, grad, 1>(Sections{p, hi, lo, m, v, g, narrow, width}, 0, steps, step_count, scale);
     if constexpr (weight == Weight::Split) {
         copy(s.weight_hi + i, hi, n);
         copy(s.weight_lo + i, lo, n);
@@ -110,26 +120,36 @@ inline void tail(const Sections& s, std::size_t i, const Scalars* steps, std::si
     copy(s.exp_avg_sq + i, v, n);
 }
 
-template <Weight weight, Grad grad>
-void sweep(const Sections& s, const Scalars* steps, std::size_t step_count, float grad_scale) {
-    constexpr std::size_t width = Vec::width;
-    const Vec::F scale = Vec::set(grad_scale);
-    std::size_t i = 0;
-    for (; i + unroll * width <= s.numel; i += unroll * width) {
-        block<weight, grad, unroll>(s, i, steps, step_count, scale);
+struct Fp32 {
+    template <Weight weight, Grad grad>
+    static void sweep(const Sections& s, const Scalars* steps, std::size_t step_count, float grad_scale) {
+        constexpr std::size_t width = Vec::width;
+        const Vec::F scale = Vec::set(grad_scale);
+        std::size_t i = 0;
+        for (; i + unroll * width <= s.numel; i += unroll * width) {
+            block<weight, grad, unroll>(s, i, steps, step_count, scale);
+        }
+        for (; i + width <= s.numel; i += width) block<weight, grad, 1>(s, i, steps, step_count, scale);
+        if (i < s.numel) tail<weight, grad>(s, i, steps, step_count, scale);
     }
-    for (; i + width <= s.numel; i += width) block<weight, grad, 1>(s, i, steps, step_count, scale);
-    if (i < s.numel) tail<weight, grad>(s, i, steps, step_count, scale);
+};
+
+// Calls `sweep` of `Format` for the sections that there are.
+template <class Format, Weight weight, class S, class Step>
+void adamw_with_weight(const S& s, const Step* steps, std::size_t step_count, float grad_scale) {
+    if (s.grad_bf16 != nullptr) {
+        Format::template sweep<weight, Grad::Bf16>(s, steps, step_count, grad_scale);
+    } else if (s.grad != nullptr) {
+        Format::template sweep<weight, Grad::Fp32>(s, steps, step_count, grad_scale);
+    } else {
+        Format::template sweep<weight, Grad::Zero>(s, steps, step_count, grad_scale);
+    }
 }
 
-void adamw(const Sections& s, const Scalars* steps, std::size_t step_count, float grad_scale) {
-    if (s.weight != nullptr) {
-        s.grad != nullptr ? sweep<Weight::Whole, Grad::Given>(s, steps, step_count, grad_scale)
-                          : sweep<Weight::Whole, Grad::Zero>(s, steps, step_count, grad_scale);
-    } else {
-        s.grad != nullptr ? sweep<Weight::Split, Grad::Given>(s, steps, step_count, grad_scale)
-                          : sweep<Weight::Split, Grad::Zero>(s, steps, step_count, grad_scale);
-    }
+template <class Format, class S, class Step>
+void adamw(const S& s, const Step* steps, std::size_t step_count, float grad_scale) {
+    s.weight != nullptr ? adamw_with_weight<Format, Weight::Whole>(s, steps, step_count, grad_scale)
+                        : adamw_with_weight<Format, Weight::Split>(s, steps, step_count, grad_scale);
 }
 
 inline float widen(std::uint16_t bf16) {
@@ -197,9 +217,9 @@ bool all_finite(const float* src, std::size_t n) {
 namespace tierstore::kernels {
 namespace {
 
-constexpr Kernels all = {adamw,
-                         adamw_narrow<Bf16, Bf16Sections>,
-                         adamw_narrow<Int8, Int8Sections>,
+constexpr Kernels all = {adamw<Fp32, Sections, Scalars>,
+                         adamw<Bf16, Bf16Sections, Step>,
+                         adamw<Int8, Int8Sections, Step>,
                          accumulate,
                          accumulate_bf16,
                          widen_bf16,

@@ -47,16 +47,6 @@ namespace tierstore {
 enum class MomentFormat { Fp32, Bf16, Int8 };
 enum class Moment { ExpAvg, ExpAvgSq };
 
-// Bytes of one value, or code.
-inline constexpr std::size_t moment_bytes(MomentFormat format) {
-    switch (format) {
-        case MomentFormat::Int8: return 1;
-        case MomentFormat::Bf16: return 2;
-        case MomentFormat::Fp32: break;
-    }
-    return 4;
-}
-
 inline constexpr std::size_t kMomentBlock = 256;
 
 inline constexpr std::size_t moment_blocks(std::size_t numel) {

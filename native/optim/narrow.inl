@@ -85,8 +85,8 @@ inline void block_bf16(const Bf16Sections& s, std::size_t i, const Step* steps, 
     const Constants last(end.scalars);
     for (int u = 0; u < count; ++u) {
         const std::size_t at = i + u * Vec::width;
-        if constexpr (grad == Grad::Given) {
-            step(last, p[u], m[u], v[u], Vec::mul(Vec::load(s.grad + at), scale));
+        if constexpr (grad != Grad::Zero) {
+            step(last, p[u], m[u], v[u], Vec::mul(load_grad<grad>(s, at), scale));
         } else {
             step_without_gradient(last, p[u], m[u], v[u]);
         }
@@ -101,7 +101,7 @@ inline void tail_bf16(const Bf16Sections& s, std::size_t i, const Step* steps, s
                       Vec::F scale) {
     constexpr std::size_t width = Vec::width;
     float p[width] = {}, g[width] = {};
-    std::uint16_t hi[width] = {}, m[width] = {}, v[width] = {};
+    std::uint16_t hi[width] = {}, m[width] = {}, v[width] = {}, narrow[width] = {};
     std::int16_t lo[width] = {};
     const std::size_t n = s.numel - i;
     if constexpr (weight == Weight::Split) {
@@ -112,9 +112,10 @@ inline void tail_bf16(const Bf16Sections& s, std::size_t i, const Step* steps, s
     }
     copy(m, s.exp_avg + i, n);
     copy(v, s.exp_avg_sq + i, n);
-    if constexpr (grad == Grad::Given) copy(g, s.grad + i, n);
+    if constexpr (grad == Grad::Fp32) copy(g, s.grad + i, n);
+    if constexpr (grad == Grad::Bf16) copy(narrow, s.grad_bf16 + i, n);
     const std::uint32_t first = s.first + static_cast<std::uint32_t>(i);
-    block_bf16<weight, grad, 1>({p, hi, lo, m, v, g, width, first}, 0, steps, step_count, scale);
+    block_bf16<weight, grad, 1>({p, hi, lo, m, v, g, narrow, width, first}, 0, steps, step_count, scale);
     if constexpr (weight == Weight::Split) {
         copy(s.weight_hi + i, hi, n);
         copy(s.weight_lo + i, lo, n);
@@ -196,13 +197,14 @@ inline void prefetch_block(const Int8Sections& s, std::size_t at, std::size_t nu
     constexpr std::size_t line = 64;
     for (std::size_t j = 0; j < numel; j += line / 4) {
         if constexpr (weight == Weight::Whole) __builtin_prefetch(s.weight + at + j, 1);
-        if constexpr (grad == Grad::Given) __builtin_prefetch(s.grad + at + j);
+        if constexpr (grad == Grad::Fp32) __builtin_prefetch(s.grad + at + j);
     }
-    if constexpr (weight == Weight::Split) {
-        for (std::size_t j = 0; j < numel; j += line / 2) {
+    for (std::size_t j = 0; j < numel; j += line / 2) {
+        if constexpr (weight == Weight::Split) {
             __builtin_prefetch(s.weight_hi + at + j, 1);
             __builtin_prefetch(s.weight_lo + at + j, 1);
         }
+        if constexpr (grad == Grad::Bf16) __builtin_prefetch(s.grad_bf16 + at + j);
     }
     __builtin_prefetch(s.exp_avg + at, 1);
     __builtin_prefetch(s.exp_avg_sq + at, 1);
@@ -229,8 +231,8 @@ inline void step_block(const Int8Sections& s, std::size_t i, const Scalars& scal
             const std::size_t within = j + u * Vec::width, at = i + within;
             Vec::F m = Vec::load_signed_codes(s.exp_avg + at), v = Vec::load_codes(s.exp_avg_sq + at);
             Vec::F p = load_weight<weight>(s, at);
-            if constexpr (grad == Grad::Given) {
-                step(c, p, m, v, Vec::mul(Vec::load(s.grad + at), grad_scale));
+            if constexpr (grad != Grad::Zero) {
+                step(c, p, m, v, Vec::mul(load_grad<grad>(s, at), grad_scale));
             } else {
                 step_without_gradient(c, p, m, v);
             }
@@ -298,7 +300,7 @@ template <Weight weight, Grad grad>
 void tail_int8(const Int8Sections& s, std::size_t i, const Step* steps, std::size_t step_count,
                Vec::F scale) {
     float p[block_numel] = {}, g[block_numel] = {};
-    std::uint16_t hi[block_numel] = {};
+    std::uint16_t hi[block_numel] = {}, narrow[block_numel] = {};
     std::int16_t lo[block_numel] = {};
     std::uint8_t m[block_numel] = {}, v[block_numel] = {};
     const std::size_t n = s.numel - i, b = i / block_numel;
@@ -310,10 +312,11 @@ void tail_int8(const Int8Sections& s, std::size_t i, const Step* steps, std::siz
     }
     copy(m, s.exp_avg + i, n);
     copy(v, s.exp_avg_sq + i, n);
-    if constexpr (grad == Grad::Given) copy(g, s.grad + i, n);
+    if constexpr (grad == Grad::Fp32) copy(g, s.grad + i, n);
+    if constexpr (grad == Grad::Bf16) copy(narrow, s.grad_bf16 + i, n);
     const std::uint32_t first = s.first + static_cast<std::uint32_t>(i);
-    const Int8Sections padded{p, hi,          lo,   m, v, s.exp_avg_scale + b, s.exp_avg_sq_scale + b,
-                              g, block_numel, first};
+    const Int8Sections padded{p, hi,     lo,          m,    v, s.exp_avg_scale + b, s.exp_avg_sq_scale + b,
+                              g, narrow, block_numel, first};
     steps_int8<weight, grad>(padded, 0, steps, step_count, scale);
     if constexpr (weight == Weight::Split) {
         copy(s.weight_hi + i, hi, n);
@@ -336,19 +339,6 @@ struct Int8 {
         if (i < s.numel) tail_int8<weight, grad>(s, i, steps, step_count, scale);
     }
 };
-
-template <class Format, class S>
-void adamw_narrow(const S& s, const Step* steps, std::size_t step_count, float grad_scale) {
-    if (s.weight != nullptr) {
-        s.grad != nullptr
-            ? Format::template sweep<Weight::Whole, Grad::Given>(s, steps, step_count, grad_scale)
-            : Format::template sweep<Weight::Whole, Grad::Zero>(s, steps, step_count, grad_scale);
-    } else {
-        s.grad != nullptr
-            ? Format::template sweep<Weight::Split, Grad::Given>(s, steps, step_count, grad_scale)
-            : Format::template sweep<Weight::Split, Grad::Zero>(s, steps, step_count, grad_scale);
-    }
-}
 
 }  // namespace
 }  // namespace tierstore::kernels

@@ -109,7 +109,7 @@ def test_what_does_not_fit_exits_1_with_the_way_out(capsys: pytest.CaptureFixtur
 
 def test_what_no_change_helps_names_the_hardware_that_would(capsys: pytest.CaptureFixture[str]) -> None:
     """A published model of 104 G parameters on a small machine, and then on the one that the plan asks for."""
-    asked = ["--preset", "se-moe-104.1b", "--ranks", "8"]
+    asked = ["--preset", "se-moe-104.1b", "--ranks", "8", "--device", "cpu"]
     status, found, shown = _run(capsys, *asked, "--memory", "24GiB", "--disk", "60GB")
     assert (status, found["remedy"]) == (1, [])
     hardware = found["hardware"]
@@ -197,32 +197,31 @@ def test_presets(name: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_table_1_of_se_moe(name: str, ranks: int, published: int, capsys: pytest.CaptureFixture[str]) -> None:
     """A sequence for each A100, whose length the paper does not give: 2,048 tokens."""
     node = ["--memory", "2TB", "--disk", "10TB", "--ranks", str(ranks), "--ranks-per-node", "8"]
-    card = ["--device", "cuda", "--device-memory", "80GB", "--profile", "A100"]
-    sizes = {"model.compute_dtype": "bf16", "data.batch_size": ranks, "model.seq_len": 2048}
-    settings = [part for key, value in sizes.items() for part in ("--set", f"{key}={value}")]
-    _, found, _ = _run(capsys, "--preset", name, *node, *card, *settings)
+    _, found, shown = _run(capsys, "--preset", name, *node, "--set", "model.seq_len=2048")
+    assert "A100 by its data sheet" in shown
+    assert (found["device"], found["limits"]["device_bytes"]) == ("cuda", 80 * 10**9)
     assert published / 2 < found["prediction"]["tokens_per_s"] < 1.2 * published
+
+
+def test_the_gpu_of_a_preset_gives_way_to_what_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--preset", "ppmoe-6.7b", "--memory", "2TB", "--disk", "10TB", "--ranks", "8"]
+    _, found, shown = _run(capsys, *asked)
+    assert "V100 by its data sheet" in shown
+    assert found["limits"]["device_bytes"] == 32 * 10**9
+    _, found, shown = _run(capsys, *asked, "--profile", "H100")
+    assert "H100 by its data sheet" in shown
+    assert (found["device"], found["limits"]["device_bytes"]) == ("cuda", None)
+    _, found, shown = _run(capsys, *asked, "--device", "cpu")
+    assert "no profile" in shown
+    assert found["device"] == "cpu"
 
 
 def test_the_equations_of_pipeline_moe_have_its_gpus_ranks_and_experts(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """64 experts of width 4,096, 8 tensor-parallel V100s: 40% of 125 TFLOP/s, 80% of NVLink's 150 GB/s."""
-    many = [
-        "--memory",
-        "2TB",
-        "--disk",
-        "10TB",
-        "--ranks",
-        "128",
-        "--ranks-per-node",
-        "8",
-        "--device",
-        "cuda",
-    ]
-    _, found, _ = _run(
-        capsys, "--preset", "ppmoe-143b", *many, "--set", "parallel.tensor=8", "--profile", "V100"
-    )
+    many = ["--memory", "2TB", "--disk", "10TB", "--ranks", "128", "--ranks-per-node", "8"]
+    _, found, _ = _run(capsys, "--preset", "ppmoe-143b", *many, "--set", "parallel.tensor=8")
     flops, bandwidth, width = 50e12, 120e9, 4096
     assert found["tensor"]["paper_equation_5_corrected_ratio"] == pytest.approx(
         7 * flops / (4 * bandwidth * width)

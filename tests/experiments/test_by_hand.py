@@ -12,6 +12,7 @@ import pytest
 import quant
 import stages
 import tasks
+import uploads
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -55,6 +56,20 @@ def test_tasks_notice_a_lost_and_a_doubled_example() -> None:
     assert tasks.each_once([{"a": [(0, 0, 4)]}, {"a": [(0, 4, 6), (1, 0, 2)]}])
     assert not tasks.each_once([{"a": [(0, 0, 4)]}, {"a": [(0, 5, 6)]}])
     assert not tasks.each_once([{"a": [(0, 0, 4)]}, {"a": [(0, 3, 6)]}])
+
+
+def test_uploads_by_hand() -> None:
+    """16 experts in layers of 4. Two micro-batches pass over them four times and turn three times: 6 slots save 3 * 6 of
+    64, or 3 * 2 if the layer that computes takes 4 of them. A layer ahead of it leaves none. Two forward passes over
+    unchanged experts save 6 each.
+    """
+    step, twice = uploads.Way("", 4, updates=True), uploads.Way("", 2, updates=False)
+    of = {"layers": 4, "per_layer": 4}
+    assert uploads.bounds(step, 6, **of, depth=0) == (46, 58)
+    assert uploads.bounds(step, 6, **of, depth=1) == (46, 64)
+    assert uploads.bounds(step, 16, **of, depth=1) == (16, 16)
+    assert uploads.bounds(twice, 6, **of, depth=0) == (20, 28)
+    assert uploads.bounds(twice, 16, **of, depth=0) == (0, 0)
 
 
 def test_quant_takes_ratios_within_rounds() -> None:

@@ -37,9 +37,11 @@ SMALLEST = {
     "ppmoe": "--ranks 2 --tokens 32 --width 8 --rounds 1 --pass-s 0.002 --seq-len 4 --steps 1",
     "prediction": "--cases 1 --steps 1 --warmup 1 --forward-s 0.001",
     "quant": "--inputs 200 --outputs 40 --rows 1 3 --weight-bytes 100000 --repeats 2",
+    "recipe": "--shapes 32x1 --seeds 0 --steps 2 --batch 2 --seq-len 16 --host-budget 1000000",
     "ring": _RING,
     "stages": "--stages 2 --micro-batches 1 --forward-s 0.001 --backward-s 0.002 --rounds 1 --svg picture.svg",
     "tasks": "--time-scale 200 --rounds 1 --steps 1",
+    "uploads": "--layers 2 --experts 2 --slots 2 4 --depth 0",
 }
 
 
@@ -85,6 +87,13 @@ def check_embedding(found: Found) -> None:
 def check_memory(found: Found) -> None:
     assert len(found["runs"]) == 4
     assert all(0.85 <= run["ratio"] <= 1.03 for run in found["runs"])
+
+
+def check_recipe(found: Found) -> None:
+    (run,) = found["runs"]
+    assert run["lr"] == 2e-3 * 2 / 10  # two of ten steps of warm-up
+    assert len(run["losses"]) == len(run["held_out_losses"]) == 2
+    assert run["losses"][0] == pytest.approx(5.55, abs=0.1)  # of 256 bytes, alike
 
 
 def check_exchange(found: Found) -> None:
@@ -178,6 +187,17 @@ def check_tasks(found: Found) -> None:
     assert all(
         mode["step_s"] >= mode["predicted_step_s"] for mode in modes
     )  # sleeping takes at least its time
+
+
+def check_uploads(found: Found) -> None:
+    """E = 4, and 2 layers of 2. Two slots are those of the layer that computes: two are found at a turn, none of a round."""
+    assert {case["way"]: (case["least_count"], case["most_count"]) for case in found["cases"][:4]} == {
+        "one micro-batch": (2 * 4 - 2, 2 * 4),
+        "evaluation": (4 - 2, 4),
+        "micro order": (4 * 4 - 3 * 2, 4 * 4),
+        "layer order": (2 * 4 - 2, 2 * 4),
+    }
+    assert [case["copies_count"] for case in found["cases"]] == [6, 4, 10, 6, 4, 0, 4, 4]
 
 
 CHECKS: dict[str, Callable[[Found], None]] = {name: globals()[f"check_{name}"] for name in SMALLEST}

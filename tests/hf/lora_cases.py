@@ -20,6 +20,7 @@ from tierstore.moe.lora import LoraConfig
 from tierstore.parallel import Mesh
 from tierstore.store.adamw import AdamWConfig
 from tierstore.store.committing import Keep
+from tierstore.store.config import IoConfig
 from tierstore.store.format import MomentFormat
 from tierstore.train.config import FinetuneConfig, TrainConfig
 from tierstore.train.files import DataConfig
@@ -47,6 +48,7 @@ def configured(
     budget: int = 4 << 20,
     clip: float = 0.0,
     moments: MomentFormat = MomentFormat.FP32,
+    io: IoConfig | None = None,
 ) -> TrainConfig:
     spec = stored_spec(store, FinetuneConfig(seq_len=12, aux_loss_weight=0.0), lora)
     assert spec is not None
@@ -56,6 +58,7 @@ def configured(
         lora=lora,
         adamw=replace(ADAMW, moments=moments),
         host_budget=budget,
+        io=io or IoConfig(),
         clip_norm=clip,
         device="cpu",
         data=DataConfig(batch_size=2),

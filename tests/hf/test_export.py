@@ -14,8 +14,20 @@ from transformers import AutoModelForCausalLM
 from tierstore.errors import StoreFormatError
 from tierstore.hf.exporting import config_with, export
 from tierstore.hf.importing import ImportOptions, import_model
+from tierstore.hf.stored_weights import StoredWeights
 from tierstore.hf.writing import ExportDtype
+from tierstore.store.format import GroupLayout
 from tierstore.store.parameter_store import verify_all
+
+
+@pytest.fixture(autouse=True)
+def _reads_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every expert is read ahead, in the order of the tensors: none is read when it is asked for."""
+
+    def refused(self: StoredWeights, layout: GroupLayout) -> None:
+        raise AssertionError("an expert was not read ahead")
+
+    monkeypatch.setattr(StoredWeights, "_own_scratch", refused)
 
 
 def logits_of(directory: Path, **options: Any) -> torch.Tensor:

@@ -13,6 +13,7 @@ from checkpoints import imported, save, tensors_of
 from lora_cases import ADAMW, LR, batch, configured, quiet_peft, session, take, train_ranks
 from torch import Tensor
 
+from tierstore.capabilities import Capability
 from tierstore.errors import ConfigError
 from tierstore.hf.adapters import export_adapter
 from tierstore.hf.exporting import export
@@ -21,6 +22,7 @@ from tierstore.hf.manifest import Weights
 from tierstore.model.store_schema import pair_key
 from tierstore.moe.lora import LoraConfig, LoraTargets, PairShape
 from tierstore.prefetch.gradients import ExpertGradients
+from tierstore.store.config import IoBackendName, IoConfig
 from tierstore.store.format import MomentFormat
 from tierstore.tiers.slots import DeviceKind
 from tierstore.train.budgets import least_host_budget
@@ -275,18 +277,20 @@ def test_bits_do_not_depend_on_memory_nor_on_where_it_was_cut(
     moments: MomentFormat, frozen_stores: Any
 ) -> None:
     ends = []
-    for budget, cut in ((4 << 20, False), (0, False), (0, True)):
+    mapped = IoConfig(backend=IoBackendName.PMEM, mapped_weights=Capability.ON)
+    for budget, cut, io in ((4 << 20, False, None), (0, False, None), (0, True, None), (0, True, mapped)):
         _, store = frozen_stores("mixtral")
         lora = LoraConfig(rank=RANK)
         budget = budget or least_host_budget(configured(store, lora, moments=moments), DeviceKind.CPU)
         losses = []
         for steps in [range(2), range(2, 4)] if cut else [range(4)]:
-            with session(store, lora, budget=budget, clip=0.2, moments=moments) as parts:
+            with session(store, lora, budget=budget, clip=0.2, moments=moments, io=io) as parts:
                 losses += [take(parts, step) for step in steps]
                 Stepper(parts).commit()
                 crc = parts.store.records_crc32c()
+                assert (parts.store.mapped.leases > 0) is (io is mapped)
         ends.append((losses, crc))
-    assert ends[0] == ends[1] == ends[2]
+    assert ends[0] == ends[1] == ends[2] == ends[3]
 
 
 @pytest.mark.parametrize("targets", list(LoraTargets))

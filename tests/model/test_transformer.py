@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -182,3 +183,15 @@ def test_sampling() -> None:
         model.generate(b"", 1)
     with pytest.raises(ValueError, match="exceed seq_len 12"):
         model(torch.zeros(1, 13, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("width", [64, 256, 1024])
+def test_the_first_logits_are_as_large_at_every_width(width: int) -> None:
+    """Above a width of 256, where a standard deviation of 0.02 gives 0.32."""
+    model, _ = _model(_config(d_model=width, experts=1, top_k=1, n_layers=1))
+    tokens_BT, targets_BT = _batch()
+    with torch.no_grad():
+        loss = model(tokens_BT[:, :12], targets_BT[:, :12]).loss
+    assert model.head is not None
+    assert float(model.head.detach().std()) * max(width, 256) ** 0.5 == pytest.approx(0.32, rel=0.03)
+    assert float(loss) == pytest.approx(math.log(256), abs=0.2)

@@ -107,6 +107,31 @@ def test_a_file_that_grows_is_mapped_anew_while_reads_are_in_flight(
         engine.wait(engine.sync(file))
 
 
+def test_bytes_are_leased_where_a_mapping_has_them_and_checked(engine: native.Engine, tmp_path: Path) -> None:
+    """The second page of three, 4,000 bytes of it. The view outlives the file; a flipped bit is a mismatch that names it."""
+    content = np.random.default_rng(0).bytes(3 * 4096)
+    path = tmp_path / "data"
+    path.write_bytes(content)
+    crcs = native.CrcTable(2)
+    with native.File(path, direct=native.DirectIo.OFF) as file:
+        section = file.map(4096, 4000)
+        crcs.array()[1] = native.crc32c(np.frombuffer(content, np.uint8)[4096:8096])
+        engine.wait(engine.verify_mapped(file, 4096, section, crcs, 1))
+        with path.open("r+b") as plain:
+            plain.seek(5000)
+            plain.write(bytes([content[5000] ^ 1]))
+        ticket = engine.verify_mapped(file, 4096, section, crcs, 1)
+        with pytest.raises(native.ChecksumMismatch) as caught:
+            engine.wait(ticket)
+        assert (caught.value.path, caught.value.file_offset) == (str(path), 4096)
+        with pytest.raises(OSError, match="end of file") as short:
+            file.map(2 * 4096, 4097)
+        assert (short.value.errno, short.value.filename) == (errno.EIO, str(path))
+    path.unlink()
+    assert section.contiguous
+    assert section.array().tobytes()[1000:] == content[5096:8096]
+
+
 def test_map_sync_is_off_on_for_real_or_refused(tmp_path: Path) -> None:
     """On a file system that is not DAX, ON is an error that names the file, and AUTO says why it is off."""
     path = tmp_path / "data"

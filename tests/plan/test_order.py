@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tierstore.cache.access import Phase
-from tierstore.errors import BudgetError
-from tierstore.machine_profile import ASSUMED, Cost
+from tierstore.errors import BudgetError, ConfigError
+from tierstore.machine_profile import ASSUMED, Cost, save_profile
 from tierstore.plan.capacity import Setting, capacity
 from tierstore.plan.fitting import Limits, shortest_remedy
 from tierstore.plan.order import choose_order, compare_orders, in_order, order_advice, order_lines
@@ -166,8 +167,8 @@ def test_costs_by_hand(setting: Make) -> None:
     assert advice.startswith("one micro-batch of 4-fold size with checkpoint_activations = block")
 
 
-def test_a_profile_that_says_otherwise_is_heard(setting: Make) -> None:
-    """A run knows no profile, so the plan says what the run will do, and what would be faster."""
+def test_a_profile_that_says_otherwise_is_heard(setting: Make, tmp_path: Path) -> None:
+    """A run knows parallel.profile only, so the plan says what the run will do, and what would be faster."""
     planned = setting({"data.micro_batches": 4, "host_budget": "300KiB"})
     asked = compare_orders(planned, ASSUMED).value
     slow = replace(ASSUMED, machine="a slow disk", disk_mixed=Cost(0.0, 1e5))
@@ -176,6 +177,18 @@ def test_a_profile_that_says_otherwise_is_heard(setting: Make) -> None:
     assert {choice.value for choice in found.values()} == {asked}
     other = found["a slow disk" if asked is MicroOrder.MICRO else "a slow processor"]
     assert "order is faster" in other.reason
+    # A run chooses by its own profile what a plan by it says.
+    own = slow if other is found["a slow disk"] else fast
+    save_profile(own, path := tmp_path / "profile.json")
+    config = replace(planned.config, parallel=replace(planned.config.parallel, profile=path))
+    runs = choose_order(config)
+    assert runs.value is not asked
+    assert "order is faster" not in runs.reason
+    assert runs.facts["layer"].step_s == other.facts["layer"].step_s
+    assert runs.value is compare_orders(replace(planned, config=config), ASSUMED).value
+    gone = replace(config, parallel=replace(config.parallel, profile=tmp_path / "none.json"))
+    with pytest.raises(ConfigError, match=r"parallel\.profile: .*none\.json"):
+        choose_order(gone)
 
 
 def test_plan_tells_the_choice(setting: Make) -> None:

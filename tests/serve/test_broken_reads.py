@@ -56,6 +56,24 @@ def test_a_damaged_expert_ends_its_pass_and_no_other(
     assert replay(trace) == live
 
 
+def test_a_damaged_expert_in_a_mapped_file(served: tuple[Path, torch.Tensor], tmp_path: Path) -> None:
+    """It ends its passes until it is whole; the others are leased meanwhile, and logits are those of copied weights."""
+    store, expected = served
+    mapped = {"io.backend": "pmem", "io.mapped_weights": "on", "host_budget": 1 << 15}
+    trace = tmp_path / "trace"
+    with open_served(serving(store, mapped), trace=trace) as parts:
+        with damaged(parts, 1, 2) as key:
+            for _ in range(3):
+                with refuses(ChecksumError, repr(key), "section weight", "expert.weights"):
+                    leases(parts, 1, [1, 2, 3])
+                assert leases(parts, 1, [1, 3]) == [1, 3]
+        assert torch.equal(logits_of(parts, TOKENS), expected)
+        assert parts.store.mapped.leases > 6
+        stats = parts.store.cache.residency.stats()
+        assert (stats.hits, stats.misses, stats.read_bytes) == (0, 0, 0)
+    assert replay(trace) == stats
+
+
 def test_a_damaged_expert_with_missed_steps(text: Path, tmp_path: Path) -> None:
     store = tmp_path / "store"
     batches, expected = trained(text, store)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import fake_model
@@ -14,8 +15,9 @@ import pytest
 from fake_model import FakeRunner
 from fake_server import prepared, serving
 from refusals import refuses
+from torch import Tensor
 
-from tierstore.errors import StoreError
+from tierstore.errors import PeerError, StoreError
 from tierstore.serve.admission import AnswerError, GenerationRequest, RequestQueue
 from tierstore.serve.api.answers import Answering, EventStream, RequestKind, Shape
 from tierstore.serve.api.metrics import ServerMetrics
@@ -98,6 +100,47 @@ def test_a_server_ends_where_its_model_cannot_be_opened() -> None:
         prepared(room=2, pass_s=0, limits=limits, opens=opens) as fake,
     ):
         fake.run()
+
+
+class LostRunner(FakeRunner):
+    """Its third step, or its third call without sequences, finds that rank 1 has died."""
+
+    left = 3
+
+    def step(self, tokens: Mapping[int, int]) -> dict[int, Tensor]:
+        self.idle()
+        return super().step(tokens)
+
+    def idle(self) -> None:
+        self.left -= 1
+        if not self.left:
+            raise PeerError("all_gather", "its process ended", rank=1)
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_an_engine_ends_with_a_rank(busy: bool) -> None:
+    """The request fails, and is not computed again; without one the engine finds out by itself."""
+
+    @contextmanager
+    def opened() -> Iterator[Running]:
+        with fake_model.opened(LostRunner()) as running:
+            yield replace(running, idle_s=None if busy else 0.01)
+
+    async def run() -> None:
+        limits, metrics = LimitsConfig(), ServerMetrics()
+        with (
+            refuses(PeerError, "rank 1 failed"),
+            ServingEngine(opened, sequences=2, limits=limits, watcher=metrics) as engine,
+        ):
+            if busy:
+                asked = engine.submit(request(8))
+                with refuses(AnswerError, "the server was shut down"):
+                    while True:
+                        await asked.take()
+            while engine.alive:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(run())
 
 
 def test_a_pass_that_is_split_up_is_counted_and_logged(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from launcher import Ranks
-from training_cases import WAYS, check_counts, train, train_holding
+from training_cases import WAYS, check_counts, train, train_holding, uploads
 
 from tierstore.tiers.slots import SlotGradient
 
@@ -36,3 +36,14 @@ def test_gradients_in_bf16_leave_with_half_the_bytes(
     assert bits[0] == bits[1]
     assert left[0] == 2 * left[1] > 0
     assert copied[0] - copied[1] == left[1]  # nothing else leaves with other bytes
+
+
+def test_slots_save_uploads(simulated_ranks: Ranks, tmp_path: Path, text: Path) -> None:
+    """A step has a forward and a backward pass over 12 experts and updates all: 2 * 12 - S copies. No others are saved."""
+    found = [
+        simulated_ranks.run(1, uploads, tmp_path / f"{slots}", slots, str(text))[0] for slots in (6, 9, 12)
+    ]
+    assert [copied for copied, _, _ in found] == [18, 15, 12]
+    fewest, rest = found[-1], found[:-1]
+    for copied, nbytes, expert in rest:
+        assert nbytes - fewest[1] == (copied - fewest[0]) * expert

@@ -87,6 +87,28 @@ def train(mesh: Mesh, store: Path, settings: Mapping[str, Any], text: str) -> Tr
     return (losses, evaluated, crc), simulated.violations() if simulating else {}, counts
 
 
+def uploads(mesh: Mesh, store: Path, slots: int, text: str) -> tuple[int, int, int]:
+    """What a step copies to a device with ``slots``, if each pass reaches all 12 experts: experts, and all bytes. Also an
+    expert's bytes.
+    """
+    torch.set_num_threads(1)
+    settings = {**TINY, "model.top_k": TINY["model.experts"], "prefetch.depth": 0, "data.paths": (text,)}
+    numel = load(TrainConfig, None, settings).model.expert_shape.numel
+    nbytes = DeviceSlots(numel, torch.float32, slots, min(slots, 3)).nbytes
+    config = load(TrainConfig, None, {**settings, "device_budget": nbytes, "store": store})
+    with open_session(config, Opening.CREATE, mesh=mesh) as trainer:
+        cache = trainer.experts.walk.slots
+        assert cache.count == slots
+        trainer.step()
+        simulated.reset()
+        before = cache.copies
+        trainer.step()
+        copied, all_bytes = cache.copies - before, simulated.counts()["h2d.bytes"]
+        trainer.commit()
+    assert not simulated.violations()
+    return copied, all_bytes, 4 * numel
+
+
 def train_holding(
     mesh: Mesh, store: Path, settings: Mapping[str, Any], text: str, gradient: SlotGradient
 ) -> tuple[Trained, int]:

@@ -213,12 +213,14 @@ def export(
             dtype=None if dtype is None else ExportDtype(dtype),
             max_shard_bytes=MAX_SHARD_BYTES if max_shard_size is None else max_shard_size,
             adjustment=None if merge is None else load_adapter(merge, store),
+            announced=lambda account: output.line(account.describe()),
             progress=progress,
         )
     _show_export(done, store, target, time.monotonic() - start, output)
 
 
 def _show_export(done: Exported, store: Path, target: Path, elapsed_s: float, output: Output) -> None:
+    peak = peak_resident_bytes()
     for note in done.notes:
         output.line(note)
     ranks = f", {done.ranks} ranks" if done.ranks > 1 else ""
@@ -226,6 +228,7 @@ def _show_export(done: Exported, store: Path, target: Path, elapsed_s: float, ou
         f"{target}: {done.model_type} at step {done.step}{ranks}; wrote {done.tensors} tensors as {done.dtype.value}, "
         f"{format_bytes(done.nbytes)} in {done.shards} file{'s' * (done.shards > 1)} in {format_seconds(elapsed_s)}"
     )
+    output.line(done.account.compare(peak))
     output.emit(
         {
             "store": store,
@@ -238,6 +241,8 @@ def _show_export(done: Exported, store: Path, target: Path, elapsed_s: float, ou
             "files": done.shards,
             "experts": done.experts,
             "written_bytes": done.nbytes,
+            "memory": done.account.as_json(),
+            "peak_resident_bytes": peak,
             "elapsed_s": elapsed_s,
             "written_bytes_per_s": done.nbytes / elapsed_s,
             "notes": done.notes,

@@ -62,13 +62,15 @@ class _Question:
         None, "--ranks-per-node", "--node-ranks", help="Ranks on one machine (default: all)."
     )
     layouts: bool = option(False, help="Compare all layouts of --ranks: data, expert, tensor, pipeline.")
-    device: DeviceKind = option(DeviceKind.CPU, help="Device that computes.")
+    device: DeviceKind | None = option(
+        None, help="Device that computes (default: cuda for a preset that was published with GPUs, else cpu)."
+    )
     memory: int | None = option(None, help="Memory of one machine (default: this machine's).", size=True)
     disk: int | None = option(
         None, help="Disk space of one machine (default: free space under the store).", size=True
     )
     device_memory: int | None = option(
-        None, help="Memory of one CUDA device (default: not checked).", size=True
+        None, help="Memory of one CUDA device (default: that of a preset's GPU, or not checked).", size=True
     )
     alpha: float | None = option(
         None, help="Share of activated experts, 0 to 1, in SE-MoE's formulas (default: a step's)."
@@ -76,7 +78,7 @@ class _Question:
     profile: Path | None = option(
         None,
         help="Profile measured by `tierstore bench machine`, or the name of a GPU, such as A100 (default: "
-        "parallel.profile, or assumed costs).",
+        "parallel.profile, a preset's GPU, or assumed costs).",
     )
     serve: bool = option(False, help="Plan serving of an imported model at several host budgets.")
     batch: int = option(1, help="With --serve: sequences in a batch.")
@@ -137,10 +139,14 @@ def plan(
     served = _server_settings(overrides) if question.serve else {}
     run = {name: value for name, value in overrides.items() if name not in served or name == "store"}
     loaded = _load(config, preset, model, run, ranks)
+    published = preset if preset and preset.gpu and question.device is not DeviceKind.CPU else None
+    device = question.device or (DeviceKind.CUDA if published else DeviceKind.CPU)
     measured = question.profile or loaded.parallel.profile
-    costs = find_profile(measured) if measured else ASSUMED
+    gpu = published.gpu if published and not measured else None
+    named = Path(gpu) if gpu else measured
+    costs = find_profile(named) if named else ASSUMED
     if question.serve:
-        _show_serving(loaded, question, costs, output, overrides=served)
+        _show_serving(loaded, question, costs, device, output, overrides=served)
         return
     share = question.sharing
     limits = machine_limits(
@@ -148,7 +154,7 @@ def plan(
         sharing=share,
         memory=question.memory,
         disk=question.disk,
-        device=question.device_memory,
+        device=question.device_memory or (published.gpu_memory if published and gpu else None),
     )
     if (preset or model) is not None and "host_budget" not in overrides and config is None:
         loaded = replace(loaded, host_budget=max(limits.memory // 2, 1))
@@ -162,7 +168,7 @@ def plan(
         limits,
         preset=preset,
         ranks=ranks,
-        device=question.device,
+        device=device,
         profile=costs,
         alpha=question.alpha,
         use=_use(loaded, question.use, question.lora),
@@ -329,6 +335,7 @@ def _show_serving(
     config: TrainConfig,
     question: _Question,
     costs: Profile,
+    device: DeviceKind,
     output: Output,
     *,
     overrides: Mapping[str, object],
@@ -357,7 +364,7 @@ def _show_serving(
     if not budgets and "host_budget" in overrides:
         budgets = [served.host_budget]
     made = plan_serving(
-        spec, work, costs, budgets=budgets, config=served, device=question.device, stored=stored
+        spec, work, costs, budgets=budgets, config=served, device=device, stored=stored
     )
     routing = "even routing (no --trace)" if question.trace is None else f"the passes of {question.trace}"
     rows = [

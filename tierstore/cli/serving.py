@@ -1,7 +1,7 @@
 """``tierstore generate`` and ``serve``: generate text, or serve it over HTTP, from a store within a memory budget.
 
 The first SIGINT or SIGTERM ends ``generate`` after the pass in progress, with the text so far and its table, and drains a
-server. A second one exits at once.
+server. A second one exits at once. Under ``torchrun`` rank 0 does so for all ranks, and it alone prints and listens.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,17 +34,19 @@ from tierstore.cli.options import (
     set_option,
     timeline_option,
 )
-from tierstore.cli.output import Output
+from tierstore.cli.output import Output, OutputMode
 from tierstore.config import load
 from tierstore.deploy.records import DEPLOYMENT_NAME
 from tierstore.errors import ConfigError
 from tierstore.machine import MemoryAccount, peak_resident_bytes
+from tierstore.parallel.layout import RankEnvironment
 from tierstore.serve.config import ServeConfig
 from tierstore.timeline import open_timeline
 from tierstore.units import format_bytes, format_seconds, printable
 
 if TYPE_CHECKING:  # these import torch, which --help must not load
     from tierstore.model.spec import ModelSpec
+    from tierstore.parallel import Mesh
     from tierstore.serve.api.metrics import ServerMetrics
     from tierstore.serve.batch import BatchRunner
     from tierstore.serve.engine import ServingEngine
@@ -62,6 +64,18 @@ def _served(store: Path, file: Path | None, overrides: Mapping[str, object], out
             f"settings from {store / DEPLOYMENT_NAME}: {', '.join(used) or 'none, options override all of them'}"
         )
     return load(ServeConfig, file, {**deployed, **overrides})
+
+
+def _first_rank(output: Output) -> Output:
+    """``output`` on rank 0, silence on the others."""
+    return Output(OutputMode.SILENT) if RankEnvironment.from_environment().rank else output
+
+
+def _launched(config: ServeConfig) -> AbstractContextManager[Mesh]:
+    """This process among the ranks that torchrun started, if any."""
+    from tierstore.parallel import ParallelConfig, launch
+
+    return launch(ParallelConfig(), device=config.device)
 
 
 # tierstore generate -----------------------------------------------------------------------------------------
@@ -117,8 +131,10 @@ def generate(
     """Generate text with the model in STORE, trained or imported.
 
     Experts stay on disk; those used most are cached in memory (--memory, or --host-budget for experts alone). A single text
-    is streamed; several are printed when all have ended. A table follows. With --json texts and table go to stderr.
+    is streamed; several are printed when all have ended. A table follows. With --json texts and table go to stderr. Under
+    torchrun the ranks share experts and sequences; budgets are per rank.
     """
+    output = _first_rank(output)
     overrides = config_overrides(settings, {"store": store, **given})
     for key in overrides:
         if key.startswith("limits."):
@@ -127,19 +143,25 @@ def generate(
     from tierstore.serve.generating import TextGenerator
     from tierstore.serve.language import open_language
     from tierstore.serve.opening import open_runner, open_served, read_stored
+    from tierstore.train.ranks import rank_file
 
-    spec = read_stored(store).spec
-    language = open_language(spec)
-    for line in language.lines:
-        output.line(line)
-    texts = _texts(wanted, language)
-    config = _sized(config, texts, spec)
-    with (
-        Interrupts.install() as interrupts,
-        open_timeline(timeline) as sink,
-        open_served(config, trace=record_trace, timeline=sink) as parts,
-    ):
+    with Interrupts.install() as interrupts, ExitStack() as stack:
+        mesh = stack.enter_context(_launched(config))
+        rank = mesh.world.rank
+        spec = read_stored(store, mesh).spec
+        language = open_language(spec)
+        for line in language.lines:
+            output.line(line)
+        texts = _texts(wanted, language)
+        sink = stack.enter_context(open_timeline(rank_file(timeline, rank)))
+        config = _sized(config, texts, spec)
+        trace = rank_file(record_trace, rank)
+        parts = stack.enter_context(open_served(config, mesh, trace=trace, timeline=sink))
         runner = open_runner(parts)
+        if rank:
+            runner.follow()
+            parts.store.end_trace()
+            return
         account = parts.account(runner.model.context)
         _announce(parts, runner, account, output)
         alone = len(texts) == 1
@@ -150,6 +172,7 @@ def generate(
             stopped=lambda: interrupts.requested,
         )
         generator.run(texts)
+        runner.end()
         output.write("\n" if alone else "".join(f"[{index}] {one.text}\n" for index, one in enumerate(texts)))
         if any(made.reasoning and not made.text for made in texts):
             output.line("a text is empty: all of its tokens are reasoning, which --json shows")
@@ -204,7 +227,9 @@ def _announce(parts: ServedParts, runner: BatchRunner, account: MemoryAccount, o
         f"model: {architecture.parameters / 1e6:.1f} M parameters, {architecture.records} experts in "
         f"{len(spec.moe_layers)} layers, {spec.compute_dtype.value}, on {parts.device}"
     )
-    sequences, context = parts.config.batch.sequences, runner.model.context
+    if (ranks := parts.ranks_line) is not None:
+        output.line(ranks)
+    sequences, context = runner.sequences, runner.model.context
     several = "s" * (sequences > 1)
     output.line(f"{account.describe()}; at most {sequences} sequence{several} of {context} tokens")
     output.line(f"batch: {runner.describe()}")
@@ -264,6 +289,8 @@ def _result(
         "steps": totals.steps,
         "hits": stats.hits,
         "misses": stats.misses,
+        "mapped_count": parts.store.mapped.leases,
+        "mapped_bytes": parts.store.mapped.leased_bytes,
         "read_bytes": stats.read_bytes,
         "prefetch_read_bytes": stats.prefetch_read_bytes,
         "wasted_prefetch_bytes": stats.wasted_prefetch_bytes,
@@ -324,20 +351,32 @@ def serve(
     """Serve the model in STORE, trained or imported, over an OpenAI-compatible API; the path / is a page to try it.
 
     STORE is opened read-only, so several servers may share it. Experts stay on disk; those used most are cached in memory
-    (--memory, or --host-budget for experts alone).
+    (--memory, or --host-budget for experts alone). Under torchrun the ranks share experts and sequences; budgets are per
+    rank.
     """
     for package in ("fastapi", "uvicorn", "prometheus_client"):
         require_package(package, "tierstore serve", extra="serve")
+    output = _first_rank(output)
     served = _served(store, config, config_overrides(settings, {"store": store, **given}), output)
     from tierstore.serve.api.app import Keys, Service
     from tierstore.serve.api.metrics import ServerMetrics
     from tierstore.serve.api.server import ApiServer, ServerLog, is_loopback, listen, url
     from tierstore.serve.engine import ServingEngine
-    from tierstore.serve.opening import open_running
+    from tierstore.serve.opening import open_runner, open_running, open_served
+    from tierstore.train.ranks import rank_file
 
     keys = Keys() if listening.api_keys is None else Keys.read(listening.api_keys)
     metrics, log, begun_s = ServerMetrics(), ServerLog(), time.monotonic()
     with ExitStack() as stack:
+        mesh = stack.enter_context(_launched(served))
+        if rank := mesh.world.rank:
+            stack.enter_context(Interrupts.install())
+            sink = stack.enter_context(open_timeline(rank_file(timeline, rank)))
+            trace = rank_file(record_trace, rank)
+            parts = stack.enter_context(open_served(served, mesh, trace=trace, timeline=sink))
+            open_runner(parts).follow()
+            parts.store.end_trace()
+            return
         bound = stack.enter_context(listen(listening.host, listening.port))
         if not is_loopback(bound) and not keys.required:
             warnings.warn(
@@ -345,7 +384,7 @@ def serve(
                 stacklevel=1,
             )
         engine = ServingEngine(
-            lambda: open_running(served, trace=record_trace, timeline=timeline),
+            lambda: open_running(served, mesh, trace=record_trace, timeline=timeline),
             sequences=served.batch.sequences,
             limits=served.limits,
             watcher=metrics,
@@ -378,6 +417,8 @@ def _totals(engine: ServingEngine, metrics: ServerMetrics, *, seconds: float) ->
         **metrics.totals,
         "hits": counts.hits,
         "misses": counts.misses,
+        "mapped_count": counts.mapped,
+        "mapped_bytes": counts.mapped_bytes,
         "moved_bytes": [{"tier": tier, "moved_bytes": value} for tier, value in counts.moved_bytes.items()],
         "stalls": [{"cause": cause, "stall_s": spent} for cause, spent in counts.stall_s.items()],
         "peak_resident_bytes": peak_resident_bytes(),

@@ -10,6 +10,7 @@ import click
 from tierstore.cli.main import CHECK_FAILED, DONE
 from tierstore.cli.options import NUMBERS, PATH, MemberOf, json_option
 from tierstore.cli.output import Output
+from tierstore.machine import peak_resident_bytes
 from tierstore.parallel.config import ParallelConfig, RowPlacement
 from tierstore.store.format import MomentFormat
 from tierstore.units import format_bytes, format_seconds
@@ -24,8 +25,10 @@ def verify(store: Path, output: Output) -> int:
     """Read and check every record of every snapshot of STORE (all ranks); exit status 1 if any is damaged."""
     start = time.monotonic()
     with output.passing("verify") as progress:
-        from tierstore.store.parameter_store import verify_all
+        from tierstore.store.parameter_store import verify_account, verify_all
 
+        account = verify_account(store)
+        output.line(account.describe())
         report = verify_all(store, progress=progress)
     elapsed_s = time.monotonic() - start
     for failure in report.failures[:_SHOWN_FAILURES]:
@@ -38,6 +41,8 @@ def verify(store: Path, output: Output) -> int:
         f"read {format_bytes(report.bytes_read)} in {format_seconds(elapsed_s)}; "
         + (f"{len(report.failures)} failures" if report.failures else "all intact")
     )
+    peak = peak_resident_bytes()
+    output.line(account.compare(peak))
     if len(report.drives) > 1:
         output.table(
             "Drives",
@@ -59,6 +64,8 @@ def verify(store: Path, output: Output) -> int:
             "sections": report.sections,
             "snapshots": report.snapshots,
             "read_bytes": report.bytes_read,
+            "memory": account.as_json(),
+            "peak_resident_bytes": peak,
             "elapsed_s": elapsed_s,
             "failures": report.failures,
             "drives": report.drives,
@@ -170,12 +177,15 @@ def reshard(
             moments=moments,
             model=stored_spec(store),
             stage_blocks=blocks,
+            announced=lambda account: output.line(account.describe()),
         )
+    peak = peak_resident_bytes()
     elapsed_s = time.monotonic() - start
     output.line(
         f"{target}: step {done.step}, {done.before} to {done.after}, moments {done.moments.value}; wrote {done.records} "
         f"records, {format_bytes(done.nbytes)} in {format_seconds(elapsed_s)}"
     )
+    output.line(done.account.compare(peak))
     output.emit(
         {
             "store": target,
@@ -185,6 +195,8 @@ def reshard(
             "moments": done.moments,
             "records": done.records,
             "written_bytes": done.nbytes,
+            "memory": done.account.as_json(),
+            "peak_resident_bytes": peak,
             "elapsed_s": elapsed_s,
         }
     )

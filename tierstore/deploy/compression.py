@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from tierstore.hf.experts import experts_modules
 from tierstore.hf.exporting import outline_of, write_outline
 from tierstore.hf.manifest import Manifest, ParameterEntry
 from tierstore.hf.spec import stored_spec
-from tierstore.hf.stored_weights import StoredWeights, open_weights
+from tierstore.hf.stored_weights import ExpertRequest, StoredWeights, open_weights
 from tierstore.hf.weights import Bits, Floats, round_bf16
 from tierstore.hf.writing import json_bytes
 from tierstore.model.spec import ModelSpec
@@ -349,6 +350,13 @@ class MergedWeights:
             rows = wide.reshape(self._experts, -1)
             arrays[name] = self._reduced(int(found[1]), rows).reshape(-1, *wide.shape[1:])
         return {**self._weights.small, BUFFERS_KEY: pack_arrays(arrays)}
+
+    def expect(self, order: Sequence[ExpertRequest], experts: int) -> None:
+        """As in ``StoredWeights``, for groups."""
+        groups = [group for group, _ in groupby((layer, expert) for layer, expert, _ in order)]
+        members = [(layer, member) for layer, expert in groups for member in self._groups[layer][expert]]
+        requests = [ExpertRequest(layer, member, masters=True) for layer, member in members]
+        self._weights.expect(requests, self._experts)
 
     def expert_fp32(self, layer: int, expert: int, experts: int) -> Floats:
         """Weights of the group ``expert``; valid until the next one is read."""

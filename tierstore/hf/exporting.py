@@ -1,14 +1,16 @@
 """``tierstore export``: the model of a store as a checkpoint that transformers and others load.
 
-Tensor after tensor goes from the records to its place in the files, so memory holds one expert, one dense unit and some
-buffers, whatever the size of the model. The store is not changed, except for a commit that was never acknowledged.
+Tensor after tensor goes from the records to its place in the files, so memory holds a dense unit, some buffers, and the
+experts that are read ahead, whatever the size of the model. The store is not changed, except for a commit that was never
+acknowledged.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +25,7 @@ from tierstore.hf.families import FAMILIES
 from tierstore.hf.manifest import MANIFEST_NAME, Manifest, ParameterEntry, Quantization
 from tierstore.hf.mixtral import mixtral
 from tierstore.hf.spec import recorded_lora
-from tierstore.hf.stored_weights import Adjustment, ModelWeights, StoredWeights, open_weights
+from tierstore.hf.stored_weights import Adjustment, ExpertRequest, ModelWeights, StoredWeights, open_weights
 from tierstore.hf.weights import round_bf16, widen_bf16
 from tierstore.hf.writing import (
     MAX_SHARD_BYTES,
@@ -40,6 +42,7 @@ from tierstore.hf.writing import (
     plan_shards,
     write_model,
 )
+from tierstore.machine import MemoryAccount, resident_bytes
 from tierstore.model.config import ComputeDtype, ModelConfig
 from tierstore.model.store_schema import (
     BUFFERS_KEY,
@@ -60,7 +63,9 @@ _MOST_KEPT_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class Exported:
-    """Summary of an export: ``step``, the training step; ``nbytes``, the bytes of values; ``notes``, lines for the user."""
+    """Summary of an export: ``step``, the training step; ``nbytes``, the bytes of values; ``account``, what the process was
+    to hold; ``notes``, lines for the user.
+    """
 
     model_type: str
     dtype: ExportDtype
@@ -70,6 +75,7 @@ class Exported:
     shards: int
     experts: int
     nbytes: int
+    account: MemoryAccount
     notes: tuple[str, ...]
 
 
@@ -80,18 +86,23 @@ def export(
     dtype: ExportDtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     adjustment: Adjustment | None = None,
+    announced: Callable[[MemoryAccount], None] = lambda account: None,
     progress: OnProgress = lambda done, total: None,
 ) -> Exported:
     """Writes the model of the store in ``source`` to the directory ``target``.
 
     ``dtype`` None: the type of the source checkpoint (bf16 if it was quantised), or the built-in model's compute type.
-    ``adjustment`` changes the exported weights; None merges the pairs that a LoRA run has trained. ``progress`` receives the
-    bytes of values written so far and the total. Raises StoreError, ConfigError (a built-in model that is no Mixtral),
-    ChecksumError, OSError (a target that exists, a full disk); after a failure nothing exists at ``target``.
+    ``adjustment`` changes the exported weights; None merges the pairs that a LoRA run has trained. ``announced`` receives
+    what the process will hold, ``progress`` the bytes of values written so far and the total. Raises StoreError,
+    ConfigError (a built-in model that is no Mixtral), ChecksumError, OSError (a target that exists, a full disk); after a
+    failure nothing exists at ``target``.
     """
     imported = (source / MODEL_DIRECTORY / MANIFEST_NAME).exists()
     manifest = Manifest.read(source) if imported else None
+    process = resident_bytes()
     with open_weights(source) as weights:
+        account = weights.account(process)
+        announced(account)
         ranks = weights.data_ranks
         if manifest is not None:
             outline = outline_of(source, manifest, ranks, dtype)
@@ -127,6 +138,7 @@ def export(
             shards=len(shards),
             experts=outline.experts * len(layers),
             nbytes=sum(shard.data_bytes for shard in shards),
+            account=account,
             notes=outline.notes,
         )
 
@@ -148,6 +160,7 @@ def write_outline(
     shards = plan_shards([spec for spec, _ in outline.tensors], max_shard_bytes)
     with TensorReader() as reader:
         content = _Content(weights, outline, adjustment, reader)
+        content.expect(tensor for shard in shards for tensor in shard.tensors)
         write_model(target, shards, outline.files, content.of, progress)
     return shards
 
@@ -288,6 +301,26 @@ class _Content:
         self._buffers: dict[str, npt.NDArray[np.generic]] = {}
         if BUFFERS_KEY in weights.small:
             self._buffers = unpack_arrays(weights.small[BUFFERS_KEY], where="the buffers of the last commit")
+
+    def expect(self, tensors: Iterable[TensorSpec]) -> None:
+        """``of`` will be called with ``tensors``, in this order: their experts are read ahead."""
+        order: list[tuple[int, int, str]] = []
+        kept: set[str] = set()
+        for tensor in tensors:
+            origin = self._origins[tensor.name]
+            if not isinstance(origin, ExpertValues) or tensor.name in kept:
+                continue
+            if len(origin.experts) > 1:
+                kept.update(name for name, _ in self._small.get((origin.layer, tensor.dtype), ()))
+            order += [(origin.layer, expert, tensor.dtype) for expert in origin.experts]
+        masters = self._adjustment is not None
+        self._weights.expect(
+            [
+                ExpertRequest(layer, expert, masters or dtype == "F32")
+                for (layer, expert, dtype), _ in groupby(order)
+            ],
+            self._outline.experts,
+        )
 
     def of(self, tensor: TensorSpec) -> Iterator[Bytes]:
         """The values of ``tensor``, in pieces. Raises ChecksumError, StoreFormatError, OSError."""

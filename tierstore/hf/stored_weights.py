@@ -6,10 +6,11 @@ Reading changes no record and no file. Steps that an expert missed are replayed 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -18,14 +19,24 @@ from tierstore._native import Buffer, Priority
 from tierstore.dense import UnitLayout
 from tierstore.errors import StoreFormatError
 from tierstore.hf.weights import Bits, Floats, round_bf16, widen_bf16
+from tierstore.hf.writing import WINDOW_BYTES
+from tierstore.machine import MemoryAccount
 from tierstore.model.store_schema import TrainState, expert_key, with_all_buffers
 from tierstore.parallel import ExpertBlocks
 from tierstore.quant.layout import dequantize
 from tierstore.store.core import StoreCore
-from tierstore.store.disk.extents import scratch_buffers
-from tierstore.store.format import Group, RecordSchema, WeightFormat
+from tierstore.store.disk.extents import Scratch, ahead_bytes, read_ahead, scratch_buffers
+from tierstore.store.format import Group, GroupLayout, Placement, RecordSchema, WeightFormat
 from tierstore.store.index.live import LiveRecord
 from tierstore.train.stored_model import open_ranks
+
+
+class ExpertRequest(NamedTuple):
+    """An expert to be read: its masters, or the weights of a forward pass."""
+
+    layer: int
+    expert: int
+    masters: bool
 
 
 class Adjustment(Protocol):
@@ -40,9 +51,45 @@ class ModelWeights(Protocol):
 
     @property
     def small(self) -> Mapping[str, bytes]: ...
+    def expect(self, order: Sequence[ExpertRequest], experts: int) -> None: ...
     def expert_fp32(self, layer: int, expert: int, experts: int) -> Floats: ...
     def expert_bf16(self, layer: int, expert: int, experts: int) -> Bits: ...
     def dense(self, layout: UnitLayout, index: int) -> Iterator[Floats]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A record that is being read to ``sections``."""
+
+    core: StoreCore
+    schema: RecordSchema
+    sections: list[Buffer]
+    tickets: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Located:
+    """The ``groups`` to read of a record in the store of its rank; ``behind``: whether it has missed steps."""
+
+    core: StoreCore
+    live: LiveRecord
+    groups: Sequence[Group]
+    behind: bool
+
+    def nbytes(self) -> int:
+        return sum(self.live.schema.layout(group).slot_bytes for group in self.groups)
+
+    def read(self, scratch: Scratch) -> _Read:
+        """Queues the read, and the replay of missed steps, in memory of ``scratch``."""
+        sections: list[Buffer] = []
+        tickets: list[int] = []
+        for group in self.groups:
+            into = scratch(self.live.schema.layout(group))
+            sections += into
+            tickets.append(self.live.read(group, into, (), Priority.DEMAND))
+        if self.behind:
+            tickets = [self.core.optimizer.replay_copy(self.live, sections, after=tickets)]
+        return _Read(self.core, self.live.schema, sections, tickets)
 
 
 @dataclass
@@ -55,7 +102,10 @@ class StoredWeights:
     small: Mapping[str, bytes]
     expert_ranks: int
     stages: int = 1
-    _scratch: dict[tuple[str, Group], list[Buffer]] = field(default_factory=dict)
+    _scratch: dict[GroupLayout, list[Buffer]] = field(default_factory=dict)
+    #: The records that are expected, and their reads.
+    _expected: deque[tuple[str, bool]] = field(default_factory=deque)
+    _reads: Iterator[_Read] = field(default_factory=lambda: iter(()))
     _unit: tuple[str, list[Floats]] = ("", [])
 
     @property
@@ -68,6 +118,29 @@ class StoredWeights:
         count = self.data_ranks
         stages = [self.stores[begin : begin + count] for begin in range(0, len(self.stores), count)]
         return next((stage for stage in stages if any(key in core.records for core in stage)), stages[0])
+
+    def account(self, process: int) -> MemoryAccount:
+        """What an export of the weights will hold. ``process``: bytes that the process held before the stores were open."""
+        experts, dense, caches = list[tuple[int, int]](), [0], 0
+        for core in self.stores:
+            caches += core.arena.nbytes
+            counts = core.records.counts()
+            for schema in core.extents.schemas:
+                if schema.placement is Placement.CACHED:
+                    experts.append((schema.nbytes * counts[schema.name], schema.nbytes))
+                else:
+                    dense.append(schema.layout(Group.WEIGHTS).slot_bytes)
+        total, largest = sum(nbytes for nbytes, _ in experts), max((each for _, each in experts), default=0)
+        return MemoryAccount(
+            {
+                "process": process,
+                "host caches": caches,
+                "reads ahead": ahead_bytes(total, largest),
+                "an expert, converted": largest,
+                "dense parameters": 2 * max(dense) * self.data_ranks,
+                "buffers of files": 2 * WINDOW_BYTES,
+            }
+        )
 
     # Experts ------------------------------------------------------------------------------------------------
 
@@ -100,28 +173,37 @@ class StoredWeights:
         wide = schema.weight_format is WeightFormat.FP32
         return round_bf16(weight.view(np.float32)) if wide else weight.view(np.uint16)
 
+    def expect(self, order: Sequence[ExpertRequest], experts: int) -> None:
+        """The experts (of ``experts`` in each layer) that will be asked for next, in this order: they are read ahead. Any
+        other record is read when it is asked for.
+        """
+        self._expected = deque((expert_key(layer, expert), masters) for layer, expert, masters in order)
+        located = (self._locate(expert_key(layer, e), e, experts, masters) for layer, e, masters in order)
+        self._reads = read_ahead(located, _Located.nbytes, _Located.read)
+
     def _record(
         self, key: str, expert: int, experts: int, *, masters: bool
     ) -> tuple[RecordSchema, list[Buffer]]:
         """The sections of the weights, and of the moments if the masters or missed steps need them."""
+        if self._expected and self._expected[0] == (key, masters):
+            self._expected.popleft()
+            read = next(self._reads)
+        else:
+            read = self._locate(key, expert, experts, masters).read(self._own_scratch)
+        read.core.wait(read.tickets)
+        return read.schema, read.sections
+
+    def _locate(self, key: str, expert: int, experts: int, masters: bool) -> _Located:
         core = self._stage_of(key)[ExpertBlocks(experts, self.expert_ranks).owner(expert)]
         live = _live(core, key)
         schema, behind = live.schema, core.optimizer.behind(live) > 0
-        groups = schema.groups[:1]
-        if behind or (masters and schema.weight_format is WeightFormat.SPLIT_BF16):
-            groups = schema.groups
-        sections: list[Buffer] = []
-        tickets: list[int] = []
-        for group in groups:
-            if (schema.name, group) not in self._scratch:
-                self._scratch[schema.name, group] = scratch_buffers(schema.layout(group))
-            into = self._scratch[schema.name, group]
-            sections += into
-            tickets.append(live.read(group, into, (), Priority.DEMAND))
-        if behind:
-            tickets = [core.optimizer.replay_copy(live, sections, after=tickets)]
-        core.wait(tickets)
-        return schema, sections
+        whole = behind or (masters and schema.weight_format is WeightFormat.SPLIT_BF16)
+        return _Located(core, live, schema.groups if whole else schema.groups[:1], behind)
+
+    def _own_scratch(self, layout: GroupLayout) -> list[Buffer]:
+        if layout not in self._scratch:
+            self._scratch[layout] = scratch_buffers(layout)
+        return self._scratch[layout]
 
     # Dense parameters ---------------------------------------------------------------------------------------
 

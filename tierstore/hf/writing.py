@@ -39,7 +39,7 @@ METADATA = {"format": "pt"}
 
 #: Marks a directory as an incomplete export of tierstore.
 _MARKER = ".tierstore-export"
-_WINDOW_BYTES = 8 << 20
+WINDOW_BYTES = 8 << 20
 
 Bytes = npt.NDArray[np.uint8]
 #: Called with the bytes of values written so far and the total.
@@ -265,7 +265,7 @@ class StreamFile:
             self._direct = False
             self._fd = os.open(path, flags, 0o666)
         # Two buffers: one is filled while the other is written.
-        self._windows = [mmap.mmap(-1, _WINDOW_BYTES) for _ in range(2)]
+        self._windows = [mmap.mmap(-1, WINDOW_BYTES) for _ in range(2)]
         self._current, self._filled, self._offset = 0, 0, 0
         self._writing: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="export")
@@ -284,12 +284,12 @@ class StreamFile:
         view = data.data
         at = 0
         while at < len(view):
-            count = min(len(view) - at, _WINDOW_BYTES - self._filled)
+            count = min(len(view) - at, WINDOW_BYTES - self._filled)
             self._windows[self._current][self._filled : self._filled + count] = view[at : at + count]
             self._filled += count
             at += count
-            if self._filled == _WINDOW_BYTES:
-                self._flush(_WINDOW_BYTES)
+            if self._filled == WINDOW_BYTES:
+                self._flush(WINDOW_BYTES)
         self.nbytes += len(view)
 
     def finish(self) -> None:

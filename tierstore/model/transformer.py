@@ -129,14 +129,16 @@ class Transformer(nn.Module):
         self.embedding: nn.Parameter
         if self.begins:
             generator = keyed_generator(config.seed, "embedding")
-            self.embedding = _table(config, embedding, std=0.02 if tied else 0.2, generator=generator)
+            std = _head_std(config) if tied else 0.2
+            self.embedding = _table(config, embedding, std=std, generator=generator)
         self.blocks = nn.ModuleList(_block(config, layer, make, mesh, ledger) for layer in self.layers)
         self.norm: RMSNorm
         if self.ends:
             self.norm = RMSNorm(config.d_model, config.norm_eps)
         self.head: nn.Parameter | None = None
         if self.ends and not tied:
-            self.head = _table(config, head, std=0.02, generator=keyed_generator(config.seed, "head"))
+            generator = keyed_generator(config.seed, "head")
+            self.head = _table(config, head, std=_head_std(config), generator=generator)
         #: Tasks' own output heads, by task name.
         self.heads = nn.ParameterDict()
         _shrink_residual_weights(self, config.n_layers)
@@ -230,7 +232,8 @@ class Transformer(nn.Module):
         """Gives each of ``tasks`` its own output head; call it before ``dense_units``. Returns them by record name."""
         for task in tasks:
             head = torch.empty(self.config.vocab_size, self.config.d_model)
-            nn.init.normal_(head, std=0.02, generator=keyed_generator(self.config.seed, "head", task))
+            generator = keyed_generator(self.config.seed, "head", task)
+            nn.init.normal_(head, std=_head_std(self.config), generator=generator)
             self.heads[task] = nn.Parameter(head)
         return {f"head.{task}": head for task, head in self.heads.items()}
 
@@ -420,6 +423,13 @@ def _divided_tables(
         return DividedTable(table, mesh.data, charge)
 
     return divided(partition.embedding), divided(partition.head)
+
+
+def _head_std(config: ModelConfig) -> float:
+    """Standard deviation of an output head's initial weights. Above a width of 256 that of the first logits stays 0.32,
+    so that the first loss is that of a uniform guess.
+    """
+    return min(0.02, 0.32 / math.sqrt(config.d_model))
 
 
 def _table(

@@ -152,7 +152,7 @@ def combine_outputs(rows_ND: Tensor, place_TK: Tensor, weight_TK: Tensor) -> Ten
     """
     tokens, top_k = place_TK.shape
     weighted = rows_ND.index_select(0, place_TK.reshape(-1)) * weight_TK.reshape(-1, 1)
-    return weighted.view(tokens, top_k, -1).sum(dim=1).to(rows_ND.dtype)
+    return weighted.view(tokens, top_k, rows_ND.shape[1]).sum(dim=1).to(rows_ND.dtype)
 
 
 def gradients_of_outputs(grad_TD: Tensor, plan: Dispatch, weight_TK: Tensor) -> Tensor:

@@ -107,7 +107,7 @@ class JointSource(ExpertSource, Protocol):
 
 class ExpertBarrier(Protocol):
     """Where the calls of several passes for the experts of one layer are joined: those of a step's micro-batches in layer
-    order (``train.layer_order.LayerOrder``), or of the groups of a served batch (``serve.batch.LockstepPasses``).
+    order (``train.layer_order.LayerOrder``), or of the groups of a served batch (``serve.passes.LockstepPasses``).
 
     Each pass runs in its own greenlet. Its call switches to the barrier's, and returns when all passes have called::
 

@@ -95,7 +95,8 @@ class ParallelConfig:
     profile: Path | None = field(
         default=None,
         metadata={
-            "help": "profile by bench machine whose costs an auto pipeline_degree uses (none: probed at the start)"
+            "help": "profile by bench machine whose costs an auto data.micro_order and an auto pipeline_degree use; the former "
+            "also takes the name of a GPU, such as A100 (none: assumed, and probed at the start)"
         },
     )
     elastic: Elastic = field(
@@ -156,11 +157,6 @@ class ParallelConfig:
         if self.pipeline_degree < 1 and not self.auto_degree:
             raise ConfigError(
                 f"parallel.pipeline_degree: expected auto, auto-split or at least 1, got {self.pipeline_degree}"
-            )
-        if self.profile is not None and not self.auto_degree:
-            raise ConfigError(
-                f"parallel.profile: expected none with parallel.pipeline_degree = {self.pipeline_degree}: only auto uses "
-                "its costs"
             )
         for name in ("timeout_s", "grace_s"):
             value = getattr(self, name)

@@ -4,7 +4,8 @@ In micro order each of M micro-batches passes through all layers: experts are fe
 their gradients are stored between micro-batches. In layer order each layer computes all micro-batches: experts are fetched
 as for one micro-batch of M-fold size, gradients are accumulated in place, and dense parameters are gathered once; block
 inputs are kept meanwhile, and every block is recomputed. The bits are the same; only the cost differs. AUTO is decided once,
-before a run, from its configuration alone: layer order if it moves fewer bytes and its step is estimated to be faster.
+before a run, from its configuration alone: layer order if it moves fewer bytes and its step is estimated to be faster, by
+``parallel.profile`` or, without one, by assumed costs.
 
 One micro-batch of M-fold size with block checkpointing moves the same bytes. Its sums have another order, and it keeps
 the graph of a block, and the logits, for all of its tokens.
@@ -16,8 +17,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from tierstore.decision import Decision
-from tierstore.errors import BudgetError
-from tierstore.machine_profile import ASSUMED, Evidence, Profile
+from tierstore.errors import BudgetError, ConfigError, DataError
+from tierstore.machine_profile import ASSUMED, Evidence, Profile, find_profile
 from tierstore.model.config import CheckpointActivations
 from tierstore.plan.capacity import Ranks, Setting, as_configured, capacity
 from tierstore.plan.predict import predict
@@ -89,9 +90,11 @@ def _decision(
 
 
 def choose_order(
-    config: TrainConfig, *, ranks: int = 1, device: DeviceKind = DeviceKind.CPU, profile: Profile = ASSUMED
+    config: TrainConfig, *, ranks: int = 1, device: DeviceKind = DeviceKind.CPU
 ) -> Decision[MicroOrder]:
-    """The order of a run of ``config``: as configured, or AUTO's choice. Depends on the arguments only."""
+    """The order of a run of ``config``: as configured, or AUTO's choice. Depends on the arguments and on
+    ``parallel.profile`` only. Raises ConfigError.
+    """
     asked, count = config.data.micro_order, config.data.micro_batches
     if count == 1:
         return _decision(MicroOrder.MICRO, "one micro-batch", count)
@@ -105,7 +108,16 @@ def choose_order(
         ranks=Ranks(count=ranks, expert=config.parallel.expert),
         device=device,
     )
-    return compare_orders(as_configured(setting), profile)
+    return compare_orders(as_configured(setting), _run_profile(config))
+
+
+def _run_profile(config: TrainConfig) -> Profile:
+    """The profile by which a run of ``config`` chooses."""
+    named = config.parallel.profile
+    try:
+        return ASSUMED if named is None else find_profile(named)
+    except (DataError, OSError) as error:
+        raise ConfigError(f"parallel.profile: {error}") from error
 
 
 def agreed_order(config: TrainConfig, mesh: Mesh) -> Decision[MicroOrder]:
@@ -118,16 +130,18 @@ def agreed_order(config: TrainConfig, mesh: Mesh) -> Decision[MicroOrder]:
 def compare_orders(setting: Setting, profile: Profile) -> Decision[MicroOrder]:
     """The order of ``setting``, with the costs of both orders and of one larger micro-batch by ``profile``.
 
-    AUTO's choice is that of a run, which uses assumed costs.
+    AUTO's choice is that of a run, which knows no other profile than ``parallel.profile``.
     """
     data = setting.config.data
     micro, layer = _costs(setting, profile)
     order, reason = data.micro_order, "as configured"
     if order is MicroOrder.AUTO:
         found, _ = _auto(micro, layer)
-        order, reason = _auto(*((micro, layer) if profile is ASSUMED else _costs(setting, ASSUMED)))
+        own = _run_profile(setting.config)
+        order, reason = _auto(*((micro, layer) if profile == own else _costs(setting, own)))
         if found is not order:
-            reason += f"; by the profile of {profile.machine}, {found.value} order is faster"
+            reason += f"; by the profile of {profile.machine}, {found.value} order is faster: a run takes it if "
+            reason += "parallel.profile names that profile"
     return _decision(order, reason, data.micro_batches, micro, layer, _cost(_whole(setting), profile))
 
 

@@ -19,7 +19,8 @@ class Preset:
     """A published model: its dimensions, parameters and source.
 
     ``published``: the parameter count in the source, rounded to ``unit``. ``settings``: the closest configuration of the
-    built-in model, from which activations are estimated.
+    built-in model, from which activations are estimated. ``gpu``: the GPU of the published speeds, by whose data sheet they
+    are planned unless another profile is given, and ``gpu_memory``, its bytes (None: speeds of no GPU are reproduced).
     """
 
     source: str
@@ -28,6 +29,8 @@ class Preset:
     unit: int
     settings: Mapping[str, object]
     note: str = ""
+    gpu: str | None = None
+    gpu_memory: int | None = None
 
 
 def _settings(**model: object) -> dict[str, object]:
@@ -35,7 +38,9 @@ def _settings(**model: object) -> dict[str, object]:
     return {f"model.{name}": value for name, value in {**model, "compute_dtype": "bf16"}.items()}
 
 
-def _gpt(source: str, published: int, unit: int, note: str, **model: int) -> Preset:
+def _gpt(
+    source: str, published: int, unit: int, note: str, *, gpu: str, gpu_memory: int, **model: int
+) -> Preset:
     """GPT blocks with top-1 routing. ``model``: dimensions by configuration key."""
     return Preset(
         source=source,
@@ -53,6 +58,8 @@ def _gpt(source: str, published: int, unit: int, note: str, **model: int) -> Pre
             **model, d_ff=4 * model["d_model"], top_k=1, activation="gelu", tie_embeddings="tied"
         ),
         note=note,
+        gpu=gpu,
+        gpu_memory=gpu_memory,
     )
 
 
@@ -67,13 +74,15 @@ def _se_moe(experts: int, published: int) -> Preset:
         "seq_len": 1024,
         "moe_every": 1,
     }
-    return _gpt("SE-MoE, Table 1", published, 100_000_000, note, experts=experts, **shape)
+    gpu = {"gpu": "A100", "gpu_memory": 80 * 10**9}
+    return _gpt("SE-MoE, Table 1", published, 100_000_000, note, experts=experts, **shape, **gpu)
 
 
 def _pipeline_moe(published: int, unit: int, note: str, **backbone: int) -> Preset:
     """Section 4.1: 64 experts in place of every other feed-forward network of a GPT-3 backbone."""
     shape = {"vocab_size": 50257, "seq_len": 2048, "experts": 64, "moe_every": 2}
-    return _gpt("Pipeline MoE, Table 2", published, unit, note, **shape, **backbone)
+    gpu = {"gpu": "V100", "gpu_memory": 32 * 10**9}  # the paper gives no memory: the larger of the two V100s
+    return _gpt("Pipeline MoE, Table 2", published, unit, note, **shape, **backbone, **gpu)
 
 
 def _gated(

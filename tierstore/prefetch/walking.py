@@ -1,9 +1,9 @@
 """Execution of an access of the access program: brings its experts, group by group, to where they are computed.
 
-That is the host cache, or the slots of a device (``DeviceCache``). The weights of an expert that a slot holds are not read.
-While the experts of one group are computed, the next ones are copied to the device, then those of coming passes, and the
-following groups and passes are read. Every action is queued on the engine behind those that it needs, so this code waits
-only for weights that a layer is about to use.
+That is the host cache, the slots of a device (``DeviceCache``), or mapped files (``MappedRecords``). Weights that a slot or
+a mapped file has are not read. While the experts of one group are computed, the next ones are copied to the device, then
+those of coming passes, and the following groups and passes are read. Every action is queued on the engine behind those that
+it needs, so this code waits only for weights that a layer is about to use.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from tierstore.store.config import StoreAccess
 from tierstore.store.core import StoreCore
 from tierstore.store.format import Group
 from tierstore.store.index.live import LiveRecord
+from tierstore.store.mapped import MappedWeights
 from tierstore.tiers.device import DeviceTier, WeightLoads
 
 #: Queues the actions that must precede the use of an expert. Arguments: the access, the index in it, the record.
@@ -71,6 +72,8 @@ class AccessWalk:
         self._ledger = ledger
         self._nearest_first = nearest_first
         self.slots = DeviceCache(store, device, records)
+        #: Whether frozen weights are computed with where mapped files have them.
+        self._maps = bool(store.mapped.resolution) and device.loads is WeightLoads.IN_PLACE
         self._by_key = store.config.group_order is GroupOrder.KEY
         #: For the open access: request number here > request number in the host cache's access.
         self._host_unit: dict[int, int] = {}
@@ -157,9 +160,12 @@ class AccessWalk:
     # What is requested of which cache -----------------------------------------------------------------------
 
     def _spared(self, access: Access, records: Sequence[LiveRecord]) -> npt.NDArray[np.bool_]:
-        """Pin the ``records`` that are in slots; returns a mask of them. Experts that a forward pass steps first are
-        excluded, because the step makes their copies stale.
+        """Pin the ``records`` that are in slots; returns a mask of them, or of those in mapped files. Experts that a forward
+        pass steps first are excluded, because the step makes their copies stale.
         """
+        if self._maps:
+            self._store.failures.check()
+            return self._elsewhere(records)
         spared = np.zeros(len(records), np.bool_)
         if self.slots.keeps:
             stepped = (access.flags & np.uint16(Need.DIRTY_WEIGHTS) != 0) & (access.phase is Phase.FORWARD)
@@ -167,8 +173,14 @@ class AccessWalk:
             spared[places] = self.slots.keep([records[place] for place in places.tolist()])
         return spared
 
+    def _elsewhere(self, records: Sequence[LiveRecord]) -> npt.NDArray[np.bool_]:
+        """Which of ``records`` have their weights in slots or mapped files, so that the host cache need not have them."""
+        if self.slots.keeps:
+            return self.slots.holds(records)
+        return np.array([self._mapped(record) is not None for record in records], np.bool_)
+
     def _host_flags(self, flags: Flags, records: Sequence[LiveRecord], held: npt.NDArray[np.bool_]) -> Flags:
-        """``flags`` without the weights of experts ``held`` in slots, except requests that write the weights.
+        """``flags`` without the weights of experts ``held`` elsewhere, except requests that write the weights.
 
         If steps follow, weights that are also in the host cache are still requested: this reads nothing, and the policy sees
         each use. Otherwise it would evict weights that the step is about to need.
@@ -183,9 +195,9 @@ class AccessWalk:
         self, units: list[int], spared: list[int], held: npt.NDArray[np.bool_], *, last: bool
     ) -> tuple[list[int], list[int]]:
         """The requests of a group in the order in which they are served, and those of ``spared`` (requests that need nothing
-        of the host cache) that are left for later groups. Experts in slots come first, unless the order is by key.
+        of the host cache) that are left for later groups. Experts ``held`` come first, unless the order is by key.
         """
-        if not self.slots.keeps:
+        if not (self.slots.keeps or self._maps):
             return units, spared
         if self._by_key:
             now = spared if last else [unit for unit in spared if unit < max(units)]
@@ -220,12 +232,19 @@ class AccessWalk:
             self.slots.release()
 
     def _in_place(self, record: LiveRecord) -> Weights | None:
-        """The weights of ``record`` in the host cache, if they are used in place."""
+        """The weights of ``record`` in a mapped file or the host cache, if they are used in place."""
         if self._device.loads is WeightLoads.COPIED:
             return None
+        if (mapped := self._mapped(record)) is not None:
+            return self._device.in_place(mapped.weights)
         return self._device.in_place(self._cache.sections(record.entry(Group.WEIGHTS))[0])
 
+    def _mapped(self, record: LiveRecord) -> MappedWeights | None:
+        return self._store.mapped.find(record) if self._maps else None
+
     def _ready(self, record: LiveRecord) -> list[int]:
+        if (mapped := self._mapped(record)) is not None:
+            return [mapped.checked] if mapped.checked else []
         return self._cache.ready(record.entry(Group.WEIGHTS))
 
     def _records_of(self, asked: Access | Speculation) -> list[LiveRecord]:
@@ -240,8 +259,15 @@ class AccessWalk:
         return 1 if fetched is not None and fetched.speculative else 2
 
     def _wait_in_place(self, record: LiveRecord, layer: int) -> None:
-        """Wait for weights that are used in the host cache. Raises ChecksumError, OSError."""
-        if ready := self._ready(record):
+        """Wait for weights that are used in a mapped file or the host cache. Raises ChecksumError, OSError."""
+        if (mapped := self._mapped(record)) is not None:
+            try:
+                self.wait(self._ready(record), layer, Tier.NVME, Cause.DEMAND_READ)
+            except (StoreError, OSError):
+                self._store.mapped.forget(record)
+                raise
+            self._store.mapped.count(mapped)
+        elif ready := self._ready(record):
             self._wait_again(ready, record, layer)
             self._cache.mark_ready(record.entry(Group.WEIGHTS))
 
@@ -284,13 +310,13 @@ class AccessWalk:
     # Speculation --------------------------------------------------------------------------------------------
 
     def _prefetch(self, ahead: Speculation) -> int:
-        """Prefetch what a coming pass needs and no slot holds; copies are queued when slots become free. Returns the length
-        of the covered prefix of its experts.
+        """Prefetch what a coming pass needs and neither slots nor mapped files have; copies are queued when slots become
+        free. Returns the length of the covered prefix of its experts.
         """
         records = self._records_of(ahead)
         flags = ahead.flags
-        if self.slots.keeps:
-            flags = self._host_flags(flags, records, self.slots.holds(records))
+        if self.slots.keeps or self._maps:
+            flags = self._host_flags(flags, records, self._elsewhere(records))
         asked = np.flatnonzero(flags & np.uint16(_NEEDS))
         taken = len(records)
         if len(asked):

@@ -10,6 +10,8 @@
     dense.py       dense parameters: loading, fast products of few rows, compiled graphs
     model.py       forward passes with a cache of keys and values
     batch.py       sequences that join and leave: one padded batch, or batch-invariant passes
+    passes.py      forward passes side by side, which meet at the experts, on one rank or several
+    ranks.py       the sequences of a batch divided over ranks
     language.py    text to tokens and back; stop strings
     sampling.py    chooses the next token
     generating.py  continues texts as the batch has room: ``tierstore generate``

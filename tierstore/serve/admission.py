@@ -224,13 +224,14 @@ class RequestQueue:
         with self._changed:
             return sum(len(one.prompt) for one in self._waiting)
 
-    def wait(self) -> bool:
-        """Wait for a request; False if the queue is empty and accepts no more."""
+    def wait(self, most_s: float | None = None) -> bool:
+        """Wait for a request, for at most ``most_s`` seconds; False if the queue is empty and accepts no more."""
         with self._changed:
             while not self._waiting:
                 if self._state is not _State.OPEN:
                     return False
-                self._changed.wait()
+                if not self._changed.wait(most_s):
+                    break
             return True
 
     def drain(self) -> None:

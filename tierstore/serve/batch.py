@@ -11,20 +11,18 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property, partial
 
 import torch
-from greenlet import greenlet
 from torch import Tensor
 
 from tierstore.cache.access import SEQUENCES
 from tierstore.errors import BudgetError
 from tierstore.moe.computing import ExpertPass
 from tierstore.moe.guessing import PASS_DRIFT, StreamDrift
-from tierstore.moe.joint import forward_together
-from tierstore.moe.source import ExpertSourceRef
+from tierstore.parallel import RankGroup
 from tierstore.serve.experts import ServedExperts, ServingPhase
 from tierstore.serve.model import (
     LayeredCache,
@@ -35,6 +33,8 @@ from tierstore.serve.model import (
     select_rows,
     why_apart,
 )
+from tierstore.serve.passes import Called, LockstepPasses
+from tierstore.serve.ranks import ServedRanks
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,61 +89,6 @@ def requesters_of(calls: Sequence[ExpertPass], bits: Sequence[Sequence[int]]) ->
                     expert = bisect_right(plan.offsets, place) - 1
                     found[expert] = found.get(expert, 0) | bit
     return found
-
-
-ExpertCall = tuple[Tensor, Tensor, ExpertPass]
-#: Receives the calls of a layer, one from each pass, before its experts are leased.
-Called = Callable[[Sequence[ExpertPass]], None]
-
-
-class LockstepPasses:
-    """Runs forward passes side by side over a model whose experts are leased through ``slot``.
-
-    Each pass runs in its own greenlet, like the micro-batches of a step in layer order. It stops where it calls experts;
-    when all passes have stopped, the experts that any of them needs are leased once, and the rows of each pass are computed
-    separately. So a pass has the same bits as if it were alone.
-    """
-
-    def __init__(self, slot: ExpertSourceRef) -> None:
-        self._slot = slot
-
-    def run(self, passes: Sequence[Callable[[], Tensor]], called: Called | None = None) -> list[Tensor]:
-        """Run ``passes`` of one model, which all call experts of the same layers; return their results.
-
-        If a pass or the source raises, all passes end, and the error is raised.
-        """
-        if len(passes) == 1 and called is None:
-            return [passes[0]()]
-        lanes = [greenlet(each) for each in passes]
-        self._slot.barrier = self
-        try:
-            return self._run(lanes, called)
-        finally:
-            self._slot.barrier = None
-            for lane in lanes:
-                if not lane.dead:
-                    lane.throw()  # ends the pass, which closes what it has open
-
-    def compute(self, x_TD: Tensor, weight_TK: Tensor, call: ExpertPass) -> Tensor:
-        """The experts' results for the current pass, which stops here until they are computed (``ExpertBarrier``)."""
-        # To ``_run``, which goes on with the next pass, and comes back when all are here and their experts are computed.
-        parent = greenlet.getcurrent().parent
-        assert parent is not None
-        result: Tensor = parent.switch((x_TD, weight_TK, call))
-        return result
-
-    def _run(self, lanes: Sequence[greenlet], called: Called | None) -> list[Tensor]:
-        stops: list[ExpertCall | Tensor] = [lane.switch() for lane in lanes]
-        while calls := [stop for stop in stops if not isinstance(stop, Tensor)]:
-            if len(calls) < len(lanes):
-                raise RuntimeError("some passes of a model ended while others call experts")
-            stops.clear()
-            if called is not None:
-                called([call for _, _, call in calls])
-            results = forward_together(self._slot, calls)
-            del calls
-            stops.extend(lane.switch(results.pop(0)) for lane in lanes)
-        return [stop for stop in stops if isinstance(stop, Tensor)]
 
 
 @dataclass(slots=True, eq=False)
@@ -207,9 +152,12 @@ class BatchRunner:
         sequences: int,
         device: torch.device | None = None,
         requesters: SequenceBits | None = None,
+        ranks: RankGroup | None = None,
     ) -> None:
         """With ``requesters``, ``experts`` is told which sequences request each expert. Of a prompt only the last token
         counts: a prompt requests most of a layer, but its last token predicts the next requests.
+
+        ``ranks``: the sequences are divided over them (``serve/ranks.py``), and ``passes`` are ``JointPasses``.
         """
         self.model = model
         self.sequences = sequences
@@ -217,6 +165,8 @@ class BatchRunner:
         self._passes = passes
         self._device = device or torch.device("cpu")
         self._requesters = requesters
+        self._ranks = ServedRanks(ranks or RankGroup.alone())
+        #: The groups of this rank's sequences.
         self._groups: list[SequenceGroup] = []
         #: The length of each sequence in tokens, by its number, in the order in which they joined.
         self._lengths: dict[int, int] = {}
@@ -246,18 +196,21 @@ class BatchRunner:
         self._check_prompts(prompts)
         if not prompts:
             return []
+        self._ranks.send(("join", prompts))
         first = self._joined
-        parts = self._parts(range(len(prompts)))
+        numbers = range(first, first + len(prompts))
+        self._ranks.update([*self._lengths, *numbers])
+        parts = self._parts([row for row, number in enumerate(numbers) if self._ranks.owns(number)])
         groups, tokens = [], []
         for part in parts:
             group, tokens_BT = self._new_group([first + row for row in part], [prompts[row] for row in part])
             groups.append(group)
             tokens.append(tokens_BT)
-        called = self._called(groups, [*self._lengths, *range(first, first + len(prompts))])
-        logits = self._forward(ServingPhase.PREFILL, groups, tokens, called)
+        called = self._called(groups, [*self._lengths, *numbers])
+        logits = self._forward(ServingPhase.PREFILL, groups, tokens, called, numbers)
         self._joined += len(prompts)
         self._groups += groups
-        self._lengths.update((first + row, len(prompt)) for row, prompt in enumerate(prompts))
+        self._lengths.update(zip(numbers, map(len, prompts), strict=True))
         return [Joined(number, logits[number]) for number in sorted(logits)]
 
     @torch.inference_mode()
@@ -268,6 +221,7 @@ class BatchRunner:
         self._check_tokens(tokens)
         if not tokens:
             return {}
+        self._ranks.send(("step", tokens))
         lengths = {number: length + (number in tokens) for number, length in self._lengths.items()}
         taken = self._take(set(tokens))
         # A pass changes the caches, so its sequences return to the batch only if it succeeds.
@@ -279,7 +233,8 @@ class BatchRunner:
             group.mask_BS = torch.cat((group.mask_BS, group.mask_BS.new_ones(len(group.numbers), 1)), dim=1)
             tokens_B = [tokens[number] for number in group.numbers]
             passes.append(torch.tensor(tokens_B, device=self._device).unsqueeze(1))
-        logits = self._forward(ServingPhase.DECODE, groups, passes, self._called(groups, lengths))
+        called = self._called(groups, lengths)
+        logits = self._forward(ServingPhase.DECODE, groups, passes, called, list(tokens))
         self._groups += groups
         self._lengths = lengths
         return logits
@@ -296,6 +251,7 @@ class BatchRunner:
     def leave(self, number: int) -> None:
         """Remove a sequence and free its memory. Raises KeyError if it is not in the batch."""
         del self._lengths[number]
+        self._ranks.send(("leave", number))
         for group in self._groups:
             if number in group.numbers:
                 rows = [row for row, each in enumerate(group.numbers) if each != number]
@@ -304,6 +260,20 @@ class BatchRunner:
                 else:
                     self._groups.remove(group)
                 return
+
+    def idle(self) -> None:
+        """Without sequences on several ranks: find out whether the others are alive. Raises PeerError."""
+        self._ranks.send(("idle",))
+
+    def end(self) -> None:
+        """End ``follow`` on the other ranks. Raises PeerError."""
+        self._ranks.send(None)
+
+    def follow(self) -> None:
+        """On a rank other than 0: make the calls of the runner of rank 0, until its ``end``. Raises PeerError."""
+        while (call := self._ranks.receive()) is not None:
+            name, *arguments = call
+            getattr(self, name)(*arguments)
 
     def _called(self, groups: Sequence[SequenceGroup], batch: Collection[int]) -> Called | None:
         """A callback that tells ``experts`` which sequences of ``groups`` request which experts; None without requesters."""
@@ -319,8 +289,11 @@ class BatchRunner:
         groups: Sequence[SequenceGroup],
         tokens: Sequence[Tensor],
         called: Called | None,
+        numbers: Sequence[int],
     ) -> dict[int, Tensor]:
-        """Run the passes of ``groups`` over ``tokens``; return the logits (V,) by sequence."""
+        """Run the passes of ``groups`` over ``tokens``; return the logits (V,) of the sequences ``numbers``, those of all
+        ranks.
+        """
         self._experts.begin(phase, sum(each.numel() for each in tokens))
         results = self._passes.run(
             [
@@ -329,11 +302,12 @@ class BatchRunner:
             ],
             called,
         )
-        return {
+        logits = {
             number: logits_V
             for group, logits_BV in zip(groups, results, strict=True)
             for number, logits_V in zip(group.numbers, logits_BV, strict=True)
         }
+        return self._ranks.gather(logits, numbers, self.model.vocabulary, self._device)
 
     def _new_group(
         self, numbers: list[int], prompts: Sequence[Sequence[int]]
@@ -397,11 +371,11 @@ class BatchRunner:
 
     def _parts(self, rows: Sequence[int]) -> list[list[int]]:
         """Divide the prompts ``rows`` into groups."""
-        return [list(rows)]
+        return [list(rows)] if rows else []
 
     def _arranged(self, groups: list[SequenceGroup]) -> list[SequenceGroup]:
         """The groups of a step's pass: ``groups`` merged into one where caches allow it."""
-        if len(groups) == 1 or self.apart:
+        if len(groups) <= 1 or self.apart:
             return groups
         groups.sort(key=lambda group: group.numbers)
         length = max(group.mask_BS.shape[1] for group in groups)

@@ -26,30 +26,44 @@ from tierstore.dense import unit_layouts
 from tierstore.dense.parameters import load_frozen
 from tierstore.hf.experts import experts_modules
 from tierstore.model.interface import Model
-from tierstore.model.store_schema import TrainState
+from tierstore.model.store_schema import TrainState, reading_conditions, table_of
+from tierstore.model.transformer import Transformer
 from tierstore.moe.products import multiplies_at_once, product
 from tierstore.parallel import RankGroup
+from tierstore.parallel.layout import TableRows
 from tierstore.prefetch.predictor import PredictorName
 from tierstore.serve.config import ServeConfig
 from tierstore.store.core import StoreCore
 from tierstore.train.stored_model import stored_fusion
+from tierstore.train.vocabulary import places_of, recorded_placements
 
 
 def load_dense(
-    store: StoreCore, model: Model, state: TrainState, *, compute: torch.dtype, device: torch.device
+    store: StoreCore,
+    model: Model,
+    state: TrainState,
+    *,
+    group: RankGroup,
+    compute: torch.dtype,
+    device: torch.device,
 ) -> None:
     """Load the dense parameters of ``model``, each group once, in the types that passes need, and the model's own state.
 
-    Raises StoreError, ChecksumError, OSError.
+    ``group``: the ranks whose stores have slices of them. It is a collective.
+    Raises StoreError, ChecksumError, PeerError, OSError.
     """
     fusion = stored_fusion(state, where=str(store.directory))
     narrow = model.cast_parameters()
+    tables: dict[tuple[str, int], TableRows] = {}
+    if isinstance(model, Transformer):
+        with reading_conditions(str(store.directory)):
+            placements = recorded_placements(table_of(state.conditions["parallel"]))
+        rows = TableRows(model.config.vocab_size, model.config.d_model, group.size)
+        tables = dict.fromkeys(places_of(model.config, placements), rows)
     # With LoRA pairs on attention, frozen parameters and pairs have separate records.
     for units in (model.frozen_units(), model.dense_units()):
-        layouts = unit_layouts(units, ranks=1, narrow=narrow, fusion=fusion)
-        load_frozen(
-            store, units, layouts, group=RankGroup.alone(), device=device, narrow=narrow, compute=compute
-        )
+        layouts = unit_layouts(units, ranks=group.size, narrow=narrow, fusion=fusion, tables=tables)
+        load_frozen(store, units, layouts, group=group, device=device, narrow=narrow, compute=compute)
     model.module.to(device)  # buffers
     model.load_state(store.committer.state)
 

@@ -4,7 +4,8 @@ One thread opens the model, runs it and closes it; no other thread uses it. Betw
 prefill, of ``limits.prefill_tokens`` tokens or one prompt, so running answers continue while prompts come in.
 
 A pass that fails removes all of its sequences from the batch. Each is then computed again alone, from its prompt and its
-tokens so far (``BatchRunner.resume``): those that fail again end with the error, and the others continue.
+tokens so far (``BatchRunner.resume``): those that fail again end with the error, and the others continue. On several ranks
+a failed pass ends all of them, and the engine with PeerError.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from tierstore.errors import BudgetError, TierstoreError
+from tierstore.errors import BudgetError, PeerError, TierstoreError
 from tierstore.machine import MemoryAccount
 from tierstore.serve.admission import Finish, GenerationRequest, RequestOutcome, RequestQueue, Update
 from tierstore.serve.batch import BatchRunner
@@ -32,11 +33,14 @@ from tierstore.serve.language import Language
 @dataclass(frozen=True, kw_only=True)
 class ModelCounts:
     """Counters of a model's experts since it was opened. ``moved_bytes``: by tier and direction (``nvme read``);
-    ``stall_s``: by cause; ``pinned``: experts that are leased or pinned now.
+    ``stall_s``: by cause; ``pinned``: experts that are leased or pinned now. ``mapped``: leases in mapped files, which
+    are neither hits nor misses, of ``mapped_bytes``.
     """
 
     hits: int = 0
     misses: int = 0
+    mapped: int = 0
+    mapped_bytes: int = 0
     moved_bytes: Mapping[str, int] = field(default_factory=dict)
     stall_s: Mapping[str, float] = field(default_factory=dict)
     pinned: int = 0
@@ -55,6 +59,8 @@ class Running:
     counts: Callable[[], ModelCounts]
     account: MemoryAccount
     lines: tuple[str, ...] = ()
+    #: Without requests, ``runner.idle`` is called after so many seconds. None: it need not be.
+    idle_s: float | None = None
 
 
 class Watcher(Protocol):
@@ -201,7 +207,7 @@ class ServingEngine:
             with self._open() as running:
                 self._count(running)
                 self._running = running
-                while self._batch or self.queue.wait():
+                while self._batch or self.queue.wait(running.idle_s):
                     self._turn(running)
                 self._counted_s = float("-inf")
                 self._count(running)
@@ -224,6 +230,8 @@ class ServingEngine:
             self._join(running, taken)
         if self._batch:
             self._step(running)
+        elif running.idle_s is not None:
+            running.runner.idle()
         self._tokens_left = sum(one.max_tokens - len(one.tokens) for one in self._batch.values())
         self._count(running)
 
@@ -232,6 +240,8 @@ class ServingEngine:
         prompts = [request.prompt for request in taken]
         try:
             joined = running.runner.join(prompts)
+        except PeerError:
+            raise
         except BudgetError as error:
             if len(taken) > 1 or self._batch:  # retry with fewer, or when a sequence has left
                 self.queue.give_back(taken[1:] if not self._batch else taken)
@@ -262,6 +272,8 @@ class ServingEngine:
         tokens = {number: request.tokens[-1] for number, request in self._batch.items()}
         try:
             logits = running.runner.step(tokens)
+        except PeerError:
+            raise
         except Exception as error:  # by BatchRunner's contract, all sequences of the pass have left
             failed = list(self._batch.values())
             self._batch.clear()

@@ -98,12 +98,13 @@ _PAIR_SLOTS = 2
 @dataclass(frozen=True, kw_only=True)
 class ServedRecords:
     """The records that serving reads: schemas of experts and of their LoRA pairs (None: no pairs), and the scratch bytes
-    for replaying missed steps (``replay_scratch_bytes``).
+    for replaying missed steps (``replay_scratch_bytes``). ``ranks``: those that share them.
     """
 
     experts: RecordSchema
     pairs: RecordSchema | None = None
     scratch: int = 0
+    ranks: int = 1
 
     @property
     def schemas(self) -> list[RecordSchema]:
@@ -200,8 +201,8 @@ def full_budget(
     *,
     share: float = 1.0,
 ) -> int:
-    """The host budget with which the cache holds ``share`` of all experts, in bytes."""
-    count = spec.experts * len(spec.moe_layers)
+    """The host budget with which the cache holds ``share`` of all experts of a rank, in bytes."""
+    count = -(-spec.experts // records.ranks) * len(spec.moe_layers)
     each = sum(part.padded_nbytes for part in records.experts.layout(Group.WEIGHTS).sections)
     # Beside the cache it leaves the most of any.
     ample = max(16 * count * each, least_budget(config, spec, records, device))

@@ -18,9 +18,11 @@ from torch import Tensor, nn
 
 from tierstore.errors import ConfigError
 from tierstore.hf.describing import cached_positions
+from tierstore.hf.experts import bound, experts_modules
 from tierstore.model.attention import KeyValueCache
 from tierstore.model.interface import Model
 from tierstore.model.transformer import Transformer
+from tierstore.moe import MoELayer, NoiseKey
 
 
 class LayeredCache(Protocol):
@@ -55,6 +57,10 @@ class ServedModel(Protocol):
         """
         ...
 
+    def forward_empty(self) -> Tensor:
+        """A pass without tokens, on several ranks: the layers' exchanges alone. Returns an empty tensor."""
+        ...
+
 
 class BuiltInModel:
     """The built-in model as a ``ServedModel``. ``context`` 0: the length that it was trained with.
@@ -75,6 +81,14 @@ class BuiltInModel:
         self, tokens_BT: Tensor, cache: LayeredCache, *, mask_BS: Tensor, positions_BT: Tensor
     ) -> Tensor:
         return self._model.follow(tokens_BT, cast(KeyValueCache, cache), mask_BS, positions_BT)
+
+    def forward_empty(self) -> Tensor:
+        config = self._model.config
+        x_0D = self._model.embedding.new_empty(0, config.d_model, dtype=config.compute_dtype.torch)
+        for block in self._model.blocks:
+            if isinstance(block.mixture, MoELayer):
+                block.mixture(x_0D, NoiseKey())
+        return x_0D
 
 
 class WrappedModel:
@@ -112,6 +126,16 @@ class WrappedModel:
         )
         logits: Tensor = output.logits[:, -1].float()
         return logits
+
+    def forward_empty(self) -> Tensor:
+        wrapped: Any = self._module
+        table: Tensor = wrapped.get_input_embeddings().weight
+        for _, module in experts_modules(self._module):
+            layer = bound(module)
+            assert layer is not None
+            x_0D = table.new_empty(0, layer.shape.d_model)
+            layer(x_0D, table.new_empty(0, 1, dtype=torch.int64), x_0D.new_empty(0, 1))
+        return table.new_empty(0)
 
 
 def _pad_token(config: Any) -> int:

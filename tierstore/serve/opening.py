@@ -1,7 +1,7 @@
 """Open a store as a served model: ``open_running`` calls ``open_served`` and ``open_runner``.
 
-Opening refuses a store that a trainer holds, a store of several ranks, and budgets that are too small before it allocates
-memory. It never writes to the store, so several processes may serve it.
+Opening refuses a store that a trainer holds, a store of another number of ranks, and budgets that are too small before it
+allocates memory. It never writes to the store, so several processes may serve it.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ from tierstore.moe.guessing import RouterGuesses
 from tierstore.moe.lora import LoraConfig, PairShape
 from tierstore.moe.products import slow_products
 from tierstore.moe.source import ExpertSourceRef
-from tierstore.parallel import RankEnvironment, rank_device
+from tierstore.parallel import Mesh, RankEnvironment, RankGroup, rank_device
+from tierstore.parallel.layout import Layout
 from tierstore.plan.papers import ExpertMemorySizes, ServedLayers
 from tierstore.prefetch.device_cache import find_records
 from tierstore.prefetch.experts import FrozenExperts
 from tierstore.prefetch.lora import LoraExperts
 from tierstore.prefetch.predictor import Predictor, PredictorName, make_predictor
 from tierstore.prefetch.schedule import Schedule
-from tierstore.serve.batch import BatchRunner, InvariantRunner, LockstepPasses, SequenceBits
+from tierstore.serve.batch import BatchRunner, InvariantRunner, SequenceBits
 from tierstore.serve.config import ExpertMemory, ServeConfig
 from tierstore.serve.dense import compiled_blocks, load_dense, quicken_linears
 from tierstore.serve.engine import ModelCounts, Running
@@ -59,10 +60,11 @@ from tierstore.serve.footprint import (
 )
 from tierstore.serve.language import open_language
 from tierstore.serve.model import served_model
+from tierstore.serve.passes import JointPasses, LockstepPasses
 from tierstore.stats import StallLedger
 from tierstore.store.config import StoreAccess, StoreConfig
 from tierstore.store.core import StoreCore
-from tierstore.store.disk.home import rank_directories, read_identity
+from tierstore.store.disk.home import rank_directories, rank_directory, read_identity
 from tierstore.store.disk.lease import DirectoryLease
 from tierstore.store.format import Group
 from tierstore.store.optimizer import replay_scratch_bytes
@@ -79,11 +81,14 @@ from tierstore.tiers import (
 from tierstore.tiers.slots import DeviceKind
 from tierstore.timeline import NullTimeline, TimelineSink, open_timeline
 from tierstore.train.setup import compute_deterministically, stall_spans
+from tierstore.train.stored_model import stored_layout
 from tierstore.units import format_bytes
 
 _LOG = logging.getLogger("tierstore.serve")
 #: Guesses are judged each time speculative reads of this many experts have proved useful or wasted.
 _GATE_EXPERTS = 16
+#: Seconds between the calls by which ranks without requests find out whether the others are alive.
+_IDLE_S = 1.0
 #: Most experts that routers guess of a layer at once, for each that a token chooses: those that most sequences are expected
 #: to choose. A batch that reaches most experts of a layer keeps the disk busy anyway; more guesses would only evict experts
 #: that the next step hits.
@@ -92,12 +97,13 @@ GUESSED_PER_CHOSEN = 3
 
 @contextlib.contextmanager
 def open_running(
-    config: ServeConfig, *, trace: Path | None = None, timeline: Path | None = None
+    config: ServeConfig, mesh: Mesh | None = None, *, trace: Path | None = None, timeline: Path | None = None
 ) -> Iterator[Running]:
-    """Open the model in ``config.store`` for a ``ServingEngine``. The file ``trace`` records the cache's decisions, the file
-    ``timeline`` what the model waits for. Raises what ``open_served`` does.
+    """Open the model in ``config.store`` for a ``ServingEngine``, on rank 0 of ``mesh``; the other ranks follow its runner.
+    The file ``trace`` records the cache's decisions, the file ``timeline`` what the model waits for. Raises what
+    ``open_served`` does.
     """
-    with open_timeline(timeline) as sink, open_served(config, trace=trace, timeline=sink) as parts:
+    with open_timeline(timeline) as sink, open_served(config, mesh, trace=trace, timeline=sink) as parts:
         runner, language = open_runner(parts), open_language(parts.spec)
         yield Running(
             runner=runner,
@@ -106,7 +112,9 @@ def open_running(
             counts=lambda: _counts(parts),
             account=parts.account(runner.model.context),
             lines=(*_lines(parts), *language.lines),
+            idle_s=_IDLE_S if parts.mesh.world.size > 1 else None,
         )
+        runner.end()
         parts.store.end_trace()
 
 
@@ -116,6 +124,8 @@ def _counts(parts: ServedParts) -> ModelCounts:
     return ModelCounts(
         hits=stats.hits,
         misses=stats.misses,
+        mapped=parts.store.mapped.leases,
+        mapped_bytes=parts.store.mapped.leased_bytes,
         moved_bytes={
             "nvme read": stats.read_bytes,
             "nvme read early": stats.prefetch_read_bytes,
@@ -140,7 +150,8 @@ def _lines(parts: ServedParts) -> tuple[str, ...]:
     return (
         f"model: {len(spec.moe_layers)} layers of {spec.experts} experts, {spec.compute_dtype.value}, on {parts.device}",
         f"budget: {format_bytes(config.host_budget)} for experts on the host; on the device: {device}; batch of at "
-        f"most {config.batch.sequences} sequences, {batch}",
+        f"most {config.batch.sequences * parts.mesh.world.size} sequences, {batch}",
+        *([] if parts.ranks_line is None else [parts.ranks_line]),
         *([slow] if slow else []),
         *(
             [f"policy of device slots: {config.cache.of_device.summary}"]
@@ -170,10 +181,21 @@ class ServedParts:
     store: StoreCore
     ledger: StallLedger
     timeline: TimelineSink
-    device: torch.device
+    mesh: Mesh
     #: Bytes of memory that the process may take, and that it took before.
     allowed: int
     process: int
+
+    @property
+    def device(self) -> torch.device:
+        return self.mesh.device
+
+    @property
+    def ranks_line(self) -> str | None:
+        """What several ranks share; None for one."""
+        if (ranks := self.mesh.world.size) == 1:
+            return None
+        return f"ranks: {ranks}, which share experts and sequences; budgets, memory and counts are per rank"
 
     def account(self, context: int) -> MemoryAccount:
         """What the process will hold with ``context`` tokens a sequence."""
@@ -183,17 +205,25 @@ class ServedParts:
 
 @contextlib.contextmanager
 def open_served(
-    config: ServeConfig, *, trace: Path | None = None, timeline: TimelineSink | None = None
+    config: ServeConfig,
+    mesh: Mesh | None = None,
+    *,
+    trace: Path | None = None,
+    timeline: TimelineSink | None = None,
 ) -> Iterator[ServedParts]:
     """Open the model in ``config.store``, imported or trained; close it at exit. ``trace`` records the cache's decisions.
 
-    Raises StoreMissingError, StoreInUseError naming the process that writes the store, ConfigError (several ranks),
-    BudgetError naming the minimum, CapabilityError, StoreError, ChecksumError, OSError.
+    On several ranks (``mesh``) a collective: each has a part of the experts and of the batch; budgets are per rank. Raises
+    StoreMissingError, StoreInUseError naming the process that writes the store, ConfigError (other ranks), BudgetError
+    naming the minimum, CapabilityError, StoreError, ChecksumError, PeerError, OSError.
     """
-    directory = config.store
-    _check_one_rank(directory)
+    environment = RankEnvironment()
+    mesh = mesh or Mesh.alone(environment, rank_device(config.device, environment))
+    ranks, device = mesh.world.size, mesh.device
+    directory = served_directory(config.store, mesh)
+    if ranks > 1:
+        config = _share(config, ranks)
     timeline = timeline or NullTimeline()
-    device = rank_device(config.device, RankEnvironment())
     make_current(device)
     kind = DeviceKind.of(device.type)
     lower = "device_budget, batch.context or batch.sequences"
@@ -201,7 +231,7 @@ def open_served(
         read_identity(directory)  # reports a missing store before the lease fails
         # While the lease is held, all readers below see the same commit.
         stack.enter_context(DirectoryLease(directory, access=StoreAccess.READ))
-        stored = read_stored(directory)
+        stored = read_stored(config.store, mesh)
         spec = stored.spec
         if stored.records.pairs is not None and (
             config.ring.memory is ExpertMemory.RING or config.ring.layers
@@ -216,6 +246,8 @@ def open_served(
         process = resident_bytes()
         given = config.host_budget and not config.memory
         allowed = memory().usable_bytes if given else allowed_bytes(config.memory)
+        if not (given or config.memory):
+            allowed //= mesh.environment.local_world or ranks
         if not config.host_budget:
             host_budget = budget_within(allowed, config, spec, stored.records, kind, process=process)
             config = replace(config, host_budget=host_budget)
@@ -229,7 +261,7 @@ def open_served(
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         ledger = StallLedger(listener=stall_spans(timeline) if timeline.enabled else None)
         source = ExpertSourceRef()
-        model = spec.build(source, ledger=ledger)
+        model = spec.build(source, mesh=mesh if ranks > 1 else None, ledger=ledger)
         store_config = StoreConfig(
             host_budget=budgets.cache,
             lookahead=budgets.lookahead,
@@ -241,13 +273,14 @@ def open_served(
         )
         store = ParameterStore.open(directory, store_config, access=StoreAccess.READ, trace=trace).core
         stack.callback(store.close)
-        load_dense(store, model, stored.state, compute=spec.compute_dtype.torch, device=device)
+        holders = mesh.data if directory != config.store else RankGroup.alone()
+        load_dense(store, model, stored.state, group=holders, compute=spec.compute_dtype.torch, device=device)
         model.module.requires_grad_(False).eval()
         if config.graphs.compile is Capability.OFF:
             quicken_linears(model.module)  # the compiler generates its own products
         return_freed_memory()
         stack.enter_context(pinned(store.arena, device, config.pinned_memory))
-        opening = _ExpertOpening(stack, config, stored, budgets, store, device, ledger)
+        opening = _ExpertOpening(stack, config, stored, budgets, store, mesh, ledger)
         experts = (
             opening.slotted(timeline) if opening.copied and stored.records.pairs is None else opening.cached()
         )
@@ -266,7 +299,7 @@ def open_served(
             store=store,
             ledger=ledger,
             timeline=timeline,
-            device=device,
+            mesh=mesh,
             allowed=allowed,
             process=process,
         )
@@ -285,7 +318,7 @@ def _free_device_bytes(config: ServeConfig, spec: ModelSpec, device: torch.devic
 
 
 def open_runner(parts: ServedParts) -> BatchRunner:
-    """Create a ``BatchRunner`` over ``parts``.
+    """Create a ``BatchRunner`` over ``parts``; on several ranks a collective.
 
     If ``batch.context`` is 0, the context is the model's limit, or less if ``batch.sequences`` such sequences do not fit in
     memory. Raises ConfigError for a context beyond the model's limit, BudgetError for one that does not fit.
@@ -301,14 +334,21 @@ def open_runner(parts: ServedParts) -> BatchRunner:
 
     allowed = usable_bytes(parts.device) if own else parts.allowed
     model.context = fitted_context(needed, config.batch, longest=model.context, allowed=allowed)
-    kind = InvariantRunner if config.batch.invariant else BatchRunner
+    world, apart = parts.mesh.world, config.batch.invariant
+    passes, told = LockstepPasses(parts.source), config.cache.tells_sequences_apart
+    if world.size > 1:
+        model.context = min(world.all_gather_object(model.context))
+        # A rank does not know which sequences of the others request its experts.
+        passes, told = JointPasses(parts.source, world, model.forward_empty, apart=apart), False
+    kind = InvariantRunner if apart else BatchRunner
     return kind(
         model,
         parts.experts,
-        LockstepPasses(parts.source),
-        sequences=config.batch.sequences,
+        passes,
+        sequences=config.batch.sequences * world.size,
         device=parts.device,
-        requesters=SequenceBits() if config.cache.tells_sequences_apart else None,
+        requesters=SequenceBits() if told else None,
+        ranks=world,
     )
 
 
@@ -327,25 +367,60 @@ class ServedStore:
     missed_records: int
 
 
-def _check_one_rank(directory: Path) -> None:
-    if rank_directories(directory):
-        raise ConfigError(
-            f"{directory}: holds the stores of several ranks; merge them with tierstore deploy or tierstore reshard"
-        )
-
-
-def read_stored(directory: Path) -> ServedStore:
-    """Read the description of a store's model, but no weights. The model is imported, with LoRA pairs if some were trained,
-    or the built-in one. Raises ConfigError (several ranks), StoreError, StoreFormatError.
+def served_directory(store: Path, mesh: Mesh) -> Path:
+    """The directory that this rank opens: its own in a store of as many ranks as ``mesh`` has; the store of one rank, which
+    any number of ranks share. Raises ConfigError for a store of another number of ranks.
     """
-    _check_one_rank(directory)
+    several, ranks = len(rank_directories(store)), mesh.world.size
+    if several and not several == ranks > 1:
+        raise ConfigError(
+            f"{store}: holds the stores of several ranks; start {several} with torchrun, or merge them with tierstore "
+            "deploy or tierstore reshard"
+        )
+    return rank_directory(store, mesh.world.rank, several or 1)
+
+
+def _share(config: ServeConfig, ranks: int) -> ServeConfig:
+    """The configuration of one of several ``ranks``. Raises ConfigError for what they do not support."""
+    if config.ring.memory is ExpertMemory.RING or config.ring.layers:
+        name = "ring.memory" if config.ring.memory is ExpertMemory.RING else "ring.layers"
+        raise ConfigError(f"{name}: not supported on several ranks; leave it out, or serve with one")
+    if config.graphs.compile is not Capability.OFF:
+        raise ConfigError("graphs.compile: not supported on several ranks; expected off")
+    return replace(
+        config,
+        batch=replace(config.batch, sequences=-(-config.batch.sequences // ranks)),
+        ring=replace(config.ring, memory=ExpertMemory.SPARSE),
+    )
+
+
+def read_stored(store: Path, mesh: Mesh | None = None) -> ServedStore:
+    """Read the description of a store's model, but no weights. The model is imported, with LoRA pairs if some were trained,
+    or the built-in one. On several ranks (``mesh``) a collective. Raises ConfigError (other ranks), StoreError,
+    StoreFormatError, PeerError.
+    """
+    mesh = mesh or Mesh.alone(RankEnvironment(), torch.device("cpu"))
+    ranks, directory = mesh.world.size, served_directory(store, mesh)
     summary = read_summary(directory)
     state = TrainState.unpack(summary.state, where=str(directory))
-    if state.ranks > 1:
+    if state.ranks > 1 and (
+        directory == store or stored_layout(state, where=str(directory)) != Layout(1, 1, ranks, 1)
+    ):
         raise ConfigError(
             f"{directory}: made by {state.ranks} ranks; make one store of it with tierstore deploy or tierstore reshard"
         )
-    spec, lora = recorded_spec(directory, state), recorded_lora(directory, state)
+    spec, lora = recorded_spec(store, state), recorded_lora(store, state)
+    if ranks > 1:
+        owners = spec.experts if spec.moe_layers else 1
+        if ranks > owners:
+            raise ConfigError(
+                f"{store}: expected at most {owners} ranks, one for each expert of a layer, got {ranks}"
+            )
+        steps = mesh.world.all_gather_object(state.position)
+        if len(set(steps)) > 1:
+            raise StoreError(
+                f"{store}: the ranks' stores are at different steps, {steps}; resume the run that made them"
+            )
     experts = summary.schema(EXPERT_SCHEMA)
     if experts is None:
         raise StoreError(f"{directory}: the store holds no experts")
@@ -353,6 +428,7 @@ def read_stored(directory: Path) -> ServedStore:
         experts=experts,
         pairs=summary.schema(PAIR_SCHEMA) if lora.enabled and lora.experts else None,
         scratch=sum(replay_scratch_bytes(kept) for kept in summary.schemas if summary.missed.get(kept.name)),
+        ranks=ranks,
     )
     return ServedStore(
         state=state,
@@ -366,12 +442,12 @@ def read_stored(directory: Path) -> ServedStore:
 # Experts ----------------------------------------------------------------------------------------------------
 
 
-def served_predictor(config: ServeConfig, spec: ModelSpec) -> Predictor:
-    """Create the predictor that ``config`` names, for the experts of ``spec``."""
+def served_predictor(config: ServeConfig, spec: ModelSpec, owned: range) -> Predictor:
+    """Create the predictor that ``config`` names, for the experts ``owned`` of each layer of ``spec``."""
     most = config.prefetch.guesses
     if not most and config.prefetch.predictor is PredictorName.ROUTER:
         most = GUESSED_PER_CHOSEN * spec.architecture.top_k
-    return make_predictor(config.prefetch.predictor, range(spec.experts), most=most)
+    return make_predictor(config.prefetch.predictor, owned, most=most)
 
 
 @dataclass(frozen=True)
@@ -386,13 +462,18 @@ class _ExpertOpening:
     stored: ServedStore
     budgets: ServedBudgets
     store: StoreCore
-    device: torch.device
+    mesh: Mesh
     ledger: StallLedger
+
+    @property
+    def owned(self) -> range:
+        """The experts of each layer that are on this rank."""
+        return self.mesh.blocks(self.stored.spec.experts).owned(self.mesh.expert.rank)
 
     @property
     def copied(self) -> bool:
         """Whether experts are copied to device slots."""
-        return copies_weights(self.config, DeviceKind.of(self.device.type))
+        return copies_weights(self.config, DeviceKind.of(self.mesh.device.type))
 
     def cached(self) -> CachedExperts:
         """Experts leased from the host cache. If they have LoRA pairs, a pass over a layer first copies the pairs that it
@@ -403,7 +484,7 @@ class _ExpertOpening:
         slots = DeviceSlots(
             experts.numel, experts.compute.torch, experts.weights, 0, self.stored.records.experts.quantized
         )
-        predictor = served_predictor(self.config, spec)
+        predictor = served_predictor(self.config, spec, self.owned)
         if pairs is None:
             window = _GATE_EXPERTS * self.stored.records.experts.layout(Group.WEIGHTS).slot_bytes
             gate = GatedPredictor(predictor, partial(settled_bytes, residency), window=window)
@@ -411,9 +492,9 @@ class _ExpertOpening:
         beside = DeviceSlots(pairs.numel, torch.float32, pairs.weights, 0)
         leased = LoraExperts(
             self._frozen(slots, expert_key, predictor),
-            self._frozen(beside, pair_key, served_predictor(self.config, spec)),
+            self._frozen(beside, pair_key, served_predictor(self.config, spec, self.owned)),
             PairShape.of(spec.expert_shape, self.stored.lora),
-            device=self.device,
+            device=self.mesh.device,
         )
         return CachedExperts(leased, residency)
 
@@ -421,7 +502,7 @@ class _ExpertOpening:
         """Experts in device slots: a ring of whole layers, or chosen experts."""
         config, spec, schema = self.config, self.stored.spec, self.stored.records.experts
         experts, prefetch, link = self.budgets.slots, config.prefetch, config.links.copy
-        predictor = served_predictor(config, spec)
+        predictor = served_predictor(config, spec, self.owned)
         slots = DeviceSlots(schema.numel, spec.compute_dtype.torch, experts.weights, 0, schema.quantized)
         frozen = self._frozen(slots, expert_key, predictor)
         layers = config.ring.layers or min(len(spec.moe_layers), slots.weights // spec.experts)
@@ -471,7 +552,7 @@ class _ExpertOpening:
         return FrozenExperts(
             self.store,
             self._tier(slots),
-            find_records(self.store, self.stored.spec.moe_layers, range(self.stored.spec.experts), key),
+            find_records(self.store, self.stored.spec.moe_layers, self.owned, key),
             predictor=predictor,
             schedule=self._schedule,
             ledger=self.ledger,
@@ -480,7 +561,7 @@ class _ExpertOpening:
     def _tier(self, slots: DeviceSlots[torch.dtype]) -> DeviceTier:
         loads = WeightLoads.COPIED if self.copied else WeightLoads.IN_PLACE
         opened = open_device_tier(
-            self.store.engine, slots, self.device, HugePages.AUTO, loads, self.config.pinned_memory
+            self.store.engine, slots, self.mesh.device, HugePages.AUTO, loads, self.config.pinned_memory
         )
         self.stack.callback(opened.close)
         return limited_tier(opened, self.store.engine, self.config.links.copy)

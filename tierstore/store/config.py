@@ -46,6 +46,12 @@ class IoConfig:
     map_sync: Capability = field(
         default=Capability.AUTO, metadata={"help": "MAP_SYNC, with backend pmem (else msync)"}
     )
+    mapped_weights: Capability = field(
+        default=Capability.AUTO,
+        metadata={
+            "help": "on the CPU, compute with frozen experts in mapped files (backend pmem), uncopied; auto: if DAX"
+        },
+    )
     huge_pages: Capability = field(default=Capability.AUTO, metadata={"help": "2 MiB pages for arenas"})
     threads: int = field(default=4, metadata={"help": "threads for the backends threads and pmem"})
     queue_depth: int = field(
@@ -69,8 +75,9 @@ class IoConfig:
                 raise ConfigError(f"io.{name}: expected at least {least}, got {getattr(self, name)}")
         if self.chunk_bytes < 0 or self.chunk_bytes % 4096:
             raise ConfigError(f"io.chunk_bytes: expected 0 or a multiple of 4096, got {self.chunk_bytes}")
-        if self.map_sync is Capability.ON and self.backend is not IoBackendName.PMEM:
-            raise ConfigError(f"io.map_sync: on needs io.backend = pmem, got {self.backend.value}")
+        for name in ("map_sync", "mapped_weights"):
+            if getattr(self, name) is Capability.ON and self.backend is not IoBackendName.PMEM:
+                raise ConfigError(f"io.{name}: on needs io.backend = pmem, got {self.backend.value}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,6 +31,7 @@ from tierstore.store.disk.store_extents import copies
 from tierstore.store.format import Group
 from tierstore.store.index.database import index_bytes
 from tierstore.store.index.live import LiveRecord
+from tierstore.store.mapped import MappedRecords, maps_weights
 from tierstore.store.opening import Parts
 from tierstore.store.optimizer import RecordOptimizer, refuse_frozen
 from tierstore.store.records import Records, by_layer
@@ -60,6 +61,7 @@ class StoreCore:
         self.optimizer = RecordOptimizer(self.engine, self.cache, self.history)
         self.records = Records(self.live, self.extents, self.cache, self.opened_to)
         self.failures = Failures(self.directory, self.cache, self.live, parts.access)
+        self.mapped = MappedRecords(maps_weights(parts.config, parts.drives), self.failures)
         self.committer = Committer(parts, self.records, self.history, self.failures)
         self._space_reserved = False
         if parts.caught_up is not None:
@@ -264,6 +266,7 @@ class StoreCore:
             f"I/O: {engine.backend}" + (f" ({engine.backend_reason})" if engine.backend_reason else ""),
             f"transfers: {self._parts.tuning}",
             past_cache,
+            *([self.mapped.describe()] if engine.backend == "pmem" else []),
             *(
                 f"locks: `lease` alone counts in {where} ({why})"
                 for where, why in self._parts.drives.unlocked
@@ -305,6 +308,7 @@ class StoreCore:
         """As ``ParameterStore.close``."""
         if not self.failures.closed:
             self.failures.closed = True
+            self.mapped.close()
             if not self.failures.forked:
                 self._parts.resources.close()
 

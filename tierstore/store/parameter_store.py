@@ -28,23 +28,27 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore._native import Engine
+from tierstore.machine import MemoryAccount, resident_bytes
 from tierstore.stats import OnProgress, in_parts
 from tierstore.store.adamw import AdamWConfig
 from tierstore.store.config import StoreAccess, StoreConfig
 from tierstore.store.core import OptimizerStep, StoreCore
 from tierstore.store.disk.drives import DriveReport
+from tierstore.store.disk.extents import ahead_bytes
 from tierstore.store.disk.home import rank_directories
 from tierstore.store.fetching import Lease, begin_fetch, prefetch
 from tierstore.store.format import Group, RecordSchema
 from tierstore.store.opening import create as create_store
 from tierstore.store.opening import minimum_reading_budget, open_existing
-from tierstore.store.reading import OpenAt, read_schemas
+from tierstore.store.reading import OpenAt, read_schemas, read_summary
 from tierstore.store.records import RecordInfo
 from tierstore.store.registering import NewRecord, register_many
 from tierstore.store.verify import VerifyReport, verify_tables
 
 #: Rounds in which ``commit_async`` awaits other tasks' changes, before it blocks for the rest.
 _ROUNDS = 3
+#: Bytes of a verification for each slot that it reads, and those of an engine (measured).
+_TABLE_BYTES, _ENGINE_BYTES = 640, 4 << 20
 
 
 @dataclass(frozen=True)
@@ -313,6 +317,29 @@ def verify_store(directory: Path | str, progress: OnProgress = lambda done, tota
     """
     with open_to_read(Path(directory)) as store:
         return store.verify(progress)
+
+
+def verify_account(store: Path) -> MemoryAccount:
+    """What ``verify_all`` will hold: it opens the ranks one after another. Raises as ``verify_store``."""
+    ranks = [read_summary(directory) for directory in rank_directories(store) or [store]]
+    return MemoryAccount(
+        {
+            "process": resident_bytes(),
+            "host cache": max(minimum_reading_budget(rank.schemas) for rank in ranks),
+            "reads ahead": max(
+                ahead_bytes(
+                    sum(schema.nbytes * rank.records[schema.name] for schema in rank.schemas),
+                    max(schema.layout(group).slot_bytes for schema in rank.schemas for group in schema.groups),
+                )
+                for rank in ranks
+            ),
+            "table of sections": max(
+                _TABLE_BYTES * sum(len(schema.groups) * rank.records[schema.name] for schema in rank.schemas)
+                for rank in ranks
+            ),
+            "working memory": _ENGINE_BYTES,
+        }
+    )
 
 
 def verify_all(store: Path, progress: OnProgress = lambda done, total: None) -> VerifyReport:

@@ -30,6 +30,8 @@ from tierstore.train.tasks import Assignment, TaskConfig, TaskRows, assign, chec
 #: Default number of steps of a run.
 RUN_STEPS = 60
 _HOST_BUDGET = 256 << 20
+#: The highest learning rate by default, for models up to this width; it falls in inverse proportion to a larger width.
+_LR, _LR_WIDTH = 2e-3, 256
 
 
 class LearningRateDecay(StrEnum):
@@ -48,13 +50,19 @@ class ScheduleConfig:
 
     Warm-up: ``lr * (step + 1) / warmup_steps`` for the first ``warmup_steps`` steps. Then from ``lr`` at step
     ``warmup_steps`` to ``lr * min_lr_fraction`` at step ``total_steps`` and after. ``total_steps`` None: the ``steps``
-    with which the run began (``over``), or ``RUN_STEPS`` without a run.
+    with which the run began (``over``), or ``RUN_STEPS`` without a run. ``lr`` None: by the width of the model, so that
+    a step changes the outputs of its matrices by the same fraction at every width (Yang et al. 2022, Tensor Programs V).
     """
 
     kind: LearningRateDecay = field(
         default=LearningRateDecay.COSINE, metadata={"help": "decay of the learning rate"}
     )
-    lr: float = field(default=2e-3, metadata={"help": "highest learning rate"})
+    lr: float | None = field(
+        default=None,
+        metadata={
+            "help": f"highest learning rate (none: {_LR:g}; above a width of {_LR_WIDTH}, in inverse proportion to it)"
+        },
+    )
     warmup_steps: int = field(default=10, metadata={"help": "steps of linear warm-up"})
     total_steps: int | None = field(
         default=None,
@@ -66,7 +74,7 @@ class ScheduleConfig:
         if self.kind not in tuple(LearningRateDecay):
             raise ConfigError(f"schedule: expected one of {', '.join(LearningRateDecay)}, got {self.kind!r}")
         object.__setattr__(self, "kind", LearningRateDecay(self.kind))
-        if not (math.isfinite(self.lr) and self.lr > 0):
+        if self.lr is not None and not (math.isfinite(self.lr) and self.lr > 0):
             raise ConfigError(f"lr: expected more than 0, got {self.lr}")
         if self.total_steps is not None and self.total_steps < 1:
             raise ConfigError(f"total_steps: expected at least 1, got {self.total_steps}")
@@ -75,9 +83,18 @@ class ScheduleConfig:
         if not 0 <= self.min_lr_fraction <= 1:
             raise ConfigError(f"min_lr_fraction: expected 0 to 1, got {self.min_lr_fraction}")
 
-    def over(self, steps: int) -> ScheduleConfig:
-        """This schedule; its ``total_steps``, if None, becomes ``steps``."""
-        return self if self.total_steps is not None else replace(self, total_steps=steps)
+    def over(self, steps: int, width: int, began: Mapping[str, object] | None = None) -> ScheduleConfig:
+        """This schedule with what it leaves open: as in ``began``, the schedule of the run that is resumed; otherwise by the
+        ``steps`` of the run and the ``width`` of its model.
+        """
+        total_steps, lr = self.total_steps, self.lr
+        if total_steps is None:
+            recorded = (began or {}).get("total_steps")
+            total_steps = recorded if isinstance(recorded, int) else steps
+        if lr is None:
+            recorded = (began or {}).get("lr")
+            lr = recorded if isinstance(recorded, float) else _LR * min(1.0, _LR_WIDTH / width)
+        return replace(self, total_steps=total_steps, lr=lr)
 
     @property
     def lowest_from(self) -> int | None:
@@ -94,13 +111,14 @@ class ScheduleConfig:
 
     def lr_at(self, step: int) -> float:
         """The learning rate of ``step`` (from 0)."""
+        highest = _LR if self.lr is None else self.lr
         if step < self.warmup_steps:
-            return self.lr * (step + 1) / self.warmup_steps
+            return highest * (step + 1) / self.warmup_steps
         if self.kind == LearningRateDecay.CONSTANT:
-            return self.lr
+            return highest
         done = min(1.0, (step - self.warmup_steps) / self._span)
         left = 1.0 - done if self.kind == LearningRateDecay.LINEAR else 0.5 * (1.0 + math.cos(math.pi * done))
-        return self.lr * (self.min_lr_fraction + (1.0 - self.min_lr_fraction) * left)
+        return highest * (self.min_lr_fraction + (1.0 - self.min_lr_fraction) * left)
 
 
 _SEQ_LEN = 1024
@@ -278,7 +296,7 @@ class TrainConfig(RunConfig):
 
     def lr_at(self, step: int) -> float:
         """The learning rate at ``step`` (from 0) in a run that begins with this configuration."""
-        return self.schedule.over(self.steps).lr_at(step)
+        return self.schedule.over(self.steps, self.model.d_model).lr_at(step)
 
     def settings(self) -> dict[str, object]:
         """All settings, as JSON values."""

@@ -33,6 +33,8 @@ def counters(trainer: Trainer) -> dict[str, int]:
     names = ("hits", "misses", "evictions", "write_backs", "read_bytes", "written_bytes")
     speculation = ("prefetch_read_bytes", "useful_prefetch_bytes", "wasted_prefetch_bytes")
     counted = {name: getattr(stats, name) for name in (*names, *speculation)}
+    mapped = trainer.store.mapped
+    counted |= {"mapped_count": mapped.leases, "mapped_bytes": mapped.leased_bytes}
     kept = trainer.boundaries
     if kept is not None:  # in layer order
         counted |= {"boundary_read_bytes": kept.read_bytes, "boundary_written_bytes": kept.written_bytes}
@@ -237,6 +239,11 @@ def tier_rows(summary: RunSummary) -> list[tuple[str, str]]:
         ("read from disk", format_bytes(counts["read_bytes"])),
         ("written to disk", format_bytes(counts["written_bytes"])),
         ("hits of the host cache", f"{counts['hits']} of {asked} ({counts['hits'] / max(asked, 1):.1%})"),
+        *(
+            [("leases in mapped files", f"{counts['mapped_count']}, {format_bytes(counts['mapped_bytes'])}")]
+            if counts["mapped_count"]
+            else []
+        ),
         ("evictions", str(counts["evictions"])),
         *(
             (f"block inputs: {done} disk", format_bytes(counts[f"boundary_{name}_bytes"]))

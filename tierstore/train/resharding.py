@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ import numpy.typing as npt
 import torch
 
 from tierstore.errors import ConfigError, StoreExistsError
+from tierstore.machine import MemoryAccount, resident_bytes
 from tierstore.model.config import TieEmbeddings, check_divisible
 from tierstore.model.spec import BuiltInSpec, ModelSpec
 from tierstore.model.store_schema import EXPERT_SCHEMA, STATE_KEY, expert_key
@@ -32,7 +33,7 @@ from tierstore.parallel.layout import Layout
 from tierstore.stats import OnProgress
 from tierstore.store.adamw import convert_moments
 from tierstore.store.config import StoreConfig
-from tierstore.store.disk.extents import scratch_buffers
+from tierstore.store.disk.extents import ahead_bytes, scratch_buffers
 from tierstore.store.disk.home import (
     IDENTITY,
     MODEL_DIRECTORY,
@@ -55,7 +56,9 @@ from tierstore.train.vocabulary import recorded_placements
 
 @dataclass(frozen=True)
 class Resharded:
-    """The result of ``reshard``: the training ``step`` of the new store, and the ``nbytes`` written."""
+    """The result of ``reshard``: the training ``step`` of the new store, the ``nbytes`` written, and the ``account`` of what
+    the process was to hold.
+    """
 
     before: Layout
     after: Layout
@@ -63,6 +66,7 @@ class Resharded:
     records: int
     nbytes: int
     moments: MomentFormat
+    account: MemoryAccount
 
 
 def reshard(
@@ -76,11 +80,12 @@ def reshard(
     moments: MomentFormat | None = None,
     model: ModelSpec | None = None,
     stage_blocks: Sequence[int] = (),
+    announced: Callable[[MemoryAccount], None] = lambda account: None,
 ) -> Resharded:
     """Writes the store of ``source`` to ``target``, divided for ``layout`` (None: the same). ``progress`` is called with
-    the bytes written and in all. ``embedding`` and ``head``: how the new stores hold the rows of these tables,
-    GATHERED or PARTITIONED (None: as the old ones); a tied head is the embedding. ``moments``: the format of experts'
-    moments (None: the same); a narrower format rounds them once.
+    the bytes written and in all, ``announced`` with what the process will hold. ``embedding`` and ``head``: how the new
+    stores hold the rows of these tables, GATHERED or PARTITIONED (None: as the old ones); a tied head is the embedding.
+    ``moments``: the format of experts' moments (None: the same); a narrower format rounds them once.
 
     ``model``: the specification of an imported model (None: the built-in model, which the store's state describes).
     ``stage_blocks``: the number of blocks of each stage (none: the same as before, or balanced by cost).
@@ -93,6 +98,7 @@ def reshard(
         raise ConfigError(f"{name}: expected gathered or partitioned, got auto")
     if target.exists():
         raise StoreExistsError(f"{target}: there is something here already")
+    process = resident_bytes()
     with contextlib.ExitStack() as stack:
         old = stack.enter_context(open_stored(source, model))
         layout, moments = layout or old.layout, moments or old.expert_schema.moments
@@ -110,13 +116,16 @@ def reshard(
         cut = old.cut_as(layout, blocks, conditions)
         # A store locks its directory, and so does ``building``: a single rank's store cannot be made in ``partial`` itself.
         made = partial if layout.world > 1 else partial / "rank-0000"
-        written = _Writer(old, cut, conditions, moments, made, progress).run()
+        writer = _Writer(old, cut, conditions, moments, made, progress)
+        account = writer.account(process)
+        announced(account)
+        written = writer.run()
         _copy_model(source, made)
         for path in (made, *rank_directories(made)):
             fsync_directory(path)
         made.rename(target)
         fsync_directory(target.absolute().parent)
-    return Resharded(old.layout, layout, old.state.position, *written, moments)
+    return Resharded(old.layout, layout, old.state.position, *written, moments, account)
 
 
 def _new_blocks(old: StoredModel, layout: Layout, given: Sequence[int]) -> list[range]:
@@ -189,6 +198,31 @@ class _Writer:
         experts = len(old.model.moe_layers) * old.model.experts * layout.replicas
         groups = (number for rank in range(layout.world) for number in cut.groups_of(rank))
         self._total = experts * self._expert_schema.nbytes + sum(self._group_schema(n).nbytes for n in groups)
+
+    def account(self, process: int) -> MemoryAccount:
+        """What the process will hold. ``process``: bytes that it held before the old stores were open."""
+        old, new = self._old, self._expert_schema
+        groups = {number for rank in range(self._layout.world) for number in self._cut.groups_of(rank)}
+        whole = max(
+            (
+                old.group_schema(number).nbytes * len(old.cut.holders(number))
+                + self._group_schema(number).nbytes
+                for number in groups
+            ),
+            default=0,
+        )
+        each = old.expert_schema.nbytes
+        experts = len(old.model.moe_layers) * old.model.experts
+        caches = sum(store.core.arena.nbytes for store in old.stores)
+        return MemoryAccount(
+            {
+                "process": process,
+                "host caches": caches + 2 * minimum_host_budget([new]),
+                "reads ahead": ahead_bytes(experts * each, each),
+                "experts, converted": 0 if new == old.expert_schema else new.nbytes,
+                "dense parameters": whole,
+            }
+        )
 
     def run(self) -> tuple[int, int]:
         self._progress(0, self._total)

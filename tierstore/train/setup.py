@@ -143,9 +143,9 @@ def prepare(
         check_records(config, read_schemas(directory))
         raw = read_states(directory, STATE_KEY)[agreed.at]
         recorded = TrainState.unpack({STATE_KEY: raw}, where=str(directory)).conditions
-    total_steps = table_of(recorded.get("schedule", {})).get("total_steps")
     # A run resumes the schedule that it began with, unless the configuration names another.
-    schedule = config.schedule.over(total_steps if isinstance(total_steps, int) else config.steps)
+    began = table_of(recorded.get("schedule", {}))
+    schedule = config.schedule.over(config.steps, config.model.d_model, began)
     config = replace(config, schedule=schedule)
     vocabulary = choose_vocabulary(
         whole,

@@ -90,7 +90,8 @@ def test_routers_guess_three_experts_for_each_that_a_token_chooses(
 ) -> None:
     prefetch = PrefetchConfig(predictor=PredictorName(predictor), guesses=guesses)
     spec = spec_of(ModelConfig(experts=8, top_k=2))
-    made = served_predictor(ServeConfig(store=Path("unopened"), prefetch=prefetch), spec)
+    config = ServeConfig(store=Path("unopened"), prefetch=prefetch)
+    made = served_predictor(config, spec, range(spec.experts))
     made.observe(0, range(8))
     made.offer(0, 1, np.full(8, 3))
     assert len(made.predict(1)) == most

@@ -114,6 +114,8 @@ class _State:
         for name, text, value in (
             ("expert_hits", "Experts that were in memory when they were needed.", counts.hits),
             ("expert_misses", "Experts that were not in memory when they were needed.", counts.misses),
+            ("mapped_experts", "Experts computed with in mapped files.", counts.mapped),
+            ("mapped_bytes", "Bytes of experts computed with in mapped files.", counts.mapped_bytes),
         ):
             yield CounterMetricFamily(f"tierstore_{name}", text, value=value)
         moved = CounterMetricFamily(

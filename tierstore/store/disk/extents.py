@@ -321,6 +321,14 @@ class Extent:
         reads.append(ticket)
         return ticket
 
+    def map(self, slot: int, crcs: CrcTable, crcs_from: int) -> tuple[Buffer, int]:
+        """The first section of ``slot`` where a read-only mapping of the file has it, and the ticket of its comparison with
+        its checksum, which fails as a read does. Raises OSError.
+        """
+        offset, crc = slot * self.slot_bytes, crcs_from + self.layout.first_section
+        section = self.file.map(offset, self.layout.sections[0].nbytes)
+        return section, self._engine.verify_mapped(self.file, offset, section, crcs, crc)
+
     def reads_in_flight(self, slot: int) -> list[int]:
         """Tickets of the unfinished reads of ``slot``."""
         return self._unfinished(self._reads.get(slot, ()))
@@ -421,6 +429,11 @@ _Item = TypeVar("_Item")
 _Read = TypeVar("_Read")
 #: Allocates memory for a slot.
 Scratch: TypeAlias = Callable[[GroupLayout], list[Buffer]]
+
+
+def ahead_bytes(total: int, largest: int) -> int:
+    """The most memory that ``read_ahead`` takes for items of ``total`` bytes, the largest of ``largest``."""
+    return max(min(total, _IN_FLIGHT_BYTES), largest)
 
 
 def read_ahead(

@@ -122,6 +122,15 @@ class LiveRecord:
         crcs, first = self._index.crcs(self.row)
         return slot.extent.read(slot.number, sections, crcs, after, priority, crcs_from=first)
 
+    def map_weights(self) -> tuple[Buffer, int]:
+        """The written weights of a frozen record in a mapping of their file, and the ticket of the comparison with their
+        checksum. Raises OSError.
+        """
+        slot = self._index.slot(self.row, Group.WEIGHTS)
+        if slot is None:
+            raise AssertionError(f"record {self.key}: a mapping of weights that were never written")
+        return slot.extent.map(slot.number, *self._index.crcs(self.row))
+
     def write(self, group: int, sections: Sequence[Buffer], after: Sequence[int]) -> int:
         """Queues a write of ``group``, to a new slot if the old one is shared; returns its ticket."""
         slot = self.slot(group)

@@ -1,0 +1,110 @@
+"""``torchrun ... tierstore generate`` and ``serve``: two real ranks over one imported store."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from served_stores import make_tiny_store
+
+PATIENCE_S = 120
+PROMPTS = ("two experts", "in the store", "a")
+OPTIONS = ("--host-budget", "256KiB", "--batch-invariant", "--set", "threads=1")
+ASKED: dict[str, Any] = {"model": "tiny", "temperature": 0}
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_store(tmp_path_factory.mktemp("stores") / "tiny")
+
+
+def command(*arguments: str | Path, ranks: int = 2) -> list[str]:
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    )
+    return [sys.executable, *launcher, "-m", "tierstore.cli.main", *map(str, arguments)]
+
+
+def texts(store: Path, ranks: int) -> list[dict[str, object]]:
+    given = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
+    line = command(
+        "generate", store, *given, "--max-tokens", "8", "--temperature", "0", "--json", *OPTIONS, ranks=ranks
+    )
+    done = subprocess.run(line, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
+    (printed,) = done.stdout.splitlines()  # by one rank
+    found: list[dict[str, object]] = json.loads(printed)["texts"]
+    return [{name: value for name, value in text.items() if name != "first_token_s"} for text in found]
+
+
+@contextmanager
+def served(store: Path) -> Iterator[tuple[subprocess.Popen[str], openai.OpenAI]]:
+    line = command("serve", store, "--port", "0", "--json", *OPTIONS)
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        try:
+            url = next(line for line in process.stderr if line.startswith("serving ")).split()[-1]
+            with openai.OpenAI(
+                base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S
+            ) as client:
+                yield process, client
+        finally:
+            process.kill()
+
+
+def rank_of(torchrun: subprocess.Popen[str], rank: int) -> int:
+    children = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
+    ranks = [pid for pid in children if "tierstore.cli.main" in Path(f"/proc/{pid}/cmdline").read_text()]
+    return int(ranks[rank])
+
+
+def test_the_texts_of_one_process_and_a_drain(store: Path) -> None:
+    """A stream is cancelled, another goes on after the signal to rank 0, which ends both ranks."""
+    expected = texts(store, 1)
+    assert texts(store, 2) == expected
+    with served(store) as (process, client):
+        for prompt, text in zip(PROMPTS, expected, strict=True):
+            answer = client.completions.create(**ASKED, prompt=prompt, max_tokens=8)
+            assert answer.choices[0].text == text["text"]
+        left = client.completions.create(**ASKED, prompt=PROMPTS[0], max_tokens=400, stream=True)
+        next(left)
+        left.close()
+        stream = client.completions.create(**ASKED, prompt=PROMPTS[0], max_tokens=8, stream=True)
+        first = next(stream)
+        os.kill(rank_of(process, 0), signal.SIGTERM)
+        assert "".join(chunk.choices[0].text for chunk in (first, *stream)) == expected[0]["text"]
+        out, _ = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 0
+    totals = json.loads(out.splitlines()[-1])
+    assert totals["length_requests_count"] == 4
+    assert totals["cancelled_requests_count"] == 1
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_a_killed_rank_ends_the_server(store: Path, busy: bool) -> None:
+    with served(store) as (process, client):
+        stream = client.completions.create(**ASKED, prompt=PROMPTS[0], max_tokens=400, stream=True)
+        next(stream)
+        if not busy:
+            stream.close()
+        begun_s = time.monotonic()
+        os.kill(rank_of(process, 1), signal.SIGKILL)
+        if busy:
+            with pytest.raises(openai.APIError, match="the server was shut down"):
+                list(stream)
+        _, err = process.communicate(timeout=PATIENCE_S)
+    assert time.monotonic() - begun_s < 30
+    assert process.returncode != 0
+    (said,) = [line for line in err.splitlines() if line.startswith("tierstore: error")]
+    assert "rank 1 failed: its process ended" in said

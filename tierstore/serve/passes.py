@@ -1,0 +1,99 @@
+"""The forward passes of a batch, side by side: they meet at the experts, also those of several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from greenlet import greenlet
+from torch import Tensor
+
+from tierstore.errors import PeerError
+from tierstore.moe.computing import ExpertPass
+from tierstore.moe.exchange import gather_counts
+from tierstore.moe.joint import forward_together
+from tierstore.moe.source import ExpertSourceRef
+from tierstore.parallel import RankGroup
+
+ExpertCall = tuple[Tensor, Tensor, ExpertPass]
+#: Receives the calls of a layer, one from each pass, before its experts are leased.
+Called = Callable[[Sequence[ExpertPass]], None]
+
+
+class LockstepPasses:
+    """Runs forward passes side by side over a model whose experts are leased through ``slot``.
+
+    Each pass runs in its own greenlet, like the micro-batches of a step in layer order. It stops where it calls experts;
+    when all passes have stopped, the experts that any of them needs are leased once, and the rows of each pass are computed
+    separately. So a pass has the same bits as if it were alone.
+    """
+
+    def __init__(self, slot: ExpertSourceRef) -> None:
+        self._slot = slot
+
+    def run(self, passes: Sequence[Callable[[], Tensor]], called: Called | None = None) -> list[Tensor]:
+        """Run ``passes`` of one model, which all call experts of the same layers; return their results.
+
+        If a pass or the source raises, all passes end, and the error is raised.
+        """
+        if len(passes) == 1 and called is None:
+            return [passes[0]()]
+        lanes = [greenlet(each) for each in passes]
+        self._slot.barrier = self
+        try:
+            return self._run(lanes, called)
+        finally:
+            self._slot.barrier = None
+            for lane in lanes:
+                if not lane.dead:
+                    lane.throw()  # ends the pass, which closes what it has open
+
+    def compute(self, x_TD: Tensor, weight_TK: Tensor, call: ExpertPass) -> Tensor:
+        """The experts' results for the current pass, which stops here until they are computed (``ExpertBarrier``)."""
+        # To ``_run``, which goes on with the next pass, and comes back when all are here and their experts are computed.
+        parent = greenlet.getcurrent().parent
+        assert parent is not None
+        result: Tensor = parent.switch((x_TD, weight_TK, call))
+        return result
+
+    def _run(self, lanes: Sequence[greenlet], called: Called | None) -> list[Tensor]:
+        stops: list[ExpertCall | Tensor] = [lane.switch() for lane in lanes]
+        while calls := [stop for stop in stops if not isinstance(stop, Tensor)]:
+            if len(calls) < len(lanes):
+                raise RuntimeError("some passes of a model ended while others call experts")
+            stops.clear()
+            if called is not None:
+                called([call for _, _, call in calls])
+            results = forward_together(self._slot, calls)
+            del calls
+            stops.extend(lane.switch(results.pop(0)) for lane in lanes)
+        return [stop for stop in stops if isinstance(stop, Tensor)]
+
+
+class JointPasses(LockstepPasses):
+    """``LockstepPasses`` of all ranks of ``world``: each rank brings passes of its own, and in each layer their rows travel
+    to the ranks of their experts, pass by pass. A rank runs ``empty``, a pass without tokens, where only others have one.
+
+    ``apart``: passes of different ranks never share a place, so that an expert computes the rows of each alone, with the
+    bits of one process. Otherwise the n-th passes of all ranks are computed together.
+    """
+
+    def __init__(
+        self, slot: ExpertSourceRef, world: RankGroup, empty: Callable[[], Tensor], *, apart: bool
+    ) -> None:
+        super().__init__(slot)
+        self._world, self._empty, self._apart = world, empty, apart
+
+    def run(self, passes: Sequence[Callable[[], Tensor]], called: Called | None = None) -> list[Tensor]:
+        """A collective. No rank can go on after an error on any, so all raise PeerError."""
+        try:
+            counts = gather_counts(torch.tensor([len(passes)]), self._world).flatten().tolist()
+            before = sum(counts[: self._world.rank]) if self._apart else 0
+            after = (sum(counts) if self._apart else max(counts)) - before - len(passes)
+            found = super().run([*[self._empty] * before, *passes, *[self._empty] * after], called)
+        except PeerError:
+            raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise PeerError("pass", reason, rank=self._world.ranks[self._world.rank]) from error
+        return found[before : before + len(passes)]
