@@ -59,10 +59,9 @@ def check_clock(found: Found) -> None:
     for step in (device, drives):
         assert step["bound_ratio"] >= 1
         assert sum(step["path_s"].values()) == pytest.approx(step["step_s"])
-        # 128 experts of 3 x 128 x 74 bf16 weights, 256 times smaller: at least once up, and their gradients down.
-        assert min(step["busy_s"]["h2d"], step["busy_s"]["d2h"]) >= 128 * 3 * 128 * 74 * 2 * 256 / (
-            0.8 * 64e9
-        )
+        # Of 128 experts of 3 x 128 x 74 bf16 weights, 256 times smaller, nearly all: up, and their gradients down.
+        least = 0.8 * 128 * 3 * 128 * 74 * 2 * 256 / (0.8 * 64e9)
+        assert min(step["busy_s"]["h2d"], step["busy_s"]["d2h"]) >= least
     assert drives["busy_s"]["drives"] > 0 == device["busy_s"].get("drives", 0)
     assert [check["load_ratio"] for check in found["checks"]] == [1]
 
