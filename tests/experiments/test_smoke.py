@@ -32,6 +32,7 @@ SMALLEST = {
     "exchange": f"{_NODES} --network process",
     "layouts": "--ranks 1 --rounds 1 --steps 1",
     "memory": "--width 32 --layers 2 --experts 4 --steps 2 --cases train train-layer-order generate generate-8",
+    "papers": "--tables PipeMoE-6",
     "pipemoe": "--layers 1 --rounds 1 --slowdown 0.1 --experts 2 12",
     "pipemoe_solvers": "--cases 50",
     "ppmoe": "--ranks 2 --tokens 32 --width 8 --rounds 1 --pass-s 0.002 --seq-len 4 --steps 1",
@@ -112,6 +113,11 @@ def check_pipemoe(found: Found) -> None:
     assert [each["phase"] for each in found["passes"]] == ["forward", "backward"] * 2
     assert [each["experts_count"] for each in found["by_experts"]] == [2, 12]
     assert all(list(each["times_s"]) == ["1", "2", "3", "4", "6", "8"] for each in found["passes"])
+
+
+def check_papers(found: Found) -> None:
+    assert [row["ours_to_published_ratio"] < 0.5 for row in found["rows"]] == [True, False, False, False]
+    assert len(found["pipemoe_figure_4"]) == 3
 
 
 def check_pipemoe_solvers(found: Found) -> None:
