@@ -35,6 +35,7 @@ from tierstore.serve.model import (
     select_rows,
     why_apart,
 )
+from tierstore.timeline import NullTimeline, OperationSpans, TimelineSink, Track
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,9 +208,12 @@ class BatchRunner:
         sequences: int,
         device: torch.device | None = None,
         requesters: SequenceBits | None = None,
+        timeline: TimelineSink | None = None,
+        operations: OperationSpans | None = None,
     ) -> None:
         """With ``requesters``, ``experts`` is told which sequences request each expert. Of a prompt only the last token
-        counts: a prompt requests most of a layer, but its last token predicts the next requests.
+        counts: a prompt requests most of a layer, but its last token predicts the next requests. ``timeline`` shows the
+        passes, and after each what ``operations`` recorded.
         """
         self.model = model
         self.sequences = sequences
@@ -217,6 +221,8 @@ class BatchRunner:
         self._passes = passes
         self._device = device or torch.device("cpu")
         self._requesters = requesters
+        self._timeline = timeline or NullTimeline()
+        self._operations = operations
         self._groups: list[SequenceGroup] = []
         #: The length of each sequence in tokens, by its number, in the order in which they joined.
         self._lengths: dict[int, int] = {}
@@ -321,14 +327,18 @@ class BatchRunner:
         called: Called | None,
     ) -> dict[int, Tensor]:
         """Run the passes of ``groups`` over ``tokens``; return the logits (V,) by sequence."""
-        self._experts.begin(phase, sum(each.numel() for each in tokens))
-        results = self._passes.run(
-            [
-                partial(group.forward, self.model, tokens_BT)
-                for group, tokens_BT in zip(groups, tokens, strict=True)
-            ],
-            called,
-        )
+        count = sum(each.numel() for each in tokens)
+        self._experts.begin(phase, count)
+        with self._timeline.span(Track.COMPUTE, f"{phase.value} {count}"):
+            results = self._passes.run(
+                [
+                    partial(group.forward, self.model, tokens_BT)
+                    for group, tokens_BT in zip(groups, tokens, strict=True)
+                ],
+                called,
+            )
+        if self._operations is not None:
+            self._operations.drain()
         return {
             number: logits_V
             for group, logits_BV in zip(groups, results, strict=True)

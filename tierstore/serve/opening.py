@@ -77,7 +77,7 @@ from tierstore.tiers import (
     weights_in_place,
 )
 from tierstore.tiers.slots import DeviceKind
-from tierstore.timeline import NullTimeline, TimelineSink, open_timeline
+from tierstore.timeline import NullTimeline, OperationSpans, TimelineSink, open_timeline
 from tierstore.train.setup import compute_deterministically, stall_spans
 from tierstore.units import format_bytes
 
@@ -195,6 +195,7 @@ def open_served(
     timeline = timeline or NullTimeline()
     device = rank_device(config.device, RankEnvironment())
     make_current(device)
+    timeline.follow(device)
     kind = DeviceKind.of(device.type)
     lower = "device_budget, batch.context or batch.sequences"
     with memory_errors(device, lower), contextlib.ExitStack() as stack:
@@ -247,10 +248,8 @@ def open_served(
             quicken_linears(model.module)  # the compiler generates its own products
         return_freed_memory()
         stack.enter_context(pinned(store.arena, device, config.pinned_memory))
-        opening = _ExpertOpening(stack, config, stored, budgets, store, device, ledger)
-        experts = (
-            opening.slotted(timeline) if opening.copied and stored.records.pairs is None else opening.cached()
-        )
+        opening = _ExpertOpening(stack, config, stored, budgets, store, device, ledger, timeline)
+        experts = opening.slotted() if opening.copied and stored.records.pairs is None else opening.cached()
         source.target = experts
         if config.prefetch.predictor is PredictorName.ROUTER and config.prefetch.depth:
             guesses = RouterGuesses(model.routers(), experts, frozen=spec.compute_dtype.torch)
@@ -309,6 +308,8 @@ def open_runner(parts: ServedParts) -> BatchRunner:
         sequences=config.batch.sequences,
         device=parts.device,
         requesters=SequenceBits() if config.cache.tells_sequences_apart else None,
+        timeline=parts.timeline,
+        operations=OperationSpans(parts.store.engine, parts.timeline),
     )
 
 
@@ -388,6 +389,7 @@ class _ExpertOpening:
     store: StoreCore
     device: torch.device
     ledger: StallLedger
+    timeline: TimelineSink
 
     @property
     def copied(self) -> bool:
@@ -417,7 +419,7 @@ class _ExpertOpening:
         )
         return CachedExperts(leased, residency)
 
-    def slotted(self, timeline: TimelineSink) -> SlottedExperts:
+    def slotted(self) -> SlottedExperts:
         """Experts in device slots: a ring of whole layers, or chosen experts."""
         config, spec, schema = self.config, self.stored.spec, self.stored.records.experts
         experts, prefetch, link = self.budgets.slots, config.prefetch, config.links.copy
@@ -435,7 +437,7 @@ class _ExpertOpening:
                 count=count,
                 done=self.store.engine.done,
                 depth=prefetch.depth,
-                timeline=timeline,
+                timeline=self.timeline,
             )
         architecture = spec.architecture
         chooser = MemoryChooser(
@@ -479,8 +481,7 @@ class _ExpertOpening:
 
     def _tier(self, slots: DeviceSlots[torch.dtype]) -> DeviceTier:
         loads = WeightLoads.COPIED if self.copied else WeightLoads.IN_PLACE
-        opened = open_device_tier(
-            self.store.engine, slots, self.device, HugePages.AUTO, loads, self.config.pinned_memory
-        )
+        pinning, engine = self.config.pinned_memory, self.store.engine
+        opened = open_device_tier(engine, slots, self.device, HugePages.AUTO, loads, pinning, self.timeline)
         self.stack.callback(opened.close)
-        return limited_tier(opened, self.store.engine, self.config.links.copy)
+        return limited_tier(opened, engine, self.config.links.copy)
