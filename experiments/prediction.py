@@ -53,6 +53,9 @@ from tierstore.train.config import TrainConfig
 _RANKS, _SLOTS = 2, 8
 _STEPS, _SETTLED = 4, 2
 _STEP_BYTES = 28
+#: The links that are balanced: copies have one that makes them short, as if so many times the disk's bytes had to be moved.
+BALANCES = tuple(balance for balance in Balance if balance is not Balance.COPIES)
+COPIES = 4.0
 #: Cases between two calibrations.
 _BETWEEN = 3
 #: How far a predicted step may be from the measured one at most.
@@ -81,7 +84,7 @@ def cases(forward_s: float, computation: Computation) -> list[Case]:
         "two experts a layer": replace(base, experts=2),
         "little cache": replace(base, cached_layers=3.0, vertical_depth=2),
     }
-    found = [Case(f"{balance.value}", balance, base) for balance in Balance]
+    found = [Case(f"{balance.value}", balance, base) for balance in BALANCES]
     for name in list(variants)[1:]:
         found.append(Case(f"{Balance.EQUAL.value}, {name}", Balance.EQUAL, variants[name]))
     for balance in (Balance.GATHERS, Balance.FETCHES):
@@ -257,7 +260,7 @@ def measure(
         part = []
         for case in every[begin : begin + _BETWEEN]:
             sent, moved = StackWorkload(case.shape, LinksConfig(), StackCalibration(), span).moved_bytes()
-            links = links_for(case.balance, computing_s(case.shape), sent, moved)
+            links = links_for(case.balance, computing_s(case.shape), sent, moved, COPIES * moved)
             part.append((case, links, ranks.measure(replace(asked, shape=case.shape, links=links))))
         after = calibrate(ranks, asked, base)
         mean = StackCalibration((before.dense_s + after.dense_s) / 2, (before.expert_s + after.expert_s) / 2)
