@@ -153,24 +153,26 @@ def _leaves(cls: type[object], base: object = None, prefix: str = "") -> Iterato
         yield from _leaves(info.kind, info.default, f"{info.name}.") if info.nested else (info,)
 
 
-@functools.cache
-def _hints(cls: type[object]) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
-
-
-def _fields(cls: type[object], base: object = None, prefix: str = "") -> list[FieldInfo]:
+def _fields(cls: type[object], base: object = None, prefix: str = "") -> Iterator[FieldInfo]:
     """The fields of ``cls``; defaults come from the instance ``base``, if given."""
     if not dataclasses.is_dataclass(cls):
         raise TypeError(f"{cls.__name__} is not a dataclass")
-    hints = _hints(cls)
+    for info in _declared(cls, prefix):
+        default = info.default if base is None else getattr(base, info.name.removeprefix(prefix))
+        own = base is None or (default is info.default and not info.required)
+        yield info if own else dataclasses.replace(info, default=default, required=False)
+
+
+@functools.cache
+def _declared(cls: type[Any], prefix: str) -> list[FieldInfo]:
+    """The fields of ``cls``, a dataclass, with the defaults that it declares."""
+    hints = typing.get_type_hints(cls)
     infos = []
     for field in dataclasses.fields(cls):
         if not field.init:
             continue
         default = field.default
-        if base is not None:
-            default = getattr(base, field.name)
-        elif field.default_factory is not dataclasses.MISSING:
+        if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
         try:
             hint = field.metadata.get("read_as", hints[field.name])
@@ -292,16 +294,17 @@ def _table_name(info: FieldInfo, item: str, *, origin: str = "") -> str:
 def _override(leaves: Mapping[str, FieldInfo], values: dict[str, object], name: str, value: object) -> None:
     """Set ``name``, one of ``leaves``, in ``values``; text is converted to the type of its field."""
     for info in leaves.values():
+        if not (info.open or info.named) or not name.startswith(f"{info.name}."):
+            continue
         item = name.removeprefix(f"{info.name}.")
-        if info.open and item != name:
+        if info.open:
             items = _converted(info, {item: _number(value)})
             values[info.name] = {**values.get(info.name, {}), **items}  # type: ignore[dict-item]
             return
-        if info.named and item != name:
-            table = _table_name(info, item.partition(".")[0])
-            leaves = {leaf.name: leaf for leaf in _leaves(info.kind, None, f"{table}.")}
-            values[table] = None
-            break
+        table = _table_name(info, item.partition(".")[0])
+        leaves = {leaf.name: leaf for leaf in _leaves(info.kind, None, f"{table}.")}
+        values[table] = None
+        break
     if name in leaves:
         info = leaves[name]
         if isinstance(value, str) and info.kind is not str:
