@@ -116,7 +116,8 @@ def from_dict(cls: type[T], table: Mapping[str, object], *, origin: str = "") ->
 
 def as_dict(config: object) -> dict[str, object]:
     """``config`` in the types of JSON: paths and enums as text, tuples as lists, tables as dicts."""
-    return {info.name: _plain(info.in_words(getattr(config, info.name))) for info in _fields(type(config))}
+    cls: Any = type(config)
+    return {info.name: _plain(info.in_words(getattr(config, info.name))) for _, info in _declared(cls)}
 
 
 def dump(config: object) -> str:
@@ -153,36 +154,44 @@ def _leaves(cls: type[object], base: object = None, prefix: str = "") -> Iterato
         yield from _leaves(info.kind, info.default, f"{info.name}.") if info.nested else (info,)
 
 
-@functools.cache
-def _hints(cls: type[object]) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
-
-
-def _fields(cls: type[object], base: object = None, prefix: str = "") -> list[FieldInfo]:
+def _fields(cls: Any, base: object = None, prefix: str = "") -> list[FieldInfo]:
     """The fields of ``cls``; defaults come from the instance ``base``, if given."""
-    if not dataclasses.is_dataclass(cls):
-        raise TypeError(f"{cls.__name__} is not a dataclass")
-    hints = _hints(cls)
     infos = []
-    for field in dataclasses.fields(cls):
-        if not field.init:
-            continue
+    for field, declared in _declared(cls):
         default = field.default
         if base is not None:
             default = getattr(base, field.name)
         elif field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
+        required = default is dataclasses.MISSING
+        infos.append(
+            dataclasses.replace(
+                declared, name=prefix + field.name, default=None if required else default, required=required
+            )
+        )
+    return infos
+
+
+@functools.cache
+def _declared(cls: type[object]) -> tuple[tuple[dataclasses.Field[object], FieldInfo], ...]:
+    """Each field of ``cls``, and what its annotation says; without a default, which may be made anew for each instance."""
+    if not dataclasses.is_dataclass(cls):
+        raise TypeError(f"{cls.__name__} is not a dataclass")
+    hints = typing.get_type_hints(cls)
+    declared = []
+    for field in dataclasses.fields(cls):
+        if not field.init:
+            continue
         try:
-            hint = field.metadata.get("read_as", hints[field.name])
-            infos.append(_info(field, hint, default, prefix))
+            declared.append((field, _info(field, field.metadata.get("read_as", hints[field.name]))))
         except TypeError as exc:
             raise TypeError(
                 f"{cls.__name__}.{field.name}: a configuration cannot hold {field.type!r}"
             ) from exc
-    return infos
+    return tuple(declared)
 
 
-def _info(field: dataclasses.Field[object], hint: Any, default: object, prefix: str) -> FieldInfo:
+def _info(field: dataclasses.Field[object], hint: Any) -> FieldInfo:
     """Parse the annotation ``hint``. Raises TypeError for one that a configuration cannot hold."""
     members, optional = [hint], False
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
@@ -211,15 +220,14 @@ def _info(field: dataclasses.Field[object], hint: Any, default: object, prefix: 
         or (words and (size or kind is not int))
     ):
         raise TypeError
-    required = default is dataclasses.MISSING
     return FieldInfo(
-        name=prefix + field.name,
+        name=field.name,
         type="named tables"
         if named
         else _in_words(kind, words, size=size, repeated=repeated, length=length)
         + (", or none" if optional else ""),
-        default=None if required else default,
-        required=required,
+        default=None,
+        required=True,
         help=str(field.metadata.get("help", "")),
         kind=kind,
         optional=optional,
