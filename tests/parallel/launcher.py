@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from tierstore.parallel import ParallelConfig
@@ -30,6 +31,7 @@ _CASE_S = 120.0
 _END_S = 60.0
 #: Worlds that are kept for the next test. Each rank has threads that poll its sockets, however idle it is.
 _KEPT = 3
+_TESTS = Path(__file__).parents[1]
 
 
 class RankFailedError(AssertionError):
@@ -80,6 +82,14 @@ class World:
             with contextlib.suppress(OSError):
                 connection.send_bytes(pickle.dumps(None))
             connection.close()
+
+
+def _of_cases(name: str, module: ModuleType) -> bool:
+    """Whether it is a model of transformers, or what test files share."""
+    if name.startswith("transformers."):
+        return ".modeling_" in name
+    file = Path(getattr(module, "__file__", None) or "/")
+    return _TESTS in file.parents and not file.name.startswith(("test_", "conftest"))
 
 
 class Ranks:
@@ -179,9 +189,9 @@ class Ranks:
             }
             for rank in range(size)
         ]
-        # Models of transformers are a second and a half of each rank's time, unless the server has imported them.
-        models = [name for name in sys.modules if ".modeling_" in name and name.startswith("transformers.")]
-        self._control.send(("start", environments, config, None if stderr is None else str(stderr), models))
+        # What each rank would import by itself: a model of transformers takes a second and a half.
+        modules = [name for name, module in sys.modules.items() if _of_cases(name, module)]
+        self._control.send(("start", environments, config, None if stderr is None else str(stderr), modules))
         pids: list[int] = self._control.recv()
         called = [self._accept() for _ in pids]
         by_pid = {connection.recv()[1]: connection for connection in called}

@@ -27,15 +27,23 @@ def serve(address: str, simulated_device: str | None) -> None:
     """Answers ``("start", environments, config, stderr, modules)`` with pids, ``("wait", pid, seconds)`` with an exit code
     (None: it has not ended), ``("kill", pids)`` with None. Only it signals ranks: it knows which pids are still theirs.
     """
-    import pytest  # noqa: F401 - cases live in test files, which import it
+    # What each rank would import for a second or two; numpy.ma is behind median().
+    import hypothesis  # noqa: F401 - cases live in test files, which import it
+    import numpy.ma  # noqa: F401
+    import pytest  # noqa: F401
     import torch
     import torch.distributed.device_mesh
     from torch.utils.checkpoint import checkpoint
 
+    import tierstore.hf.spec
     import tierstore.model
     import tierstore.parallel
-    import tierstore.train.session  # noqa: F401 - what each rank would import for a second
+    import tierstore.plan.order
+    import tierstore.train.session  # noqa: F401
+    from tierstore.config import load
+    from tierstore.train.config import TrainConfig
 
+    load(TrainConfig, None)  # the declarations are read once
     # Its first call imports for seconds.
     checkpoint(torch.square, torch.ones(1, requires_grad=True), use_reentrant=False)
 
