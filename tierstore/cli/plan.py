@@ -363,9 +363,7 @@ def _show_serving(
     budgets = [parse_size(part, name="--budgets") for part in question.budgets.split(",") if part]
     if not budgets and "host_budget" in overrides:
         budgets = [served.host_budget]
-    made = plan_serving(
-        spec, work, costs, budgets=budgets, config=served, device=device, stored=stored
-    )
+    made = plan_serving(spec, work, costs, budgets=budgets, config=served, device=device, stored=stored)
     routing = "even routing (no --trace)" if question.trace is None else f"the passes of {question.trace}"
     rows = [
         (

@@ -140,7 +140,9 @@ def compare_orders(setting: Setting, profile: Profile) -> Decision[MicroOrder]:
         own = _run_profile(setting.config)
         order, reason = _auto(*((micro, layer) if profile == own else _costs(setting, own)))
         if found is not order:
-            reason += f"; by the profile of {profile.machine}, {found.value} order is faster: a run takes it if "
+            reason += (
+                f"; by the profile of {profile.machine}, {found.value} order is faster: a run takes it if "
+            )
             reason += "parallel.profile names that profile"
     return _decision(order, reason, data.micro_batches, micro, layer, _cost(_whole(setting), profile))
 
