@@ -259,8 +259,8 @@ def check_loads(loads: Sequence[float], steps: int) -> list[dict[str, float]]:
     shares of a step's time without limits.
     """
     settings = {
-        "model.d_model": 64, "model.d_ff": 256, "model.experts": 8, "model.n_layers": 4, "model.n_heads": 2,
-        "model.seq_len": 32, "data.batch_size": 16, "host_budget": 64 << 20, "device_budget": 10 * (4 * 3 * 64 * 256),
+        "model.d_model": 128, "model.d_ff": 512, "model.experts": 8, "model.n_layers": 4, "model.n_heads": 2,
+        "model.seq_len": 32, "data.batch_size": 32, "host_budget": 256 << 20, "device_budget": 10 * (4 * 3 * 128 * 512),
     }  # fmt: skip
 
     def median_s(bandwidth: float) -> float:

@@ -155,6 +155,8 @@ def _leaves(cls: type[object], base: object = None, prefix: str = "") -> Iterato
 
 def _fields(cls: type[object], base: object = None, prefix: str = "") -> Iterator[FieldInfo]:
     """The fields of ``cls``; defaults come from the instance ``base``, if given."""
+    if not dataclasses.is_dataclass(cls):
+        raise TypeError(f"{cls.__name__} is not a dataclass")
     for info in _declared(cls, prefix):
         default = info.default if base is None else getattr(base, info.name.removeprefix(prefix))
         own = base is None or (default is info.default and not info.required)
@@ -162,10 +164,8 @@ def _fields(cls: type[object], base: object = None, prefix: str = "") -> Iterato
 
 
 @functools.cache
-def _declared(cls: type[object], prefix: str) -> list[FieldInfo]:
-    """The fields of ``cls`` with the defaults that it declares."""
-    if not dataclasses.is_dataclass(cls):
-        raise TypeError(f"{cls.__name__} is not a dataclass")
+def _declared(cls: type[Any], prefix: str) -> list[FieldInfo]:
+    """The fields of ``cls``, a dataclass, with the defaults that it declares."""
     hints = typing.get_type_hints(cls)
     infos = []
     for field in dataclasses.fields(cls):

@@ -38,6 +38,7 @@ from tierstore.links import LinkConfig, LinksConfig
 from tierstore.timeline import read_slices, slices_by_track
 from tierstore.train.config import TrainConfig
 
+FOUR = ("computation", "gathers", "fetches", "copies")
 TINY = StackShape(
     layers=3,
     experts=2,
@@ -50,8 +51,8 @@ TINY = StackShape(
 )
 
 
-def test_the_longest_of_the_three_is_what_a_step_is_held_against() -> None:
-    """2 s of computation, 3 MB sent and 1 MB from disk at 1 MB/s each; a step took 6 s, and 4 s without limits."""
+def test_the_longest_of_the_four_is_what_a_step_is_held_against() -> None:
+    """2 s of computation, 3 MB sent, 1 MB from disk, 2 MB copied at 1 MB/s each; a step took 6 s, and 4 s without limits."""
     found = RankSteps(
         step_samples_s=[6.0],
         computing_s=2.0,
@@ -59,30 +60,34 @@ def test_the_longest_of_the_three_is_what_a_step_is_held_against() -> None:
         disk_transfers=1,
         sent_bytes=3e6,
         collectives=1,
+        copied_bytes=2e6,
         stalls={},
     )
-    links = LinksConfig(gather=LinkConfig(bandwidth=10**6), disk=LinkConfig(bandwidth=10**6))
+    links = LinksConfig(**dict.fromkeys(("gather", "disk", "copy"), LinkConfig(bandwidth=10**6)))
     times = overlap_run(Balance.EQUAL, Prefetch.BOTH, links, found, 4.0)
-    assert (times["gathers_s"], times["fetches_s"]) == (3.0, 1.0)
-    assert (times["longest_s"], times["serial_s"]) == (3.0, 6.0)
+    assert (times["gathers_s"], times["fetches_s"], times["copies_s"]) == (3.0, 1.0, 2.0)
+    assert (times["longest_s"], times["serial_s"]) == (3.0, 8.0)
     assert (times["ratio"], times["driven_ratio"]) == (2.0, 1.5)
 
 
 @pytest.mark.parametrize(
-    ("balance", "gathers", "fetches"),
+    ("balance", "gathers", "fetches", "copies"),
     [
-        (Balance.EQUAL, 0.3, 0.3),
-        (Balance.COMPUTATION, 0.1, 0.1),
-        (Balance.GATHERS, 0.9, 0.3),
-        (Balance.FETCHES, 0.3, 0.9),
+        (Balance.EQUAL, 0.3, 0.3, 0.3),
+        (Balance.COMPUTATION, 0.1, 0.1, 0.1),
+        (Balance.GATHERS, 0.9, 0.3, 0.3),
+        (Balance.FETCHES, 0.3, 0.9, 0.3),
+        (Balance.COPIES, 0.3, 0.3, 0.9),
     ],
 )
-def test_links_take_the_time_that_they_are_to(balance: Balance, gathers: float, fetches: float) -> None:
-    """0.3 s of computation, 6 MB sent and 9 MB from and to the disk. Copies take a quarter of an equal share."""
-    links = links_for(balance, 0.3, 6e6, 9e6)
+def test_links_take_the_time_that_they_are_to(
+    balance: Balance, gathers: float, fetches: float, copies: float
+) -> None:
+    """0.3 s of computation, 6 MB sent, 9 MB from and to the disk, 4 MB from and to the device."""
+    links = links_for(balance, 0.3, 6e6, 9e6, 4e6)
     assert 6e6 / links.gather.bandwidth == pytest.approx(gathers)
     assert 9e6 / links.disk.bandwidth == pytest.approx(fetches)
-    assert 9e6 / links.copy.bandwidth == pytest.approx(min(gathers, fetches) / 4)
+    assert 4e6 / links.copy.bandwidth == pytest.approx(copies)
 
 
 def test_the_stack_has_a_unit_and_a_backward_pass_a_layer() -> None:
@@ -108,15 +113,17 @@ def test_a_tiny_run(tmp_path: Path, tiny_bench: TinyBench) -> None:
     # 3 gathers of the forward and 1 of the backward passes (two layers stay), 3 reductions, of half a layer each.
     assert found.figures["collectives"] == 7
     assert found.figures["sent_bytes"] == 7 * 4 * 512 * 512 / 2
+    # Each of 12 experts is copied up once or twice, and its gradient down.
+    assert 2 * 12 <= found.figures["copied_bytes"] / (4 * 256 * 256) <= 3 * 12
     for run in runs:
-        assert run["longest_s"] == max(run["computation_s"], run["gathers_s"], run["fetches_s"])
+        assert run["longest_s"] == max(run[f"{what}_s"] for what in FOUR)
         # No step is shorter than what it has to compute; what it has to gather may straddle two steps.
         assert run["step_s"] >= run["computation_s"] / 2
         # A transfer that is never waited for has no stall: which of the two there is depends on the machine's load.
         assert {stall["cause"].split(":")[0] for stall in run["stalls"]} <= {"horizontal", "vertical"}
     assert "/ longest" in found.table
     listed = [one for one in found.document.measurements if one.name == "step to the longest"]
-    assert [one.target for one in listed] == [1.15, 1.05, 1.05, 1.05, None, None, None]
+    assert [one.target for one in listed] == [1.10, *[1.05] * 4, None, None, None]
     assert [one.median for one in listed] == pytest.approx([run["ratio"] for run in runs])
     slices, (begin, end) = last_step(read_slices(timeline))
     assert end > begin
@@ -218,7 +225,9 @@ def test_terminated_it_leaves_neither_files_nor_ranks(tmp_path: Path) -> None:
     place = tmp_path / "place"
     command = [sys.executable, "-m", "tierstore.cli.main", "bench", "overlap", f"--store={place}"]
     with subprocess.Popen(
-        [*command, "--forward-ms=5", "--computation=device"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [*command, "--layers=3", "--forward-ms=5", "--computation=device"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     ) as process:
         until = time.monotonic() + 60
         while not list(place.glob("run/*/tierstore.json")) and process.poll() is None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from prediction import StackCalibration, StackWorkload, cases
+from prediction import BALANCES, COPIES, StackCalibration, StackWorkload, cases
 
 from tierstore.bench.overlap import (
     CAUGHT_UP,
@@ -28,10 +29,10 @@ NOTHING = StackCalibration(0.0, 0.0, Cost(0.0, 1e12))
 
 
 def test_there_are_twelve_cases_and_more_each_with_a_name() -> None:
-    found = cases(0.02, Computation.DEVICE)
+    found = cases(SHAPE)
     assert len(found) >= 12
     assert len({case.name for case in found}) == len(found)
-    assert {case.balance for case in found} == set(Balance)
+    assert {case.balance for case in found} == set(BALANCES)
 
 
 def test_without_limits_a_step_is_its_computation() -> None:
@@ -59,7 +60,7 @@ def test_the_longest_of_the_three_is_the_bottleneck(balance: Balance, bottleneck
     shape = replace(SHAPE, layers=8, cached_layers=4.0)
     sent, moved = StackWorkload(shape, LinksConfig(), NOTHING).moved_bytes()
     computing = 3 * shape.layers * shape.forward_s
-    found = StackWorkload(shape, links_for(balance, computing, sent, moved), NOTHING).run()
+    found = StackWorkload(shape, links_for(balance, computing, sent, moved, COPIES * moved), NOTHING).run()
     assert found.bottleneck is bottleneck
     longest = computing if balance is Balance.COMPUTATION else 3 * computing
     assert 0.95 * longest <= found.step_s <= 1.3 * longest
@@ -74,6 +75,12 @@ def test_a_slower_link_never_helps() -> None:
         before = after
 
 
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankProcesses]:
+    with RankProcesses() as started:
+        yield started
+
+
 @pytest.mark.parametrize(
     "differs",
     [
@@ -85,14 +92,16 @@ def test_a_slower_link_never_helps() -> None:
     ],
     ids=["small", "half in cache", "no prefetch"],
 )
-def test_what_is_predicted_to_move_does(tmp_path: Path, differs: dict[str, Any]) -> None:
+def test_what_is_predicted_to_move_does(
+    tmp_path: Path, ranks: RankProcesses, differs: dict[str, Any]
+) -> None:
     """Two real ranks, to the byte."""
     shape = replace(SHAPE, forward_s=0.001, computation=Computation.DEVICE, **differs)
     steps, warmup = 8, 6
     sent, moved = StackWorkload(
         shape, LinksConfig(), NOTHING, StepWindow(warmup + CAUGHT_UP, steps)
     ).moved_bytes()
-    with RankProcesses() as ranks:
-        found = ranks.measure(RankRequest(directory=tmp_path, steps=steps, warmup=warmup, shape=shape))
+    asked = RankRequest(directory=tmp_path / "run", steps=steps, warmup=warmup, shape=shape)
+    found = ranks.measure(asked)
     assert found.sent_bytes == sent
     assert found.disk_bytes == moved

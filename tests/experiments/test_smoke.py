@@ -32,10 +32,11 @@ SMALLEST = {
     "exchange": f"{_NODES} --network process",
     "layouts": "--ranks 1 --rounds 1 --steps 1",
     "memory": "--width 32 --layers 2 --experts 4 --steps 2 --cases train train-layer-order generate generate-8",
+    "papers": "--tables PipeMoE-6",
     "pipemoe": "--layers 1 --rounds 1 --slowdown 0.1 --experts 2 12",
     "pipemoe_solvers": "--cases 50",
     "ppmoe": "--ranks 2 --tokens 32 --width 8 --rounds 1 --pass-s 0.002 --seq-len 4 --steps 1",
-    "prediction": "--cases 1 --steps 1 --warmup 1 --forward-s 0.001",
+    "prediction": "--cases 1 --layers 3 --steps 1 --warmup 1 --forward-s 0.001",
     "quant": "--inputs 200 --outputs 40 --rows 1 3 --weight-bytes 100000 --repeats 2",
     "recipe": "--shapes 32x1 --seeds 0 --steps 2 --batch 2 --seq-len 16 --host-budget 1000000",
     "ring": _RING,
@@ -59,10 +60,9 @@ def check_clock(found: Found) -> None:
     for step in (device, drives):
         assert step["bound_ratio"] >= 1
         assert sum(step["path_s"].values()) == pytest.approx(step["step_s"])
-        # 128 experts of 3 x 128 x 74 bf16 weights, 256 times smaller: at least once up, and their gradients down.
-        assert min(step["busy_s"]["h2d"], step["busy_s"]["d2h"]) >= 128 * 3 * 128 * 74 * 2 * 256 / (
-            0.8 * 64e9
-        )
+        # Of 128 experts of 3 x 128 x 74 bf16 weights, 256 times smaller, nearly all: up, and their gradients down.
+        least = 0.8 * 128 * 3 * 128 * 74 * 2 * 256 / (0.8 * 64e9)
+        assert min(step["busy_s"]["h2d"], step["busy_s"]["d2h"]) >= least
     assert drives["busy_s"]["drives"] > 0 == device["busy_s"].get("drives", 0)
     assert [check["load_ratio"] for check in found["checks"]] == [1]
 
@@ -113,6 +113,11 @@ def check_pipemoe(found: Found) -> None:
     assert [each["phase"] for each in found["passes"]] == ["forward", "backward"] * 2
     assert [each["experts_count"] for each in found["by_experts"]] == [2, 12]
     assert all(list(each["times_s"]) == ["1", "2", "3", "4", "6", "8"] for each in found["passes"])
+
+
+def check_papers(found: Found) -> None:
+    assert [row["ours_to_published_ratio"] < 0.5 for row in found["rows"]] == [True, False, False, False]
+    assert len(found["pipemoe_figure_4"]) == 3
 
 
 def check_pipemoe_solvers(found: Found) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from tierstore.moe.exchange import Arrival, LocalRows, RowChunk, rows_of
 from tierstore.moe.experts import Scratch, Workspace, backward_weighted_expert, forward_expert
 from tierstore.moe.source import ExpertLease, ExpertSourceRef, PipelineDegrees
 from tierstore.parallel import Mesh, RankGroup
+from tierstore.timeline import Args, Moment, TimelineSink, Track
 
 SHAPE, TOP_K = ExpertShape(32, 16), 2
 Found = dict[str, Any]
@@ -246,6 +247,50 @@ def test_a_part_is_sent_back_before_the_next_is_computed() -> None:
         *(f"compute 0 of {slice(0, 3)}, last: False", "combine 0"),
         *(f"compute 1 of {slice(3, 5)}, last: True", "combine 1"),
     ]
+
+
+def test_a_chunk_takes_two_moments_of_the_device_whatever_its_experts() -> None:
+    """Two chunks of three experts: when the first begins, and when the last is queued. A moment is an event."""
+
+    class Sink(TimelineSink):
+        enabled = True
+        moments: int = 0
+        drawn: ClassVar[list[tuple[str, Moment, Moment]]] = []
+
+        def now(self, stream: torch.Stream | None = None) -> int:
+            self.moments += 1
+            return self.moments
+
+        def add(self, track: Track, name: str, start: Moment, end: Moment, args: Args | None = None) -> None:
+            self.drawn.append((name, start, end))
+
+    class Walk:
+        parts, chunks, left = 1, (0, 1), [3, 3]
+
+        def chunks_of(self, leases: Sequence[ExpertLease], part: int) -> list[int]:
+            return [lease.expert // 3 for lease in leases]
+
+        def compute(self, leases: Sequence[ExpertLease], part: int) -> None:
+            for number in self.chunks_of(leases, part):
+                self.left[number] -= 1
+
+        def complete(self, number: int) -> bool:
+            return not self.left[number]
+
+        def send(self, number: int) -> list[Arrival]:
+            return []
+
+        send_back = send
+
+    source, sink = ExpertSourceRef(), Sink()
+    source.pipelining.timeline = sink
+    travel = Travel([cast(Any, Walk())], source.pipelining, "forward 0")
+    sink.moments = 0
+    for expert in range(6):
+        travel.compute([ExpertLease(expert, torch.zeros(1))])
+    travel.end()
+    # Between the chunks a moment for the results that are sent back.
+    assert sink.drawn == [("forward 0: experts chunk 0", 1, 2), ("forward 0: experts chunk 1", 4, 5)]
 
 
 def test_gradients_of_parts_are_added_in_order_and_in_fp32() -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from slowness import mostly_slow
 from small_config import SMALL_QWEN3_MOE
 
+from tierstore.cache.access import Phase
 from tierstore.config import load
 from tierstore.errors import ConfigError
 from tierstore.hf.describing import describe_config
@@ -264,6 +265,23 @@ def test_passes_of_stages_are_bounded(
     assert alone <= found <= micro_batches * alone
     assert found >= micro_batches * max(each)
     assert micro_batches > 1 or found == alone
+
+
+def test_only_the_last_stage_computes_the_head() -> None:
+    """4 sequences of 16 tokens, 256 rows of width 32: 2 T V D operations forward, twice as many backward."""
+    config = configured({"data.batch_size": 4})
+    works = stage_workloads(config, LayoutChoice(Layout(2, 1, 1, 1)), ASSUMED, 2)
+    first, last = (
+        [
+            work.dense_flops(item)
+            for item in work.passes
+            if item.unit == 3 and item.phase is not Phase.OPTIMIZER
+        ]
+        for work in works
+    )
+    head = 2 * 4 * 16 * 256 * 32
+    assert first == [0] * 8
+    assert sorted(last) == [head] * 4 + [2 * head] * 4
 
 
 def test_a_slow_link_between_nodes_is_avoided() -> None:

@@ -29,6 +29,7 @@ from tierstore.serve.config import ServeConfig
 from tierstore.serve.experts import ServingPhase
 from tierstore.serve.opening import ServedParts, open_runner, open_served
 from tierstore.store.format import Group
+from tierstore.timeline import TimelineSink
 from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening
 from tierstore.train.session import open_session
@@ -60,12 +61,12 @@ def serve_config(store: Path, changes: Mapping[str, Any] | None = None, **settin
 
 @contextmanager
 def served_store(
-    store: Path, *, trace: Path | None = None, **settings: Any
+    store: Path, *, trace: Path | None = None, timeline: TimelineSink | None = None, **settings: Any
 ) -> Iterator[tuple[ServedParts, BatchRunner]]:
     """The store opened, and a runner over it."""
     threads = torch.get_num_threads()
     try:
-        with open_served(serve_config(store, **settings), trace=trace) as parts:
+        with open_served(serve_config(store, **settings), trace=trace, timeline=timeline) as parts:
             yield parts, open_runner(parts)
     finally:
         torch.set_num_threads(threads)

@@ -48,13 +48,14 @@ from tierstore.prefetch import (
     Unit,
     make_predictor,
 )
+from tierstore.prefetch.experts import ExpertTiers
 from tierstore.stats import Cause, StallLedger, Tier
 from tierstore.store.adamw import AdamWConfig
 from tierstore.store.config import StoreConfig
 from tierstore.store.core import StoreCore
 from tierstore.store.format import RecordSchema
 from tierstore.store.parameter_store import ParameterStore
-from tierstore.tiers import DeviceSlots, HostDeviceTier, limited_tier
+from tierstore.tiers import DeviceSlots, HostDeviceTier, LimitedTier, limited_tier
 from tierstore.timeline import OperationSpans, TimelineSink, Track, open_timeline
 from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening
@@ -225,7 +226,7 @@ class SyntheticStack:
         self._shape = shape
         self._schedule = schedule
         self._dense = dense
-        self._experts = experts
+        self.experts = experts
         self._timeline = timeline
         self._queue = HorizontalQueue(schedule, dense, ledger)
         self._operations = OperationSpans(store.engine, timeline)
@@ -246,7 +247,7 @@ class SyntheticStack:
         clock_ns = self._computer.clock_ns
         started = clock_ns()
         with self.store.optimizer_step(1e-3):
-            self._experts.begin_micro(index=0, count=1)
+            self.experts.begin_micro(index=0, count=1)
             self._queue.begin(training=True)
             for item in self._schedule.passes:
                 begun = clock_ns()
@@ -266,11 +267,11 @@ class SyntheticStack:
     def _forward(self, unit: int) -> None:
         self._computer.launch(self._dense_s(Phase.FORWARD))
         self._computer.synchronize()  # as a program does to request the experts that a router chose
-        for _ in self._experts.forward(unit, range(self._shape.experts)):
+        for _ in self.experts.forward(unit, range(self._shape.experts)):
             self._computer.launch(self._expert_s(Phase.FORWARD))
 
     def _backward(self, unit: int) -> None:
-        for lease in self._experts.backward(unit, range(self._shape.experts)):
+        for lease in self.experts.backward(unit, range(self._shape.experts)):
             self._computer.launch(self._expert_s(Phase.BACKWARD))
             assert lease.gradients is not None
             torch.mul(lease.flat, 1e-3, out=lease.gradients)
@@ -374,7 +375,7 @@ def _measure(asked: RankRequest, world: RankGroup, link: CollectiveLink) -> Rank
             computing = [stack.compute_only()]
             for _ in range(CAUGHT_UP):
                 stack.step()
-            found = _steps(stack.step, asked.steps, stack.store, stack.ledger, link)
+            found = _steps(stack.step, asked.steps, stack.store, stack.experts, stack.ledger, link)
             world.barrier()
             computing += [stack.compute_only() for _ in range(2)]
             stack.drain()
@@ -385,12 +386,17 @@ def _measure(asked: RankRequest, world: RankGroup, link: CollectiveLink) -> Rank
 
 
 def _steps(
-    step: Callable[[], float], count: int, store: StoreCore, ledger: StallLedger, link: CollectiveLink
+    step: Callable[[], float],
+    count: int,
+    store: StoreCore,
+    experts: ExpertTiers,
+    ledger: StallLedger,
+    link: CollectiveLink,
 ) -> RankSteps:
     """Measure ``count`` calls of ``step``, which returns its seconds. The whole step counts as computation."""
-    before, stalls = _counts(store, link), _stalls(ledger)
+    before, stalls = _counts(store, experts, link), _stalls(ledger)
     seconds = [step() for _ in range(count)]
-    after, stalled = _counts(store, link), _stalls(ledger)
+    after, stalled = _counts(store, experts, link), _stalls(ledger)
     return RankSteps(
         step_samples_s=seconds,
         computing_s=statistics.median(seconds),
@@ -399,14 +405,16 @@ def _steps(
     )
 
 
-def _counts(store: StoreCore, link: CollectiveLink) -> dict[str, float]:
-    """Counters of bytes moved; those of experts count at the request, since some are always in flight when a step ends."""
+def _counts(store: StoreCore, experts: ExpertTiers, link: CollectiveLink) -> dict[str, float]:
+    """Counters of bytes moved; those from disk count at the request, since some are always in flight when a step ends."""
     engine, residency = store.engine.stats(), store.cache.residency.stats()
+    device = experts.walk.slots.device
     return {
         "disk_bytes": float(residency.read_bytes + residency.written_bytes),
         "disk_transfers": engine["reads"] + engine["writes"],
         "sent_bytes": link.sent_bytes,
         "collectives": link.messages,
+        "copied_bytes": float(device.link.stats()["nbytes"]) if isinstance(device, LimitedTier) else 0.0,
     }
 
 
@@ -429,7 +437,14 @@ def _measure_training(asked: RankRequest, mesh: Mesh, link: CollectiveLink) -> R
         ):
             for _ in range(asked.warmup):
                 trainer.step()
-            found = _steps(lambda: trainer.step().seconds, asked.steps, trainer.store, trainer.ledger, link)
+            found = _steps(
+                lambda: trainer.step().seconds,
+                asked.steps,
+                trainer.store,
+                trainer.experts,
+                trainer.ledger,
+                link,
+            )
         # No rank begins the next measurement, in the same directory, before all have finished this one.
         mesh.world.barrier()
         if mesh.world.rank == 0:

@@ -99,11 +99,15 @@ class ExpertWalk(ABC):
         """Send the rows of chunk ``number`` to the ranks of its experts."""
         return [rows.send(number) for rows in self.sent]
 
-    def compute(self, leases: Sequence[ExpertLease], part: int) -> list[int]:
-        """Compute the rows of part ``part`` of the leased experts, if they have any; returns the numbers of their chunks."""
-        placed, experts = [], [lease.expert * self.parts + part for lease in leases]
-        numbers = [self._number[expert] for expert in experts]
-        for lease, expert, number in zip(leases, experts, numbers, strict=True):
+    def chunks_of(self, leases: Sequence[ExpertLease], part: int) -> list[int]:
+        """The number of the chunk of each leased expert's part ``part``."""
+        return [self._number[lease.expert * self.parts + part] for lease in leases]
+
+    def compute(self, leases: Sequence[ExpertLease], part: int) -> None:
+        """Compute the rows of part ``part`` of the leased experts, if they have any."""
+        placed, numbers = [], self.chunks_of(leases, part)
+        for lease, number in zip(leases, numbers, strict=True):
+            expert = lease.expert * self.parts + part
             span = self._rows.span(expert)
             if span.start < span.stop:
                 following = self._rows.span(expert + 1) if part + 1 < self.parts else slice(0, 0)
@@ -113,7 +117,6 @@ class ExpertWalk(ABC):
         self._compute(placed)
         for number in numbers:
             self._left[number] -= 1
-        return numbers
 
     def complete(self, number: int) -> bool:
         """Whether all experts of chunk ``number`` have been computed."""
@@ -159,10 +162,16 @@ class Travel:
         parts = self._walks[micro].parts
         for group in [leases] if parts == 1 else [[lease] for lease in leases]:
             for part in range(parts):
-                started = self._timeline.now()
-                for number in self._walks[micro].compute(group, part):
-                    self._begun.setdefault((number, micro), started)
+                self._begin(group, part, micro)
+                self._walks[micro].compute(group, part)
                 self._send_complete()
+
+    def _begin(self, leases: Sequence[ExpertLease], part: int, micro: int) -> None:
+        """Note when the first expert of a chunk begins: on a device each moment is an event of its stream."""
+        if self._timeline.enabled:
+            chunks = {(number, micro) for number in self._walks[micro].chunks_of(leases, part)}
+            if new := chunks - self._begun.keys():
+                self._begun.update(dict.fromkeys(new, self._timeline.now()))
 
     def end(self) -> None:
         """Called after the last lease. Raises RuntimeError if experts are missing."""
@@ -173,7 +182,7 @@ class Travel:
     def _send_complete(self) -> None:
         while self._due and self._walks[self._due[0][1]].complete(self._due[0][0]):
             number, micro = self._due.popleft()
-            if self._timeline.enabled and (number, micro) in self._begun:
+            if (number, micro) in self._begun:
                 name = self._name("experts", number, micro)
                 self._timeline.add(
                     Track.COMPUTE, name, self._begun.pop((number, micro)), self._timeline.now()

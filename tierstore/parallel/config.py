@@ -95,8 +95,8 @@ class ParallelConfig:
     profile: Path | None = field(
         default=None,
         metadata={
-            "help": "profile by bench machine whose costs an auto data.micro_order and an auto pipeline_degree use; the "
-            "former also takes the name of a GPU, such as A100 (none: assumed, and probed at the start)"
+            "help": "profile by bench machine for an auto data.micro_order (which also takes the name of a GPU, such as "
+            "A100; none: assumed costs) and an auto pipeline_degree (none: costs probed at the start)"
         },
     )
     elastic: Elastic = field(

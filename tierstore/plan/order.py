@@ -141,9 +141,8 @@ def compare_orders(setting: Setting, profile: Profile) -> Decision[MicroOrder]:
         order, reason = _auto(*((micro, layer) if profile == own else _costs(setting, own)))
         if found is not order:
             reason += (
-                f"; by the profile of {profile.machine}, {found.value} order is faster: a run takes it if "
+                f"; by the profile of {profile.machine}, {found.value} order is faster (set parallel.profile)"
             )
-            reason += "parallel.profile names that profile"
     return _decision(order, reason, data.micro_batches, micro, layer, _cost(_whole(setting), profile))
 
 

@@ -74,15 +74,19 @@ def _se_moe(experts: int, published: int) -> Preset:
         "seq_len": 1024,
         "moe_every": 1,
     }
-    gpu = {"gpu": "A100", "gpu_memory": 80 * 10**9}
-    return _gpt("SE-MoE, Table 1", published, 100_000_000, note, experts=experts, **shape, **gpu)
+    unit, memory = 100_000_000, 80 * 10**9
+    return _gpt(
+        "SE-MoE, Table 1", published, unit, note, gpu="A100", gpu_memory=memory, experts=experts, **shape
+    )
 
 
 def _pipeline_moe(published: int, unit: int, note: str, **backbone: int) -> Preset:
     """Section 4.1: 64 experts in place of every other feed-forward network of a GPT-3 backbone."""
     shape = {"vocab_size": 50257, "seq_len": 2048, "experts": 64, "moe_every": 2}
-    gpu = {"gpu": "V100", "gpu_memory": 32 * 10**9}  # the paper gives no memory: the larger of the two V100s
-    return _gpt("Pipeline MoE, Table 2", published, unit, note, **shape, **backbone, **gpu)
+    memory = 32 * 10**9  # the paper gives none: the larger of the two V100s
+    return _gpt(
+        "Pipeline MoE, Table 2", published, unit, note, gpu="V100", gpu_memory=memory, **shape, **backbone
+    )
 
 
 def _gated(

@@ -314,7 +314,8 @@ class StepWorkload:
         if item.unit == 0:
             return 0  # the embedding is a lookup
         if item.unit == len(model.units) - 1:
-            forward = 2 * tokens * config.model.vocab_size * d
+            # A pipeline stage without the head has an empty unit there.
+            forward = 2 * tokens * config.model.vocab_size * d * config.spec.ends
         else:
             width = self._attention[item.unit]
             forward = 2 * tokens * (model.units[item.unit].numel + config.model.seq_len * width)

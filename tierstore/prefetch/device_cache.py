@@ -80,7 +80,7 @@ class DeviceCache:
         self.count = slots
         self._store = store
         self._cache = store.cache
-        self._device = device
+        self.device = device
         self._records = [record for layer in records.values() for record in layer.values()]
         #: The core's number of each record, by its number in the host cache.
         self._numbers = {record.number: number for number, record in enumerate(self._records)}
@@ -180,7 +180,7 @@ class DeviceCache:
 
     def weights(self, copy: Copy) -> Weights:
         """The weights in the slot of ``copy``, whose ticket has finished; valid until ``release``."""
-        return self._device.weights(copy.slot)
+        return self.device.weights(copy.slot)
 
     def copy_again(self, record: LiveRecord) -> None:
         """Queue the copy of the pinned expert again, after a read that it followed has failed."""
@@ -193,7 +193,7 @@ class DeviceCache:
         number, self._current = self._current, None
         assert number is not None
         copy = self._copies[number]
-        self._device.release_weights(copy.slot)
+        self.device.release_weights(copy.slot)
         self.residency.end_unit(self._group.popleft())
         if self.keeps:
             self._release(np.array([number], np.uint32))
@@ -268,7 +268,7 @@ class DeviceCache:
         entry = self._records[number].entry(Group.WEIGHTS)
         after, last = self._cache.ready(entry), self._last[slot]
         guards = after if not last or self._store.engine.done(last) else [*after, last]
-        ticket = self._device.load(slot, self._cache.sections(entry)[0], guards)
+        ticket = self.device.load(slot, self._cache.sections(entry)[0], guards)
         self._cache.reads(entry, ticket)
         self._last[slot] = ticket
         self.copies += 1

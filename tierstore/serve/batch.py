@@ -35,6 +35,7 @@ from tierstore.serve.model import (
 )
 from tierstore.serve.passes import Called, LockstepPasses
 from tierstore.serve.ranks import ServedRanks
+from tierstore.timeline import NullTimeline, OperationSpans, TimelineSink, Track
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,11 +154,14 @@ class BatchRunner:
         device: torch.device | None = None,
         requesters: SequenceBits | None = None,
         ranks: RankGroup | None = None,
+        timeline: TimelineSink | None = None,
+        operations: OperationSpans | None = None,
     ) -> None:
         """With ``requesters``, ``experts`` is told which sequences request each expert. Of a prompt only the last token
         counts: a prompt requests most of a layer, but its last token predicts the next requests.
 
-        ``ranks``: the sequences are divided over them (``serve/ranks.py``), and ``passes`` are ``JointPasses``.
+        ``ranks``: the sequences are divided over them (``serve/ranks.py``), and ``passes`` are ``JointPasses``. ``timeline``
+        shows the passes, and after each what ``operations`` recorded.
         """
         self.model = model
         self.sequences = sequences
@@ -166,6 +170,8 @@ class BatchRunner:
         self._device = device or torch.device("cpu")
         self._requesters = requesters
         self._ranks = ServedRanks(ranks or RankGroup.alone())
+        self._timeline = timeline or NullTimeline()
+        self._operations = operations
         #: The groups of this rank's sequences.
         self._groups: list[SequenceGroup] = []
         #: The length of each sequence in tokens, by its number, in the order in which they joined.
@@ -294,14 +300,18 @@ class BatchRunner:
         """Run the passes of ``groups`` over ``tokens``; return the logits (V,) of the sequences ``numbers``, those of all
         ranks.
         """
-        self._experts.begin(phase, sum(each.numel() for each in tokens))
-        results = self._passes.run(
-            [
-                partial(group.forward, self.model, tokens_BT)
-                for group, tokens_BT in zip(groups, tokens, strict=True)
-            ],
-            called,
-        )
+        count = sum(each.numel() for each in tokens)
+        self._experts.begin(phase, count)
+        with self._timeline.span(Track.COMPUTE, f"{phase.value} {count}"):
+            results = self._passes.run(
+                [
+                    partial(group.forward, self.model, tokens_BT)
+                    for group, tokens_BT in zip(groups, tokens, strict=True)
+                ],
+                called,
+            )
+        if self._operations is not None:
+            self._operations.drain()
         logits = {
             number: logits_V
             for group, logits_BV in zip(groups, results, strict=True)

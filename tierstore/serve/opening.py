@@ -79,7 +79,7 @@ from tierstore.tiers import (
     weights_in_place,
 )
 from tierstore.tiers.slots import DeviceKind
-from tierstore.timeline import NullTimeline, TimelineSink, open_timeline
+from tierstore.timeline import NullTimeline, OperationSpans, TimelineSink, open_timeline
 from tierstore.train.setup import compute_deterministically, stall_spans
 from tierstore.train.stored_model import stored_layout
 from tierstore.units import format_bytes
@@ -225,6 +225,7 @@ def open_served(
         config = _share(config, ranks)
     timeline = timeline or NullTimeline()
     make_current(device)
+    timeline.follow(device)
     kind = DeviceKind.of(device.type)
     lower = "device_budget, batch.context or batch.sequences"
     with memory_errors(device, lower), contextlib.ExitStack() as stack:
@@ -280,10 +281,8 @@ def open_served(
             quicken_linears(model.module)  # the compiler generates its own products
         return_freed_memory()
         stack.enter_context(pinned(store.arena, device, config.pinned_memory))
-        opening = _ExpertOpening(stack, config, stored, budgets, store, mesh, ledger)
-        experts = (
-            opening.slotted(timeline) if opening.copied and stored.records.pairs is None else opening.cached()
-        )
+        opening = _ExpertOpening(stack, config, stored, budgets, store, mesh, ledger, timeline)
+        experts = opening.slotted() if opening.copied and stored.records.pairs is None else opening.cached()
         source.target = experts
         if config.prefetch.predictor is PredictorName.ROUTER and config.prefetch.depth:
             guesses = RouterGuesses(model.routers(), experts, frozen=spec.compute_dtype.torch)
@@ -349,6 +348,8 @@ def open_runner(parts: ServedParts) -> BatchRunner:
         device=parts.device,
         requesters=SequenceBits() if told else None,
         ranks=world,
+        timeline=parts.timeline,
+        operations=OperationSpans(parts.store.engine, parts.timeline),
     )
 
 
@@ -464,6 +465,7 @@ class _ExpertOpening:
     store: StoreCore
     mesh: Mesh
     ledger: StallLedger
+    timeline: TimelineSink
 
     @property
     def owned(self) -> range:
@@ -498,7 +500,7 @@ class _ExpertOpening:
         )
         return CachedExperts(leased, residency)
 
-    def slotted(self, timeline: TimelineSink) -> SlottedExperts:
+    def slotted(self) -> SlottedExperts:
         """Experts in device slots: a ring of whole layers, or chosen experts."""
         config, spec, schema = self.config, self.stored.spec, self.stored.records.experts
         experts, prefetch, link = self.budgets.slots, config.prefetch, config.links.copy
@@ -516,7 +518,7 @@ class _ExpertOpening:
                 count=count,
                 done=self.store.engine.done,
                 depth=prefetch.depth,
-                timeline=timeline,
+                timeline=self.timeline,
             )
         architecture = spec.architecture
         chooser = MemoryChooser(
@@ -560,8 +562,7 @@ class _ExpertOpening:
 
     def _tier(self, slots: DeviceSlots[torch.dtype]) -> DeviceTier:
         loads = WeightLoads.COPIED if self.copied else WeightLoads.IN_PLACE
-        opened = open_device_tier(
-            self.store.engine, slots, self.mesh.device, HugePages.AUTO, loads, self.config.pinned_memory
-        )
+        pinning, engine, device = self.config.pinned_memory, self.store.engine, self.mesh.device
+        opened = open_device_tier(engine, slots, device, HugePages.AUTO, loads, pinning, self.timeline)
         self.stack.callback(opened.close)
-        return limited_tier(opened, self.store.engine, self.config.links.copy)
+        return limited_tier(opened, engine, self.config.links.copy)

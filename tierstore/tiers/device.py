@@ -259,7 +259,7 @@ class LimitedTier:
     ) -> None:
         self._tier = tier
         self._engine = engine
-        self._link = link
+        self.link = link
         self._computed = computed
         self._idle: list[list[int]] = [[] for _ in range(tier.slots.weights)]
         #: By gradient slot: the ticket of its last copy's turn on the link.
@@ -283,7 +283,7 @@ class LimitedTier:
     def load(self, slot: int, source: Buffer, after: Sequence[int]) -> int:
         ticket = self._tier.load(slot, source, after)
         before = [*after, *self._idle[slot]]
-        return limited(self._engine, self._link, ticket, source.nbytes, activity=Activity.COPY, after=before)
+        return limited(self._engine, self.link, ticket, source.nbytes, activity=Activity.COPY, after=before)
 
     def awaited(self, slot: int, ticket: int) -> Sequence[int]:
         return [ticket]  # includes the load's turn on the link
@@ -305,7 +305,7 @@ class LimitedTier:
 
     def copy_to_host(self, slot: int) -> tuple[Buffer, list[int]]:
         copied, after = self._tier.copy_to_host(slot)
-        turn = self._engine.hold(self._link, copied.nbytes, Activity.COPY, after=self._computed())
+        turn = self._engine.hold(self.link, copied.nbytes, Activity.COPY, after=self._computed())
         self._turns[slot] = turn
         return copied, [*after, turn]
 

@@ -84,7 +84,7 @@ class Ring:
         """Lease ``experts`` in order; when the last has been computed, the ring turns."""
         place = self._layers.index(layer)
         self._turn_to(place)
-        begun = time.monotonic_ns() if self._timeline.enabled else 0
+        begun = self._timeline.now()
         asked = np.array(experts, np.uint32)
         weights = np.full(len(asked), int(Need.WEIGHTS), np.uint16)
         for lease in self._source.lease(
@@ -92,8 +92,7 @@ class Ring:
         ):
             yield lease
             self._draw()
-        if self._timeline.enabled:
-            self._timeline.add(Track.COMPUTE, f"experts of layer {layer}", begun, time.monotonic_ns(), {})
+        self._timeline.add(Track.COMPUTE, f"experts of layer {layer}", begun, self._timeline.now())
         self._turn_to(place + 1)
 
     def _turn_to(self, place: int) -> None:
