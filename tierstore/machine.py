@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import os
 import platform
-import resource
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -211,8 +210,9 @@ def resident_bytes() -> int:
 
 
 def peak_resident_bytes() -> int:
-    """Peak resident bytes of this process, huge pages included."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """Peak resident bytes of this process, huge pages included; since its exec, where getrusage counts the parent's, too."""
+    status = kernel_text(_PROC / "self/status").split("\n")
+    return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:"))
 
 
 def keep_freed_memory() -> None:

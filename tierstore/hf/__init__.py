@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tierstore.hf.tiered import TieredModel, TieredOptimizer, TieredStep, open_model
     from tierstore.hf.watching import Autocast
     from tierstore.hf.writing import ExportDtype
+    from tierstore.machine import MemoryAccount
     from tierstore.model.config import ComputeDtype
     from tierstore.quant.layout import CodeFormat
     from tierstore.store.format import MomentFormat
@@ -32,6 +33,7 @@ __all__ = [
     "Exported",
     "ExportedAdapter",
     "ImportOptions",
+    "MemoryAccount",
     "MomentFormat",
     "StepError",
     "TieredCallback",
