@@ -1,6 +1,6 @@
 """How well the simulated schedule predicts the time of a step, and what a step moves (docs/PLAN.md).
 
-    python experiments/prediction.py [--steps 4] [--warmup 6] [--forward-s 0.02] [--computation device]
+    python experiments/prediction.py [--steps 4] [--warmup 6] [--layers 16] [--forward-s 0.02] [--computation device]
 
 Two ranks run a synthetic stack over limited links in 13 configurations. The calibrating runs take turns with the
 measured ones, so that a machine whose speed drifts treats them alike; a case is predicted with the calibrations on both
@@ -68,16 +68,16 @@ class Case:
     shape: StackShape
 
 
-def cases(forward_s: float, computation: Computation) -> list[Case]:
-    """The configurations that are judged."""
-    base = StackShape(forward_s=forward_s, computation=computation)
+def cases(base: StackShape) -> list[Case]:
+    """The configurations that are judged: ``base``, and what differs from it."""
+    half = base.layers // 2
     variants = {
         "": base,
         "no prefetch": replace(base, horizontal_depth=0, vertical_depth=0),
         "horizontal only": replace(base, vertical_depth=0),
         "vertical only": replace(base, horizontal_depth=0),
         "one pass ahead": replace(base, horizontal_depth=1, vertical_depth=1),
-        "half as deep": replace(base, layers=8, cached_layers=4.0),
+        "half as deep": replace(base, layers=half, cached_layers=half / 2),
         "two experts a layer": replace(base, experts=2),
         "little cache": replace(base, cached_layers=3.0, vertical_depth=2),
     }
@@ -268,10 +268,12 @@ def measure(
 
 
 def main() -> None:
-    asked = options(__doc__, steps=4, warmup=6, forward_s=0.02, computation="device", cases=13)
-    computation = Computation(asked.computation)
-    every = cases(asked.forward_s, computation)[: asked.cases]
-    base = StackShape(forward_s=asked.forward_s, computation=computation, cached_layers=17.0)
+    asked = options(__doc__, steps=4, warmup=6, layers=16, forward_s=0.02, computation="device", cases=13)
+    layers, computation = asked.layers, Computation(asked.computation)
+    shape = StackShape(
+        layers=layers, cached_layers=layers / 2, forward_s=asked.forward_s, computation=computation
+    )
+    every, base = cases(shape)[: asked.cases], replace(shape, cached_layers=layers + 1.0)
     with tempfile.TemporaryDirectory(dir=".") as directory, RankProcesses() as ranks:
         request = RankRequest(directory=Path(directory), steps=asked.steps, warmup=asked.warmup)
         rows = measure(ranks, request, every, base)

@@ -28,7 +28,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # How long an example takes, or how long it takes to draw one, is the machine's. .ci/run asks for `thorough`.
 slow = [HealthCheck.too_slow]
-settings.register_profile("quick", max_examples=30, deadline=None, suppress_health_check=slow)
+settings.register_profile("quick", max_examples=20, deadline=None, suppress_health_check=slow)
 settings.register_profile("thorough", max_examples=100, deadline=None, suppress_health_check=slow)
 settings.load_profile("quick")
 

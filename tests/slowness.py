@@ -19,9 +19,12 @@ def mostly_slow(cases: Iterable[Any], *quick: Any) -> list[Any]:
     ]
 
 
+def turn(kinds: Iterable[Any], number: int) -> list[Any]:
+    """The one of ``kinds`` whose turn it is; in the profile `thorough` all of them."""
+    kinds = list(kinds)
+    return kinds if share(len(kinds)) == len(kinds) else [kinds[number % len(kinds)]]
+
+
 def in_turns(cases: Iterable[Any], kinds: Iterable[Any]) -> list[Any]:
     """Each of ``cases`` with one of ``kinds``, which take turns; in the profile `thorough` with each of them."""
-    cases, kinds = list(cases), list(kinds)
-    if share(len(kinds)) == len(kinds):
-        return [(case, kind) for case in cases for kind in kinds]
-    return [(case, kinds[number % len(kinds)]) for number, case in enumerate(cases)]
+    return [(case, kind) for number, case in enumerate(cases) for kind in turn(kinds, number)]

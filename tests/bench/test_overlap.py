@@ -218,7 +218,9 @@ def test_terminated_it_leaves_neither_files_nor_ranks(tmp_path: Path) -> None:
     place = tmp_path / "place"
     command = [sys.executable, "-m", "tierstore.cli.main", "bench", "overlap", f"--store={place}"]
     with subprocess.Popen(
-        [*command, "--forward-ms=5", "--computation=device"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [*command, "--layers=3", "--forward-ms=5", "--computation=device"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     ) as process:
         until = time.monotonic() + 60
         while not list(place.glob("run/*/tierstore.json")) and process.poll() is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ NOTHING = StackCalibration(0.0, 0.0, Cost(0.0, 1e12))
 
 
 def test_there_are_twelve_cases_and_more_each_with_a_name() -> None:
-    found = cases(0.02, Computation.DEVICE)
+    found = cases(SHAPE)
     assert len(found) >= 12
     assert len({case.name for case in found}) == len(found)
     assert {case.balance for case in found} == set(Balance)
@@ -74,6 +75,12 @@ def test_a_slower_link_never_helps() -> None:
         before = after
 
 
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankProcesses]:
+    with RankProcesses() as started:
+        yield started
+
+
 @pytest.mark.parametrize(
     "differs",
     [
@@ -85,14 +92,16 @@ def test_a_slower_link_never_helps() -> None:
     ],
     ids=["small", "half in cache", "no prefetch"],
 )
-def test_what_is_predicted_to_move_does(tmp_path: Path, differs: dict[str, Any]) -> None:
+def test_what_is_predicted_to_move_does(
+    tmp_path: Path, ranks: RankProcesses, differs: dict[str, Any]
+) -> None:
     """Two real ranks, to the byte."""
     shape = replace(SHAPE, forward_s=0.001, computation=Computation.DEVICE, **differs)
     steps, warmup = 8, 6
     sent, moved = StackWorkload(
         shape, LinksConfig(), NOTHING, StepWindow(warmup + CAUGHT_UP, steps)
     ).moved_bytes()
-    with RankProcesses() as ranks:
-        found = ranks.measure(RankRequest(directory=tmp_path, steps=steps, warmup=warmup, shape=shape))
+    asked = RankRequest(directory=tmp_path / "run", steps=steps, warmup=warmup, shape=shape)
+    found = ranks.measure(asked)
     assert found.sent_bytes == sent
     assert found.disk_bytes == moved

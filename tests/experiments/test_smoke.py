@@ -32,7 +32,7 @@ SMALLEST = {
     "pipemoe": "--layers 1 --rounds 1 --slowdown 0.1 --experts 2 12",
     "pipemoe_solvers": "--cases 50",
     "ppmoe": "--ranks 2 --tokens 32 --width 8 --rounds 1 --pass-s 0.002 --seq-len 4 --steps 1",
-    "prediction": "--cases 1 --steps 1 --warmup 1 --forward-s 0.001",
+    "prediction": "--cases 1 --layers 3 --steps 1 --warmup 1 --forward-s 0.001",
     "quant": "--inputs 200 --outputs 40 --rows 1 3 --weight-bytes 100000 --repeats 2",
     "ring": _RING,
     "stages": "--stages 2 --micro-batches 1 --forward-s 0.001 --backward-s 0.002 --rounds 1 --svg picture.svg",

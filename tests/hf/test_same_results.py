@@ -22,7 +22,7 @@ import transformers
 from checkpoints import imported
 from effort import share
 from launcher import Ranks
-from slowness import in_turns, mostly_slow
+from slowness import in_turns, mostly_slow, turn
 from stored_runs import attempt, configuration, train
 from tiny_families import FAMILIES, make_config, plain_model
 from token_cases import conversation, save_tokenizer, write_lines
@@ -187,8 +187,10 @@ _BF16_ANY = 1e-3 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 3e-
 _BF16 = {"qwen3_next": 2e-2, "phimoe": 5e-3}
 
 
-@pytest.mark.parametrize("dtype", list(ComputeDtype))
-@pytest.mark.parametrize("family", mostly_slow(FAMILIES, "qwen3_moe", "gpt_oss"))
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    mostly_slow(in_turns(FAMILIES, ComputeDtype), *itertools.product(("qwen3_moe", "gpt_oss"), ComputeDtype)),
+)
 def test_steps_beside_plain_transformers(
     family: str, dtype: ComputeDtype, checkpoint: Callable[[str], Path], configure: Make
 ) -> None:
@@ -241,27 +243,27 @@ def _held(make: Make, family: str, dtype: ComputeDtype, settings: Mapping[str, A
     return replace(config, host_budget=max(least, int(share * config.model.architecture.sparse * 12)))
 
 
-#: With each mode families compute in turns in fp32 and bf16, so that every two of the three meet.
+#: With each mode families compute in turns in fp32 and bf16, so that every two of the three meet; as policies do.
 _HELD = [
-    (family, mode, dtype)
+    (family, mode, dtype, ",".join(turn(["lru", "lfu", "paper"], number + place)))
     for number, family in enumerate(["qwen3_moe", "deepseek_v3", "gpt_oss", "mixtral"])
-    for mode, dtype in in_turns(MODES, [*ComputeDtype, *ComputeDtype][number % 2 :][:2])
+    for place, (mode, dtype) in enumerate(in_turns(MODES, [*ComputeDtype, *ComputeDtype][number % 2 :][:2]))
 ]
 
 
 @pytest.mark.parametrize(
-    ("family", "mode", "dtype"),
+    ("family", "mode", "dtype", "policies"),
     mostly_slow(_HELD, *(case for case in _HELD if case[:2] == ("deepseek_v3", "micro-clip"))),
 )
 def test_every_way_to_hold_it_gives_the_same_bits(
-    family: str, mode: str, dtype: ComputeDtype, configure: Make
+    family: str, mode: str, dtype: ComputeDtype, policies: str, configure: Make
 ) -> None:
-    base = MODES[mode] | {"steps": 6}
+    base = MODES[mode] | {"steps": 4}
     expected = train(configure(family, dtype, base))
     assert expected[2] == 0
-    for name, hold in HOLDS.items():
+    for name in ("quarter", "least", *policies.split(",")):
         stops = (2, 3) if name in ("least", "lfu") else ()
-        losses, crc, evictions = train(_held(configure, family, dtype, base | hold), stops=stops)
+        losses, crc, evictions = train(_held(configure, family, dtype, base | HOLDS[name]), stops=stops)
         assert (losses, crc) == expected[:2], f"held as {name}"
         assert evictions > 0, f"held as {name}: nothing was evicted"
 
@@ -275,7 +277,8 @@ def test_kills_at_random_moments_change_no_bit(configure: Make, text: Path) -> N
     changes = {"steps": steps, "host_budget": "200KiB", "commit_every": 2}
     config = configure("qwen3_moe", ComputeDtype.BF16, changes)
     settings = {**changes, "store": config.store, "data.paths": (str(text),)}
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")  # which imports once what takes seconds
+    context.set_forkserver_preload(["tierstore.hf.spec", "tierstore.train.session"])
     random_, kills = random.Random(3), 0
     while kills < share(10):
         ready = context.Event()

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 import torch
+from effort import share
 from refusals import refuses
 from served_cases import Served, built_in, drawn, generated, greedy, wrapped
 from tiny_families import FAMILIES
@@ -215,7 +216,7 @@ def _alone(served: Served, prompt: list[int], count: int, known: dict[tuple[int,
     return held[:count]
 
 
-@pytest.mark.parametrize("cases", [20, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cases", [20, pytest.param(share(200), marks=pytest.mark.slow)])
 def test_neighbours_change_no_bit(cases: int) -> None:
     """Random interleavings of joins, steps and leaves: each request has the bits that it gets alone."""
     _, served = built_in()

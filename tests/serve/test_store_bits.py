@@ -11,8 +11,10 @@ import pytest
 import torch
 from served_cases import drawn, generated, greedy
 from served_stores import least_budget, least_ring, served_store, store_of
+from slowness import in_turns
 from tiny_families import FAMILIES
 
+from tierstore.model.config import ComputeDtype
 from tierstore.prefetch.predictor import PredictorName
 from tierstore.serve.config import ExpertMemory
 
@@ -51,14 +53,14 @@ class _Case:
 
     def check_all(self, predictors: Sequence[PredictorName], memories: Sequence[ExpertMemory]) -> None:
         """With memory for all experts, for a quarter of them, and for one; with a ring of one layer its slots are beside
-        that.
+        that. Kinds of memory take turns, so that every two of the three meet.
         """
         experts = sum(
             value.numel() * 4 for name, value in self.plain.named_parameters() if ".experts." in name
         )
         least, ring = least_budget(self.store), least_ring(self.store)
         budgets = 2 * experts + least, max(experts // 4, least), least
-        for budget, predictor, memory in itertools.product(budgets, predictors, memories):
+        for (budget, predictor), memory in in_turns(itertools.product(budgets, predictors), memories):
             slots = ring if memory is ExpertMemory.RING else 0
             self.check(
                 prefetch__predictor=predictor.value,
@@ -83,11 +85,10 @@ def test_same_bits_whatever_is_guessed(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=("fp32", "bf16"))
-@pytest.mark.parametrize("family", FAMILIES)
-def test_all_of_it(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "dtype"), in_turns(FAMILIES, ComputeDtype))
+def test_all_of_it(family: str, dtype: ComputeDtype, tmp_path: Path) -> None:
     """Every budget, predictor and kind of memory for experts."""
-    _Case(tmp_path, family, dtype).check_all(PREDICTORS, MEMORIES)
+    _Case(tmp_path, family, dtype.torch).check_all(PREDICTORS, MEMORIES)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])

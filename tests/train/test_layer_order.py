@@ -63,7 +63,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("mode", mostly_slow(MODES, "four", "clip", "bf16-clip", "int8", "tied", "gathered"))
 def test_layer_order_has_the_bits_of_micro_order(mode: str, configure: Make, train: Any) -> None:
-    changes = {"steps": 4, **MODES[mode]}
+    changes = {"steps": 3, **MODES[mode]}
     expected = train(configure(changes))
     found = train(configure({**changes, **LAYER}))
     assert found.bits == expected.bits

@@ -102,7 +102,7 @@ def start(server: subprocess.Popen[str], tmp_path: Path) -> Start:
 
 
 TIGHT = {
-    "steps": 40,
+    "steps": max(24, share(40)),
     "host_budget": "192KiB",
     "model.top_k": 1,
     "model.experts": 16,
