@@ -58,7 +58,6 @@ def configured(settings: Settings) -> TrainConfig:
     [
         *((2, 0, mode) for mode in MODES),
         (4, 0, "layer order"),
-        (4, 0, "bf16"),
         (4, 2, "micro-batches, clipped"),
     ],
 )
@@ -68,12 +67,12 @@ def test_the_number_of_chunks_changes_no_bit(
     """In a cache that holds few experts, with replicas too; AUTO changes its mind at every commit."""
     model = {"model.experts": 16, "host_budget": 300_000, **MODES[mode]}
     one = ranks.run(size, _train, settings(model), 1, expert=expert)
-    for degree in (2, 4, "auto"):
+    for degree in (2, 4, "auto") if size == 2 else (4, "auto"):
         assert ranks.run(size, _train, settings(model), degree, expert=expert) == one, degree
 
 
 def _train(mesh: Mesh, settings: Settings, degree: int | str) -> tuple[list[float], list[float], int]:
-    """Four steps with a commit after each; AUTO chooses by turns as many chunks as can be, and one."""
+    """Three steps with a commit after each; AUTO chooses by turns as many chunks as can be, and one."""
     turns = iter([FREE, DEAR] * 10)
 
     class Fickle(PipelineControl):
@@ -86,7 +85,7 @@ def _train(mesh: Mesh, settings: Settings, degree: int | str) -> tuple[list[floa
         mock.patch.object(pipelining, "probe", return_value=FREE),
     ):
         told = {**settings, "parallel.pipeline_degree": degree}
-        return train(mesh, told, 4, Opening.CREATE, commit_every=1)
+        return train(mesh, told, 3, Opening.CREATE, commit_every=1)
 
 
 # Experts in parts -------------------------------------------------------------------------------------------

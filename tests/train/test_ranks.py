@@ -36,10 +36,7 @@ from tierstore.train.ranks import Opening, agree, rank_file
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(
-    ("size", "expert"),
-    [(2, 0), (2, 1), *(pytest.param(4, expert, marks=pytest.mark.slow) for expert in (0, 2))],
-)
+@pytest.mark.parametrize(("size", "expert"), [(2, 0), (2, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
 def test_ranks_compute_what_one_process_does(
     ranks: Ranks, settings: Make, mode: str, size: int, expert: int
 ) -> None:
@@ -47,6 +44,13 @@ def test_ranks_compute_what_one_process_does(
     check_against_one(
         ranks, settings(MODES[mode]), settings(MODES[mode]), size, expert or size, expert=expert
     )
+
+
+@pytest.mark.slow
+def test_four_ranks_that_share_six_experts_compute_what_one_process_does(
+    ranks: Ranks, settings: Make
+) -> None:
+    check_against_one(ranks, settings(MODES["clip"]), settings(MODES["clip"]), 4, 4)
 
 
 @pytest.mark.parametrize(
@@ -65,9 +69,9 @@ def test_layer_order_has_the_bits_of_micro_order(
 ) -> None:
     """Losses, norms and records of every rank; with replicas of experts too, whose gradients are sums of sums."""
     changes = {"data.micro_batches": 3, "host_budget": 60_000, **mode}
-    expected = ranks.run(size, train, settings(changes), 4, Opening.CREATE, expert=expert)
+    expected = ranks.run(size, train, settings(changes), 3, Opening.CREATE, expert=expert)
     layered = settings({**changes, "data.micro_order": "layer"})
-    assert ranks.run(size, train, layered, 4, Opening.CREATE, expert=expert) == expected
+    assert ranks.run(size, train, layered, 3, Opening.CREATE, expert=expert) == expected
 
 
 def test_all_ranks_take_one_order(ranks: Ranks, settings: Make) -> None:
@@ -116,7 +120,7 @@ HOLDS: dict[str, Settings] = {
 
 
 #: On four ranks, where a session takes longest.
-SOME = ("tight", "small buckets", "one message each", "slow links")
+SOME = ("tight", "small buckets", "one message each")
 
 
 @pytest.mark.slow
@@ -125,13 +129,13 @@ def test_however_it_is_held_the_bits_are_the_same(
     ranks: Ranks, settings: Make, size: int, expert: int
 ) -> None:
     mode = {"clip_norm": 0.5, "data.micro_batches": 2} if expert else {}
-    expected = ranks.run(size, train, settings(mode), 4, Opening.CREATE, expert=expert)
+    expected = ranks.run(size, train, settings(mode), 3, Opening.CREATE, expert=expert)
     for name, hold in HOLDS.items():
         if size == 4 and name not in SOME:
             continue
         held = settings({**mode, **hold})
         found = ranks.run(size, train, held, 2, Opening.CREATE, expert=expert)
-        rest = ranks.run(size, train, held, 4, Opening.RESUME, expert=expert)
+        rest = ranks.run(size, train, held, 3, Opening.RESUME, expert=expert)
         for rank in range(size):
             losses = found[rank][0] + rest[rank][0]
             assert losses == expected[rank][0], name
@@ -314,7 +318,7 @@ def _counted(mesh: Mesh, settings: Settings, steps: int) -> tuple[Any, int]:
 def test_training_has_the_bits_of_the_flat_exchange(ranks: Ranks, settings: Make, mode: str) -> None:
     """Losses, norms and records of 4 ranks on 2 nodes; between nodes go at most half as many messages."""
     changes = EXCHANGED[mode]
-    flat = ranks.run(4, _counted, settings(changes), 3, exchange=ExchangeMode.FLAT, node_ranks=2)
-    two_steps = ranks.run(4, _counted, settings(changes), 3, **NODES)
+    flat = ranks.run(4, _counted, settings(changes), 2, exchange=ExchangeMode.FLAT, node_ranks=2)
+    two_steps = ranks.run(4, _counted, settings(changes), 2, **NODES)
     assert [found for found, _ in two_steps] == [found for found, _ in flat]
     assert 0 < sum(sent for _, sent in two_steps) < sum(sent for _, sent in flat)

@@ -51,8 +51,8 @@ def same(several: list[StageRun], one: StageRun) -> None:
     "mode", ["tight", *(pytest.param(mode, marks=pytest.mark.slow) for mode in [*MODES][1:])]
 )
 def test_two_stages_have_the_bits_of_one_process(ranks: Ranks, settings: Make, mode: str) -> None:
-    one = staged(alone(), {**settings(MODES[mode]), "parallel.stage_blocks": ()}, 5)
-    two = ranks.run(2, staged, settings({**MODES[mode], "parallel.stages": 2}), 5, stages=2)
+    one = staged(alone(), {**settings(MODES[mode]), "parallel.stage_blocks": ()}, 3)
+    two = ranks.run(2, staged, settings({**MODES[mode], "parallel.stages": 2}), 3, stages=2)
     same(two, one)
 
 
@@ -74,12 +74,12 @@ def test_four_ranks_in_stages_have_the_bits_of_their_data_ranks(
     """Each stage has 4 / stages ranks, with pieces of the batch and with groups of experts as a run without stages has."""
     each = 4 // stages
     if each == 1:
-        one = staged(alone(), settings(changes), 4)
+        one = staged(alone(), settings(changes), 3)
     else:
-        one, other = ranks.run(each, staged, settings(changes), 4, expert=expert)
+        one, other = ranks.run(each, staged, settings(changes), 3, expert=expert)
         one.weights = dict(merged([one, other]))
     several = ranks.run(
-        4, staged, settings({**changes, "parallel.stages": stages}), 4, expert=expert, stages=stages
+        4, staged, settings({**changes, "parallel.stages": stages}), 3, expert=expert, stages=stages
     )
     same(several, one)
 
@@ -117,10 +117,10 @@ def test_a_loss_that_is_not_finite_skips_the_step_in_all_stages(
 @pytest.mark.slow
 def test_a_resume_goes_on_with_the_same_bits(ranks: Ranks, settings: Make) -> None:
     changes = {**TIGHT, "clip_norm": 0.3, "parallel.stages": 2}
-    whole = ranks.run(2, staged, settings(changes), 5, stages=2)
+    whole = ranks.run(2, staged, settings(changes), 4, stages=2)
     cut = settings(changes)
     first = ranks.run(2, staged, cut, 2, stages=2)
-    second = ranks.run(2, staged, cut, 5, Opening.RESUME, stages=2)
+    second = ranks.run(2, staged, cut, 4, Opening.RESUME, stages=2)
     for rank in range(2):
         assert first[rank].losses + second[rank].losses == whole[rank].losses
         assert second[rank].weights == whole[rank].weights
