@@ -147,12 +147,11 @@ def wait_for(path: Path, lines: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("restarts", [0, 1])
-def test_a_rank_that_is_killed(config: Path, two: TwoRanks, tmp_path: Path, restarts: int) -> None:
-    """Without restarts the job ends with the reason; with one it goes on, and ends in the same bits."""
+def test_a_rank_that_is_killed(config: Path, two: TwoRanks, tmp_path: Path) -> None:
+    """The other one tells the reason; both are started again, go on, and end in the same bits."""
     metrics = tmp_path / "metrics.jsonl"
     options = ("--store", tmp_path / "store", "--metrics", metrics, "--json", "--checksum")
-    line = torchrun("train", config, *options, restarts=restarts)
+    line = torchrun("train", config, *options, restarts=1)
     process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         wait_for(metrics, 5)
@@ -160,11 +159,8 @@ def test_a_rank_that_is_killed(config: Path, two: TwoRanks, tmp_path: Path, rest
         out, err = process.communicate(timeout=90)
     finally:
         process.kill()
-    if not restarts:
-        assert process.returncode != 0
-        assert "rank 1 failed: its process ended" in err
-        return
     assert process.returncode == 0, err
+    assert "rank 1 failed: its process ended" in err
     found = last_json(out)
     assert isinstance(found["records_crc32c"], int)
     for name in ("steps", "train_loss", "records_crc32c"):

@@ -321,7 +321,7 @@ def test_two_ranks_follow_one(
     family: str, ranks: Ranks, checkpoint: Callable[[str], Path], configure: Make, text: Path, tmp_path: Path
 ) -> None:
     """Products of an expert are those of one process; sums of dense gradients and means are in the ranks' order."""
-    changes = {"steps": 12, "clip_norm": 1.0, "data.batch_size": 4, "data.paths": (str(text),)}
+    changes = {"steps": 6, "clip_norm": 1.0, "data.batch_size": 4, "data.paths": (str(text),)}
     one = train(configure(family, ComputeDtype.FP32, changes))[0]
     settings = {**changes, "store": tmp_path / "two"}
     two = ranks.run(2, _import_and_train, checkpoint(family), settings)
@@ -334,7 +334,7 @@ def test_rows_of_a_wrapped_model_go_in_two_steps(
     ranks: Ranks, checkpoint: Callable[[str], Path], text: Path, tmp_path: Path
 ) -> None:
     """Four ranks on two nodes: the losses of the flat exchange."""
-    changes = {"steps": 3, "clip_norm": 1.0, "data.batch_size": 4, "data.paths": (str(text),)}
+    changes = {"steps": 2, "clip_norm": 1.0, "data.batch_size": 4, "data.paths": (str(text),)}
     flat, two_steps = (
         ranks.run(
             4,
@@ -359,7 +359,7 @@ def test_tensor_parallel_ranks_have_the_bits_of_one(
     tmp_path: Path,
 ) -> None:
     """Indexed experts, everything else alike on every rank, and norms whose sums do not depend on who holds what."""
-    changes = {"steps": 6, "clip_norm": 0.5, "data.micro_batches": 2, "data.paths": (str(text),)}
+    changes = {"steps": 4, "clip_norm": 0.5, "data.micro_batches": 2, "data.paths": (str(text),)}
     one = train(configure("qwen3_moe", dtype, changes))[0]
     settings = {**changes, "store": tmp_path / "two"}
     found = ranks.run(2, _import_and_train, checkpoint("qwen3_moe"), settings, dtype, tensor=2)

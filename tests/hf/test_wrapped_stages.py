@@ -124,8 +124,8 @@ def test_two_stages_have_the_bits_of_one_process(
 ) -> None:
     family, dtype, changes = CASES[case]
     store = whole(family, dtype)
-    one = wrapped(alone(), store, settings(**{**changes, "parallel.stage_blocks": ()}), 3)
-    two = ranks.run(2, wrapped, store, settings(**{"parallel.stages": 2, **changes}), 3, stages=2)
+    one = wrapped(alone(), store, settings(**{**changes, "parallel.stage_blocks": ()}), 2)
+    two = ranks.run(2, wrapped, store, settings(**{"parallel.stages": 2, **changes}), 2, stages=2)
     same(two, one)
     assert one.skipped == 0
     for stage, run in enumerate(two):
@@ -151,9 +151,9 @@ def test_two_stages_of_two_ranks_have_the_bits_of_two_ranks(
 ) -> None:
     """Which share the experts, or have a copy each."""
     store = whole(family)
-    one, other = ranks.run(2, wrapped, store, settings(), 3, expert=expert)
+    one, other = ranks.run(2, wrapped, store, settings(), 2, expert=expert)
     one.weights = dict(merged([one, other]))
-    four = ranks.run(4, wrapped, store, settings(**{"parallel.stages": 2}), 3, expert=expert, stages=2)
+    four = ranks.run(4, wrapped, store, settings(**{"parallel.stages": 2}), 2, expert=expert, stages=2)
     same(four, one)
 
 
