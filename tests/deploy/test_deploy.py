@@ -162,9 +162,9 @@ def test_too_few_and_too_many_experts_are_refused_by_name(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--ranks", "2"), "--ranks: expected 1, got 2: several ranks cannot serve a model yet"),
-        (("--ranks", "2", "--until", "fusion"), "--ranks: expected 1, got 2"),
-        (("--ranks", "0"), "--ranks: expected 1, got 0"),
+        (("--ranks", "9"), "--ranks: expected at most 8, one for each expert of a layer, got 9"),
+        (("--ranks", "0"), "--ranks: expected at least 1, got 0"),
+        (("--ranks", "2", "--graphs", "on"), "--graphs: on cannot be combined with --ranks 2"),
         (("--segments", "0,2"), "--segments: expected first blocks ascending from 0, below 2"),
         (
             ("--text", "TEXT", "--length", "POSITIONS"),
@@ -202,6 +202,22 @@ def test_one_segment_is_checked(store: Path, tmp_path: Path) -> None:
     shown = CliRunner().invoke(command, ["--show", str(tmp_path / "d")])
     assert shown.exception is None, shown.output
     assert "segmentation" in shown.stdout
+
+
+def test_what_several_ranks_serve_is_measured_on_them(store: Path, tmp_path: Path) -> None:
+    """Each rank has half of the experts and a sequence; dense parameters are whole on both."""
+
+    def figures(name: str, *options: str) -> list[dict[str, Any]]:
+        common = ("--weights", "int8", "--memory", "4GB", "--threads", "1", "--json")
+        done = CliRunner().invoke(command, [str(store), "--to", str(tmp_path / name), *common, *options])
+        assert done.exception is None, done.output
+        return [stage["figures"] for stage in json.loads(done.stdout.splitlines()[-1])["stages"]]
+
+    *_, segmented, chosen, deployed = figures("two", "--ranks", "2")
+    *_, alone = figures("one", "--until", "segmentation")
+    assert segmented["dense_bytes"] == alone["dense_bytes"]
+    assert segmented["host_budget"] == segmented["expert_bytes"] == alone["expert_bytes"] / 2
+    assert chosen["decode_tokens_per_s"] == deployed["decode_tokens_per_s"] > 0
 
 
 def test_graphs_are_compiled_and_compared_where_they_are_asked_for(store: Path, tmp_path: Path) -> None:

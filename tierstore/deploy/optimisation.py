@@ -11,10 +11,13 @@ predicted. The format of the weights decides the kernels, which the record state
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
+import socket
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,8 +29,10 @@ from tierstore.capabilities import Capability
 from tierstore.config import load
 from tierstore.deploy.records import DeployConfig, StageContext, StageOutput
 from tierstore.deploy.teacher import open_teacher
+from tierstore.errors import StoreError, TierstoreError
 from tierstore.hf.manifest import Manifest
 from tierstore.machine import cores
+from tierstore.parallel import ParallelConfig, launch
 from tierstore.prefetch.predictor import PredictorName
 from tierstore.serve.batch import BatchRunner
 from tierstore.serve.config import GraphsConfig, ServeConfig
@@ -88,47 +93,87 @@ def convert(context: StageContext, *, compile_graph: Callable[..., Any] | None =
     )
 
 
-#: Prompt tokens and decoded tokens of the measured sequence. The first round is not counted.
+#: Prompt tokens and decoded tokens of a measured sequence. The first round is not counted.
 PROMPT_TOKENS, DECODED_TOKENS, ROUNDS = 64, 16, 3
 #: The smallest budget of a server, whatever memory was given.
 _LEAST_BUDGET = 64 << 20
 
 
-def measure(store: Path, settings: Mapping[str, object]) -> dict[str, Any]:
-    """Serves one sequence of the model at ``store`` a few times, with the keys of ``ServeConfig`` in ``settings``; returns
-    medians over the rounds. ``load``: the machine's load average over the minute before.
+def measure(store: Path, settings: Mapping[str, object], ranks: int = 1) -> dict[str, Any]:
+    """Serves a sequence a rank of the model at ``store`` a few times, with the keys of ``ServeConfig`` in ``settings``;
+    returns medians over the rounds. Memory and reads are rank 0's. ``load``: the machine's load average over the minute
+    before.
 
-    Raises StoreError, BudgetError, OSError.
+    Several ranks are processes of their own on this machine. Raises StoreError, BudgetError, OSError.
     """
     gc.collect()  # frees models of earlier stages, which are in reference cycles: their memory must not count here
+    if ranks == 1:
+        return _measure(store, settings)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    forked = multiprocessing.get_context("forkserver")
+    forked.set_forkserver_preload([__name__])
+    with ProcessPoolExecutor(
+        ranks, mp_context=forked
+    ) as pool:  # each rank waits for all, so each has a process
+        made = [pool.submit(_as_rank, store, settings, rank, ranks, port) for rank in range(ranks)]
+        first, *_ = [each.result() for each in made]
+    return first
+
+
+def _as_rank(store: Path, settings: Mapping[str, object], rank: int, ranks: int, port: int) -> dict[str, Any]:
+    """``_measure`` on one of ``ranks``, which meet at ``port``. Raises StoreError: others may not survive the way back."""
+    environ = {
+        "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks,
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+    }  # fmt: skip
+    os.environ.update({name: str(value) for name, value in environ.items()})
+    try:
+        return _measure(store, settings)
+    except (TierstoreError, OSError) as error:
+        raise StoreError(f"{store}: rank {rank} of {ranks}: {error}") from None
+
+
+def _measure(store: Path, settings: Mapping[str, object]) -> dict[str, Any]:
+    """The figures of ``measure``; nothing on ranks other than 0."""
     context = PROMPT_TOKENS + DECODED_TOKENS + 1
     beside = {"store": store, "device": "cpu", "batch.sequences": 1, "batch.context": context}
-    with open_served(load(ServeConfig, None, {**beside, **settings})) as parts:
+    with (
+        launch(ParallelConfig(), device="cpu") as mesh,
+        open_served(load(ServeConfig, None, {**beside, **settings}), mesh) as parts,
+    ):
         runner = open_runner(parts)
+        if mesh.world.rank:
+            runner.follow()
+            return {}
         rounds = [_round(parts, runner, number) for number in range(1 + ROUNDS)][1:]
         resident = psutil.Process().memory_info().rss
+        runner.end()
+        sequences = runner.sequences
     prefill, decode, read = (statistics.median(values) for values in zip(*rounds, strict=True))
     return {
-        "prefill_tokens_per_s": PROMPT_TOKENS / prefill,
-        "decode_tokens_per_s": DECODED_TOKENS / decode,
-        "decode_read_bytes_per_token": read / DECODED_TOKENS,
+        "prefill_tokens_per_s": sequences * PROMPT_TOKENS / prefill,
+        "decode_tokens_per_s": sequences * DECODED_TOKENS / decode,
+        "decode_read_bytes_per_token": read / (sequences * DECODED_TOKENS),
         "resident_bytes": resident,
         "load": os.getloadavg()[0],
     }
 
 
 def _round(parts: ServedParts, runner: BatchRunner, number: int) -> tuple[float, float, float]:
-    """Seconds of the prefill and of decoding, and bytes that decoding read."""
+    """Seconds of the prefills and of decoding, and bytes that decoding read."""
     generator = torch.Generator().manual_seed(number)
-    prompt = torch.randint(0, parts.spec.vocab_size, (PROMPT_TOKENS,), generator=generator).tolist()
+    size = (runner.sequences, PROMPT_TOKENS)
+    prompts = torch.randint(0, parts.spec.vocab_size, size, generator=generator).tolist()
     began = time.perf_counter()
-    (joined,) = runner.join([prompt])
+    logits = {joined.number: joined.logits_V for joined in runner.join(prompts)}
     prefilled, before = time.perf_counter(), _read_bytes(parts)
-    logits_V = joined.logits_V
     for _ in range(DECODED_TOKENS):
-        logits_V = runner.step({joined.number: int(logits_V.argmax())})[joined.number]
+        logits = runner.step({number: int(logits_V.argmax()) for number, logits_V in logits.items()})
     ended = time.perf_counter()
-    runner.leave(joined.number)
+    for number in logits:
+        runner.leave(number)
     return prefilled - began, ended - prefilled, float(_read_bytes(parts) - before)
 
 
@@ -144,8 +189,9 @@ def optimise(context: StageContext) -> StageOutput:
     """Chooses the settings that decode fastest; among equals, the first."""
     before, store, config = context.before[-1], context.input_store, context.config
     placed: Any = before.figures["host_budget"]
+    ranks = config.placement.ranks
     found: list[tuple[dict[str, object], dict[str, Any]]] = []
-    for threads in [config.threads] if config.threads else sorted({1, cores()}):
+    for threads in [config.threads] if config.threads else sorted({1, max(1, cores() // ranks)}):
         for predictor in (PredictorName.ROUTER, PredictorName.NONE):
             settings: dict[str, object] = {
                 "threads": threads,
@@ -154,7 +200,7 @@ def optimise(context: StageContext) -> StageOutput:
                 "host_budget": max(int(placed) + _LEAST_BUDGET, _LEAST_BUDGET),
                 "graphs.compile": _graphs(config).value,
             }
-            profile = measure(store, settings)
+            profile = measure(store, settings, ranks)
             found.append((settings, profile))
             context.say(
                 f"optimisation: threads {threads}, guesses by {predictor.value}: decodes "
@@ -173,7 +219,7 @@ def optimise(context: StageContext) -> StageOutput:
             "profile": profile,
             "measured": [{**each, **figures} for each, figures in found],
         },
-        notes=(_NO_PASSES,),
+        notes=(_NO_PASSES, *([] if ranks == 1 else [f"serve it with torchrun --nproc-per-node {ranks}"])),
     )
 
 

@@ -40,6 +40,7 @@ from tierstore.deploy.records import (
 )
 from tierstore.deploy.stages import (
     assemble,
+    check_ranks,
     cut,
     fuse,
     fusion_settings,
@@ -155,6 +156,7 @@ def _refuse_early(config: DeployConfig) -> None:
     count, placement, how = config.compression.experts, config.placement, config.distillation
     if count is not None:
         check_count(spec.manifest, spec.config, count)
+    check_ranks(placement.ranks, count or spec.manifest.experts.count)
     if placement.segments:
         cut([(0, 0)] * spec.manifest.layers, placement.segments)
     if how.text:

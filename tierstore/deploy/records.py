@@ -113,9 +113,11 @@ class PlacementConfig:
     """The machine that will serve the model. ``segments``: the first block of each segment; empty: chosen automatically."""
 
     memory: int | None = field(
-        default=None, metadata={"size": True, "help": "memory of a rank (default: the machine's)"}
+        default=None, metadata={"size": True, "help": "memory of a rank (default: its part of the machine's)"}
     )
-    ranks: int = field(default=1, metadata={"help": "ranks that share the experts (only 1 can serve)"})
+    ranks: int = field(
+        default=1, metadata={"help": "ranks that share the experts, each with a part of the machine"}
+    )
     segments: tuple[int, ...] = field(
         default=(),
         metadata={"help": "first block of each segment, such as 0,8,16 (default: chosen by memory)"},
@@ -124,10 +126,8 @@ class PlacementConfig:
     def __post_init__(self) -> None:
         if self.memory is not None and self.memory < 1:
             raise ConfigError(f"--memory: expected more than 0, got {self.memory}")
-        if self.ranks != 1:
-            raise ConfigError(
-                f"--ranks: expected 1, got {self.ranks}: several ranks cannot serve a model yet"
-            )
+        if self.ranks < 1:
+            raise ConfigError(f"--ranks: expected at least 1, got {self.ranks}")
         if self.segments and (self.segments[0] != 0 or list(self.segments) != sorted(set(self.segments))):
             raise ConfigError(
                 f"--segments: expected the first block of each segment, ascending from 0, got {self.segments}"
@@ -155,6 +155,8 @@ class DeployConfig:
     def __post_init__(self) -> None:
         if self.threads < 0:
             raise ConfigError(f"--threads: expected at least 0, got {self.threads}")
+        if self.graphs is Capability.ON and self.placement.ranks > 1:
+            raise ConfigError(f"--graphs: on cannot be combined with --ranks {self.placement.ranks}")
         if self.compression.experts is not None and not self.distillation.text:
             raise ConfigError(
                 "--text: expected a text file, on which the use of experts and the loss of the smaller model are measured"

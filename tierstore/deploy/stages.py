@@ -277,6 +277,12 @@ def cut(blocks: Sequence[BlockBytes], firsts: Sequence[int]) -> list[Segment]:
     ]
 
 
+def check_ranks(ranks: int, experts: int) -> None:
+    """Raises ConfigError for more ``ranks`` than ``experts`` in a layer."""
+    if ranks > experts:
+        raise ConfigError(f"--ranks: expected at most {experts}, one for each expert of a layer, got {ranks}")
+
+
 #: The part of memory that a server uses for weights; the rest is for keys and values, activations and the interpreter.
 _SERVED_PART = 0.75
 
@@ -289,10 +295,13 @@ def segmentation_settings(config: DeployConfig) -> Mapping[str, object]:
 def segment(context: StageContext) -> StageOutput:
     placement, store = context.config.placement, context.input_store
     manifest = Manifest.read(store)
+    ranks, count = placement.ranks, manifest.experts.count
+    check_ranks(ranks, count)
     one = _expert_bytes(store)
-    blocks = block_bytes(manifest, one)
+    # Of a rank: dense parameters are whole on each, and each has its part of a layer's experts.
+    blocks = [(dense, -(-experts // ranks)) for dense, experts in block_bytes(manifest, one)]
     sizes = [sum(block) for block in blocks]
-    available = placement.memory if placement.memory is not None else memory().usable_bytes
+    available = placement.memory if placement.memory is not None else memory().usable_bytes // ranks
     given = int(available * _SERVED_PART)
     firsts = list(placement.segments) or balanced(sizes, min(fewest(sizes, given), len(sizes)))
     segments = cut(blocks, firsts)
@@ -313,8 +322,8 @@ def segment(context: StageContext) -> StageOutput:
         store=store,
         checks=dict(context.before[-1].checks),
         figures={
-            "ranks": placement.ranks,
-            "kind": "pipeline of one rank",
+            "ranks": ranks,
+            "kind": "pipeline of one rank" if ranks == 1 else f"experts over {ranks} ranks",
             "segments": [asdict(segment) for segment in segments],
             "memory": available,
             "dense_bytes": dense,
