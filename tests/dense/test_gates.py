@@ -127,8 +127,8 @@ def test_parameters_that_no_gradient_reaches_have_zero_and_move_as_adamw_moves_t
 def test_hooks_go_with_the_gates() -> None:
     model = make_model({})
     dense, recorder = recorded(model, {})
-    gates = dense.attach(model, recorder)
-    gates.remove()
+    dense.attach(model, recorder)
+    dense.detach()
     output = model(*piece(model.config, 0, 0))
     recorder_events = list(recorder.events)
     assert recorder_events == EVERY_PASS[:10]  # of the gates that are still there

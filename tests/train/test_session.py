@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -61,6 +63,22 @@ def test_every_shape_fits_the_minimum(
     report = verify_store(config.store)
     assert report.failures == []
     assert report.records >= config.model.architecture.records
+
+
+def test_a_closed_session_frees_its_memory_at_once(configure: Make) -> None:
+    """Its arenas are too large to wait until Python collects reference cycles."""
+    gc.collect()
+    gc.disable()
+    try:
+        with open_session(configure(), Opening.CREATE) as trainer:
+            trainer.step()
+            left = [
+                weakref.ref(part) for part in (trainer.store, trainer.dense, trainer.model, trainer.experts)
+            ]
+        del trainer
+        assert [part() for part in left] == [None] * 4
+    finally:
+        gc.enable()
 
 
 def test_one_expert_gets_every_token(configure: Make, train: Any, least: Least) -> None:

@@ -137,7 +137,7 @@ class DenseSlices:
         self._gates: Gates | None = None
 
     def attach(self, model: DenseModel, listener: PassListener) -> Gates:
-        """Hooks the parameter groups of ``model``, reporting to ``listener``, until the hooks are removed."""
+        """Hooks the parameter groups of ``model``, reporting to ``listener``, until ``detach``."""
         saving: Callable[[], AbstractContextManager[Any]] = nullcontext
         if self._pool is not None:
             saving = partial(saved_by_place, self._pool, self._present)
@@ -145,6 +145,12 @@ class DenseSlices:
             model, self._parameters, listener, arrive=self._arrive, flush=self._flush, saving=saving
         )
         return self._gates
+
+    def detach(self) -> None:
+        """Removes the hooks. Without it the slices' memory is freed only when Python next collects reference cycles."""
+        if self._gates is not None:
+            self._gates.remove()
+            self._gates = None
 
     @property
     def nbytes(self) -> DenseBytes:

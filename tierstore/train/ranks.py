@@ -226,7 +226,8 @@ def _look(directory: Path) -> _Found:
             fresh = fresh and not state.begun
             job = state.job if at is OpenAt.LAST else job
     except (TierstoreError, OSError) as error:
-        return _Found({}, 0, False, problem=error)
+        # A traceback would keep all callers' variables, and so the memory of a closed session, in a reference cycle.
+        return _Found({}, 0, False, problem=error.with_traceback(None))
     return _Found(steps, ranks, fresh, job)
 
 

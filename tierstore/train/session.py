@@ -159,7 +159,7 @@ def open_parts(
         dense, schedule = _slice_dense(setup, model, units, layouts)
         queue = HorizontalQueue(schedule, dense, setup.ledger)
         gates = dense.attach(model, queue if watch is None else watch.listener(queue))
-        stack.callback(gates.remove)
+        stack.callback(dense.detach)
         _fill(setup, model, store, dense, creating)
         experts = _open_experts(setup, store, schedule, stack)
         slot.target = experts if watch is None else watch.source(experts)
