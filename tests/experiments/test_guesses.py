@@ -45,9 +45,11 @@ def guess(
     return json.loads(last), "\n".join(tables)
 
 
-def without_seconds(out: str) -> dict[str, object]:
+def verified(out: str) -> dict[str, object]:
+    """What ``verify`` found, without what depends on the process."""
     found: dict[str, object] = json.loads(out.splitlines()[-1])
-    return {key: value for key, value in found.items() if not key.endswith("_s")}
+    varies = ("memory", "peak_resident_bytes")
+    return {key: value for key, value in found.items() if not key.endswith("_s") and key not in varies}
 
 
 def test_predictors_are_compared_and_nothing_is_committed(
@@ -59,7 +61,7 @@ def test_predictors_are_compared_and_nothing_is_committed(
     settings = [f"--set={setting}" for setting in given]
     assert run("train", f"--store={store}", "--steps=2", *settings) == 0
     assert run("verify", str(store), "--json") == 0
-    before = without_seconds(capsys.readouterr().out)
+    before = verified(capsys.readouterr().out)
     asked = ["--steps=2", "--warmup=1", "--prompt=3", "--tokens=4", f"--host-budget={300 << 10}"]
     found = []
     for _ in range(2):
@@ -67,7 +69,7 @@ def test_predictors_are_compared_and_nothing_is_committed(
         assert "demanded in forward passes" in " ".join(tables.split())
         found.append(one)
     assert run("verify", str(store), "--json") == 0
-    assert without_seconds(capsys.readouterr().out) == before
+    assert verified(capsys.readouterr().out) == before
     for one in found:
         for predictor in one["predictors"]:
             for part in ("training", "decoding"):
