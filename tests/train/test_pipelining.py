@@ -316,7 +316,8 @@ def _recorded(mesh: Mesh, settings: Settings, directory: Path) -> dict[str, Any]
             trainer.step()
             trainer.commit()
         trainer.store.end_trace()
-        live = counters(trainer)
+        mapped = ("mapped_count", "mapped_bytes")  # of no cache
+        live = {name: count for name, count in counters(trainer).items() if name not in mapped}
     stats = replay(trace)
     return {
         "live": live,

@@ -268,12 +268,6 @@ ROWS: list[tuple[str, Act, Error, tuple[str, ...]]] = [
         ConfigError,
         (PROFILE, "p.json", "4 ranks", "2, 8"),
     ),
-    (
-        "profile-beside-a-number",
-        lambda _: configured({DEGREE[:-1]: 2, PROFILE[:-1]: "p.json"}),
-        ConfigError,
-        (PROFILE, "parallel.pipeline_degree = 2"),
-    ),
     ("stages-more-than-blocks", cut(5), ConfigError, (STAGES, "4 blocks", "got 5")),
     ("stages-blocks-sum", cut(2, (1, 2)), ConfigError, (BLOCKS, "2", "4 blocks", "[1, 2]")),
     ("stages-blocks-count", cut(2, (4,)), ConfigError, (BLOCKS, "2", "[4]")),
