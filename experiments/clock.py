@@ -220,12 +220,7 @@ def recorded(trainer: Trainer, steps: int) -> tuple[list[Node], dict[int, float]
     for _ in range(2):
         trainer.step()
     engine.record_spans(1 << 18)
-    simulated.record()
-    simulated.mark("step")
-    for _ in range(steps):
-        trainer.step()
-        simulated.mark("step")
-    nodes = simulated.recorded()
+    nodes = simulated.record_steps(trainer.step, steps)
     engine.wait_all([node.ticket for node in nodes if node.ticket])
     spans, _ = engine.drain_spans()
     return nodes, {ticket: (end_ns - begin_ns) / 1e9 for _, _, ticket, begin_ns, end_ns, _ in spans}

@@ -133,6 +133,16 @@ def mark(what: str) -> None:
     _native.record_mark(what)
 
 
+def record_steps(step: Callable[[], object], count: int) -> list[Node]:
+    """The graph of ``count`` calls of ``step``, with a mark ``step`` before the first and after each."""
+    record()
+    mark("step")
+    for _ in range(count):
+        step()
+        mark("step")
+    return recorded()
+
+
 def recorded() -> list[Node]:
     """The graph since ``record``, which ends with it. Nodes name earlier ones.
 

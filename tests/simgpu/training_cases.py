@@ -166,12 +166,7 @@ def record(mesh: Mesh, store: Path, settings: Mapping[str, Any], text: str) -> l
     config = load(TrainConfig, None, {**TINY, "data.paths": (text,), "store": store, **settings})
     with sdpa_kernel(SDPBackend.MATH), open_session(config, Opening.CREATE, mesh=mesh) as trainer:
         trainer.step()
-        simulated.record()
-        simulated.mark("step")
-        for _ in range(STEPS):
-            trainer.step()
-            simulated.mark("step")
-        nodes = simulated.recorded()
+        nodes = simulated.record_steps(trainer.step, STEPS)
     made = dict.fromkeys(each.stream for each in nodes if each.stream > 0)
     streams = {each: number for number, each in enumerate(made, 1)}
     return [
