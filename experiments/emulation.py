@@ -13,7 +13,6 @@ import ctypes
 import json
 import multiprocessing
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +31,7 @@ from tierstore.links import wait_until
 from tierstore.moe.config import ExpertShape
 from tierstore.moe.source import ExpertLease
 from tierstore.outputs import to_json
+from tierstore.parallel.layout import local_environments
 
 T = TypeVar("T")
 TIMEOUT_S = 600.0
@@ -51,19 +51,16 @@ def run_ranks(
     ``function`` is of a module; it finds its rank as ``tierstore.parallel.launch`` does. Raises RuntimeError, naming the
     rank, when one fails or gives no answer within ``TIMEOUT_S`` seconds; the others are ended.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
     ranks = []
-    for rank in range(count):
+    for rank, environ in enumerate(local_environments(count)):
         ours, theirs = context.Pipe(duplex=False)
-        environ = {
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_WAIT_POLICY": "passive",
+        environ |= {
+            "LOCAL_WORLD_SIZE": str(count),
+            "OMP_WAIT_POLICY": "passive",
             "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
-        }  # fmt: skip
+        }
         inside = namespaces[rank] if namespaces else None
         process = context.Process(
             target=_as_rank, args=(theirs, environ, inside, function, arguments), daemon=True

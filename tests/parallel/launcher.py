@@ -12,7 +12,6 @@ import inspect
 import os
 import pickle
 import select
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from types import ModuleType
 from typing import Any
 
 from tierstore.parallel import ParallelConfig
+from tierstore.parallel.layout import local_environments
 
 Case = Callable[..., Any]
 _JOIN_S = 60.0
@@ -177,21 +177,11 @@ class Ranks:
         return self._listener.accept()
 
     def _start(self, size: int, config: ParallelConfig, stderr: Path | None) -> World:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        environments = [
-            {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(size),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-            }
-            for rank in range(size)
-        ]
         # What each rank would import by itself: a model of transformers takes a second and a half.
         modules = [name for name, module in sys.modules.items() if _of_cases(name, module)]
-        self._control.send(("start", environments, config, None if stderr is None else str(stderr), modules))
+        self._control.send(
+            ("start", local_environments(size), config, None if stderr is None else str(stderr), modules)
+        )
         pids: list[int] = self._control.recv()
         called = [self._accept() for _ in pids]
         by_pid = {connection.recv()[1]: connection for connection in called}

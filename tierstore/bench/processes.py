@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import IO, Any, Self
 
 from tierstore.bench.namespaces import RankNamespace
 from tierstore.errors import TierstoreError
+from tierstore.parallel.layout import local_environments
 
 _Process = subprocess.Popen[bytes]
 
@@ -128,19 +128,9 @@ class AskedRanks:
     """
 
     def __init__(self, module: str, count: int, *, namespaces: Sequence[RankNamespace] = ()) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = int(probe.getsockname()[1])
         self._processes = []
-        for rank in range(count):
-            environ = {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(count),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
-            }
+        for rank, environ in enumerate(local_environments(count)):
+            environ["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
             inside: Sequence[str] = ()
             if namespaces:
                 environ |= namespaces[rank].environment

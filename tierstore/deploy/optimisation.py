@@ -13,7 +13,6 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
-import socket
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -33,6 +32,7 @@ from tierstore.errors import StoreError, TierstoreError
 from tierstore.hf.manifest import Manifest
 from tierstore.machine import cores
 from tierstore.parallel import ParallelConfig, launch
+from tierstore.parallel.layout import local_environments
 from tierstore.prefetch.predictor import PredictorName
 from tierstore.serve.batch import BatchRunner
 from tierstore.serve.config import GraphsConfig, ServeConfig
@@ -109,30 +109,23 @@ def measure(store: Path, settings: Mapping[str, object], ranks: int = 1) -> dict
     gc.collect()  # frees models of earlier stages, which are in reference cycles: their memory must not count here
     if ranks == 1:
         return _measure(store, settings)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     forked = multiprocessing.get_context("forkserver")
     forked.set_forkserver_preload([__name__])
-    with ProcessPoolExecutor(
-        ranks, mp_context=forked
-    ) as pool:  # each rank waits for all, so each has a process
-        made = [pool.submit(_as_rank, store, settings, rank, ranks, port) for rank in range(ranks)]
+    # Each rank waits for all, so each gets a process of its own.
+    with ProcessPoolExecutor(ranks, mp_context=forked) as pool:
+        made = [pool.submit(_as_rank, store, settings, environ) for environ in local_environments(ranks)]
         first, *_ = [each.result() for each in made]
     return first
 
 
-def _as_rank(store: Path, settings: Mapping[str, object], rank: int, ranks: int, port: int) -> dict[str, Any]:
-    """``_measure`` on one of ``ranks``, which meet at ``port``. Raises StoreError: others may not survive the way back."""
-    environ = {
-        "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks,
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-    }  # fmt: skip
-    os.environ.update({name: str(value) for name, value in environ.items()})
+def _as_rank(store: Path, settings: Mapping[str, object], environ: Mapping[str, str]) -> dict[str, Any]:
+    """``_measure`` on the rank of ``environ``. Raises StoreError: others may not survive the way back."""
+    ranks = environ["WORLD_SIZE"]
+    os.environ.update(environ, LOCAL_WORLD_SIZE=ranks)
     try:
         return _measure(store, settings)
     except (TierstoreError, OSError) as error:
-        raise StoreError(f"{store}: rank {rank} of {ranks}: {error}") from None
+        raise StoreError(f"{store}: rank {environ['RANK']} of {ranks}: {error}") from None
 
 
 def _measure(store: Path, settings: Mapping[str, object]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import socket
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -168,6 +169,15 @@ class RankEnvironment:
             supervised=_JOB in environ,
             job="" if environ.get(_JOB) == _NO_JOB else environ.get(_JOB, ""),
         )
+
+
+def local_environments(count: int) -> list[dict[str, str]]:
+    """What ``count`` ranks on this machine need in their environment, in rank order, to meet on the loopback interface."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    common = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return [{"RANK": str(rank), "LOCAL_RANK": str(rank), **common} for rank in range(count)]
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:
