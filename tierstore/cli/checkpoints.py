@@ -11,7 +11,7 @@ import click
 from tierstore.cli.options import EXISTING_DIRECTORY, PATH, SIZE, MemberOf, json_option
 from tierstore.cli.output import Output, OutputMode
 from tierstore.errors import ConfigError
-from tierstore.machine import MemoryAccount, peak_resident_bytes
+from tierstore.machine import MemoryAccount
 from tierstore.model.config import ComputeDtype
 from tierstore.parallel.config import ParallelConfig
 from tierstore.parallel.layout import RankEnvironment
@@ -116,7 +116,7 @@ def _describe(plan: ImportPlan, account: MemoryAccount, store: Path, output: Out
         )
     for note in plan.notes:
         output.line(note)
-    output.line(account.describe())
+    output.announce(account)
     each = " for each rank" if plan.ranks > 1 else ""
     frozen = manifest.weights.value == "frozen"
     if manifest.codes is not None:
@@ -134,8 +134,7 @@ def _show_import(report: ImportReport, store: Path, output: Output) -> None:
         f"{store}: {report.records} records imported{skipped} in {format_seconds(report.elapsed_s)}; read "
         f"{format_bytes(report.read_bytes)}, wrote {format_bytes(report.written_bytes)}"
     )
-    peak = peak_resident_bytes()
-    output.line(report.account.compare(peak))
+    held = output.compare(report.account)
     if report.direct_reason:
         output.line(f"the checkpoint was read through the page cache: {report.direct_reason}")
     output.emit(
@@ -157,8 +156,7 @@ def _show_import(report: ImportReport, store: Path, output: Output) -> None:
             "written_bytes": report.written_bytes,
             "reserved_bytes": report.reserved_bytes,
             "commits": report.commits,
-            "memory": report.account.as_json(),
-            "peak_resident_bytes": peak,
+            **held,
             "moving_s": report.moving_s,
             "elapsed_s": report.elapsed_s,
         }
@@ -213,14 +211,13 @@ def export(
             dtype=None if dtype is None else ExportDtype(dtype),
             max_shard_bytes=MAX_SHARD_BYTES if max_shard_size is None else max_shard_size,
             adjustment=None if merge is None else load_adapter(merge, store),
-            announced=lambda account: output.line(account.describe()),
+            announced=output.announce,
             progress=progress,
         )
     _show_export(done, store, target, time.monotonic() - start, output)
 
 
 def _show_export(done: Exported, store: Path, target: Path, elapsed_s: float, output: Output) -> None:
-    peak = peak_resident_bytes()
     for note in done.notes:
         output.line(note)
     ranks = f", {done.ranks} ranks" if done.ranks > 1 else ""
@@ -228,7 +225,7 @@ def _show_export(done: Exported, store: Path, target: Path, elapsed_s: float, ou
         f"{target}: {done.model_type} at step {done.step}{ranks}; wrote {done.tensors} tensors as {done.dtype.value}, "
         f"{format_bytes(done.nbytes)} in {done.shards} file{'s' * (done.shards > 1)} in {format_seconds(elapsed_s)}"
     )
-    output.line(done.account.compare(peak))
+    held = output.compare(done.account)
     output.emit(
         {
             "store": store,
@@ -241,8 +238,7 @@ def _show_export(done: Exported, store: Path, target: Path, elapsed_s: float, ou
             "files": done.shards,
             "experts": done.experts,
             "written_bytes": done.nbytes,
-            "memory": done.account.as_json(),
-            "peak_resident_bytes": peak,
+            **held,
             "elapsed_s": elapsed_s,
             "written_bytes_per_s": done.nbytes / elapsed_s,
             "notes": done.notes,

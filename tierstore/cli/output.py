@@ -21,6 +21,7 @@ from rich.progress import Progress as RichProgress
 from rich.table import Table
 
 from tierstore.errors import naming
+from tierstore.machine import MemoryAccount, peak_resident_bytes
 from tierstore.outputs import to_json
 from tierstore.stats import OnProgress
 from tierstore.units import format_bytes, format_seconds
@@ -56,6 +57,16 @@ class Output:
         """Print one line for people, unwrapped."""
         with _naming(self.console):
             self.console.print(text, soft_wrap=True)
+
+    def announce(self, account: MemoryAccount) -> None:
+        """Print what the process will hold."""
+        self.line(account.describe())
+
+    def compare(self, account: MemoryAccount) -> dict[str, object]:
+        """Print what was announced beside the peak; returns both for ``emit``."""
+        peak = peak_resident_bytes()
+        self.line(account.compare(peak))
+        return {"memory": account.as_json(), "peak_resident_bytes": peak}
 
     def write(self, text: str) -> None:
         """Write ``text`` for people at once, as it is: the console would turn tabs into blanks."""

@@ -78,6 +78,20 @@ def _launched(config: ServeConfig) -> AbstractContextManager[Mesh]:
     return launch(ParallelConfig(), device=config.device)
 
 
+def _follow(config: ServeConfig, mesh: Mesh, *, trace: Path | None, timeline: Path | None) -> None:
+    """On a rank other than 0: make the passes of rank 0 until it ends."""
+    from tierstore.serve.opening import open_runner, open_served
+    from tierstore.train.ranks import rank_file
+
+    rank = mesh.world.rank
+    with (
+        open_timeline(rank_file(timeline, rank)) as sink,
+        open_served(config, mesh, trace=rank_file(trace, rank), timeline=sink) as parts,
+    ):
+        open_runner(parts).follow()
+        parts.store.end_trace()
+
+
 # tierstore generate -----------------------------------------------------------------------------------------
 
 
@@ -143,25 +157,21 @@ def generate(
     from tierstore.serve.generating import TextGenerator
     from tierstore.serve.language import open_language
     from tierstore.serve.opening import open_runner, open_served, read_stored
-    from tierstore.train.ranks import rank_file
 
     with Interrupts.install() as interrupts, ExitStack() as stack:
         mesh = stack.enter_context(_launched(config))
-        rank = mesh.world.rank
         spec = read_stored(store, mesh).spec
         language = open_language(spec)
         for line in language.lines:
             output.line(line)
         texts = _texts(wanted, language)
-        sink = stack.enter_context(open_timeline(rank_file(timeline, rank)))
         config = _sized(config, texts, spec)
-        trace = rank_file(record_trace, rank)
-        parts = stack.enter_context(open_served(config, mesh, trace=trace, timeline=sink))
-        runner = open_runner(parts)
-        if rank:
-            runner.follow()
-            parts.store.end_trace()
+        if mesh.world.rank:
+            _follow(config, mesh, trace=record_trace, timeline=timeline)
             return
+        sink = stack.enter_context(open_timeline(timeline))
+        parts = stack.enter_context(open_served(config, mesh, trace=record_trace, timeline=sink))
+        runner = open_runner(parts)
         account = parts.account(runner.model.context)
         _announce(parts, runner, account, output)
         alone = len(texts) == 1
@@ -177,8 +187,7 @@ def generate(
         if any(made.reasoning and not made.text for made in texts):
             output.line("a text is empty: all of its tokens are reasoning, which --json shows")
         _table(parts, generator.totals, texts, output)
-        output.line(account.compare(peak_resident_bytes()))
-        output.emit({**_result(parts, generator.totals, texts), "memory": account.as_json()})
+        output.emit({**_result(parts, generator.totals, texts), **output.compare(account)})
         parts.store.end_trace()
     ctx.exit(INTERRUPTED if interrupts.requested else DONE)
 
@@ -296,7 +305,6 @@ def _result(
         "wasted_prefetch_bytes": stats.wasted_prefetch_bytes,
         "guesses": {"used": guesses.used, "guessed": guesses.guessed, "right": guesses.right},
         "stall_s": parts.ledger.total_s,
-        "peak_resident_bytes": peak_resident_bytes(),
     }
 
 
@@ -362,20 +370,15 @@ def serve(
     from tierstore.serve.api.metrics import ServerMetrics
     from tierstore.serve.api.server import ApiServer, ServerLog, is_loopback, listen, url
     from tierstore.serve.engine import ServingEngine
-    from tierstore.serve.opening import open_runner, open_running, open_served
-    from tierstore.train.ranks import rank_file
+    from tierstore.serve.opening import open_running
 
     keys = Keys() if listening.api_keys is None else Keys.read(listening.api_keys)
     metrics, log, begun_s = ServerMetrics(), ServerLog(), time.monotonic()
     with ExitStack() as stack:
         mesh = stack.enter_context(_launched(served))
-        if rank := mesh.world.rank:
-            stack.enter_context(Interrupts.install())
-            sink = stack.enter_context(open_timeline(rank_file(timeline, rank)))
-            trace = rank_file(record_trace, rank)
-            parts = stack.enter_context(open_served(served, mesh, trace=trace, timeline=sink))
-            open_runner(parts).follow()
-            parts.store.end_trace()
+        if mesh.world.rank:
+            with Interrupts.install():
+                _follow(served, mesh, trace=record_trace, timeline=timeline)
             return
         bound = stack.enter_context(listen(listening.host, listening.port))
         if not is_loopback(bound) and not keys.required:
@@ -397,7 +400,7 @@ def serve(
         def opened() -> None:
             for line in engine.running.lines:
                 output.line(line)
-            output.line(engine.running.account.describe())
+            output.announce(engine.running.account)
             output.line(f"opened in {format_seconds(time.monotonic() - begun_s)}")
             output.line(f"serving {name} at {url(bound)}")
 

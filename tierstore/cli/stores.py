@@ -10,7 +10,6 @@ import click
 from tierstore.cli.main import CHECK_FAILED, DONE
 from tierstore.cli.options import NUMBERS, PATH, MemberOf, json_option
 from tierstore.cli.output import Output
-from tierstore.machine import peak_resident_bytes
 from tierstore.parallel.config import ParallelConfig, RowPlacement
 from tierstore.store.format import MomentFormat
 from tierstore.units import format_bytes, format_seconds
@@ -27,9 +26,7 @@ def verify(store: Path, output: Output) -> int:
     with output.passing("verify") as progress:
         from tierstore.store.parameter_store import verify_all
 
-        report = verify_all(
-            store, progress=progress, announced=lambda account: output.line(account.describe())
-        )
+        report = verify_all(store, progress=progress, announced=output.announce)
     elapsed_s = time.monotonic() - start
     for failure in report.failures[:_SHOWN_FAILURES]:
         output.line(f"corrupt: {failure}")
@@ -41,8 +38,7 @@ def verify(store: Path, output: Output) -> int:
         f"read {format_bytes(report.bytes_read)} in {format_seconds(elapsed_s)}; "
         + (f"{len(report.failures)} failures" if report.failures else "all intact")
     )
-    peak = peak_resident_bytes()
-    output.line(report.account.compare(peak))
+    held = output.compare(report.account)
     if len(report.drives) > 1:
         output.table(
             "Drives",
@@ -64,8 +60,7 @@ def verify(store: Path, output: Output) -> int:
             "sections": report.sections,
             "snapshots": report.snapshots,
             "read_bytes": report.bytes_read,
-            "memory": report.account.as_json(),
-            "peak_resident_bytes": peak,
+            **held,
             "elapsed_s": elapsed_s,
             "failures": report.failures,
             "drives": report.drives,
@@ -177,15 +172,14 @@ def reshard(
             moments=moments,
             model=stored_spec(store),
             stage_blocks=blocks,
-            announced=lambda account: output.line(account.describe()),
+            announced=output.announce,
         )
-    peak = peak_resident_bytes()
     elapsed_s = time.monotonic() - start
     output.line(
         f"{target}: step {done.step}, {done.before} to {done.after}, moments {done.moments.value}; wrote {done.records} "
         f"records, {format_bytes(done.nbytes)} in {format_seconds(elapsed_s)}"
     )
-    output.line(done.account.compare(peak))
+    held = output.compare(done.account)
     output.emit(
         {
             "store": target,
@@ -195,8 +189,7 @@ def reshard(
             "moments": done.moments,
             "records": done.records,
             "written_bytes": done.nbytes,
-            "memory": done.account.as_json(),
-            "peak_resident_bytes": peak,
+            **held,
             "elapsed_s": elapsed_s,
         }
     )

@@ -305,7 +305,7 @@ def _announce(config: TrainConfig, account: MemoryAccount, output: Output, mesh:
         output.line(
             f"pipeline: {mesh.stages} stages with blocks {cut}; 1F1B over {config.data.micro_batches} micro-batches"
         )
-    output.line(account.describe())
+    output.announce(account)
     cache = config.cache
     output.line(f"cache policy: {cache.summary}, {cache.scope.value} scope")
     if cache.device_policy:

@@ -234,10 +234,7 @@ def open_served(
         stack.enter_context(DirectoryLease(directory, access=StoreAccess.READ))
         stored = read_stored(config.store, mesh)
         spec = stored.spec
-        if stored.records.pairs is not None and (
-            config.ring.memory is ExpertMemory.RING or config.ring.layers
-        ):
-            name = "ring.memory" if config.ring.memory is ExpertMemory.RING else "ring.layers"
+        if stored.records.pairs is not None and (name := _ring_key(config)):
             raise ConfigError(
                 f"{name}: the experts of {directory} have LoRA pairs, which a ring does not support yet; "
                 "merge them with tierstore deploy"
@@ -381,10 +378,16 @@ def served_directory(store: Path, mesh: Mesh) -> Path:
     return rank_directory(store, mesh.world.rank, several or 1)
 
 
+def _ring_key(config: ServeConfig) -> str:
+    """The key that asks for a ring; empty if none does."""
+    if config.ring.memory is ExpertMemory.RING:
+        return "ring.memory"
+    return "ring.layers" if config.ring.layers else ""
+
+
 def _share(config: ServeConfig, ranks: int) -> ServeConfig:
     """The configuration of one of several ``ranks``. Raises ConfigError for what they do not support."""
-    if config.ring.memory is ExpertMemory.RING or config.ring.layers:
-        name = "ring.memory" if config.ring.memory is ExpertMemory.RING else "ring.layers"
+    if name := _ring_key(config):
         raise ConfigError(f"{name}: not supported on several ranks; leave it out, or serve with one")
     if config.graphs.compile is not Capability.OFF:
         raise ConfigError("graphs.compile: not supported on several ranks; expected off")
