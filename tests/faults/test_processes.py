@@ -231,17 +231,13 @@ class Racer:
         assert self.answer() == "ready"
 
     def say(self, line: str) -> None:
-        assert self.process.stdin is not None
         self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
 
     def answer(self) -> str:
-        assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 
     def close(self) -> None:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
         self.process.stdin.close()
         self.process.wait(30)
         self.process.stdout.close()

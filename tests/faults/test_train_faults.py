@@ -52,7 +52,6 @@ class Trainer:
         self.server = subprocess.Popen(
             [sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        assert self.server.stdout is not None
         assert self.server.stdout.readline() == "ready\n"
         (directory / "text.txt").write_text("the expert fetched its page from the slower tier; " * 400)
 
@@ -63,8 +62,6 @@ class Trainer:
         argv = ["train", str(file), "--store", str(store), "--json", "--checksum", *options]
         out, err = self.directory / "out", self.directory / "err"
         job = {"argv": argv, "stdout": str(out), "stderr": str(err)}
-        assert self.server.stdin is not None
-        assert self.server.stdout is not None
         self.server.stdin.write(json.dumps(job) + "\n")
         self.server.stdin.flush()
         self.server.stdout.readline()  # its pid
@@ -73,8 +70,6 @@ class Trainer:
         return status, json.loads(lines[-1]) if status == 0 else {}, err.read_text()
 
     def close(self) -> None:
-        assert self.server.stdin is not None
-        assert self.server.stdout is not None
         self.server.stdin.close()
         self.server.wait(SECONDS)
         self.server.stdout.close()

@@ -99,7 +99,6 @@ def test_passes_of_layer_order_by_hand(setting: Make) -> None:
     assert layer.dense_flops(backward) == 4 * 3 / 2 * one.dense_flops(backward)
     # Half of 4 spilled pages of 8, of which each layer has two; 6 experts a pass.
     kept = setting(LAYER | {"boundary_budget": 4 * 4096}, ranks=2).boundaries
-    assert kept is not None
     assert kept.spilled_bytes == 4 * 4096
     moved = layer.traffic.moved_for[Phase.FORWARD, 0]
     assert layer.sizes(forward).evict == round((moved.written + 2 * 4096) / 6)
@@ -163,7 +162,6 @@ def test_costs_by_hand(setting: Make) -> None:
     whole = setting({"data.batch_size": 16, "model.checkpoint_activations": "block"} | SLOW)
     assert choice.facts["one_larger"].memory_bytes == capacity(whole).total(Tier.HOST, Tier.DEVICE)
     advice = order_advice(choice)
-    assert advice is not None
     assert advice.startswith("one micro-batch of 4-fold size with checkpoint_activations = block")
 
 
@@ -206,7 +204,6 @@ def test_too_little_memory_spills_boundaries_first(setting: Make) -> None:
     planned = setting(LAYER | {"model.n_layers": 40, "host_budget": "130KiB"})
     total = capacity(planned).total(Tier.HOST, Tier.DEVICE)
     remedy = shortest_remedy(planned, Limits(total - 30 * 4096, 1 << 40))
-    assert remedy is not None
     assert [change.text for change in remedy.changes] == [f"boundary_budget = {4 * 4096}"]
 
 
@@ -221,12 +218,10 @@ def test_spilled_block_inputs_change_no_bits(slots: int, setting: Make) -> None:
     expected = _losses(setting(MICRO | few).config)
     planned = setting(LAYER | few | {"boundary_budget": slots * 4096})
     kept = planned.boundaries
-    assert kept is not None
     with open_session(
         replace(planned.config, store=planned.config.store / "layer"), Opening.CREATE
     ) as trainer:
         found = [trainer.step().loss for _ in range(3)]
-        assert trainer.boundaries is not None
         moved = trainer.boundaries.written_bytes, trainer.boundaries.read_bytes
     assert found == expected
     assert moved == (3 * kept.spilled_bytes, 3 * kept.spilled_bytes)

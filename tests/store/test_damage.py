@@ -70,7 +70,6 @@ def test_one_flipped_bit(tmp_path: Path, weight_format: WeightFormat, section: s
         group = Group[SECTIONS[weight_format][section].upper()]
         slot = store.core.record("e2").slot(group)
         part = next(s for s in schema.layout(group).sections if s.name == section)
-    assert slot is not None
     extent = slot.extent.path
     assert extent == tmp_path / "store" / "extents" / f"expert.{group.label}"
     flip(extent, schema, group, slot.number, section, 0 if end == "first" else 8 * part.nbytes - 1)
@@ -100,7 +99,6 @@ def test_damage_in_a_snapshot_is_found(tmp_path: Path) -> None:
         store.commit(snapshot="old")
         store.update({"e1": np.ones(3000, np.float32)}, lr=0.1)
         store.commit()
-        assert slot is not None
         flip(tmp_path / "store/extents/expert.weights", schema, Group.WEIGHTS, slot.number, "weight", 5)
         (failure,) = store.verify().failures
         assert "snapshot 'old': record 'e1'" in failure

@@ -305,8 +305,6 @@ with ParameterStore.open({str(tmp_path / "store")!r}, StoreConfig(host_budget=1 
 """
     small_store(tmp_path / "store").close()
     holder = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert holder.stdout is not None
-    assert holder.stdin is not None
     try:
         assert holder.stdout.readline() == b"open\n"
         with pytest.raises(StoreInUseError, match=rf"pid {holder.pid}\)"):

@@ -234,7 +234,6 @@ def test_a_registration_that_is_killed_goes_on(
     process = subprocess.Popen(
         [sys.executable, "-c", _REGISTERING, str(tmp_path / "s")], stdout=subprocess.PIPE, text=True
     )
-    assert process.stdout is not None
     lines = [process.stdout.readline() for _ in range(5)]
     os.kill(process.pid, signal.SIGKILL)
     lines += process.stdout.readlines()

@@ -35,7 +35,6 @@ class Zygote:
 
     def line(self, timeout: float = SECONDS) -> str | None:
         """The next line; None when none comes within ``timeout`` seconds."""
-        assert self.process.stdout is not None
         deadline = time.monotonic() + timeout
         while b"\n" not in self._buffer:
             left = deadline - time.monotonic()
@@ -47,7 +46,6 @@ class Zygote:
 
     def storm(self, directory: Path, seed: int, delay: float) -> list[str]:
         """Starts a child, kills it ``delay`` seconds after its first commit began; returns what it said."""
-        assert self.process.stdin is not None
         self.process.stdin.write(f"{directory} {seed}\n".encode())
         self.process.stdin.flush()
         said: list[str] = []
@@ -69,8 +67,6 @@ class Zygote:
         raise AssertionError(f"the child is not gone after {SECONDS} s; it said {said}")
 
     def close(self) -> None:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
         self.process.stdin.close()
         self.process.wait(SECONDS)
         self.process.stdout.close()

@@ -50,8 +50,6 @@ def reader(store: Path) -> Iterator[tuple[int, str]]:
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert process.stdin is not None
-    assert process.stdout is not None
     try:
         said = process.stdout.readline().split()
         assert said[:1] == ["open"]

@@ -140,7 +140,6 @@ def test_moments_that_are_damaged_are_named(tmp_path: Path) -> None:
     behind(tmp_path / "store")
     with ParameterStore.open(tmp_path / "store", StoreConfig(host_budget=1 << 20), access=READ) as store:
         slot = store.core.records.live("e2").slot(Group.MOMENTS)
-        assert slot is not None
         path, offset = slot.extent.path, slot.number * slot.extent.slot_bytes
     with open(path, "r+b") as file:
         file.seek(offset + 100)

@@ -67,7 +67,6 @@ def start(code: str, *arguments: object) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert process.stdout is not None
     assert process.stdout.readline() == "open\n"
     return process
 
@@ -76,13 +75,10 @@ def stop(process: subprocess.Popen[str]) -> None:
     process.kill()
     process.wait()
     for pipe in (process.stdin, process.stdout):
-        assert pipe is not None
         pipe.close()
 
 
 def ask(process: subprocess.Popen[str]) -> str:
-    assert process.stdin is not None
-    assert process.stdout is not None
     process.stdin.write("go\n")
     process.stdin.flush()
     return process.stdout.readline().strip()
@@ -144,7 +140,6 @@ def test_writes_in_flight_when_it_is_killed_end_before_another_opens(tmp_path: P
     small_store(store, count=8, numel=1 << 16, budget=64 << 20).close()
     process = start(BUSY, store)
     try:
-        assert process.stdout is not None
         assert process.stdout.readline() == "writing\n"
         (store / "lease").unlink()
         process.send_signal(signal.SIGKILL)
