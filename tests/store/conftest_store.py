@@ -5,16 +5,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import shutil
 import subprocess
-import tempfile
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import pytest
 
 from tierstore import _native
 from tierstore.store import (
@@ -32,38 +29,6 @@ from tierstore.store.format import GroupLayout, moment_sections
 from tierstore.store.optimizer import record_hash
 
 Array = npt.NDArray[np.float32]
-
-
-@pytest.fixture
-def fast_path(tmp_path: Path) -> Iterator[Path]:
-    """A directory in memory where there is one: for tests that open stores a thousand times."""
-    shared = Path("/dev/shm")
-    if not shared.is_dir():
-        yield tmp_path
-        return
-    made = Path(tempfile.mkdtemp(dir=shared, prefix="tierstore-"))
-    yield made
-    shutil.rmtree(made)
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """An ext4 file system of 16 MiB."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting a file system needs root; the tests with a limited file size run everywhere")
-    image, mount = tmp_path / "disk", tmp_path / "mount"
-    with open(image, "wb") as file:
-        file.truncate(16 << 20)
-    mount.mkdir()
-    made = subprocess.run(["mkfs.ext4", "-q", "-m", "0", image], capture_output=True, check=False)
-    mounted = made.returncode == 0 and (
-        subprocess.run(["mount", "-o", "loop", image, mount], capture_output=True, check=False).returncode
-        == 0
-    )
-    if not mounted:
-        pytest.skip("no loop-mounted ext4 here; the tests with a limited file size run everywhere")
-    yield mount
-    subprocess.run(["umount", mount], check=True)
 
 
 def fingerprint(store: Path) -> dict[str, object]:
