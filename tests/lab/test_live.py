@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from core_calls import units
 
 from tierstore._native import Residency, StepClock
 from tierstore.cache.config import Scope
@@ -21,10 +22,6 @@ from tierstore.trace.writer import TraceRecorder
 
 LAYERS, EXPERTS, STEPS = 3, 8, 40
 CAPACITY, LOOKAHEAD = 16, 6
-
-
-def units(records):
-    return np.array(records, np.uint32), np.ones(len(records), np.uint16)
 
 
 @pytest.fixture(scope="module")
