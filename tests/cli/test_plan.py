@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from child_process import run_python
 from command_line import planned
 
 from tierstore.machine_profile import ASSUMED, Cost, Evidence, save_profile
@@ -236,4 +235,4 @@ def test_it_answers_without_torch() -> None:
         "except SystemExit:\n"
         "    assert 'torch' not in sys.modules, 'torch was imported'\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    run_python(code)

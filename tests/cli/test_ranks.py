@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from command_line import done, invoke, object_of, tiny_run
+from conftest_store import flip_bit
 
 STEPS = 40
 
@@ -87,11 +88,7 @@ def test_two_ranks_reshard_to_one_and_verify(config: Path, two: TwoRanks, tmp_pa
     again = invoke("reshard", store, "--to", one, "--ranks", 1)
     assert again.exit_code == 2
     assert "there is something here already" in again.stderr
-    with (store / "rank-0001" / "extents" / "expert.weights").open("r+b") as extent:
-        extent.seek(200)
-        byte = extent.read(1)
-        extent.seek(200)
-        extent.write(bytes([byte[0] ^ 1]))
+    flip_bit(store / "rank-0001" / "extents" / "expert.weights", 8 * 200)
     damaged = invoke("verify", store)
     assert damaged.exit_code == 1
     assert "rank-0001" in damaged.stdout

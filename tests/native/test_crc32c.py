@@ -1,11 +1,8 @@
 """crc32c: the RFC's vectors, a bitwise reference, and parts that make the whole."""
 
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
+from child_process import run_python
 from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -92,16 +89,11 @@ def test_each_method_gives_the_same(isa):
         "import numpy as np; from tierstore import _native as n;"
         "print(n.instruction_set().name, n.crc32c(np.arange(99991, dtype=np.int64)))"
     )
-    environment = {**os.environ, "TIERSTORE_ISA": isa}
-    run = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
-    )
+    run = run_python(program, TIERSTORE_ISA=isa)
     assert run.stdout.split() == [isa.upper(), str(_native.crc32c_scalar(np.arange(99991, dtype=np.int64)))]
 
 
 def test_an_unknown_instruction_set_is_refused():
     program = "from tierstore import _native as n; n.instruction_set()"
-    environment = {**os.environ, "TIERSTORE_ISA": "neon"}
-    run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
-    assert run.returncode != 0
+    run = run_python(program, status=1, TIERSTORE_ISA="neon")
     assert "TIERSTORE_ISA: expected scalar, avx2 or avx512, got neon" in run.stderr

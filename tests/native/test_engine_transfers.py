@@ -7,13 +7,12 @@ import fcntl
 import os
 import resource
 import signal
-import subprocess
-import sys
 import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
+from child_process import run_python
 from effort import share
 from engines import MakeEngine
 from hypothesis import HealthCheck, given, settings
@@ -319,9 +318,7 @@ def test_auto_falls_back_and_says_why(tmp_path: Path) -> None:
         native.Engine(backend=native.IoBackend.URING).close()
     except OSError as error:
         pytest.skip(f"no uring here: {error}")
-    command = [sys.executable, "-c", ONE_DESCRIPTOR_LEFT, str(tmp_path / "file")]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (run.returncode, run.stdout) == (0, "fell back\n"), run.stderr
+    assert run_python(ONE_DESCRIPTOR_LEFT, tmp_path / "file").stdout == "fell back\n"
 
 
 def test_a_ring_holds_the_locks(arena: native.Arena, file: native.File, tmp_path: Path) -> None:

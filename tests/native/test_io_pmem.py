@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest_store import flip_bit
 from effort import share
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -116,9 +117,7 @@ def test_bytes_are_leased_where_a_mapping_has_them_and_checked(engine: native.En
         section = file.map(4096, 4000)
         crcs.array()[1] = native.crc32c(np.frombuffer(content, np.uint8)[4096:8096])
         engine.wait(engine.verify_mapped(file, 4096, section, crcs, 1))
-        with path.open("r+b") as plain:
-            plain.seek(5000)
-            plain.write(bytes([content[5000] ^ 1]))
+        flip_bit(path, 8 * 5000)
         ticket = engine.verify_mapped(file, 4096, section, crcs, 1)
         with pytest.raises(native.ChecksumMismatch) as caught:
             engine.wait(ticket)

@@ -98,6 +98,21 @@ def small_store(
     return store
 
 
+def step_all(store: ParameterStore, lr: float, seed: int | None = None) -> None:
+    """A step of every record with gradients of ones, or with drawn ones."""
+    rng, sizes = np.random.default_rng(seed), {key: store.info(key).schema.numel for key in store.keys}
+    drawn = {key: np.ones(n) if seed is None else rng.standard_normal(n) for key, n in sizes.items()}
+    store.update({key: gradient.astype(np.float32) for key, gradient in drawn.items()}, lr=lr)
+
+
+def flip_bit(path: Path, bit: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(bit // 8)
+        (byte,) = file.read(1)
+        file.seek(bit // 8)
+        file.write(bytes([byte ^ 1 << bit % 8]))
+
+
 class _Slot(list[_native.Buffer]):
     """Memory of one slot that can be watched."""
 

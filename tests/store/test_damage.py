@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest_store import small_store
+from conftest_store import flip_bit, small_store
 
 from tierstore.errors import (
     BudgetError,
@@ -53,11 +53,7 @@ def flip(path: Path, schema: RecordSchema, group: Group, slot: int, section: str
         if part.name == section:
             break
         offset += part.padded_nbytes
-    with open(path, "r+b") as file:
-        file.seek(offset + bit // 8)
-        (byte,) = file.read(1)
-        file.seek(offset + bit // 8)
-        file.write(bytes([byte ^ 1 << bit % 8]))
+    flip_bit(path, 8 * offset + bit)
 
 
 @pytest.mark.parametrize(

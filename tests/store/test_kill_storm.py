@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from child_process import run_python
 from conftest_store import small_store
 from effort import share
 
@@ -109,5 +110,4 @@ def test_kill_storm(
 
 
 def test_importing_the_store_does_not_import_torch() -> None:
-    code = "import sys, tierstore.store; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    run_python("import sys, tierstore.store; sys.exit('torch' in sys.modules)")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest_store import weights
+from conftest_store import flip_bit, weights
 from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -71,11 +71,7 @@ def copied(store: ParameterStore, key: str) -> bytes:
 def flip(store: ParameterStore, key: str) -> None:
     """Flips a bit of the weights on disk."""
     slot = store.core.record(key).slot(Group.WEIGHTS)
-    with open(slot.extent.path, "r+b") as file:
-        file.seek(slot.number * slot.extent.slot_bytes + 5000)
-        (byte,) = file.read(1)
-        file.seek(-1, 1)
-        file.write(bytes([byte ^ 1]))
+    flip_bit(Path(slot.extent.path), 8 * (slot.number * slot.extent.slot_bytes + 5000))
 
 
 def test_by_hand(tmp_path: Path) -> None:
