@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from traffic_cases import Make
 
 from tierstore.plan.capacity import Setting, capacity
 from tierstore.plan.fitting import Effect, Hardware, Limits, hardware_for, judge, shortest_remedy
@@ -14,7 +14,6 @@ from tierstore.stats import Tier
 from tierstore.tiers.slots import DeviceKind
 from tierstore.train.budgets import budgets
 
-Make = Callable[..., Setting]
 MANY = 1 << 40
 
 

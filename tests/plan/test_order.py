@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from traffic_cases import Make, workload_of
 
 from tierstore.cache.access import Phase
 from tierstore.errors import BudgetError, ConfigError
 from tierstore.machine_profile import ASSUMED, Cost, save_profile
-from tierstore.plan.capacity import Setting, capacity
+from tierstore.plan.capacity import capacity
 from tierstore.plan.fitting import Limits, shortest_remedy
 from tierstore.plan.order import choose_order, compare_orders, in_order, order_advice, order_lines
 from tierstore.plan.predict import predict
 from tierstore.plan.report import plan_run
 from tierstore.plan.traffic import step_traffic
-from tierstore.plan.workload import StepWorkload
 from tierstore.prefetch.schedule import Pass
 from tierstore.stats import Tier
 from tierstore.train.config import TrainConfig
 from tierstore.train.files import MicroOrder
 from tierstore.train.ranks import Opening
 from tierstore.train.session import open_session
-
-Make = Callable[..., Setting]
 
 LAYER: dict[str, Any] = {"data.micro_batches": 4, "data.micro_order": "layer"}
 MICRO: dict[str, Any] = {"data.micro_batches": 4, "data.micro_order": "micro"}
@@ -83,12 +80,8 @@ def test_passes_of_layer_order_by_hand(setting: Make) -> None:
     product; spilled block inputs go with the experts.
     """
 
-    def workload(planned: Setting) -> StepWorkload:
-        taken = capacity(planned)
-        return StepWorkload(planned, taken, step_traffic(planned, taken), ASSUMED)
-
-    layer = workload(setting(LAYER | {"boundary_budget": 4 * 4096}, ranks=2))
-    one = workload(setting(ranks=2))
+    layer = workload_of(setting(LAYER | {"boundary_budget": 4 * 4096}, ranks=2))
+    one = workload_of(setting(ranks=2))
     forward, backward = Pass(Phase.FORWARD, 1, 0), Pass(Phase.BACKWARD, 1, 0)
     assert layer.sizes(forward).gather == one.sizes(forward).gather
     assert layer.sizes(backward).reduce == 4 * one.sizes(backward).reduce

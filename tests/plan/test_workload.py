@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 from pipemoe_solvers import ChunkTimes, simulate_chunks
+from traffic_cases import Make, workload_of
 
 from tierstore.cache.access import Phase
 from tierstore.config import load
 from tierstore.errors import ConfigError
 from tierstore.machine_profile import ASSUMED, Cost, Profile
 from tierstore.parallel.pipeline_degree import PipelineCosts, Share, best_degree, pass_seconds
-from tierstore.plan.capacity import Setting, capacity
+from tierstore.plan.capacity import Setting
 from tierstore.plan.fitting import Limits
 from tierstore.plan.predict import Prediction, predict
 from tierstore.plan.report import plan_run
-from tierstore.plan.traffic import step_traffic
 from tierstore.plan.workload import LayerDegrees, StepWorkload, layer_degrees, modelled
 from tierstore.prefetch.schedule import Pass
 from tierstore.train.config import TrainConfig
 
 # The chunks of a planned run's layers: costs and work by hand, and the best number of chunks ----------------
 
-
-Make = Callable[..., Setting]
 
 PROFILE = replace(
     ASSUMED,
@@ -38,8 +35,7 @@ PROFILE = replace(
 
 
 def _found(setting: Setting, profile: Profile = PROFILE) -> LayerDegrees | None:
-    taken = capacity(setting)
-    return layer_degrees(StepWorkload(setting, taken, step_traffic(setting, taken), profile))
+    return layer_degrees(workload_of(setting, profile))
 
 
 def test_one_rank_sends_nothing(setting: Make) -> None:
@@ -92,7 +88,6 @@ def test_a_limited_link_is_the_slower_of_two(setting: Make) -> None:
 # A step whose rows travel to experts in chunks: by hand, and against the simulation of chunks alone ---------
 
 
-Make = Callable[..., Setting]
 _FREE = Cost(0.0, math.inf)
 _NAMES = [field.name for field in fields(Profile) if isinstance(getattr(ASSUMED, field.name), Cost)]
 #: Nothing takes time but exchanges and experts.

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
+from cases import json_lines as lines
 from effort import share
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -13,10 +12,6 @@ from hypothesis import strategies as st
 from tierstore.errors import DataError
 from tierstore.lab.importing import SourceKind, import_trace
 from tierstore.trace.reader import load_trace
-
-
-def lines(*rows):
-    return "\n".join(json.dumps(row) for row in rows).encode() + b"\n"
 
 
 def route(token, layer, *ids):
