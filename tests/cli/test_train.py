@@ -143,10 +143,7 @@ def test_metrics_have_a_line_for_each_step(run: Run, tmp_path: Path) -> None:
 
 def test_the_parts_of_the_steps_add_up(run: Run) -> None:
     found = run.json()["step_time"]
-    named = (
-        *("computing_s", "run_queue_s", "stolen_s", "device_s", "threads_s", "stall_s"),
-        "unaccounted_s",
-    )
+    named = (*("computing_s", "run_queue_s", "stolen_s", "device_s", "threads_s", "stall_s"), "unaccounted_s")
     assert sum(found[name] or 0.0 for name in named) == pytest.approx(found["wall_s"])
     assert sum(stall["stall_s"] for stall in found["stalls"]) == pytest.approx(found["stall_s"])
     shown = run(store=run.directory / "shown").stdout

@@ -15,14 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tierstore.config import load
-from tierstore.dense import (
-    DenseConfig,
-    DenseSlices,
-    DenseTraffic,
-    GatherOnDemand,
-    PassListener,
-    unit_layouts,
-)
+from tierstore.dense import DenseConfig, DenseSlices, DenseTraffic, GatherOnDemand, PassListener, unit_layouts
 from tierstore.dense.layout import DenseBytes
 from tierstore.model import ModelConfig, Transformer
 from tierstore.moe import ExpertShape, FeedForward, NoiseKey, Routing

@@ -91,11 +91,7 @@ CASES = [
     ("threads", "read"),
     *(
         pytest.param(backend, name, marks=pytest.mark.slow)
-        for backend, names in (
-            ("uring", RULES),
-            ("threads", ["gone-write"]),
-            ("pmem", ["read", "gone-read"]),
-        )
+        for backend, names in (("uring", RULES), ("threads", ["gone-write"]), ("pmem", ["read", "gone-read"]))
         for name in names
     ),
 ]

@@ -202,10 +202,7 @@ def test_a_write_that_fails_poisons_the_engine(
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, handler)
     assert file.path in engine.poisoned
-    for refused in (
-        engine.sync(file),
-        engine.write(file, 0, [scattered(arena, [4], 4096)]),
-    ):
+    for refused in (engine.sync(file), engine.write(file, 0, [scattered(arena, [4], 4096)])):
         with pytest.raises(OSError, match="write at offset"):
             engine.wait(refused)
     assert not any(Path(file.path).read_bytes()[:4096])

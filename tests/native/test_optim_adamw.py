@@ -169,13 +169,7 @@ def test_a_split_weight_takes_the_same_steps(size, seed, count, grad, isa):
 
 
 @quick
-@given(
-    st.integers(0, 300),
-    seeds,
-    st.integers(1, 4),
-    st.booleans(),
-    st.sampled_from(SETS),
-)
+@given(st.integers(0, 300), seeds, st.integers(1, 4), st.booleans(), st.sampled_from(SETS))
 def test_a_gradient_in_bf16_is_the_same_in_fp32(size, seed, count, split, isa):
     wide = make_state(size, seed)
     grad = placed((wide.grad.view(np.uint32) >> 16).astype(np.uint16), seed % 7)

@@ -308,10 +308,7 @@ def test_the_kernels_rounding_is_unbiased(form):
     _native.adamw(np.ones(size, np.float32), m, v, grad, keep, record_hash=7, last_step=9)
     inner = np.arange(size) % BLOCK != 0
     pair = []
-    for narrow, moment, value in (
-        (m, Moment.EXP_AVG, grad[1]),
-        (v, Moment.EXP_AVG_SQ, grad[1] * grad[1]),
-    ):
+    for narrow, moment, value in ((m, Moment.EXP_AVG, grad[1]), (v, Moment.EXP_AVG_SQ, grad[1] * grad[1])):
         got = decoded(narrow, moment)[inner].astype(np.float64)
         below, above = got.min(), got.max()
         assert below < value < above

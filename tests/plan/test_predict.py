@@ -128,10 +128,7 @@ def ticks(listed: Sequence[Operation]) -> list[int]:
                 if DISCIPLINES[resource] is Discipline.PROGRAM:
                     waiting = waiting[:1] if waiting and waiting[0] in ready else []
                 else:
-                    waiting = sorted(
-                        (i for i in waiting if i in ready),
-                        key=lambda i: (ready[i], i),
-                    )
+                    waiting = sorted((i for i in waiting if i in ready), key=lambda i: (ready[i], i))
                 if waiting and not any(i in left for i in mine):
                     begun.add(waiting[0])
                     left[waiting[0]] = listed[waiting[0]].nbytes

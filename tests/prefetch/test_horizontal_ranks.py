@@ -78,12 +78,7 @@ def train(mesh: Mesh, depth: int | None, dense_changes: dict[str, Any], changes:
     )
     prefetch = PrefetchConfig(gather_depth=depth or 0)
     schedule = unit_schedule(
-        layouts,
-        settings,
-        prefetch,
-        moe_layers=config.moe_layers,
-        compute=compute,
-        micro_batches=2,
+        layouts, settings, prefetch, moe_layers=config.moe_layers, compute=compute, micro_batches=2
     )
     schedule = replace(schedule, timing=timing)
     logged, ledger = Logged(dense, 0.001 * group.rank), StallLedger()

@@ -165,13 +165,7 @@ class ArrayModel:
             # Int8: codes and scales of each.
             exp_avg, exp_avg_sq = moments if len(moments) == 2 else zip(moments[:2], moments[2:], strict=True)
             _native.adamw(
-                weight,
-                exp_avg,
-                exp_avg_sq,
-                gradient,
-                row[None],
-                record_hash=record_hash(key),
-                last_step=step,
+                weight, exp_avg, exp_avg_sq, gradient, row[None], record_hash=record_hash(key), last_step=step
             )
 
     def copy(self) -> ArrayModel:

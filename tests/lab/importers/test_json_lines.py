@@ -28,11 +28,7 @@ def test_a_token_a_line(imported, packed):
     )
     accesses, trace, keys = imported(packed(log))
     assert keys == ["4.1", "4.9", "4.3", "6.2", "6.9"]  # as they first appear; those of one line ascending
-    assert accesses == [
-        (0, 1, 0, [0, 1, 2], [1]),
-        (0, 1, 1, [3, 4], [1]),
-        (1, 1, 0, [0, 1], [1]),
-    ]
+    assert accesses == [(0, 1, 0, [0, 1, 2], [1]), (0, 1, 1, [3, 4], [1]), (1, 1, 0, [0, 1], [1])]
     assert trace.header.table.layers.tolist() == [0, 0, 0, 1, 1]
 
 

@@ -18,14 +18,7 @@ from child_process import child
 from conftest_store import small_store, weights
 
 from tierstore.errors import StoreFormatError, StoreInUseError
-from tierstore.store import (
-    IoBackendName,
-    IoConfig,
-    ParameterStore,
-    RecordSchema,
-    StoreConfig,
-    StripeConfig,
-)
+from tierstore.store import IoBackendName, IoConfig, ParameterStore, RecordSchema, StoreConfig, StripeConfig
 from tierstore.store.committing import Keep
 from tierstore.store.config import StoreAccess
 from tierstore.store.disk.home import building
