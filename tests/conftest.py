@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
+import subprocess
+import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -93,3 +96,35 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "words.txt"
     path.write_text(" ".join(words[generator.zipf(1.3, 11_000) % len(words)]))
     return path
+
+
+@pytest.fixture
+def fast_path(tmp_path: Path) -> Iterator[Path]:
+    """A directory in memory where there is one: for tests that open stores a thousand times."""
+    shared = Path("/dev/shm")
+    if not shared.is_dir():
+        yield tmp_path
+        return
+    made = Path(tempfile.mkdtemp(dir=shared, prefix="tierstore-"))
+    yield made
+    shutil.rmtree(made)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """An ext4 file system of 16 MiB."""
+    if os.geteuid() != 0 or not shutil.which("mkfs.ext4"):
+        pytest.skip("mounting a file system needs root; the tests with a limited file size run everywhere")
+    image, mount = tmp_path / "disk", tmp_path / "mount"
+    with open(image, "wb") as file:
+        file.truncate(16 << 20)
+    mount.mkdir()
+    made = subprocess.run(["mkfs.ext4", "-q", "-m", "0", image], capture_output=True, check=False)
+    mounted = made.returncode == 0 and (
+        subprocess.run(["mount", "-o", "loop", image, mount], capture_output=True, check=False).returncode
+        == 0
+    )
+    if not mounted:
+        pytest.skip("no loop-mounted ext4 here; the tests with a limited file size run everywhere")
+    yield mount
+    subprocess.run(["umount", mount], check=True)

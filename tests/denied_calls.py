@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import platform
-import subprocess
-import sys
 from collections.abc import Mapping
+
+from child_process import run_python
 
 #: The numbers of those that tests refuse; those since Linux 5.1 are the same on every architecture.
 NUMBERS = {
@@ -36,9 +36,4 @@ def deny(calls):
 def run_without(calls: Mapping[str, int], code: str, *arguments: str) -> str:
     """What ``code`` prints, with ``arguments`` in ``sys.argv``; ``calls`` fail with these errno from its start on."""
     numbers = {NUMBERS[name]: error for name, error in calls.items()}
-    text = f"{_DENY}\ndeny({numbers})\n{code}"
-    done = subprocess.run(
-        [sys.executable, "-c", text, *arguments], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, (done.returncode, done.stderr)
-    return done.stdout
+    return run_python(f"{_DENY}\ndeny({numbers})\n{code}", *arguments).stdout

@@ -154,10 +154,7 @@ def test_direct_io_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_locks(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    refused: tuple[Callable[[int], bool], ...],
-    reason: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: tuple[Callable[[int], bool], ...], reason: str
 ) -> None:
     flock = fcntl.flock
 

@@ -42,9 +42,7 @@ def test_links_are_a_table_of_the_configuration(tmp_path: Path) -> None:
         "links limited: copy 4 MiB/s, gather 1 GiB/s after 1 ms, disk any speed after 500 ms"
     )
     gather, disk = open_link(config.gather), open_link(config.disk)
-    assert gather is not None
     assert (gather.bandwidth, gather.latency) == (1 << 30, 0.001)
-    assert disk is not None
     assert disk.bandwidth == math.inf
 
 

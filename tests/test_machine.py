@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from child_process import run_python
 from refusals import refuses
 
 from tierstore import machine
@@ -148,7 +147,6 @@ def test_memory_is_measured() -> None:
     held = bytearray(b"x" * (64 * MIB))
     assert resident_bytes() >= before + 60 * MIB
     assert peak_resident_bytes() >= len(held)
-    code = "from tierstore.machine import peak_resident_bytes; print(peak_resident_bytes())"
-    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    child = run_python("from tierstore.machine import peak_resident_bytes; print(peak_resident_bytes())")
     assert int(child.stdout) < len(held), "what its parent held is not its own"
     assert working_bytes(400) - working_bytes(0) == 140

@@ -161,11 +161,7 @@ def test_what_is_no_profile(text: str, tmp_path: Path) -> None:
 
 
 POINT = IoPoint(
-    chunk_bytes=1 << 19,
-    queue_depth=8,
-    read_bytes_per_s=2.5e9,
-    write_bytes_per_s=1.5e9,
-    measured="2026-01-02",
+    chunk_bytes=1 << 19, queue_depth=8, read_bytes_per_s=2.5e9, write_bytes_per_s=1.5e9, measured="2026-01-02"
 )
 POINTS = st.builds(
     IoPoint,

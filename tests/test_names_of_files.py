@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,8 @@ import click
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
+from command_line import TEXT, TINY, commands, object_of, toml
+from command_line import done as run
 from tiny_families import make_config, plain_model
 from token_cases import save_tokenizer
 
@@ -23,21 +22,6 @@ from tierstore.store import ParameterStore, RecordSchema, StoreConfig, StripeCon
 from tierstore.trace.reader import load_trace
 
 FF = os.fsdecode(b"\xff")
-TINY = {
-    **{"model.d_model": 16, "model.n_layers": 2, "model.n_heads": 2, "model.seq_len": 8, "model.d_ff": 32},
-    **{"model.experts": 8, "data.batch_size": 2, "host_budget": "192KiB", "threads": 1, "steps": 3},
-}
-
-
-def commands(command: click.Command, name: str = "tierstore") -> Iterator[tuple[str, click.Command]]:
-    if not isinstance(command, click.Group):
-        yield name, command
-        return
-    context = click.Context(command)
-    for each in command.list_commands(context):
-        found = command.get_command(context, each)
-        assert found is not None
-        yield from commands(found, f"{name} {each}")
 
 
 def test_every_path_of_every_command_is_taken(tmp_path: Path) -> None:
@@ -46,7 +30,7 @@ def test_every_path_of_every_command_is_taken(tmp_path: Path) -> None:
     file.touch()
     directory.mkdir()
     taken = 0
-    for _, command in commands(cli):
+    for command, _ in commands(cli, click.Context(cli)):
         for param in command.params:
             if isinstance(param.type, click.Path):
                 context = click.Context(command)
@@ -63,24 +47,10 @@ def place(tmp_path: Path) -> Path:
     torch.set_num_threads(1)
     place = tmp_path / f"place{FF}"
     place.mkdir()
-    (place / f"text{FF}").write_text("the expert fetched its page from the slower tier; " * 400)
+    (place / f"text{FF}").write_text(TEXT)
     # A configuration is TOML, so UTF-8: what it names is given as an option.
-    (place / f"run{FF}.toml").write_text(
-        "".join(f"{key} = {json.dumps(value)}\n" for key, value in TINY.items())
-    )
+    (place / f"run{FF}.toml").write_text(toml({**TINY, "steps": 3}))
     return place
-
-
-def run(*arguments: str | Path) -> list[str]:
-    result = CliRunner().invoke(cli, [str(each) for each in arguments])
-    assert result.exit_code == 0, (arguments, result.stderr, result.exception)
-    return result.stdout.splitlines()
-
-
-def object_of(*arguments: str | Path) -> dict[str, Any]:
-    found = json.loads(run(*arguments, "--json")[-1])
-    assert isinstance(found, dict)
-    return found
 
 
 @pytest.mark.slow
@@ -88,16 +58,9 @@ def test_a_run_and_what_comes_of_it(place: Path, tmp_path: Path) -> None:
     """A store on two drives, with all files beside it, has the records of one whose names are ASCII."""
 
     def train(place: Path, ff: str, **more: str) -> dict[str, Any]:
-        given = [
-            "train",
-            f"{place}/run{ff}.toml",
-            "--data",
-            f"{place}/text{ff}",
-            "--store",
-            f"{place}/store{ff}",
-        ]
+        given = [f"{place}/run{ff}.toml", f"--data={place}/text{ff}", f"--store={place}/store{ff}"]
         given += [f"--{option}={place}/{name}{ff}" for option, name in more.items()]
-        return object_of(*given, "--checksum", "--set", f"stripe.directories={place}/drive{ff}")
+        return object_of("train", *given, "--checksum", "--set", f"stripe.directories={place}/drive{ff}")
 
     plain = tmp_path / "plain"
     plain.mkdir()
@@ -111,17 +74,8 @@ def test_a_run_and_what_comes_of_it(place: Path, tmp_path: Path) -> None:
     assert [os.fsencode(drive["path"]) for drive in found["drives"]] == [
         os.fsencode(place / f"{name}{FF}") for name in ("store", "drive")
     ]
-    run(
-        "train",
-        place / f"run{FF}.toml",
-        "--data",
-        place / f"text{FF}",
-        "--store",
-        store,
-        "--resume",
-        "--steps",
-        "7",
-    )
+    data = ("--data", place / f"text{FF}")
+    run("train", place / f"run{FF}.toml", *data, "--store", store, "--resume", "--steps", "7")
     run("verify", store)
     run("gc", store)
     run("doctor", "--dir", place, "--store", store)
@@ -133,12 +87,8 @@ def test_a_run_and_what_comes_of_it(place: Path, tmp_path: Path) -> None:
     (place / f"requests{FF}").write_text("1\n2\n1\n")
     imported = place / f"imported{FF}"
     run("cache", "import", place / f"requests{FF}", imported, "--keys", place / f"keys{FF}")
-    assert (
-        object_of("cache", "simulate", imported, "--policy", "lru", "--capacity", "1.0")["outcomes"][0][
-            "misses"
-        ]
-        == 2
-    )
+    replayed = object_of("cache", "simulate", imported, "--policy", "lru", "--capacity", "1.0")
+    assert replayed["outcomes"][0]["misses"] == 2
 
 
 @pytest.mark.slow
@@ -150,16 +100,8 @@ def test_an_imported_model_and_its_tokenizer(place: Path, tmp_path: Path) -> Non
     model = source.rename(place / f"model{FF}")
     store = place / f"imported{FF}"
     run("import", model, "--store", store)
-    steps = [
-        "--steps",
-        "1",
-        "--host-budget",
-        "4MiB",
-        "--set",
-        "data.batch_size=2",
-        "--set",
-        "finetune.seq_len=16",
-    ]
+    sizes = ("--set", "data.batch_size=2", "--set", "finetune.seq_len=16")
+    steps = ("--steps", "1", "--host-budget", "4MiB", *sizes)
     run("train", "--store", store, "--data", place / f"text{FF}", *steps)
     run("export", store, "--to", place / f"out{FF}")
     found = object_of("generate", store, "--prompt", "the expert", "--max-tokens", "2")

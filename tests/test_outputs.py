@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 import pytest
-from click.testing import CliRunner
+from command_line import commands, invoke
 
 from tierstore.cli.main import cli
 from tierstore.cli.options import _Path
@@ -151,20 +151,13 @@ def test_an_empty_file_of_a_store_is_its_own(tmp_path: Path) -> None:
             check_output(lock, OutputKind.METRICS)
 
 
-def outputs(command: click.Command, name: str, context: click.Context) -> list[tuple[str, click.Parameter]]:
-    """Every parameter of every command that names a file to write."""
-    if isinstance(command, click.Group):
-        inner = [(command.get_command(context, one), one) for one in command.list_commands(context)]
-        return [
-            found
-            for one, part in inner
-            if one is not None
-            for found in outputs(one, f"{name} {part}", click.Context(one, parent=context, info_name=part))
-        ]
-    return [(name, one) for one in command.params if isinstance(one.type, _Path) and one.type.output]
-
-
-WRITING = outputs(cli, "", click.Context(cli))
+#: Every parameter of every command that names a file to write.
+WRITING = [
+    (context.command_path, one)
+    for command, context in commands(cli, click.Context(cli))
+    for one in command.params
+    if isinstance(one.type, _Path) and one.type.output
+]
 
 
 def test_every_option_that_writes_says_so() -> None:
@@ -183,23 +176,12 @@ def test_every_option_that_writes_says_so() -> None:
     assert said == []
 
 
-def commands(command: click.Command, context: click.Context) -> list[tuple[click.Command, click.Context]]:
-    if not isinstance(command, click.Group):
-        return [(command, context)]
-    found = []
-    for name in command.list_commands(context):
-        inner = command.get_command(context, name)
-        assert inner is not None
-        found += commands(inner, click.Context(inner, parent=context, info_name=name))
-    return found
-
-
 @pytest.mark.parametrize(("command", "option"), WRITING, ids=lambda one: getattr(one, "name", one))
 def test_no_option_overwrites_a_source(tmp_path: Path, command: str, option: click.Parameter) -> None:
     source = tmp_path / "chats.jsonl"
     source.write_text(OTHERS["chat"])
     given = [option.opts[0]] if isinstance(option, click.Option) else []
-    result = CliRunner().invoke(cli, [*command.split(), *given, str(source)])
+    result = invoke(*command.split(), *given, source)
     assert result.exit_code == 2
     assert f"{source}: this file is not" in result.stderr
     assert source.read_text() == OTHERS["chat"]
@@ -215,6 +197,6 @@ def test_no_command_writes_two_outputs_or_a_source_to_one_file(tmp_path: Path) -
         ("bench", "adamw", "--save", tmp_path / "link.json", "--compare", old),
         ("train", "--metrics", new, "--timeline", new),
     ):
-        result = CliRunner().invoke(cli, [str(word) for word in words])
+        result = invoke(*words)
         assert (result.exit_code, new.exists()) == (2, False)
         assert "the same file as" in result.stderr

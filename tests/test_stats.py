@@ -126,10 +126,7 @@ def test_delta() -> None:
 
 
 @settings(max_examples=share(60))
-@given(
-    values=st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=20),
-    percent=st.floats(0, 100),
-)
+@given(values=st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=20), percent=st.floats(0, 100))
 def test_percentile_is_numpys(values: list[float], percent: float) -> None:
     found = percentile(values, percent)
     assert found == pytest.approx(float(np.percentile(values, percent)), rel=1e-9, abs=1e-9)

@@ -2,37 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from click.testing import CliRunner
+from command_line import done, invoke, object_of
 from conftest_store import fingerprint, read_only, small_store
 
 from tierstore.cli import doctor
 from tierstore.cli.doctor import CHECKS, rank_exchanges
-from tierstore.cli.main import cli
 from tierstore.store import ParameterStore, RecordSchema, StoreConfig, StripeConfig
 
 
 def test_tables(tmp_path: Path) -> None:
-    result = CliRunner().invoke(cli, ["doctor", "--dir", str(tmp_path)])
-    assert result.exit_code == 0
+    shown = done("doctor", "--dir", tmp_path).stdout
     for name in CHECKS:
-        assert f"\n{name} " in result.stdout
-    assert str(tmp_path) in result.stdout
+        assert f"\n{name} " in shown
+    assert str(tmp_path) in shown
     assert list(tmp_path.iterdir()) == []
 
 
 def test_json(tmp_path: Path) -> None:
-    result = CliRunner().invoke(
-        cli, ["doctor", "--dir", str(tmp_path), "--json", "--capability", "io_uring=off"]
-    )
-    assert result.exit_code == 0
-    found = json.loads(result.stdout.splitlines()[-1])
+    found = object_of("doctor", "--dir", tmp_path, "--capability", "io_uring=off")
     capabilities = {entry["name"]: entry for entry in found["capabilities"]}
     assert list(capabilities) == list(CHECKS)
     assert capabilities["io_uring"] == {
@@ -63,31 +56,25 @@ def test_what_ranks_exchange_through(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_on_fails_where_it_is_lacking(tmp_path: Path) -> None:
-    found = json.loads(
-        CliRunner().invoke(cli, ["doctor", "--json", "--dir", str(tmp_path)]).stdout.splitlines()[-1]
-    )
+    found = object_of("doctor", "--dir", tmp_path)
     lacking = [entry for entry in found["capabilities"] if entry["effective"] == "off"]
     if not lacking:
         pytest.skip("this machine has every capability")
     name = lacking[0]["name"]
-    result = CliRunner().invoke(cli, ["doctor", "--dir", str(tmp_path), "--capability", f"{name}=on"])
+    result = invoke("doctor", "--dir", tmp_path, "--capability", f"{name}=on")
     assert (result.exit_code, result.stdout) == (2, "")
     expected = f"{name} is set to on, but this machine lacks it: {lacking[0]['reason']}"
     assert result.stderr == f"tierstore: error: {expected}\n"
 
 
-def test_a_read_only_volume_is_read(tmp_path: Path) -> None:
+def test_a_read_only_volume_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = tmp_path / "disk"
     small_store(disk / "s").close()
+    monkeypatch.chdir(disk)
     with read_only(disk):
         before = fingerprint(disk)
-        for command in (
-            ["doctor", "--dir", str(disk), "--store", str(disk / "s")],
-            ["verify", str(disk / "s")],
-            ["gc", str(disk / "s"), "--dry-run"],
-        ):
-            result = CliRunner().invoke(cli, command)
-            assert (result.exit_code, result.stderr) == (0, "")
+        for command in ("doctor --dir . --store s", "verify s", "gc s --dry-run"):
+            assert done(*command.split()).stderr == ""
         assert fingerprint(disk) == before
 
 
@@ -98,19 +85,18 @@ def test_the_drives_of_a_store(tmp_path: Path) -> None:
         for key in ("x", "y"):
             store.register(key, "expert")
         store.commit()
-        held = CliRunner().invoke(cli, ["doctor", "--store", str(tmp_path / "store")])
+        held = invoke("doctor", "--store", tmp_path / "store")
         assert held.exit_code == 2
         assert f"open in another process (pid {os.getpid()})" in held.stderr
-    arguments = ["doctor", "--dir", str(tmp_path), "--store", str(tmp_path / "store")]
-    result = CliRunner().invoke(cli, [*arguments, "--json"])
-    own, other = json.loads(result.stdout.splitlines()[-1])["drives"]
+    arguments = ("doctor", "--dir", tmp_path, "--store", tmp_path / "store")
+    own, other = object_of(*arguments)["drives"]
     # One record each: 4,000 bytes of weights and twice as many of moments, each padded to a page.
     assert own["used_bytes"] == other["used_bytes"] == 3 * 4096
     assert own["reserved_bytes"] >= 2 * 3 * 4096
     assert (own["share_ratio"], other["path"]) == (0.5, str(tmp_path / "b"))
     assert own["disks"] == other["disks"]
     (tmp_path / "b").rename(tmp_path / "c")
-    shown = CliRunner().invoke(cli, arguments).stdout
+    shown = invoke(*arguments).stdout
     assert f"{tmp_path / 'b'}" in shown
     assert "MISSING" in shown
     assert "not measured" in shown

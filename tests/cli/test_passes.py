@@ -11,50 +11,24 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import save
-from click.testing import CliRunner, Result
+from command_line import done, tiny_run
 from rich.console import Console
 
 from tierstore.cli import output as output_module
 from tierstore.cli.main import INTERRUPTED, cli
 
-TINY = """
-steps = 1
-device = "cpu"
-threads = 1
-host_budget = "192KiB"
-eval_batches = 1
-sample_tokens = 0
-[model]
-d_model = 16
-n_layers = 2
-n_heads = 2
-seq_len = 8
-d_ff = 32
-experts = 8
-[data]
-batch_size = 2
-paths = ["{text}"]
-"""
 #: What is done of all, its rate, and while it goes on the time left.
 COUNT = r"[\d.]+ [KM]?i?B/[\d.]+ [KM]?i?B"
 DONE = rf"{COUNT}  [\d.]+ [KMG]?i?B/s"
-
-
-def call(*arguments: object) -> Result:
-    return CliRunner().invoke(cli, [str(argument) for argument in arguments])
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A trained store ``s``, a checkpoint ``m``, and its import ``i``."""
     here = tmp_path_factory.mktemp("made")
-    torch.set_num_threads(1)
-    text = here / "text.txt"
-    text.write_text("the expert fetched its page from the slower tier; " * 400)
-    (here / "run.toml").write_text(TINY.format(text=text))
-    assert call("train", here / "run.toml", "--store", here / "s").exit_code == 0
+    done("train", tiny_run(here, {"steps": 1}), "--store", here / "s")
     save(here / "m", "mixtral", torch.bfloat16)
-    assert call("import", here / "m", "--store", here / "i").exit_code == 0
+    done("import", here / "m", "--store", here / "i")
     return here
 
 
@@ -77,16 +51,15 @@ def test_each_pass_has_a_first_line_and_its_rate(
 ) -> None:
     """With --json all of it is on stderr, and there is a line for every update if the interval is none."""
     monkeypatch.setitem(output_module.ProgressBar.__init__.__kwdefaults__, "interval_s", 0.0)
-    result = call(*PASSES[name](made, tmp_path), "--json")
-    assert result.exit_code == 0, (result.stderr, result.exception)
+    result = done(*PASSES[name](made, tmp_path), "--json")
     json.loads(result.stdout)
     lines = [line for line in result.stderr.splitlines() if line.startswith(f"{name} ")]
     assert lines[0] == f"{name} ..."
     assert all(re.fullmatch(rf"{name} ({COUNT}|{DONE}  .* left)", line) for line in lines[1:-1])
     assert any(line.endswith(" left") for line in lines[1:-1])
     assert re.fullmatch(rf"{name} {DONE}", lines[-1])
-    done, total = lines[-1].removeprefix(f"{name} ").split("  ")[0].split("/")
-    assert done == total
+    moved, total = lines[-1].removeprefix(f"{name} ").split("  ")[0].split("/")
+    assert moved == total
 
 
 @pytest.mark.parametrize("name", PASSES)
@@ -97,9 +70,7 @@ def test_a_terminal_gets_a_bar_with_the_rate(
         return Console(**options, force_terminal=True, width=200)
 
     monkeypatch.setattr(output_module, "Console", terminal)
-    result = call(*PASSES[name](made, tmp_path))
-    assert result.exit_code == 0, (result.stderr, result.exception)
-    shown = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", result.stdout)
+    shown = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", done(*PASSES[name](made, tmp_path)).stdout)
     assert re.search(rf"{name} ━+ ([\d.]+ \w+)/\1 \d:\d\d:\d\d +[\d.]+ \w+/s", shown)
 
 
@@ -125,8 +96,7 @@ def test_what_ctrl_c_leaves_the_next_start_goes_on_with(
         assert list(tmp_path.iterdir()) == []
     if name == "checksum":  # it ended behind the last commit
         arguments = ["train", made / "run.toml", "--store", tmp_path / "new", "--resume"]
-    result = call(*arguments)
-    assert result.exit_code == 0, (result.stderr, result.exception)
+    done(*arguments)
     for store in (made / "s", made / "i", tmp_path / "new"):
         if (store / "extents").exists():
-            assert call("verify", store).exit_code == 0
+            done("verify", store)

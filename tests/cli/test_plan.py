@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
+from child_process import run_python
+from command_line import planned
 
-from tierstore.cli.main import cli
-from tierstore.machine_profile import ASSUMED, Cost, save_profile
+from tierstore.machine_profile import ASSUMED, Cost, Evidence, save_profile
 from tierstore.plan.presets import PRESETS
 
 _ARRANGED = ("data_ranks", "expert_ranks", "tensor_ranks", "stages")
 ROOMY = ["--memory", "4GiB", "--disk", "100GB"]
 
 
-def _run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any], str]:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["plan", *arguments, "--json"])
-    captured = capsys.readouterr()
-    assert isinstance(ended.value.code, int)
-    last = captured.out.splitlines()[-1] if captured.out else "{}"
-    return ended.value.code, json.loads(last), captured.err
-
-
-def test_the_main_job_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    status, found, shown = _run(capsys, *ROOMY)
+def test_the_main_job_fits() -> None:
+    status, found, shown = planned(*ROOMY)
     assert status == 0
     assert found["fits"] is True
     assert found["remedy"] == []
@@ -44,19 +32,11 @@ def test_the_main_job_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert "expert cache" in shown
 
 
-def test_layouts_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
+def test_layouts_are_compared() -> None:
     """Two ranks as data and expert ranks, copies, tensor ranks, stages; the best one comes first, and its command last."""
-    small = (
-        "model.d_model=32",
-        "model.d_ff=32",
-        "model.seq_len=16",
-        "data.batch_size=4",
-        "data.micro_batches=2",
-    )
-    settings = [word for one in small for word in ("--set", one)]
-    status, found, shown = _run(
-        capsys, *ROOMY, "--layouts", "--ranks", "2", "--host-budget", "8MiB", *settings
-    )
+    small = ("model.d_model=32", "model.d_ff=32", "model.seq_len=16", "data.batch_size=4")
+    settings = [word for one in (*small, "data.micro_batches=2") for word in ("--set", one)]
+    status, found, shown = planned(*ROOMY, "--layouts", "--ranks", "2", "--host-budget", "8MiB", *settings)
     assert status == 0
     assert found["ranks"] == found["node_ranks"] == 2
     times = [layout["step_s"] for layout in found["layouts"]]
@@ -69,21 +49,16 @@ def test_layouts_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
         assert layout["sent_across_nodes_bytes"] == 0
         assert layout["sent_within_node_bytes"] == layout["sent_bytes"]
         assert layout["memory_bytes"] > 0
-    for title in (
-        "slower by",
-        "sent within a node",
-        "between nodes",
-        "memory per rank",
-        "Variants of the best arrangement",
-    ):
+    compared = ("slower by", "sent within a node", "between nodes", "memory per rank")
+    for title in (*compared, "Variants of the best arrangement"):
         assert title in shown
     settings = found["layouts"][0]["settings"]
     assert f"tierstore train --set parallel.expert={settings['parallel.expert']} " in shown
 
 
-def test_a_step_goes_in_the_chunks_of_the_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_step_goes_in_the_chunks_of_the_run(tmp_path: Path) -> None:
     """As many as are configured; and AUTO's, by the profile that the configuration names."""
-    _, found, shown = _run(capsys, *ROOMY, "--ranks", "2", "--set", "parallel.pipeline_degree=2")
+    _, found, shown = planned(*ROOMY, "--ranks", "2", "--set", "parallel.pipeline_degree=2")
     told = found["pipeline_degree"]
     assert told["forward"]["taken_chunks_count"] == told["backward"]["taken_chunks_count"] == 2
     assert told["step_s"] == found["prediction"]["step_s"]
@@ -91,14 +66,14 @@ def test_a_step_goes_in_the_chunks_of_the_run(capsys: pytest.CaptureFixture[str]
     path = tmp_path / "profile.json"
     save_profile(replace(ASSUMED, machine="another", all_to_all=Cost(30.0, 1e9)), path)
     settings = ("--set", f"parallel.profile={path}")
-    _, found, shown = _run(capsys, *ROOMY, "--ranks", "2", *settings)
+    _, found, shown = planned(*ROOMY, "--ranks", "2", *settings)
     assert found["pipeline_degree"]["chosen_by"] == "auto"
     assert "another" in shown
     assert "chunks of a step: 1 forward, 1 backward (auto" in shown
 
 
-def test_what_does_not_fit_exits_1_with_the_way_out(capsys: pytest.CaptureFixture[str]) -> None:
-    status, found, shown = _run(capsys, "--memory", "4GiB", "--disk", "3GB", "--set", "retain=2")
+def test_what_does_not_fit_exits_1_with_the_way_out() -> None:
+    status, found, shown = planned("--memory", "4GiB", "--disk", "3GB", "--set", "retain=2")
     assert status == 1
     assert found["fits"] is False
     assert [s["place"] for s in found["shortfalls"]] == ["disk"]
@@ -107,10 +82,10 @@ def test_what_does_not_fit_exits_1_with_the_way_out(capsys: pytest.CaptureFixtur
     assert "shortest way to make it fit: retain = 0" in shown
 
 
-def test_what_no_change_helps_names_the_hardware_that_would(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_no_change_helps_names_the_hardware_that_would() -> None:
     """A published model of 104 G parameters on a small machine, and then on the one that the plan asks for."""
     asked = ["--preset", "se-moe-104.1b", "--ranks", "8", "--device", "cpu"]
-    status, found, shown = _run(capsys, *asked, "--memory", "24GiB", "--disk", "60GB")
+    status, found, shown = planned(*asked, "--memory", "24GiB", "--disk", "60GB")
     assert (status, found["remedy"]) == (1, [])
     hardware = found["hardware"]
     assert [s["place"] for s in hardware["shortfalls"]] == ["memory", "disk"]
@@ -123,17 +98,16 @@ def test_what_no_change_helps_names_the_hardware_that_would(capsys: pytest.Captu
         "sufficient hardware: a machine with 95.1 GiB of memory and 2.27 TiB of disk for its 8 ranks" in shown
     )
     budget = hardware["changes"][0]["change"].split('"')[1]
-    status, found, _ = _run(
-        capsys,
+    status, found, _ = planned(
         *asked,
-        *("--memory", str(hardware["memory_bytes"]), "--disk", str(hardware["disk_bytes"])),
+        *("--memory", hardware["memory_bytes"], "--disk", hardware["disk_bytes"]),
         *("--host-budget", budget),
     )
     assert (status, found["fits"], found["hardware"]) == (0, True, None)
 
 
-def test_a_budget_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
-    status, found, _ = _run(capsys, *ROOMY, "--host-budget", "1MiB")
+def test_a_budget_that_cannot_be() -> None:
+    status, found, _ = planned(*ROOMY, "--host-budget", "1MiB")
     assert status == 1
     assert found["shortfalls"][0]["place"] == "host_budget"
     assert found["prediction"] is None
@@ -142,11 +116,9 @@ def test_a_budget_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("more", [(), ("--ranks", "2"), ("--ranks", "4", "--layouts")])
-def test_a_model_without_experts_is_planned(
-    more: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_without_experts_is_planned(more: tuple[str, ...]) -> None:
     given = ("--set", "model.moe_every=0", "--set", "data.micro_batches=4")
-    status, found, shown = _run(capsys, *ROOMY, *given, *more)
+    status, found, shown = planned(*ROOMY, *given, *more)
     assert status == 0
     if "--layouts" in more:
         assert "stages 4" in shown
@@ -156,35 +128,31 @@ def test_a_model_without_experts_is_planned(
         assert found["prediction"]["step_s"] > 0
 
 
-def test_ranks_share_a_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    _, alone, _ = _run(capsys, *ROOMY)
-    _, shared, _ = _run(capsys, *ROOMY, "--ranks", "4")
-    _, apart, _ = _run(capsys, *ROOMY, "--ranks", "4", "--ranks-per-node", "1")
+def test_ranks_share_a_machine() -> None:
+    _, alone, _ = planned(*ROOMY)
+    _, shared, _ = planned(*ROOMY, "--ranks", "4")
+    _, apart, _ = planned(*ROOMY, "--ranks", "4", "--ranks-per-node", "1")
     assert shared["limits"]["memory_bytes"] == alone["limits"]["memory_bytes"] // 4
     assert apart["limits"] == alone["limits"]
     assert shared["terms"] == apart["terms"]
 
 
-def test_a_profile_is_named_as_evidence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    from dataclasses import replace
-
-    from tierstore.machine_profile import Evidence
-
+def test_a_profile_is_named_as_evidence(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     save_profile(replace(ASSUMED, evidence=Evidence.MEASURED, machine="four cores"), path)
-    _, found, shown = _run(capsys, *ROOMY, "--profile", str(path))
+    _, found, shown = planned(*ROOMY, "--profile", path)
     assert found["prediction"]["evidence"] == "measured"
     assert "four cores" in shown
     path.write_text("{}")
-    status, _, shown = _run(capsys, "--profile", str(path))
+    status, _, shown = planned("--profile", path)
     assert status == 2
     assert str(path) in shown
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_presets(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_presets(name: str) -> None:
     many = ["--memory", "2TB", "--disk", "8TB", "--ranks", "2", "--ranks-per-node", "1"]
-    status, found, _ = _run(capsys, "--preset", name, *many, "--device", "cuda", "--device-memory", "1TB")
+    status, found, _ = planned("--preset", name, *many, "--device", "cuda", "--device-memory", "1TB")
     assert found["parameters"] == PRESETS[name].architecture.parameters
     assert found["preset"]["source"] == PRESETS[name].source
     assert status == (0 if found["fits"] else 1)
@@ -194,34 +162,32 @@ def test_presets(name: str, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("name", "ranks", "published"), [("se-moe-13.9b", 8, 31_085), ("se-moe-207.2b", 128, 376_968)]
 )
-def test_table_1_of_se_moe(name: str, ranks: int, published: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_1_of_se_moe(name: str, ranks: int, published: int) -> None:
     """A sequence for each A100, whose length the paper does not give: 2,048 tokens."""
     node = ["--memory", "2TB", "--disk", "10TB", "--ranks", str(ranks), "--ranks-per-node", "8"]
-    _, found, shown = _run(capsys, "--preset", name, *node, "--set", "model.seq_len=2048")
+    _, found, shown = planned("--preset", name, *node, "--set", "model.seq_len=2048")
     assert "A100 by its data sheet" in shown
     assert (found["device"], found["limits"]["device_bytes"]) == ("cuda", 80 * 10**9)
     assert published / 2 < found["prediction"]["tokens_per_s"] < 1.2 * published
 
 
-def test_the_gpu_of_a_preset_gives_way_to_what_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_gpu_of_a_preset_gives_way_to_what_is_asked() -> None:
     asked = ["--preset", "ppmoe-6.7b", "--memory", "2TB", "--disk", "10TB", "--ranks", "8"]
-    _, found, shown = _run(capsys, *asked)
+    _, found, shown = planned(*asked)
     assert "V100 by its data sheet" in shown
     assert found["limits"]["device_bytes"] == 32 * 10**9
-    _, found, shown = _run(capsys, *asked, "--profile", "H100")
+    _, found, shown = planned(*asked, "--profile", "H100")
     assert "H100 by its data sheet" in shown
     assert (found["device"], found["limits"]["device_bytes"]) == ("cuda", None)
-    _, found, shown = _run(capsys, *asked, "--device", "cpu")
+    _, found, shown = planned(*asked, "--device", "cpu")
     assert "no profile" in shown
     assert found["device"] == "cpu"
 
 
-def test_the_equations_of_pipeline_moe_have_its_gpus_ranks_and_experts(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_equations_of_pipeline_moe_have_its_gpus_ranks_and_experts() -> None:
     """64 experts of width 4,096, 8 tensor-parallel V100s: 40% of 125 TFLOP/s, 80% of NVLink's 150 GB/s."""
     many = ["--memory", "2TB", "--disk", "10TB", "--ranks", "128", "--ranks-per-node", "8"]
-    _, found, _ = _run(capsys, "--preset", "ppmoe-143b", *many, "--set", "parallel.tensor=8")
+    _, found, _ = planned("--preset", "ppmoe-143b", *many, "--set", "parallel.tensor=8")
     flops, bandwidth, width = 50e12, 120e9, 4096
     assert found["tensor"]["paper_equation_5_corrected_ratio"] == pytest.approx(
         7 * flops / (4 * bandwidth * width)
@@ -234,8 +200,8 @@ def test_the_equations_of_pipeline_moe_have_its_gpus_ranks_and_experts(
     )
 
 
-def test_the_presets_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    status, found, _ = _run(capsys, "--preset", "list")
+def test_the_presets_are_listed() -> None:
+    status, found, _ = planned("--preset", "list")
     assert status == 0
     assert [one["name"] for one in found["presets"]] == list(PRESETS)
 
@@ -253,8 +219,8 @@ def test_the_presets_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (["nowhere.toml"], "nowhere.toml"),
     ],
 )
-def test_bad_input(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
-    status, _, shown = _run(capsys, *arguments)
+def test_bad_input(arguments: list[str], named: str) -> None:
+    status, _, shown = planned(*arguments)
     assert status == 2
     assert named in shown.splitlines()[-1]
 
@@ -269,4 +235,4 @@ def test_it_answers_without_torch() -> None:
         "except SystemExit:\n"
         "    assert 'torch' not in sys.modules, 'torch was imported'\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    run_python(code)

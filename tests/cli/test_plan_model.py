@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-
-from tierstore.cli.main import cli
+from command_line import planned
 
 _CONFIG = {
     "model_type": "qwen3_moe",
@@ -35,18 +33,9 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any], str]:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["plan", *arguments, "--json"])
-    captured = capsys.readouterr()
-    assert isinstance(ended.value.code, int)
-    last = captured.out.splitlines()[-1] if captured.out else "{}"
-    return ended.value.code, json.loads(last), captured.err
-
-
-def test_every_use_of_a_model(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+def test_every_use_of_a_model(model: Path) -> None:
     """With the least memory for experts, so that each pass reads what it needs."""
-    status, found, shown = _run(capsys, "--model", str(model), *_ROOMY, "--lora", "4")
+    status, found, shown = planned("--model", model, *_ROOMY, "--lora", "4")
     assert status == 0
     assert (found["use"], found["model"]["model_type"]) == ("full", "qwen3_moe")
     assert found["sparse_parameters_count"] == _EXPERT * _RECORDS
@@ -68,18 +57,18 @@ def test_every_use_of_a_model(capsys: pytest.CaptureFixture[str], model: Path) -
     assert "frozen experts: 64 KiB on disk, one copy" in shown
 
 
-def test_a_manifest_of_somebody_elses(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_manifest_of_somebody_elses(tmp_path: Path) -> None:
     (tmp_path / "q").mkdir()
     (tmp_path / "q" / "config.json").write_text(json.dumps(_CONFIG))
     for name in ("manifest.json", "q/manifest.json"):
         (tmp_path / name).write_text("[]")
-    status, found, _ = _run(capsys, "--model", str(tmp_path / "q"), *_ROOMY)
+    status, found, _ = planned("--model", tmp_path / "q", *_ROOMY)
     assert (status, found["model"]["model_type"]) == (0, "qwen3_moe")
 
 
-def test_what_is_frozen_is_read_and_never_written(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+def test_what_is_frozen_is_read_and_never_written(model: Path) -> None:
     budget = ["--host-budget", "56KiB", "--set", "prefetch.depth=0"]
-    _, found, _ = _run(capsys, "--model", str(model), *_ROOMY, *budget, "--lora", "4")
+    _, found, _ = planned("--model", model, *_ROOMY, *budget, "--lora", "4")
     uses = {use["use"]: use["step"] for use in found["uses"]}
     assert uses["full"]["written_bytes"] > 0
     assert uses["lora"]["written_bytes"] > 0
@@ -91,8 +80,8 @@ def test_what_is_frozen_is_read_and_never_written(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("use", ["lora", "lora-attention", "serve"])
-def test_a_use_in_detail(capsys: pytest.CaptureFixture[str], model: Path, use: str) -> None:
-    status, found, shown = _run(capsys, "--model", str(model / "config.json"), *_ROOMY, "--for", use)
+def test_a_use_in_detail(model: Path, use: str) -> None:
+    status, found, shown = planned("--model", model / "config.json", *_ROOMY, "--for", use)
     assert (status, found["use"]) == (0, use)
     one = next(row for row in found["uses"] if row["use"] == use)
     totals = found["totals"]
@@ -107,19 +96,12 @@ def test_a_use_in_detail(capsys: pytest.CaptureFixture[str], model: Path, use: s
     assert f"details of the use {use}:" in shown
 
 
-def test_pairs_that_memory_cannot_hold(capsys: pytest.CaptureFixture[str], model: Path) -> None:
-    _, roomy, _ = _run(capsys, "--model", str(model), *_ROOMY, "--for", "lora")
+def test_pairs_that_memory_cannot_hold(model: Path) -> None:
+    _, roomy, _ = planned("--model", model, *_ROOMY, "--for", "lora")
     lora = next(use for use in roomy["uses"] if use["use"] == "lora")
     limit = lora["memory_bytes"] - roomy["host_budget_bytes"] + lora["least_host_budget_bytes"]
-    room = [
-        "--disk",
-        "100GB",
-        "--set",
-        "finetune.seq_len=32",
-        "--host-budget",
-        str(lora["least_host_budget_bytes"]),
-    ]
-    status, found, shown = _run(capsys, "--model", str(model), *room, "--memory", str(limit), "--for", "lora")
+    room = (*_ROOMY[2:], "--host-budget", lora["least_host_budget_bytes"])
+    status, found, shown = planned("--model", model, *room, "--memory", str(limit), "--for", "lora")
     assert (status, found["pairs"]["fits_in_memory"]) == (0, False)
     assert "pairs fit in memory: no" in shown
 
@@ -132,39 +114,37 @@ def test_pairs_that_memory_cannot_hold(capsys: pytest.CaptureFixture[str], model
         (["--model", "nowhere"], "missing; expected a model directory or its config.json"),
     ],
 )
-def test_bad_options(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
-    status, _, shown = _run(capsys, *arguments)
+def test_bad_options(arguments: list[str], message: str) -> None:
+    status, _, shown = planned(*arguments)
     assert status == 2
     assert message in shown
 
 
-def test_sequences_beyond_the_positions_are_refused(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+def test_sequences_beyond_the_positions_are_refused(model: Path) -> None:
     for more in ([], ["--ranks", "2", "--layouts"]):
         length = ["--set", "finetune.seq_len=129"]
-        status, _, shown = _run(capsys, "--model", str(model), *_ROOMY[:4], *length, *more)
+        status, _, shown = planned("--model", model, *_ROOMY[:4], *length, *more)
         assert status == 2
         assert "finetune.seq_len: expected at most 128, the positions of the model, got 129" in shown
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
     (model / "config.json").write_text(json.dumps({**_CONFIG, "rope_scaling": yarn}))
-    assert _run(capsys, "--model", str(model), *_ROOMY[:4], "--set", "finetune.seq_len=512")[0] != 2
-    assert _run(capsys, "--model", str(model), *_ROOMY[:4], "--set", "finetune.seq_len=513")[0] == 2
+    assert planned("--model", model, *_ROOMY[:4], "--set", "finetune.seq_len=512")[0] != 2
+    assert planned("--model", model, *_ROOMY[:4], "--set", "finetune.seq_len=513")[0] == 2
 
 
-def test_documents_are_planned_where_the_tokenizer_is_not_known(
-    capsys: pytest.CaptureFixture[str], model: Path
-) -> None:
+def test_documents_are_planned_where_the_tokenizer_is_not_known(model: Path) -> None:
     """Of a directory of transformers nothing but config.json is read; the built-in model has none."""
     data = model / "chats.jsonl"
     data.write_text("{}\n")
     paths = ["--set", f"data.paths={data}", *_ROOMY[:4]]
-    assert _run(capsys, "--model", str(model), *paths)[0] != 2
-    status, _, shown = _run(capsys, *paths)
+    assert planned("--model", model, *paths)[0] != 2
+    status, _, shown = planned(*paths)
     assert status == 2
     assert "chats.jsonl: .jsonl is read with the model's tokenizer, and this model has none" in shown
 
 
-def test_pairs_of_no_rank(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+def test_pairs_of_no_rank(model: Path) -> None:
     for rank, message in (("0", "--lora: expected at least 1, got 0"), ("17", "--lora: expected 1 to 16")):
-        status, _, shown = _run(capsys, "--model", str(model), *_ROOMY, "--lora", rank)
+        status, _, shown = planned("--model", model, *_ROOMY, "--lora", rank)
         assert status == 2
         assert message in shown

@@ -13,41 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
-
-from tierstore.cli.main import cli
+from command_line import done, invoke, object_of, tiny_run
+from conftest_store import flip_bit
 
 STEPS = 40
-TINY = """
-steps = {steps}
-host_budget = "4MiB"
-commit_every = 2
-eval_every = 0
-eval_batches = 1
-sample_tokens = 0
-threads = 1
-device = "cpu"
-[model]
-d_model = 16
-n_layers = 2
-n_heads = 2
-seq_len = 8
-d_ff = 32
-experts = 6
-[data]
-batch_size = 4
-paths = ["{text}"]
-"""
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("config")
-    text = directory / "words.txt"
-    text.write_text(" ".join(f"word{i % 97}" for i in range(8000)))
-    path = directory / "tiny.toml"
-    path.write_text(TINY.format(steps=STEPS, text=text))
-    return path
+    settings = {"steps": STEPS, "commit_every": 2, "eval_every": 0, "data.batch_size": 4}
+    return tiny_run(
+        tmp_path_factory.mktemp("config"), {**settings, "host_budget": "4MiB", "model.experts": 6}
+    )
 
 
 def torchrun(*arguments: str | Path, ranks: int = 2, restarts: int = 0) -> list[str]:
@@ -59,11 +36,6 @@ def last_json(text: str) -> dict[str, object]:
     found = json.loads(text.splitlines()[-1])
     assert isinstance(found, dict)
     return found
-
-
-def here(*arguments: str | Path | int) -> Result:
-    """The command in this process."""
-    return CliRunner().invoke(cli, [str(argument) for argument in arguments])
 
 
 @dataclass(frozen=True)
@@ -88,16 +60,16 @@ def two(config: Path, tmp_path_factory: pytest.TempPathFactory) -> TwoRanks:
     place = tmp_path_factory.mktemp("two")
     options = ("--store", place / "store", "--metrics", place / "metrics.jsonl", "--json", "--checksum")
     line = torchrun("train", config, *options)
-    done = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    return TwoRanks(place, last_json(done.stdout), done.stderr)
+    ended = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return TwoRanks(place, last_json(ended.stdout), ended.stderr)
 
 
 @pytest.mark.slow
 def test_two_ranks_reshard_to_one_and_verify(config: Path, two: TwoRanks, tmp_path: Path) -> None:
     one, store = tmp_path / "one", tmp_path / "store"
     shutil.copytree(two.directory / "store", store)
-    expected = last_json(here("train", config, "--store", tmp_path / "alone", "--json").stdout)
+    expected = object_of("train", config, "--store", tmp_path / "alone")
     assert two.found["ranks"] == 2
     assert two.found["train_loss"] == pytest.approx(expected["train_loss"], rel=1e-5)
     assert two.found["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-5)
@@ -106,27 +78,18 @@ def test_two_ranks_reshard_to_one_and_verify(config: Path, two: TwoRanks, tmp_pa
     assert two.said.count("\nmemory: ") == 1, "one rank speaks for all"
     assert two.losses("metrics.rank-0001.jsonl") == two.losses()
 
-    refused = here("train", config, "--store", store, "--resume")
+    refused = invoke("train", config, "--store", store, "--resume")
     assert refused.exit_code == 2
     assert "the store of 2 ranks, and this run has 1; tierstore reshard" in refused.stderr
-    made = here("reshard", store, "--to", one, "--ranks", 1, "--json")
-    assert made.exit_code == 0, made.stderr
-    assert last_json(made.stdout)["ranks_before"] == 2
+    assert object_of("reshard", store, "--to", one, "--ranks", 1)["ranks_before"] == 2
     for path in (store, one):
-        checked = here("verify", path, "--json")
-        assert checked.exit_code == 0
-        assert last_json(checked.stdout)["failures"] == []
-    resumed = here("train", config, "--store", one, "--resume", "--steps", STEPS + 2, "--json")
-    assert resumed.exit_code == 0, resumed.stderr
-    again = here("reshard", store, "--to", one, "--ranks", 1)
+        assert object_of("verify", path)["failures"] == []
+    done("train", config, "--store", one, "--resume", "--steps", STEPS + 2, "--json")
+    again = invoke("reshard", store, "--to", one, "--ranks", 1)
     assert again.exit_code == 2
     assert "there is something here already" in again.stderr
-    with (store / "rank-0001" / "extents" / "expert.weights").open("r+b") as extent:
-        extent.seek(200)
-        byte = extent.read(1)
-        extent.seek(200)
-        extent.write(bytes([byte[0] ^ 1]))
-    damaged = here("verify", store)
+    flip_bit(store / "rank-0001" / "extents" / "expert.weights", 8 * 200)
+    damaged = invoke("verify", store)
     assert damaged.exit_code == 1
     assert "rank-0001" in damaged.stdout
 
@@ -181,18 +144,18 @@ def test_a_signal_to_one_rank_stops_all_with_a_commit(config: Path, tmp_path: Pa
         process.kill()
     stopped = last_json(out)["steps"]
     assert "committed; continue with --resume" in err
-    made = here("reshard", store, "--to", tmp_path / "one", "--ranks", 1, "--json")
-    assert last_json(made.stdout)["step"] == stopped, "both ranks committed the step"
+    made = object_of("reshard", store, "--to", tmp_path / "one", "--ranks", 1)
+    assert made["step"] == stopped, "both ranks committed the step"
     steps = int(str(stopped)) + 1
-    resumed = here("train", config, "--store", tmp_path / "one", "--resume", "--steps", steps, "--json")
-    assert last_json(resumed.stdout)["steps"] == steps
+    resumed = object_of("train", config, "--store", tmp_path / "one", "--resume", "--steps", steps)
+    assert resumed["steps"] == steps
 
 
 def test_a_world_that_is_half_set_is_refused(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "0")
-    done = here("train", config, "--store", tmp_path / "s")
-    assert done.exit_code == 2
-    assert "WORLD_SIZE" in done.stderr
+    refused = invoke("train", config, "--store", tmp_path / "s")
+    assert refused.exit_code == 2
+    assert "WORLD_SIZE" in refused.stderr
     assert not (tmp_path / "s").exists()

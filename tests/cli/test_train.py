@@ -16,11 +16,10 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-import torch
-from click.testing import CliRunner, Result
+from click.testing import Result
+from command_line import invoke, object_of, tiny_run
 
 from tierstore.cli import train as train_command
-from tierstore.cli.main import cli
 from tierstore.devices import Disk, Health
 from tierstore.store import ParameterStore, StoreConfig
 from tierstore.store.core import StoreCore
@@ -28,26 +27,6 @@ from tierstore.trace.replay import replay
 from tierstore.trace.writer import TraceWriter
 from tierstore.train.report import MetricsLog
 
-TINY = """
-steps = 6
-device = "cpu"
-threads = 1
-host_budget = "192KiB"
-commit_every = 2
-eval_every = 3
-eval_batches = 1
-sample_tokens = 8
-[model]
-d_model = 16
-n_layers = 2
-n_heads = 2
-seq_len = 8
-d_ff = 32
-experts = 8
-[data]
-batch_size = 2
-paths = ["{text}"]
-"""
 #: What the contract promises at least.
 PROMISED = {
     *("steps", "train_loss", "val_loss", "tokens_per_s", "parameters", "experts", "record_bytes"),
@@ -60,27 +39,25 @@ class Run:
     def __init__(self, tmp_path: Path) -> None:
         self.directory = tmp_path
         self.store = tmp_path / "store"
-        text = tmp_path / "text.txt"
-        text.write_text("the expert fetched its page from the slower tier; " * 400)
-        (tmp_path / "run.toml").write_text(TINY.format(text=text))
+        self.file = tiny_run(tmp_path, {"steps": 6, "commit_every": 2, "eval_every": 3, "sample_tokens": 8})
 
-    def __call__(self, *options: str, store: Path | None = None) -> Result:
-        where = ["--store", str(store or self.store)]
-        result = CliRunner().invoke(cli, ["train", str(self.directory / "run.toml"), *where, *options])
+    def invoke(self, *options: object, store: Path | None = None) -> Result:
+        return invoke("train", self.file, "--store", store or self.store, *options)
+
+    def __call__(self, *options: object, store: Path | None = None) -> Result:
+        result = self.invoke(*options, store=store)
         assert result.exit_code == 0, (result.stderr, result.exception)
         return result
 
-    def json(self, *options: str, store: Path | None = None) -> dict[str, Any]:
-        lines = self("--json", *options, store=store).stdout.splitlines()
-        assert len(lines) == 1
-        found = json.loads(lines[0])
+    def json(self, *options: object, store: Path | None = None) -> dict[str, Any]:
+        (line,) = self("--json", *options, store=store).stdout.splitlines()
+        found = json.loads(line)
         assert isinstance(found, dict)
         return found
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    torch.set_num_threads(1)
     return Run(tmp_path)
 
 
@@ -152,7 +129,7 @@ def test_the_order_of_micro_batches_is_named(run: Run) -> None:
 
 def test_metrics_have_a_line_for_each_step(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    summary = run.json("--metrics", str(path))
+    summary = run.json("--metrics", path)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert lines[-1]["loss"] == summary["train_loss"]
@@ -166,10 +143,7 @@ def test_metrics_have_a_line_for_each_step(run: Run, tmp_path: Path) -> None:
 
 def test_the_parts_of_the_steps_add_up(run: Run) -> None:
     found = run.json()["step_time"]
-    named = (
-        *("computing_s", "run_queue_s", "stolen_s", "device_s", "threads_s", "stall_s"),
-        "unaccounted_s",
-    )
+    named = (*("computing_s", "run_queue_s", "stolen_s", "device_s", "threads_s", "stall_s"), "unaccounted_s")
     assert sum(found[name] or 0.0 for name in named) == pytest.approx(found["wall_s"])
     assert sum(stall["stall_s"] for stall in found["stalls"]) == pytest.approx(found["stall_s"])
     shown = run(store=run.directory / "shown").stdout
@@ -181,7 +155,7 @@ def test_the_parts_of_the_steps_add_up(run: Run) -> None:
 
 def test_a_timeline_and_a_trace(run: Run, tmp_path: Path) -> None:
     timeline, trace = tmp_path / "timeline.json", tmp_path / "trace"
-    summary = run.json("--timeline", str(timeline), "--record-trace", str(trace))
+    summary = run.json("--timeline", timeline, "--record-trace", trace)
     events = json.loads(timeline.read_text())
     events = events["traceEvents"] if isinstance(events, dict) else events
     names = {event["name"] for event in events}
@@ -207,15 +181,14 @@ def test_a_full_disk_beside_the_store_loses_no_step(
     monkeypatch.setattr("tierstore.trace.writer._BUFFER_ROWS", 4)
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     path = tmp_path / "run.trace" if what == "--record-trace" else Path("/dev/full")
-    arguments = ["train", str(tmp_path / "run.toml"), "--store", str(run.store), "--json"]
     with monkeypatch.context() as patched:
         if what == "--record-trace":
             patched.setattr(TraceWriter, "extend", Mock(side_effect=full))
         elif what == "standard error":
             # Shows a step's loss and so on.
             patched.setattr("tierstore.cli.output._shown", Mock(side_effect=full))
-        given = [what, str(path)] if what.startswith("--") else []
-        result = CliRunner().invoke(cli, [*arguments, "--set", "commit_every=0", *given])
+        given = [what, path] if what.startswith("--") else []
+        result = run.invoke("--json", "--set", "commit_every=0", *given)
     assert (result.exit_code, result.stdout) == (2, "")
     named = path if given else what
     *_, ended, error = result.stderr.splitlines()
@@ -252,8 +225,7 @@ def test_a_line_of_metrics_is_whole_or_not_there(
             log._file = Full(log._file.name, "a")
 
     monkeypatch.setattr(MetricsLog, "__init__", opened)
-    arguments = ["train", str(tmp_path / "run.toml"), "--store", str(run.store), "--metrics", str(path)]
-    result = CliRunner().invoke(cli, arguments)
+    result = run.invoke("--metrics", path)
     assert (result.exit_code, result.stderr) == (2, f"tierstore: error: {path}: No space left on device\n")
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
 
@@ -266,9 +238,7 @@ def test_a_refused_run_touches_no_file(run: Run, tmp_path: Path) -> None:
         path.write_text(before[name])
     new = {name: tmp_path / f"new.{name}" for name in there}
     for files in (there, new):
-        options = [text for name, path in files.items() for text in (f"--{name}", str(path))]
-        again = ["train", str(tmp_path / "run.toml"), "--store", str(run.store), *options]
-        result = CliRunner().invoke(cli, again)
+        result = run.invoke(*(f"--{name}={path}" for name, path in files.items()))
         assert result.exit_code == 2
         assert "there is a store here already" in result.stderr
         assert result.stdout == ""
@@ -277,9 +247,7 @@ def test_a_refused_run_touches_no_file(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_refused_run_does_not_describe_the_model(run: Run) -> None:
-    result = CliRunner().invoke(
-        cli, ["train", str(run.directory / "run.toml"), "--store", str(run.store), "--resume"]
-    )
+    result = run.invoke("--resume")
     assert result.exit_code == 2
     assert result.stderr.startswith("tierstore: error: ")
     assert "no store here" in result.stderr
@@ -323,8 +291,7 @@ def test_a_signal_ends_the_checksum(run: Run, monkeypatch: pytest.MonkeyPatch) -
         return original(store, progress)
 
     monkeypatch.setattr(StoreCore, "records_crc32c", interrupted)
-    arguments = ["train", str(run.directory / "run.toml"), "--store", str(run.store), "--json", "--checksum"]
-    result = CliRunner().invoke(cli, arguments)
+    result = run.invoke("--json", "--checksum")
     assert result.exit_code == 130
     assert json.loads(result.stdout)["records_crc32c"] is None
     assert "stopped by a signal after step 6, committed" in result.stderr
@@ -366,7 +333,7 @@ def test_stopping_and_going_on(run: Run, tmp_path: Path) -> None:
 
 
 def test_where_the_rate_stays_at_its_lowest_is_said(run: Run, tmp_path: Path) -> None:
-    warm = ("--set", "schedule.warmup_steps=2", "--metrics", str(tmp_path / "m.jsonl"))
+    warm = ("--set", "schedule.warmup_steps=2", "--metrics", tmp_path / "m.jsonl")
     assert "learning rate:" not in run(*warm, "--steps", "4").stdout
     assert (
         "learning rate: stays at its minimum, 0.0002, from step 5 on: it has decayed by schedule.total_steps = 4"
@@ -380,9 +347,7 @@ def test_where_the_rate_stays_at_its_lowest_is_said(run: Run, tmp_path: Path) ->
 
 def test_snapshots_are_kept_and_verified(run: Run) -> None:
     run("--set", "snapshot_every=2", "--set", "retain=2")
-    result = CliRunner().invoke(cli, ["verify", str(run.store), "--json"])
-    assert result.exit_code == 0, result.stderr
-    assert json.loads(result.stdout)["snapshots"] == 2
+    assert object_of("verify", run.store)["snapshots"] == 2
 
 
 def test_a_flipped_bit_is_found(run: Run) -> None:
@@ -392,22 +357,16 @@ def test_a_flipped_bit_is_found(run: Run) -> None:
     content = bytearray(extent.read_bytes())
     content = bytearray(byte ^ 1 if at % 4096 == 100 else byte for at, byte in enumerate(content))
     extent.write_bytes(content)
-    for arguments in (
-        ["verify", str(run.store)],
-        ["train", str(run.directory / "run.toml"), "--resume", "--steps", "8"],
-    ):
-        if arguments[0] == "train":
-            arguments += ["--store", str(run.store)]
-        result = CliRunner().invoke(cli, arguments)
+    for result in (invoke("verify", run.store), run.invoke("--resume", "--steps", "8")):
         assert result.exit_code == 1, (result.stdout, result.stderr)
         assert "expert.0" in result.stdout + result.stderr
 
 
 def test_drives_change_where_bytes_lie_and_nothing_else(run: Run, tmp_path: Path) -> None:
     """Two drives against one, with a trace of each; then a third is added at a resumption."""
-    one = run.json("--checksum", "--record-trace", str(tmp_path / "one.trace"), store=tmp_path / "one")
+    one = run.json("--checksum", "--record-trace", tmp_path / "one.trace", store=tmp_path / "one")
     further = f"stripe.directories={tmp_path / 'b'}"
-    two = run.json("--checksum", "--set", further, "--record-trace", str(tmp_path / "two.trace"))
+    two = run.json("--checksum", "--set", further, "--record-trace", tmp_path / "two.trace")
     assert isinstance(one["records_crc32c"], int)
     for name in ("train_loss", "val_loss", "records_crc32c", "hits", "misses", "evictions", "read_bytes"):
         assert two[name] == one[name]
@@ -423,9 +382,7 @@ def test_drives_change_where_bytes_lie_and_nothing_else(run: Run, tmp_path: Path
     names = rf"{run.store} \d+%, {tmp_path / 'b'} \d+%, {tmp_path / 'c'} \d+%"
     assert re.search(rf"^drives: {names} of new records$", shown, re.MULTILINE)
     assert "\ndirectory " in shown
-    again = CliRunner().invoke(cli, ["verify", str(run.store), "--json"])
-    found = json.loads(again.stdout.splitlines()[-1])
-    assert again.exit_code == 0
+    found = object_of("verify", run.store)
     assert [Path(drive["path"]).name for drive in found["drives"]] == ["store", "b", "c"]
     assert sum(drive["read_bytes"] for drive in found["drives"]) == found["read_bytes"]
 

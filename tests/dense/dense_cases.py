@@ -15,14 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tierstore.config import load
-from tierstore.dense import (
-    DenseConfig,
-    DenseSlices,
-    DenseTraffic,
-    GatherOnDemand,
-    PassListener,
-    unit_layouts,
-)
+from tierstore.dense import DenseConfig, DenseSlices, DenseTraffic, GatherOnDemand, PassListener, unit_layouts
 from tierstore.dense.layout import DenseBytes
 from tierstore.model import ModelConfig, Transformer
 from tierstore.moe import ExpertShape, FeedForward, NoiseKey, Routing
@@ -136,8 +129,6 @@ def backward(model: Transformer, dense: DenseSlices, group: RankGroup, setting: 
         tokens, targets = piece(model.config, step, group.rank + micro * group.size)
         model.set_step(step, micro)
         output = model(tokens, targets)
-        assert output.objective is not None
-        assert output.loss is not None
         torch.autograd.backward(output.objective / setting.pieces)
         dense.end_micro()
         total += float(output.loss.detach()) / micros

@@ -158,7 +158,6 @@ def test_backward_passes_find_their_units_in_other_buffers() -> None:
         model, dense = made({**HOST, "buffers": buffers})
         dense.begin_micro()
         output = model(*piece(model.config, 0, 0))
-        assert dense._pool is not None
         for buffer in dense._pool._shared:
             buffer.memory.fill_(255)  # NaN
         if buffers == 2:

@@ -143,11 +143,7 @@ def schedule(
 ) -> Schedule:
     units = tuple(Unit(layout.name, layout.gathered_bytes(torch.float32)) for layout in dense.layouts)
     return Schedule(
-        units=units,
-        horizontal=QueueLimits(depth),
-        timing=timing,
-        reshard=reshard,
-        micro_batches=micros,
+        units=units, horizontal=QueueLimits(depth), timing=timing, reshard=reshard, micro_batches=micros
     )
 
 

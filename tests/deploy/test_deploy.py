@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import experts_of, imported, tensors_of
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 from tiny_families import make_config
 from token_cases import conversation, save_tokenizer, write_lines
 
@@ -67,6 +67,10 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     _model(directory / "m", "mixtral")
     imported(directory / "m", directory / "s")
     return directory / "s"
+
+
+def called(*words: object) -> Result:
+    return CliRunner().invoke(command, [str(word) for word in words])
 
 
 def _config(store: Path, target: Path, text: Path) -> DeployConfig:
@@ -179,7 +183,7 @@ def test_what_the_model_does_not_have_is_refused_before_any_stage(
     positions = json.loads((store / "model" / "config.json").read_text())["max_position_embeddings"]
     named = {"TEXT": str(text), "POSITIONS": str(positions + 1)}
     given = [named.get(option, option) for option in options]
-    done = CliRunner().invoke(command, [str(store), "--to", str(tmp_path / "d"), *given])
+    done = called(store, "--to", tmp_path / "d", *given)
     assert isinstance(done.exception, TierstoreError)
     assert message.format(positions) in str(done.exception)
     assert not list(tmp_path.iterdir())
@@ -192,14 +196,11 @@ def test_what_distillation_recovered_worked_by_hand() -> None:
 
 
 def test_one_segment_is_checked(store: Path, tmp_path: Path) -> None:
-    done = CliRunner().invoke(
-        command,
-        [str(store), "--to", str(tmp_path / "d"), "--segments", "0,1", "--until", "segmentation", "--json"],
-    )
+    done = called(store, "--to", tmp_path / "d", "--segments=0,1", "--until=segmentation", "--json")
     assert done.exception is None, done.output
     figures = json.loads(done.stdout.splitlines()[-1])["stages"][3]["figures"]
     assert [(each["first"], each["last"]) for each in figures["segments"]] == [(0, 0), (1, 1)]
-    shown = CliRunner().invoke(command, ["--show", str(tmp_path / "d")])
+    shown = called("--show", tmp_path / "d")
     assert shown.exception is None, shown.output
     assert "segmentation" in shown.stdout
 
@@ -209,7 +210,7 @@ def test_what_several_ranks_serve_is_measured_on_them(store: Path, tmp_path: Pat
 
     def figures(name: str, *options: str) -> list[dict[str, Any]]:
         common = ("--weights", "int8", "--memory", "4GB", "--threads", "1", "--json")
-        done = CliRunner().invoke(command, [str(store), "--to", str(tmp_path / name), *common, *options])
+        done = called(store, "--to", tmp_path / name, *common, *options)
         assert done.exception is None, done.output
         return [stage["figures"] for stage in json.loads(done.stdout.splitlines()[-1])["stages"]]
 

@@ -86,7 +86,6 @@ def test_all_stages_make_the_target(config: DeployConfig, stages: list[DeploySta
     assert not config.target.with_name("out.partial").exists()
     assert [record.stage for record in stage_records(config.target)] == list(StageName)
     deployment = read_deployment(config.target)
-    assert deployment is not None
     assert deployment.settings == {"threads": 1}
     between = [f"{what} {name.value}" for name in StageName for what in ("run", "verify")]
     assert log == between[:-1]  # each stage is verified before the next one runs

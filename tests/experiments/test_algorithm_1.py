@@ -6,22 +6,9 @@ from collections import Counter
 from functools import cache, partial
 
 import pytest
-from pipemoe_solvers import (
-    PaperLayer,
-    Problem,
-    Solution,
-    algorithm_1,
-    solve_exactly,
-    table4,
-    table6,
-)
+from pipemoe_solvers import PaperLayer, Problem, Solution, algorithm_1, solve_exactly, table4, table6
 
-from tierstore.parallel.pipeline_degree import (
-    PipelineCosts,
-    best_degree,
-    forward_pass,
-    pass_seconds,
-)
+from tierstore.parallel.pipeline_degree import PipelineCosts, best_degree, forward_pass, pass_seconds
 
 
 @cache

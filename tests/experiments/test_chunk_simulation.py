@@ -5,13 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pipemoe_solvers import (
-    ChunkTimes,
-    equal_chunks,
-    exhaustive_degree,
-    search,
-    simulate_chunks,
-)
+from pipemoe_solvers import ChunkTimes, equal_chunks, exhaustive_degree, search, simulate_chunks
 
 from tierstore.parallel.pipeline_degree import LayerPass, PipelineCosts, Share, best_degree, pass_seconds
 

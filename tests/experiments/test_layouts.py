@@ -113,8 +113,7 @@ _NUMBERS = st.integers(-3000, 3000).map(lambda thousandths: thousandths / 1000)
 
 
 @given(
-    st.lists(st.tuples(*[_NUMBERS] * 3), min_size=3, max_size=5),
-    st.lists(_NUMBERS, min_size=5, max_size=5),
+    st.lists(st.tuples(*[_NUMBERS] * 3), min_size=3, max_size=5), st.lists(_NUMBERS, min_size=5, max_size=5)
 )
 def test_no_other_overheads_are_nearer(rows: list[tuple[float, float, float]], values: list[float]) -> None:
     """Against steps in every direction that stays at 0 or above."""

@@ -5,17 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from papers import (
-    PPMOE_2,
-    SE_MOE_1,
-    TABLES,
-    Row,
-    generated_share,
-    pipemoe_4,
-    ppmoe_2,
-    se_moe_1,
-    served,
-)
+from papers import PPMOE_2, SE_MOE_1, TABLES, Row, generated_share, pipemoe_4, ppmoe_2, se_moe_1, served
 
 from tierstore.plan.presets import PRESETS
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
 
 import pytest
+from child_process import child, run_python
 from conftest_store import small_store
 
 from tierstore.bench.probes import MemoryLimit
@@ -16,11 +16,6 @@ from tierstore.errors import CapabilityError
 from tierstore.store import StoreConfig
 
 CONFIG = StoreConfig(host_budget=1 << 18)
-
-
-def run_python(code: str, *arguments: object, timeout: float = 60) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout)
 
 
 # A clock that jumps -----------------------------------------------------------------------------------------
@@ -90,11 +85,7 @@ def test_a_clock_that_jumps_changes_nothing(tmp_path: Path) -> None:
     if built.returncode:
         pytest.skip("there is no C compiler to build the clock with")
     steady = run_python(CLOCK_RUN, tmp_path / "a", "steady")
-    command = [sys.executable, "-c", CLOCK_RUN, str(tmp_path / "b"), "jumps"]
-    environment = os.environ | {"LD_PRELOAD": str(library)}
-    jumped = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=60)
-    assert steady.returncode == 0, steady.stderr
-    assert jumped.returncode == 0, jumped.stderr
+    jumped = run_python(CLOCK_RUN, tmp_path / "b", "jumps", LD_PRELOAD=str(library))
     assert jumped.stdout == steady.stdout
     assert "['s5', 's6', 's7']" in steady.stdout
 
@@ -136,7 +127,6 @@ print(*before, *after)
 def test_opening_a_thousand_times_leaves_nothing(fast_path: Path, backend: str, cycles: int) -> None:
     small_store(fast_path / "s", numel=1500).close()
     done = run_python(CYCLES, fast_path / "s", cycles, backend, timeout=300)
-    assert done.returncode == 0, done.stderr
     fds, threads, resident, fds_after, threads_after, resident_after = map(int, done.stdout.split())
     assert (fds_after, threads_after) == (fds, threads)
     # A leak of one page a cycle would be 4 MiB for a thousand.
@@ -188,8 +178,7 @@ with ParameterStore.open(path, config) as store:
 
 def test_children_can_neither_use_nor_harm_a_store(fast_path: Path) -> None:
     small_store(fast_path / "s", numel=1500).close()
-    done = run_python(CHILDREN, fast_path / "s")
-    assert done.returncode == 0, done.stderr + done.stdout
+    run_python(CHILDREN, fast_path / "s")
 
 
 # Races ------------------------------------------------------------------------------------------------------
@@ -223,37 +212,14 @@ for line in sys.stdin:
 """
 
 
-class Racer:
-    def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", RACER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        assert self.answer() == "ready"
-
-    def say(self, line: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
-
-    def answer(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
-
-    def close(self) -> None:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.close()
-        self.process.wait(30)
-        self.process.stdout.close()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["open", "create"])
 def test_of_two_that_race_one_wins(fast_path: Path, how: str) -> None:
     small_store(fast_path / "open", numel=1500).close()
-    racers = [Racer(), Racer()]
     winners = set()
-    try:
+    with child(RACER) as one, child(RACER) as other:
+        racers = [one, other]
+        assert [racer.answer() for racer in racers] == ["ready", "ready"]
         for number in range(60):
             path = fast_path / ("open" if how == "open" else f"made{number}")
             for racer in racers if number % 2 else racers[::-1]:
@@ -263,17 +229,16 @@ def test_of_two_that_race_one_wins(fast_path: Path, how: str) -> None:
             assert sorted(won) == [False, True], answers
             winners.add(won.index(True))
             lost = answers[won.index(False)]
-            winner = racers[won.index(True)].process.pid
+            winner = racers[won.index(True)].pid
             assert f"{path}" in lost, lost
             assert (
                 f"pid {winner})" in lost or "there is a store here already" in lost or "pid unknown" in lost
             ), lost
             for racer in racers:
-                racer.say("go on")
-                assert racer.answer() == "done"
-    finally:
+                assert racer.ask("go on") == "done"
         for racer in racers:
-            racer.close()
+            racer.communicate(timeout=30)
+            assert racer.returncode == 0
 
 
 # Little memory ----------------------------------------------------------------------------------------------
@@ -340,6 +305,5 @@ with ParameterStore.open(sys.argv[1], StoreConfig(host_budget=1 << 20)) as store
 def test_memory_that_is_not_to_be_had_is_one_clear_error(tmp_path: Path) -> None:
     small_store(tmp_path / "s").close()
     done = run_python(REFUSED, tmp_path / "s")
-    assert done.returncode == 0, done.stderr
     assert "1073741824" in done.stdout or "1073737728" in done.stdout, done.stdout
     assert "memory" in done.stdout.lower()

@@ -75,7 +75,6 @@ def test_a_failed_read_names_key_section_and_file(fs: FaultFs, backend: str, sec
     group = Group.WEIGHTS if section == "weight" else Group.MOMENTS
     with ParameterStore.open(path, small) as store:
         slot, layout = store.core.record("e2").slot(group), store.info("e2").schema.layout(group)
-        assert slot is not None
         at = slot.number * layout.slot_bytes
         for part in layout.sections:
             if part.name == section:
@@ -117,7 +116,6 @@ def test_a_bit_flipped_on_the_way_is_never_trained_on(fs: FaultFs, backend: str,
     path = made(fs)
     with ParameterStore.open(path, config(backend)) as store:
         slot = store.core.record("e2").slot(Group.WEIGHTS)
-        assert slot is not None
         at = slot.number * store.info("e2").schema.layout(Group.WEIGHTS).slot_bytes + bit // 8
         fs.add(Rule(op="read", action=Action.FLIP, path="s/extents/expert.weights", at=at, bit=bit % 8))
         with pytest.raises(ChecksumError, match="'e2', section weight") as caught:
@@ -324,7 +322,6 @@ def outcomes(fs: FaultFs, backend: str, steps: list[str], rule: Rule) -> list[li
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert child.stdout is not None
     try:
         assert json.loads(child.stdout.readline())[:2] == ["open", "ok"]
         fs.add(rule)

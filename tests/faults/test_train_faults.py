@@ -12,33 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import tiny_run
 from faultfs import Action, FaultFs, Rule, unavailable
 
 from tierstore.store import verify_store
 
 pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "FUSE can be mounted")
 
-CONFIG = """
-steps = 6
-device = "cpu"
-threads = 1
-host_budget = "192KiB"
-commit_every = 2
-eval_every = 0
-sample_tokens = 0
-[io]
-backend = "{backend}"
-[model]
-d_model = 16
-n_layers = 2
-n_heads = 2
-seq_len = 8
-d_ff = 32
-experts = 8
-[data]
-batch_size = 2
-paths = ["{text}"]
-"""
 SECONDS = 60.0
 EXTENTS, INDEX = "s/extents/*", "s/index/data.mdb"
 
@@ -52,19 +32,15 @@ class Trainer:
         self.server = subprocess.Popen(
             [sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        assert self.server.stdout is not None
         assert self.server.stdout.readline() == "ready\n"
-        (directory / "text.txt").write_text("the expert fetched its page from the slower tier; " * 400)
 
     def run(self, store: Path, backend: str, *options: str) -> tuple[int, dict[str, Any], str]:
         """Exit status, the JSON and the error output of one run, which must end by itself."""
-        file = self.directory / "run.toml"
-        file.write_text(CONFIG.format(text=self.directory / "text.txt", backend=backend))
+        settings = {"steps": 6, "commit_every": 2, "eval_every": 0, "io.backend": backend}
+        file = tiny_run(self.directory, settings)
         argv = ["train", str(file), "--store", str(store), "--json", "--checksum", *options]
         out, err = self.directory / "out", self.directory / "err"
         job = {"argv": argv, "stdout": str(out), "stderr": str(err)}
-        assert self.server.stdin is not None
-        assert self.server.stdout is not None
         self.server.stdin.write(json.dumps(job) + "\n")
         self.server.stdin.flush()
         self.server.stdout.readline()  # its pid
@@ -73,8 +49,6 @@ class Trainer:
         return status, json.loads(lines[-1]) if status == 0 else {}, err.read_text()
 
     def close(self) -> None:
-        assert self.server.stdin is not None
-        assert self.server.stdout is not None
         self.server.stdin.close()
         self.server.wait(SECONDS)
         self.server.stdout.close()
@@ -117,11 +91,7 @@ CASES = [
     ("threads", "read"),
     *(
         pytest.param(backend, name, marks=pytest.mark.slow)
-        for backend, names in (
-            ("uring", RULES),
-            ("threads", ["gone-write"]),
-            ("pmem", ["read", "gone-read"]),
-        )
+        for backend, names in (("uring", RULES), ("threads", ["gone-write"]), ("pmem", ["read", "gone-read"]))
         for name in names
     ),
 ]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import json
+import sys
+
 import numpy as np
 
 from tierstore.lab.requests import Requests
@@ -9,7 +13,22 @@ from tierstore.lab.results import Outcome
 from tierstore.trace.format import TraceHeader, TraceKind, TraceRecord
 from tierstore.trace.writer import TraceWriter
 
+if sys.version_info >= (3, 14):
+    from compression import zstd as zstd
+else:
+    from backports import zstd as zstd
+
 RECORD = TraceRecord(0, (1, 2, 1), (4096, 8000, 4096), 3)
+
+
+def npz(**arrays):
+    file = io.BytesIO()
+    np.savez(file, **arrays)
+    return file.getvalue()
+
+
+def json_lines(*rows):
+    return "\n".join(json.dumps(row) for row in rows).encode() + b"\n"
 
 
 def requests_of(events, **columns):

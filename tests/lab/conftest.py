@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import gzip
 import lzma
-import sys
 
 import pytest
-
-if sys.version_info >= (3, 14):
-    from compression import zstd
-else:
-    from backports import zstd
+from cases import zstd
 
 _PACKINGS = {"plain": bytes, "gzip": gzip.compress, "xz": lzma.compress, "zstd": zstd.compress}
 

@@ -106,10 +106,7 @@ def test_objectives_by_step():
 def test_objectives_by_layer():
     # A slot for each layer, two entries in turns in layer 1: it misses four times, and writes one entry twice.
     requests = requests_of(
-        [[0], [1], [2], [1], [2]],
-        writes=[[1], [1], [0], [1], [0]],
-        layers=[0, 1, 1, 1, 1],
-        frame_bytes=100,
+        [[0], [1], [2], [1], [2]], writes=[[1], [1], [0], [1], [0]], layers=[0, 1, 1, 1, 1], frame_bytes=100
     )
     found = replay_one(requests, ReplaySetting(LRU, 2, Scope.LAYER), 0, Detail.EVENTS)
     machine = Machine(read_bytes_per_s=50, write_bytes_per_s=100)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import struct
 import sys
 
 import numpy as np
 import pytest
+from cases import npz, zstd
 from refusals import refuses
 
 from tierstore.config import dotted_fields
@@ -25,20 +25,8 @@ from tierstore.trace.format import EventColumns, RecordTable
 from tierstore.trace.reader import load_trace
 from tierstore.trace.replay import replay
 
-if sys.version_info >= (3, 14):
-    from compression import zstd
-else:
-    from backports import zstd
-
-
-def npz():
-    file = io.BytesIO()
-    np.savez(file, topk=np.zeros((2, 1, 1), np.uint8))
-    return file.getvalue()
-
-
 SOURCES = {
-    SourceKind.NPZ: npz(),
+    SourceKind.NPZ: npz(topk=np.zeros((2, 1, 1), np.uint8)),
     SourceKind.VLLM: b'{"type": "meta"}\n{"layer": 0, "topk_ids": [1]}\n',
     SourceKind.MEGATRON: b'{"iteration": 1, "layer_number": 1, "topk_indices": [[0]]}\n',
     SourceKind.ORACLE_GENERAL: struct.pack("<IQIq", 1, 2, 3, -1),

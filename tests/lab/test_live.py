@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from command_line import invoke
+from core_calls import units
 
 from tierstore._native import Residency, StepClock
 from tierstore.cache.config import Scope
-from tierstore.cli.main import cli
 from tierstore.errors import BudgetError
 from tierstore.lab.candidates import Candidate
 from tierstore.lab.costs import Objective
@@ -21,10 +21,6 @@ from tierstore.trace.writer import TraceRecorder
 
 LAYERS, EXPERTS, STEPS = 3, 8, 40
 CAPACITY, LOOKAHEAD = 16, 6
-
-
-def units(records):
-    return np.array(records, np.uint32), np.ones(len(records), np.uint16)
 
 
 @pytest.fixture(scope="module")
@@ -140,8 +136,7 @@ def test_prefetches_of_a_run_without_steps_are_not_scored(tmp_path):
             core.end_group()
     requests = load_requests(path)
     assert (requests.step_count, recording_of(path, requests)) == (9, None)
-    options = ["simulate", str(path), "--lookahead", "recorded", "--capacity", "1.0"]
-    refused = CliRunner().invoke(cli, ["cache", *options])
+    refused = invoke("cache", "simulate", path, "--lookahead", "recorded", "--capacity", "1.0")
     assert refused.exit_code == 2
     assert "has no prefetches of a training run" in refused.stderr
 
@@ -212,7 +207,7 @@ def test_a_trace_without_prefetches_is_no_recording(recorded, tmp_path):
 
 def test_the_commands_say_which(recorded):
     def said(*arguments):
-        ran = CliRunner().invoke(cli, ["cache", *map(str, arguments)])
+        ran = invoke("cache", *arguments)
         return ran.stdout + ran.stderr
 
     ahead = said("simulate", recorded, "--policy", "lru", "--capacity", "0.34", "--lookahead", "recorded")

@@ -90,11 +90,7 @@ ROWS = {
         option(RoutingWorkload, **ROUTING, k=1, persistence=2),
         *((text, call(PolicySpec.parse, text), named) for text, named in POLICIES.items()),
         *(
-            (
-                f"capacity-{size}",
-                call(SIZED.table.frames_of, size, name="--capacity"),
-                "--capacity: ",
-            )
+            (f"capacity-{size}", call(SIZED.table.frames_of, size, name="--capacity"), "--capacity: ")
             for size in SIZES
         ),
         *(

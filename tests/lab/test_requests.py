@@ -7,12 +7,11 @@ import json
 import numpy as np
 import pytest
 from cases import access, requests_of, write_events
-from click.testing import CliRunner
+from command_line import done, invoke
 from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierstore.cli.main import cli
 from tierstore.lab.generators import RoutingWorkload
 from tierstore.lab.importing import write_trace
 from tierstore.lab.miss_curves import curves, has_one_pass
@@ -176,14 +175,13 @@ def test_the_commands_name_what_is_pinned(tmp_path):
     trace = tmp_path / "run.trace"
     write_trace(trace, workload.table(), workload.chunks(), origin="a test")
     for command in (("simulate", "--capacity", "0.5"), ("curve", "--points", "2")):
-        arguments = ["cache", command[0], str(trace), *command[1:], "--policy", "lru", "--pin", "0:1,1:2"]
-        ran = CliRunner().invoke(cli, [*arguments, "--json"])
-        assert ran.exit_code == 0, ran.stderr
+        ran = done("cache", command[0], trace, *command[1:], "--policy=lru", "--pin=0:1,1:2", "--json")
         assert "event-atomic, 2 records of " in ran.stderr
         assert json.loads(ran.stdout)["contract"].endswith("pinned")
-    ran = CliRunner().invoke(cli, ["cache", "simulate", str(trace), "--pin", "9:9"])
-    assert ran.exit_code == 2
-    assert "--pin: run.trace does not request record 9:9" in ran.stderr
-    ran = CliRunner().invoke(cli, ["cache", "simulate", str(trace), "--pin", "all"])
-    assert ran.exit_code == 2
-    assert "--pin: expected LAYER:EXPERT,..., got 'all'" in ran.stderr
+    for pins, said in (
+        ("9:9", "run.trace does not request record 9:9"),
+        ("all", "expected LAYER:EXPERT,..., got 'all'"),
+    ):
+        ran = invoke("cache", "simulate", trace, "--pin", pins)
+        assert ran.exit_code == 2
+        assert f"--pin: {said}" in ran.stderr

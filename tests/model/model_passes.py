@@ -40,8 +40,6 @@ def one_pass(mesh: Mesh, config: ModelConfig) -> Found:
     both = torch.randint(0, 256, (GLOBAL_BATCH, 13), generator=torch.Generator().manual_seed(2))
     own = both.chunk(mesh.data.size)[mesh.data.rank]
     output = model(own[:, :-1], own[:, 1:])
-    assert output.loss is not None
-    assert output.objective is not None
     output.objective.backward()
     return {
         "loss": output.loss.detach(),

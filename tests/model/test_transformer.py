@@ -127,7 +127,6 @@ def test_bf16_is_near_fp32_and_keeps_fp32_masters() -> None:
     assert abs(a.loss.item() - b.loss.item()) < 0.02
     b.objective.backward()
     for parameter in narrow.parameters():
-        assert parameter.grad is not None
         assert parameter.dtype == parameter.grad.dtype == torch.float32
 
 
@@ -192,6 +191,5 @@ def test_the_first_logits_are_as_large_at_every_width(width: int) -> None:
     tokens_BT, targets_BT = _batch()
     with torch.no_grad():
         loss = model(tokens_BT[:, :12], targets_BT[:, :12]).loss
-    assert model.head is not None
     assert float(model.head.detach().std()) * max(width, 256) ** 0.5 == pytest.approx(0.32, rel=0.03)
     assert float(loss) == pytest.approx(math.log(256), abs=0.2)

@@ -322,10 +322,8 @@ class _Told:
 
     def deliver(self, ranks: list[_Told]) -> None:
         """What ``ranks`` sent last comes to this one."""
-        assert self._message is not None
         pieces = []
         for other in ranks:
-            assert other._message is not None
             assert torch.equal(other._message[2], self._message[2])
             pieces.append(torch.split(other._message[1], other._message[2][other.rank].tolist())[self.rank])
         self._message[0].copy_(torch.cat(pieces))

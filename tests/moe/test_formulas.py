@@ -25,8 +25,6 @@ def _expert(shape: ExpertShape, flat: Tensor, x: Tensor) -> Tensor:
     """One expert, written as a formula that autograd differentiates."""
     views = shape.views(flat)
     if shape.activation is Activation.CLAMPED_SWIGLU:
-        assert views.inner_bias is not None
-        assert views.down_bias is not None
         inner = x @ views.inner + views.inner_bias
         gate = inner[:, ::2].clamp(max=shape.limit)
         up = inner[:, 1::2].clamp(min=-shape.limit, max=shape.limit)
@@ -84,8 +82,6 @@ def test_gradients_are_those_of_autograd(
     )
     factors = torch.randn(9, WIDTH, generator=generator, dtype=torch.float64)
     expected.backward(factors)
-    assert x.grad is not None
-    assert weight.grad is not None
     theirs = [x.grad.clone(), weight.grad.clone()]
     x.grad = weight.grad = None
     source = _Source(flat)
@@ -103,10 +99,8 @@ def test_a_transposed_record_by_hand() -> None:
     assert (shape.inner_rows, shape.numel) == (6, 12 + 6 + 6 + 2)
     views = shape.views(torch.arange(26.0))
     assert views.inner.tolist() == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]
-    assert views.inner_bias is not None
     assert views.inner_bias.tolist() == [12, 13, 14, 15, 16, 17]
     assert views.down.tolist() == [[18, 19], [20, 21], [22, 23]]
-    assert views.down_bias is not None
     assert views.down_bias.tolist() == [24, 25]
 
 

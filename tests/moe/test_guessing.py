@@ -149,7 +149,6 @@ def test_no_bit_changes(again: CheckpointActivations) -> None:
             model.set_step(step)
             model.zero_grad()
             output = model.run(batch())
-            assert output.objective is not None
             output.objective.backward()
             gradients += [parameter.grad for parameter in model.parameters()]
         found.append([output.objective, *gradients])

@@ -212,7 +212,6 @@ def test_gradients_may_be_wider_than_the_weights() -> None:
     class Wide(InMemoryExperts):
         def backward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
             for lease in super().backward(layer, experts):
-                assert lease.gradients is not None
                 wide = ExpertLease(lease.expert, lease.weights, lease.gradients.float())
                 yield wide
                 assert wide.gradients is not None

@@ -71,7 +71,6 @@ def test_it_chooses_what_the_modules_choose(norm: nn.Module, dtype: torch.dtype)
     x_TD = torch.randn(500, WIDTH, generator=torch.Generator().manual_seed(9)).to(dtype) * 7
     with torch.no_grad():
         folded = router.folded(dtype)
-        assert folded is not None
         ours, theirs = folded.count(x_TD), router.count(x_TD)
         pairs = zip(folded.chosen(x_TD).tolist(), router.chosen(x_TD).tolist(), strict=True)
         common = sum(len(set(one) & set(other)) for one, other in pairs)
@@ -90,7 +89,6 @@ def test_what_is_expected_is_added_wherever_streams_lie() -> None:
     strided_B1D = added_B1D.transpose(0, 2).contiguous().transpose(0, 2)
     with torch.no_grad():
         folded = router.folded(torch.float32)
-        assert folded is not None
         for stream_BTD in (x_BTD, prompt_BTD):
             expected = router.count(stream_BTD + added_B1D)
             assert not torch.equal(expected, router.count(stream_BTD))

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from crash_states import read_log
+from engines import Events, MakeEngine
 
 from tierstore import _native as native
-
-MakeEngine = Callable[..., native.Engine]
 
 
 @pytest.fixture(params=[name.lower() for name in native.IoBackend.__members__ if name != "AUTO"])
@@ -53,39 +51,10 @@ def file(tmp_path: Path) -> Iterator[native.File]:
         yield opened
 
 
-@dataclass(frozen=True)
-class Event:
-    """One record of the event log; its layout stands in native/io/recording.hpp."""
-
-    kind: str
-    ticket: int
-    offset: int
-    text: str
-    data: bytes
-
-
-_EVENTS = ["WRITE_SUBMIT", "WRITE_DONE", "SYNC_SUBMIT", "SYNC_DONE", "MARK", "PUNCH_SUBMIT", "PUNCH_DONE"]
-
-
-def _parse(log: bytes) -> Iterator[Event]:
-    at = 0
-    while at < len(log):
-        kind, ticket, offset, text_bytes = struct.unpack_from("<BQQI", log, at)
-        at += 21
-        text = log[at : at + text_bytes].decode()
-        at += text_bytes
-        (data_bytes,) = struct.unpack_from("<Q", log, at)
-        at += 8
-        name = _EVENTS[kind - 1]
-        yield Event(name, ticket, offset, text, log[at : at + data_bytes])
-        at += data_bytes
-    assert at == len(log)
-
-
 @pytest.fixture
-def events(tmp_path: Path) -> Callable[[], list[Event]]:
+def events(tmp_path: Path) -> Events:
     """The events in ``tmp_path / "log"`` so far, by a parser written from the log's description."""
-    return lambda: list(_parse((tmp_path / "log").read_bytes()))
+    return lambda: read_log(tmp_path / "log")
 
 
 @pytest.fixture

@@ -18,6 +18,15 @@ _MASK = 2**64 - 1
 _TINY = np.finfo(np.float32).tiny
 
 
+def make_steps(count: int, first: int = 1, lr: float = 1e-3, eps: float = 1e-8) -> np.ndarray:
+    """Steps first, first + 1, ... of a run whose learning rate and decay change at each of them."""
+    rows = [
+        (lr * (1 + 0.1 * t), 0.9, 0.999, eps, 0.01 * (t % 3), 1 - 0.9**t, (1 - 0.999**t) ** 0.5)
+        for t in range(first, first + count)
+    ]
+    return np.array(rows, np.float32).reshape(count, 7)
+
+
 class Signs(Enum):
     """Codes of exp_avg have a sign, those of exp_avg_sq none."""
 

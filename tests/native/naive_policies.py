@@ -53,8 +53,13 @@ class NaiveFifo(NaivePolicy):
         self.queue.remove(e)
 
     def victims(self, free, need):
-        victim = first(self.queue, free)
-        return [] if victim is None else [victim]
+        return [e for e in self.queue if e in free][:1]
+
+
+class NaiveLru(NaiveFifo):
+    def hit(self, e):
+        self.queue.remove(e)
+        self.queue.append(e)
 
 
 class NaiveClock(NaiveFifo):
@@ -79,7 +84,7 @@ class NaiveClock(NaiveFifo):
         return []
 
 
-class NaiveLfu(NaiveFifo):
+class NaiveLfu(NaiveLru):
     """The queue is in the order of last requests."""
 
     def __init__(self, capacity, frames):
@@ -91,9 +96,8 @@ class NaiveLfu(NaiveFifo):
         self.count[e] = 1
 
     def hit(self, e):
+        super().hit(e)
         self.count[e] += 1
-        self.queue.remove(e)
-        self.queue.append(e)
 
     def victims(self, free, need):
         return super().victims({e for e in free if self.count.get(e) == self.least(free)}, need)
@@ -160,8 +164,7 @@ class NaiveSlru(NaivePolicy):
                 self.segments[i - 1].append(self.segments[i].pop(0))
 
     def victims(self, free, need):
-        found = first([e for segment in self.segments for e in segment], free)
-        return [] if found is None else [found]
+        return [e for segment in self.segments for e in segment if e in free][:1]
 
 
 class NaiveTwoQ(NaivePolicy):
@@ -199,8 +202,7 @@ class NaiveTwoQ(NaivePolicy):
 
     def victims(self, free, need):
         order = [self.a1in, self.am] if self.size(self.a1in) > self.kin else [self.am, self.a1in]
-        found = first([e for queue in order for e in queue], free)
-        return [] if found is None else [found]
+        return [e for queue in order for e in queue if e in free][:1]
 
 
 class NaiveArc(NaivePolicy):
@@ -248,8 +250,7 @@ class NaiveArc(NaivePolicy):
         recent = self.size(self.t1)
         from_t1 = recent > 0 and (recent > self.p or (recent == self.p and self.in_b2))
         order = self.t1 + self.t2 if from_t1 else self.t2 + self.t1
-        found = first(order, free)
-        return [] if found is None else [found]
+        return [e for e in order if e in free][:1]
 
 
 class NaiveLirs(NaivePolicy):
@@ -330,8 +331,8 @@ class NaiveLirs(NaivePolicy):
         self.prune()
 
     def victims(self, free, need):
-        found = first(self.queue + [e for e in self.stack if self.status[e] == "LIR"], free)
-        return [] if found is None else [found]
+        order = self.queue + [e for e in self.stack if self.status[e] == "LIR"]
+        return [e for e in order if e in free][:1]
 
 
 class NaiveS3Fifo(NaivePolicy):
@@ -474,25 +475,6 @@ class NaiveWTinyLfu(NaivePolicy):
                 self.window.remove(candidate)
                 self.probation.append(candidate)
             return [oldest]
-
-
-class NaiveLru(NaivePolicy):
-    def __init__(self, capacity, frames):
-        super().__init__(capacity, frames)
-        self.order = []
-
-    def insert(self, e):
-        self.order.append(e)
-
-    def hit(self, e):
-        self.order.remove(e)
-        self.order.append(e)
-
-    def remove(self, e):
-        self.order.remove(e)
-
-    def victims(self, free, need):
-        return [e for e in self.order if e in free][:1]
 
 
 class NaiveLfuDecay(NaivePolicy):

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from core_calls import units
 
 from tierstore._native import EventBuffer, Residency
 from tierstore.trace.format import TraceKind
-
-
-def units(records, flags=1):
-    return np.array(records, np.uint32), np.full(len(records), flags, np.uint16)
 
 
 def observed(rows, sink):

@@ -6,29 +6,10 @@ from __future__ import annotations
 import libcachesim
 import numpy as np
 import pytest
+from core_calls import Keys
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from naive_policies import REFERENCES
-
-from tierstore import _native
-from tierstore._native import Decision
-
-
-class Cache:
-    """A core whose entries have one frame each; ``ask`` says whom a key evicted, or None for a hit."""
-
-    def __init__(self, capacity, policy, keys, options=None):
-        self.core = _native.Residency(capacity, policy=policy, policy_options=options or {})
-        for _ in range(keys):
-            self.core.add_record(0, [1, 0, 0], [1, 0, 0], 1)
-
-    def ask(self, key):
-        self.core.begin_access(0, 0, np.array([key], np.uint32), np.array([1], np.uint16))
-        _, (kinds, entries), _ = self.core.next_group()
-        self.core.end_group()
-        if kinds.tolist() == [Decision.HIT]:
-            return None
-        return [entry // 4 for entry in entries[:-1].tolist()]
 
 
 def trace(keys, length, seed, skew=0.8):
@@ -45,22 +26,18 @@ def trace(keys, length, seed, skew=0.8):
 # Worked by hand ---------------------------------------------------------------------------------------------
 
 
-def asked(cache, keys):
-    return [cache.ask(key) for key in keys]
-
-
 def test_slru_gives_up_what_was_asked_for_once():
     # Two segments of two. 0 and 1 fill the lower one, 2 and 3 the upper one (room is taken where it is). The
     # hit on 0 lifts it and lowers 2; then the lower segment is 1, 2.
-    cache = Cache(4, "slru", 9, {"segments": 2})
-    assert asked(cache, [0, 1, 2, 3, 0, 4, 5, 3]) == [[], [], [], [], None, [1], [2], None]
+    cache = Keys(4, "slru", segments=2)
+    assert cache.asked([0, 1, 2, 3, 0, 4, 5, 3]) == [[], [], [], [], None, [1], [2], None]
 
 
 def test_2q_remembers_what_left_the_queue_of_newcomers():
     # A1in is to have one entry of four: 0 goes first although it was hit; its ghost brings it into Am, from
     # where it does not go before the newcomers 2, 3 and 4.
-    cache = Cache(4, "2q", 9)
-    assert asked(cache, [0, 1, 2, 3, 0, 4, 0, 5, 6, 7]) == [
+    cache = Keys(4, "2q")
+    assert cache.asked([0, 1, 2, 3, 0, 4, 0, 5, 6, 7]) == [
         [], [], [], [], None, [0], [1], [2], [3], [4],
     ]  # fmt: skip
 
@@ -68,19 +45,19 @@ def test_2q_remembers_what_left_the_queue_of_newcomers():
 def test_arc_learns_from_its_ghosts():
     # c = 2. 0 was asked for twice: T2. 1 leaves T1 and a ghost; asked for again it moves p to 1, so that T2
     # gives its oldest.
-    cache = Cache(2, "arc", 9)
-    assert asked(cache, [0, 0, 1, 2, 1]) == [[], None, [], [1], [0]]
+    cache = Keys(2, "arc")
+    assert cache.asked([0, 0, 1, 2, 1]) == [[], None, [], [1], [0]]
     # T1: 2, T2: 1, B2: 0, p = 1. The ghost of 0 lowers p to 0: T1 gives.
     assert cache.ask(0) == [2]
 
 
 def test_lirs_keeps_a_loop_that_does_not_fit():
     # Three LIR entries and one place for the rest: a loop over five hits the three LIR ones every time.
-    cache = Cache(4, "lirs", 9)
-    asked(cache, [0, 1, 2, 3, 4])
-    assert asked(cache, [0, 1, 2]) == [None, None, None]
+    cache = Keys(4, "lirs")
+    cache.asked([0, 1, 2, 3, 4])
+    assert cache.asked([0, 1, 2]) == [None, None, None]
     for _ in range(3):
-        assert asked(cache, [0, 1, 2]) == [None, None, None]
+        assert cache.asked([0, 1, 2]) == [None, None, None]
         assert cache.ask(5) is not None
         assert cache.ask(6) is not None
 
@@ -88,23 +65,23 @@ def test_lirs_keeps_a_loop_that_does_not_fit():
 def test_s3_fifo_lets_one_hit_wonders_go_early():
     # The small queue is to have one of four: 0; what fills the rest is in the main queue. 4 and 5 pass through
     # the small queue, and 0, hit twice there, moved to the main queue when its turn came.
-    cache = Cache(4, "s3-fifo", 9, {"small_fraction": 0.25})
-    assert asked(cache, [0, 0, 0, 1, 2, 3]) == [[], None, None, [], [], []]
-    assert asked(cache, [4, 5, 6]) == [[1], [4], [5]]
+    cache = Keys(4, "s3-fifo", small_fraction=0.25)
+    assert cache.asked([0, 0, 0, 1, 2, 3]) == [[], None, None, [], [], []]
+    assert cache.asked([4, 5, 6]) == [[1], [4], [5]]
     assert cache.ask(4) == [6]  # its ghost brings 4 into the main queue
-    assert asked(cache, [5, 4, 0]) == [[2], None, None]
+    assert cache.asked([5, 4, 0]) == [[2], None, None]
 
 
 def test_w_tinylfu_rejects_by_evicting_the_candidate():
     # A window of one, a main cache of three. 0, 1 and 2 are asked for twice; 3, 4 and 5 once: each is taken,
     # and goes when it leaves the window.
-    cache = Cache(4, "w-tinylfu", 9)
-    asked(cache, [0, 1, 2, 0, 1, 2, 3])
-    assert asked(cache, [4, 5, 0, 1, 2]) == [[3], [4], None, None, None]
+    cache = Keys(4, "w-tinylfu")
+    cache.asked([0, 1, 2, 0, 1, 2, 3])
+    assert cache.asked([4, 5, 0, 1, 2]) == [[3], [4], None, None, None]
     # 5 again: asked for twice as well, which is no more than 0 was: the candidate goes.
-    assert asked(cache, [5, 6]) == [None, [5]]
+    assert cache.asked([5, 6]) == [None, [5]]
     # Three times 6: more often than the oldest of the main cache by now.
-    assert asked(cache, [6, 6, 6, 7]) == [None, None, None, [0]]
+    assert cache.asked([6, 6, 6, 7]) == [None, None, None, [0]]
 
 
 # Naive references -------------------------------------------------------------------------------------------
@@ -129,7 +106,7 @@ VARIANTS = [
 @given(capacity=st.integers(2, 30), seed=st.integers(0, 2**32), skew=st.floats(0, 1.2))
 def test_victims_are_those_of_the_naive_reference(policy, options, capacity, seed, skew):
     keys = 40
-    cache = Cache(capacity, policy, keys, options)
+    cache = Keys(capacity, policy, [1] * keys, **options)
     frames = {key * 4: 1 for key in range(keys)}
     naive = REFERENCES[policy][0](capacity, frames, **options)
     resident = set()
@@ -155,7 +132,7 @@ def test_victims_are_those_of_the_naive_reference(policy, options, capacity, see
 
 
 def misses(policy, capacity, keys, options):
-    cache = Cache(capacity, policy, max(keys) + 1, options)
+    cache = Keys(capacity, policy, [1] * (max(keys) + 1), **options)
     return sum(cache.ask(key) is not None for key in keys)
 
 

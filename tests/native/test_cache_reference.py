@@ -6,6 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
+from core_calls import pairs
 from effort import share
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -248,10 +249,6 @@ class Naive:
         self.cancel()
         for policy in self.policies:
             policy.step()
-
-
-def pairs(decided):
-    return [(D(kind), entry) for kind, entry in zip(decided[0].tolist(), decided[1].tolist(), strict=True)]
 
 
 def arrays(units):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from core_calls import pairs, units
 
 from tierstore import _native
 from tierstore._native import Decision as D
@@ -19,14 +20,6 @@ def make(capacity, records=8, frames=(1, 0, 0), stored=7, layers=1, **options):
     for record in range(records):
         core.add_record(record * layers // records, frames, [4096 * f for f in frames], stored)
     return core
-
-
-def units(records, flags=NEED_W):
-    return np.array(records, np.uint32), np.full(len(records), flags, np.uint16)
-
-
-def pairs(decided):
-    return [(D(kind), entry) for kind, entry in zip(decided[0].tolist(), decided[1].tolist(), strict=True)]
 
 
 def access(core, records, flags=NEED_W, layer=0):

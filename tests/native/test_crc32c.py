@@ -1,14 +1,12 @@
 """crc32c: the RFC's vectors, a bitwise reference, and parts that make the whole."""
 
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
+from child_process import run_python
 from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from naive_crc32c import naive_crc32c
 
 from tierstore import _native
 
@@ -17,16 +15,6 @@ quick = settings(max_examples=share(50))
 
 def array(data: bytes) -> np.ndarray:
     return np.frombuffer(data, np.uint8)
-
-
-def bitwise(data: bytes, crc: int = 0) -> int:
-    """The definition: one bit at a time, reflected, inverted at both ends."""
-    crc ^= 0xFFFFFFFF
-    for byte in data:
-        crc ^= byte
-        for _ in range(8):
-            crc = (crc >> 1) ^ (0x82F63B78 if crc & 1 else 0)
-    return crc ^ 0xFFFFFFFF
 
 
 @pytest.mark.parametrize("function", [_native.crc32c, _native.crc32c_scalar])
@@ -48,7 +36,9 @@ def test_known_vectors(function, data, expected):
 @quick
 @given(st.binary(max_size=300), st.integers(0, 2**32 - 1))
 def test_equals_the_bitwise_reference(data, crc):
-    assert _native.crc32c(array(data), crc) == bitwise(data, crc) == _native.crc32c_scalar(array(data), crc)
+    assert (
+        _native.crc32c(array(data), crc) == naive_crc32c(data, crc) == _native.crc32c_scalar(array(data), crc)
+    )
 
 
 @quick
@@ -71,12 +61,12 @@ def test_parts_make_the_whole(size, fraction, seed):
 def test_combine_over_lengths_past_32_bits():
     def zeros(doublings: int) -> int:
         # The checksum of 2^doublings zero bytes: that of 2 n zeros is that of n combined with itself.
-        crc = bitwise(b"\0")
+        crc = naive_crc32c(b"\0")
         for i in range(doublings):
             crc = _native.crc32c_combine(crc, crc, 2**i)
         return crc
 
-    a = bitwise(b"a")
+    a = naive_crc32c(b"a")
     half = _native.crc32c_combine(a, zeros(39), 2**39)
     assert _native.crc32c_combine(half, zeros(39), 2**39) == _native.crc32c_combine(a, zeros(40), 2**40)
 
@@ -99,16 +89,11 @@ def test_each_method_gives_the_same(isa):
         "import numpy as np; from tierstore import _native as n;"
         "print(n.instruction_set().name, n.crc32c(np.arange(99991, dtype=np.int64)))"
     )
-    environment = {**os.environ, "TIERSTORE_ISA": isa}
-    run = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
-    )
+    run = run_python(program, TIERSTORE_ISA=isa)
     assert run.stdout.split() == [isa.upper(), str(_native.crc32c_scalar(np.arange(99991, dtype=np.int64)))]
 
 
 def test_an_unknown_instruction_set_is_refused():
     program = "from tierstore import _native as n; n.instruction_set()"
-    environment = {**os.environ, "TIERSTORE_ISA": "neon"}
-    run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
-    assert run.returncode != 0
+    run = run_python(program, status=1, TIERSTORE_ISA="neon")
     assert "TIERSTORE_ISA: expected scalar, avx2 or avx512, got neon" in run.stderr

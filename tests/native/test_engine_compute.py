@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 from effort import share
+from engines import MakeEngine
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tierstore import _native as native
-
-MakeEngine = Callable[..., native.Engine]
 
 
 class Frames:

@@ -7,24 +7,17 @@ import gc
 import os
 import signal
 import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from crash_states import Event
 from effort import share
+from engines import Events, MakeEngine, frame
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tierstore import _native as native
-
-MakeEngine = Callable[..., native.Engine]
-Events = Callable[[], list[Any]]
-
-
-def frame(arena: native.Arena, index: int) -> native.Buffer:
-    return native.Buffer(arena, [(4096 * index, 4096)], 4096)
 
 
 def test_tickets_count_from_one(engine: native.Engine) -> None:
@@ -277,7 +270,7 @@ def test_what_is_demanded_passes_what_is_queued(
     engine.complete_external(gate)
     engine.wait_all([demanded, *queued])
     engine.close()
-    order = [event.ticket for event in events() if event.kind == "WRITE_DONE"]
+    order = [entry.ticket for entry in events() if entry.event is Event.WRITE_DONE]
     assert sorted(order) == [*queued, demanded]
     # One may have been taken by the compute thread and one by the backend before it was ready.
     assert order.index(demanded) <= 2
@@ -300,7 +293,7 @@ def test_waiting_for_what_is_speculative_makes_it_urgent(
     engine.complete_external(gate)
     engine.wait_all([reader, *queued])
     engine.close()
-    order = [event.ticket for event in events() if event.kind == "WRITE_DONE"]
+    order = [entry.ticket for entry in events() if entry.event is Event.WRITE_DONE]
     assert order.index(queued[90]) <= 2
 
 

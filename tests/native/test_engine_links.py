@@ -5,20 +5,18 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 import pytest
 from effort import share
+from engines import MakeEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierstore import _native as native
 from tierstore._native import Activity
-
-MakeEngine = Callable[..., native.Engine]
 
 MS = 1_000_000
 

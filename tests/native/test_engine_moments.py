@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,13 +9,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from effort import share
+from engines import MakeEngine
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tierstore import _native as native
 from tierstore._native import MomentFormat
 
-MakeEngine = Callable[..., native.Engine]
 BLOCK = native.MOMENT_BLOCK
 RECORD = 0x123456789ABCDEF0
 DTYPES = {MomentFormat.BF16: np.uint16, MomentFormat.INT8: np.uint8}

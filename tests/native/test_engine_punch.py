@@ -6,22 +6,15 @@ import errno
 import fcntl
 import os
 import struct
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from crash_states import Event
+from engines import Events, MakeEngine, frame
 
 from tierstore import _native as native
 
-MakeEngine = Callable[..., native.Engine]
-Events = Callable[[], list[Any]]
-
 PAGE = 4096
-
-
-def frame(arena: native.Arena, index: int) -> native.Buffer:
-    return native.Buffer(arena, [(PAGE * index, PAGE)], PAGE)
 
 
 def allocated(path: str) -> int:
@@ -60,13 +53,13 @@ def test_a_hole_is_made_in_its_turn(
     engine.wait(engine.read(file, 0, [frame(arena, 2)], after=[last]))
     assert frame(arena, 2).array().tobytes() == b"\x05" * PAGE
     engine.close()
-    kinds = [(event.kind, event.ticket) for event in events()]
+    kinds = [(entry.event.name, entry.ticket) for entry in events()]
     assert kinds == [
         (f"{kind}_{when}", ticket)
         for kind, ticket in (("WRITE", first), ("PUNCH", hole), ("WRITE", last))
         for when in ("SUBMIT", "DONE")
     ]
-    punch = next(event for event in events() if event.kind == "PUNCH_SUBMIT")
+    punch = next(entry for entry in events() if entry.event is Event.PUNCH_SUBMIT)
     assert (punch.offset, punch.text, punch.data) == (0, file.path, struct.pack("<Q", 2 * PAGE))
 
 

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from crash_states import Event
+from engines import Events, MakeEngine, frame
 
 from tierstore import _native as native
-
-MakeEngine = Callable[..., native.Engine]
-Events = Callable[[], list[Any]]
-
-
-def frame(arena: native.Arena, index: int) -> native.Buffer:
-    return native.Buffer(arena, [(4096 * index, 4096)], 100)
 
 
 def test_the_log_of_a_commit(
@@ -23,14 +16,14 @@ def test_the_log_of_a_commit(
 ) -> None:
     engine = make_engine(log_path=tmp_path / "log")
     arena.view()[:] = 7
-    write = engine.write(file, 4096, [frame(arena, 0), frame(arena, 5)])
-    engine.wait(engine.read(file, 4096, [frame(arena, 9)], after=[write]))
+    write = engine.write(file, 4096, [frame(arena, 0, 100), frame(arena, 5, 100)])
+    engine.wait(engine.read(file, 4096, [frame(arena, 9, 100)], after=[write]))
     sync = engine.sync(file, after=[write])
     engine.wait(sync)
     engine.log_mark("commit 1 acknowledged")
     engine.close()
     block = b"\x07" * 100 + bytes(3996)
-    assert [(e.kind, e.ticket, e.offset, e.text, e.data) for e in events()] == [
+    assert [(e.event.name, e.ticket, e.offset, e.text, e.data) for e in events()] == [
         ("WRITE_SUBMIT", write, 4096, file.path, block * 2),
         ("WRITE_DONE", write, 0, "", b""),
         ("SYNC_SUBMIT", sync, 0, file.path, b""),
@@ -45,19 +38,19 @@ def test_replaying_the_log_rebuilds_the_file(
     engine = make_engine(log_path=tmp_path / "log")
     tickets: list[int] = []
     for i in range(100):
-        frame(arena, i).array()[:] = i
-        tickets.append(engine.write(file, 4096 * (i * 7 % 40), [frame(arena, i)], after=tickets[-1:]))
+        frame(arena, i, 100).array()[:] = i
+        tickets.append(engine.write(file, 4096 * (i * 7 % 40), [frame(arena, i, 100)], after=tickets[-1:]))
     engine.wait_all(tickets)
     engine.close()
     image = bytearray(file.size)
     submitted, done = [], []
-    for event in events():
-        if event.kind == "WRITE_SUBMIT":
-            submitted.append(event.ticket)
-            image[event.offset : event.offset + len(event.data)] = event.data
+    for entry in events():
+        if entry.event is Event.WRITE_SUBMIT:
+            submitted.append(entry.ticket)
+            image[entry.offset : entry.offset + len(entry.data)] = entry.data
         else:
-            assert event.ticket == submitted[-1], "each write followed the one before"
-            done.append(event.ticket)
+            assert entry.ticket == submitted[-1], "each write followed the one before"
+            done.append(entry.ticket)
     assert submitted == done == tickets
     assert bytes(image) == Path(file.path).read_bytes()
 
@@ -70,12 +63,14 @@ def test_a_failure_is_recorded_as_one(
     engine = make_engine(log_path=tmp_path / "log")
     with native.File("/dev/full", direct=native.DirectIo.OFF) as full:
         with pytest.raises(OSError, match="/dev/full"):
-            engine.wait(engine.write(full, 0, [frame(arena, 0)]))
+            engine.wait(engine.write(full, 0, [frame(arena, 0, 100)]))
         with pytest.raises(OSError, match="/dev/full"):
             engine.wait(engine.sync(full))
     engine.close()
     submitted, done = events()
-    assert (submitted.kind, done.kind) == ("WRITE_SUBMIT", "WRITE_DONE"), "no sync after a failed write"
+    assert (submitted.event, done.event) == (Event.WRITE_SUBMIT, Event.WRITE_DONE), (
+        "no sync after a failed write"
+    )
     assert "/dev/full" in done.text
 
 

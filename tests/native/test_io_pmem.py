@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest_store import flip_bit
 from effort import share
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -117,9 +117,7 @@ def test_bytes_are_leased_where_a_mapping_has_them_and_checked(engine: native.En
         section = file.map(4096, 4000)
         crcs.array()[1] = native.crc32c(np.frombuffer(content, np.uint8)[4096:8096])
         engine.wait(engine.verify_mapped(file, 4096, section, crcs, 1))
-        with path.open("r+b") as plain:
-            plain.seek(5000)
-            plain.write(bytes([content[5000] ^ 1]))
+        flip_bit(path, 8 * 5000)
         ticket = engine.verify_mapped(file, 4096, section, crcs, 1)
         with pytest.raises(native.ChecksumMismatch) as caught:
             engine.wait(ticket)
@@ -154,26 +152,16 @@ def test_map_sync_is_off_on_for_real_or_refused(tmp_path: Path) -> None:
         engine.close()
 
 
-def test_a_full_disk_is_an_error_and_not_a_signal(tmp_path: Path) -> None:
+def test_a_full_disk_is_an_error_and_not_a_signal(small_disk: Path) -> None:
     """A store to a hole of a sparse file on a full file system would be a SIGBUS."""
-    image, mount = tmp_path / "image", tmp_path / "mount"
-    mount.mkdir()
-    image.touch()
-    os.truncate(image, 16 << 20)
-    made = os.geteuid() == 0 and shutil.which("mkfs.ext4") and os.system(f"mkfs.ext4 -q -F '{image}'") == 0
-    if not made or os.system(f"mount -o loop '{image}' '{mount}' 2>/dev/null") != 0:
-        pytest.skip("cannot mount a small file system here")
-    try:
-        engine = native.Engine(backend=native.IoBackend.PMEM)
-        with native.File(mount / "data", create=native.FileCreate.YES, direct=native.DirectIo.OFF) as file:
-            os.truncate(file.path, 64 << 20)
-            block = buffer(1 << 20, b"f" * (1 << 20))
-            tickets = [engine.write(file, offset, [block]) for offset in range(0, 64 << 20, 1 << 20)]
-            with pytest.raises(OSError, match="No space left") as full:
-                engine.wait_all(tickets)
-            assert full.value.errno == errno.ENOSPC
-            assert full.value.filename == file.path
-            assert engine.poisoned is not None
-        engine.close()
-    finally:
-        os.system(f"umount '{mount}'")
+    engine = native.Engine(backend=native.IoBackend.PMEM)
+    with native.File(small_disk / "data", create=native.FileCreate.YES, direct=native.DirectIo.OFF) as file:
+        os.truncate(file.path, 64 << 20)
+        block = buffer(1 << 20, b"f" * (1 << 20))
+        tickets = [engine.write(file, offset, [block]) for offset in range(0, 64 << 20, 1 << 20)]
+        with pytest.raises(OSError, match="No space left") as full:
+            engine.wait_all(tickets)
+        assert full.value.errno == errno.ENOSPC
+        assert full.value.filename == file.path
+        assert engine.poisoned is not None
+    engine.close()

@@ -8,6 +8,7 @@ import torch
 from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from naive_moments import make_steps
 
 from tierstore import _native
 from tierstore._native import InstructionSet
@@ -15,15 +16,6 @@ from tierstore._native import InstructionSet
 SETS = [s for s in InstructionSet if _native.instruction_set_supported(s)]
 quick = settings(max_examples=share(40))
 seeds = st.integers(0, 2**32 - 1)
-
-
-def make_steps(count: int, first: int = 1, lr: float = 1e-3, eps: float = 1e-8) -> np.ndarray:
-    """Steps first, first + 1, ... of a run whose learning rate and decay change at each of them."""
-    rows = [
-        (lr * (1 + 0.1 * t), 0.9, 0.999, eps, 0.01 * (t % 3), 1 - 0.9**t, (1 - 0.999**t) ** 0.5)
-        for t in range(first, first + count)
-    ]
-    return np.array(rows, np.float32).reshape(count, 7)
 
 
 @dataclass
@@ -177,13 +169,7 @@ def test_a_split_weight_takes_the_same_steps(size, seed, count, grad, isa):
 
 
 @quick
-@given(
-    st.integers(0, 300),
-    seeds,
-    st.integers(1, 4),
-    st.booleans(),
-    st.sampled_from(SETS),
-)
+@given(st.integers(0, 300), seeds, st.integers(1, 4), st.booleans(), st.sampled_from(SETS))
 def test_a_gradient_in_bf16_is_the_same_in_fp32(size, seed, count, split, isa):
     wide = make_state(size, seed)
     grad = placed((wide.grad.view(np.uint32) >> 16).astype(np.uint16), seed % 7)

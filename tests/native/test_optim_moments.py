@@ -14,7 +14,7 @@ import torch
 from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from naive_moments import Signs
+from naive_moments import Signs, make_steps
 
 from tierstore import _native
 from tierstore._native import InstructionSet, Moment, MomentFormat
@@ -25,14 +25,6 @@ BLOCK = _native.MOMENT_BLOCK
 RECORD = 0xFEDCBA9876543210
 quick = settings(max_examples=share(30))
 seeds = st.integers(0, 2**32 - 1)
-
-
-def make_rows(count: int, first: int = 1) -> npt.NDArray[np.float32]:
-    rows = [
-        (1e-3 * (1 + 0.1 * t), 0.9, 0.999, 1e-8, 0.01 * (t % 3), 1 - 0.9**t, (1 - 0.999**t) ** 0.5)
-        for t in range(first, first + count)
-    ]
-    return np.array(rows, np.float32).reshape(count, 7)
 
 
 def empty(size: int, form: MomentFormat) -> Any:
@@ -123,8 +115,8 @@ def test_a_gradient_in_bf16_is_the_same_in_fp32(
     wide = State.made(size, form, seed, first=3 * BLOCK)
     narrow = wide.copy()
     halves = (gradient(size, seed).view(np.uint32) >> 16).astype(np.uint16)
-    wide.run(make_rows(2), (halves.astype(np.uint32) << 16).view(np.float32), isa)
-    narrow.run(make_rows(2), halves, isa)
+    wide.run(make_steps(2), (halves.astype(np.uint32) << 16).view(np.float32), isa)
+    narrow.run(make_steps(2), halves, isa)
     assert narrow.bits() == wide.bits()
 
 
@@ -198,7 +190,7 @@ def test_steps_are_those_of_numpy(form, size, seed, grad):
     want = got.copy()
     for t in range(3):
         g = gradient(size, seed + t) if grad else None
-        row = make_rows(1, 1 + t)
+        row = make_steps(1, 1 + t)
         want = oracle_step(want, row[0], g, want.last + 1)
         got.run(row, g)
         assert got.bits() == want.bits()
@@ -212,7 +204,7 @@ def test_every_instruction_set_gives_the_same_bits(form, size, seed, count, grad
     results = set()
     for isa in SETS:
         s = start.copy()
-        s.run(make_rows(count), gradient(size, seed) if grad else None, isa)
+        s.run(make_steps(count), gradient(size, seed) if grad else None, isa)
         results.add(s.bits())
     assert len(results) == 1
 
@@ -223,7 +215,7 @@ def test_every_instruction_set_gives_the_same_bits(form, size, seed, count, grad
 def test_missed_steps_in_one_pass_equal_separate_steps(form, size, seed, count, grad, isa):
     together = State.made(size, form, seed)
     apart = together.copy()
-    rows, g = make_rows(count), gradient(size, seed) if grad else None
+    rows, g = make_steps(count), gradient(size, seed) if grad else None
     together.run(rows, g, isa)
     for row in rows[:-1]:
         apart.run(row[None], None, isa)
@@ -237,7 +229,7 @@ def test_missed_steps_in_one_pass_equal_separate_steps(form, size, seed, count, 
 def test_any_split_gives_the_same_bits(form, size, seed, cuts, isa):
     whole = State.made(size, form, seed)
     split = whole.copy()
-    rows, g = make_rows(3), gradient(size, seed)
+    rows, g = make_steps(3), gradient(size, seed)
     whole.run(rows, g, isa)
     unit = BLOCK if form is MomentFormat.INT8 else 1
     bounds = sorted({0, size, *(min(c // unit * unit, size) for c in cuts)})
@@ -255,7 +247,7 @@ def test_a_split_weight_takes_the_same_steps(form, isa):
     hi, lo = np.empty(size, np.uint16), np.empty(size, np.int16)
     _native.split_bf16(hi, lo, whole.weight)
     for grad in (gradient(size, 1), None):
-        rows = make_rows(2)
+        rows = make_steps(2)
         whole.run(rows, grad, isa)
         other.last += 2
         _native.adamw(
@@ -316,10 +308,7 @@ def test_the_kernels_rounding_is_unbiased(form):
     _native.adamw(np.ones(size, np.float32), m, v, grad, keep, record_hash=7, last_step=9)
     inner = np.arange(size) % BLOCK != 0
     pair = []
-    for narrow, moment, value in (
-        (m, Moment.EXP_AVG, grad[1]),
-        (v, Moment.EXP_AVG_SQ, grad[1] * grad[1]),
-    ):
+    for narrow, moment, value in ((m, Moment.EXP_AVG, grad[1]), (v, Moment.EXP_AVG_SQ, grad[1] * grad[1])):
         got = decoded(narrow, moment)[inner].astype(np.float64)
         below, above = got.min(), got.max()
         assert below < value < above
@@ -372,7 +361,7 @@ def test_what_is_not_finite_stays_so(form, isa):
     nan = grad.view(np.uint32)
     nan[7] = 0xFFFFFFFF  # a payload that a carry would turn into a zero
     s = State(np.ones(size, np.float32), empty(size, form), empty(size, form))
-    s.run(make_rows(1), grad, isa)
+    s.run(make_steps(1), grad, isa)
     for narrow, moment in ((s.exp_avg, Moment.EXP_AVG), (s.exp_avg_sq, Moment.EXP_AVG_SQ)):
         finite = np.isfinite(decoded(narrow, moment))
         bad = {3, 7, 2 * BLOCK, 2 * BLOCK + 1}
@@ -463,7 +452,7 @@ def test_a_regression_converges_as_with_torch(form, factor):
 
 
 def test_what_does_not_fit_is_refused():
-    weight, rows = np.zeros(300, np.float32), make_rows(1)
+    weight, rows = np.zeros(300, np.float32), make_steps(1)
     bf16, int8 = empty(300, MomentFormat.BF16), empty(300, MomentFormat.INT8)
     with pytest.raises(ValueError, match="differ in format"):
         _native.adamw(weight, bf16, int8, None, rows)

@@ -25,7 +25,6 @@ from tierstore.parallel.layout import NodeGrid
 
 
 def _choice(mesh: Mesh) -> tuple[str, str, int]:
-    assert mesh.exchange_choice is not None
     probed = mesh.traffic()[Collective.ALL_TO_ALL].calls
     return type(mesh.exchange).__name__, mesh.exchange_choice.describe(), probed
 

@@ -20,13 +20,7 @@ def test_by_hand() -> None:
     assert part_of(down, Division(1), 1, 2).tolist() == [[2, 3], [6, 7]]
 
 
-@given(
-    st.integers(0, 1),
-    st.integers(1, 3),
-    st.integers(1, 4),
-    st.integers(1, 5),
-    st.integers(1, 3),
-)
+@given(st.integers(0, 1), st.integers(1, 3), st.integers(1, 4), st.integers(1, 5), st.integers(1, 3))
 def test_parts_make_the_whole(dimension: int, blocks: int, ranks: int, piece: int, other: int) -> None:
     division = Division(dimension, blocks)
     shape = [other, other]

@@ -7,13 +7,7 @@ import pytest
 from tierstore.errors import ConfigError
 from tierstore.parallel import RankEnvironment
 
-GIVEN = {
-    "RANK": "3",
-    "WORLD_SIZE": "4",
-    "LOCAL_RANK": "1",
-    "MASTER_ADDR": "node7",
-    "MASTER_PORT": "29500",
-}
+GIVEN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node7", "MASTER_PORT": "29500"}
 
 
 def test_from_torchrun() -> None:

@@ -66,7 +66,6 @@ def test_a_failure_ends_the_job_with_its_reason(tmp_path: Path) -> None:
 def test_ranks_end_with_a_killed_torchrun(tmp_path: Path, ranks: int) -> None:
     with _torchrun(tmp_path, "stay", ranks) as run:
         try:
-            assert run.stdout is not None
             pids: list[int] = []
             while len(pids) < ranks:
                 line = run.stdout.readline()

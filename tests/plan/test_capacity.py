@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from slowness import mostly_slow
+from traffic_cases import Make
 
 from tierstore.errors import BudgetError, ConfigError
 from tierstore.machine_profile import ASSUMED
-from tierstore.plan.capacity import Ranks, Setting, capacity
+from tierstore.plan.capacity import Ranks, capacity
 from tierstore.plan.traffic import StepWindow, step_traffic
 from tierstore.stats import Tier
 from tierstore.store.index.database import index_bytes
@@ -21,8 +21,6 @@ from tierstore.tiers.slots import DeviceKind
 from tierstore.train.footprint import fixed_cost
 from tierstore.train.ranks import Opening
 from tierstore.train.session import open_session
-
-Make = Callable[..., Setting]
 
 RUNS: dict[str, dict[str, Any]] = {
     "a few frames": {},

@@ -205,7 +205,6 @@ def test_layer_order_of_pairs() -> None:
     assert choice.value is MicroOrder.LAYER
     assert choice.facts["layer"].moved_bytes < choice.facts["micro"].moved_bytes
     pairs = pair_schema(run)
-    assert pairs is not None
     for config, gradients in ((run, 1), (in_order(run, choice), 3)):
         cost = fixed_cost(config, 0, units=spec.architecture.units, text=0)
         assert cost.pairs == 4 * (1 + gradients) * pairs.numel * 8

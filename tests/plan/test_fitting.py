@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from traffic_cases import Make
 
 from tierstore.plan.capacity import Setting, capacity
 from tierstore.plan.fitting import Effect, Hardware, Limits, hardware_for, judge, shortest_remedy
@@ -14,7 +14,6 @@ from tierstore.stats import Tier
 from tierstore.tiers.slots import DeviceKind
 from tierstore.train.budgets import budgets
 
-Make = Callable[..., Setting]
 MANY = 1 << 40
 
 
@@ -25,7 +24,6 @@ def _taken(setting: Setting) -> tuple[int, int]:
 
 def _texts(setting: Setting, limits: Limits) -> list[str]:
     remedy = shortest_remedy(setting, limits)
-    assert remedy is not None
     assert judge(remedy.setting, limits).fits
     return [change.text for change in remedy.changes]
 
@@ -56,7 +54,6 @@ def test_each_knob_in_its_turn(setting: Make) -> None:
     assert _texts(planned, Limits(limit, MANY)) == ['model.expert_activations = "recompute"']
     tight = Limits(_taken(_with(planned, "checkpoint_activations", "block"))[0] - 1, MANY)
     remedy = shortest_remedy(planned, tight)
-    assert remedy is not None
     assert {change.effect for change in remedy.changes} <= {Effect.SAME_BITS, Effect.SUMS}
 
 
@@ -81,7 +78,6 @@ def test_narrow_moments_before_a_smaller_model(setting: Make) -> None:
     for share, moments in ((0.7, "bf16"), (0.52, "int8")):
         limits = Limits(MANY, rest + int(share * experts))
         remedy = shortest_remedy(planned, limits)
-        assert remedy is not None
         assert [(change.text, change.effect) for change in remedy.changes] == [
             (f'adamw.moments = "{moments}"', Effect.ROUNDING)
         ]
@@ -106,7 +102,6 @@ def test_a_budget_too_small_to_start(setting: Make) -> None:
     assert verdict.capacity is None
     assert [s.place for s in verdict.shortfalls] == ["host_budget"]
     remedy = shortest_remedy(planned, Limits(MANY, MANY))
-    assert remedy is not None
     assert len(remedy.changes) == 1
     config = remedy.setting.config
     assert config.host_budget == verdict.shortfalls[0].needed

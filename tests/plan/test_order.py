@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from traffic_cases import Make, workload_of
 
 from tierstore.cache.access import Phase
 from tierstore.errors import BudgetError, ConfigError
 from tierstore.machine_profile import ASSUMED, Cost, save_profile
-from tierstore.plan.capacity import Setting, capacity
+from tierstore.plan.capacity import capacity
 from tierstore.plan.fitting import Limits, shortest_remedy
 from tierstore.plan.order import choose_order, compare_orders, in_order, order_advice, order_lines
 from tierstore.plan.predict import predict
 from tierstore.plan.report import plan_run
 from tierstore.plan.traffic import step_traffic
-from tierstore.plan.workload import StepWorkload
 from tierstore.prefetch.schedule import Pass
 from tierstore.stats import Tier
 from tierstore.train.config import TrainConfig
 from tierstore.train.files import MicroOrder
 from tierstore.train.ranks import Opening
 from tierstore.train.session import open_session
-
-Make = Callable[..., Setting]
 
 LAYER: dict[str, Any] = {"data.micro_batches": 4, "data.micro_order": "layer"}
 MICRO: dict[str, Any] = {"data.micro_batches": 4, "data.micro_order": "micro"}
@@ -83,12 +80,8 @@ def test_passes_of_layer_order_by_hand(setting: Make) -> None:
     product; spilled block inputs go with the experts.
     """
 
-    def workload(planned: Setting) -> StepWorkload:
-        taken = capacity(planned)
-        return StepWorkload(planned, taken, step_traffic(planned, taken), ASSUMED)
-
-    layer = workload(setting(LAYER | {"boundary_budget": 4 * 4096}, ranks=2))
-    one = workload(setting(ranks=2))
+    layer = workload_of(setting(LAYER | {"boundary_budget": 4 * 4096}, ranks=2))
+    one = workload_of(setting(ranks=2))
     forward, backward = Pass(Phase.FORWARD, 1, 0), Pass(Phase.BACKWARD, 1, 0)
     assert layer.sizes(forward).gather == one.sizes(forward).gather
     assert layer.sizes(backward).reduce == 4 * one.sizes(backward).reduce
@@ -99,7 +92,6 @@ def test_passes_of_layer_order_by_hand(setting: Make) -> None:
     assert layer.dense_flops(backward) == 4 * 3 / 2 * one.dense_flops(backward)
     # Half of 4 spilled pages of 8, of which each layer has two; 6 experts a pass.
     kept = setting(LAYER | {"boundary_budget": 4 * 4096}, ranks=2).boundaries
-    assert kept is not None
     assert kept.spilled_bytes == 4 * 4096
     moved = layer.traffic.moved_for[Phase.FORWARD, 0]
     assert layer.sizes(forward).evict == round((moved.written + 2 * 4096) / 6)
@@ -163,7 +155,6 @@ def test_costs_by_hand(setting: Make) -> None:
     whole = setting({"data.batch_size": 16, "model.checkpoint_activations": "block"} | SLOW)
     assert choice.facts["one_larger"].memory_bytes == capacity(whole).total(Tier.HOST, Tier.DEVICE)
     advice = order_advice(choice)
-    assert advice is not None
     assert advice.startswith("one micro-batch of 4-fold size with checkpoint_activations = block")
 
 
@@ -206,7 +197,6 @@ def test_too_little_memory_spills_boundaries_first(setting: Make) -> None:
     planned = setting(LAYER | {"model.n_layers": 40, "host_budget": "130KiB"})
     total = capacity(planned).total(Tier.HOST, Tier.DEVICE)
     remedy = shortest_remedy(planned, Limits(total - 30 * 4096, 1 << 40))
-    assert remedy is not None
     assert [change.text for change in remedy.changes] == [f"boundary_budget = {4 * 4096}"]
 
 
@@ -221,12 +211,10 @@ def test_spilled_block_inputs_change_no_bits(slots: int, setting: Make) -> None:
     expected = _losses(setting(MICRO | few).config)
     planned = setting(LAYER | few | {"boundary_budget": slots * 4096})
     kept = planned.boundaries
-    assert kept is not None
     with open_session(
         replace(planned.config, store=planned.config.store / "layer"), Opening.CREATE
     ) as trainer:
         found = [trainer.step().loss for _ in range(3)]
-        assert trainer.boundaries is not None
         moved = trainer.boundaries.written_bytes, trainer.boundaries.read_bytes
     assert found == expected
     assert moved == (3 * kept.spilled_bytes, 3 * kept.spilled_bytes)

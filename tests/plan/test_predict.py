@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import pairwise
 
@@ -11,13 +11,13 @@ import pytest
 from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from traffic_cases import Make, workload_of
 
 from tierstore.cache.access import Phase
 from tierstore.machine_profile import ASSUMED, Cost, Evidence, Profile
-from tierstore.plan.capacity import Setting, capacity
+from tierstore.plan.capacity import capacity
 from tierstore.plan.predict import DISCIPLINES, Discipline, outcome, predict, simulate
 from tierstore.plan.traffic import step_traffic
-from tierstore.plan.workload import StepWorkload
 from tierstore.prefetch.operations import Kind, Operation, PassSizes, Resource, operations
 from tierstore.prefetch.plan import StepTiming
 from tierstore.prefetch.schedule import Pass, QueueLimits, Schedule, Unit
@@ -128,10 +128,7 @@ def ticks(listed: Sequence[Operation]) -> list[int]:
                 if DISCIPLINES[resource] is Discipline.PROGRAM:
                     waiting = waiting[:1] if waiting and waiting[0] in ready else []
                 else:
-                    waiting = sorted(
-                        (i for i in waiting if i in ready),
-                        key=lambda i: (ready[i], i),
-                    )
+                    waiting = sorted((i for i in waiting if i in ready), key=lambda i: (ready[i], i))
                 if waiting and not any(i in left for i in mine):
                     begun.add(waiting[0])
                     left[waiting[0]] = listed[waiting[0]].nbytes
@@ -238,13 +235,7 @@ def test_looking_ahead_pays(timing: StepTiming) -> None:
 # What a step is made of, by hand; and how its time answers to what it is made of ----------------------------
 
 
-Make = Callable[..., Setting]
 FREE = Cost(0.0, math.inf)
-
-
-def _workload(setting: Setting, profile: Profile = ASSUMED) -> StepWorkload:
-    taken = capacity(setting)
-    return StepWorkload(setting, taken, step_traffic(setting, taken), profile)
 
 
 def _only(**costs: Cost) -> Profile:
@@ -258,7 +249,7 @@ def test_the_bytes_of_passes_by_hand(setting: Make) -> None:
     experts of its own, whose weights are 6 KiB, padded to 8. Of 32 tokens each rank has 16, for 12 experts each, of
     16 x 4 bytes, half of them on the other rank.
     """
-    work = _workload(setting(ranks=2))
+    work = workload_of(setting(ranks=2))
     forward = work.sizes(Pass(Phase.FORWARD, 1, 0))
     assert (forward.gather, forward.reduce, forward.experts) == (624 * 4, 624 * 4, 6)
     assert (forward.load, forward.to_host) == (8192, 0)
@@ -275,12 +266,12 @@ def test_the_bytes_of_passes_by_hand(setting: Make) -> None:
 
 @pytest.mark.parametrize(("compute", "nbytes"), [("fp32", 6144), ("bf16", 3072)])
 def test_a_gradient_leaves_in_the_type_of_its_slot(setting: Make, compute: str, nbytes: int) -> None:
-    work = _workload(replace(setting({"model.compute_dtype": compute}), device=DeviceKind.CUDA))
+    work = workload_of(replace(setting({"model.compute_dtype": compute}), device=DeviceKind.CUDA))
     assert work.sizes(Pass(Phase.BACKWARD, 1, 0)).to_host == nbytes
 
 
 def test_a_step_moves_its_traffic_and_computes_its_flops(setting: Make) -> None:
-    work = _workload(setting())
+    work = workload_of(setting())
     listed = operations(work.schedule, work.sizes, steps=1, slots=4)
     later = operations(work.schedule, work.sizes, steps=2, slots=4)[len(listed) :]
     moved = {kind: sum(o.nbytes for o in later if o.kind is kind) for kind in (Kind.FETCH, Kind.WRITE)}
@@ -322,8 +313,8 @@ def test_the_disk_alone(setting: Make) -> None:
 )
 def test_limited_links(link: str, kinds: set[Kind], setting: Make) -> None:
     """What goes over a limited link takes what the link says, and nothing else does."""
-    free = _workload(setting(ranks=2), _only())
-    slow = _workload(
+    free = workload_of(setting(ranks=2), _only())
+    slow = workload_of(
         setting({f"links.{link}.bandwidth": 1000, f"links.{link}.latency": 0.5}, ranks=2), _only()
     )
     for kind in Kind:
@@ -334,7 +325,7 @@ def test_limited_links(link: str, kinds: set[Kind], setting: Make) -> None:
 
 def test_many_experts_are_simulated_in_parts(setting: Make) -> None:
     """40 experts go as 16 operations, and take as long as 40."""
-    work = _workload(setting({"model.experts": 40, "model.top_k": 40, "host_budget": "8MiB"}))
+    work = workload_of(setting({"model.experts": 40, "model.top_k": 40, "host_budget": "8MiB"}))
     assert (work.experts, work.parts(Pass(Phase.FORWARD, 1, 0))) == (40, 16)
     sizes = work.sizes(Pass(Phase.FORWARD, 1, 0))
     assert sizes.load == 8192 * 40 / 16

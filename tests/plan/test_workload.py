@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 from pipemoe_solvers import ChunkTimes, simulate_chunks
+from traffic_cases import Make, workload_of
 
 from tierstore.cache.access import Phase
 from tierstore.config import load
 from tierstore.errors import ConfigError
 from tierstore.machine_profile import ASSUMED, Cost, Profile
 from tierstore.parallel.pipeline_degree import PipelineCosts, Share, best_degree, pass_seconds
-from tierstore.plan.capacity import Setting, capacity
+from tierstore.plan.capacity import Setting
 from tierstore.plan.fitting import Limits
 from tierstore.plan.predict import Prediction, predict
 from tierstore.plan.report import plan_run
-from tierstore.plan.traffic import step_traffic
 from tierstore.plan.workload import LayerDegrees, StepWorkload, layer_degrees, modelled
 from tierstore.prefetch.schedule import Pass
 from tierstore.train.config import TrainConfig
 
 # The chunks of a planned run's layers: costs and work by hand, and the best number of chunks ----------------
 
-
-Make = Callable[..., Setting]
 
 PROFILE = replace(
     ASSUMED,
@@ -38,8 +35,7 @@ PROFILE = replace(
 
 
 def _found(setting: Setting, profile: Profile = PROFILE) -> LayerDegrees | None:
-    taken = capacity(setting)
-    return layer_degrees(StepWorkload(setting, taken, step_traffic(setting, taken), profile))
+    return layer_degrees(workload_of(setting, profile))
 
 
 def test_one_rank_sends_nothing(setting: Make) -> None:
@@ -51,7 +47,6 @@ def test_work_by_hand(setting: Make) -> None:
     3 x 16 x 32 parameters: 2 operations for each forward.
     """
     found = _found(setting({"model.compute_dtype": "fp32"}, ranks=2))
-    assert found is not None
     assert found.most == 6
     forward, backward = found.passes
     assert (forward.phase, backward.phase) == (Phase.FORWARD, Phase.BACKWARD)
@@ -66,8 +61,6 @@ def test_work_by_hand(setting: Make) -> None:
 def test_rows_are_sent_again_where_none_are_kept(setting: Make) -> None:
     kept = _found(setting(ranks=2))
     again = _found(setting({"model.expert_activations": "recompute"}, ranks=2))
-    assert kept is not None
-    assert again is not None
     assert again.passes[1].work.dispatch.starts == 3
     assert again.passes[1].work.dispatch.amount > 1.5 * kept.passes[1].work.dispatch.amount
     assert again.passes[0] == kept.passes[0]
@@ -76,7 +69,6 @@ def test_rows_are_sent_again_where_none_are_kept(setting: Make) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_best_number_is_the_least_of_all(setting: Make, ranks: int) -> None:
     found = _found(setting(ranks=ranks))
-    assert found is not None
     for one in found.passes:
         seconds = [pass_seconds(one.costs, one.work, degree) for degree in range(1, found.most + 1)]
         assert one.best.seconds == min(seconds)
@@ -89,7 +81,6 @@ def test_a_limited_link_is_the_slower_of_two(setting: Make) -> None:
     """As fast as 10 kB/s after 50 ms: dear to start, so fewer chunks than over the machine's own."""
     limits = {"links.exchange.bandwidth": 10_000, "links.exchange.latency": 0.05}
     found = _found(setting(limits, ranks=2))
-    assert found is not None
     assert found.passes[0].costs.alpha_a == 0.05
     assert found.passes[0].costs.beta_a == pytest.approx(1e-4)
 
@@ -97,7 +88,6 @@ def test_a_limited_link_is_the_slower_of_two(setting: Make) -> None:
 # A step whose rows travel to experts in chunks: by hand, and against the simulation of chunks alone ---------
 
 
-Make = Callable[..., Setting]
 _FREE = Cost(0.0, math.inf)
 _NAMES = [field.name for field in fields(Profile) if isinstance(getattr(ASSUMED, field.name), Cost)]
 #: Nothing takes time but exchanges and experts.
@@ -111,7 +101,6 @@ def _profile(exchange: Cost, forward: Cost, backward: Cost) -> Profile:
 
 
 def _chunked(found: Prediction) -> dict[Phase, int]:
-    assert found.degrees is not None
     return found.degrees.taken
 
 
@@ -139,7 +128,6 @@ def test_a_step_is_its_passes_simulated_alone(setting: Make, chunks: int, exchan
     told = setting({"parallel.pipeline_degree": chunks}, ranks=2)
     profile = _profile(exchange, Cost(0.002, 4e7), Cost(0.004, 4e7))
     found = predict(told, profile)
-    assert found.degrees is not None
     expected = 0.0
     for one in found.degrees.passes:
         computed = one.work.experts.amount + (chunks - 1) * one.costs.alpha_e
@@ -157,7 +145,6 @@ def test_auto_takes_the_exact_solvers_numbers(setting: Make) -> None:
     """Each pass its own; and one chunk where more save less than 2%."""
     profile = _profile(Cost(1e-4, 1e6), Cost(0.0, 4e7), Cost(0.0, 1e9))
     found = predict(setting(ranks=2), profile)
-    assert found.degrees is not None
     for one in found.degrees.passes:
         assert one.taken == best_degree(one.costs, one.work, most=6).degree
     forward, backward = (one.taken for one in found.degrees.passes)
@@ -167,7 +154,6 @@ def test_auto_takes_the_exact_solvers_numbers(setting: Make) -> None:
     assert _chunked(dear) == {Phase.FORWARD: 1, Phase.BACKWARD: 1}
     assert dear.chunks_save_s == 0
     slight = predict(setting(ranks=2), _profile(Cost(0.0, 1e9), Cost(0.0, 1e6), Cost(0.0, 1e6)))
-    assert slight.degrees is not None
     assert [one.best.degree for one in slight.degrees.passes] == [6, 6]
     assert _chunked(slight) == {Phase.FORWARD: 1, Phase.BACKWARD: 1}
 
@@ -175,7 +161,6 @@ def test_auto_takes_the_exact_solvers_numbers(setting: Make) -> None:
 def test_what_the_plan_says(setting: Make) -> None:
     profile = _profile(Cost(1e-4, 1e6), Cost(0.0, 4e7), Cost(0.0, 1e9))
     made = plan_run(setting({"parallel.pipeline_degree": 2}).config, ROOMY, ranks=2, profile=profile)
-    assert made.prediction is not None
     told = made.as_json()["pipeline_degree"]
     assert told["chosen_by"] == "parallel.pipeline_degree"
     assert told["forward"]["taken_chunks_count"] == told["backward"]["taken_chunks_count"] == 2
@@ -197,7 +182,6 @@ def test_more_chunks_than_experts_where_they_are_asked_for(setting: Make) -> Non
     seconds = []
     for degree, most, taken in (("auto", 6, 6), ("8", 96, 8), ("auto-split", 96, 96)):
         found = predict(setting({"parallel.pipeline_degree": degree}, ranks=2), profile)
-        assert found.degrees is not None
         assert (found.degrees.most, found.degrees.auto) == (most, degree.startswith("auto"))
         assert _chunked(found) == {Phase.FORWARD: taken, Phase.BACKWARD: taken}
         seconds.append(found.step_s)
@@ -211,7 +195,6 @@ def test_a_repeated_forward_pass_sends_its_rows_once_more(setting: Make) -> None
         told = setting(changes, ranks=2)
         made = plan_run(told.config, ROOMY, ranks=2)
         assert made.verdict.capacity is not None
-        assert made.prediction is not None
         return StepWorkload(told, made.verdict.capacity, made.prediction.traffic, ASSUMED)
 
     kept, again = workload({}), workload({"model.checkpoint_activations": "block"})

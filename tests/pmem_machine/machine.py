@@ -132,7 +132,6 @@ def boot(kernel: Kernel, memory: Path, job: str, *, kill_after: int | None = Non
         command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True, errors="replace"
     )
     signal.alarm(TIMEOUT_S)
-    assert machine.stdout is not None
     try:
         for line in machine.stdout:
             said.append(line.strip())

@@ -52,7 +52,6 @@ class Rig:
 
     def backward(self, layer: int, gradients: Mapping[int, torch.Tensor]) -> None:
         for lease in self.experts.backward(layer, sorted(gradients)):
-            assert lease.gradients is not None
             lease.gradients.copy_(gradients[lease.expert])
 
     def weight(self, layer: int, expert: int) -> torch.Tensor:

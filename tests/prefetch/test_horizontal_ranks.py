@@ -78,12 +78,7 @@ def train(mesh: Mesh, depth: int | None, dense_changes: dict[str, Any], changes:
     )
     prefetch = PrefetchConfig(gather_depth=depth or 0)
     schedule = unit_schedule(
-        layouts,
-        settings,
-        prefetch,
-        moe_layers=config.moe_layers,
-        compute=compute,
-        micro_batches=2,
+        layouts, settings, prefetch, moe_layers=config.moe_layers, compute=compute, micro_batches=2
     )
     schedule = replace(schedule, timing=timing)
     logged, ledger = Logged(dense, 0.001 * group.rank), StallLedger()
@@ -100,7 +95,6 @@ def train(mesh: Mesh, depth: int | None, dense_changes: dict[str, Any], changes:
             tokens = torch.randint(config.vocab_size, (2, config.seq_len + 1), generator=generator)
             model.set_step(step, micro)
             output = model(tokens[:, :-1], tokens[:, 1:])
-            assert output.objective is not None
             torch.autograd.backward(output.objective)
             dense.end_micro()
             losses.append(float(output.objective.detach()))

@@ -144,7 +144,6 @@ def _step(
             with store.fetch([f"expert.{FIRST + mesh.world.rank % EXPERTS}"], list(COMMITTED_GROUPS)):
                 pass
             for lease in experts.backward(LAYER, asked):
-                assert lease.gradients is not None
                 if mesh.world.size > 1:
                     lease.gradients.copy_(_gradient(mesh.world.rank, step, micro, lease.expert))
                 else:

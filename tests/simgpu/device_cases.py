@@ -229,7 +229,6 @@ def the_backward_pass_has_a_thread_of_its_own() -> None:
     x.register_hook(lambda gradient: threads.append(threading.get_ident()))
     (x * 2).sum().backward()
     assert threads != [threading.get_ident()]
-    assert x.grad is not None
     x.grad.sum().item()
     assert not raced()
 
@@ -460,13 +459,11 @@ def collectives_are_ordered_by_their_wait() -> None:
     try:
         tensor = torch.ones(4, device=DEVICE)
         work = dist.all_reduce(tensor, async_op=True)
-        assert work is not None
         tensor.zero_()  # while it may still be sent
         assert simulated.violations()
         work.wait()
         assert raced()
         work = dist.all_reduce(tensor, async_op=True)
-        assert work is not None
         work.wait()
         tensor.add_(1)
         assert not raced()

@@ -44,8 +44,6 @@ def load(directory: Path) -> None:
     """Makes ``simgpu`` the process's accelerator. ``directory`` holds what ``simulated_build.build`` built."""
     global _native
     spec = importlib.util.spec_from_file_location("_simgpu", directory / "_simgpu.so")
-    assert spec is not None
-    assert spec.loader is not None
     _native = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(_native)
     torch.utils.rename_privateuse1_backend("simgpu")

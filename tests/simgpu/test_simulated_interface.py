@@ -91,7 +91,6 @@ def _reused_memory(mesh: Mesh, store: Path, text: str) -> tuple[bool, dict[str, 
         trainer.commit()
         trainer.dense.gather(0)
         buffer = trainer.dense._units[0].buffer
-        assert buffer is not None
         address, nbytes = buffer.address, buffer.memory.numel()
     del trainer, buffer
     gc.collect()

@@ -79,7 +79,6 @@ def train(mesh: Mesh, store: Path, settings: Mapping[str, Any], text: str) -> Tr
             simulated.reset()
         losses = [trainer.step().loss for _ in range(STEPS)]
         counts = simulated.counts() if simulating else {}
-        assert trainer.timer.total is not None
         assert (trainer.timer.total.device_s > 0) == simulating
         evaluated = trainer.evaluate()
         trainer.commit()

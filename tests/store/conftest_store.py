@@ -5,16 +5,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import shutil
 import subprocess
-import tempfile
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import pytest
 
 from tierstore import _native
 from tierstore.store import (
@@ -32,38 +29,6 @@ from tierstore.store.format import GroupLayout, moment_sections
 from tierstore.store.optimizer import record_hash
 
 Array = npt.NDArray[np.float32]
-
-
-@pytest.fixture
-def fast_path(tmp_path: Path) -> Iterator[Path]:
-    """A directory in memory where there is one: for tests that open stores a thousand times."""
-    shared = Path("/dev/shm")
-    if not shared.is_dir():
-        yield tmp_path
-        return
-    made = Path(tempfile.mkdtemp(dir=shared, prefix="tierstore-"))
-    yield made
-    shutil.rmtree(made)
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """An ext4 file system of 16 MiB."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting a file system needs root; the tests with a limited file size run everywhere")
-    image, mount = tmp_path / "disk", tmp_path / "mount"
-    with open(image, "wb") as file:
-        file.truncate(16 << 20)
-    mount.mkdir()
-    made = subprocess.run(["mkfs.ext4", "-q", "-m", "0", image], capture_output=True, check=False)
-    mounted = made.returncode == 0 and (
-        subprocess.run(["mount", "-o", "loop", image, mount], capture_output=True, check=False).returncode
-        == 0
-    )
-    if not mounted:
-        pytest.skip("no loop-mounted ext4 here; the tests with a limited file size run everywhere")
-    yield mount
-    subprocess.run(["umount", mount], check=True)
 
 
 def fingerprint(store: Path) -> dict[str, object]:
@@ -133,6 +98,21 @@ def small_store(
     return store
 
 
+def step_all(store: ParameterStore, lr: float, seed: int | None = None) -> None:
+    """A step of every record with gradients of ones, or with drawn ones."""
+    rng, sizes = np.random.default_rng(seed), {key: store.info(key).schema.numel for key in store.keys}
+    drawn = {key: np.ones(n) if seed is None else rng.standard_normal(n) for key, n in sizes.items()}
+    store.update({key: gradient.astype(np.float32) for key, gradient in drawn.items()}, lr=lr)
+
+
+def flip_bit(path: Path, bit: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(bit // 8)
+        (byte,) = file.read(1)
+        file.seek(bit // 8)
+        file.write(bytes([byte ^ 1 << bit % 8]))
+
+
 class _Slot(list[_native.Buffer]):
     """Memory of one slot that can be watched."""
 
@@ -185,13 +165,7 @@ class ArrayModel:
             # Int8: codes and scales of each.
             exp_avg, exp_avg_sq = moments if len(moments) == 2 else zip(moments[:2], moments[2:], strict=True)
             _native.adamw(
-                weight,
-                exp_avg,
-                exp_avg_sq,
-                gradient,
-                row[None],
-                record_hash=record_hash(key),
-                last_step=step,
+                weight, exp_avg, exp_avg_sq, gradient, row[None], record_hash=record_hash(key), last_step=step
             )
 
     def copy(self) -> ArrayModel:

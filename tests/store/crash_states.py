@@ -35,7 +35,7 @@ class Event(IntEnum):
 @dataclass(frozen=True)
 class Entry:
     event: Event
-    id: int
+    ticket: int
     offset: int
     text: str
     data: bytes
@@ -55,22 +55,22 @@ class Entry:
 def read_log(path: Path) -> list[Entry]:
     raw, at, entries = path.read_bytes(), 0, []
     while at < len(raw):
-        event, ident, offset, length = HEAD.unpack_from(raw, at)
+        event, ticket, offset, length = HEAD.unpack_from(raw, at)
         at += HEAD.size
         text = raw[at : at + length].decode()
         at += length
         (nbytes,) = struct.unpack_from("<Q", raw, at)
         at += 8
-        entries.append(Entry(Event(event), ident, offset, text, raw[at : at + nbytes]))
+        entries.append(Entry(Event(event), ticket, offset, text, raw[at : at + nbytes]))
         at += nbytes
     return entries
 
 
 def without_syncs(log: list[Entry], directory: str = "") -> list[Entry]:
     """The log of a build that never calls fdatasync, or only in other directories than one."""
-    skipped = {e.id for e in log if e.event is Event.SYNC_SUBMIT and e.text.startswith(directory)}
+    skipped = {e.ticket for e in log if e.event is Event.SYNC_SUBMIT and e.text.startswith(directory)}
     syncs = (Event.SYNC_SUBMIT, Event.SYNC_DONE)
-    return [entry for entry in log if entry.event not in syncs or entry.id not in skipped]
+    return [entry for entry in log if entry.event not in syncs or entry.ticket not in skipped]
 
 
 @dataclass
@@ -102,23 +102,23 @@ class Disk:
 
     def follow(self, entry: Entry) -> None:
         if entry.event is Event.WRITE_SUBMIT:
-            self.writes[entry.id] = entry
-            self.order.append(entry.id)
+            self.writes[entry.ticket] = entry
+            self.order.append(entry.ticket)
             racing = [p for p in sorted(self.punching) if self.writes[p].text == entry.text]
-            self.races[entry.id] = [p for p in racing if set(self.writes[p].pages) & set(entry.pages)]
+            self.races[entry.ticket] = [p for p in racing if set(self.writes[p].pages) & set(entry.pages)]
         elif entry.event is Event.PUNCH_SUBMIT:
-            self.writes[entry.id] = entry
-            self.order.append(entry.id)
-            self.punching.add(entry.id)
+            self.writes[entry.ticket] = entry
+            self.order.append(entry.ticket)
+            self.punching.add(entry.ticket)
         elif entry.event is Event.PUNCH_DONE:
-            self.punching.remove(entry.id)
+            self.punching.remove(entry.ticket)
         elif entry.event is Event.WRITE_DONE:
-            self.done.add(entry.id)
+            self.done.add(entry.ticket)
         elif entry.event is Event.SYNC_SUBMIT:
             covered = {w for w in self.done if self.writes[w].text == entry.text}
-            self.syncs[entry.id] = (entry.text, covered)
+            self.syncs[entry.ticket] = (entry.text, covered)
         elif entry.event is Event.SYNC_DONE:
-            self.durable |= self.syncs[entry.id][1]
+            self.durable |= self.syncs[entry.ticket][1]
         elif entry.text.startswith("index "):
             self.transaction = int(entry.text.removeprefix("index "))
         elif entry.text.startswith("commit "):

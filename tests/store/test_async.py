@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest_store import ArrayModel, small_store, weights
+from conftest_store import ArrayModel, flip_bit, small_store, weights
 
 from tierstore import _native
 from tierstore.errors import ChecksumError
@@ -87,10 +87,7 @@ async def test_cancelled_awaits_leave_a_working_store(tmp_path: Path) -> None:
 
 async def test_damage_is_raised_where_it_is_awaited(tmp_path: Path) -> None:
     small_store(tmp_path / "store").close()
-    extent = tmp_path / "store" / "extents" / "expert.weights"
-    data = bytearray(extent.read_bytes())
-    data[5] ^= 1
-    extent.write_bytes(data)
+    flip_bit(tmp_path / "store" / "extents" / "expert.weights", 8 * 5)
     with ParameterStore.open(tmp_path / "store", StoreConfig(host_budget=1 << 20)) as store:
         with pytest.raises(ChecksumError, match="'e0', section weight"):
             await store.fetch_async(["e0"])

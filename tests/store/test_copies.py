@@ -6,9 +6,8 @@ import json
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
-from conftest_store import small_store
+from conftest_store import small_store, step_all
 
 from tierstore.errors import StoreExistsError, StoreFormatError, StoreMissingError
 from tierstore.store import ParameterStore, StoreConfig, StripeConfig, verify_store
@@ -36,7 +35,7 @@ def work(path: Path, config: StoreConfig = CONFIG) -> int:
     """Three commits that write everything anew; returns the checksum of the last one's content."""
     with ParameterStore.open(path, config) as opened:
         for _ in range(3):
-            opened.update({key: np.ones(NUMEL, np.float32) for key in opened.keys}, lr=0.1)
+            step_all(opened, 0.1)
             opened.commit()
         return opened.records_crc32c()
 

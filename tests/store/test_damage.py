@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest_store import small_store
+from conftest_store import flip_bit, small_store
 
 from tierstore.errors import (
     BudgetError,
@@ -53,11 +53,7 @@ def flip(path: Path, schema: RecordSchema, group: Group, slot: int, section: str
         if part.name == section:
             break
         offset += part.padded_nbytes
-    with open(path, "r+b") as file:
-        file.seek(offset + bit // 8)
-        (byte,) = file.read(1)
-        file.seek(offset + bit // 8)
-        file.write(bytes([byte ^ 1 << bit % 8]))
+    flip_bit(path, 8 * offset + bit)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +66,6 @@ def test_one_flipped_bit(tmp_path: Path, weight_format: WeightFormat, section: s
         group = Group[SECTIONS[weight_format][section].upper()]
         slot = store.core.record("e2").slot(group)
         part = next(s for s in schema.layout(group).sections if s.name == section)
-    assert slot is not None
     extent = slot.extent.path
     assert extent == tmp_path / "store" / "extents" / f"expert.{group.label}"
     flip(extent, schema, group, slot.number, section, 0 if end == "first" else 8 * part.nbytes - 1)
@@ -100,7 +95,6 @@ def test_damage_in_a_snapshot_is_found(tmp_path: Path) -> None:
         store.commit(snapshot="old")
         store.update({"e1": np.ones(3000, np.float32)}, lr=0.1)
         store.commit()
-        assert slot is not None
         flip(tmp_path / "store/extents/expert.weights", schema, Group.WEIGHTS, slot.number, "weight", 5)
         (failure,) = store.verify().failures
         assert "snapshot 'old': record 'e1'" in failure

@@ -8,12 +8,11 @@ import errno
 import os
 import resource
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from child_process import child, run_python
 from conftest_store import small_store, weights
 
 from tierstore import _native
@@ -139,8 +138,7 @@ with ParameterStore.open({str(tmp_path / "store")!r}, config) as store:
         except StorePoisonedError as error:
             assert "reopen" in str(error)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    run_python(script)
     with ParameterStore.open(tmp_path / "store", CONFIG) as store:
         assert store.last_commit.generation == 1
         assert store.verify().failures == []
@@ -304,22 +302,14 @@ with ParameterStore.open({str(tmp_path / "store")!r}, StoreConfig(host_budget=1 
     sys.stdin.read()
 """
     small_store(tmp_path / "store").close()
-    holder = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert holder.stdout is not None
-    assert holder.stdin is not None
-    try:
-        assert holder.stdout.readline() == b"open\n"
+    with child(script) as holder:
+        assert holder.answer() == "open"
         with pytest.raises(StoreInUseError, match=rf"pid {holder.pid}\)"):
             ParameterStore.open(tmp_path / "store", CONFIG)
         holder.send_signal(signal.SIGKILL)
         # Dead, but its parent has not collected it: a zombie holds nothing, whatever /proc says of it.
         os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)
         ParameterStore.open(tmp_path / "store", CONFIG).close()
-    finally:
-        holder.kill()
-        holder.wait()
-        holder.stdin.close()
-        holder.stdout.close()
     with small_store(tmp_path / "other"), pytest.raises(StoreInUseError, match=f"pid {os.getpid()}"):
         ParameterStore.open(tmp_path / "other", CONFIG)
 
@@ -348,5 +338,4 @@ with ParameterStore.open(path, config) as store:
     store.commit()
 """
     small_store(tmp_path / "store").close()
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    run_python(script)

@@ -15,6 +15,7 @@ from conftest_store import small_store, weights
 from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from naive_crc32c import naive_crc32c
 
 from tierstore.errors import ConfigError, StoreFormatError
 from tierstore.quant.layout import CodeFormat, PartKind, QuantizedLayout, WeightPart
@@ -133,15 +134,6 @@ def test_names_fit_the_index() -> None:
 # A reader that knows docs/FORMAT.md and nothing of the package ---------------------------------------------
 
 
-def slow_crc32c(data: bytes) -> int:
-    crc = 0xFFFFFFFF
-    for byte in data:
-        crc ^= byte
-        for _ in range(8):
-            crc = (crc >> 1) ^ (0x82F63B78 if crc & 1 else 0)
-    return crc ^ 0xFFFFFFFF
-
-
 def check_index(env: lmdb.Environment) -> None:
     """The checksum over all entries is what it should be."""
     total = 0
@@ -152,7 +144,7 @@ def check_index(env: lmdb.Environment) -> None:
         for name, database in databases.items():
             for key, value in txn.cursor(db=database):
                 if (name, key) != (b"meta", b"checksum"):
-                    total += slow_crc32c(name + b"\0" + key + b"\0" + value)
+                    total += naive_crc32c(name + b"\0" + key + b"\0" + value)
         assert struct.unpack("<Q", txn.get(b"checksum", db=databases[b"meta"])) == (total % 2**64,)
 
 
@@ -202,7 +194,7 @@ def read_record(directory: Path, key: str) -> tuple[int, dict[str, bytes]]:
         offset = slot * sum(padded)
         for (name, nbytes), size, crc in zip(parts, padded, crcs, strict=True):
             sections[name] = raw[offset : offset + nbytes]
-            assert slow_crc32c(sections[name]) == crc
+            assert naive_crc32c(sections[name]) == crc
             assert not any(raw[offset + nbytes : offset + size])
             offset += size
     return step, sections

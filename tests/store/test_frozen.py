@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest_store import weights
+from child_process import child
+from conftest_store import flip_bit, weights
 
 from tierstore import _native
 from tierstore.errors import StoreError
@@ -152,10 +149,7 @@ def test_reopened_verified_and_of_equal_content(tmp_path: Path) -> None:
 
 def test_damage_is_found_where_it_is(tmp_path: Path) -> None:
     made(tmp_path / "s").close()
-    extent = tmp_path / "s" / "extents" / "base.weights"
-    content = bytearray(extent.read_bytes())
-    content[2 * BF16 + 5] ^= 1
-    extent.write_bytes(content)
+    flip_bit(tmp_path / "s" / "extents" / "base.weights", 8 * (2 * BF16 + 5))
     (failure,) = verify_store(tmp_path / "s").failures
     assert "record 'e2', section weight" in failure
 
@@ -231,15 +225,10 @@ def test_a_registration_that_is_killed_goes_on(
 ) -> None:
     """As an import is: what was acknowledged is there, whole, and the rest is registered again."""
     made(tmp_path / "s").close()
-    process = subprocess.Popen(
-        [sys.executable, "-c", _REGISTERING, str(tmp_path / "s")], stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    lines = [process.stdout.readline() for _ in range(5)]
-    os.kill(process.pid, signal.SIGKILL)
-    lines += process.stdout.readlines()
-    process.wait()
-    process.stdout.close()
+    with child(_REGISTERING, tmp_path / "s") as process:
+        lines = [process.answer() for _ in range(5)]
+        process.kill()
+        lines += process.stdout.readlines()
     generation, last = (int(word) for word in lines[-1].split())
     with ParameterStore.open(tmp_path / "s", CONFIG) as store:
         assert store.last_commit.generation in (generation, generation + 1)

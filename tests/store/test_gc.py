@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest_store import small_store
+from conftest_store import small_store, step_all
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -50,20 +50,15 @@ def image(path: Path) -> dict[str, bytes]:
     }
 
 
-def grown(store: ParameterStore, seed: int = 0) -> None:
-    rng = np.random.default_rng(seed)
-    store.update({key: rng.standard_normal(NUMEL).astype(np.float32) for key in store.keys}, lr=1e-2)
-
-
 @pytest.fixture
 def crashed(tmp_path: Path) -> Path:
     """A store that was copied while it was at work: write-backs that no commit refers to, a scratch file."""
     store = small_store(tmp_path / "run", count=COUNT, numel=NUMEL, budget=200_000, retain=1)
     with store:
         store.commit(snapshot="kept")
-        grown(store)
+        step_all(store, 1e-2, 0)
         store.commit()
-        grown(store, 1)
+        step_all(store, 1e-2, 1)
         store.core.committer.begin()
         store.core.wait(store.core.committer.writes)
         shutil.copytree(tmp_path / "run", tmp_path / "crashed")
@@ -98,7 +93,7 @@ def test_a_crash_leaves_nothing_behind(crashed: Path) -> None:
     assert content(crashed) == expected
     with ParameterStore.open(crashed, CONFIG) as store:  # and it goes on
         for seed in range(4):
-            grown(store, seed)
+            step_all(store, 1e-2, seed)
             store.commit(snapshot=f"s{seed}")
         assert store.verify().failures == []
 
@@ -179,7 +174,7 @@ def test_several_ranks(tmp_path: Path, crashed: Path) -> None:
 
 def test_a_prepared_commit_stays(tmp_path: Path) -> None:
     with small_store(tmp_path / "store", count=COUNT, numel=NUMEL) as store:
-        grown(store)
+        step_all(store, 1e-2, 0)
         store.core.committer.commit(keep=Keep.PREVIOUS)
     report = collect(tmp_path / "store", Mode.REMOVE)
     assert any("prepared commit" in reason for reason in report.left)
@@ -205,7 +200,7 @@ def test_several_directories(tmp_path: Path) -> None:
     config = StoreConfig(host_budget=1 << 20, retain=3, stripe=StripeConfig(directories=(further,)))
     small_store(tmp_path / "store", count=COUNT, numel=NUMEL).close()
     with ParameterStore.open(tmp_path / "store", config) as store:
-        grown(store)
+        step_all(store, 1e-2, 0)
         store.commit()
         crc = store.records_crc32c()
     files = [*(tmp_path / "store" / "extents").iterdir(), *(further / "extents").iterdir()]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest_store import weights
+from conftest_store import flip_bit, weights
 from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -71,12 +71,7 @@ def copied(store: ParameterStore, key: str) -> bytes:
 def flip(store: ParameterStore, key: str) -> None:
     """Flips a bit of the weights on disk."""
     slot = store.core.record(key).slot(Group.WEIGHTS)
-    assert slot is not None
-    with open(slot.extent.path, "r+b") as file:
-        file.seek(slot.number * slot.extent.slot_bytes + 5000)
-        (byte,) = file.read(1)
-        file.seek(-1, 1)
-        file.write(bytes([byte ^ 1]))
+    flip_bit(Path(slot.extent.path), 8 * (slot.number * slot.extent.slot_bytes + 5000))
 
 
 def test_by_hand(tmp_path: Path) -> None:
@@ -86,10 +81,8 @@ def test_by_hand(tmp_path: Path) -> None:
         before = store.core.engine.stats()
         expected = (np.frombuffer(weights(4, NUMEL)["e2"].tobytes(), np.uint32) >> 16).astype(np.uint16)
         first = lease(store, "e2")
-        assert first is not None
         assert np.abs(first.view(np.uint16).astype(int) - expected).max() <= 1, "rounded, not cut"
         again = lease(store, "e2")
-        assert again is not None
         assert again.ctypes.data == first.ctypes.data
         after, stats = store.core.engine.stats(), store.core.cache.residency.stats()
         assert (store.core.mapped.leases, store.core.mapped.leased_bytes) == (2, 12_000)
@@ -126,7 +119,6 @@ def test_mapped_bytes_are_those_that_are_read(
                 for key in content if keys else ():
                     if key in store.keys:
                         found = lease(store, key)
-                        assert found is not None
                         assert found.tobytes() == copied(store, key)
 
 
@@ -148,7 +140,6 @@ def test_a_file_that_was_cut_short_is_an_error_and_not_a_signal(tmp_path: Path) 
     made(tmp_path / "s").close()
     with ParameterStore.open(tmp_path / "s", CONFIG) as store:
         slot = store.core.record("e3").slot(Group.WEIGHTS)
-        assert slot is not None
         assert lease(store, "e0") is not None, "maps the whole file"
         with open(slot.extent.path, "r+b") as file:
             file.truncate(slot.number * slot.extent.slot_bytes)
@@ -161,7 +152,6 @@ def test_a_lease_outlives_its_store(tmp_path: Path) -> None:
     found, expected = lease(store, "e0"), copied(store, "e0")
     store.close()
     (tmp_path / "s" / "extents" / "base.weights").unlink()
-    assert found is not None
     assert found.tobytes() == expected
     mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if "base.weights" in line]
     assert {line.split()[1] for line in mapped} == {"r--s"}, "only the read-only mapping is left"

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
-from conftest_store import small_store
+from conftest_store import small_store, step_all
 
 from tierstore.errors import StoreError
 from tierstore.store import OpenAt, ParameterStore, StoreConfig
@@ -17,11 +16,6 @@ from tierstore.store.reading import read_states
 NUMEL = 3000
 
 
-def step(store: ParameterStore, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    store.update({f"e{i}": rng.standard_normal(NUMEL).astype(np.float32) for i in range(4)}, lr=1e-2)
-
-
 def content(path: Path, at: OpenAt = OpenAt.LAST) -> tuple[int, bytes]:
     with ParameterStore.open(path, StoreConfig(host_budget=1 << 20), at=at) as store:
         assert not store.verify().failures
@@ -30,10 +24,10 @@ def content(path: Path, at: OpenAt = OpenAt.LAST) -> tuple[int, bytes]:
 
 def test_the_commit_before_a_prepared_one_is_there_until_acknowledged(tmp_path: Path) -> None:
     with small_store(tmp_path / "s") as store:
-        step(store, 1)
+        step_all(store, 1e-2, 1)
         store.commit({"n": b"1"})
         first = store.records_crc32c()
-        step(store, 2)
+        step_all(store, 1e-2, 2)
         store.core.committer.commit({"n": b"2"}, keep=Keep.PREVIOUS)
         second = store.records_crc32c()
     assert first != second
@@ -52,18 +46,18 @@ def test_after_going_back_training_goes_on_as_if_never_ahead(tmp_path: Path) -> 
     for name, ahead in (("straight", False), ("back", True)):
         path = tmp_path / name
         with small_store(path) as store:
-            step(store, 1)
+            step_all(store, 1e-2, 1)
             store.core.committer.commit({"n": b"1"}, keep=Keep.PREVIOUS)
             store.core.committer.acknowledge()
             if ahead:
-                step(store, 7)
+                step_all(store, 1e-2, 7)
                 store.core.committer.commit({"n": b"2"}, keep=Keep.PREVIOUS)
         at = OpenAt.PREVIOUS if ahead else OpenAt.LAST
         with ParameterStore.open(path, StoreConfig(host_budget=1 << 20), at=at) as store:
-            step(store, 2)
+            step_all(store, 1e-2, 2)
             store.core.committer.commit({"n": b"2"}, keep=Keep.PREVIOUS)
             store.core.committer.acknowledge()
-            step(store, 3)
+            step_all(store, 1e-2, 3)
             store.commit()
             crcs.append(store.records_crc32c())
         assert content(path)[0] == crcs[-1]
@@ -76,7 +70,7 @@ def test_acknowledging_frees_the_slots_and_survives_reopening(tmp_path: Path) ->
     with small_store(path) as store:
         sizes = None
         for number in range(6):
-            step(store, number)
+            step_all(store, 1e-2, number)
             store.core.committer.commit({"n": b"%d" % number}, keep=Keep.PREVIOUS)
             store.core.committer.acknowledge()
             store.core.committer.acknowledge()  # again is nothing
@@ -90,15 +84,15 @@ def test_acknowledging_frees_the_slots_and_survives_reopening(tmp_path: Path) ->
 
 def test_a_second_prepare_needs_the_acknowledgement_of_the_first(tmp_path: Path) -> None:
     with small_store(tmp_path / "s") as store:
-        step(store, 1)
+        step_all(store, 1e-2, 1)
         store.core.committer.commit({"n": b"1"}, keep=Keep.PREVIOUS)
-        step(store, 2)
+        step_all(store, 1e-2, 2)
         with pytest.raises(StoreError, match="not acknowledged"):
             store.core.committer.commit({"n": b"2"}, keep=Keep.PREVIOUS)
         store.core.committer.acknowledge()
         store.core.committer.commit({"n": b"2"}, keep=Keep.PREVIOUS)
         # An ordinary commit acknowledges by itself.
-        step(store, 3)
+        step_all(store, 1e-2, 3)
         store.commit({"n": b"3"})
     assert set(read_states(tmp_path / "s", "n")) == {OpenAt.LAST}
 
@@ -106,7 +100,7 @@ def test_a_second_prepare_needs_the_acknowledgement_of_the_first(tmp_path: Path)
 def test_named_snapshots_and_the_previous_commit_do_not_count_each_other(tmp_path: Path) -> None:
     with small_store(tmp_path / "s", retain=1) as store:
         for number in range(3):
-            step(store, number)
+            step_all(store, 1e-2, number)
             store.core.committer.commit({"n": b"%d" % number}, snapshot=f"named-{number}", keep=Keep.PREVIOUS)
             before = [f"named-{number - 1}"] if number else []
             assert [name for name in store.last_commit.snapshots if name.startswith("named")] == [
@@ -137,17 +131,17 @@ def test_a_first_prepare_has_nothing_before_it(tmp_path: Path) -> None:
 def test_undoing_a_prepared_snapshot_keeps_the_one_whose_place_it_took(tmp_path: Path) -> None:
     path, config = tmp_path / "s", StoreConfig(host_budget=1 << 20, retain=1)
     with small_store(path, retain=1) as store:
-        step(store, 1)
+        step_all(store, 1e-2, 1)
         store.core.committer.commit({"n": b"1"}, snapshot="a", keep=Keep.PREVIOUS)
         store.core.committer.acknowledge()
-        step(store, 2)
+        step_all(store, 1e-2, 2)
         store.core.committer.commit({"n": b"2"}, snapshot="b", keep=Keep.PREVIOUS)
     with ParameterStore.open(path, config, at=OpenAt.PREVIOUS) as store:
         assert store.last_commit.snapshots == ["a"]
         assert not store.verify().failures
     # A commit without a snapshot lets none go, even where fewer are to be kept.
     with ParameterStore.open(path, StoreConfig(host_budget=1 << 20)) as store:
-        step(store, 3)
+        step_all(store, 1e-2, 3)
         store.commit()
         store.core.committer.commit({"n": b"3"}, keep=Keep.PREVIOUS)
         store.core.committer.acknowledge()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
+from child_process import child, run_python
 from conftest_store import fingerprint, read_only, small_store, weights
 
 from tierstore.bench.soak_plan import committed_generation
@@ -44,23 +44,10 @@ with ParameterStore.open(Path(sys.argv[1]), StoreConfig(host_budget=1 << 20), ac
 @contextmanager
 def reader(store: Path) -> Iterator[tuple[int, str]]:
     """A process that has read all of ``store`` and keeps it open: its pid, and the sum of all weights."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", _READER, str(store)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        said = process.stdout.readline().split()
+    with child(_READER, store) as process:
+        said = process.answer().split()
         assert said[:1] == ["open"]
         yield process.pid, said[1]
-    finally:
-        process.kill()
-        process.wait()
-        process.stdin.close()
-        process.stdout.close()
 
 
 @pytest.fixture
@@ -220,9 +207,7 @@ def test_a_full_disk_can_be_verified_and_freed(store: Path) -> None:
     with ParameterStore.open(store, CONFIG) as opened:
         opened.reserve({"expert": 100})
     used = sum(file.stat().st_blocks for file in (store / "extents").iterdir())
-    done = subprocess.run(
-        [sys.executable, "-c", _NOT_A_BYTE, str(store)], capture_output=True, text=True, check=False
-    )
+    done = run_python(_NOT_A_BYTE, store)
     assert (done.stdout, done.stderr) == ("[] True []\n", "")
     assert sum(file.stat().st_blocks for file in (store / "extents").iterdir()) * 10 < used
 

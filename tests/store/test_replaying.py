@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-from conftest_store import small_store, weights
+from conftest_store import flip_bit, small_store, weights
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_reading import fingerprint
@@ -140,13 +140,8 @@ def test_moments_that_are_damaged_are_named(tmp_path: Path) -> None:
     behind(tmp_path / "store")
     with ParameterStore.open(tmp_path / "store", StoreConfig(host_budget=1 << 20), access=READ) as store:
         slot = store.core.records.live("e2").slot(Group.MOMENTS)
-        assert slot is not None
         path, offset = slot.extent.path, slot.number * slot.extent.slot_bytes
-    with open(path, "r+b") as file:
-        file.seek(offset + 100)
-        byte = file.read(1)
-        file.seek(offset + 100)
-        file.write(bytes([byte[0] ^ 1]))
+    flip_bit(path, 8 * (offset + 100))
     with ParameterStore.open(tmp_path / "store", StoreConfig(host_budget=1 << 20), access=READ) as store:
         with pytest.raises(ChecksumError, match="'e2', section exp_avg"):
             store.fetch(["e2"])

@@ -7,6 +7,7 @@ import os
 
 import numpy as np
 import pytest
+from core_calls import units
 from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,10 +21,6 @@ from tierstore.trace.replay import replay
 from tierstore.trace.writer import TraceRecorder, TraceWriter
 
 LAYERS, EXPERTS = 3, 6
-
-
-def units(records, flags=1):
-    return np.array(records, np.uint32), np.full(len(records), flags, np.uint16)
 
 
 def train(core, rng, steps=4, tangled=False):

@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import command_line
 import numpy as np
 import pytest
-import torch
-from click.testing import CliRunner, Result
+from click.testing import Result
+from command_line import tiny_run
 
 from tierstore._native import policy_names
-from tierstore.cli.main import cli
 from tierstore.machine_profile import ASSUMED, Cost, Evidence, save_profile
 from tierstore.trace.format import TraceHeader, TraceKind, TraceRecord
 from tierstore.trace.reader import read_header
@@ -24,21 +24,15 @@ LAYERS, EXPERTS, STEPS = 3, 8, 60
 
 
 def call(*arguments: object) -> Result:
-    return CliRunner().invoke(cli, ["cache", *map(str, arguments)])
+    return command_line.invoke("cache", *arguments)
 
 
 def done(*arguments: object) -> Result:
-    result = call(*arguments)
-    assert result.exit_code == 0, (result.stderr, result.exception)
-    return result
+    return command_line.done("cache", *arguments)
 
 
 def found(*arguments: object) -> dict[str, Any]:
-    lines = done(*arguments, "--json").stdout.splitlines()
-    assert len(lines) == 1
-    value = json.loads(lines[0])
-    assert isinstance(value, dict)
-    return value
+    return command_line.object_of("cache", *arguments)
 
 
 def refused(*arguments: object) -> str:
@@ -289,9 +283,7 @@ def test_the_layers_of_a_log_are_imported_together(tmp_path: Path) -> None:
         parts[-1].write_text("".join(json.dumps({"topk_ids": [ids]}) + "\n" for ids in ([1, 2], [2, 3], [1])))
     value = found("import", "--kind", "vllm", *parts, tmp_path / "trace")
     assert (value["steps"], value["layers"], value["records"], value["requests"]) == (3, 2, 6, 10)
-    refused = CliRunner().invoke(cli, ["cache", "import", str(parts[0])])
-    assert refused.exit_code == 2
-    assert "SOURCE and TRACE" in refused.output
+    assert "SOURCE and TRACE" in refused("import", parts[0])
 
 
 def test_the_options_of_an_import_are_listed() -> None:
@@ -378,40 +370,16 @@ def test_too_short_a_trace_cannot_be_tuned(tmp_path: Path) -> None:
 
 # A real run --------------------------------------------------------------------------------------------------
 
-TINY = """
-steps = 8
-device = "cpu"
-threads = 1
-host_budget = "192KiB"
-commit_every = 0
-eval_every = 0
-eval_batches = 1
-sample_tokens = 0
-[model]
-d_model = 16
-n_layers = 2
-n_heads = 2
-seq_len = 8
-d_ff = 32
-experts = 8
-[data]
-batch_size = 2
-paths = ["{text}"]
-"""
+RUN = {"steps": 8, "commit_every": 0, "eval_every": 0}
 
 
 def test_record_tune_paste_and_train_again(tmp_path: Path) -> None:
-    torch.set_num_threads(1)
-    text, config, trace = tmp_path / "text.txt", tmp_path / "run.toml", tmp_path / "run.trace"
-    text.write_text("the expert fetched its page from the slower tier; " * 400)
-    config.write_text(TINY.format(text=text))
+    config, trace = tiny_run(tmp_path, RUN), tmp_path / "run.trace"
     first = found("record", trace, config, "--store", tmp_path / "first", "--checksum")
     tuned = found("tune", trace, "--capacity", "0.4", "--scope", "layer")
     assert tuned["trace"]["steps"] >= 8
-    config.write_text(TINY.format(text=text) + tuned["configuration"])
-    arguments = ["train", str(config), "--store", str(tmp_path / "second"), "--json", "--checksum"]
-    result = CliRunner().invoke(cli, arguments)
-    assert result.exit_code == 0, (result.stderr, result.exception)
+    config.write_text(config.read_text() + tuned["configuration"])
+    result = command_line.done("train", config, "--store", tmp_path / "second", "--json", "--checksum")
     second = json.loads(result.stdout)
     assert isinstance(first["records_crc32c"], int)
     assert second["records_crc32c"] == first["records_crc32c"]
@@ -421,11 +389,8 @@ def test_record_tune_paste_and_train_again(tmp_path: Path) -> None:
 
 
 def test_the_slots_of_a_device_are_tuned_beside_the_host_cache(tmp_path: Path) -> None:
-    torch.set_num_threads(1)
-    text, config, trace = tmp_path / "text.txt", tmp_path / "run.toml", tmp_path / "run.trace"
-    text.write_text("the expert fetched its page from the slower tier; " * 400)
-    slots = 'weights_in_place = "off"\ndevice_budget = "80KB"\n'
-    config.write_text(slots + TINY.format(text=text))
+    config = tiny_run(tmp_path, RUN | {"weights_in_place": "off", "device_budget": "80KB"})
+    trace = tmp_path / "run.trace"
     first = found("record", trace, config, "--store", tmp_path / "first", "--checksum")
     tuned = found("tune", trace, "--capacity", "0.4", "--out", tmp_path / "cache.toml")
     (device,) = tuned["device"]
@@ -439,10 +404,8 @@ def test_the_slots_of_a_device_are_tuned_beside_the_host_cache(tmp_path: Path) -
     assert tuned["configuration"] == (tmp_path / "cache.toml").read_text()
     assert {"policy", "scope", "device_policy"} <= keys.keys()
     assert tomllib.loads(device["configuration"])["cache"].items() <= keys.items()
-    config.write_text(slots + TINY.format(text=text) + tuned["configuration"])
-    arguments = ["train", str(config), "--store", str(tmp_path / "second"), "--json", "--checksum"]
-    result = CliRunner().invoke(cli, arguments)
-    assert result.exit_code == 0, (result.stderr, result.exception)
+    config.write_text(config.read_text() + tuned["configuration"])
+    result = command_line.done("train", config, "--store", tmp_path / "second", "--json", "--checksum")
     assert json.loads(result.stdout)["records_crc32c"] == first["records_crc32c"]
     assert f"policy of device slots: {keys['device_policy']}" in result.stderr
     (tmp_path / "run.device-1.trace").unlink()

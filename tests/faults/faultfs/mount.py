@@ -43,11 +43,9 @@ class FaultFs:
             raise OSError(first["error"])
 
     def _answer(self) -> Any:
-        assert self._process.stdout is not None
         return json.loads(self._process.stdout.readline() or b'{"error": "the server ended"}')
 
     def _ask(self, **line: object) -> Any:
-        assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(line).encode() + b"\n")
         self._process.stdin.flush()
         return self._answer()
@@ -83,8 +81,6 @@ class FaultFs:
         self._end()
 
     def _end(self) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         try:

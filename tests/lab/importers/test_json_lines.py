@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
+from cases import json_lines as lines
 from effort import share
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -13,10 +12,6 @@ from hypothesis import strategies as st
 from tierstore.errors import DataError
 from tierstore.lab.importing import SourceKind, import_trace
 from tierstore.trace.reader import load_trace
-
-
-def lines(*rows):
-    return "\n".join(json.dumps(row) for row in rows).encode() + b"\n"
 
 
 def route(token, layer, *ids):
@@ -33,11 +28,7 @@ def test_a_token_a_line(imported, packed):
     )
     accesses, trace, keys = imported(packed(log))
     assert keys == ["4.1", "4.9", "4.3", "6.2", "6.9"]  # as they first appear; those of one line ascending
-    assert accesses == [
-        (0, 1, 0, [0, 1, 2], [1]),
-        (0, 1, 1, [3, 4], [1]),
-        (1, 1, 0, [0, 1], [1]),
-    ]
+    assert accesses == [(0, 1, 0, [0, 1, 2], [1]), (0, 1, 1, [3, 4], [1]), (1, 1, 0, [0, 1], [1])]
     assert trace.header.table.layers.tolist() == [0, 0, 0, 1, 1]
 
 

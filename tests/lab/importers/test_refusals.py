@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gzip
 import io
-import json
 import lzma
 import struct
 import zipfile
 
 import numpy as np
 import pytest
+from cases import json_lines as lines
+from cases import npz
 from refusals import refuses
 
 from tierstore.errors import ConfigError, DataError
@@ -51,10 +52,6 @@ ORACLE = [
 ]
 
 
-def lines(*rows):
-    return "\n".join(json.dumps(row) for row in rows).encode() + b"\n"
-
-
 GOOD = {"type": "route", "req_id": "r1", "token_idx": 0, "layer": 0, "topk_ids": [1]}
 VLLM = [
     (lines(GOOD) + b"{oops\n", ("line 2: ", "column 2"), {}),
@@ -72,12 +69,6 @@ VLLM = [
     (lines({**GOOD, "phase": "sideways"}), ("line 1: phase: ", "forward"), {}),
 ]
 WORDS = {"iteration": 1, "layer_number": 1, "tokens_per_expert": [1, "two"]}
-
-
-def npz(**arrays):
-    file = io.BytesIO()
-    np.savez(file, **arrays)
-    return file.getvalue()
 
 
 def saved(array):

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import io
-
 import numpy as np
+from cases import npz
 
 FIRST, SECOND, BOTH = 1 | 1 << 9, 1 | 1 << 10, 1 | 3 << 9  # weights, and the numbers of who asks
 # Three tokens of one prompt and one of another; two layers, two of four experts.
 TOPK = np.array([[[0, 1], [3, 2]], [[1, 2], [2, 3]], [[0, 3], [0, 1]], [[2, 0], [1, 3]]], np.uint8)
-
-
-def npz(**arrays):
-    file = io.BytesIO()
-    np.savez(file, **arrays)
-    return file.getvalue()
 
 
 def test_decoding_by_hand(imported, packed):

@@ -79,10 +79,7 @@ def test_by_hand(ranks: Ranks) -> None:
         assert rank["calls"] == 3
         # How many tokens, in 8 bytes, and 2 ids of 4 bytes to the other rank. Rank 0 gives rows 1 and 0 away and gets row
         # 3, and gradients go back: either way 3 rows of 64 bytes.
-        assert rank["sent"] == dict.fromkeys(rank["sent"], 0) | {
-            "all_gather": 8,
-            "all_to_all": 8 + 3 * 64,
-        }
+        assert rank["sent"] == dict.fromkeys(rank["sent"], 0) | {"all_gather": 8, "all_to_all": 8 + 3 * 64}
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])

@@ -10,9 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
-from conftest_store import small_store
+from conftest_store import small_store, step_all
 from crash_states import Event
 from effort import share
 from test_crash_replay import Run
@@ -55,20 +54,16 @@ def store_of_six(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def touch_all(store: ParameterStore) -> None:
-    store.update({key: np.ones(NUMEL, np.float32) for key in store.keys}, lr=1e-2)
-
-
 def test_what_fewer_snapshots_need_no_more_is_given_back(store_of_six: Path) -> None:
     """20 records, one snapshot kept: three copies are needed of the six that there are."""
     with ParameterStore.open(store_of_six, config(retain=1)) as store:
         assert "discard: on" in store.status().effective
-        touch_all(store)
+        step_all(store, 1e-2)
         store.commit()
         store.core.extents.end_discards()
         assert blocks(store_of_six) == {"weights": 3 * COUNT, "moments": 3 * COUNT}
         for number in range(6):  # the slots that turn around are never among them
-            touch_all(store)
+            step_all(store, 1e-2)
             store.commit(snapshot=f"s{number}")
             assert blocks(store_of_six) == {"weights": 3 * COUNT, "moments": 3 * COUNT}
         assert store.verify().failures == []
@@ -77,7 +72,7 @@ def test_what_fewer_snapshots_need_no_more_is_given_back(store_of_six: Path) -> 
 def test_off_gives_nothing_back(store_of_six: Path) -> None:
     with ParameterStore.open(store_of_six, config(retain=0, discard=Capability.OFF)) as store:
         assert "discard: off" in store.status().effective
-        touch_all(store)
+        step_all(store, 1e-2)
         store.commit()
     assert blocks(store_of_six) == {"weights": 6 * COUNT, "moments": 6 * COUNT}
 
@@ -85,7 +80,7 @@ def test_off_gives_nothing_back(store_of_six: Path) -> None:
 def test_it_is_reserved_again_before_it_is_used(store_of_six: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Given back, then four snapshots again: a disk that is full by then says so before anything changes."""
     with ParameterStore.open(store_of_six, config(retain=1)) as store:
-        touch_all(store)
+        step_all(store, 1e-2)
         store.commit()
     assert blocks(store_of_six)["weights"] == 3 * COUNT
     with ParameterStore.open(store_of_six, config(retain=4)) as store:
@@ -108,11 +103,11 @@ def test_it_is_reserved_again_before_it_is_used(store_of_six: Path, monkeypatch:
         file, weights.file = weights.file, Full(weights.file)  # type: ignore[assignment]
         needed = 6 * COUNT * SLOT[Group.WEIGHTS]  # all of them: what an opened file has is not known
         with pytest.raises(OSError, match=f"{needed} more bytes are needed") as refused:
-            touch_all(store)
+            step_all(store, 1e-2)
         assert refused.value.filename == str(weights.path)
         weights.file = file
         assert store.records_crc32c() == before
-        touch_all(store)
+        step_all(store, 1e-2)
         store.commit(snapshot="new")
         assert blocks(store_of_six) == {"weights": 6 * COUNT, "moments": 6 * COUNT}
 
@@ -180,11 +175,11 @@ def test_a_hole_that_fails_stops_further_ones_and_says_so(
     ):
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)  # nobody can punch it
         monkeypatch.setattr(_native.Engine, "punch", punch)
-        touch_all(store)
+        step_all(store, 1e-2)
         store.commit()
         monkeypatch.setattr(_native.Engine, "punch", punched)
         meanwhile(store)
-        touch_all(store)
+        step_all(store, 1e-2)
         store.commit()
         assert f"discard: off ({path}: punching a hole: Operation not permitted)" in store.status().effective
     os.close(fd)

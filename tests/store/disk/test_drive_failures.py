@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest_store import small_store
+from conftest_store import small_store, step_all
 
 from tierstore._native import File
 from tierstore.errors import StorePoisonedError
@@ -62,10 +62,6 @@ def fill(mount: Path, *, but_blocks: int) -> Path:
     return mount / "filler"
 
 
-def step(store: ParameterStore) -> None:
-    store.update({key: np.ones(NUMEL, np.float32) for key in store.keys}, lr=0.1)
-
-
 def test_a_full_drive_leaves_the_rest_to_the_other(tmp_path: Path, small_disk: Path) -> None:
     stripe = StripeConfig(directories=(small_disk / "b",))
     with small_store(tmp_path / "store", stripe=stripe) as store:
@@ -75,7 +71,7 @@ def test_a_full_drive_leaves_the_rest_to_the_other(tmp_path: Path, small_disk: P
         for number in range(40):
             store.register(f"new{number}", "expert", weight=np.ones(NUMEL, np.float32))
         for _ in range(3):
-            step(store)
+            step_all(store, 0.1)
             store.commit()
         own, small = store.status().drives
         assert small.reserved_bytes - before[1].reserved_bytes <= 40 * 4096
@@ -83,7 +79,7 @@ def test_a_full_drive_leaves_the_rest_to_the_other(tmp_path: Path, small_disk: P
         assert own.reserved_bytes + small.reserved_bytes >= 2 * 44 * slot_bytes
         crc = store.records_crc32c()
         filler.unlink()
-        step(store)
+        step_all(store, 0.1)
         store.commit()
         assert store.status().drives[1].reserved_bytes > small.reserved_bytes  # there is room again
     with ParameterStore.open(tmp_path / "store", CONFIG) as store:
@@ -134,7 +130,7 @@ def test_when_all_drives_are_full_it_is_said_before_anything_moves(small_disk: P
             OSError, match=rf"needed on any drive, and free are \d+ in {small_disk}/store, \d+ in"
         ):
             store.reserve({"expert": 100})
-        step(store)
+        step_all(store, 0.1)
         assert store.commit() == 2
 
 
@@ -146,10 +142,10 @@ def test_a_drive_that_dies_stops_the_store_and_is_named(
     small_store(tmp_path / "store", stripe=stripe).close()
     config = StoreConfig(host_budget=1 << 20, io=IoConfig(backend=backend))
     with ParameterStore.open(tmp_path / "store", config) as store:
-        step(store)
+        step_all(store, 0.1)
         store.commit()
         crc = store.records_crc32c()
-        step(store)
+        step_all(store, 0.1)
         shut_down(small_disk)
         with pytest.raises(OSError, match=re.escape(str(small_disk / "b" / "extents" / "expert."))) as caught:
             store.commit()
@@ -164,7 +160,7 @@ def test_a_drive_that_dies_stops_the_store_and_is_named(
     with ParameterStore.open(tmp_path / "store", CONFIG) as store:
         assert (store.last_commit.generation, store.records_crc32c()) == (2, crc)
         assert store.verify().failures == []
-        step(store)
+        step_all(store, 0.1)
         assert store.commit() == 3
 
 

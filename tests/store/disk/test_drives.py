@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest_store import small_store, weights
+from child_process import run_python
+from conftest_store import small_store, step_all, weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -59,11 +59,6 @@ def striped(tmp_path: Path, count: int = 8, **stripe: tuple[float, ...]) -> Para
     )
 
 
-def step(store: ParameterStore, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    store.update({key: rng.standard_normal(NUMEL).astype(np.float32) for key in store.keys}, lr=0.01)
-
-
 def directories(store: ParameterStore, group: Group = Group.WEIGHTS) -> list[int]:
     """Where each record's group lies."""
     slots = [store.core.records.live(key).slot(group) for key in store.keys]
@@ -104,7 +99,7 @@ def test_where_bytes_lie_changes_no_bit_and_no_decision(tmp_path: Path, spread: 
     ]:
         with small_store(tmp_path / name, count=8, budget=130_000, stripe=stripe) as store:
             for number in range(4):
-                step(store, number)
+                step_all(store, 0.01, number)
                 store.commit()
             stats = store.core.cache.residency.stats()
             found.append((store.records_crc32c(), stats, store.status().steps))
@@ -128,7 +123,7 @@ def test_shares_converge_and_each_slot_has_one_place(
             for group in COMMITTED_GROUPS:
                 slots = {store.core.records.live(key).slot(group) for key in store.keys}
                 assert len(slots) == 24
-        store.update({key: np.ones(100, np.float32) for key in store.keys}, lr=0.1)
+        step_all(store, 0.1)
         store.commit()
         held = directories(store)
         for number, share in enumerate(shares):
@@ -195,7 +190,7 @@ def test_a_limit_is_kept_and_the_other_drive_takes_the_rest(tmp_path: Path) -> N
     slot_bytes = SLOT_BYTES
     with striped(tmp_path, limits=(0, 3 * slot_bytes)) as store:
         for number in range(3):
-            step(store, number)
+            step_all(store, 0.01, number)
             store.commit()
         own, other = store.status().drives
         assert 0 < other.reserved_bytes <= 3 * slot_bytes
@@ -248,7 +243,7 @@ def test_a_limit_holds_for_what_was_discarded_where_nothing_is_any_more(
     for discard in (Capability.ON, Capability.OFF):
         chosen = replace(CONFIG, stripe=limits, wear=WearConfig(discard=discard))
         with ParameterStore.open(tmp_path / "store", chosen) as store:
-            step(store, 0)
+            step_all(store, 0.01, 0)
             store.commit()
             assert [drive.reserved_bytes for drive in store.status().drives] == [12 * SLOT_BYTES] * 2
 
@@ -267,7 +262,7 @@ def test_a_missing_directory_is_named(tmp_path: Path) -> None:
         ParameterStore.open(tmp_path / "store", CONFIG)
     # Somewhere else it is found, and remembered from the next commit on.
     with ParameterStore.open(tmp_path / "store", config(tmp_path / "c")) as store:
-        step(store, 1)
+        step_all(store, 0.01, 1)
         store.commit()
     with ParameterStore.open(tmp_path / "store", CONFIG) as store:
         assert store.verify().failures == []
@@ -306,13 +301,13 @@ def test_a_directory_of_another_time_is_no_directory_of_this_one(tmp_path: Path)
     small_store(tmp_path / "store").close()
     shutil.copytree(tmp_path / "store", tmp_path / "before")
     with ParameterStore.open(tmp_path / "store", config(tmp_path / "b")) as store:
-        step(store, 0)
+        step_all(store, 0.01, 0)
         store.commit()
     (tmp_path / "b").rename(tmp_path / "old")
     shutil.rmtree(tmp_path / "store")
     (tmp_path / "before").rename(tmp_path / "store")
     with ParameterStore.open(tmp_path / "store", config(tmp_path / "b")) as store:
-        step(store, 0)
+        step_all(store, 0.01, 0)
         store.commit()
     with pytest.raises(StoreFormatError, match=r"old: expected directory 1 .* no longer refers to"):
         ParameterStore.open(tmp_path / "store", config(tmp_path / "old"))
@@ -334,7 +329,7 @@ def test_a_directory_is_added_by_naming_it(tmp_path: Path) -> None:
     small_store(tmp_path / "store", count=8).close()
     with ParameterStore.open(tmp_path / "store", config(tmp_path / "b")) as store:
         assert set(directories(store)) == {0}
-        step(store, 0)
+        step_all(store, 0.01, 0)
         store.commit()
         # What is written from now on is shared out; with room for twice the records all of it is at once.
         assert directories(store).count(1) == 4
@@ -358,14 +353,14 @@ def test_an_adding_that_was_killed_is_taken_up_again(tmp_path: Path, monkeypatch
     with monkeypatch.context() as patched:
         patched.setattr(Index, "write", lambda self, **kwargs: (_ for _ in ()).throw(OSError(5, "gone")))
         with ParameterStore.open(tmp_path / "store", config(tmp_path / "b")) as store:
-            step(store, 0)
+            step_all(store, 0.01, 0)
             with pytest.raises(OSError, match="gone"):
                 store.commit()
     assert (tmp_path / "b" / "tierstore.json").exists()
     with ParameterStore.open(tmp_path / "store", CONFIG) as store:
         assert (len(store.status().drives), store.last_commit.generation) == (1, 1)
     with ParameterStore.open(tmp_path / "store", config(tmp_path / "b")) as store:
-        step(store, 0)
+        step_all(store, 0.01, 0)
         store.commit()
     with ParameterStore.open(tmp_path / "store", CONFIG) as store:
         assert (len(store.status().drives), store.verify().failures) == (2, [])
@@ -394,17 +389,14 @@ def test_a_creation_that_was_killed_is_no_obstacle(tmp_path: Path) -> None:
     script = f"""
 import os
 from pathlib import Path
+from child_process import run_python
 from conftest_store import small_store
 from tierstore.store import StripeConfig
 from tierstore.store.disk.home import Home
 Home.publish = lambda self, directories=1: os._exit(9)
 small_store(Path({str(tmp_path / "store")!r}), stripe=StripeConfig(directories=(Path({str(tmp_path / "b")!r}),)))
 """
-    helpers = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=helpers, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 9, done.stderr
+    run_python(script, status=9, PYTHONPATH=os.pathsep.join(filter(None, sys.path)))
     assert (tmp_path / "b" / "tierstore.json").exists()
     with pytest.raises(StoreMissingError):
         ParameterStore.open(tmp_path / "store", CONFIG)
@@ -471,7 +463,7 @@ def test_space_follows_the_shares_and_is_always_enough(
             shares = [1 / (1 + speed), speed / (1 + speed)]
             store.core._parts.drives.estimator.shares = shares
             store.commit()  # space follows the shares
-            store.update({key: np.ones(numel, np.float32) for key in store.keys}, lr=0.1)
+            step_all(store, 0.1)
             store.commit()
             if not limited:
                 assert abs(directories(store).count(1) - count * shares[1]) <= 2

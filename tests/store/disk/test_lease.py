@@ -9,24 +9,16 @@ import os
 import shutil
 import signal
 import stat
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from child_process import child
 from conftest_store import small_store, weights
 
 from tierstore.errors import StoreFormatError, StoreInUseError
-from tierstore.store import (
-    IoBackendName,
-    IoConfig,
-    ParameterStore,
-    RecordSchema,
-    StoreConfig,
-    StripeConfig,
-)
+from tierstore.store import IoBackendName, IoConfig, ParameterStore, RecordSchema, StoreConfig, StripeConfig
 from tierstore.store.committing import Keep
 from tierstore.store.config import StoreAccess
 from tierstore.store.disk.home import building
@@ -60,42 +52,14 @@ with ParameterStore.open(sys.argv[1], config) as store:
 """
 
 
-def start(code: str, *arguments: object) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "open\n"
-    return process
-
-
-def stop(process: subprocess.Popen[str]) -> None:
-    process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        assert pipe is not None
-        pipe.close()
-
-
-def ask(process: subprocess.Popen[str]) -> str:
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.write("go\n")
-    process.stdin.flush()
-    return process.stdout.readline().strip()
-
-
 @pytest.mark.parametrize("access", list(StoreAccess))
 def test_a_lease_that_is_removed_lets_nobody_in(tmp_path: Path, access: StoreAccess) -> None:
     """The first process has acknowledged generations 1 to 2, and no other acknowledges anything."""
     store = tmp_path / "store"
     small_store(store).close()
-    first = start(WRITER, store)
-    try:
-        assert ask(first) == "acknowledged 2"
+    with child(WRITER, store) as first:
+        assert first.answer() == "open"
+        assert first.ask() == "acknowledged 2"
         (store / "lease").unlink()
         with pytest.raises(StoreInUseError, match=rf"open in another process \(pid {first.pid}\)"):
             ParameterStore.open(store, CONFIG, access=access)
@@ -103,9 +67,7 @@ def test_a_lease_that_is_removed_lets_nobody_in(tmp_path: Path, access: StoreAcc
             with pytest.raises(StoreInUseError, match=f"pid {first.pid}"):
                 collect(store, Mode.REMOVE)
         assert not (store / "lease").exists()
-        assert f"'{store}/lease'" in ask(first)
-    finally:
-        stop(first)
+        assert f"'{store}/lease'" in first.ask()
     with ParameterStore.open(store, CONFIG) as opened:
         assert opened.last_commit.generation == 2
         assert opened.verify().failures == []
@@ -142,10 +104,8 @@ def test_writes_in_flight_when_it_is_killed_end_before_another_opens(tmp_path: P
     """Also with the lease file gone: nothing moves in the extents once another process has the store."""
     store = tmp_path / "store"
     small_store(store, count=8, numel=1 << 16, budget=64 << 20).close()
-    process = start(BUSY, store)
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "writing\n"
+    with child(BUSY, store) as process:
+        assert [process.answer(), process.answer()] == ["open", "writing"]
         (store / "lease").unlink()
         process.send_signal(signal.SIGKILL)
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
@@ -157,8 +117,6 @@ def test_writes_in_flight_when_it_is_killed_end_before_another_opens(tmp_path: P
                     assert (held[key].view("weight") == weight).all()
             assert opened.verify().failures == []
             assert {path.name: path.read_bytes() for path in (store / "extents").iterdir()} == before
-    finally:
-        stop(process)
 
 
 @pytest.mark.parametrize("stripe", [False, True])
@@ -232,15 +190,13 @@ def test_where_directories_cannot_be_locked_the_lease_is_compared(
         (path / "lease").unlink()
         with pytest.raises(StoreFormatError, match="lease is missing, and the file system cannot lock"):
             ParameterStore.open(path, CONFIG, access=StoreAccess.READ)
-        second = start(LOCKS_NO_DIRECTORY + WRITER, path)
-        try:
+        with child(LOCKS_NO_DIRECTORY + WRITER, path) as second:
+            assert second.answer() == "open"
             step(first)
             with pytest.raises(OSError, match="was replaced while the store was open") as raised:
                 first.commit()
             assert (raised.value.errno, raised.value.filename) == (errno.ESTALE, str(path / "lease"))
-            assert ask(second) == "acknowledged 2"
-        finally:
-            stop(second)
+            assert second.ask() == "acknowledged 2"
     with ParameterStore.open(path, CONFIG) as opened:
         assert opened.last_commit.generation == 2
         assert opened.verify().failures == []

@@ -67,7 +67,6 @@ def test_only_the_first_write_back_after_a_commit_takes_a_new_slot(tmp_path: Pat
         assert places[0] == places[1] == places[2] != places[3]
         assert live.slot(Group.GRADIENTS) is None
         left = places[2][Group.WEIGHTS]
-        assert left is not None
         assert left.extent.shared(left.number)
         store.commit()
         assert not left.extent.shared(left.number)
