@@ -124,30 +124,12 @@ def replay(
     return _driven(path, header).stats()
 
 
-def replay_steps(
-    path: str | os.PathLike[str],
-    *,
-    policy: str,
-    policy_options: Mapping[str, float | str],
-    capacity_frames: int,
-    lookahead_frames: int,
-    layer_quotas: Sequence[int] = (),
-) -> NDArray[np.int64]:
-    """The counts of such a replay by step, [steps, len(STEP_COUNTS)]; with ``layer_quotas`` in layer scope.
+def replay_steps(path: str | os.PathLike[str], header: TraceHeader) -> NDArray[np.int64]:
+    """The counts of a replay of the trace at ``path`` by step, [steps, len(STEP_COUNTS)]. ``header``: the trace's, with the
+    settings of the replay.
 
     What comes after the last end of a step is one more. Raises as ``replay`` does.
     """
-    with Path(path).open("rb") as file:
-        recorded = read_header(file)
-    header = replace(
-        recorded,
-        capacity_frames=capacity_frames,
-        lookahead_frames=lookahead_frames,
-        scope="layer" if layer_quotas else "global",
-        layer_quotas=tuple(layer_quotas),
-        policy=policy,
-        policy_options=policy_options,
-    )
     totals: list[list[int]] = []
 
     def note(residency: Residency) -> None:
