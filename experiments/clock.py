@@ -29,7 +29,7 @@ import statistics
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +42,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tierstore.config import load
 from tierstore.machine_profile import Profile, find_profile
 from tierstore.parallel import ParallelConfig, launch
-from tierstore.plan.predict import Discipline, Run, simulate
+from tierstore.plan.predict import Run, simulate
 from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening
 from tierstore.train.session import open_session
@@ -129,11 +129,7 @@ def timed(nodes: Sequence[Node], on: Machine) -> Run[Timed]:
             resource, seconds = on.work(node)
             operations.append(Timed(resource, seconds, (len(operations) - 1, *after), index))
         last.append(len(operations) - 1)
-    disciplines: dict[Hashable, Discipline] = {
-        resource: Discipline.PROGRAM if resource == "host" else Discipline.READY
-        for resource in dict.fromkeys(each.resource for each in operations)
-    }
-    return simulate(operations, lambda each: each.seconds, disciplines=disciplines)
+    return simulate(operations, lambda each: each.seconds, in_order=["host"])
 
 
 class Step(NamedTuple):

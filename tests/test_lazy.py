@@ -33,8 +33,8 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_name_is_imported_when_it_is_used(package: Path) -> None:
-    find, names = exports("lazy_example", str(package))
-    assert names() == ["inner", "value"]
+    names, find, listed = exports("lazy_example", str(package))
+    assert names == listed() == ["inner", "value"]
     assert "lazy_example.inner" not in sys.modules
     assert find("value") == 3
     assert find("inner") is sys.modules["lazy_example.inner"]

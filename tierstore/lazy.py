@@ -5,11 +5,11 @@ takes a second. Such a package lists its imports once, for type checkers, and ``
 (PEP 562)::
 
     if TYPE_CHECKING:
-        from tierstore.train.trainer import Trainer
+        from tierstore.train.trainer import Trainer as Trainer
     else:
-        __getattr__, __dir__ = exports(__name__, __file__)
+        __all__, __getattr__, __dir__ = exports(__name__, __file__)
 
-A package that users import also lists the names in ``__all__``, as ``docs/API.md`` does.
+``as`` marks a name as exported for the type checkers of users (PEP 484). ``docs/API.md`` lists these names.
 """
 
 from __future__ import annotations
@@ -25,9 +25,12 @@ def exported(file: str) -> dict[str, str]:
     return dict(_imports(ast.parse(Path(file).read_text(encoding="utf-8"))))
 
 
-def exports(package: str, file: str) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """``__getattr__`` and ``__dir__`` of ``package``, whose source is ``file``. Raises ValueError for a name clash."""
+def exports(package: str, file: str) -> tuple[list[str], Callable[[str], object], Callable[[], list[str]]]:
+    """``__all__``, ``__getattr__`` and ``__dir__`` of ``package``, whose source is ``file``. Raises ValueError for a name
+    clash.
+    """
     home = exported(file)
+    names = sorted(home)
     # Importing a module makes it an attribute of its package, which hides an exported name of the same spelling.
     inside = {module.removeprefix(f"{package}.").split(".")[0] for module in home.values()}
     if hidden := [name for name, module in home.items() if name in inside and module != package]:
@@ -40,7 +43,7 @@ def exports(package: str, file: str) -> tuple[Callable[[str], object], Callable[
             return importlib.import_module(f"{package}.{name}")
         return getattr(importlib.import_module(home[name]), name)
 
-    return find, lambda: sorted(home)
+    return names, find, lambda: names
 
 
 def _imports(tree: ast.Module) -> Iterator[tuple[str, str]]:

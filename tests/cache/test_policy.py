@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from tierstore._native import Candidates, Clock, Residency
 from tierstore.cache.policy import PythonPolicy
 from tierstore.errors import ConfigError, DataError
+from tierstore.trace.reader import load_trace
 from tierstore.trace.replay import replay
 from tierstore.trace.writer import TraceRecorder
 
@@ -118,7 +120,7 @@ def test_it_decides_as_the_native_one_does_live_and_in_a_replay(tmp_path: Path) 
         live = core.stats()
     written: PythonPolicy = Lru()
     assert isinstance(written, Lru)
-    assert replay(path, policy=f"{HERE}:Lru") == live == replay(path)
+    assert replay(path, replace(load_trace(path).header, policy=f"{HERE}:Lru")) == live == replay(path)
 
 
 def test_what_it_is_told() -> None:
@@ -173,7 +175,7 @@ def test_errors_are_the_users_own(tmp_path: Path) -> None:
         ask(recording, [0])
         ask(recording, [0])
     with pytest.raises(ValueError, match="hit by 0") as replayed:
-        replay(path, policy=f"{HERE}:Hurt")
+        replay(path, replace(load_trace(path).header, policy=f"{HERE}:Hurt"))
     assert not isinstance(replayed.value, DataError)
 
 
@@ -186,7 +188,7 @@ def test_a_trace_alone_does_not_choose_the_code_that_runs(tmp_path: Path) -> Non
         live = core.stats()
     with pytest.raises(ConfigError, match=f"recorded under {HERE}:Talkative, a policy written in Python"):
         replay(path)
-    assert replay(path, policy=f"{HERE}:Talkative") == live
+    assert replay(path, replace(load_trace(path).header, policy=f"{HERE}:Talkative")) == live
     assert Talkative.told[0] == ("word", "on")
 
 

@@ -17,9 +17,9 @@ from studies import outcome, small_study
 from tierstore.errors import ConfigError, DataError
 from tierstore.lab.generators import RoutingWorkload
 from tierstore.lab.importing import write_trace
+from tierstore.lab.miss_curves import curves
 from tierstore.lab.requests import load_requests
 from tierstore.lab.results import Role, Study
-from tierstore.lab.simulate import simulate
 
 SMALL = StudyOptions(
     capacities=(0.4, 0.7),
@@ -92,7 +92,7 @@ def test_a_trace_is_studied_as_it_was_recorded(tmp_path):
     assert regime.layered == ()  # one layer has nothing to share
     requests = load_requests(source)
     assert regime.trace.sha256 == requests.sha256
-    (lru,) = simulate(requests, ["lru"], [0.4])
+    (lru,) = curves(requests, ["lru"], [0.4])[0].points
     found = next(one for one in regime.focused() if one.policy == "lru")
     assert (found.misses, found.write_backs) == (lru.misses, lru.write_backs)
 

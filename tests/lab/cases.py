@@ -5,11 +5,14 @@ from __future__ import annotations
 import io
 import json
 import sys
+from dataclasses import replace
+from itertools import product
 
 import numpy as np
 
 from tierstore.lab.requests import Requests
 from tierstore.lab.results import Outcome
+from tierstore.lab.simulate import PolicySpec, ReplaySetting, replay_each, replay_windows
 from tierstore.trace.format import TraceHeader, TraceKind, TraceRecord
 from tierstore.trace.writer import TraceWriter
 
@@ -38,6 +41,18 @@ def requests_of(events, **columns):
     if "writes" in columns:
         columns["writes"] = [write for event in columns["writes"] for write in event]
     return Requests.of_columns(offsets, entries, **columns)
+
+
+def simulate(requests, policies, capacities, *, windows=0, warmup_steps=0, threads=0, **setting):
+    """A replay of every policy (its name or a PolicySpec) at every capacity: the outcomes, by policy."""
+
+    def reduce(replayed):
+        return replace(replayed.outcome, windows=replay_windows(replayed, windows) if windows else ())
+
+    specs = [PolicySpec.parse(policy) if isinstance(policy, str) else policy for policy in policies]
+    frames = [requests.table.frames_of(capacity) for capacity in capacities]
+    settings = [ReplaySetting(spec, size, **setting) for spec, size in product(specs, frames)]
+    return replay_each(requests, settings, reduce, warmup_steps=warmup_steps, threads=threads)
 
 
 def write_events(path, events, records=4, record=RECORD):

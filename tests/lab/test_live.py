@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from command_line import invoke
@@ -16,6 +18,7 @@ from tierstore.lab.live import recording_of, replay_recorded
 from tierstore.lab.requests import load_requests
 from tierstore.lab.simulate import Contract, PolicySpec, ReplaySetting
 from tierstore.lab.tuning import Hindsight, TuneOptions, tune
+from tierstore.trace.reader import load_trace
 from tierstore.trace.replay import STEP_COUNTS, replay, replay_steps
 from tierstore.trace.writer import TraceRecorder
 
@@ -53,43 +56,32 @@ def recorded(tmp_path_factory):
 
 
 def test_steps_add_up_to_the_replay(recorded):
-    whole = replay(recorded, policy="lfu-decay", capacity_frames=12, lookahead_frames=4)
-    steps = replay_steps(
-        recorded, policy="lfu-decay", policy_options={}, capacity_frames=12, lookahead_frames=4
-    )
+    header = replace(load_trace(recorded).header, policy="lfu-decay", capacity_frames=12, lookahead_frames=4)
+    whole, steps = replay(recorded, header), replay_steps(recorded, header)
     assert steps.shape == (STEPS, len(STEP_COUNTS))
     assert dict(zip(STEP_COUNTS, steps.sum(axis=0).tolist(), strict=True)) == {
         name: getattr(whole, name) for name in STEP_COUNTS
     }
-    layered = replay_steps(
-        recorded,
-        policy="lru",
-        policy_options={},
-        capacity_frames=12,
-        lookahead_frames=3,
-        layer_quotas=(4, 4, 4),
-    )
-    again = replay(recorded, policy="lru", capacity_frames=12, lookahead_frames=3, scope="layer")
-    assert layered[:, STEP_COUNTS.index("hits")].sum() == again.hits
 
 
 def test_the_tuner_scores_with_the_recorded_prefetches(recorded):
     requests = load_requests(recorded)
     recording = recording_of(recorded, requests)
-    assert (recording.capacity_frames, recording.lookahead_frames, recording.layers) == (16, 6, LAYERS)
+    assert (recording.header.capacity_frames, recording.header.lookahead_frames) == (16, 6)
     assert recording.lookahead_at(8) == 3
     lru = Candidate(PolicySpec("lru"))
     options = TuneOptions(policies=("lru", "fifo"), scopes=(Scope.GLOBAL,), baseline=lru)
     found = tune(requests, 8, options, recording=recording)
     assert found.result.scored == "the recorded prefetches and a lookahead of 3 frames"
     for candidate, outcome in found.ranked:
-        steps = replay_steps(
-            recorded,
+        header = replace(
+            recording.header,
             policy=candidate.policy.name,
             policy_options=candidate.policy.options,
             capacity_frames=8,
             lookahead_frames=3,
-        )[found.result.tuned_steps :]
+        )
+        steps = replay_steps(recorded, header)[found.result.tuned_steps :]
         total = dict(zip(STEP_COUNTS, steps.sum(axis=0).tolist(), strict=True))
         assert outcome.read_bytes == total["read_bytes"] == outcome.misses * 4096
         assert outcome.hits + outcome.misses + total["creates"] == outcome.requests

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 import numpy as np
-from cases import access, outcome, requests_of, write_events
+from cases import access, outcome, requests_of, simulate, write_events
 from refusals import each_of, refuses
 
 from tierstore.cache.config import Scope
@@ -18,7 +18,7 @@ from tierstore.lab.generators import KeyWorkload, RoutingWorkload, Scan, Tenants
 from tierstore.lab.miss_curves import curve_capacities, lru_curve
 from tierstore.lab.requests import Requests, load_requests, parse_pins, pin
 from tierstore.lab.results import Curve
-from tierstore.lab.simulate import PolicySpec, ReplaySetting, simulate
+from tierstore.lab.simulate import PolicySpec, ReplaySetting
 from tierstore.lab.tuning import TuneOptions, tune
 from tierstore.trace.format import TraceKind, TraceRecord
 

@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from cases import access, requests_of, write_events
+from cases import access, requests_of, simulate, write_events
 from command_line import done, invoke
 from effort import share
 from hypothesis import given, settings
@@ -16,7 +16,7 @@ from tierstore.lab.generators import RoutingWorkload
 from tierstore.lab.importing import write_trace
 from tierstore.lab.miss_curves import curves, has_one_pass
 from tierstore.lab.requests import Requests, load_requests, parse_pins, pin
-from tierstore.lab.simulate import Contract, known_policies, simulate
+from tierstore.lab.simulate import Contract, known_policies
 from tierstore.trace.format import TraceKind, TraceRecord
 
 W, M, G = 1, 2, 4  # groups needed

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cases import NaiveLru, requests_of
+from cases import NaiveLru, requests_of, simulate
 from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,7 +27,6 @@ from tierstore.lab.simulate import (
     in_parallel,
     known_policies,
     replay_one,
-    simulate,
 )
 from tierstore.trace.format import EventColumns, Trace, TraceHeader, TraceRecord
 

@@ -16,7 +16,7 @@ from traffic_cases import Make, workload_of
 from tierstore.cache.access import Phase
 from tierstore.machine_profile import ASSUMED, Cost, Evidence, Profile
 from tierstore.plan.capacity import capacity
-from tierstore.plan.predict import DISCIPLINES, Discipline, outcome, predict, simulate
+from tierstore.plan.predict import IN_ORDER, outcome, predict, simulate
 from tierstore.plan.traffic import step_traffic
 from tierstore.prefetch.operations import Kind, Operation, PassSizes, Resource, operations
 from tierstore.prefetch.plan import StepTiming
@@ -125,7 +125,7 @@ def ticks(listed: Sequence[Operation]) -> list[int]:
             for resource in Resource:
                 mine = [i for i, operation in enumerate(listed) if operation.resource is resource]
                 waiting = [i for i in mine if i not in begun]
-                if DISCIPLINES[resource] is Discipline.PROGRAM:
+                if resource in IN_ORDER:
                     waiting = waiting[:1] if waiting and waiting[0] in ready else []
                 else:
                     waiting = sorted((i for i in waiting if i in ready), key=lambda i: (ready[i], i))
@@ -180,13 +180,12 @@ def test_the_critical_path_has_no_gap(listed: list[Operation]) -> None:
 
 @given(graphs(), st.lists(st.integers(1, 5), min_size=14, max_size=14))
 def test_in_program_order_nothing_shorter_makes_it_longer(listed: list[Operation], caps: list[int]) -> None:
-    everywhere = dict.fromkeys(Resource, Discipline.PROGRAM)
     shorter = [
         Operation(o.kind, o.position, min(o.nbytes, cap), o.after)
         for o, cap in zip(listed, caps, strict=False)
     ]
-    before = simulate(listed, lasting, disciplines=everywhere)
-    after = simulate(shorter, lasting, disciplines=everywhere)
+    before = simulate(listed, lasting, in_order=Resource)
+    after = simulate(shorter, lasting, in_order=Resource)
     assert all(a <= b for a, b in zip(after.ended, before.ended, strict=True))
 
 

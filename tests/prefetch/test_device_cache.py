@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -17,7 +18,7 @@ from tierstore._native import GroupOrder, policy_names
 from tierstore.cache import CacheConfig
 from tierstore.prefetch import PredictorName, StepTiming
 from tierstore.store import Group
-from tierstore.trace.reader import read_header
+from tierstore.trace.reader import load_trace, read_header
 from tierstore.trace.replay import replay
 
 MakeRig = Callable[..., Any]
@@ -377,7 +378,8 @@ def test_a_replay_with_another_policy_copies_what_a_run_with_it_copies(
         copied[policy] = rig.tier.uploads
     for recorded in copied:
         for policy, uploads in copied.items():
-            stats = replay(tmp_path / f"{recorded}.device-1.trace", policy=policy)
+            path = tmp_path / f"{recorded}.device-1.trace"
+            stats = replay(path, replace(load_trace(path).header, policy=policy))
             assert stats.misses + stats.prefetch_reads == uploads
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -52,13 +53,8 @@ def test_it_replays_to_the_same_counts(name, path):
     assert {key: {"hits": one.hits, "misses": one.misses} for key, one in stats.by_group.items()} == by_group
     assert [{"hits": one.hits, "misses": one.misses} for one in stats.by_layer] == by_layer
     header = load_trace(path).header
-    counts = replay_steps(
-        path,
-        policy="lru",
-        policy_options={},
-        capacity_frames=header.capacity_frames,
-        lookahead_frames=header.lookahead_frames,
-    )
+    lru = replace(header, policy="lru", policy_options={}, scope="global", layer_quotas=())
+    counts = replay_steps(path, lru)
     assert counts[:, : STEP_COUNTS.index("prefetch_reads")].tolist() == EXPECTED[name]["steps"]
     assert header.clock == "steps"
 

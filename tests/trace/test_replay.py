@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,10 +18,15 @@ from tierstore.errors import BudgetError, ConfigError, DataError
 from tierstore.lab.requests import load_requests
 from tierstore.trace.format import TraceHeader, TraceKind, TraceRecord
 from tierstore.trace.reader import load_trace
-from tierstore.trace.replay import replay
+from tierstore.trace.replay import quotas_by_layer, replay
 from tierstore.trace.writer import TraceRecorder, TraceWriter
 
 LAYERS, EXPERTS = 3, 6
+
+
+def replayed(path, **changes):
+    """A replay with other settings than those that were recorded."""
+    return replay(path, replace(load_trace(path).header, **changes))
 
 
 def train(core, rng, steps=4, tangled=False):
@@ -108,23 +114,21 @@ def recorded(tmp_path):
 
 def test_other_capacities_and_policies(recorded):
     path, live = recorded
-    assert replay(path, policy="lru", capacity_frames=12) == live
-    larger = replay(path, capacity_frames=200)
+    assert replayed(path, capacity_frames=12) == live
+    larger = replayed(path, capacity_frames=200)
     assert larger.evictions == 0
     assert larger.misses < live.misses
     asked = ("hits", "misses", "creates")
     assert sum(getattr(larger, key) for key in asked) == sum(getattr(live, key) for key in asked)
-    smaller = replay(path, capacity_frames=4, lookahead_frames=0)
+    smaller = replayed(path, capacity_frames=4, lookahead_frames=0)
     assert smaller.groups > live.groups
     assert smaller.accesses == live.accesses
-    assert replay(path, policy="lfu-decay").steps == 6
-    assert replay(path, scope="layer", capacity_frames=36).steps == 6
+    assert replayed(path, policy="lfu-decay").steps == 6
+    assert replayed(path, scope="layer", layer_quotas=(12,) * 3, capacity_frames=36).steps == 6
     with pytest.raises(BudgetError, match="4 frames must be resident at once"):
-        replay(path, capacity_frames=3, lookahead_frames=0)
+        replayed(path, capacity_frames=3, lookahead_frames=0)
     with pytest.raises(ConfigError, match="unknown cache policy"):
-        replay(path, policy="mru")
-    with pytest.raises(ConfigError, match="scope"):
-        replay(path, scope="rank")
+        replayed(path, policy="mru")
 
 
 def test_pins_are_replayed(tmp_path):
@@ -233,8 +237,8 @@ def test_records_may_come_at_any_time(tmp_path):
     assert trace.records.tolist() == [0, 1, 2, 3, 4, 1, 3, 5, 6, 5, 6]
     assert trace.at.tolist() == [0, 0, 0, 2, 0, 0, 0]
     assert replay(path) == core.stats()
-    assert replay(path, capacity_frames=7).evictions == 0
-    assert replay(path, scope="layer", policy="lfu-decay").steps == 1
+    assert replayed(path, capacity_frames=7).evictions == 0
+    assert replayed(path, scope="layer", layer_quotas=(2,), policy="lfu-decay").steps == 1
     requests = load_requests(path)
     assert (requests.events, len(requests.entries), requests.table.total_frames) == (3, 6, 5)
     assert len(requests.creations.entries) == 1
@@ -328,6 +332,8 @@ def test_layers_without_records_get_no_quota(tmp_path):
             core.next_group()
             core.end_group()
         core.end_step()
-    assert replay(path, scope="layer").misses == 2
+    quotas = tuple(quotas_by_layer([1, 3], 8))
+    assert replayed(path, scope="layer", layer_quotas=quotas).misses == 2
+    quotas = tuple(quotas_by_layer([1, 3], 7))
     with pytest.raises(BudgetError, match="too small"):
-        replay(path, scope="layer", capacity_frames=7)
+        replayed(path, scope="layer", layer_quotas=quotas, capacity_frames=7)

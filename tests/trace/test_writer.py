@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from tierstore.lab.miss_curves import curves
 from tierstore.lab.requests import load_requests
-from tierstore.lab.simulate import simulate
 from tierstore.store import ParameterStore, RecordSchema, StoreConfig
 from tierstore.store.config import StoreAccess
 from tierstore.trace.format import Coding, EventColumns, RecordTable, TraceHeader, TraceKind
@@ -197,7 +197,7 @@ def test_what_is_not_asked_for_any_more_decays_where_no_step_is_taken(shifting, 
     # The lab counts so, too: each access is a step.
     requests = load_requests(path)
     assert (requests.step_count, requests.info.clock) == (1800 - late, header.clock)
-    lfu, lru = simulate(requests, ["lfu-decay", "lru"], ["20f"])
+    lfu, lru = (curve.points[0] for curve in curves(requests, ["lfu-decay", "lru"], ["20f"]))
     assert (lfu.hits, lfu.misses, lfu.evictions) == (live.hits, live.misses, live.evictions)
     assert lru.hits == 1800 - 36
 

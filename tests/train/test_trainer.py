@@ -65,13 +65,7 @@ def test_a_skipped_step_is_a_step_of_its_trace(configure: Make, tmp_path: Path) 
     accesses = trace.kinds == TraceKind.ACCESS
     ended = np.cumsum(trace.kinds == TraceKind.END_STEP)
     assert (trace.steps[accesses] == ended[accesses]).all()
-    by_end = replay_steps(
-        tmp_path / "trace",
-        policy=config.cache.policy,
-        policy_options=config.cache.options,
-        capacity_frames=trace.header.capacity_frames,
-        lookahead_frames=trace.header.lookahead_frames,
-    )
+    by_end = replay_steps(tmp_path / "trace", trace.header)
     assert len(by_end) == load_requests(tmp_path / "trace").step_count == 5
     assert replay(tmp_path / "trace") == live
 

@@ -14,4 +14,4 @@ if TYPE_CHECKING:
     from tierstore.dense.parameters import DenseSlices, GatherOnDemand
     from tierstore.dense.slices import dense_schemas
 else:
-    __getattr__, __dir__ = exports(__name__, __file__)
+    __all__, __getattr__, __dir__ = exports(__name__, __file__)

@@ -7,41 +7,24 @@ from typing import TYPE_CHECKING
 from tierstore.lazy import exports
 
 if TYPE_CHECKING:
-    from tierstore.hf.adapters import ExportedAdapter, export_adapter
-    from tierstore.hf.callback import TieredCallback
-    from tierstore.hf.exporting import Exported, export
-    from tierstore.hf.importing import ImportOptions
-    from tierstore.hf.manifest import Weights
-    from tierstore.hf.stored_weights import Adjustment
-    from tierstore.hf.tiered import TieredModel, TieredOptimizer, TieredStep, open_model
-    from tierstore.hf.watching import Autocast
-    from tierstore.hf.writing import ExportDtype
-    from tierstore.machine import MemoryAccount
-    from tierstore.model.config import ComputeDtype
-    from tierstore.quant.layout import CodeFormat
-    from tierstore.store.format import MomentFormat
-    from tierstore.train.stepping import StepError
+    from tierstore.hf.adapters import ExportedAdapter as ExportedAdapter
+    from tierstore.hf.adapters import export_adapter as export_adapter
+    from tierstore.hf.callback import TieredCallback as TieredCallback
+    from tierstore.hf.exporting import Exported as Exported
+    from tierstore.hf.exporting import export as export
+    from tierstore.hf.importing import ImportOptions as ImportOptions
+    from tierstore.hf.manifest import Weights as Weights
+    from tierstore.hf.stored_weights import Adjustment as Adjustment
+    from tierstore.hf.tiered import TieredModel as TieredModel
+    from tierstore.hf.tiered import TieredOptimizer as TieredOptimizer
+    from tierstore.hf.tiered import TieredStep as TieredStep
+    from tierstore.hf.tiered import open_model as open_model
+    from tierstore.hf.watching import Autocast as Autocast
+    from tierstore.hf.writing import ExportDtype as ExportDtype
+    from tierstore.machine import MemoryAccount as MemoryAccount
+    from tierstore.model.config import ComputeDtype as ComputeDtype
+    from tierstore.quant.layout import CodeFormat as CodeFormat
+    from tierstore.store.format import MomentFormat as MomentFormat
+    from tierstore.train.stepping import StepError as StepError
 else:
-    __getattr__, __dir__ = exports(__name__, __file__)
-
-__all__ = [
-    "Adjustment",
-    "Autocast",
-    "CodeFormat",
-    "ComputeDtype",
-    "ExportDtype",
-    "Exported",
-    "ExportedAdapter",
-    "ImportOptions",
-    "MemoryAccount",
-    "MomentFormat",
-    "StepError",
-    "TieredCallback",
-    "TieredModel",
-    "TieredOptimizer",
-    "TieredStep",
-    "Weights",
-    "export",
-    "export_adapter",
-    "open_model",
-]
+    __all__, __getattr__, __dir__ = exports(__name__, __file__)

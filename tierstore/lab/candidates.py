@@ -180,9 +180,9 @@ def configuration_text(requests: Requests, candidate: Candidate, capacity_frames
     config = cache_configuration(candidate)
     if config is None:
         return head + f"# {candidate.policy.name} is not a policy of tierstore train: nothing to configure\n"
-    device = "device_" if requests.of_slots else ""
+    device = "device_" if requests.header.of_slots else ""
     lines = [f'{device}policy = "{config.policy}"']
-    if not requests.of_slots:
+    if not requests.header.of_slots:
         lines.append(f'scope = "{config.scope.value}"')
     if config.layer_shares:
         lines.append(f"layer_shares = {list(config.layer_shares)}")

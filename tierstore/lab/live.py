@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -21,38 +21,32 @@ from tierstore.lab.requests import Requests
 from tierstore.lab.results import Outcome
 from tierstore.lab.simulate import ReplaySetting, expected_time, in_parallel
 from tierstore.stats import OnProgress
-from tierstore.trace.format import TraceKind
-from tierstore.trace.reader import read_header
+from tierstore.trace.format import TraceHeader, TraceKind
 from tierstore.trace.replay import STEP_COUNTS, replay_steps
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A trace of a run whose prefetches could fill ``lookahead_frames`` of ``capacity_frames`` when it was recorded."""
+    """A trace of a run, with its header: its prefetches could fill ``lookahead_frames`` of ``capacity_frames``."""
 
     path: Path
-    capacity_frames: int
-    lookahead_frames: int
-    layers: int  # one more than the highest layer of its records
+    header: TraceHeader
 
     def lookahead_at(self, capacity_frames: int) -> int:
         """Frames for prefetches at another capacity, in the same proportion."""
-        return min(capacity_frames, round(self.lookahead_frames * capacity_frames / self.capacity_frames))
+        lookahead, recorded = self.header.lookahead_frames, self.header.capacity_frames
+        return min(capacity_frames, round(lookahead * capacity_frames / recorded))
 
 
 def recording_of(path: str | os.PathLike[str], requests: Requests) -> Recording | None:
     """The trace at ``path``, from which ``requests`` were read; None if its run had no steps, or neither prefetches nor
     copies that steps make stale (of device slots).
-
-    Raises DataError or OSError.
     """
-    with Path(path).open("rb") as file:
-        header = read_header(file)
+    header = requests.header
     prefetched = header.lookahead_frames and requests.left_out.get(TraceKind.PREFETCH.name.lower())
     if header.clock != "steps" or not (prefetched or header.of_slots):
         return None
-    layers = 1 + int(header.table.layers.max(initial=0))
-    return Recording(Path(path), header.capacity_frames, header.lookahead_frames, layers)
+    return Recording(Path(path), header)
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
@@ -105,18 +99,22 @@ def replay_recorded(
     Raises ConfigError, or DataError for a malformed trace.
     """
 
+    layers = 1 + int(recording.header.table.layers.max(initial=0))
+
     def one(setting: ReplaySetting) -> LiveReplay | None:
         lookahead = recording.lookahead_at(setting.capacity_frames)
         quotas = setting.quotas(requests)
+        header = replace(
+            recording.header,
+            policy=setting.policy.name,
+            policy_options=setting.policy.options,
+            capacity_frames=setting.capacity_frames,
+            lookahead_frames=lookahead,
+            scope=setting.scope.value,
+            layer_quotas=(*quotas, *[0] * (layers - len(quotas))) if quotas else (),
+        )
         try:
-            counts = replay_steps(
-                recording.path,
-                policy=setting.policy.name,
-                policy_options=setting.policy.options,
-                capacity_frames=setting.capacity_frames,
-                lookahead_frames=lookahead,
-                layer_quotas=(*quotas, *[0] * (recording.layers - len(quotas))) if quotas else (),
-            )
+            counts = replay_steps(recording.path, header)
         except BudgetError:
             return None
         return LiveReplay(setting=setting, lookahead_frames=lookahead, counts=counts)

@@ -36,7 +36,6 @@ from tierstore.lab.simulate import (
     expected_time,
     in_parallel,
     known_policies,
-    replay_each,
     replay_one,
     replay_windows,
     suits,
@@ -159,12 +158,16 @@ def curves(
 ) -> list[Curve]:
     """A curve for each policy, in the order given, by ascending capacity.
 
-    Without ``machine`` and ``windows``, LRU is computed in one pass where that is exact. Raises ConfigError or BudgetError.
+    ``machine``: with its costs; ``windows`` > 0: with the hits over time, in that many windows of equal steps. Without both,
+    LRU at several capacities is computed in one pass where that is exact. Raises ConfigError or BudgetError.
     """
     specs = [PolicySpec.parse(policy) if isinstance(policy, str) else policy for policy in policies]
     frames = sorted({requests.table.frames_of(capacity) for capacity in capacities})
     one_pass = (
-        machine is None and not windows and has_one_pass(requests, frames[0], scope=scope, contract=contract)
+        machine is None
+        and not windows
+        and len(frames) > 1  # one pass takes as long as some replays
+        and has_one_pass(requests, frames[0], scope=scope, contract=contract)
     )
 
     def replayed(setting: ReplaySetting) -> list[Outcome]:
@@ -262,26 +265,23 @@ def survey(
     Raises BudgetError for a capacity that does not hold an entry.
     """
     part = requests.head(_MOST_REQUESTS)
-    settings = [
-        ReplaySetting(PolicySpec(name), capacity_frames, contract=contract) for name in (*SENSIBLE, "belady")
-    ]
-    role = settings[-1].role(part)
-    *found, bound = replay_each(
+    found = curves(
         part,
-        settings,
-        lambda replayed: replayed.outcome.miss_ratio,
+        (*SENSIBLE, "belady"),
+        [capacity_frames],
+        contract=contract,
         warmup_steps=part.step_count // 4,
-        detail=Detail.STEPS,
         threads=threads,
     )
-    ratios = dict(zip(SENSIBLE, found, strict=True))
-    least = bound if role is Role.BOUND else 0.0
+    *sensible, belady = (curve.points[0] for curve in found)
+    ratios = {point.policy: point.miss_ratio for point in sensible}
+    least = belady.miss_ratio if belady.role is Role.BOUND else 0.0
     if capacity_frames >= requests.table.total_frames:
         worth = Worth.FITS
-    elif max(found) - least <= _AT_BOUND:
+    elif max(ratios.values()) - least <= _AT_BOUND:
         worth = Worth.AT_BOUND
     else:
-        worth = Worth.CHOICE if min(found) - least <= _AT_BOUND else Worth.TUNE
+        worth = Worth.CHOICE if min(ratios.values()) - least <= _AT_BOUND else Worth.TUNE
     layers = max(len(requests.table.present_layers), 1)
     info = requests.info
     return Regime(
@@ -291,7 +291,7 @@ def survey(
         active_records=part.records_per_event,
         layer_records=info.records / layers,
         miss_ratios=ratios,
-        bound=bound,
-        role=role,
+        bound=belady.miss_ratio,
+        role=belady.role,
         worth=worth,
     )

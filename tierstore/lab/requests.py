@@ -185,11 +185,8 @@ class Requests:
     requesters: NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))
     #: The treatment of an entry larger than the cache. A live store, and a replay of its trace, refuse it.
     oversized: Oversized = Oversized.REFUSE
-    #: The policy's notion of a step in the run (``tierstore.trace.format.TraceHeader``).
-    clock: str = "steps"
-    #: Whether a device's slots were requested, and the names of such traces beside this one.
-    of_slots: bool = False
-    slot_traces: tuple[str, ...] = ()
+    #: The core that was recorded; requests from arrays have an empty one.
+    header: TraceHeader = field(default_factory=lambda: TraceHeader(0))
 
     def __post_init__(self) -> None:
         events = len(self.layers)
@@ -298,7 +295,7 @@ class Requests:
             layers=len(np.unique(self.table.layers)),
             total_frames=self.table.total_frames,
             total_bytes=self.table.total_bytes,
-            clock=self.clock,
+            clock=self.header.clock,
         )
 
     @cached_property
@@ -514,9 +511,7 @@ class _Columns:
             ),
             left_out={what: count for what, count in left_out.items() if count},
             oversized=Oversized.BYPASS if header.origin else Oversized.REFUSE,
-            clock=header.clock,
-            of_slots=header.of_slots,
-            slot_traces=header.slot_traces,
+            header=header,
         )
 
 

@@ -14,9 +14,8 @@ import enum
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import product
 from typing import Any, TypeVar
 
 import numpy as np
@@ -26,7 +25,7 @@ from tierstore import _native
 from tierstore._native import Detail
 from tierstore.cache.config import Scope
 from tierstore.errors import BudgetError, ConfigError
-from tierstore.lab.requests import Capacity, Requests
+from tierstore.lab.requests import Requests
 from tierstore.lab.results import LayerOutcome, Outcome, ReplayWindow, Role
 from tierstore.machine import cores
 from tierstore.stats import OnProgress
@@ -347,41 +346,6 @@ def replay_one(requests: Requests, setting: ReplaySetting, warmup_events: int, d
         event_reads=event_reads,
         event_writes=found["event_write_backs"],
         layer_misses=layer_misses,
-    )
-
-
-def simulate(
-    requests: Requests,
-    policies: Sequence[PolicySpec | str],
-    capacities: Sequence[Capacity],
-    *,
-    scope: Scope = Scope.GLOBAL,
-    contract: Contract = Contract.ATOMIC,
-    warmup_steps: int = 0,
-    windows: int = 0,
-    threads: int = 0,
-    progress: OnProgress | None = None,
-) -> list[Outcome]:
-    """Every policy at every capacity: the first policy's outcomes come first, in the order of capacities.
-
-    ``windows`` > 0: also the hits over time, in that many windows of equal steps. Raises ConfigError or BudgetError.
-    """
-
-    def reduce(replayed: Replayed) -> Outcome:
-        if not windows:
-            return replayed.outcome
-        return replace(replayed.outcome, windows=replay_windows(replayed, windows))
-
-    specs = [PolicySpec.parse(policy) if isinstance(policy, str) else policy for policy in policies]
-    frames = [requests.table.frames_of(capacity) for capacity in capacities]
-    settings = [ReplaySetting(spec, size, scope, contract) for spec, size in product(specs, frames)]
-    return replay_each(
-        requests,
-        settings,
-        reduce,
-        warmup_steps=warmup_steps,
-        threads=threads,
-        progress=progress,
     )
 
 

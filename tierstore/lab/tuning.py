@@ -22,7 +22,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import TypeAlias
 
 import numpy as np
@@ -47,17 +46,10 @@ from tierstore.lab.candidates import (
 )
 from tierstore.lab.costs import Machine, Objective, cost_by_step, with_costs
 from tierstore.lab.live import LiveReplay, Recording, replay_recorded
-from tierstore.lab.miss_curves import Regime, survey
+from tierstore.lab.miss_curves import Regime, curves, survey
 from tierstore.lab.requests import Capacity, Requests
 from tierstore.lab.results import Curve, HalfLifeMap, Outcome, RegimeStudy, TuneResult, TuneVerdict
-from tierstore.lab.simulate import (
-    Contract,
-    Replayed,
-    ReplaySetting,
-    contract_name,
-    replay_each,
-    suits,
-)
+from tierstore.lab.simulate import Contract, Replayed, contract_name, replay_each, suits
 from tierstore.stats import OnProgress
 
 OnStage: TypeAlias = Callable[[str, int, int], None]
@@ -132,7 +124,7 @@ def tune(
     only in a replay of the ``recording``.
     """
     options = options or TuneOptions()
-    if requests.of_slots:  # they have one scope, and their misses are copies of one size
+    if requests.header.of_slots:  # they have one scope, and their misses are copies of one size
         options = replace(
             options, scopes=(Scope.GLOBAL,), objective=Objective.MISSES, contract=Contract.ATOMIC
         )
@@ -395,26 +387,21 @@ def half_life_map(
     progress: OnProgress | None = None,
 ) -> HalfLifeMap:
     """Miss ratios of LFU-decay over half-lives (one step to the trace's length, and infinity) and capacities."""
-    frames = sorted({requests.table.frames_of(capacity) for capacity in capacities})
     tried = half_lives(requests.step_count)
-    settings = [
-        ReplaySetting(lfu_decay(half_life), size, scope, contract)
-        for half_life, size in product(tried, frames)
-    ]
-    ratios = replay_each(
+    found = curves(
         requests,
-        settings,
-        lambda replayed: replayed.outcome.miss_ratio,
+        [lfu_decay(half_life) for half_life in tried],
+        capacities,
+        scope=scope,
+        contract=contract,
         warmup_steps=warmup_steps,
-        detail=Detail.STEPS,
         threads=threads,
         progress=progress,
     )
-    width = len(frames)
     return HalfLifeMap(
         half_lives=tuple(tried),
-        capacity_fractions=tuple(size / requests.table.total_frames for size in frames),
-        miss_ratios=tuple(tuple(ratios[at : at + width]) for at in range(0, len(ratios), width)),
+        capacity_fractions=tuple(point.capacity_fraction for point in found[0].points),
+        miss_ratios=tuple(tuple(point.miss_ratio for point in curve.points) for curve in found),
     )
 
 

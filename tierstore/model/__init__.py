@@ -12,4 +12,4 @@ if TYPE_CHECKING:
     from tierstore.model.spec import ModelSpec
     from tierstore.model.transformer import Transformer
 else:
-    __getattr__, __dir__ = exports(__name__, __file__)
+    __all__, __getattr__, __dir__ = exports(__name__, __file__)

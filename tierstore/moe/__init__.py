@@ -13,4 +13,4 @@ if TYPE_CHECKING:
     from tierstore.moe.router import NoiseKey, Router, Routing
     from tierstore.moe.source import ExpertLease, ExpertSource, InMemoryExperts
 else:
-    __getattr__, __dir__ = exports(__name__, __file__)
+    __all__, __getattr__, __dir__ = exports(__name__, __file__)

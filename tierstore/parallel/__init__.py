@@ -29,4 +29,4 @@ if TYPE_CHECKING:
     from tierstore.parallel.mesh import ExpertBlocks, Mesh
     from tierstore.parallel.tensor import TensorRanks
 else:
-    __getattr__, __dir__ = exports(__name__, __file__)
+    __all__, __getattr__, __dir__ = exports(__name__, __file__)

@@ -14,10 +14,9 @@ on its server. The bottleneck is the resource on which the path spends the most 
 from __future__ import annotations
 
 import heapq
-from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
 from tierstore.machine_profile import Evidence, Profile
@@ -26,13 +25,6 @@ from tierstore.plan.traffic import Traffic, step_traffic
 from tierstore.plan.workload import SETTLED, STEPS, LayerDegrees, StepWorkload, layer_degrees
 from tierstore.prefetch.operations import Kind, Operation, Resource
 from tierstore.prefetch.schedule import Pass
-
-
-class Discipline(Enum):
-    """The order in which a resource serves its operations."""
-
-    PROGRAM = "program order"
-    READY = "first ready"
 
 
 class Occupying(Protocol):
@@ -46,13 +38,8 @@ class Occupying(Protocol):
 
 T = TypeVar("T", bound=Occupying)
 
-DISCIPLINES: Mapping[Hashable, Discipline] = {
-    Resource.COMPUTE: Discipline.PROGRAM,
-    Resource.GATHER: Discipline.PROGRAM,
-    Resource.COPY: Discipline.READY,
-    Resource.DISK: Discipline.READY,
-    Resource.HOST: Discipline.READY,
-}
+#: The resources that serve their operations in program order.
+IN_ORDER: Collection[Hashable] = (Resource.COMPUTE, Resource.GATHER)
 
 
 @dataclass(frozen=True)
@@ -79,100 +66,66 @@ class Run(Generic[T]):
 
 
 def simulate(
-    operations: Sequence[T],
-    seconds: Callable[[T], float],
-    *,
-    disciplines: Mapping[Hashable, Discipline] = DISCIPLINES,
+    operations: Sequence[T], seconds: Callable[[T], float], *, in_order: Collection[Hashable] = IN_ORDER
 ) -> Run[T]:
-    """Simulate ``operations``: each takes ``seconds`` of the server of its resource, one of ``disciplines``, once the
-    operations in its ``after`` have ended. Raises ValueError if an operation depends on a later one.
+    """Simulate ``operations``: each takes ``seconds`` of its resource's server, once the operations in its ``after`` have
+    ended. The servers of ``in_order`` serve in program order, the others the first ready first. Raises ValueError if an
+    operation depends on a later one.
     """
-    return _Simulation(operations, seconds, disciplines).run()
+    begun, ended, ready = ([0.0] * len(operations) for _ in range(3))
+    cause = [-1] * len(operations)
+    missing = [len(operation.after) for operation in operations]
+    followers: list[list[int]] = [[] for _ in operations]
+    program: dict[Hashable, deque[int]] = {resource: deque() for resource in in_order}  # not served yet
+    queues: dict[Hashable, list[tuple[float, int]]] = {}  # heaps of ready operations, the next one first
+    last_ended: dict[Hashable, int] = {}
+    busy: set[Hashable] = set()
+    running: list[tuple[float, int]] = []  # a heap, by end time
+    for index, operation in enumerate(operations):
+        queues[operation.resource] = []
+        if operation.resource in program:
+            program[operation.resource].append(index)
+        for before in operation.after:
+            if not 0 <= before < index:
+                raise ValueError(f"operation {index} depends on {before}, which does not come before it")
+            followers[before].append(index)
 
+    def make_ready(index: int, now: float, before: int) -> None:
+        ready[index], cause[index] = now, before
+        resource = operations[index].resource
+        heapq.heappush(queues[resource], (0.0 if resource in program else now, index))
 
-@dataclass
-class _Server:
-    """The server of a resource. ``queue``: the waiting operations, in service order."""
+    def dispatch(now: float) -> None:
+        for resource, queue in queues.items():
+            if resource in busy or not queue:
+                continue
+            if resource in program:
+                if queue[0][1] != program[resource][0]:
+                    continue
+                program[resource].popleft()
+            index = heapq.heappop(queue)[1]
+            busy.add(resource)
+            if ready[index] < now:  # it waited for its server
+                cause[index] = last_ended[resource]
+            begun[index], ended[index] = now, now + seconds(operations[index])
+            heapq.heappush(running, (ended[index], index))
 
-    discipline: Discipline
-    busy: bool = False
-    program: list[int] = field(default_factory=list)
-    served: int = 0
-    queue: list[tuple[float, int]] = field(default_factory=list)
-    last_ended: int = -1
-
-
-class _Simulation(Generic[T]):
-    def __init__(
-        self,
-        operations: Sequence[T],
-        seconds: Callable[[T], float],
-        disciplines: Mapping[Hashable, Discipline],
-    ) -> None:
-        self._operations = operations
-        self._seconds = seconds
-        self._servers = {resource: _Server(each) for resource, each in disciplines.items()}
-        self._followers: list[list[int]] = [[] for _ in operations]
-        self._missing = [len(operation.after) for operation in operations]
-        self._begun = [0.0] * len(operations)
-        self._ended = [0.0] * len(operations)
-        self._cause = [-1] * len(operations)
-        self._ready_at: list[float | None] = [None] * len(operations)
-        #: A heap of running operations by end time.
-        self._running: list[tuple[float, int]] = []
-        for index, operation in enumerate(operations):
-            self._servers[operation.resource].program.append(index)
-            for before in operation.after:
-                if not 0 <= before < index:
-                    raise ValueError(f"operation {index} depends on {before}, which does not come before it")
-                self._followers[before].append(index)
-
-    def run(self) -> Run[T]:
-        for index, missing in enumerate(self._missing):
-            if missing == 0:
-                self._make_ready(index, 0.0, -1)
-        self._dispatch(0.0)
-        while self._running:
-            now = self._running[0][0]
-            while self._running and self._running[0][0] == now:
-                self._end(heapq.heappop(self._running)[1], now)
-            self._dispatch(now)
-        return Run(self._operations, self._begun, self._ended, self._cause)
-
-    def _make_ready(self, index: int, now: float, cause: int) -> None:
-        self._ready_at[index] = now
-        self._cause[index] = cause
-        server = self._servers[self._operations[index].resource]
-        if server.discipline is Discipline.READY:
-            heapq.heappush(server.queue, (now, index))
-
-    def _end(self, index: int, now: float) -> None:
-        server = self._servers[self._operations[index].resource]
-        server.busy = False
-        server.last_ended = index
-        for follower in self._followers[index]:
-            self._missing[follower] -= 1
-            if self._missing[follower] == 0:
-                self._make_ready(follower, now, index)
-
-    def _dispatch(self, now: float) -> None:
-        for server in self._servers.values():
-            if not server.busy and (index := self._next(server)) is not None:
-                server.busy = True
-                ready = self._ready_at[index]
-                if ready is not None and ready < now:  # it waited for its server
-                    self._cause[index] = server.last_ended
-                self._begun[index] = now
-                self._ended[index] = now + self._seconds(self._operations[index])
-                heapq.heappush(self._running, (self._ended[index], index))
-
-    def _next(self, server: _Server) -> int | None:
-        if server.discipline is Discipline.READY:
-            return heapq.heappop(server.queue)[1] if server.queue else None
-        if server.served == len(server.program) or self._ready_at[server.program[server.served]] is None:
-            return None
-        server.served += 1
-        return server.program[server.served - 1]
+    for index, count in enumerate(missing):
+        if count == 0:
+            make_ready(index, 0.0, -1)
+    dispatch(0.0)
+    while running:
+        now = running[0][0]
+        while running and running[0][0] == now:
+            index = heapq.heappop(running)[1]
+            busy.discard(operations[index].resource)
+            last_ended[operations[index].resource] = index
+            for follower in followers[index]:
+                missing[follower] -= 1
+                if missing[follower] == 0:
+                    make_ready(follower, now, index)
+        dispatch(now)
+    return Run(operations, begun, ended, cause)
 
 
 @dataclass(frozen=True)

@@ -13,4 +13,4 @@ if TYPE_CHECKING:
     from tierstore.prefetch.predictor import Predictor, PredictorName, make_predictor
     from tierstore.prefetch.schedule import Pass, QueueLimits, Schedule, Unit, unit_schedule
 else:
-    __getattr__, __dir__ = exports(__name__, __file__)
+    __all__, __getattr__, __dir__ = exports(__name__, __file__)

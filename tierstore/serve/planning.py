@@ -270,14 +270,13 @@ def _replayed(
     if more or layers != list(spec.moe_layers) or cache.expert_frames not in table.frames[:, Group.WEIGHTS]:
         raise DataError(f"{trace}: its records are not the experts of this model")
     quotas = [header.layer_quotas[layer] for layer in layers] if header.layer_quotas else []
-    counts = replay_steps(
-        trace,
-        policy=header.policy,
-        policy_options=header.policy_options,
+    replayed = replace(
+        header,
         capacity_frames=cache.frames,
         lookahead_frames=cache.lookahead_frames,
-        layer_quotas=quotas_by_layer(layers, cache.frames, quotas) if quotas else (),
+        layer_quotas=tuple(quotas_by_layer(layers, cache.frames, quotas)) if quotas else (),
     )
+    counts = replay_steps(trace, replayed)
     asked = counts[:, _HITS] + counts[:, _MISSES]
     first = int(np.argmax(asked > 0))  # requests while the store opened are not a pass
     asked, counts = asked[first:], counts[first:]

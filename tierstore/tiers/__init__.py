@@ -19,4 +19,4 @@ if TYPE_CHECKING:
     )
     from tierstore.tiers.slots import DeviceSlots
 else:
-    __getattr__, __dir__ = exports(__name__, __file__)
+    __all__, __getattr__, __dir__ = exports(__name__, __file__)

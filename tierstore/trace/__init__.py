@@ -7,31 +7,17 @@ from typing import TYPE_CHECKING
 from tierstore.lazy import exports
 
 if TYPE_CHECKING:
-    from tierstore.trace.format import (
-        Coding,
-        EventColumns,
-        RecordTable,
-        Trace,
-        TraceHeader,
-        TraceKind,
-        TraceRecord,
-    )
-    from tierstore.trace.reader import TraceSummary, load_trace, read_header, read_summary
-    from tierstore.trace.writer import TraceWriter
+    from tierstore.trace.format import Coding as Coding
+    from tierstore.trace.format import EventColumns as EventColumns
+    from tierstore.trace.format import RecordTable as RecordTable
+    from tierstore.trace.format import Trace as Trace
+    from tierstore.trace.format import TraceHeader as TraceHeader
+    from tierstore.trace.format import TraceKind as TraceKind
+    from tierstore.trace.format import TraceRecord as TraceRecord
+    from tierstore.trace.reader import TraceSummary as TraceSummary
+    from tierstore.trace.reader import load_trace as load_trace
+    from tierstore.trace.reader import read_header as read_header
+    from tierstore.trace.reader import read_summary as read_summary
+    from tierstore.trace.writer import TraceWriter as TraceWriter
 else:
-    __getattr__, __dir__ = exports(__name__, __file__)
-
-__all__ = [
-    "Coding",
-    "EventColumns",
-    "RecordTable",
-    "Trace",
-    "TraceHeader",
-    "TraceKind",
-    "TraceRecord",
-    "TraceSummary",
-    "TraceWriter",
-    "load_trace",
-    "read_header",
-    "read_summary",
-]
+    __all__, __getattr__, __dir__ = exports(__name__, __file__)

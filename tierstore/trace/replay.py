@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -74,80 +73,27 @@ def make_replay(header: TraceHeader) -> tuple[Residency, Replay]:
     return residency, loop
 
 
-def replay(
-    path: str | os.PathLike[str],
-    *,
-    policy: str | None = None,
-    policy_options: Mapping[str, float | str] | None = None,
-    capacity_frames: int | None = None,
-    lookahead_frames: int | None = None,
-    scope: str | None = None,
-    layer_quotas: Sequence[int] | None = None,
-) -> ResidencyStats:
-    """Replays a trace in the native loop, chunk by chunk, and returns ``Residency.stats()``.
+def replay(path: str | os.PathLike[str], header: TraceHeader | None = None) -> ResidencyStats:
+    """Replays the trace at ``path`` in the native loop, chunk by chunk, and returns ``Residency.stats()``.
 
-    The defaults are the recorded settings: then the statistics are exactly those of the live run. Another policy starts
-    with its default options. A policy written in Python must be named, since a file alone shall not decide which code
-    runs. With layer scope and another capacity or scope, quotas are equal shares for the layers that have records. Raises
-    DataError (a malformed trace), ConfigError (an unknown policy or option), BudgetError (a capacity too small for the
-    trace; it names what the refused access needs), OSError.
+    ``header``: the trace's, with the settings of the replay. None: the recorded ones, with which the statistics are exactly
+    those of the live run; a policy written in Python must then be named in a header, since a file alone shall not decide
+    which code runs. Raises DataError (a malformed trace), ConfigError (an unknown policy or option), BudgetError (a capacity
+    too small for the trace; it names what the refused access needs), OSError.
     """
-    with Path(path).open("rb") as file:
-        recorded = read_header(file)
-    if policy is None and ":" in recorded.policy:
-        raise ConfigError(
-            f"{os.fspath(path)}: recorded under {recorded.policy}, a policy written in Python: "
-            "name it as the policy of the replay"
-        )
-    capacity = recorded.capacity_frames if capacity_frames is None else capacity_frames
-    chosen_scope = recorded.scope if scope is None else scope
-    quotas: Sequence[int] = ()
-    if chosen_scope not in ("global", "layer"):
-        raise ConfigError(f"scope: expected 'global' or 'layer', got {chosen_scope!r}")
-    if chosen_scope == "layer":
-        if layer_quotas is not None:
-            quotas = layer_quotas
-        elif capacity_frames is None and recorded.scope == "layer":
-            quotas = recorded.layer_quotas
-        else:
-            quotas = quotas_by_layer(np.unique(recorded.table.layers).tolist() or [0], capacity)
-    options = recorded.policy_options if policy in (None, recorded.policy) else {}
-    header = replace(
-        recorded,
-        capacity_frames=capacity,
-        lookahead_frames=recorded.lookahead_frames if lookahead_frames is None else lookahead_frames,
-        scope=chosen_scope,
-        layer_quotas=tuple(quotas),
-        policy=recorded.policy if policy is None else policy,
-        policy_options=options if policy_options is None else policy_options,
-    )
+    if header is None:
+        with Path(path).open("rb") as file:
+            header = read_header(file)
+        if ":" in header.policy:
+            raise ConfigError(
+                f"{os.fspath(path)}: recorded under {header.policy}, a policy written in Python: "
+                "expected a header that names it"
+            )
     return _driven(path, header).stats()
 
 
-def replay_steps(
-    path: str | os.PathLike[str],
-    *,
-    policy: str,
-    policy_options: Mapping[str, float | str],
-    capacity_frames: int,
-    lookahead_frames: int,
-    layer_quotas: Sequence[int] = (),
-) -> NDArray[np.int64]:
-    """The counts of such a replay by step, [steps, len(STEP_COUNTS)]; with ``layer_quotas`` in layer scope.
-
-    What comes after the last end of a step is one more. Raises as ``replay`` does.
-    """
-    with Path(path).open("rb") as file:
-        recorded = read_header(file)
-    header = replace(
-        recorded,
-        capacity_frames=capacity_frames,
-        lookahead_frames=lookahead_frames,
-        scope="layer" if layer_quotas else "global",
-        layer_quotas=tuple(layer_quotas),
-        policy=policy,
-        policy_options=policy_options,
-    )
+def replay_steps(path: str | os.PathLike[str], header: TraceHeader) -> NDArray[np.int64]:
+    """The counts of ``replay`` by step, [steps, len(STEP_COUNTS)]; what comes after the last end of a step is one more."""
     totals: list[list[int]] = []
 
     def note(residency: Residency) -> None:

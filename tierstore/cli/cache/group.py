@@ -385,7 +385,7 @@ def _decide(
     show_assumptions(machine, f"{options.contract.value}, {found.result.scored}", output)
     configuration = found.result.configuration
     devices: list[dict[str, object]] = []
-    for name in requests.slot_traces:
+    for name in requests.header.slot_traces:
         beside = trace.with_name(name)
         if not beside.exists():
             output.line(f"{beside} is missing: no policy of device slots is proposed")
@@ -438,7 +438,7 @@ def _tune(
     recording = recording_of(trace, requests)
     if capacity is None:
         assert recording is not None  # slots count steps
-        frames = recording.capacity_frames
+        frames = recording.header.capacity_frames
     else:
         frames = requests.table.frames_of(capacity, name="--capacity")
     with _progress(output, "tune") as notify:

@@ -35,8 +35,8 @@ def show_trace(requests: Requests, output: Output) -> None:
         f"records of {info.layers} layers, {format_bytes(info.total_bytes)} in {info.total_frames} frames; "
         f"sha256 {info.sha256[:16] or '-'}"
     )
-    if requests.clock != "steps":
-        output.line(f"clock: {requests.clock} (until the run's first step, the policy counts accesses)")
+    if info.clock != "steps":
+        output.line(f"clock: {info.clock} (until the run's first step, the policy counts accesses)")
     if requests.left_out:
         said = ", ".join(f"{count} {name}" for name, count in requests.left_out.items())
         output.line(f"left out: {said}")
