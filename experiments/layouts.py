@@ -56,10 +56,10 @@ from tierstore.model.transformer import Block, Transformer
 from tierstore.moe.source import ExpertLease, ExpertSource, JointSource
 from tierstore.parallel import Mesh, RankEnvironment
 from tierstore.parallel.config import ExchangeMode, ParallelConfig, RowPlacement
-from tierstore.parallel.launching import GroupMaker, launch, with_exchange
+from tierstore.parallel.launching import launch, with_exchange
 from tierstore.parallel.layout import Layout
 from tierstore.parallel.limited import limited_groups
-from tierstore.parallel.mesh import build_mesh
+from tierstore.parallel.mesh import GroupMaker, build_mesh
 from tierstore.plan.layout_workload import LayoutChoice, stage_workloads
 from tierstore.plan.layouts import layout_cost
 from tierstore.stats import percentile
@@ -363,18 +363,14 @@ def laid_out(config: TrainConfig, joined: Mesh) -> Iterator[Mesh]:
         return
     groups, parallel = limited_groups(config.links), config.parallel
     environment = RankEnvironment.from_environment()
-    mesh, made = build_mesh(
-        parallel, environment, joined.device, make_group=groups, blame=lambda within_s: None
-    )
+    maker = GroupMaker(make=groups, blame=lambda within_s: None, timeout_s=parallel.timeout_s)
+    mesh = build_mesh(parallel, environment, joined.device, maker)
     mesh = replace(mesh, job_store=joined.job_store)
-    maker = GroupMaker(
-        make=groups, blame=lambda within_s: None, communicators=made, timeout_s=parallel.timeout_s
-    )
     mesh = with_exchange(parallel, mesh, maker)
     yield mesh
     joined.world.barrier()
     mesh.close()
-    for communicator in made:
+    for communicator in maker.communicators:
         if communicator is not dist.group.WORLD:  # which others will use
             dist.destroy_process_group(communicator)
 

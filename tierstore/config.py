@@ -40,7 +40,17 @@ from typing import Any, TypeVar
 from tierstore.errors import ConfigError
 from tierstore.units import parse_size
 
-__all__ = ["FieldInfo", "as_dict", "dotted_fields", "dump", "from_dict", "load"]
+__all__ = [
+    "FieldInfo",
+    "as_dict",
+    "check_least",
+    "check_positive",
+    "choose_member",
+    "dotted_fields",
+    "dump",
+    "from_dict",
+    "load",
+]
 
 T = TypeVar("T")
 
@@ -143,6 +153,37 @@ def dotted_fields(cls: type[object]) -> list[FieldInfo]:
             continue
         found += _leaves(info.kind, None, f"{info.name}.NAME.") if info.named else [info]
     return found
+
+
+# Checks of a component's __post_init__ ----------------------------------------------------------------------
+
+
+def check_least(config: object, least: float, *names: str, table: str = "") -> None:
+    """Raises ConfigError naming the field, of ``table``, unless all fields ``names`` are finite and at least ``least``, or
+    None.
+    """
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not least <= value < math.inf:
+            raise ConfigError(f"{table}{name}: expected at least {least}, got {value}")
+
+
+def check_positive(config: object, *names: str, table: str = "") -> None:
+    """The same for numbers that must be more than 0."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"{table}{name}: expected more than 0, got {value}")
+
+
+def choose_member(config: object, name: str, kind: type[Enum]) -> None:
+    """Makes the field ``name`` of the frozen ``config`` the member of ``kind`` with its value. Raises ConfigError."""
+    value = getattr(config, name)
+    try:
+        object.__setattr__(config, name, kind(value))
+    except ValueError as exc:
+        choices = ", ".join(str(member.value) for member in kind)
+        raise ConfigError(f"{name}: expected one of {choices}, got {value!r}") from exc
 
 
 # Declarations -----------------------------------------------------------------------------------------------

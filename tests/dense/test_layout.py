@@ -12,12 +12,10 @@ from torch import nn
 from tierstore.dense.config import Fusion
 from tierstore.dense.layout import (
     Gathered,
-    Move,
     Narrow,
     Span,
     UnitLayout,
     layouts_of_shapes,
-    moves,
     recut,
     unit_layouts,
 )
@@ -54,12 +52,24 @@ def test_by_hand() -> None:
     assert len(layout_of([((4, 5), True), ((6,), False)], 2, Fusion.PARAMETER).regions) == 2
 
 
-def test_moves_by_hand() -> None:
+def test_recut_by_hand() -> None:
     # 40 elements: 2 slices of 32 become 3 of 16. Rank 1 of 3 has elements 16 to 31, rank 2 has 32 to 39 and padding.
     old, new = layout_of([((40,), False)], 2), layout_of([((40,), False)], 3)
-    assert list(moves(old, new, 1)) == [Move(0, 16, 0, 16)]
-    assert list(moves(old, new, 2)) == [Move(1, 0, 0, 8)]
-    assert list(moves(new, old, 0)) == [Move(0, 0, 0, 16), Move(1, 0, 16, 16)]
+    for before, after, rank, reads in (
+        (old, new, 1, [(0, 16, 16)]),
+        (old, new, 2, [(1, 0, 8)]),
+        (new, old, 0, [(0, 0, 16), (1, 0, 16)]),
+    ):
+        found: list[tuple[int, int, int]] = []
+
+        def read(*of: int, found: list[tuple[int, int, int]] = found) -> torch.Tensor:
+            found.append(of)  # type: ignore[arg-type]
+            return torch.full((of[2],), float(len(found)))
+
+        slices = recut(before, after, rank, read)
+        assert found == reads
+        expected = [float(number + 1) for number, (_, _, count) in enumerate(reads) for _ in range(count)]
+        assert slices.tolist() == expected + [0.0] * (after.slice_numel - len(expected))
 
 
 def slices_of(layout: UnitLayout, values: list[torch.Tensor], ranks: int) -> list[torch.Tensor]:
@@ -88,7 +98,7 @@ def test_recut_is_cutting_the_whole(
 
 def test_other_parameters_cannot_be_recut() -> None:
     with pytest.raises(ValueError, match=r"dense\.u.*not the same parameters"):
-        list(moves(layout_of([((4,), False)], 1), layout_of([((5,), False)], 2), 0))
+        recut(layout_of([((4,), False)], 1), layout_of([((5,), False)], 2), 0, lambda *of: torch.zeros(0))
 
 
 def table_layout(vocab: int, width: int, ranks: int, gathered: Gathered) -> UnitLayout:

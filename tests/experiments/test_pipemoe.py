@@ -21,7 +21,7 @@ from pipemoe import (
 )
 
 from tierstore.moe.config import ExpertShape
-from tierstore.moe.experts import Workspace, backward_weighted_expert, forward_expert
+from tierstore.moe.experts import Workspace, backward_expert, forward_expert
 from tierstore.parallel.pipeline_degree import (
     LayerPass,
     PipelineCosts,
@@ -48,7 +48,8 @@ def test_products_with_slow_weights_are_told_and_have_the_same_bits() -> None:
         forward_expert(shape, weights, x, inner, out, work)
         weight, grad_out = torch.ones(rows), torch.ones(rows, shape.d_model)
         before = len(told)
-        backward_weighted_expert(shape, weights, gradients, x, inner, weight, grad_out, grad_x, work)
+        both = (weight, torch.empty(rows))
+        backward_expert(shape, weights, gradients, x, inner, grad_out, grad_x, work, weights=both)
         found.append((out, gradients, grad_x))
     assert (before, told) == (2, [rows] * 4)  # two products either way
     for plain, slow in zip(*found, strict=True):

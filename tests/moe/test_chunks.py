@@ -14,12 +14,12 @@ from torch import Tensor
 
 from tierstore.moe import ExpertShape, InMemoryExperts, SaveActivations
 from tierstore.moe.chunks import PlacedLease, Travel
-from tierstore.moe.computing import BackwardWalk, ExpertPass, ForwardWalk, Weighting, compute_experts
+from tierstore.moe.computing import BackwardWalk, ExpertPass, ForwardWalk, Saved, Weighting, compute_experts
 from tierstore.moe.dispatch import Dispatch, combine, combine_weighted, dispatch, divide_experts
-from tierstore.moe.exchange import Arrival, LocalRows, RowChunk, rows_of
-from tierstore.moe.experts import Scratch, Workspace, backward_weighted_expert, forward_expert
+from tierstore.moe.exchange import LocalRows, RowChunk, rows_of
+from tierstore.moe.experts import Scratch, Workspace, backward_expert, forward_expert
 from tierstore.moe.source import ExpertLease, ExpertSourceRef, PipelineDegrees
-from tierstore.parallel import Mesh, RankGroup
+from tierstore.parallel import Mesh, RankGroup, Work
 from tierstore.timeline import Args, Moment, TimelineSink, Track
 
 SHAPE, TOP_K = ExpertShape(32, 16), 2
@@ -119,9 +119,10 @@ def reference(tokens: int, experts: int, dtype: torch.dtype, parts: int) -> Foun
             forward_expert(SHAPE, weights, x, inner, y, work)
             gradients, grad_y = torch.empty_like(weights), batch.grad_TD[at // TOP_K]
             weight = batch.weight_TK.flatten()[at]
-            weight_grad.view(-1)[at] = backward_weighted_expert(
-                SHAPE, weights, gradients, x, inner, weight, grad_y, grad_x, work
-            )
+            grad_weight = torch.empty_like(weight)
+            both = (weight, grad_weight)
+            backward_expert(SHAPE, weights, gradients, x, inner, grad_y, grad_x, work, weights=both)
+            weight_grad.view(-1)[at] = grad_weight
             y_ND[at], grad_x_ND[at] = y, grad_x
             sums[expert] = sums[expert] + gradients if part else gradients.float()
     place_TK = torch.arange(tokens * TOP_K).view(tokens, TOP_K)
@@ -209,13 +210,13 @@ def test_a_part_is_sent_back_before_the_next_is_computed() -> None:
             super().__init__(plan, (number,))
             self.number = number
 
-        def to_experts(self, rows_N: Tensor, rows_M: Tensor) -> Arrival:
+        def to_experts(self, rows_N: Tensor, rows_M: Tensor) -> Work:
             order.append(f"dispatch {self.number}")
-            return Arrival()
+            return Work()
 
-        def to_tokens(self, rows_M: Tensor, rows_N: Tensor) -> Arrival:
+        def to_tokens(self, rows_M: Tensor, rows_N: Tensor) -> Work:
             order.append(f"combine {self.number}")
-            return Arrival()
+            return Work()
 
     class InParts(LocalRows):
         parts = 2
@@ -277,7 +278,7 @@ def test_a_chunk_takes_two_moments_of_the_device_whatever_its_experts() -> None:
         def complete(self, number: int) -> bool:
             return not self.left[number]
 
-        def send(self, number: int) -> list[Arrival]:
+        def send(self, number: int) -> list[Work]:
             return []
 
         send_back = send
@@ -299,8 +300,9 @@ def test_gradients_of_parts_are_added_in_order_and_in_fp32() -> None:
     class Sums(BackwardWalk):
         def __init__(self, parts: Sequence[float]) -> None:
             self._scratch, self._values = Scratch(), iter(parts)
+            self._inputs, self._saved = None, Saved(rows_MD=torch.empty(1, 1))
 
-        def _compute_one(self, lease: ExpertLease, number: int, span: slice) -> None:
+        def _compute_one(self, lease: ExpertLease, number: int, span: slice, x_MD: Tensor) -> None:
             for gradients in lease.all_gradients:
                 gradients.fill_(next(self._values))
 

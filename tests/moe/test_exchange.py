@@ -30,7 +30,7 @@ from tierstore.moe import (
     SaveActivations,
 )
 from tierstore.moe.dispatch import dispatch
-from tierstore.moe.exchange import Arrival, ExchangedRows, RowChunk, expert_groups
+from tierstore.moe.exchange import ExchangedRows, RowChunk, expert_groups
 from tierstore.moe.source import ExpertSourceRef, PipelineDegrees
 from tierstore.parallel import Mesh, RankEnvironment, RankGroup, Work
 
@@ -295,8 +295,8 @@ def test_rows_arrive_by_expert_then_source_then_token(ranks_: int, experts: int,
 
 
 def _by_chunk(
-    rows: list[ExchangedRows], told: list[_Told], degree: int, travel: Callable[[int, RowChunk], Arrival]
-) -> Iterator[list[Arrival]]:
+    rows: list[ExchangedRows], told: list[_Told], degree: int, travel: Callable[[int, RowChunk], Work]
+) -> Iterator[list[Work]]:
     """What ``travel`` has on its way for each rank, chunk by chunk, after all ranks' messages were delivered."""
     for number in range(degree):
         arrivals = [travel(r, each.chunks(degree)[number]) for r, each in enumerate(rows)]

@@ -83,12 +83,13 @@ def _told(mesh: Mesh, node_ranks: list[int], modes: list[str]) -> None:
     from dataclasses import replace
 
     from tierstore.parallel.collectives import RankGroup
-    from tierstore.parallel.launching import GroupMaker, with_exchange
+    from tierstore.parallel.launching import with_exchange
+    from tierstore.parallel.mesh import GroupMaker
 
     rank = mesh.world.rank
     config = ParallelConfig(exchange=ExchangeMode(modes[rank]))
     environment = replace(mesh.environment, local_world=node_ranks[rank])
-    maker = GroupMaker(make=RankGroup, blame=lambda within_s: None, communicators=[], timeout_s=30.0)
+    maker = GroupMaker(make=RankGroup, blame=lambda within_s: None, timeout_s=30.0)
     with_exchange(config, replace(mesh, environment=environment), maker)
 
 

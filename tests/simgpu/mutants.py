@@ -251,9 +251,9 @@ MUTANTS = [
     ),
     Mutant(
         "rows are used before they have arrived",
-        "tierstore/moe/exchange.py",
-        "            self._work.wait(self._charge)\n",
-        "            pass\n",
+        "tierstore/moe/chunks.py",
+        "        self._arrivals[number].wait()\n",
+        "        pass\n",
         ranks=2,
     ),
     Mutant(

@@ -22,6 +22,7 @@ from tierstore.parallel.layout import Layout, layout_of
 from tierstore.plan.order import agreed_order, choose_order
 from tierstore.store import ParameterStore
 from tierstore.store.committing import Keep
+from tierstore.train import ranks as agreement
 from tierstore.train import trainer as trainers
 from tierstore.train.config import TrainConfig
 from tierstore.train.files import MicroOrder
@@ -111,7 +112,7 @@ def checksums(mesh: Mesh, settings: Settings, stops: int | None = None) -> tuple
         trainer.step()
         trainer.commit()
         own = trainer.store.records_crc32c()
-        with mock.patch.object(trainers, "_MEET_S", 0.0):
+        with mock.patch.object(agreement, "_MEET_S", 0.0):
             every = trainers.records_checksum(
                 trainer, progress=progress, stopped=lambda: mesh.world.rank == stops and done >= 3
             )

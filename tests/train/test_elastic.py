@@ -18,6 +18,7 @@ from refusals import refuses
 from tierstore.errors import ConfigError, StoreError, StoreExistsError, StoreFormatError
 from tierstore.parallel import MemoryJobStore, Mesh
 from tierstore.train import elastic
+from tierstore.train import ranks as agreement
 from tierstore.train.elastic import before_name, held_state
 from tierstore.train.ranks import Opening
 
@@ -132,8 +133,8 @@ def test_the_old_store_is_kept_until_the_first_commit(
 def slowly(mesh: Mesh, settings: Settings) -> tuple[list[float], int]:
     """Losses, and how often the ranks met while the store was resharded: before the first record and after each."""
     with (
-        mock.patch.object(elastic, "_MEET_S", 0.0),
-        mock.patch.object(elastic, "_meet", wraps=elastic._meet) as meet,
+        mock.patch.object(agreement, "_MEET_S", 0.0),
+        mock.patch.object(agreement, "_meet", wraps=agreement._meet) as meet,
     ):
         losses = train(mesh, settings, 2, Opening.RESUME)[0]
     return losses, meet.call_count

@@ -303,7 +303,7 @@ def _expert_points(repeats: int) -> dict[str, _Points]:
     import torch
 
     from tierstore.moe.config import ExpertShape
-    from tierstore.moe.experts import Workspace, backward_weighted_expert, forward_expert
+    from tierstore.moe.experts import Workspace, backward_expert, forward_expert
 
     shape = ExpertShape(256, 512)
     points: dict[str, _Points] = {"expert_flops": [], "expert_forward": [], "expert_backward": []}
@@ -314,10 +314,8 @@ def _expert_points(repeats: int) -> dict[str, _Points]:
         weight, grad_out = torch.ones(rows), torch.randn(rows, shape.d_model)
         work = Workspace(shape, rows, x, inner=2, hidden=2)
         forward = _timed(partial(forward_expert, shape, flat, x, inner, out, work), repeats)
-        backward = _timed(
-            partial(backward_weighted_expert, shape, flat, gradients, x, inner, weight, grad_out, out, work),
-            repeats,
-        )
+        call = partial(backward_expert, shape, flat, gradients, x, inner, grad_out, out, work)
+        backward = _timed(partial(call, weights=(weight, torch.empty(rows))), repeats)
         flops = 2 * rows * shape.numel
         points["expert_forward"] += [(flops, spent) for spent in forward]
         points["expert_backward"] += [(2 * flops, spent) for spent in backward]

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from tierstore.dense.config import DenseConfig, Fusion, GatherDtype, OptimizerState, Reshard
     from tierstore.dense.fusion import DenseTraffic
     from tierstore.dense.gates import Gates, PassListener
-    from tierstore.dense.layout import DenseBytes, Move, UnitLayout, dense_bytes, moves, recut, unit_layouts
+    from tierstore.dense.layout import DenseBytes, UnitLayout, dense_bytes, recut, unit_layouts
     from tierstore.dense.parameters import DenseSlices, GatherOnDemand
     from tierstore.dense.slices import dense_schemas
 else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from tierstore.errors import ConfigError
+from tierstore.config import check_least
 
 
 class OptimizerState(StrEnum):
@@ -68,8 +68,5 @@ class DenseConfig:
     )
 
     def __post_init__(self) -> None:
-        for name in ("buffers", "gradient_buffers"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"dense.{name}: expected at least 1, got {getattr(self, name)}")
-        if self.bucket_bytes < 0:
-            raise ConfigError(f"dense.bucket_bytes: expected at least 0, got {self.bucket_bytes}")
+        check_least(self, 1, "buffers", "gradient_buffers", table="dense.")
+        check_least(self, 0, "bucket_bytes", table="dense.")

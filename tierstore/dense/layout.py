@@ -117,11 +117,6 @@ class UnitLayout:
         return not self.regions
 
     @property
-    def parameters(self) -> int:
-        """The number of parameters (tensors)."""
-        return sum(len(region.spans) for region in self.regions)
-
-    @property
     def slice_numel(self) -> int:
         """Elements of one rank's slices."""
         return sum(region.slice_numel for region in self.regions)
@@ -163,6 +158,18 @@ class UnitLayout:
         for region in self.regions:
             yield region, slice(start, start + region.slice_numel)
             start += region.slice_numel
+
+    def parts(self, rank: int) -> Iterator[tuple[Region, Span, slice, slice]]:
+        """For each parameter of which ``rank`` has a part: its region and span, the part's elements in the rank's slices,
+        and those in the flat parameter; of a divided table, in the whole table.
+        """
+        for region, kept in self.slices():
+            begin, end = rank * region.slice_numel, (rank + 1) * region.slice_numel
+            for span in region.spans:
+                low, high = max(span.offset, begin), min(span.offset + span.numel, end)
+                if low < high:
+                    own = slice(kept.start + low - begin, kept.start + high - begin)
+                    yield region, span, own, slice(low - span.offset, high - span.offset)
 
     def gathered_bytes(self, narrow: ElementType) -> int:
         """Bytes of the gathered group, with narrow regions in ``narrow``, the others in fp32."""
@@ -250,48 +257,31 @@ def _regions(
 # Another number of ranks ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
-    """``count`` elements from ``source`` in the slices of old rank ``rank`` to ``target`` in the new slices."""
-
-    rank: int
-    source: int
-    target: int
-    count: int
-
-
-def moves(old: UnitLayout, new: UnitLayout, rank: int) -> Iterator[Move]:
-    """The sources of the slices of ``rank`` in ``new``, in ascending order; uncovered elements are padding: zero.
+def recut(
+    old: UnitLayout, new: UnitLayout, rank: int, read: Callable[[int, int, int], torch.Tensor]
+) -> torch.Tensor:
+    """The slices of ``rank`` in ``new``, fp32 [slice_numel], read by ``read(old rank, offset, count)`` in ascending order;
+    padding is zero.
 
     Both must be layouts of one group; ranks, fusion and gathered regions may differ. Raises ValueError.
     """
+    import torch
+
     held = {span.index: (region, kept, span) for region, kept in old.slices() for span in region.spans}
     wanted = {span.index: span.shape for region in new.regions for span in region.spans}
     if {index: span.shape for index, (_, _, span) in held.items()} != wanted:
         raise ValueError(
             f"{old.key}: {old.name} and {new.name} are not the same parameters in the same order"
         )
-    for after, target in new.slices():
-        begin, end = rank * after.slice_numel, (rank + 1) * after.slice_numel
-        for span in after.spans:
-            before, source, was = held[span.index]
-            low, high = max(span.offset, begin), min(span.offset + span.numel, end)
-            while low < high:
-                owner, offset = divmod(was.offset + low - span.offset, before.slice_numel)
-                count = min(before.slice_numel - offset, high - low)
-                yield Move(owner, source.start + offset, target.start + low - begin, count)
-                low += count
-
-
-def recut(
-    old: UnitLayout, new: UnitLayout, rank: int, read: Callable[[int, int, int], torch.Tensor]
-) -> torch.Tensor:
-    """The slices of ``rank`` in ``new``, fp32 [slice_numel], read by ``read(old rank, offset, count)``."""
-    import torch
-
     slices = torch.zeros(new.slice_numel)
-    for move in moves(old, new, rank):
-        slices[move.target : move.target + move.count] = read(move.rank, move.source, move.count)
+    for _, span, own, part in new.parts(rank):
+        before, source, was = held[span.index]
+        done, count = 0, own.stop - own.start
+        while done < count:
+            owner, offset = divmod(was.offset + part.start + done, before.slice_numel)
+            step, start = min(before.slice_numel - offset, count - done), own.start + done
+            slices[start : start + step] = read(owner, source.start + offset, step)
+            done += step
     return slices
 
 

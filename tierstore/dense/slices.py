@@ -79,15 +79,9 @@ class UnitSlices:
         for region, kept in self.layout.slices():
             if region.gathered is Gathered.NO:
                 self.weight[kept].copy_(parameters[region.spans[0].index].detach().reshape(-1))
-                continue
-            begin = self._rank * region.slice_numel
-            for span in region.spans:
-                low = max(span.offset, begin)
-                high = min(span.offset + span.numel, begin + region.slice_numel)
-                if low < high:
-                    whole = parameters[span.index].detach().reshape(-1)
-                    target = self.weight[kept.start + low - begin : kept.start + high - begin]
-                    target.copy_(whole[low - span.offset : high - span.offset])
+        for region, span, own, part in self.layout.parts(self._rank):
+            if region.gathered is Gathered.YES:
+                self.weight[own].copy_(parameters[span.index].detach().reshape(-1)[part])
 
     def add_gradient(self, index: int, gradient: torch.Tensor) -> None:
         """Adds the gradient of a parameter that this rank has completely: its rows of a table, or, on a single rank, any
@@ -108,18 +102,12 @@ class UnitSlices:
     def sum_of_squares_in(self, indices: Container[int]) -> tuple[float, float]:
         """The same for the parameters in ``indices``, and for the others."""
         inside = outside = 0.0
-        for region, kept in self.layout.slices():
-            begin = self._rank * region.slice_numel
-            for span in region.spans:
-                low = max(span.offset, begin)
-                high = min(span.offset + span.numel, begin + region.slice_numel)
-                if low < high:
-                    part = self.gradient[kept.start + low - begin : kept.start + high - begin]
-                    square = float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2
-                    if span.index in indices:
-                        inside += square
-                    else:
-                        outside += square
+        for _, span, own, _ in self.layout.parts(self._rank):
+            square = float(torch.linalg.vector_norm(self.gradient[own], dtype=torch.float64)) ** 2
+            if span.index in indices:
+                inside += square
+            else:
+                outside += square
         return inside, outside
 
     @torch.no_grad()

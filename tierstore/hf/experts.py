@@ -31,9 +31,10 @@ from tierstore.hf.families import ACTIVATIONS
 from tierstore.moe.computing import ExpertPass, Weighting, compute_experts
 from tierstore.moe.config import Activation, ExpertShape, SaveActivations
 from tierstore.moe.dispatch import Dispatch, RowOrder, count_experts, dispatch, dispatch_token
-from tierstore.moe.exchange import Charge, LocalRows, Rows, gather_counts
+from tierstore.moe.exchange import LocalRows, Rows, gather_counts
 from tierstore.moe.source import ExpertSource, rows_to
 from tierstore.parallel import Mesh, RankGroup
+from tierstore.parallel.collectives import Charge
 from tierstore.stats import Cause, StallLedger, Tier
 
 #: The name under which transformers knows the implementation (``experts_implementation``).

@@ -8,11 +8,11 @@ them whole. Imports no torch.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from tierstore.config import check_positive, choose_member
 from tierstore.errors import ConfigError
 from tierstore.model.architecture import Architecture, DenseUnit
 from tierstore.moe.config import (
@@ -140,10 +140,7 @@ class ModelConfig:
             )
         if self.moe_every > self.n_layers:
             raise ConfigError(f"moe_every: {self.moe_every} leaves no MoE layer in {self.n_layers} blocks")
-        for name in ("rope_theta", "norm_eps"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise ConfigError(f"{name}: expected more than 0, got {value}")
+        check_positive(self, "rope_theta", "norm_eps")
         if self.activation not in BUILT_IN_ACTIVATIONS:
             choices = ", ".join(BUILT_IN_ACTIVATIONS)
             raise ConfigError(f"activation: expected one of {choices}, got {self.activation!r}")
@@ -155,10 +152,7 @@ class ModelConfig:
             ("expert_activations", SaveActivations),
             ("compute_dtype", ComputeDtype),
         ):
-            if getattr(self, name) not in tuple(kind):
-                choices = ", ".join(kind)
-                raise ConfigError(f"{name}: expected one of {choices}, got {getattr(self, name)!r}")
-            object.__setattr__(self, name, kind(getattr(self, name)))  # plain strings, from TOML
+            choose_member(self, name, kind)
         try:
             _ = self.router, self.expert_shape
         except ConfigError as error:

@@ -29,8 +29,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tierstore.moe.exchange import Charge, gather_counts
+from tierstore.moe.exchange import gather_counts
 from tierstore.parallel import Channel, RankGroup
+from tierstore.parallel.collectives import Charge
 from tierstore.parallel.layout import SLICE_ALIGNMENT, TableRows
 
 # 16 Mi logits are 64 MiB in fp32. A constant: if it depended on a budget, the budget would change the sum.

@@ -45,10 +45,10 @@ from tierstore.model.interface import Batch, ModelOutput, SegmentLoss, TaskSegme
 from tierstore.model.tables import DividedTable, cross_entropy
 from tierstore.model.vocabulary import VocabularyPartition
 from tierstore.moe import ExpertSource, FeedForward, MoELayer, NoiseKey, Router, Routing
-from tierstore.moe.exchange import Charge
 from tierstore.moe.router import LayerRouter
 from tierstore.moe.seeds import keyed_generator
 from tierstore.parallel import Mesh, TensorRanks
+from tierstore.parallel.collectives import Charge
 from tierstore.parallel.layout import Division, TableRows
 from tierstore.stats import Cause, StallLedger, Tier
 

@@ -18,8 +18,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from tierstore.moe.exchange import Arrival, RowChunk, Rows
+from tierstore.moe.exchange import RowChunk, Rows
 from tierstore.moe.source import ExpertLease, Pipelining
+from tierstore.parallel import Work
 from tierstore.timeline import Moment, Track
 
 
@@ -31,9 +32,9 @@ class RowsAtExperts:
         self._rows_N: Tensor | None = rows_N
         #: All M rows, including those that have not arrived.
         self.rows = rows.at_experts(rows_N)
-        self._arrivals: list[Arrival] = []
+        self._arrivals: list[Work] = []
 
-    def send(self, number: int) -> Arrival:
+    def send(self, number: int) -> Work:
         """Send chunk ``number``; chunks are sent in ascending order."""
         assert self._rows_N is not None
         self._arrivals.append(self._chunks[number].to_experts(self._rows_N, self.rows))
@@ -55,17 +56,6 @@ class RowsAtExperts:
         for arrival in self._arrivals:
             arrival.wait()
         return self.rows
-
-
-class RowsHere:
-    """The M rows kept from an earlier pass."""
-
-    def __init__(self, rows_M: Tensor) -> None:
-        self._rows_M = rows_M
-
-    def of(self, number: int, span: slice) -> Tensor:
-        """The rows ``span``."""
-        return self._rows_M[span]
 
 
 class PlacedLease(NamedTuple):
@@ -93,9 +83,9 @@ class ExpertWalk(ABC):
         self._rows = rows
         self._number = {expert: number for number, chunk in enumerate(self.chunks) for expert in chunk.asked}
         self._left = [len(chunk.asked) for chunk in self.chunks]
-        self._returning: list[Arrival] = []
+        self._returning: list[Work] = []
 
-    def send(self, number: int) -> list[Arrival]:
+    def send(self, number: int) -> list[Work]:
         """Send the rows of chunk ``number`` to the ranks of its experts."""
         return [rows.send(number) for rows in self.sent]
 
@@ -122,7 +112,7 @@ class ExpertWalk(ABC):
         """Whether all experts of chunk ``number`` have been computed."""
         return not self._left[number]
 
-    def send_back(self, number: int) -> list[Arrival]:
+    def send_back(self, number: int) -> list[Work]:
         """Send the results of chunk ``number`` to the ranks of their tokens."""
         chunk = self.chunks[number]
         back = [chunk.to_tokens(rows_M, rows_N) for rows_M, rows_N in self.returned]
@@ -189,7 +179,7 @@ class Travel:
                 )
             self._draw("combine", number, micro, self._walks[micro].send_back(number))
 
-    def _draw(self, what: str, number: int, micro: int, arrivals: Sequence[Arrival]) -> None:
+    def _draw(self, what: str, number: int, micro: int, arrivals: Sequence[Work]) -> None:
         """Draw each of ``arrivals`` on the timeline, from now until it has been waited for."""
         if not self._timeline.enabled:
             return

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tierstore.moe.chunks import ExpertWalk, PlacedLease, RowsAtExperts, RowsHere, Travel
+from tierstore.moe.chunks import ExpertWalk, PlacedLease, RowsAtExperts, Travel
 from tierstore.moe.config import ExpertShape, SaveActivations
 from tierstore.moe.dispatch import (
     Dispatch,
@@ -37,7 +37,6 @@ from tierstore.moe.experts import (
     Scratch,
     Workspace,
     backward_expert,
-    backward_weighted_expert,
     forward_expert,
     forward_experts,
     recompute_inner,
@@ -201,21 +200,44 @@ class ForwardWalk(ExpertWalk):
 
 
 class BackwardWalk(ExpertWalk):
-    """A backward pass over the experts of one call."""
+    """A backward pass over the experts of one call. ``grads_ND``: the gradients of the experts' outputs, or, if weights
+    are applied within the experts, of the weighted outputs. ``inner``: the number of inner scratches.
+    """
 
-    def __init__(self, x_TD: Tensor, call: ExpertPass, saved: Saved, scratch: Scratch | None) -> None:
-        super().__init__(call.rows, pipelining_of(call.source).degrees.backward)
+    def __init__(
+        self,
+        x_TD: Tensor,
+        weight_TK: Tensor,
+        call: ExpertPass,
+        saved: Saved,
+        scratch: Scratch | None,
+        grads_ND: Tensor,
+        inner: int,
+    ) -> None:
+        rows = call.rows
+        super().__init__(rows, pipelining_of(call.source).degrees.backward)
         self._scratch = scratch or Scratch()
-        self._call, self._saved = call, saved
-        self._inputs: RowsAtExperts | RowsHere
-        if saved.rows_MD is not None:
-            self._inputs = RowsHere(saved.rows_MD)
-        else:
-            self._inputs = RowsAtExperts(call.rows, self.chunks, x_TD.index_select(0, call.plan.token_N))
+        self._call, self._saved, self._weight_TK = call, saved, weight_TK
+        self._grads = RowsAtExperts(rows, self.chunks, grads_ND)
+        self.sent = [self._grads]
+        #: The experts' rows, which are sent again unless the forward pass kept them.
+        self._inputs: RowsAtExperts | None = None
+        if saved.rows_MD is None:
+            self._inputs = RowsAtExperts(rows, self.chunks, x_TD.index_select(0, call.plan.token_N))
+            self.sent.append(self._inputs)
+        self._grad_x_ND = _new_rows(x_TD, call.plan)
+        self._grad_x_MD = rows.at_experts(self._grad_x_ND)
+        self.returned = [(self._grad_x_MD, self._grad_x_ND)]
+        self._work = Workspace(call.shape, rows.most_rows, x_TD, inner=inner, hidden=2, scratch=self._scratch)
 
     def _compute(self, placed: Sequence[PlacedLease]) -> None:
         for lease, number, span, part, last in placed:
-            self._compute_one(lease, number, span)
+            if self._inputs is not None:
+                x_MD = self._inputs.of(number, span)
+            else:
+                assert self._saved.rows_MD is not None
+                x_MD = self._saved.rows_MD[span]
+            self._compute_one(lease, number, span, x_MD)
             if part or not last:
                 for index, gradients in enumerate(lease.all_gradients):
                     self._add_part(index, gradients, first=not part, last=last)
@@ -232,8 +254,8 @@ class BackwardWalk(ExpertWalk):
             torch.add(total, gradients, out=gradients if last else total)
 
     @abstractmethod
-    def _compute_one(self, lease: ExpertLease, number: int, span: slice) -> None:
-        """Compute the leased expert's rows ``span``, of chunk ``number``."""
+    def _compute_one(self, lease: ExpertLease, number: int, span: slice, x_MD: Tensor) -> None:
+        """Compute the leased expert's rows ``x_MD``, ``span`` of chunk ``number``."""
 
     @abstractmethod
     def finish(self) -> tuple[Tensor, Tensor]:
@@ -264,41 +286,34 @@ class _ByExpert(BackwardWalk):
         saved: Saved,
         scratch: Scratch | None,
     ) -> None:
-        super().__init__(x_TD, call, saved, scratch)
-        plan, rows, shape = call.plan, call.rows, call.shape
-        self._weight_TK = weight_TK
-        self._grads = RowsAtExperts(call.rows, self.chunks, grad_TD.index_select(0, plan.token_N))
-        self._weights = RowsAtExperts(
-            call.rows, self.chunks, weight_TK.reshape(-1).index_select(0, plan.order_N)
-        )
-        self._grad_x_ND = _new_rows(x_TD, plan)
+        plan, rows, inner = call.plan, call.rows, 1 if saved.inner_MP is not None else 2
+        grads_ND = grad_TD.index_select(0, plan.token_N)
+        super().__init__(x_TD, weight_TK, call, saved, scratch, grads_ND, inner)
+        weight_N = weight_TK.reshape(-1).index_select(0, plan.order_N)
+        self._weights = RowsAtExperts(rows, self.chunks, weight_N)
+        self.sent.insert(1, self._weights)
         self._grad_weight_N = weight_TK.new_empty(plan.rows)
-        self._grad_x_MD = rows.at_experts(self._grad_x_ND)
         self._grad_weight_M = rows.at_experts(self._grad_weight_N)
-        inner = 1 if saved.inner_MP is not None else 2
-        self._work = Workspace(shape, rows.most_rows, x_TD, inner=inner, hidden=2, scratch=self._scratch)
-        self.sent = [self._grads, self._weights, *_travelling(self._inputs)]
-        self.returned = [(self._grad_x_MD, self._grad_x_ND), (self._grad_weight_M, self._grad_weight_N)]
+        self.returned.append((self._grad_weight_M, self._grad_weight_N))
 
-    def _compute_one(self, lease: ExpertLease, number: int, span: slice) -> None:
+    def _compute_one(self, lease: ExpertLease, number: int, span: slice, x_MD: Tensor) -> None:
         shape, work = self._call.shape, self._work
-        x_MD = self._inputs.of(number, span)
         if self._saved.inner_MP is not None:
             inner = self._saved.inner_MP[span]
         else:
             inner = work.inner(1, span.stop - span.start)
             recompute_inner(shape, lease.flat, x_MD, inner, lease.pair)
-        self._grad_weight_M[span] = backward_weighted_expert(
+        backward_expert(
             shape,
             lease.flat,
             lease.gradients,
             x_MD,
             inner,
-            self._weights.of(number, span),
             self._grads.of(number, span),
             self._grad_x_MD[span],
             work,
             lease.pair,
+            weights=(self._weights.of(number, span), self._grad_weight_M[span]),
         )
 
     def finish(self) -> tuple[Tensor, Tensor]:
@@ -318,42 +333,27 @@ class _ByOutput(BackwardWalk):
         saved: Saved,
         scratch: Scratch | None,
     ) -> None:
-        super().__init__(x_TD, call, saved, scratch)
-        plan, rows, shape = call.plan, call.rows, call.shape
-        self._weight_TK, self._grad_TD = weight_TK, grad_TD
-        self._grads = RowsAtExperts(call.rows, self.chunks, gradients_of_outputs(grad_TD, plan, weight_TK))
-        self._grad_x_ND = _new_rows(x_TD, plan)
-        self._grad_x_MD = rows.at_experts(self._grad_x_ND)
+        grads_ND = gradients_of_outputs(grad_TD, call.plan, weight_TK)
         again = saved.y_ND is None
-        self._y_ND = _new_rows(x_TD, plan) if saved.y_ND is None else saved.y_ND
+        super().__init__(x_TD, weight_TK, call, saved, scratch, grads_ND, 2 if again else 1)
+        self._grad_TD = grad_TD
+        self._y_ND = _new_rows(x_TD, call.plan) if saved.y_ND is None else saved.y_ND
         #: The outputs if they are recomputed; None if they were saved.
-        self._y_MD = rows.at_experts(self._y_ND) if again else None
-        inner = 2 if again else 1
-        self._work = Workspace(shape, rows.most_rows, x_TD, inner=inner, hidden=2, scratch=self._scratch)
-        self.sent = [self._grads, *_travelling(self._inputs)]
-        self.returned = [(self._grad_x_MD, self._grad_x_ND)]
+        self._y_MD = call.rows.at_experts(self._y_ND) if again else None
         if self._y_MD is not None:
             self.returned.insert(0, (self._y_MD, self._y_ND))
 
-    def _compute_one(self, lease: ExpertLease, number: int, span: slice) -> None:
+    def _compute_one(self, lease: ExpertLease, number: int, span: slice, x_MD: Tensor) -> None:
         shape, work = self._call.shape, self._work
-        x_MD = self._inputs.of(number, span)
         if self._y_MD is None:
             assert self._saved.inner_MP is not None
             inner = self._saved.inner_MP[span]
         else:
             inner = work.inner(1, span.stop - span.start)
             forward_expert(shape, lease.weights, x_MD, inner, self._y_MD[span], work, lease.pair)
+        grads_MD, grad_x_MD = self._grads.of(number, span), self._grad_x_MD[span]
         backward_expert(
-            shape,
-            lease.flat,
-            lease.gradients,
-            x_MD,
-            inner,
-            self._grads.of(number, span),
-            self._grad_x_MD[span],
-            work,
-            lease.pair,
+            shape, lease.flat, lease.gradients, x_MD, inner, grads_MD, grad_x_MD, work, lease.pair
         )
 
     def finish(self) -> tuple[Tensor, Tensor]:
@@ -362,11 +362,6 @@ class _ByOutput(BackwardWalk):
         grad_weight_N = gradients_of_weights(self._grad_TD, plan, self._y_ND, self._weight_TK)
         ascending_TK = plan.place_TK.sort(dim=1).values
         return combine(self._grad_x_ND, ascending_TK), _by_token(grad_weight_N, plan, self._weight_TK)
-
-
-def _travelling(inputs: RowsAtExperts | RowsHere) -> list[RowsAtExperts]:
-    """``inputs`` if the forward pass's rows are sent again, otherwise nothing."""
-    return [inputs] if isinstance(inputs, RowsAtExperts) else []
 
 
 def _new_rows(like: Tensor, plan: Dispatch) -> Tensor:

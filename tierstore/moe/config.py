@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from tierstore.config import check_least, check_positive, choose_member
 from tierstore.errors import ConfigError
 from tierstore.parallel.layout import Division
 from tierstore.quant.layout import CodeFormat, PartKind, QuantizedLayout, WeightPart
@@ -77,17 +78,9 @@ class ExpertShape:
     limit: float = 7.0
 
     def __post_init__(self) -> None:
-        if self.d_model < 1:
-            raise ConfigError(f"d_model: expected at least 1, got {self.d_model}")
-        if self.d_ff < 1:
-            raise ConfigError(f"d_ff: expected at least 1, got {self.d_ff}")
-        if self.activation not in tuple(Activation):
-            raise ConfigError(f"activation: expected one of {', '.join(Activation)}, got {self.activation!r}")
-        object.__setattr__(self, "activation", Activation(self.activation))
-        for name in ("alpha", "limit"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise ConfigError(f"{name}: expected more than 0, got {value}")
+        check_least(self, 1, "d_model", "d_ff")
+        choose_member(self, "activation", Activation)
+        check_positive(self, "alpha", "limit")
 
     @property
     def inner_rows(self) -> int:
@@ -183,24 +176,16 @@ class RouterConfig:
     normalize_topk: bool | None = None
 
     def __post_init__(self) -> None:
-        if self.experts < 1:
-            raise ConfigError(f"experts: expected at least 1, got {self.experts}")
+        check_least(self, 1, "experts")
         if not 1 <= self.top_k <= self.experts:
             raise ConfigError(f"top_k: expected 1 to {self.experts} (experts), got {self.top_k}")
-        for name in ("aux_loss_weight", "z_loss_weight"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ConfigError(f"{name}: expected a number of at least 0, got {value}")
-        if self.noise not in tuple(RouterNoise):
-            raise ConfigError(f"noise: expected one of {', '.join(RouterNoise)}, got {self.noise!r}")
+        check_least(self, 0, "aux_loss_weight", "z_loss_weight")
+        choose_member(self, "noise", RouterNoise)
         if self.noise == RouterNoise.JITTER and not 0 < self.noise_std < 1:
             raise ConfigError(f"noise_std: expected more than 0 and less than 1, got {self.noise_std}")
         if self.noise == RouterNoise.NONE and self.noise_std != 0:
             raise ConfigError(f"noise_std: {self.noise_std} has no effect with noise = none")
-        if self.capacity_factor is not None and not (
-            math.isfinite(self.capacity_factor) and self.capacity_factor > 0
-        ):
-            raise ConfigError(f"capacity_factor: expected more than 0, got {self.capacity_factor}")
+        check_positive(self, "capacity_factor")
         if self.normalize_topk and self.top_k == 1:
             raise ConfigError(
                 "normalize_topk: with top_k = 1 every weight would be 1 and the router would not learn"

@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,53 +29,24 @@ from torch import Tensor
 from tierstore.accelerator import upload
 from tierstore.moe.dispatch import Dispatch, divide_experts
 from tierstore.parallel import Channel, Exchange, Mesh, RankGroup, Work
-
-Charge = Callable[[], AbstractContextManager[None]]
-
-
-class Arrival:
-    """Rows that may still be in transit. ``place`` puts them in their places once they have arrived; ``charge`` makes the
-    context for waiting for them.
-    """
-
-    def __init__(
-        self,
-        work: Work | None = None,
-        place: Callable[[], None] = lambda: None,
-        charge: Charge | None = None,
-    ) -> None:
-        self._work = work
-        self._place: Callable[[], None] | None = place
-        self._charge = charge
-
-    def wait(self) -> None:
-        """Wait until the rows are in their places. Raises PeerError."""
-        if self._place is None:
-            return
-        if self._work is not None:
-            self._work.wait(self._charge)
-        self._place()
-        self._work = self._place = None  # also frees what they hold
-
-    def observe(self, ended: Callable[[], None]) -> None:
-        """Call ``ended`` once, when the rows have been waited for; never if nothing is sent."""
-        if self._work is not None:
-            self._work.observe(ended)
+from tierstore.parallel.collectives import Charge
 
 
 class RowChunk(Protocol):
-    """The rows of some experts of every owner, sent together. Methods are collectives, unless this rank owns all experts."""
+    """The rows of some experts of every owner, sent together. Methods are collectives, unless this rank owns all experts;
+    rows are in their places when their Work has been waited for.
+    """
 
     #: The chunk's experts to compute on this rank, ascending.
     asked: tuple[int, ...]
     #: The chunk's rows among the M.
     part: slice
 
-    def to_experts(self, rows_N: Tensor, rows_M: Tensor) -> Arrival:
+    def to_experts(self, rows_N: Tensor, rows_M: Tensor) -> Work:
         """Send the chunk's rows of ``rows_N`` (N, ...), in dispatch order, to its part of ``rows_M``."""
         ...
 
-    def to_tokens(self, rows_M: Tensor, rows_N: Tensor) -> Arrival:
+    def to_tokens(self, rows_M: Tensor, rows_N: Tensor) -> Work:
         """Send the chunk's part of ``rows_M`` to its places in the first N rows of ``rows_N``."""
         ...
 
@@ -151,11 +121,11 @@ class LocalRows:
     def most(self) -> None:
         return None
 
-    def to_experts(self, rows_N: Tensor, rows_M: Tensor) -> Arrival:
-        return Arrival()
+    def to_experts(self, rows_N: Tensor, rows_M: Tensor) -> Work:
+        return Work()
 
-    def to_tokens(self, rows_M: Tensor, rows_N: Tensor) -> Arrival:
-        return Arrival()
+    def to_tokens(self, rows_M: Tensor, rows_N: Tensor) -> Work:
+        return Work()
 
 
 class ExchangedRows:
@@ -262,7 +232,7 @@ class _ExchangedChunk:
             self._order_M = upload(self._order_M, device)
         return self._order_M
 
-    def to_experts(self, rows_N: Tensor, rows_M: Tensor) -> Arrival:
+    def to_experts(self, rows_N: Tensor, rows_M: Tensor) -> Work:
         pieces = [rows_N[piece] for piece in self._pieces]
         leaving = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         own_M, order_M = rows_M[self.part], self._order(rows_M.device)
@@ -270,12 +240,12 @@ class _ExchangedChunk:
         work = self._exchange.all_to_all(arrived_M, leaving, self._rows_SS)
 
         def sort() -> None:
-            if order_M is not None:
-                torch.index_select(arrived_M, 0, order_M, out=own_M)
+            assert order_M is not None
+            torch.index_select(arrived_M, 0, order_M, out=own_M)
 
-        return Arrival(work, sort, self._charge)
+        return work.then(None if order_M is None else sort, self._charge)
 
-    def to_tokens(self, rows_M: Tensor, rows_N: Tensor) -> Arrival:
+    def to_tokens(self, rows_M: Tensor, rows_N: Tensor) -> Work:
         leaving_M, order_M = rows_M[self.part], self._order(rows_M.device)
         if order_M is not None:
             sorted_M, leaving_M = leaving_M, torch.empty_like(leaving_M)
@@ -286,12 +256,11 @@ class _ExchangedChunk:
         work = self._exchange.all_to_all(back, leaving_M, self._rows_SS.t())
 
         def spread() -> None:
-            if not direct:
-                lengths = [len(piece) for piece in pieces]
-                for piece, rows in zip(pieces, torch.split(back, lengths), strict=True):
-                    piece.copy_(rows)
+            lengths = [len(piece) for piece in pieces]
+            for piece, rows in zip(pieces, torch.split(back, lengths), strict=True):
+                piece.copy_(rows)
 
-        return Arrival(work, spread, self._charge)
+        return work.then(None if direct else spread, self._charge)
 
 
 def expert_groups(load_E: Sequence[int], first: int, last: int, degree: int) -> list[int]:
@@ -485,11 +454,11 @@ class _IndexedChunk:
         self._pieces = pieces
         self._charge = charge
 
-    def to_experts(self, rows_N: Tensor, rows_M: Tensor) -> Arrival:
+    def to_experts(self, rows_N: Tensor, rows_M: Tensor) -> Work:
         """Nothing is sent: ``rows_M`` is a part of ``rows_N``."""
-        return Arrival()
+        return Work()
 
-    def to_tokens(self, rows_M: Tensor, rows_N: Tensor) -> Arrival:
+    def to_tokens(self, rows_M: Tensor, rows_N: Tensor) -> Work:
         """Send this rank's rows to the others. They are already in place here: ``rows_M`` is a part of ``rows_N``."""
         size, rank = self._group.size, self._group.rank
         own = rows_M[self.part]
@@ -497,7 +466,7 @@ class _IndexedChunk:
         to = [0 if other == rank else len(own) for other in range(size)]
         came = [0 if other == rank else len(place) for other, place in enumerate(places)]
         if size == 2:  # send and receive in place, without extra copies
-            return Arrival(self._group.all_to_all(places[1 - rank], own, came, to), charge=self._charge)
+            return self._group.all_to_all(places[1 - rank], own, came, to).then(None, self._charge)
         others = [place for other, place in enumerate(places) if other != rank]
         lengths = [len(place) for place in others]
         arrived = rows_N.new_empty((sum(came), *rows_N.shape[1:]))
@@ -508,4 +477,4 @@ class _IndexedChunk:
             for place, rows in zip(others, torch.split(arrived, lengths), strict=True):
                 place.copy_(rows)
 
-        return Arrival(work, spread, self._charge)
+        return work.then(spread, self._charge)

@@ -224,67 +224,32 @@ def backward_expert(
     grad_x_MD: Tensor,
     work: Workspace,
     pair: PairLease | None = None,
+    *,
+    weights: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Compute the gradients of ``sum(grad_out * expert(x))``.
+    """Compute the gradients of ``sum(grad_out * expert(x))``, or with ``weights`` of ``sum(grad_out * weight * expert(x))``:
+    the router's weights (M) of the rows, and memory for their gradients.
 
-    Overwrites ``gradients`` (flat, like the weights; None: the expert is frozen), those of ``pair``, and ``grad_x_MD``.
-    Uses inner scratch 0 and hidden scratch 0 and 1.
+    Overwrites ``gradients`` (flat, like the weights; None: the expert is frozen), those of ``pair``, ``grad_x_MD``, and
+    with ``weights`` also ``grad_out_MD``. Uses inner scratch 0 and hidden scratch 0 and 1. The router's gradient does not
+    need the expert's output: ``<grad_out, y> = <grad_out down, hidden>`` (without biases).
     """
     rows = x_MD.shape[0]
     hidden_MF, grad_hidden_MF = work.hidden(0, rows), work.hidden(1, rows)
+    inner, down = terms(pair)
+    matrices = shape.views(flat)
     _activate(shape, inner_MP, hidden_MF)
-    _project_back(shape, grad_out_MD, shape.views(flat).down, terms(pair)[1], grad_hidden_MF)
-    _backward_from_hidden(shape, flat, gradients, x_MD, inner_MP, grad_out_MD, grad_x_MD, work, pair)
-
-
-def backward_weighted_expert(
-    shape: ExpertShape,
-    flat: Tensor,
-    gradients: Tensor | None,
-    x_MD: Tensor,
-    inner_MP: Tensor,
-    weight_M: Tensor,
-    grad_out_MD: Tensor,
-    grad_x_MD: Tensor,
-    work: Workspace,
-    pair: PairLease | None = None,
-) -> Tensor:
-    """Compute the gradients of ``sum(grad_out * weight * expert(x))``; returns the gradient of ``weight_M``.
-
-    Like :func:`backward_expert`, but overwrites ``grad_out_MD``. The router's gradient does not need the expert's output:
-    ``<grad_out, y> = <grad_out down, hidden>`` (without biases).
-    """
-    rows = x_MD.shape[0]
-    hidden_MF, grad_hidden_MF = work.hidden(0, rows), work.hidden(1, rows)
-    _activate(shape, inner_MP, hidden_MF)
-    _project_back(shape, grad_out_MD, shape.views(flat).down, terms(pair)[1], grad_hidden_MF)
-    product_MF = work.inner(0, rows)[:, : shape.d_ff]
-    torch.mul(grad_hidden_MF, hidden_MF, out=product_MF)
-    grad_weight_M = product_MF.sum(dim=1, dtype=weight_M.dtype)
-    scale_M1 = weight_M.to(x_MD.dtype).unsqueeze(1)
-    grad_hidden_MF.mul_(scale_M1)
-    grad_out_MD.mul_(scale_M1)
-    _backward_from_hidden(shape, flat, gradients, x_MD, inner_MP, grad_out_MD, grad_x_MD, work, pair)
-    return grad_weight_M
-
-
-def _backward_from_hidden(
-    shape: ExpertShape,
-    flat: Tensor,
-    gradients: Tensor | None,
-    x_MD: Tensor,
-    inner_MP: Tensor,
-    grad_out_MD: Tensor,
-    grad_x_MD: Tensor,
-    work: Workspace,
-    pair: PairLease | None,
-) -> None:
-    """The rest of the backward pass. Hidden scratch 0 holds the hidden values, scratch 1 their gradient; overwrites both."""
-    rows = x_MD.shape[0]
-    hidden_MF, grad_hidden_MF = work.hidden(0, rows), work.hidden(1, rows)
+    _project_back(shape, grad_out_MD, matrices.down, down, grad_hidden_MF)
+    if weights is not None:
+        weight_M, grad_weight_M = weights
+        product_MF = work.inner(0, rows)[:, : shape.d_ff]
+        torch.mul(grad_hidden_MF, hidden_MF, out=product_MF)
+        grad_weight_M.copy_(product_MF.sum(dim=1, dtype=weight_M.dtype))
+        scale_M1 = weight_M.to(x_MD.dtype).unsqueeze(1)
+        grad_hidden_MF.mul_(scale_M1)
+        grad_out_MD.mul_(scale_M1)
     grad_inner_MP = work.inner(0, rows)
     grads = None if gradients is None else shape.views(gradients)
-    inner, down = terms(pair)
     if grads is not None:
         _project_gradients(shape, hidden_MF, grad_out_MD, grads.down, grads.down_bias)
     if down is not None:
@@ -294,7 +259,7 @@ def _backward_from_hidden(
         _project_gradients(shape, x_MD, grad_inner_MP, grads.inner, grads.inner_bias)
     if inner is not None:
         inner.write_gradients(x_MD, grad_inner_MP)
-    _project_back(shape, grad_inner_MP, shape.views(flat).inner, inner, grad_x_MD)
+    _project_back(shape, grad_inner_MP, matrices.inner, inner, grad_x_MD)
 
 
 # Projections ------------------------------------------------------------------------------------------------

@@ -29,12 +29,12 @@ from tierstore.moe.config import (
     network_divisions,
 )
 from tierstore.moe.dispatch import dispatch
-from tierstore.moe.exchange import Charge
 from tierstore.moe.experts import feed_forward, weight_std
 from tierstore.moe.router import NoiseKey, Router, Routing
 from tierstore.moe.seeds import keyed_generator
 from tierstore.moe.source import ExpertSource, rows_to
 from tierstore.parallel import Mesh, TensorRanks
+from tierstore.parallel.collectives import Charge
 from tierstore.stats import Cause, StallLedger, Tier
 
 

@@ -8,11 +8,11 @@ what feeds the activation (gate and up where there are both, in the columns' ord
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from tierstore.config import check_least
 from tierstore.errors import ConfigError
 from tierstore.moe.config import ExpertShape
 
@@ -46,10 +46,7 @@ class LoraConfig:
     seed: int = field(default=0, metadata={"help": "seed of the pairs' initial values"})
 
     def __post_init__(self) -> None:
-        if self.rank < 0:
-            raise ConfigError(f"lora.rank: expected at least 0, got {self.rank}")
-        if not (math.isfinite(self.alpha) and self.alpha >= 0):
-            raise ConfigError(f"lora.alpha: expected a number of at least 0, got {self.alpha}")
+        check_least(self, 0, "rank", "alpha", table="lora.")
         if self.modules and not self.attention:
             raise ConfigError(f"lora.modules: {self.modules} have no effect with targets = experts")
 

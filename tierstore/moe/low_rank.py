@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tierstore.moe.lora import PairShape, PairViews
+from tierstore.moe.lora import PairShape
 from tierstore.moe.seeds import keyed_generator
 
 
@@ -44,13 +44,13 @@ def merge_pair(shape: PairShape, weights: Tensor, pair: Tensor) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LowRankTerm:
-    """Add the term of ``x`` to ``out``."""
+    """``A`` and ``B`` of one projection, and memory for their gradients, if they are wanted."""
 
     a_RI: Tensor
     b_OR: Tensor
     scale: float
-    grad_a_RI: Tensor | None
-    grad_b_OR: Tensor | None
+    grad_a_RI: Tensor | None = None
+    grad_b_OR: Tensor | None = None
 
     def add(self, x_MI: Tensor, out_MO: Tensor) -> None:
         """Adds the term of ``x`` to ``out``."""
@@ -90,33 +90,16 @@ class PairLease:
     weights: Tensor
     gradients: Tensor | None = None
 
-    @property
-    def inner(self) -> LowRankTerm:
-        """The term of the projection that feeds the activation."""
-        views, grads = self._views()
-        pair = (views.inner_a, views.inner_b, self.shape.scale)
-        return (
-            LowRankTerm(*pair, None, None)
-            if grads is None
-            else LowRankTerm(*pair, grads.inner_a, grads.inner_b)
-        )
-
-    @property
-    def down(self) -> LowRankTerm:
-        """The term of the output projection."""
-        views, grads = self._views()
-        pair = (views.down_a, views.down_b, self.shape.scale)
-        return (
-            LowRankTerm(*pair, None, None)
-            if grads is None
-            else LowRankTerm(*pair, grads.down_a, grads.down_b)
-        )
-
-    def _views(self) -> tuple[PairViews, PairViews | None]:
-        grads = None if self.gradients is None else self.shape.views(self.gradients)
-        return self.shape.views(self.weights), grads
-
 
 def terms(pair: PairLease | None) -> tuple[LowRankTerm | None, LowRankTerm | None]:
     """The terms of both projections, inner and down; none without a pair."""
-    return (None, None) if pair is None else (pair.inner, pair.down)
+    if pair is None:
+        return None, None
+    of, scale = pair.shape.views(pair.weights), pair.shape.scale
+    if pair.gradients is None:
+        return LowRankTerm(of.inner_a, of.inner_b, scale), LowRankTerm(of.down_a, of.down_b, scale)
+    grads = pair.shape.views(pair.gradients)
+    return (
+        LowRankTerm(of.inner_a, of.inner_b, scale, grads.inner_a, grads.inner_b),
+        LowRankTerm(of.down_a, of.down_b, scale, grads.down_a, grads.down_b),
+    )

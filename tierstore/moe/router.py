@@ -40,10 +40,11 @@ from torch.nn import functional as F
 from tierstore.accelerator import read, upload
 from tierstore.moe.config import RouterConfig, RouterNoise
 from tierstore.moe.dispatch import count_experts
-from tierstore.moe.exchange import Charge, gather_counts
+from tierstore.moe.exchange import gather_counts
 from tierstore.moe.products import count_chosen, multiplies_at_once, product
 from tierstore.moe.seeds import keyed_generator
 from tierstore.parallel import RankGroup
+from tierstore.parallel.collectives import Charge
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from tierstore.moe.config import ExpertShape
 from tierstore.moe.dispatch import Dispatch
-from tierstore.moe.exchange import Charge, LocalRows, PassLoads, Rows, rows_of
+from tierstore.moe.exchange import LocalRows, PassLoads, Rows, rows_of
 from tierstore.moe.experts import initial_expert
 from tierstore.moe.low_rank import PairLease
 from tierstore.parallel import Mesh, RankGroup
+from tierstore.parallel.collectives import Charge
 from tierstore.quant.weights import Weights, plain_weights
 from tierstore.timeline import NullTimeline, TimelineSink
 

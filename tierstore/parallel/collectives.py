@@ -34,6 +34,9 @@ from tierstore.errors import PeerError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+#: Makes the context in which a rank waits for others: a ledger's stall.
+Charge = Callable[[], AbstractContextManager[None]]
+
 _BLAME_S = 1.0  # a broken collective is often noticed before the failure that broke it is known
 _SMALL_BYTES = 1 << 14  # below this size, one message of everything is faster than two of parts
 
@@ -101,21 +104,28 @@ class Work:
         self._pending = pending
         self._finish = finish
         self._explain = explain
+        self._charge: Charge | None = None
         self._observer: Callable[[], None] | None = None
 
+    def then(self, finish: Callable[[], None] | None, charge: Charge | None) -> Work:
+        """Sets what ``wait`` calls when the results of an all-to-all are there, and the default of its ``charge``."""
+        self._finish, self._charge = finish, charge
+        return self
+
     def observe(self, ended: Callable[[], None]) -> None:
-        """``ended`` is called once, by the first ``wait`` that returns."""
-        self._observer = ended
+        """``ended`` is called once, by the first ``wait`` that returns; never if nothing was sent."""
+        if self._pending is not None:
+            self._observer = ended
 
     def done(self) -> bool:
         """Whether ``wait`` would return, or raise, without waiting for others."""
         return self._pending is None or bool(self._pending.is_completed())
 
-    def wait(self, charge: Callable[[], AbstractContextManager[None]] | None = None) -> None:
-        """Wait for the results. Raises PeerError. After it has returned once, it returns at once.
-
-        ``charge`` makes the context in which it blocks (a ledger's stall), if it has to block.
+    def wait(self, charge: Charge | None = None) -> None:
+        """Wait for the results. Raises PeerError. After it has returned once, it returns at once. ``charge`` is used if it
+        has to block.
         """
+        charge = charge or self._charge
         if charge is None or self.done():
             self._complete()
         else:

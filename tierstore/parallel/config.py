@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from pathlib import Path
 
+from tierstore.config import check_least, check_positive
 from tierstore.errors import ConfigError
 
 #: ``ParallelConfig.pipeline_degree``: the run chooses, at every commit, a number of chunks of whole experts; or once, for
@@ -143,13 +143,9 @@ class ParallelConfig:
         return self.pipeline_degree
 
     def __post_init__(self) -> None:
-        if self.expert < 0:
-            raise ConfigError(f"parallel.expert: expected at least 0, got {self.expert}")
-        if self.node_ranks < 0:
-            raise ConfigError(f"parallel.node_ranks: expected at least 0, got {self.node_ranks}")
-        for name in ("tensor", "stages"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"parallel.{name}: expected at least 1, got {getattr(self, name)}")
+        check_least(self, 0, "expert", "node_ranks", table="parallel.")
+        check_least(self, 1, "tensor", "stages", table="parallel.")
+        check_positive(self, "timeout_s", "grace_s", table="parallel.")
         if any(count < 1 for count in self.stage_blocks):
             raise ConfigError(
                 f"parallel.stage_blocks: expected at least 1 each, got {list(self.stage_blocks)}"
@@ -158,7 +154,3 @@ class ParallelConfig:
             raise ConfigError(
                 f"parallel.pipeline_degree: expected auto, auto-split or at least 1, got {self.pipeline_degree}"
             )
-        for name in ("timeout_s", "grace_s"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise ConfigError(f"parallel.{name}: expected more than 0, got {value}")

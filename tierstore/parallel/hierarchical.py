@@ -25,13 +25,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from tierstore.machine_profile import Cost
 from tierstore.parallel.collectives import RankGroup, Work, check_rows
 from tierstore.parallel.layout import NodeGrid
 from tierstore.units import format_bytes, format_seconds
@@ -136,7 +137,7 @@ class _TwoSteps(Work):
     """Complete when the second step is. ``through`` issues it, after those before it."""
 
     def __init__(self, first: Work, start: Callable[[], Work], through: Callable[[_TwoSteps], None]) -> None:
-        super().__init__()
+        super().__init__(first)
         self._first, self._start, self._through = first, start, through
         self.second: Work | None = None
 
@@ -146,6 +147,7 @@ class _TwoSteps(Work):
     def issue_second(self) -> None:
         self._first.wait()
         self.second = self._start()
+        del self._start  # with the rows that it holds
 
     def done(self) -> bool:
         return self.second is not None and self.second.done()
@@ -204,64 +206,37 @@ def _transposed(rows: Tensor, count_AB: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class MessageCost:
-    """Seconds for b bytes: ``start_s + b * byte_s``."""
-
-    start_s: float
-    byte_s: float
-
-    def seconds(self, nbytes: float) -> float:
-        return self.start_s + nbytes * self.byte_s
-
-    @classmethod
-    def fitted(cls, points: Sequence[tuple[float, float]]) -> MessageCost:
-        """The line through ``points`` (bytes, seconds) with the least squared relative errors and no negative coefficient.
-
-        Raises ValueError for fewer than two sizes.
-        """
-        if len({nbytes for nbytes, _ in points}) < 2:
-            raise ValueError(f"expected points of two sizes at least, got {points}")
-        weights = [1 / seconds**2 for _, seconds in points]
-        total = sum(weights)
-        mean_b = sum(w * b for w, (b, _) in zip(weights, points, strict=True)) / total
-        mean_s = sum(w * s for w, (_, s) in zip(weights, points, strict=True)) / total
-        spread = sum(w * (b - mean_b) ** 2 for w, (b, _) in zip(weights, points, strict=True))
-        joint = sum(w * (b - mean_b) * (s - mean_s) for w, (b, s) in zip(weights, points, strict=True))
-        byte_s = max(joint / spread, 0.0)
-        return cls(max(mean_s - byte_s * mean_b, 0.0), byte_s)
-
-
-@dataclass(frozen=True, slots=True)
 class ExchangeModel:
     """Seconds by bytes of a message: ``flat``, ``hierarchical``, and ``rail``, the second step of the latter."""
 
     grid: NodeGrid
-    flat: MessageCost
-    rail: MessageCost
-    hierarchical: MessageCost
+    flat: Cost
+    rail: Cost
+    hierarchical: Cost
 
     @property
     def message_s(self) -> float:
         """Seconds per message between nodes."""
-        return (self.flat.start_s - self.rail.start_s) / ((self.grid.nodes - 1) * (self.grid.each - 1))
+        return (self.flat.latency_s - self.rail.latency_s) / ((self.grid.nodes - 1) * (self.grid.each - 1))
 
     @property
     def step_s(self) -> float:
         """Seconds of the step within the node, without its bytes."""
-        return self.hierarchical.start_s - self.rail.start_s
+        return self.hierarchical.latency_s - self.rail.latency_s
 
     @property
     def step_byte_s(self) -> float:
         """Seconds per byte of the step within the node."""
-        return (self.hierarchical.byte_s - self.rail.byte_s) / (self.grid.nodes * (self.grid.each - 1))
+        byte_s = 1 / self.hierarchical.per_s - 1 / self.rail.per_s
+        return byte_s / (self.grid.nodes * (self.grid.each - 1))
 
     @property
     def below_bytes(self) -> float:
         """Two steps are faster for messages below this size (0: never; infinite: always)."""
-        gain_s = self.flat.start_s - self.hierarchical.start_s
+        gain_s = self.flat.latency_s - self.hierarchical.latency_s
         if gain_s <= 0:
             return 0.0
-        loss_s = self.hierarchical.byte_s - self.flat.byte_s
+        loss_s = 1 / self.hierarchical.per_s - 1 / self.flat.per_s
         return gain_s / loss_s if loss_s > 0 else math.inf
 
     def describe(self) -> str:

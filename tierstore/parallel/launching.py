@@ -16,7 +16,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -32,26 +32,25 @@ from tierstore.accelerator import (
 )
 from tierstore.decision import Decision
 from tierstore.errors import CapabilityError, ConfigError, PeerError
-from tierstore.parallel.collectives import Channel, Failure, RankGroup, uncounted
+from tierstore.machine_profile import fit_cost
+from tierstore.parallel.collectives import Failure, RankGroup, uncounted
 from tierstore.parallel.config import ExchangeMode, ParallelConfig
 from tierstore.parallel.hierarchical import (
     Exchange,
     ExchangeModel,
     FlatExchange,
     HierarchicalExchange,
-    MessageCost,
     SizedExchange,
 )
 from tierstore.parallel.job_store import meeting_store, open_job_store
 from tierstore.parallel.layout import NodeGrid, RankEnvironment, layout_of, node_grid, ranks_of_a_node
-from tierstore.parallel.mesh import Mesh, build_mesh
+from tierstore.parallel.mesh import GroupMaker, Mesh, build_mesh
 from tierstore.parallel.watch import DeathWatch
 from tierstore.units import format_bytes
 
 if TYPE_CHECKING:
     import torch
     from torch._C._distributed_c10d import Store
-    from torch.distributed import ProcessGroup
 
 
 def rank_device(asked: str, environment: RankEnvironment) -> torch.device:
@@ -110,27 +109,27 @@ def launch(
         with _watched_alone(config, environment):
             yield Mesh.alone(environment, chosen, open_job_store(environment, config.timeout_s))
         return
+    import torch.distributed as dist
+
     mesh: Mesh | None = None
     watch: DeathWatch | None = None
-    communicators: list[ProcessGroup] = []
 
     def blame(within_s: float) -> Failure | None:
         return None if watch is None else watch.blame(within_s)
 
+    maker = GroupMaker(make=make_group, blame=blame, timeout_s=config.timeout_s)
+
     def abort() -> None:
-        for group in communicators:
+        for group in maker.communicators:
             with contextlib.suppress(RuntimeError):
                 group.abort()
 
     try:
         _join(config, environment, chosen)
-        mesh, communicators = build_mesh(config, environment, chosen, make_group=make_group, blame=blame)
+        mesh = build_mesh(config, environment, chosen, maker)
         mesh = replace(mesh, job_store=open_job_store(environment, config.timeout_s))
         watch = DeathWatch(
             environment, mesh.world, grace_s=config.grace_s, timeout_s=config.timeout_s, on_failure=abort
-        )
-        maker = GroupMaker(
-            make=make_group, blame=blame, communicators=communicators, timeout_s=config.timeout_s
         )
         mesh = with_exchange(config, mesh, maker)
         yield mesh
@@ -144,7 +143,13 @@ def launch(
     else:
         watch.leave()
     finally:
-        _part(mesh, communicators)
+        # The last references, so that the backend's threads are joined here: a thread that still frees a tensor while the
+        # interpreter ends would abort the process.
+        if mesh is not None:
+            mesh.close()
+        maker.communicators.clear()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 @contextlib.contextmanager
@@ -164,19 +169,6 @@ def _watched_alone(config: ParallelConfig, environment: RankEnvironment) -> Iter
         yield
     finally:
         watch.leave()
-
-
-def _part(mesh: Mesh | None, communicators: list[ProcessGroup]) -> None:
-    """Drop the last references, so that the backend's threads are joined here: a thread that still frees a tensor
-    while the interpreter ends would abort the process.
-    """
-    import torch.distributed as dist
-
-    if mesh is not None:
-        mesh.close()
-    communicators.clear()
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def _join(config: ParallelConfig, environment: RankEnvironment, device: torch.device) -> None:
@@ -226,36 +218,6 @@ def check_devices(store: Store, environment: RankEnvironment, device: torch.devi
 #: Bytes of the messages that AUTO measures, and the number of repetitions.
 PROBE_BYTES = (1 << 10, 8 << 10, 64 << 10, 256 << 10)
 PROBE_ROUNDS = 5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupMaker:
-    """How the groups of a run are made. ``communicators``: all that exist, to be aborted after a failure."""
-
-    make: Callable[..., RankGroup]
-    blame: Callable[[float], Failure | None]
-    communicators: list[ProcessGroup]
-    timeout_s: float
-
-    def group(self, rank: int, rows: list[list[int]], node_ranks: int) -> RankGroup:
-        """The group of global rank ``rank`` among ``rows``, which hold every rank once; for exchanges. A collective."""
-        import torch.distributed as dist
-
-        timeout = timedelta(seconds=self.timeout_s)
-        made, _ = dist.new_subgroups_by_enumeration(rows, timeout=timeout)  # type: ignore[no-untyped-call]
-        self.communicators.append(made)
-        ranks = next(row for row in rows if rank in row)
-        channels = {Channel.EXCHANGE: made}
-        return self.make(ranks.index(rank), ranks, channels, node_ranks=node_ranks, blame=self.blame)
-
-    def drop(self, group: RankGroup) -> None:
-        """Destroy a group that ``group`` made, on all of its ranks."""
-        import torch.distributed as dist
-
-        made = group.communicator(Channel.EXCHANGE)
-        group.close()
-        self.communicators.remove(made)
-        dist.destroy_process_group(made)
 
 
 def expert_grid(config: ParallelConfig, environment: RankEnvironment) -> NodeGrid | str:
@@ -333,8 +295,7 @@ def _hierarchical(
     neighbours = [row for group in experts for row in grid.neighbours(group)]
     rails = [row for group in experts for row in grid.rails(group)]
     return HierarchicalExchange(
-        maker.group(environment.rank, neighbours, node_ranks),
-        maker.group(environment.rank, rails, node_ranks),
+        *(maker.exchange_group(environment.rank, rows, node_ranks) for rows in (neighbours, rails))
     )
 
 
@@ -357,8 +318,7 @@ def measured_model(
                 ranks = exchange.groups[0].size if exchange is not hierarchical else grid.ranks
                 seconds[way, number] = _least_s(mesh, exchange, ranks, nbytes * messages, rounds)
         mesh.world.max(seconds)
-    lines = [MessageCost.fitted(list(zip(sizes, times, strict=True))) for times in seconds.tolist()]
-    return ExchangeModel(grid, *lines)
+    return ExchangeModel(grid, *(fit_cost(sizes, times) for times in seconds.tolist()))
 
 
 def _least_s(mesh: Mesh, exchange: Exchange, ranks: int, nbytes: int, rounds: int) -> float:

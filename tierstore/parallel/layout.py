@@ -296,9 +296,3 @@ class TableRows:
     def owned(self, rank: int) -> range:
         """The rows of ``rank``, without padding."""
         return range(min(rank * self.each, self.rows), min((rank + 1) * self.each, self.rows))
-
-    def owner(self, row: int) -> int:
-        """The rank that holds ``row``. Raises ValueError if it is out of range."""
-        if not 0 <= row < self.rows:
-            raise ValueError(f"expected a row of 0 to {self.rows - 1}, got {row}")
-        return row // self.each

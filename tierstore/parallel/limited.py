@@ -73,7 +73,7 @@ class _LimitedWork(Work):
     """Complete when ``work`` is and its time on the link has passed."""
 
     def __init__(self, work: Work, deadline_ns: int) -> None:
-        super().__init__()
+        super().__init__(work)
         self._work = work
         self._deadline_ns = deadline_ns
 

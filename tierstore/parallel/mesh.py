@@ -167,16 +167,67 @@ class Mesh:
         return list({id(group): group for group in named}.values())
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupMaker:
+    """How the groups of a run are made: by ``make``, which is called like ``RankGroup``. ``communicators``: all that exist,
+    to be aborted after a failure.
+    """
+
+    make: Callable[..., RankGroup]
+    blame: Callable[[float], Failure | None]
+    timeout_s: float
+    communicators: list[ProcessGroup] = field(default_factory=list)
+
+    def communicator(self, rows: list[list[int]]) -> ProcessGroup:
+        """The communicator of this rank's group among ``rows``, which hold every rank once. A collective of all ranks, which
+        make all groups in the same order.
+        """
+        import torch.distributed as dist
+
+        timeout = timedelta(seconds=self.timeout_s)  # groups do not inherit the world's
+        made: ProcessGroup
+        made, _ = dist.new_subgroups_by_enumeration(rows, timeout=timeout)  # type: ignore[no-untyped-call]
+        self.communicators.append(made)
+        return made
+
+    def group(
+        self,
+        rank: int,
+        rows: list[list[int]],
+        channels: dict[Channel, ProcessGroup],
+        *,
+        node_ranks: int,
+        native_gather: bool = False,
+    ) -> RankGroup:
+        """The group of global rank ``rank`` among ``rows``, over ``channels``."""
+        ranks = next(row for row in rows if rank in row)
+        return self.make(
+            ranks.index(rank),
+            ranks,
+            channels,
+            native_gather=native_gather,
+            node_ranks=node_ranks,
+            blame=self.blame,
+        )
+
+    def exchange_group(self, rank: int, rows: list[list[int]], node_ranks: int) -> RankGroup:
+        """The same with a communicator of its own, for exchanges alone. A collective of all ranks."""
+        return self.group(rank, rows, {Channel.EXCHANGE: self.communicator(rows)}, node_ranks=node_ranks)
+
+    def drop(self, group: RankGroup) -> None:
+        """Destroys a group that ``exchange_group`` made, on all of its ranks."""
+        import torch.distributed as dist
+
+        made = group.communicator(Channel.EXCHANGE)
+        group.close()
+        self.communicators.remove(made)
+        dist.destroy_process_group(made)
+
+
 def build_mesh(
-    config: ParallelConfig,
-    environment: RankEnvironment,
-    device: torch.device,
-    *,
-    make_group: Callable[..., RankGroup],
-    blame: Callable[[float], Failure | None],
-) -> tuple[Mesh, list[ProcessGroup]]:
-    """The mesh, with groups made by ``make_group``, and its communicators. A collective, to be called after
-    ``init_process_group``. Raises ConfigError.
+    config: ParallelConfig, environment: RankEnvironment, device: torch.device, maker: GroupMaker
+) -> Mesh:
+    """The mesh, with groups made by ``maker``. A collective, to be called after ``init_process_group``. Raises ConfigError.
 
     Communicators: 2 for the world, and 2 for each further set of groups that is neither the world nor one rank. On Gloo each
     costs three threads that mostly sleep: one wakes 100 times a second to poll its sockets.
@@ -185,18 +236,10 @@ def build_mesh(
 
     everyone = dist.group.WORLD
     assert everyone is not None  # only after init_process_group
-    communicators: list[ProcessGroup] = [everyone]
-    layout, timeout = layout_of(config, environment.world), timedelta(seconds=config.timeout_s)
+    maker.communicators.append(everyone)
+    layout, native = layout_of(config, environment.world), has_own_memory(device)
     node_ranks, alone = ranks_of_a_node(config, environment), RankGroup.alone(environment.rank)
     made: list[tuple[list[list[int]], RankGroup]] = []
-
-    def communicator(rows: list[list[int]]) -> ProcessGroup:
-        # Every rank takes part in making every group of a dimension, in the same order. Groups do not inherit
-        # the world's timeout.
-        mine: ProcessGroup
-        mine, _ = dist.new_subgroups_by_enumeration(rows, timeout=timeout)  # type: ignore[no-untyped-call]
-        communicators.append(mine)
-        return mine
 
     def along(dimension: str) -> RankGroup:
         """This rank's group along ``dimension``; dimensions with the same ranks share one group."""
@@ -206,23 +249,16 @@ def build_mesh(
         for other, existing in made:
             if other == rows:
                 return existing
-        stream = everyone if dimension == "world" else communicator(rows)
-        ranks = next(row for row in rows if environment.rank in row)
-        group = make_group(
-            ranks.index(environment.rank),
-            ranks,
-            {Channel.STREAM: stream, Channel.EXCHANGE: communicator(rows)},
-            native_gather=has_own_memory(device),
-            node_ranks=node_ranks,
-            blame=blame,
-        )
+        stream = everyone if dimension == "world" else maker.communicator(rows)
+        channels = {Channel.STREAM: stream, Channel.EXCHANGE: maker.communicator(rows)}
+        group = maker.group(environment.rank, rows, channels, node_ranks=node_ranks, native_gather=native)
         made.append((rows, group))
         return group
 
     # First, so that all dimensions with the world's ranks use the world's own communicator.
     world = along("world")
     expert = along("expert")
-    mesh = Mesh(
+    return Mesh(
         environment=environment,
         device=device,
         world=world,
@@ -233,4 +269,3 @@ def build_mesh(
         pipeline=along("pipeline"),
         exchange=FlatExchange(expert),
     )
-    return mesh, communicators

@@ -9,8 +9,6 @@ is not split: the residual stream, its gradient, and the gradients of norms and 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -18,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from tierstore.parallel.collectives import RankGroup
+from tierstore.parallel.collectives import Charge, RankGroup
 from tierstore.parallel.layout import Division
 from tierstore.stats import Cause, StallLedger, Tier
 
@@ -32,7 +30,7 @@ class TensorRanks:
         self, group: RankGroup | None = None, *, layer: int | None = None, ledger: StallLedger | None = None
     ) -> None:
         self.group = RankGroup.alone() if group is None else group
-        self._charge: Callable[[], AbstractContextManager[None]] | None = None
+        self._charge: Charge | None = None
         if ledger is not None:
             self._charge = partial(ledger.stall, layer=layer, tier=Tier.RANKS, cause=Cause.ALL_REDUCE)
 

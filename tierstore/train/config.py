@@ -12,7 +12,7 @@ from pathlib import Path
 from tierstore.accelerator import accelerator_type
 from tierstore.cache.config import CacheConfig
 from tierstore.capabilities import Capability
-from tierstore.config import as_dict
+from tierstore.config import as_dict, check_least, check_positive, choose_member
 from tierstore.dense.config import DenseConfig
 from tierstore.errors import ConfigError
 from tierstore.links import LinksConfig
@@ -71,15 +71,10 @@ class ScheduleConfig:
     min_lr_fraction: float = field(default=0.1, metadata={"help": "fraction of lr left after the decay"})
 
     def __post_init__(self) -> None:
-        if self.kind not in tuple(LearningRateDecay):
-            raise ConfigError(f"schedule: expected one of {', '.join(LearningRateDecay)}, got {self.kind!r}")
-        object.__setattr__(self, "kind", LearningRateDecay(self.kind))
-        if self.lr is not None and not (math.isfinite(self.lr) and self.lr > 0):
-            raise ConfigError(f"lr: expected more than 0, got {self.lr}")
-        if self.total_steps is not None and self.total_steps < 1:
-            raise ConfigError(f"total_steps: expected at least 1, got {self.total_steps}")
-        if self.warmup_steps < 0:
-            raise ConfigError(f"warmup_steps: expected at least 0, got {self.warmup_steps}")
+        choose_member(self, "kind", LearningRateDecay)
+        check_positive(self, "lr")
+        check_least(self, 1, "total_steps")
+        check_least(self, 0, "warmup_steps")
         if not 0 <= self.min_lr_fraction <= 1:
             raise ConfigError(f"min_lr_fraction: expected 0 to 1, got {self.min_lr_fraction}")
 
@@ -154,12 +149,8 @@ class FinetuneConfig:
         return min(_SEQ_LEN, positions or _SEQ_LEN) if self.seq_len is None else self.seq_len
 
     def __post_init__(self) -> None:
-        if self.seq_len is not None and self.seq_len < 1:
-            raise ConfigError(f"seq_len: expected at least 1, got {self.seq_len}")
-        for name in ("aux_loss_weight", "bias_update_speed"):
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value >= 0):
-                raise ConfigError(f"{name}: expected a number of at least 0, got {value}")
+        check_least(self, 1, "seq_len")
+        check_least(self, 0, "aux_loss_weight", "bias_update_speed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,8 +193,7 @@ class RunConfig:
     threads: int = field(default=0, metadata={"help": "torch threads (0: one for each core)"})
 
     def __post_init__(self) -> None:
-        if self.threads < 0:
-            raise ConfigError(f"threads: expected at least 0, got {self.threads}")
+        check_least(self, 0, "threads")
         if self.device not in ("auto", "cpu") and not self.device.startswith(
             ("cuda", accelerator_type() or "cuda")
         ):
@@ -263,14 +253,9 @@ class TrainConfig(RunConfig):
         super().__post_init__()
         if not (self.host_budget or self.memory):
             object.__setattr__(self, "host_budget", _HOST_BUDGET)
-        for name in ("steps", "eval_batches", "max_skipped"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}: expected at least 1, got {getattr(self, name)}")
-        for name in ("commit_every", "snapshot_every", "retain", "eval_every", "sample_tokens"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name}: expected at least 0, got {getattr(self, name)}")
-        if not (math.isfinite(self.clip_norm) and self.clip_norm >= 0):
-            raise ConfigError(f"clip_norm: expected at least 0, got {self.clip_norm}")
+        check_least(self, 1, "steps", "eval_batches", "max_skipped")
+        check_least(self, 0, "commit_every", "snapshot_every", "retain", "eval_every", "sample_tokens")
+        check_least(self, 0, "clip_norm")
         if self.snapshot_every and not self.retain:
             raise ConfigError("snapshot_every: needs retain of at least 1, or no snapshot would be kept")
         check_tasks(self.tasks, self.data)

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 from tierstore.errors import ConfigError, PeerError, StoreExistsError, TierstoreError
-from tierstore.model.spec import BuiltInSpec, ModelSpec
+from tierstore.model.spec import BuiltInSpec
 from tierstore.model.store_schema import STATE_KEY, TrainState
 from tierstore.parallel import MemoryJobStore, Mesh
 from tierstore.parallel.config import Elastic
@@ -28,17 +28,12 @@ from tierstore.stats import OnProgress
 from tierstore.store.disk.home import IDENTITY, fsync_directory, rank_directories
 from tierstore.store.reading import read_states
 from tierstore.train.config import TrainConfig
-from tierstore.train.ranks import Opening, own_store
+from tierstore.train.ranks import Opening, own_store, work_apart
 from tierstore.train.resharding import Resharded, reshard
 from tierstore.train.stored_model import stored_layout
 
 #: The tokens of a run's documents, which do not depend on the layout.
 _TOKENS = "tokens"
-#: While rank 0 reshards, the ranks meet this often, so that no wait exceeds the limit for peers.
-_MEET_S = 1.0
-
-
-_Outcome = Resharded | TierstoreError | OSError | None
 
 
 def before_name(store: Path) -> Path:
@@ -62,39 +57,24 @@ def follow_ranks(config: TrainConfig, opening: Opening, mesh: Mesh) -> Resharded
     """
     if config.parallel.elastic is Elastic.OFF or opening is Opening.CREATE:
         return None
-    own = _reshard_on_first(config, opening, mesh) if mesh.world.rank == 0 else None
-    ended = False
-    while not ended:  # rank 0 also takes part in the meetings while it reshards
-        ended, outcome = _meet(mesh, own)
-    if isinstance(outcome, TierstoreError | OSError):
-        raise outcome
-    return outcome
 
+    def work(meet: Callable[[], None]) -> Resharded | TierstoreError | OSError | None:
+        """Rank 0's result, or its error."""
+        if mesh.world.rank:
+            return None
+        try:
+            _check(config, mesh, opening)
+            return _follow(config, mesh, opening, lambda done, total: meet())
+        except PeerError:
+            raise
+        except (TierstoreError, OSError) as error:
+            return error
 
-def _reshard_on_first(config: TrainConfig, opening: Opening, mesh: Mesh) -> _Outcome:
-    """Rank 0's result, or its error. Raises PeerError."""
-    met_s = time.monotonic()
-
-    def progress(done: int, total: int) -> None:
-        nonlocal met_s
-        if time.monotonic() - met_s >= _MEET_S:
-            _meet(mesh, None, ended=False)
-            met_s = time.monotonic()
-
-    try:
-        _check_job(mesh, opening)
-        _check_places(config)
-        return _follow(config, mesh, opening, progress)
-    except PeerError:
-        raise
-    except (TierstoreError, OSError) as error:
-        return error
-
-
-def _meet(mesh: Mesh, own: _Outcome, *, ended: bool = True) -> tuple[bool, _Outcome]:
-    """Whether rank 0 has ended, and its outcome; a collective."""
-    found: tuple[bool, _Outcome] = mesh.world.all_gather_object((ended, own))[0]
-    return found
+    results = work_apart(mesh.world, work)
+    assert results is not None
+    if isinstance(results[0], TierstoreError | OSError):
+        raise results[0]
+    return results[0]
 
 
 def drop_before(store: Path) -> None:
@@ -104,30 +84,20 @@ def drop_before(store: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def _model(config: TrainConfig) -> ModelSpec | None:
-    """The whole model, of which ``config`` may hold a stage; None for the built-in model, which its store describes."""
-    spec = config.spec.whole or config.spec
-    return None if isinstance(spec, BuiltInSpec) else spec
-
-
-def _check_job(mesh: Mesh, opening: Opening) -> None:
+def _check(config: TrainConfig, mesh: Mesh, opening: Opening) -> None:
+    """Raises ConfigError if the job cannot recognise its store, or the store cannot be exchanged by renaming."""
     environment = mesh.environment
-    if opening is not Opening.RESTART or environment.job or not environment.supervised:
-        return
-    if isinstance(mesh.job_store, MemoryJobStore):
+    restarts = opening is Opening.RESTART and environment.supervised and not environment.job
+    if restarts and isinstance(mesh.job_store, MemoryJobStore):
         raise ConfigError(
             "parallel.elastic: expected torchrun --rdzv-id JOB: these torchrun agents keep no key-value store, so "
             "restarted ranks recognise their store by the job's id"
         )
-
-
-def _check_places(config: TrainConfig) -> None:
     if config.stripe.directories:
         raise ConfigError(
             "parallel.elastic: expected off with stripe.directories: a store is resharded within one directory"
         )
-    ranks = rank_directories(config.store)
-    linked = next((path for path in ranks if path.is_symlink()), None)
+    linked = next((path for path in rank_directories(config.store) if path.is_symlink()), None)
     if linked is not None:
         raise ConfigError(f"parallel.elastic: expected off: {linked} is a symbolic link")
 
@@ -151,7 +121,9 @@ def _follow(config: TrainConfig, mesh: Mesh, opening: Opening, progress: OnProgr
         # A new store that never got its name, or an old one whose successor is complete.
         shutil.rmtree(path, ignore_errors=True)
     blocks = config.parallel.stage_blocks if wanted.stages > 1 else ()
-    done = reshard(store, beside, wanted, progress, model=_model(config), stage_blocks=blocks)
+    whole = config.spec.whole or config.spec  # the configuration may be that of a stage
+    model = None if isinstance(whole, BuiltInSpec) else whole  # the store itself describes the built-in model
+    done = reshard(store, beside, wanted, progress, model=model, stage_blocks=blocks)
     _rename(store, old)
     _rename(beside, store)
     _move_tokens(old, store)

@@ -97,6 +97,11 @@ def open_experts(
     spare = max(0, budget - minimum_host_budget([schema], None, len(layers)))
     config = StoreConfig(host_budget=budget, lookahead=min(int(budget * 0.45), spare), layers=layers)
     described = _description(shape, layers, experts)
+
+    def initial(layer: int, expert: int) -> npt.NDArray[np.float32]:
+        made = initial_expert(shape, seed=0, layer=layer, expert=expert, layers=len(layers))
+        return np.asarray(made.numpy())
+
     opened = (
         ParameterStore.open(store, config, adamw=adamw)
         if (store / IDENTITY).exists()
@@ -105,7 +110,7 @@ def open_experts(
     with opened, contextlib.ExitStack() as stack:
         core = opened.core
         if not core.records:  # new, or created by a process that was killed before its first commit
-            first = first_weights or partial(_random, shape, len(layers))
+            first = first_weights or initial
             core.reserve({EXPERT_SCHEMA: len(layers) * experts})
             keys = ((layer, expert) for layer in layers for expert in range(experts))
             register_many(
@@ -159,13 +164,6 @@ def _check_schema(store: Path, shape: ExpertShape, held: RecordSchema, *, expect
         )
     if held != expected:
         raise StoreFormatError(f"{store}: the store holds experts of another shape than {shape}")
-
-
-def _random(shape: ExpertShape, depth: int, layer: int, expert: int) -> npt.NDArray[np.float32]:
-    weights: npt.NDArray[np.float32] = initial_expert(
-        shape, seed=0, layer=layer, expert=expert, layers=depth
-    ).numpy()
-    return weights
 
 
 class ExpertSession:

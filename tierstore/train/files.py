@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
-from tierstore.config import as_dict
+from tierstore.config import as_dict, check_least
 from tierstore.errors import ConfigError, DataError
 from tierstore.units import is_unicode
 
@@ -129,9 +129,7 @@ class DataConfig(SourceConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("max_bytes", "batch_size", "micro_batches"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        check_least(self, 1, "max_bytes", "batch_size", "micro_batches")
         if not 0 < self.validation_fraction < 1:
             raise ConfigError(
                 f"validation_fraction: expected more than 0 and less than 1, got {self.validation_fraction}"

@@ -8,10 +8,12 @@ step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import TypeVar
 
 from tierstore.errors import (
     ConfigError,
@@ -22,7 +24,7 @@ from tierstore.errors import (
     TierstoreError,
 )
 from tierstore.model.store_schema import IMPORT_KEY, STATE_KEY, TrainState, table_of
-from tierstore.parallel import Mesh
+from tierstore.parallel import Mesh, RankGroup
 from tierstore.store.committing import Keep
 from tierstore.store.core import StoreCore
 from tierstore.store.disk.home import IDENTITY, rank_directories, rank_directory
@@ -30,10 +32,14 @@ from tierstore.store.reading import OpenAt, read_states
 from tierstore.train.config import TrainConfig
 from tierstore.train.state import differences
 
+T = TypeVar("T")
+
 #: Settings that may differ between ranks.
 _OWN = ("store", "stripe", "io", "device", "links", "wear")
 #: Keys of the job's key-value store, for later attempts: the ranks agreed how to open stores; a step was acknowledged.
 _BEGUN, _ACKNOWLEDGED = "begun", "acknowledged"
+#: Ranks that work apart meet this often, so that no wait for a slower one exceeds the limit for peers.
+_MEET_S = 1.0
 
 
 class Opening(Enum):
@@ -243,3 +249,43 @@ def commit_everywhere(store: StoreCore, mesh: Mesh, state: Mapping[str, bytes], 
     if mesh.world.rank == 0:
         mesh.job_store.set(_ACKNOWLEDGED)
     return generation
+
+
+# Long work of single ranks ----------------------------------------------------------------------------------
+
+
+class _StoppedError(Exception):
+    """Ends the work of a rank after one was told to stop."""
+
+
+def work_apart(
+    world: RankGroup, work: Callable[[Callable[[], None]], T], stopped: Callable[[], bool] = lambda: False
+) -> list[T] | None:
+    """The results of ``work`` on all ranks, in rank order; None if ``stopped`` was true on one of them. A collective.
+
+    ``work`` may take long, on any of the ranks: it calls its argument often, at which the ranks meet from time to time.
+    Raises what ``work`` raises, and PeerError.
+    """
+    met_s = time.monotonic()
+
+    def meet() -> None:
+        nonlocal met_s
+        if time.monotonic() - met_s >= _MEET_S:
+            _meet(world, (), stopped())
+            met_s = time.monotonic()
+
+    try:
+        own = (work(meet),)
+        while not all(results := _meet(world, own, stopped())):
+            pass
+    except _StoppedError:
+        return None
+    return [result for (result,) in results]
+
+
+def _meet(world: RankGroup, own: tuple[T, ...], stop: bool) -> list[tuple[T, ...]]:
+    """The result of every rank that has one. Raises _StoppedError on all ranks if one of them stops."""
+    answers: list[tuple[tuple[T, ...], bool]] = world.all_gather_object((own, stop))
+    if any(stops for _, stops in answers):
+        raise _StoppedError
+    return [result for result, _ in answers]

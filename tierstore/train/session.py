@@ -18,7 +18,7 @@ import torch
 from tierstore._native import HugePages, StepClock
 from tierstore.accelerator import memory_errors, pinned
 from tierstore.dense import DenseSlices, GatherDtype, UnitLayout, dense_schemas, unit_layouts
-from tierstore.dense.gates import Gates, PassListener
+from tierstore.dense.gates import PassListener
 from tierstore.dense.parameters import DividedParameters, Units, load_frozen
 from tierstore.errors import ConfigError
 from tierstore.machine import MemoryAccount, cores, return_freed_memory
@@ -172,6 +172,19 @@ def open_parts(
                 training=partial(in_training, slot),
             )
             stack.callback(guesses.remove)
+        layers: LayerOrder | None = None
+        blocks = len(config.model.architecture.units) - 2
+        if (split := boundary_split(config, setup.mesh.data.size, blocks)) is not None:
+            boundaries = open_boundaries(
+                store,
+                setup.ledger,
+                split,
+                micro_batches=config.data.micro_batches,
+                device=setup.mesh.device,
+                pinning=config.pinned_memory,
+            )
+            stack.enter_context(boundaries)
+            layers = LayerOrder(model, dense, queue, gates=gates, slot=slot, boundaries=boundaries)
         parts = SessionParts(
             **vars(setup),
             store=store,
@@ -181,7 +194,7 @@ def open_parts(
             queue=queue,
             state=state,
             chunks=chunks,
-            layers=_layer_order(setup, model, dense, store, queue, gates, slot, stack),
+            layers=layers,
         )
         if setup.agreed.opening is Opening.CREATE:
             # A store exists from its first commit on: no rank makes that commit before all have their records.
@@ -320,6 +333,11 @@ def _fill(setup: Setup, model: Model, store: StoreCore, dense: DenseSlices, crea
     """Creates all records, or loads those of the commit that all ranks have; reads frozen records that stay in memory."""
     config, owned = setup.config, setup.owned
     count = len(owned) * len(config.model.moe_layers)
+
+    def first_pair(layer: int, expert: int) -> npt.NDArray[np.float32]:
+        shape = PairShape.of(config.model.expert_shape, config.lora)
+        return np.asarray(initial_pair(shape, seed=config.lora.seed, layer=layer, expert=expert).numpy())
+
     if setup.agreed.opening is Opening.CREATE:
         store.reserve({EXPERT_SCHEMA: count} | dense.record_counts())
         dense.register(store)
@@ -333,8 +351,7 @@ def _fill(setup: Setup, model: Model, store: StoreCore, dense: DenseSlices, crea
             store.reserve(({PAIR_SCHEMA: count} if pairs else {}) | dense.record_counts())
             dense.register(store)
             if pairs:
-                first = partial(_first_pair, config)
-                _register(store, PAIR_SCHEMA, config.model.moe_layers, owned, first, creating)
+                _register(store, PAIR_SCHEMA, config.model.moe_layers, owned, first_pair, creating)
         else:
             fresh = dense.missing(store) if config.tasks else []
             store.reserve(dense.record_counts(fresh))
@@ -372,12 +389,6 @@ def _register(
     numbers = ((layer, expert) for layer in layers for expert in owned)
     new = (NewRecord(key(*of), schema, of[0], partial(values, *of)) for of in numbers)
     register_many(store, new, threads=min(cores(), _DRAWING), progress=progress)
-
-
-def _first_pair(config: TrainConfig, layer: int, expert: int) -> npt.NDArray[np.float32]:
-    """The first weights of the pairs of an expert."""
-    shape = PairShape.of(config.model.expert_shape, config.lora)
-    return np.asarray(initial_pair(shape, seed=config.lora.seed, layer=layer, expert=expert).numpy())
 
 
 def _open_experts(
@@ -434,29 +445,3 @@ def _open_experts(
     tier = open_tier(DeviceSlots(pairs.numel, torch.float32, pairs.weights, pairs.gradients))
     shape = PairShape.of(config.model.expert_shape, config.lora)
     return LoraExperts(frozen, trained(tier, pair_key), shape, device=mesh.device)
-
-
-def _layer_order(
-    setup: Setup,
-    model: Model,
-    dense: DenseSlices,
-    store: StoreCore,
-    queue: HorizontalQueue,
-    gates: Gates,
-    slot: ExpertSourceRef,
-    stack: contextlib.ExitStack,
-) -> LayerOrder | None:
-    """The runner of steps in layer order; None in micro order. Reserves the disk space for spilled block inputs."""
-    blocks = len(setup.config.model.architecture.units) - 2
-    split = boundary_split(setup.config, setup.mesh.data.size, blocks)
-    if split is None:
-        return None
-    boundaries = open_boundaries(
-        store,
-        setup.ledger,
-        split,
-        micro_batches=setup.config.data.micro_batches,
-        device=setup.mesh.device,
-        pinning=setup.config.pinned_memory,
-    )
-    return LayerOrder(model, dense, queue, gates=gates, slot=slot, boundaries=stack.enter_context(boundaries))

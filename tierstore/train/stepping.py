@@ -207,8 +207,15 @@ class OpenStep:
             parts.store.cache.clean()
         finite_losses = self.outcome is StepOutcome.OPEN
         if finite_losses:
-            self._check_passes()
-            self.grad_norm = self._norm()
+            if self.passes is None and not self.passes_begun:
+                raise StepError(f"step {self._position} ends without a backward pass")
+            if self.passes not in (None, self.passes_begun):
+                raise StepError(
+                    f"step {self._position} ends after {self.passes_begun} of {self.passes} passes"
+                )
+            if self.passes is None:
+                parts.experts.end_passes()
+            self.grad_norm = gradient_norm(parts.experts.gradients, parts.dense, parts.mesh, parts.ledger)
             self.outcome = StepOutcome.TAKEN if math.isfinite(self.grad_norm) else StepOutcome.SKIPPED
         if self.outcome is StepOutcome.TAKEN:
             self._apply()
@@ -226,18 +233,6 @@ class OpenStep:
     @property
     def _steps_early(self) -> bool:
         return self._parts.timing is StepTiming.IMMEDIATE
-
-    def _check_passes(self) -> None:
-        if self.passes is None and not self.passes_begun:
-            raise StepError(f"step {self._position} ends without a backward pass")
-        if self.passes not in (None, self.passes_begun):
-            raise StepError(f"step {self._position} ends after {self.passes_begun} of {self.passes} passes")
-
-    def _norm(self) -> float:
-        parts = self._parts
-        if self.passes is None:
-            parts.experts.end_passes()
-        return gradient_norm(parts.experts.gradients, parts.dense, parts.mesh, parts.ledger)
 
     def _apply(self) -> None:
         parts = self._parts

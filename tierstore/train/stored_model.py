@@ -149,10 +149,8 @@ class DenseCut:
         ]
         before = self._whole[number]
         flat = torch.zeros(before.slice_numel)
-        for region, kept in before.slices():
-            for span in region.spans:
-                start = kept.start + span.offset
-                flat[start : start + span.numel] = own[span.index].reshape(-1)
+        for _, span, kept, part in before.parts(0):
+            flat[kept] = own[span.index].reshape(-1)[part]
 
         def read(_: int, offset: int, count: int) -> torch.Tensor:
             return flat[offset : offset + count]
@@ -166,11 +164,7 @@ class DenseCut:
         before, after, stage = self._records[number], self._whole[number], self.stage(number)
         slices = [read(rank_at(self.layout, stage, data, tensor)) for data in range(self.layout.data)]
         flat = recut(before, after, 0, lambda data, offset, count: slices[data][offset : offset + count])
-        found: dict[int, torch.Tensor] = {}
-        for region, kept in after.slices():
-            for span in region.spans:
-                start = kept.start + span.offset
-                found[span.index] = flat[start : start + span.numel].view(span.shape)
+        found = {span.index: flat[kept].view(span.shape) for _, span, kept, _ in after.parts(0)}
         return [found[index] for index in range(len(found))]
 
     def _layouts(self, fusion: Fusion, ranks: int) -> list[UnitLayout]:

@@ -151,31 +151,23 @@ def _joined(
     if not batches:
         none = like.take(range(0))
         return replace(none, step_targets=0, parts=parts)
-    positions: torch.Tensor | None = None
-    if any(batch.positions_BT is not None for batch in batches):
-        positions = torch.cat([_positions(batch) for batch in batches])
-    mask: torch.Tensor | None = None
-    if any(batch.mask_BT is not None for batch in batches):
-        mask = torch.cat([_mask(batch) for batch in batches])
+    tokens = [batch.tokens_BT for batch in batches]
+    positions, mask = [batch.positions_BT for batch in batches], [batch.mask_BT for batch in batches]
     return Batch(
-        torch.cat([batch.tokens_BT for batch in batches]),
+        torch.cat(tokens),
         torch.cat([batch.targets_BT for batch in batches]),
-        positions,
+        _filled(positions, [torch.arange(each.shape[1]).expand(each.shape) for each in tokens]),
         parts=parts,
         segments=tuple(segments),
-        mask_BT=mask,
+        mask_BT=_filled(mask, [torch.ones_like(each, dtype=torch.bool) for each in tokens]),
     )
 
 
-def _mask(batch: Batch) -> torch.Tensor:
-    return torch.ones_like(batch.tokens_BT, dtype=torch.bool) if batch.mask_BT is None else batch.mask_BT
-
-
-def _positions(batch: Batch) -> torch.Tensor:
-    if batch.positions_BT is not None:
-        return batch.positions_BT
-    rows, length = batch.tokens_BT.shape
-    return torch.arange(length).expand(rows, length)
+def _filled(given: Sequence[torch.Tensor | None], implied: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """``given`` concatenated by rows, with the ``implied`` tensors in place of None; None if all are None."""
+    if all(each is None for each in given):
+        return None
+    return torch.cat([own if each is None else each for each, own in zip(given, implied, strict=True)])
 
 
 # Losses by task ---------------------------------------------------------------------------------------------

@@ -11,12 +11,12 @@ Here are the configuration of tasks, the rows of each rank, and the progress of 
 from __future__ import annotations
 
 import itertools
-import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 
+from tierstore.config import check_least, check_positive
 from tierstore.errors import ConfigError
 from tierstore.model.store_schema import TaskProgress
 from tierstore.train.files import DataConfig, SourceConfig
@@ -60,13 +60,8 @@ class TaskConfig(SourceConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("weight", "share"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise ConfigError(f"{name}: expected more than 0, got {value}")
-        for name in ("rows", "cost"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name}: expected at least 0, got {getattr(self, name)}")
+        check_positive(self, "weight", "share")
+        check_least(self, 0, "rows", "cost")
         if not self.paths:
             raise ConfigError("paths: expected the task's files or directories, got none")
 

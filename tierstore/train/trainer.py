@@ -27,6 +27,7 @@ from tierstore.tiers import describe_weights, weights_in_place
 from tierstore.timeline import Track
 from tierstore.train.data import TrainingData
 from tierstore.train.layer_order import LayerOrder
+from tierstore.train.ranks import work_apart
 from tierstore.train.step_time import StepTimer
 from tierstore.train.stepping import OpenStep, SessionParts, StepOutcome, Stepper, means
 from tierstore.train.task_data import TaskData, TaskLosses
@@ -81,19 +82,16 @@ class Trainer:
         #: With pipeline stages: the runner of micro-batches through this one.
         self.stages: StagePipeline | None = None
         if parts.mesh.stages > 1:
-            self.stages = self._open_pipeline(parts)
+            from tierstore.train.stage_pipeline import StagePipeline
 
-    def _open_pipeline(self, parts: SessionParts) -> StagePipeline:
-        from tierstore.train.stage_pipeline import StagePipeline
-
-        return StagePipeline(
-            cast(StageModule, parts.model),  # a stage's specification builds only this
-            parts.mesh.pipeline,
-            parts.mesh.device,
-            ledger=parts.ledger,
-            timeline=parts.timeline,
-            agree=self._agreed_loss,
-        )
+            self.stages = StagePipeline(
+                cast(StageModule, parts.model),  # a stage's specification builds only this
+                parts.mesh.pipeline,
+                parts.mesh.device,
+                ledger=parts.ledger,
+                timeline=parts.timeline,
+                agree=self._agreed_loss,
+            )
 
     def describe_weights(self) -> str:
         """One line: where experts are computed, and why."""
@@ -270,13 +268,6 @@ def _mean(losses: Sequence[float]) -> float:
 
 # The checksum over the records of all ranks: it reads whole stores, so it is computed only on request ---------
 
-#: The ranks meet this often, so that no wait for a slower rank exceeds the limit for peers.
-_MEET_S = 1.0
-
-
-class _StoppedError(Exception):
-    """Stops the checksum on a rank that was told to stop."""
-
 
 def records_checksum(
     trainer: Trainer,
@@ -289,27 +280,15 @@ def records_checksum(
     A collective: all ranks get the same result, None if ``stopped`` was true on one of them. ``progress`` is called with
     this rank's bytes done and in all. Raises ChecksumError, PeerError, OSError.
     """
-    world = trainer.mesh.world
-    met_s = time.monotonic()
 
-    def meet(own: int | None) -> list[int | None]:
-        nonlocal met_s
-        answers = world.all_gather_object((own, stopped()))
-        met_s = time.monotonic()
-        if any(stop for _, stop in answers):
-            raise _StoppedError
-        return [crc for crc, _ in answers]
+    def checksum(meet: Callable[[], None]) -> int:
+        def done(nbytes: int, total: int) -> None:
+            progress(nbytes, total)
+            meet()
 
-    def done(nbytes: int, total: int) -> None:
-        progress(nbytes, total)
-        if time.monotonic() - met_s >= _MEET_S:
-            meet(None)
+        return trainer.store.records_crc32c(done)
 
-    try:
-        own = trainer.store.records_crc32c(done)
-        crcs = meet(own)
-        while None in crcs:
-            crcs = meet(own)
-    except _StoppedError:
+    crcs = work_apart(trainer.mesh.world, checksum, stopped)
+    if crcs is None:
         return None
-    return own if len(crcs) == 1 else _native.crc32c(np.array(crcs, "<u4"))
+    return crcs[0] if len(crcs) == 1 else _native.crc32c(np.array(crcs, "<u4"))
