@@ -21,11 +21,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from tierstore.hf import writing
-from tierstore.hf.checkpoint import Checkpoint
+from tierstore.hf.checkpoint import Checkpoint, TensorSpec
 from tierstore.hf.writing import (
     Bytes,
     StreamFile,
-    TensorSpec,
     new_directory,
     plan_shards,
     write_checkpoint,

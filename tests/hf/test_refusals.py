@@ -46,14 +46,14 @@ from tierstore.errors import (
 )
 from tierstore.hf import open_model
 from tierstore.hf.adapters import export_adapter, load_adapter
-from tierstore.hf.checkpoint import Checkpoint, read_header
+from tierstore.hf.checkpoint import Checkpoint, TensorSpec, read_header
 from tierstore.hf.describing import describe_config
 from tierstore.hf.exporting import ExportDtype, config_with
 from tierstore.hf.importing import ImportOptions
 from tierstore.hf.loading import build_module, parse_config
 from tierstore.hf.manifest import Manifest, Weights
 from tierstore.hf.spec import model_of, stored_spec
-from tierstore.hf.writing import Shard, TensorSpec, write_checkpoint
+from tierstore.hf.writing import Shard, write_checkpoint
 from tierstore.model.store_schema import STATE_KEY, TrainState
 from tierstore.moe.lora import LoraConfig, LoraTargets
 from tierstore.parallel.layout import Layout

@@ -351,29 +351,25 @@ class MergedWeights:
             arrays[name] = self._reduced(int(found[1]), rows).reshape(-1, *wide.shape[1:])
         return {**self._weights.small, BUFFERS_KEY: pack_arrays(arrays)}
 
-    def expect(self, order: Sequence[ExpertRequest], experts: int) -> None:
+    def expect(self, order: Sequence[ExpertRequest]) -> None:
         """As in ``StoredWeights``, for groups."""
         groups = [group for group, _ in groupby((layer, expert) for layer, expert, _ in order)]
         members = [(layer, member) for layer, expert in groups for member in self._groups[layer][expert]]
-        requests = [ExpertRequest(layer, member, masters=True) for layer, member in members]
-        self._weights.expect(requests, self._experts)
+        self._weights.expect([ExpertRequest(layer, member, masters=True) for layer, member in members])
 
-    def expert_fp32(self, layer: int, expert: int, experts: int) -> Floats:
+    def expert_fp32(self, layer: int, expert: int) -> Floats:
         """Weights of the group ``expert``; valid until the next one is read."""
         if self._last is not None and self._last[0] == (layer, expert):
             return self._last[1]
         members = self._groups[layer][expert]
-        read = [
-            torch.from_numpy(self._weights.expert_fp32(layer, member, self._experts).copy())
-            for member in members
-        ]
+        read = [torch.from_numpy(self._weights.expert_fp32(layer, member).copy()) for member in members]
         uses = [self._uses[layer].uses[member] for member in members]
         flat = read[0] if len(read) == 1 else merge(self._shape, read, uses)
         self._last = (layer, expert), flat.numpy()
         return self._last[1]
 
-    def expert_bf16(self, layer: int, expert: int, experts: int) -> Bits:
-        return round_bf16(self.expert_fp32(layer, expert, experts))
+    def expert_bf16(self, layer: int, expert: int) -> Bits:
+        return round_bf16(self.expert_fp32(layer, expert))
 
     def dense(self, layout: UnitLayout, index: int) -> Iterator[Floats]:
         pieces = self._weights.dense(self._layouts[layout.key], index)

@@ -26,13 +26,13 @@ from torch import Tensor
 from tierstore.capabilities import package_path, require_package
 from tierstore.dense.layout import Narrow, layouts_of_shapes
 from tierstore.errors import ConfigError, DataError, StoreError, StoreFormatError
-from tierstore.hf.checkpoint import read_header, read_object
+from tierstore.hf.checkpoint import TensorSpec, read_header, read_object
 from tierstore.hf.families import family_of
 from tierstore.hf.manifest import MANIFEST_NAME, Manifest
 from tierstore.hf.spec import AttentionPair, HfSpec, attention_pairs, recorded_lora, stored_spec
 from tierstore.hf.stored_weights import StoredWeights, open_weights
 from tierstore.hf.weights import PLAIN, Floats
-from tierstore.hf.writing import Bytes, Shard, TensorSpec, json_bytes, write_model
+from tierstore.hf.writing import Bytes, Shard, json_bytes, write_model
 from tierstore.model.store_schema import pair_key
 from tierstore.moe.lora import LoraConfig, LoraTargets, PairShape
 from tierstore.moe.low_rank import merge_pair
@@ -129,8 +129,7 @@ class StoredAdapter(Adapter):
         return self._unit[1][pair.index + part]
 
     def expert_pair(self, layer: int, expert: int) -> Tensor:
-        experts = self.spec.experts
-        return torch.from_numpy(self.weights.record_fp32(pair_key(layer, expert), expert, experts))
+        return torch.from_numpy(self.weights.record_fp32(pair_key(layer, expert)))
 
 
 # The adapter's files ----------------------------------------------------------------------------------------

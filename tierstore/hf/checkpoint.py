@@ -59,19 +59,32 @@ WINDOW_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
-class TensorInfo:
-    """Where a tensor lies: ``nbytes`` bytes from ``offset`` of ``file``, row-major. ``dtype``: safetensors' name."""
+class TensorSpec:
+    """A tensor of a checkpoint, row-major. ``dtype``: safetensors' name of its type."""
 
     name: str
-    file: Path
     dtype: str
     shape: tuple[int, ...]
-    offset: int
-    nbytes: int
 
     @property
     def item_bytes(self) -> int:
         return ITEM_BYTES[self.dtype]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.item_bytes
+
+
+@dataclass(frozen=True)
+class TensorInfo(TensorSpec):
+    """A tensor on disk: its bytes begin at ``offset`` of ``file``."""
+
+    file: Path
+    offset: int
 
 
 # Headers ----------------------------------------------------------------------------------------------------
@@ -173,13 +186,13 @@ def _info(path: Path, name: str, value: object, data: int) -> TensorInfo:
         raise DataError(f"{what}: shape: expected at most {_MOST_DIMENSIONS} whole numbers of at least 0")
     if not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise DataError(f"{what}: data_offsets: expected [begin, end], got {str(offsets)[:80]}")
-    nbytes = math.prod(shape) * ITEM_BYTES[dtype]
-    if offsets[1] - offsets[0] != nbytes:
+    info = TensorInfo(name, dtype, tuple(shape), path, data + offsets[0])
+    if offsets[1] - offsets[0] != info.nbytes:
         raise DataError(
-            f"{what}: data_offsets span {offsets[1] - offsets[0]} bytes, and {dtype} {str(tuple(shape))[:80]} has "
-            f"{nbytes}"
+            f"{what}: data_offsets span {offsets[1] - offsets[0]} bytes, and {dtype} {str(info.shape)[:80]} has "
+            f"{info.nbytes}"
         )
-    return TensorInfo(name, path, dtype, tuple(shape), data + offsets[0], nbytes)
+    return info
 
 
 def _naturals(value: object) -> bool:

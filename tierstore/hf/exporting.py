@@ -20,7 +20,7 @@ from tierstore.dense import Fusion
 from tierstore.dense.layout import ParameterPlace
 from tierstore.errors import ConfigError, StoreFormatError
 from tierstore.hf.adapters import StoredAdapter
-from tierstore.hf.checkpoint import ReadWindow, TensorInfo, TensorReader, read_header
+from tierstore.hf.checkpoint import ReadWindow, TensorInfo, TensorReader, TensorSpec, read_header
 from tierstore.hf.families import FAMILIES
 from tierstore.hf.manifest import MANIFEST_NAME, Manifest, ParameterEntry, Quantization
 from tierstore.hf.mixtral import mixtral
@@ -29,15 +29,12 @@ from tierstore.hf.stored_weights import Adjustment, ExpertRequest, ModelWeights,
 from tierstore.hf.weights import round_bf16, widen_bf16
 from tierstore.hf.writing import (
     MAX_SHARD_BYTES,
-    BufferValues,
-    CarriedValues,
     DenseValues,
     ExpertValues,
     ExportDtype,
     Origin,
     Outline,
     Shard,
-    TensorSpec,
     json_bytes,
     plan_shards,
     write_model,
@@ -128,7 +125,12 @@ def export(
             max_shard_bytes=max_shard_bytes,
             progress=progress,
         )
-        layers = {origin.layer for _, origin in outline.tensors if isinstance(origin, ExpertValues)}
+        experts = {
+            (origin.layer, expert)
+            for _, origin in outline.tensors
+            if isinstance(origin, ExpertValues)
+            for expert in origin.experts
+        }
         return Exported(
             model_type="mixtral" if manifest is None else manifest.model_type,
             dtype=outline.dtype,
@@ -136,7 +138,7 @@ def export(
             ranks=len(weights.stores),
             tensors=len(outline.tensors),
             shards=len(shards),
-            experts=outline.experts * len(layers),
+            experts=len(experts),
             nbytes=sum(shard.data_bytes for shard in shards),
             account=account,
             notes=outline.notes,
@@ -200,7 +202,6 @@ def outline_of(source: Path, manifest: Manifest, ranks: int, dtype: ExportDtype 
         dtype=dtype,
         tensors=list(_tensors(directory, manifest, dtype)),
         layouts=manifest.unit_layouts(ranks),
-        experts=manifest.experts.count,
         files=files,
         notes=tuple(notes),
     )
@@ -241,7 +242,7 @@ def _tensors(directory: Path, manifest: Manifest, dtype: ExportDtype) -> Iterato
         # Buffers keep their source type unless it is narrower than the requested type.
         narrow = buffer.source_dtype in ("F16", "BF16")
         kind = dtype.safetensors if narrow else buffer.source_dtype
-        yield TensorSpec(buffer.source, kind, buffer.shape), BufferValues(buffer.name)
+        yield TensorSpec(buffer.source, kind, buffer.shape), buffer
     headers: dict[str, dict[str, TensorInfo]] = {}
     for carried in manifest.carried:
         if carried.file not in headers:
@@ -249,7 +250,7 @@ def _tensors(directory: Path, manifest: Manifest, dtype: ExportDtype) -> Iterato
         info = headers[carried.file].get(carried.name)
         if info is None:
             raise StoreFormatError(f"{directory / carried.file}: tensor {carried.name!r} is missing")
-        yield TensorSpec(info.name, info.dtype, info.shape), CarriedValues(info)
+        yield info, info
 
 
 def _experts(manifest: Manifest, layer: int, dtype: ExportDtype) -> Iterator[tuple[TensorSpec, Origin]]:
@@ -318,8 +319,7 @@ class _Content:
             [
                 ExpertRequest(layer, expert, masters or dtype == "F32")
                 for (layer, expert, dtype), _ in groupby(order)
-            ],
-            self._outline.experts,
+            ]
         )
 
     def of(self, tensor: TensorSpec) -> Iterator[Bytes]:
@@ -329,9 +329,9 @@ class _Content:
                 yield from self._dense(tensor, origin)
             case ExpertValues() as origin:
                 yield from self._experts(tensor, origin)
-            case BufferValues(name):
+            case ParameterEntry(name):
                 yield self._buffer(tensor, name)
-            case CarriedValues(info):
+            case TensorInfo() as info:
                 yield from self._reader.chunks(info, self._window)
 
     def _experts(self, tensor: TensorSpec, origin: ExpertValues) -> Iterator[Bytes]:
@@ -373,16 +373,15 @@ class _Content:
         if self._expert is not None and self._expert[0] == (layer, expert, dtype):
             return self._expert[1]
         self._expert = None
-        experts = self._outline.experts
         whole: npt.NDArray[np.generic]
         if self._adjustment is not None:
-            masters = self._weights.expert_fp32(layer, expert, experts).copy()
+            masters = self._weights.expert_fp32(layer, expert).copy()
             self._adjustment.expert(layer, expert, masters)
             whole = masters if dtype == "F32" else round_bf16(masters)
         elif dtype == "F32":
-            whole = self._weights.expert_fp32(layer, expert, experts)
+            whole = self._weights.expert_fp32(layer, expert)
         else:
-            whole = self._weights.expert_bf16(layer, expert, experts)
+            whole = self._weights.expert_bf16(layer, expert)
         self._expert = ((layer, expert, dtype), whole)
         return whole
 

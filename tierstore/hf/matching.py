@@ -30,7 +30,7 @@ from tierstore.hf.manifest import (
     Quantization,
 )
 from tierstore.hf.weights import BLOCKS_SUFFIX, MXFP4_GROUP, PLAIN, SCALE_SUFFIX, SCALES_SUFFIX, scale_shape
-from tierstore.hf.writing import Shard, StreamFile, TensorSpec, json_bytes
+from tierstore.hf.writing import Shard, StreamFile, json_bytes
 from tierstore.store.disk.home import fsync_directory, write_durably
 from tierstore.train.tokens.tokenizing import DocumentTokenizer
 
@@ -280,14 +280,13 @@ def copy_carried(infos: Sequence[TensorInfo], target: Path, reader: TensorReader
     """Copies the carried tensors into ``target``, byte for byte, durably. Files that are whole already stay."""
     window = ReadWindow()
     for name, held in carried_files(infos):
-        header = Shard(name, tuple(TensorSpec(info.name, info.dtype, info.shape) for info in held)).header
-        path = target / name
-        if path.exists() and path.stat().st_size == len(header) + sum(info.nbytes for info in held):
+        shard, path = Shard(name, tuple(held)), target / name
+        if path.exists() and path.stat().st_size == len(shard.header) + shard.data_bytes:
             continue  # a file gets its final name only when it is whole
         partial = path.with_name(f"{name}.partial")
         partial.unlink(missing_ok=True)  # left by an interrupted import
         with StreamFile(partial) as file:
-            file.append(np.frombuffer(header, np.uint8))
+            file.append(np.frombuffer(shard.header, np.uint8))
             for info in held:
                 for piece in reader.chunks(info, window):
                     file.append(piece)

@@ -14,13 +14,13 @@ from collections.abc import Collection, Iterator
 from tierstore.dense import Fusion
 from tierstore.dense.layout import Narrow, ParameterPlace, layouts_of_shapes
 from tierstore.errors import ConfigError
+from tierstore.hf.checkpoint import TensorSpec
 from tierstore.hf.writing import (
     DenseValues,
     ExpertValues,
     ExportDtype,
     Origin,
     Outline,
-    TensorSpec,
     json_bytes,
 )
 from tierstore.model.config import ComputeDtype, ModelConfig, TieEmbeddings
@@ -96,7 +96,6 @@ def mixtral(
         dtype=dtype,
         tensors=tensors,
         layouts=layouts_of_shapes(_units(model), ranks=ranks, fusion=fusion, tables=tables),
-        experts=model.experts,
         files=files,
         notes=tuple(notes),
     )

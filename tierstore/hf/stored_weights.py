@@ -22,7 +22,6 @@ from tierstore.hf.weights import Bits, Floats, round_bf16, widen_bf16
 from tierstore.hf.writing import WINDOW_BYTES
 from tierstore.machine import MemoryAccount
 from tierstore.model.store_schema import TrainState, expert_key, with_all_buffers
-from tierstore.parallel import ExpertBlocks
 from tierstore.quant.layout import dequantize
 from tierstore.store.core import StoreCore
 from tierstore.store.disk.extents import Scratch, ahead_bytes, read_ahead, scratch_buffers
@@ -51,9 +50,9 @@ class ModelWeights(Protocol):
 
     @property
     def small(self) -> Mapping[str, bytes]: ...
-    def expect(self, order: Sequence[ExpertRequest], experts: int) -> None: ...
-    def expert_fp32(self, layer: int, expert: int, experts: int) -> Floats: ...
-    def expert_bf16(self, layer: int, expert: int, experts: int) -> Bits: ...
+    def expect(self, order: Sequence[ExpertRequest]) -> None: ...
+    def expert_fp32(self, layer: int, expert: int) -> Floats: ...
+    def expert_bf16(self, layer: int, expert: int) -> Bits: ...
     def dense(self, layout: UnitLayout, index: int) -> Iterator[Floats]: ...
 
 
@@ -100,7 +99,6 @@ class StoredWeights:
     state: TrainState
     #: The state in the first rank's commit, with the buffers of all stages.
     small: Mapping[str, bytes]
-    expert_ranks: int
     stages: int = 1
     _scratch: dict[GroupLayout, list[Buffer]] = field(default_factory=dict)
     #: The records that are expected, and their reads.
@@ -144,15 +142,15 @@ class StoredWeights:
 
     # Experts ------------------------------------------------------------------------------------------------
 
-    def expert_fp32(self, layer: int, expert: int, experts: int) -> Floats:
-        """All weights of an expert (of ``experts`` in its layer), flat, valid until the next one is read: the masters, or
-        a frozen record's weights. Raises ChecksumError, StoreFormatError, OSError.
+    def expert_fp32(self, layer: int, expert: int) -> Floats:
+        """All weights of an expert, flat, valid until the next one is read: the masters, or a frozen record's weights.
+        Raises ChecksumError, StoreFormatError, OSError.
         """
-        return self.record_fp32(expert_key(layer, expert), expert, experts)
+        return self.record_fp32(expert_key(layer, expert))
 
-    def record_fp32(self, key: str, expert: int, experts: int) -> Floats:
-        """The weights of record ``key``, which is with ``expert``: as ``expert_fp32``."""
-        schema, sections = self._record(key, expert, experts, masters=True)
+    def record_fp32(self, key: str) -> Floats:
+        """The weights of record ``key``, an expert's or those of its pairs: as ``expert_fp32``."""
+        schema, sections = self._record(key, masters=True)
         weight = sections[0].array()
         if schema.weight_format is WeightFormat.FP32:
             return weight.view(np.float32)
@@ -164,37 +162,36 @@ class StoredWeights:
         _native.merge_bf16(wide, weight.view(np.uint16), sections[1].array().view(np.int16))
         return wide
 
-    def expert_bf16(self, layer: int, expert: int, experts: int) -> Bits:
+    def expert_bf16(self, layer: int, expert: int) -> Bits:
         """As bf16 bits: the weights that a forward pass uses, or the masters rounded to nearest even."""
-        schema, sections = self._record(expert_key(layer, expert), expert, experts, masters=False)
+        schema, sections = self._record(expert_key(layer, expert), masters=False)
         weight = sections[0].array()
         if schema.quantized is not None:
             return round_bf16(dequantize(schema.quantized, weight))
         wide = schema.weight_format is WeightFormat.FP32
         return round_bf16(weight.view(np.float32)) if wide else weight.view(np.uint16)
 
-    def expect(self, order: Sequence[ExpertRequest], experts: int) -> None:
-        """The experts (of ``experts`` in each layer) that will be asked for next, in this order: they are read ahead. Any
-        other record is read when it is asked for.
+    def expect(self, order: Sequence[ExpertRequest]) -> None:
+        """The experts that will be requested next, in this order: they are read ahead. Any other record is read when it is
+        requested.
         """
         self._expected = deque((expert_key(layer, expert), masters) for layer, expert, masters in order)
-        located = (self._locate(expert_key(layer, e), e, experts, masters) for layer, e, masters in order)
+        located = (self._locate(key, masters) for key, masters in tuple(self._expected))
         self._reads = read_ahead(located, _Located.nbytes, _Located.read)
 
-    def _record(
-        self, key: str, expert: int, experts: int, *, masters: bool
-    ) -> tuple[RecordSchema, list[Buffer]]:
+    def _record(self, key: str, *, masters: bool) -> tuple[RecordSchema, list[Buffer]]:
         """The sections of the weights, and of the moments if the masters or missed steps need them."""
         if self._expected and self._expected[0] == (key, masters):
             self._expected.popleft()
             read = next(self._reads)
         else:
-            read = self._locate(key, expert, experts, masters).read(self._own_scratch)
+            read = self._locate(key, masters).read(self._own_scratch)
         read.core.wait(read.tickets)
         return read.schema, read.sections
 
-    def _locate(self, key: str, expert: int, experts: int, masters: bool) -> _Located:
-        core = self._stage_of(key)[ExpertBlocks(experts, self.expert_ranks).owner(expert)]
+    def _locate(self, key: str, masters: bool) -> _Located:
+        # Of the copies that data-parallel ranks hold, which are equal, the first.
+        core = next((core for core in self.stores if key in core.records), self.stores[0])
         live = _live(core, key)
         schema, behind = live.schema, core.optimizer.behind(live) > 0
         whole = behind or (masters and schema.weight_format is WeightFormat.SPLIT_BF16)
@@ -265,4 +262,4 @@ def open_weights(source: Path) -> Iterator[StoredWeights]:
         cores = [store.core for store in stores]
         states = [core.committer.state for core in cores[:: len(cores) // layout.stages]]
         small = with_all_buffers(states, where=str(source))
-        yield StoredWeights(cores, state, small, layout.expert, layout.stages)
+        yield StoredWeights(cores, state, small, layout.stages)

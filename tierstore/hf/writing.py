@@ -11,7 +11,6 @@ import contextlib
 import errno
 import fcntl
 import json
-import math
 import mmap
 import os
 import shutil
@@ -26,7 +25,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.dense import UnitLayout
-from tierstore.hf.checkpoint import ALIGNMENT, INDEX_NAME, ITEM_BYTES, SINGLE_NAME, TensorInfo
+from tierstore.hf.checkpoint import ALIGNMENT, INDEX_NAME, SINGLE_NAME, TensorInfo, TensorSpec
+from tierstore.hf.manifest import ParameterEntry
 from tierstore.machine import existing_parent
 from tierstore.stats import OnProgress
 from tierstore.store.disk.home import building, building_directory, fsync_directory
@@ -42,28 +42,6 @@ _MARKER = ".tierstore-export"
 WINDOW_BYTES = 8 << 20
 
 Bytes = npt.NDArray[np.uint8]
-#: Called with the bytes of values written so far and the total.
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """A tensor that is to be written. ``dtype``: safetensors' name of its type."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def item_bytes(self) -> int:
-        return ITEM_BYTES[self.dtype]
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.item_bytes
 
 
 @dataclass(frozen=True)
@@ -382,32 +360,18 @@ class ExpertValues:
     numel: int
 
 
-@dataclass(frozen=True)
-class BufferValues:
-    """Buffer ``name`` (its name in memory), from the commit's small state."""
-
-    name: str
-
-
-@dataclass(frozen=True)
-class CarriedValues:
-    """A tensor of another file, copied unchanged."""
-
-    info: TensorInfo
-
-
-Origin = DenseValues | ExpertValues | BufferValues | CarriedValues
+#: What a tensor's values come from; a buffer from the commit's small state, a tensor of another file unchanged.
+Origin = DenseValues | ExpertValues | ParameterEntry | TensorInfo
 
 
 @dataclass(frozen=True)
 class Outline:
     """The plan of a checkpoint: ``tensors`` in order, by name, with their origins; small ``files`` beside them; ``notes``
-    for the user. ``layouts``: the layout of the dense units in the stores. ``experts``: the number in each layer.
+    for the user. ``layouts``: the layout of the dense units in the stores.
     """
 
     dtype: ExportDtype
     tensors: Sequence[tuple[TensorSpec, Origin]]
     layouts: Sequence[UnitLayout]
-    experts: int
     files: dict[str, bytes] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
