@@ -10,12 +10,12 @@ from contextlib import contextmanager
 
 
 def run_python(
-    code: str, *arguments: object, status: int = 0, timeout: float = 60, **environment: str
+    code: str, *arguments: object, status: int = 0, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """``code`` run to its end, with which it must exit with ``status``."""
     command = [sys.executable, "-c", code, *map(str, arguments)]
     done = subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=timeout, env=os.environ | environment
+        command, capture_output=True, text=True, check=False, timeout=300, env=os.environ | environment
     )
     assert done.returncode == status, (done.returncode, done.stderr)
     return done

@@ -126,7 +126,7 @@ print(*before, *after)
 )
 def test_opening_a_thousand_times_leaves_nothing(fast_path: Path, backend: str, cycles: int) -> None:
     small_store(fast_path / "s", numel=1500).close()
-    done = run_python(CYCLES, fast_path / "s", cycles, backend, timeout=300)
+    done = run_python(CYCLES, fast_path / "s", cycles, backend)
     fds, threads, resident, fds_after, threads_after, resident_after = map(int, done.stdout.split())
     assert (fds_after, threads_after) == (fds, threads)
     # A leak of one page a cycle would be 4 MiB for a thousand.
