@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import pytest
 
 from tierstore.config import load
-from tierstore.plan.capacity import Ranks, Setting
+from tierstore.plan.capacity import Setting
 from tierstore.train.config import TrainConfig
 from tierstore.train.files import text_bytes
 
@@ -48,7 +48,8 @@ def setting(tmp_path: Path) -> MakeSetting:
         return Setting(
             config=config,
             model=config.model.architecture,
-            ranks=Ranks(count=ranks, expert=config.parallel.expert),
+            ranks=ranks,
+            expert=config.parallel.expert,
             text_bytes=text_bytes(config.data),
         )
 

@@ -13,7 +13,7 @@ from traffic_cases import Make
 
 from tierstore.errors import BudgetError, ConfigError
 from tierstore.machine_profile import ASSUMED
-from tierstore.plan.capacity import Ranks, capacity
+from tierstore.plan.capacity import capacity
 from tierstore.plan.traffic import StepWindow, step_traffic
 from tierstore.stats import Tier
 from tierstore.store.index.database import index_bytes
@@ -173,8 +173,8 @@ def test_budgets_that_cannot_be(setting: Make) -> None:
     with pytest.raises(BudgetError, match="minimum"):
         capacity(setting({"host_budget": 4096}))
     with pytest.raises(ConfigError, match="--ranks"):
-        Ranks(count=0)
+        replace(setting(), ranks=0)
     with pytest.raises(ConfigError, match=r"parallel\.expert"):
-        Ranks(count=4, expert=3)
+        replace(setting(), ranks=4, expert=3)
     with pytest.raises(ConfigError, match=r"data\.batch_size"):
         setting(ranks=3)

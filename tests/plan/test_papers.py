@@ -14,7 +14,6 @@ from tierstore.errors import ConfigError
 from tierstore.machine_profile import ASSUMED, Cost
 from tierstore.model.architecture import Architecture, DenseUnit
 from tierstore.plan.papers import (
-    DivisionBytes,
     ExpertMemorySizes,
     PassFacts,
     RowBytes,
@@ -24,6 +23,7 @@ from tierstore.plan.papers import (
     all_to_all_ratio,
     all_to_all_ratio_printed,
     distinct_experts,
+    division_bytes,
     paper_bytes,
     pass_times,
 )
@@ -261,7 +261,7 @@ def test_bytes_by_hand() -> None:
     one = RowBytes(tokens=8, width=4, itemsize=4, ranks=2, top_k=1)
     assert (one.all_reduce, one.rows, one.all_to_all) == (128, 64, 64)
     # Attention: one pair, forward and backward, each an all-reduce of 128 bytes a rank.
-    assert DivisionBytes(tokens=8, width=4, itemsize=4, ranks=2, pairs=1).both_passes == 256
+    assert division_bytes(tokens=8, width=4, itemsize=4, ranks=2, pairs=1) == 256
 
 
 @given(st.integers(1, 9999), st.integers(1, 4096), st.integers(2, 64), st.integers(1, 16))

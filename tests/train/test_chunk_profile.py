@@ -17,7 +17,6 @@ from tierstore.machine_profile import ASSUMED, Cost, save_profile
 from tierstore.model.store_schema import TrainState
 from tierstore.moe.source import Pipelining
 from tierstore.parallel import Mesh, RankGroup
-from tierstore.plan.capacity import Ranks as PlannedRanks
 from tierstore.plan.capacity import Setting
 from tierstore.plan.predict import predict
 from tierstore.train.config import TrainConfig
@@ -110,7 +109,7 @@ def test_the_plan_says_what_the_run_chooses(tmp_path: Path, latency: float, sett
     config = configured(path, {"data.micro_order": "micro", **settings})
     chosen = control_of(config, mesh_of(2)).chosen
     assert chosen is not None
-    setting = Setting(config=config, model=config.model.architecture, ranks=PlannedRanks(count=2))
+    setting = Setting(config=config, model=config.model.architecture, ranks=2)
     degrees = predict(setting, read_profile(path, 2)).degrees
     assert degrees is not None
     assert tuple(degrees.taken.values()) == (chosen.value.forward, chosen.value.backward)

@@ -140,7 +140,7 @@ def _show_bytes(made: Plan, output: Output) -> None:
         (term.tier.value, term.name, format_bytes(term.nbytes), term.evidence.value, term.formula)
         for term in taken.terms
     ]
-    title = "one rank" if made.setting.ranks.count == 1 else f"each of {made.setting.ranks.count} ranks"
+    title = "one rank" if made.setting.ranks == 1 else f"each of {made.setting.ranks} ranks"
     output.table(f"Bytes of {title}", ("tier", "what", "bytes", "evidence", "formula"), rows)
     totals = ", ".join(f"{tier.value} {format_bytes(taken.total(tier))}" for tier in TIERS)
     output.line(f"total: {totals}")

@@ -69,15 +69,12 @@ def paired_interval(
     drawn = _resample(np.stack((values, scale)), block, resamples, np.random.default_rng(seed))
     ratios = drawn[0] / np.maximum(drawn[1], np.finfo(float).tiny)
     low, high = np.quantile(ratios, [(1 - confidence) / 2, (1 + confidence) / 2])
-    wider = _widening(confidence, blocks)
+    upper = (1 + confidence) / 2
+    wider = (
+        student_quantile(upper, blocks - 1) / NormalDist().inv_cdf(upper) * math.sqrt(blocks / (blocks - 1))
+    )
     ends = [estimate + wider * (float(end) - estimate) for end in (low, high)]
     return Interval(estimate, ends[0], ends[1], confidence, blocks)
-
-
-def _widening(confidence: float, blocks: int) -> float:
-    """The factor by which a percentile interval of ``blocks`` blocks is widened."""
-    normal = NormalDist().inv_cdf((1 + confidence) / 2)
-    return student_quantile((1 + confidence) / 2, blocks - 1) / normal * math.sqrt(blocks / (blocks - 1))
 
 
 def student_quantile(probability: float, freedom: int) -> float:

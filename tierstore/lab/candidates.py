@@ -195,7 +195,7 @@ def configuration_text(requests: Requests, candidate: Candidate, capacity_frames
     return head + "[cache]\n" + "\n".join(lines) + "\n"
 
 
-Curve = Sequence[tuple[int, float]]
+CostCurve = Sequence[tuple[int, float]]
 """(frames, cost), by ascending frames."""
 
 
@@ -236,7 +236,7 @@ def layer_curves(
     return [sorted(layer.items()) for layer in points]
 
 
-def lower_hull(curve: Curve) -> list[tuple[int, float]]:
+def lower_hull(curve: CostCurve) -> list[tuple[int, float]]:
     """The points of ``curve`` on its lower convex hull, up to its minimum."""
     hull: list[tuple[int, float]] = []
     for x, y in curve:
@@ -251,7 +251,7 @@ def lower_hull(curve: Curve) -> list[tuple[int, float]]:
     return hull
 
 
-def greedy_split(curves: Sequence[Curve], capacity_frames: int) -> tuple[int, ...]:
+def greedy_split(curves: Sequence[CostCurve], capacity_frames: int) -> tuple[int, ...]:
     """Frames of each layer, ``capacity_frames`` in all; frames that improve no curve are shared equally.
 
     A layer without points gets none; one with points gets at least its first point. Raises ValueError if the first
@@ -277,7 +277,7 @@ def greedy_split(curves: Sequence[Curve], capacity_frames: int) -> tuple[int, ..
     return tuple(quotas)
 
 
-def split_capacity(requests: Requests, curves: Sequence[Curve], capacity_frames: int) -> tuple[int, ...]:
+def split_capacity(requests: Requests, curves: Sequence[CostCurve], capacity_frames: int) -> tuple[int, ...]:
     """Quotas of all layers by the marginal gains on ``curves`` (``layer_curves``), as a live store computes them from the
     shares of a configuration.
 

@@ -198,7 +198,7 @@ def _origin(given: float | None) -> str:
 
 def _predicted_compute_s(config: TrainConfig, profile: Profile) -> float:
     """Computing time of one rank's step in seconds, as ``tierstore plan`` predicts it."""
-    from tierstore.plan.capacity import Ranks, Setting
+    from tierstore.plan.capacity import Setting
     from tierstore.plan.predict import predict
     from tierstore.prefetch.operations import Resource
 
@@ -206,7 +206,8 @@ def _predicted_compute_s(config: TrainConfig, profile: Profile) -> float:
     planned = Setting(
         config=config,
         model=config.model.architecture,
-        ranks=Ranks(count=max(expert, 1), expert=expert),
+        ranks=max(expert, 1),
+        expert=expert,
         process_bytes=profile.process_bytes,
         process_evidence=profile.evidence,
     )

@@ -48,32 +48,6 @@ class Term:
     evidence: Evidence = Evidence.FORMULA
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ranks:
-    """``count`` ranks; each group of ``expert`` ranks shares one copy of the experts (0: all ranks)."""
-
-    count: int = 1
-    expert: int = 0
-
-    def __post_init__(self) -> None:
-        if self.count < 1:
-            raise ConfigError(f"--ranks: expected at least 1, got {self.count}")
-        if self.expert < 0 or (self.expert and self.count % self.expert):
-            raise ConfigError(
-                f"parallel.expert: expected a divisor of the {self.count} ranks, got {self.expert}"
-            )
-
-    @property
-    def sharing(self) -> int:
-        """Ranks that share one copy of the experts."""
-        return self.expert or self.count
-
-    @property
-    def replicas(self) -> int:
-        """Copies of the experts."""
-        return self.count // self.sharing
-
-
 #: The default rank of LoRA pairs.
 DEFAULT_RANK = 16
 
@@ -131,12 +105,15 @@ def usage_of(spec: HfSpec, use: Use, rank: int, moments: MomentFormat = MomentFo
 class Setting:
     """What is planned: a run's configuration, the model's counts, the ranks, the device and the use.
 
+    Each group of ``expert`` ranks shares one copy of the experts (0: all ranks).
+
     A use other than full training needs an imported model (``HfSpec``).
     """
 
     config: TrainConfig
     model: Architecture
-    ranks: Ranks = field(default_factory=Ranks)
+    ranks: int = 1
+    expert: int = 0
     device: DeviceKind = DeviceKind.CPU
     process_bytes: int = ASSUMED.process_bytes
     process_evidence: Evidence = Evidence.ASSUMED
@@ -147,11 +124,27 @@ class Setting:
     usage: ModelUsage = field(default_factory=ModelUsage)
 
     def __post_init__(self) -> None:
-        if self.config.data.batch_size % self.ranks.count and not self.config.tasks:
+        if self.ranks < 1:
+            raise ConfigError(f"--ranks: expected at least 1, got {self.ranks}")
+        if self.expert < 0 or (self.expert and self.ranks % self.expert):
             raise ConfigError(
-                f"data.batch_size: expected a multiple of the {self.ranks.count} ranks, "
+                f"parallel.expert: expected a divisor of the {self.ranks} ranks, got {self.expert}"
+            )
+        if self.config.data.batch_size % self.ranks and not self.config.tasks:
+            raise ConfigError(
+                f"data.batch_size: expected a multiple of the {self.ranks} ranks, "
                 f"got {self.config.data.batch_size}"
             )
+
+    @property
+    def sharing(self) -> int:
+        """Ranks that share one copy of the experts."""
+        return self.expert or self.ranks
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the experts."""
+        return self.ranks // self.sharing
 
     @property
     def run_config(self) -> TrainConfig:
@@ -184,15 +177,12 @@ class Setting:
     @property
     def sums(self) -> bool:
         """Whether gradient slots add up products (``train.budgets.adds_up``)."""
-        ranks = self.ranks
-        return adds_up(
-            self.config, experts=self.model.experts, replicas=ranks.replicas, sharing=ranks.sharing
-        )
+        return adds_up(self.config, experts=self.model.experts, replicas=self.replicas, sharing=self.sharing)
 
     @property
     def local_experts(self) -> int:
         """The most experts of one layer on one rank."""
-        return -(-self.model.experts // self.ranks.sharing)
+        return -(-self.model.experts // self.sharing)
 
     @property
     def records(self) -> int:
@@ -209,7 +199,7 @@ class Setting:
     @property
     def micro_tokens(self) -> int:
         """One rank's tokens in a micro-batch."""
-        return rank_tokens(self.config, self.ranks.count)
+        return rank_tokens(self.config, self.ranks)
 
     @property
     def together(self) -> int:
@@ -222,25 +212,25 @@ class Setting:
         """Where the block inputs of a step in layer order are kept; None if none are. Raises BudgetError."""
         if not self.usage.trains:
             return None
-        return boundary_split(self.config, self.ranks.count, len(self.model.units) - 2)
+        return boundary_split(self.config, self.ranks, len(self.model.units) - 2)
 
     @property
     def tokens_per_step(self) -> int:
         """Tokens of all ranks in one step or, if nothing is trained, in one forward pass."""
         if self.usage.trains:
             return self.config.tokens_per_step
-        return self.tokens * self.ranks.count
+        return self.tokens * self.ranks
 
     @property
     def layouts(self) -> list[UnitLayout]:
         """How the dense units are cut into slices."""
         compute, tables = self.config.model.compute_dtype, self.vocabulary.tables
-        return flat_layouts(self.model.units, ranks=self.ranks.count, compute=compute, tables=tables)
+        return flat_layouts(self.model.units, ranks=self.ranks, compute=compute, tables=tables)
 
     @property
     def vocabulary(self) -> VocabularyTables:
         """Whether the tables of embedding and head are gathered or partitioned, as a run would choose."""
-        return choose_vocabulary(self.config, ranks=self.ranks.count, device=self.device)
+        return choose_vocabulary(self.config, ranks=self.ranks, device=self.device)
 
     @property
     def fixed(self) -> FixedCost:
@@ -248,7 +238,7 @@ class Setting:
         made = fixed_cost(
             self.config,
             self.process_bytes,
-            ranks=self.ranks.count,
+            ranks=self.ranks,
             device=self.device,
             units=self.model.units,
             text=min(self.text_bytes, self.config.data.max_bytes * len(self.config.data_by_task)),
@@ -263,7 +253,7 @@ class Setting:
 
     def _frozen_dense(self) -> DenseBytes:
         """Whole dense weights on every rank, and the state of attention's pairs, sliced over the ranks."""
-        count = self.ranks.count
+        count = self.ranks
         width = self.config.model.compute_dtype.itemsize
         weights = sum(width * unit.matrices + 4 * unit.others for unit in self.model.units)
         pairs = sum(self.usage.attention)
@@ -374,9 +364,9 @@ def _dense_terms(setting: Setting) -> Iterable[Term]:
         Tier.HOST if on_host else Tier.DEVICE,
         "dense state",
         dense.slices,
-        f"{model.dense} parameters in the compute type, and 1/{ranks.count} of 16 B x {pairs} of attention's pairs"
+        f"{model.dense} parameters in the compute type, and 1/{ranks} of 16 B x {pairs} of attention's pairs"
         if setting.usage.frozen
-        else f"{resident} B x {own} parameters, the slices of 1/{ranks.count} of {model.dense}, padded",
+        else f"{resident} B x {own} parameters, the slices of 1/{ranks} of {model.dense}, padded",
     )
     if dense.staging:
         yield Term(
@@ -387,7 +377,7 @@ def _dense_terms(setting: Setting) -> Iterable[Term]:
         "fusion buffers",
         dense.fusion,
         f"embedding, head and {blocks_held(layouts, config.dense)} blocks gathered at once, whatever the depth"
-        + (", and as much to send from" if gather_copies(ranks.count, setting.device.value) else ""),
+        + (", and as much to send from" if gather_copies(ranks, setting.device.value) else ""),
     )
     yield Term(
         Tier.DEVICE,
@@ -441,7 +431,7 @@ def _device_terms(setting: Setting, divided: Budgets) -> Iterable[Term]:
 def _host_terms(setting: Setting, divided: Budgets) -> Iterable[Term]:
     fixed, spec = setting.fixed, setting.config.model
     if not setting.usage.trains and isinstance(spec, HfSpec):
-        context = rank_tokens(setting.config, setting.ranks.count)
+        context = rank_tokens(setting.config, setting.ranks)
         yield Term(
             Tier.HOST if setting.device is DeviceKind.CPU else Tier.DEVICE,
             "keys and values",
@@ -474,7 +464,7 @@ def _host_terms(setting: Setting, divided: Budgets) -> Iterable[Term]:
     if setting.device is not DeviceKind.CPU:
         own = sum(layout.slice_numel for layout in setting.layouts)
         if setting.usage.frozen:
-            own = -(-sum(setting.usage.attention) // setting.ranks.count)
+            own = -(-sum(setting.usage.attention) // setting.ranks)
         yield Term(Tier.HOST, "dense staging", 12 * own, f"12 B x {own} parameters, for commits")
     yield Term(
         Tier.HOST,
@@ -521,7 +511,7 @@ def _disk_terms(setting: Setting) -> Iterable[Term]:
         f"{4 if schema.frozen else 12} B x {sum(numel * count for numel, count in dense.items())} parameters of "
         f"{sum(dense.values())} units, padded, {once}",
     )
-    adapters = -(-sum(setting.usage.attention) // setting.ranks.count)
+    adapters = -(-sum(setting.usage.attention) // setting.ranks)
     if adapters:
         yield Term(
             Tier.NVME,

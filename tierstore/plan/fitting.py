@@ -251,7 +251,7 @@ def _micro_order(setting: Setting, limits: Limits) -> Iterator[Change]:
 def _micro_batches(setting: Setting, limits: Limits) -> Iterator[Change]:
     data = setting.config.data
     parts = 2
-    while data.batch_size % (parts * setting.ranks.count) == 0:
+    while data.batch_size % (parts * setting.ranks) == 0:
         cut = replace(data, batch_size=data.batch_size // parts, micro_batches=data.micro_batches * parts)
         text = f"data.micro_batches = {cut.micro_batches}, data.batch_size = {cut.batch_size}"
         yield _configured(setting, text, Effect.SUMS, data=cut)
@@ -259,12 +259,12 @@ def _micro_batches(setting: Setting, limits: Limits) -> Iterator[Change]:
 
 
 def _ranks(setting: Setting, limits: Limits) -> Iterator[Change]:
-    count = setting.ranks.count * 2
+    count = setting.ranks * 2
     while count <= setting.model.experts and setting.config.data.batch_size % count == 0:
         yield Change(
             f"--ranks {count}, each with the same limits",
             Effect.LAYOUT,
-            replace(setting, ranks=replace(setting.ranks, count=count)),
+            replace(setting, ranks=count),
         )
         count *= 2
 

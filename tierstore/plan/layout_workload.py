@@ -25,8 +25,8 @@ from tierstore.parallel.pipeline_degree import (
     Share,
     pass_seconds,
 )
-from tierstore.plan.capacity import Ranks, Setting, as_configured, capacity
-from tierstore.plan.papers import DivisionBytes, RowBytes
+from tierstore.plan.capacity import Setting, as_configured, capacity
+from tierstore.plan.papers import RowBytes, division_bytes
 from tierstore.plan.traffic import Traffic, step_traffic
 from tierstore.plan.workload import WEIGHT_BYTES, StepWorkload
 from tierstore.prefetch.operations import Kind, Operation, PassSizes
@@ -159,14 +159,14 @@ class LayoutWorkload(StepWorkload):
         divided = isinstance(self.setting.config.spec, BuiltInSpec)
         if layout.tensor == 1 or not divided or not 0 < item.unit < len(self.layouts) - 1:
             return 0.0
-        block = DivisionBytes(
+        both_passes = division_bytes(
             tokens=self.setting.tokens,
             width=model.d_model,
             itemsize=model.compute_dtype.itemsize,
             ranks=layout.tensor,
             pairs=1 if item.moe_layer is not None else 2,
         )
-        return block.both_passes / 2
+        return both_passes / 2
 
     @property
     def replica_bytes(self) -> int:
@@ -368,8 +368,8 @@ def stage_workloads(
         model = own.model.architecture
         if layout.tensor > 1:  # the group's ranks divide the experts and share their tokens
             model = _part(model, config, layout.tensor)
-        ranks = Ranks(count=layout.data, expert=1 if layout.tensor > 1 else layout.expert)
-        setting = as_configured(Setting(config=own, model=model, ranks=ranks))
+        expert = 1 if layout.tensor > 1 else layout.expert
+        setting = as_configured(Setting(config=own, model=model, ranks=layout.data, expert=expert))
         taken = capacity(setting)
         key = (layout, choice.order, choice.degree > 1, stage)
         if key not in known:

@@ -76,11 +76,6 @@ def _orders(config: TrainConfig) -> list[MicroOrder]:
     return [MicroOrder.MICRO, MicroOrder.LAYER] if asked is MicroOrder.AUTO else [asked]
 
 
-def most_degree(config: TrainConfig, layout: Layout) -> int:
-    """The largest number of chunks of rows to consider in ``layout`` (``ParallelConfig.chunks_cap``)."""
-    return config.parallel.chunks_cap(experts=config.model.experts, sharing=layout.expert)
-
-
 def obstacle(config: TrainConfig, choice: LayoutChoice, node_ranks: int) -> str | None:
     """The reason why a run of ``config`` cannot have the layout ``choice``; None if it can."""
     laid_out, layout = choice.configure(config, node_ranks), choice.ranks
@@ -244,7 +239,8 @@ def compare_layouts(
         return works
 
     for done, choice in enumerate(listed, start=1):
-        works, most = consider(choice), most_degree(config, choice.ranks)
+        works = consider(choice)
+        most = config.parallel.chunks_cap(experts=config.model.experts, sharing=choice.ranks.expert)
         for degree in degrees_of(works, most)[1:] if works and most > 1 else []:
             consider(replace(choice, degree=degree))
         progress(done, len(listed))

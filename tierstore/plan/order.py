@@ -20,7 +20,7 @@ from tierstore.decision import Decision
 from tierstore.errors import BudgetError, ConfigError, DataError
 from tierstore.machine_profile import ASSUMED, Evidence, Profile, find_profile
 from tierstore.model.config import CheckpointActivations
-from tierstore.plan.capacity import Ranks, Setting, as_configured, capacity
+from tierstore.plan.capacity import Setting, as_configured, capacity
 from tierstore.plan.predict import predict
 from tierstore.stats import Tier
 from tierstore.tiers.slots import DeviceKind
@@ -105,7 +105,8 @@ def choose_order(
     setting = Setting(
         config=config,
         model=config.model.architecture,
-        ranks=Ranks(count=ranks, expert=config.parallel.expert),
+        ranks=ranks,
+        expert=config.parallel.expert,
         device=device,
     )
     return compare_orders(as_configured(setting), _run_profile(config))

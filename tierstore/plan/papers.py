@@ -270,30 +270,20 @@ class RowBytes:
         return self.rows / self.all_to_all
 
 
-@dataclass(frozen=True, kw_only=True)
-class DivisionBytes:
-    """Bytes that one tensor-parallel rank sends for one divided block in a forward and a backward pass: an all-reduce after
-    each divided pair of products and one before it, of ``tokens`` by ``width`` elements.
+def division_bytes(*, tokens: int, width: int, itemsize: int, ranks: int, pairs: int) -> float:
+    """Bytes that one of ``ranks`` tensor-parallel ranks sends for one divided block in a forward and a backward pass: an
+    all-reduce after each divided pair of products and one before it, of ``tokens`` by ``width`` elements. That is
+    ``4 (T - 1) / T S h`` per pair.
     """
-
-    tokens: int
-    width: int
-    itemsize: int
-    ranks: int
-    pairs: int
-
-    @property
-    def both_passes(self) -> float:
-        """``4 (T - 1) / T S h`` per pair."""
-        return 4 * self.pairs * (self.ranks - 1) / self.ranks * self.tokens * self.width * self.itemsize
+    return 4 * pairs * (ranks - 1) / ranks * tokens * width * itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorCosts:
-    """An expert layer over tensor-parallel ranks: our bytes and the paper's figures."""
+    """An expert layer over tensor-parallel ranks: our bytes (``attention``: ``division_bytes``) and the paper's figures."""
 
     rows: RowBytes
-    attention: DivisionBytes
+    attention: float
     experts: int
     flops: float
     bandwidth: float
@@ -306,7 +296,7 @@ class TensorCosts:
             "all_reduce_bytes": rows.all_reduce,
             "rows_bytes": rows.rows,
             "all_to_all_bytes": rows.all_to_all,
-            "attention_bytes": self.attention.both_passes,
+            "attention_bytes": self.attention,
             "all_reduce_crossover_ratio": rows.all_reduce_crossover,
             "rows_crossover_ratio": rows.rows_crossover,
             "paper_equation_5_printed_ratio": self._ratio(all_reduce_ratio_printed, self.rows.ranks),
@@ -356,7 +346,7 @@ def tensor_costs(
     sizes = {"tokens": tokens, "width": model.d_model, "itemsize": itemsize, "ranks": parallel.tensor}
     return TensorCosts(
         rows=RowBytes(**sizes, top_k=top_k),
-        attention=DivisionBytes(**sizes, pairs=pairs),
+        attention=division_bytes(**sizes, pairs=pairs),
         experts=model.experts,
         flops=flops,
         bandwidth=bandwidth,

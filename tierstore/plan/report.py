@@ -19,7 +19,6 @@ from tierstore.outputs import to_json
 from tierstore.plan.capacity import (
     DEFAULT_RANK,
     TIERS,
-    Ranks,
     Setting,
     Use,
     capacity,
@@ -161,7 +160,7 @@ def _plan_use(setting: Setting, limits: Limits, profile: Profile) -> UsePlan:
         return UsePlan(setting, verdict, None)
     token = None
     if not setting.usage.trains:
-        sequences = setting.config.data.batch_size // setting.ranks.count
+        sequences = setting.config.data.batch_size // setting.ranks
         one = replace(setting, usage=replace(setting.usage, tokens=sequences))
         token = predict(one, profile)
     return UsePlan(setting, verdict, predict(setting, profile, verdict.capacity), token)
@@ -210,7 +209,7 @@ class Plan:
     @property
     def tasks(self) -> Assignment | None:
         """Which rank computes which rows of each task; None without tasks."""
-        config, count = self.setting.config, self.setting.ranks.count
+        config, count = self.setting.config, self.setting.ranks
         if not config.tasks:
             return None
         parallel = config.parallel
@@ -226,7 +225,7 @@ class Plan:
             "sparse_parameters_count": model.sparse,
             "active_parameters_count": model.active,
             "experts": model.records,
-            "ranks_count": self.setting.ranks.count,
+            "ranks_count": self.setting.ranks,
             "device": self.setting.device,
             "host_budget_bytes": config.host_budget,
             "fits": self.verdict.fits,
@@ -327,7 +326,8 @@ def plan_run(
     setting = Setting(
         config=config,
         model=preset.architecture if preset else config.model.architecture,
-        ranks=Ranks(count=ranks, expert=config.parallel.expert),
+        ranks=ranks,
+        expert=config.parallel.expert,
         device=device,
         process_bytes=profile.process_bytes,
         process_evidence=profile.evidence,

@@ -133,7 +133,7 @@ class _Drive:
         self._layers = model.moe_layers
         self._index = {layer: index for index, layer in enumerate(self._layers)}
         self._local = setting.local_experts
-        tokens = setting.tokens * setting.ranks.sharing
+        tokens = setting.tokens * setting.sharing
         reached = 1 - (1 - model.top_k / model.experts) ** tokens
         self._reached = 1.0 if reached >= _CERTAIN else reached
         self._random = np.random.default_rng(0)
@@ -167,9 +167,9 @@ class _Drive:
             layers=self._layers,
             cache=setting.config.cache,
             group_order=group_order(
-                replicas=setting.ranks.replicas,
+                replicas=setting.replicas,
                 chunks=setting.config.parallel.most_chunks(
-                    experts=setting.model.experts, sharing=setting.ranks.sharing
+                    experts=setting.model.experts, sharing=setting.sharing
                 ),
             ),
             clock=StepClock.STEPS,

@@ -117,7 +117,7 @@ class StepWorkload:
     def sizes(self, item: Pass) -> PassSizes:
         """The bytes that the pass ``item`` moves."""
         setting = self.setting
-        others = setting.ranks.count - 1
+        others = setting.ranks - 1
         layout = self.layouts[item.unit]
         narrow = gather_width(setting.config.dense, setting.config.model.compute_dtype)
         gather = layout.gathered_bytes(narrow) * others // (others + 1)
@@ -149,7 +149,7 @@ class StepWorkload:
 
     def exchange(self, item: Pass) -> LayerPass:
         """The messages that one rank sends in the pass ``item`` over experts; each micro-batch that passes sends its own."""
-        setting, config, sharing = self.setting, self.setting.config, self.setting.ranks.sharing
+        setting, config, sharing = self.setting, self.setting.config, self.setting.sharing
         rows = setting.tokens * setting.model.top_k * (sharing - 1) / sharing
         rows_bytes = float(int(rows * config.model.d_model * config.model.compute_dtype.itemsize))
         if item.phase is Phase.FORWARD:
@@ -208,7 +208,7 @@ class StepWorkload:
         usage = self.setting.usage
         if not usage.frozen:
             return self.layouts[unit].slice_numel
-        return -(-usage.attention[unit] // self.setting.ranks.count) if usage.attention else 0
+        return -(-usage.attention[unit] // self.setting.ranks) if usage.attention else 0
 
     @property
     def _trained_numel(self) -> int:
@@ -257,7 +257,7 @@ class StepWorkload:
     @cached_property
     def network(self) -> Cost:
         """The cost of one message of an exchange."""
-        return over_link(self.profile.exchange(self.setting.ranks.sharing), self.setting.config.links.rows)
+        return over_link(self.profile.exchange(self.setting.sharing), self.setting.config.links.rows)
 
     def expert_cost(self, item: Pass) -> Cost:
         """The cost of one expert in the pass ``item``."""
@@ -335,7 +335,7 @@ class StepWorkload:
     def expert_flops(self, item: Pass) -> float:
         """Floating point operations of one expert in one pass, with its share of all ranks' tokens."""
         config, model = self.setting.config, self.setting.model
-        tokens = self.setting.tokens * self.setting.ranks.sharing
+        tokens = self.setting.tokens * self.setting.sharing
         rows = tokens * model.top_k / (model.experts * self.traffic.active)
         pairs = self.setting.usage.pairs
         forward = 2 * rows * (model.expert_numel + (pairs.numel if pairs else 0))
@@ -422,7 +422,7 @@ class LayerDegrees:
 def layer_degrees(workload: StepWorkload) -> LayerDegrees | None:
     """The chunks of a run's passes; None if no tokens travel to experts, or nothing is trained."""
     setting = workload.setting
-    sharing, parallel = setting.ranks.sharing, setting.config.parallel
+    sharing, parallel = setting.sharing, setting.config.parallel
     if sharing == 1 or parallel.tensor > 1 or not setting.usage.trains or not setting.model.moe_layers:
         return None
     auto, most = parallel.auto_degree, parallel.chunks_cap(experts=setting.model.experts, sharing=sharing)
