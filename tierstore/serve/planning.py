@@ -31,7 +31,6 @@ from tierstore.model.store_schema import expert_record, expert_weight_bytes, qua
 from tierstore.plan.papers import distinct_experts
 from tierstore.serve.config import ServeConfig
 from tierstore.serve.footprint import (
-    ServedBudgets,
     ServedRecords,
     batch_bytes,
     dense_parameter_bytes,
@@ -72,7 +71,7 @@ class ServedWork:
                 raise ConfigError(f"{name}: expected at least {least}, got {getattr(self, name)}")
 
     def of(self, spec: HfSpec) -> ServedWork:
-        """A copy with the context set for ``spec``. Raises ConfigError if the model allows less than was asked for."""
+        """A copy with the context set for ``spec``. Raises ConfigError if the model allows less."""
         most = cached_positions(spec.config) or max(_CONTEXT, self.context, self.prompt_tokens)
         for name in ("prompt_tokens", "context"):
             if getattr(self, name) > most:
@@ -162,12 +161,8 @@ def plan_serving(
     else:
         records = stored.records
 
-    def divided(budget: int) -> ServedBudgets:
-        given = replace(config, host_budget=budget)
-        return served_budgets(given, spec, records, device)
-
     def cache_of(budget: int) -> _Cache:
-        given = divided(budget)
+        given = served_budgets(replace(config, host_budget=budget), spec, records, device)
         frames, frame = cache_frames(given.cache - records.scratch, records.schemas, StoreAccess.READ)
         each = frames_of([part.nbytes for part in records.experts.layout(Group.WEIGHTS).sections], frame)
         return _Cache(frames, min(given.lookahead // frame, frames), each)
